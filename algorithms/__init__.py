@@ -1,0 +1,1 @@
+"""Learning algorithms, one file each; `_`-prefixed files are shared helpers."""

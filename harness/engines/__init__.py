@@ -1,0 +1,1 @@
+"""Rollout engines, one file each, behind `harness.interfaces.RolloutEngine`."""

@@ -1,0 +1,60 @@
+"""A fake engine for tests: answers each prompt from a script instead of a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from harness.interfaces import RolloutEngine
+from harness.model import encode_completion, encode_prompt
+from harness.spec import Sampling
+from harness.types import Group, Prompt, Rollout
+
+Script = Callable[[Prompt, int], str]
+
+
+class ScriptedEngine(RolloutEngine):
+    """Completions come from `script(prompt, sample)`, by default the text after `;;` in the prompt, or nothing.
+
+    Log-probs are those of a uniform distribution over the tokenizer's vocabulary; completions past
+    `sampling.max_tokens` are cut, as a real engine would.
+    """
+
+    class Settings(RolloutEngine.Settings):
+        name: Literal["scripted"] = "scripted"
+
+    def __init__(self, settings: Settings, policy: nn.Module, tokenizer: PreTrainedTokenizerBase):
+        self.settings = settings
+        self.tokenizer = tokenizer
+        self.version = 0
+        self.script: Script = lambda prompt, sample: prompt.text.partition(";;")[2]
+
+    def generate(
+        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, *, seed: int, step: int
+    ) -> list[Group]:
+        return [
+            Group(
+                prompt,
+                tuple(encode_prompt(self.tokenizer, prompt.text)),
+                tuple(self._rollout(self.script(prompt, i), sampling.max_tokens or 0) for i in range(group_size)),
+            )
+            for prompt in prompts
+        ]
+
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        self.version = version
+
+    def _rollout(self, text: str, limit: int) -> Rollout:
+        ids = encode_completion(self.tokenizer, text)
+        kept = ids[:limit]
+        cut = self.tokenizer.decode(kept, skip_special_tokens=True)
+        return Rollout(
+            str(cut),
+            tuple(kept),
+            (-math.log(len(self.tokenizer)),) * len(kept),
+            "stop" if len(ids) <= limit else "length",
+        )

@@ -1,0 +1,215 @@
+"""Samples with any `AutoModelForCausalLM`, in the learner's own process and on its own weights.
+
+A prompt is prefilled once and its key-value cache expanded to the group; finished rows leave the decode batch. A
+token is drawn by inverting the cumulative distribution at a counter-based uniform (`_noise`), so a row depends on
+the batch that it is in only through floating-point rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicLayer
+
+from harness.engines._noise import uniforms
+from harness.interfaces import RolloutEngine
+from harness.model import encode_prompt, end_token_ids
+from harness.spec import Sampling
+from harness.tensors import pad_left
+from harness.types import Group, Prompt, Rollout
+
+
+class TransformersEngine(RolloutEngine):
+    """In-process sampling with transformers; shares the learner's weights, so nothing is copied after an update."""
+
+    exact_logprobs: ClassVar[bool] = True
+
+    class Settings(RolloutEngine.Settings):
+        name: Literal["transformers"] = "transformers"
+        max_batch_rows: int = Field(
+            default=512, ge=1, description="completions decoded at once; memory only, no effect"
+        )
+
+    def __init__(self, settings: Settings, policy: nn.Module, tokenizer: PreTrainedTokenizerBase):
+        self.settings = settings
+        self.policy = policy
+        self.tokenizer = tokenizer
+        self.end_ids = torch.tensor(end_token_ids(policy, tokenizer))
+        self.prompt_tokens: dict[str, tuple[int, ...]] = {}
+
+    def generate(
+        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, *, seed: int, step: int
+    ) -> list[Group]:
+        assert sampling.max_tokens is not None
+        chunk = max(1, self.settings.max_batch_rows // group_size)
+        groups: list[Group] = []
+        for start in range(0, len(prompts), chunk):
+            part = prompts[start : start + chunk]
+            ids = [p.id for p in part]
+            noise = torch.from_numpy(uniforms(seed, step, ids, group_size, sampling.max_tokens))
+            groups += self._generate(part, group_size, sampling, noise)
+        return groups
+
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        own = self.policy.state_dict()
+        with torch.no_grad():
+            for name, value in weights.items():
+                if own[name].data_ptr() != value.data_ptr():
+                    own[name].copy_(value)
+
+    @torch.inference_mode()
+    def _generate(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, noise: Tensor) -> list[Group]:
+        device = next(self.policy.parameters()).device
+        encoded = [self._encode(prompt) for prompt in prompts]
+        limit = sampling.max_tokens or 0
+        rows = len(prompts) * group_size
+        tokens = torch.zeros(rows, limit, dtype=torch.int64, device=device)
+        logprobs = torch.zeros(rows, limit, device=device)
+        lengths = torch.full((rows,), limit, device=device)
+        stopped = torch.zeros(rows, dtype=torch.bool, device=device)
+        noise, end_ids = noise.to(device), self.end_ids.to(device)
+
+        prompt_tokens, mask = (x.to(device) for x in pad_left(encoded))
+        cache = _preallocated_cache(self.policy, prompt_tokens.shape[1] + limit)
+        logits = self._forward(prompt_tokens, mask, (mask.cumsum(-1) - 1).clamp(min=0), cache)
+        cache.batch_repeat_interleave(group_size)
+        logits = logits.repeat_interleave(group_size, dim=0)
+        mask = mask.repeat_interleave(group_size, dim=0)
+        active = torch.arange(rows, device=device)  # row of each line of the decode batch
+        running = torch.ones(rows, dtype=torch.bool, device=device)  # lines not yet ended
+
+        for position in range(limit):
+            chosen, logprob = _draw(logits, sampling, noise[active, position])
+            tokens[active[running], position] = chosen[running]
+            logprobs[active[running], position] = logprob[running]
+            ended = running & torch.isin(chosen, end_ids)
+            lengths[active[ended]] = position + 1
+            stopped[active[ended]] = True
+            running &= ~ended
+            num_running = int(running.sum())
+            if num_running == 0 or position + 1 == limit:
+                break
+            if num_running <= 0.875 * len(running):  # each compaction copies the cache: not worth it for a row or two
+                keep = running.nonzero()[:, 0]
+                cache.batch_select_indices(keep)
+                active, running, mask, chosen = active[keep], running[keep], mask[keep], chosen[keep]
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+            logits = self._forward(chosen[:, None], mask, mask.sum(-1, keepdim=True) - 1, cache)
+        return self._groups(prompts, encoded, group_size, tokens, logprobs, lengths, stopped)
+
+    def _forward(self, tokens: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+        output = self.policy(
+            input_ids=tokens,
+            attention_mask=mask if not mask.all() else None,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1].float()
+
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+        if prompt.text not in self.prompt_tokens:
+            self.prompt_tokens[prompt.text] = tuple(encode_prompt(self.tokenizer, prompt.text))
+        return self.prompt_tokens[prompt.text]
+
+    def _groups(
+        self,
+        prompts: Sequence[Prompt],
+        encoded: Sequence[tuple[int, ...]],
+        group_size: int,
+        tokens: Tensor,
+        logprobs: Tensor,
+        lengths: Tensor,
+        stopped: Tensor,
+    ) -> list[Group]:
+        ids = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+        nats = [row[:n] for row, n in zip(logprobs.tolist(), lengths.tolist(), strict=True)]
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        rollouts = [
+            Rollout(text, tuple(row), tuple(values), "stop" if end else "length")
+            for text, row, values, end in zip(texts, ids, nats, stopped.tolist(), strict=True)
+        ]
+        return [
+            Group(prompt, encoded[i], tuple(rollouts[i * group_size : (i + 1) * group_size]))
+            for i, prompt in enumerate(prompts)
+        ]
+
+
+def _draw(logits: Tensor, sampling: Sampling, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """(token, log-prob) per line: the first token whose cumulative probability exceeds the line's uniform."""
+    logprobs = torch.log_softmax(logits / (sampling.temperature or 1.0), dim=-1)
+    if sampling.temperature == 0:
+        chosen = logits.argmax(-1)
+    else:
+        probabilities = _cut(logprobs.exp().double(), sampling.top_p, sampling.top_k)
+        cumulative = probabilities.cumsum(-1)
+        chosen = (cumulative <= noise[:, None] * cumulative[:, -1:]).sum(-1).clamp(max=logits.shape[-1] - 1)
+    return chosen, logprobs.gather(-1, chosen[:, None])[:, 0]
+
+
+def _cut(probabilities: Tensor, top_p: float, top_k: int) -> Tensor:
+    """Probabilities outside the nucleus (Holtzman et al. 2020) or the k most likely tokens set to 0."""
+    if top_p >= 1 and not top_k:
+        return probabilities
+    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    if top_k:
+        ordered[:, top_k:] = 0
+    ordered[ordered.cumsum(-1) - ordered >= top_p] = 0  # keeps the token that crosses top_p
+    return torch.zeros_like(probabilities).scatter(-1, order, ordered)
+
+
+def _preallocated_cache(policy: nn.Module, capacity: int) -> DynamicCache:
+    """The model's own dynamic cache, with plain layers that write in place instead of concatenating every token."""
+    cache = DynamicCache(config=policy.config)  # pyright: ignore
+    cache.layers = [_PreallocatedLayer(capacity) if type(x) is DynamicLayer else x for x in cache.layers]
+    return cache
+
+
+class _PreallocatedLayer(DynamicLayer):
+    """A cache layer of fixed capacity; `keys` and `values` are views of what is filled."""
+
+    def __init__(self, capacity: int):
+        super().__init__()
+        self.capacity = capacity
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        start = 0 if not self.is_initialized else self.keys.shape[-2]  # pyright: ignore
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self._allocate(key_states, value_states)
+        end = start + key_states.shape[-2]
+        self._keys[:, :, start:end] = key_states
+        self._values[:, :, start:end] = value_states
+        return self._view(end)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._reindex(torch.arange(len(self._keys), device=self._keys.device).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._reindex(indices)
+
+    def _reindex(self, rows: Tensor) -> None:
+        keys, values = self.keys, self.values
+        assert keys is not None and values is not None
+        self._allocate(keys, values, len(rows))
+        length = keys.shape[-2]
+        self._keys[:, :, :length] = keys[rows]
+        self._values[:, :, :length] = values[rows]
+        self._view(length)
+
+    def _allocate(self, keys: Tensor, values: Tensor, rows: int | None = None) -> None:
+        def empty(like: Tensor) -> Tensor:
+            batch, heads, _, width = like.shape
+            return like.new_empty(rows or batch, heads, self.capacity, width)
+
+        self._keys, self._values = empty(keys), empty(values)
+
+    def _view(self, length: int) -> tuple[Tensor, Tensor]:
+        self.keys, self.values = self._keys[:, :, :length], self._values[:, :, :length]
+        return self.keys, self.values

@@ -1,0 +1,80 @@
+"""Held-out accuracy: greedy, mean over samples, pass@k and maj@k, on a fixed set of problems."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from harness.grading import grade, sample_rows
+from harness.interfaces import RolloutEngine, Task
+from harness.spec import Evaluation, Sampling
+from harness.types import EvaluationResult, GradedGroup, Group, Split
+
+
+def evaluate(
+    task: Task,
+    engine: RolloutEngine,
+    split: Split,
+    settings: Evaluation,
+    *,
+    max_tokens: int,
+    seed: int,
+    step: int,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    num_shown: int = 16,
+) -> EvaluationResult:
+    """Accuracy on the first problems of a split: one greedy completion and k samples for each.
+
+    The same problems every time, so that arms and steps can be compared problem by problem.
+    """
+    limit = settings.num_test_prompts if split == "test" else settings.num_prompts
+    prompts = task.prompts(split)[:limit]
+    sampled = Sampling(temperature=settings.temperature, max_tokens=max_tokens)
+    greedy = Sampling(temperature=0, max_tokens=max_tokens)
+    groups: list[Group] = []
+    greedy_groups: list[Group] = []
+    for start in range(0, len(prompts), 64):
+        part = prompts[start : start + 64]
+        groups += engine.generate(part, settings.num_samples, sampled, seed=seed, step=step)
+        greedy_groups += engine.generate(part, 1, greedy, seed=seed, step=step)
+        on_progress(min(start + 64, len(prompts)), len(prompts))
+    graded = grade(task, groups)
+    metrics = sample_metrics(graded)
+    metrics["greedy_accuracy"] = float(np.mean([bool(g.correct and g.correct[0]) for g in grade(task, greedy_groups)]))
+    counts = {g.prompt_id: sum(g.correct or ()) for g in graded}
+    return EvaluationResult(
+        split, metrics, counts, sample_rows(groups, graded, None, step=step, split=split, limit=num_shown)
+    )
+
+
+def sample_metrics(graded: Sequence[GradedGroup]) -> dict[str, float]:
+    """Metrics of k samples per problem; pass@k with all k samples is unbiased (Chen et al. 2021, eq. 1, n = k)."""
+    k = len(graded[0].completions)
+    correct = np.array([g.correct for g in graded], dtype=float)
+    return {
+        "accuracy": float(correct.mean()),
+        f"pass_at_{k}": float(correct.max(axis=1).mean()),
+        f"maj_at_{k}": float(np.mean([majority_correct(g) for g in graded])),
+        "answered": float(np.mean([a is not None for g in graded for a in g.answers])),
+        "truncated": float(np.mean([t for g in graded for t in g.truncated])),
+        "num_tokens": float(np.mean([n for g in graded for n in g.num_tokens])),
+        "num_prompts": float(len(graded)),
+        "num_samples": float(k),
+    }
+
+
+def majority_correct(group: GradedGroup) -> float:
+    """The probability that a majority vote over the group's answers is correct, ties broken at random.
+
+    Votes are counted over equivalence classes; completions without an answer do not vote.
+    """
+    assert group.correct is not None
+    votes = Counter(c for c in group.classes if c is not None)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    right = {c for c, correct in zip(group.classes, group.correct, strict=True) if correct}
+    winners = [c for c, count in votes.items() if count == most]
+    return sum(c in right for c in winners) / len(winners)

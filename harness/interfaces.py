@@ -1,0 +1,161 @@
+"""The three things that a user replaces: the algorithm, the task and the rollout engine.
+
+A plugin is one file with one public class. Algorithms and tasks are frozen values whose fields are the settings of
+their section in a spec; an engine has state, so its settings are a class of their own (`Settings`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from pydantic import Field
+
+from harness.types import Batch, Demonstration, GradedGroup, Group, PolicyOutput, Prompt, SampleRow, Section, Split
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PreTrainedTokenizerBase
+
+    from harness.spec import Sampling
+
+
+class Algorithm(Section, ABC):
+    """Credit assignment as pure functions of a batch: it never sees the trainer, the engine or the study.
+
+    A subclass declares `name: Literal["..."]` equal to its file's name, its hyper-parameters as fields, and the
+    class facts below.
+    """
+
+    needs_critic: ClassVar[bool] = False
+    sees_gold: ClassVar[bool] = True
+    min_group_size: ClassVar[int] = 1
+
+    name: str
+    group_size: int = Field(default=8, ge=1, description="completions sampled per prompt")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether reference log-probs are needed (a KL term with a positive coefficient)."""
+        return False
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether `advantages` reads `old_logprobs_BT`; with several updates per batch the learner sets them anyway."""
+        return False
+
+    @property
+    def entropy_needs_gradient(self) -> bool:
+        return False
+
+    @abstractmethod
+    def rewards(self, group: GradedGroup) -> list[float]:
+        """G rewards, one per completion."""
+
+    @abstractmethod
+    def advantages(self, batch: Batch) -> Batch:
+        """The batch with `advantages_BT` (and `returns_BT` for a critic) filled in; 0 outside the completions."""
+
+    @abstractmethod
+    def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
+        """A scalar to minimise and metrics (`area/quantity`), each a sum over tokens weighted by `loss_weight_BT`.
+
+        Being weighted sums, the values of the micro-batches of a minibatch add up to the minibatch's own.
+        """
+
+    def loss_weights(self, completion_mask_BT: Tensor) -> Tensor:
+        """Weight of each token in the loss of a minibatch, float32, summing to 1: here the mean over a row's tokens,
+        then over rows (GRPO, arXiv:2402.03300, eq. 3)."""
+        tokens_B1 = completion_mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
+        return completion_mask_BT / (tokens_B1 * completion_mask_BT.shape[0])
+
+
+class Task(Section, ABC):
+    """Problems, worked solutions and the equality of answers.
+
+    A subclass declares `name: Literal["..."]` equal to its file's name and its settings as fields. Splits are
+    disjoint, deterministic and independent of the machine: `train` for reinforcement learning, `validation` (carved
+    from the training data by a stable hash) for tuning and curves, `test`, scored once at the end; demonstrations
+    are disjoint from validation and test.
+    """
+
+    name: str
+
+    @property
+    @abstractmethod
+    def max_completion_tokens(self) -> int:
+        """Token limit of a completion where the spec sets none."""
+
+    @abstractmethod
+    def prompts(self, split: Split) -> Sequence[Prompt]:
+        """All problems of the split, in a fixed order. ValueError for a missing path, field, split or gold answer."""
+
+    @abstractmethod
+    def demonstrations(self) -> Sequence[Demonstration]:
+        """Worked solutions for the cold start; empty where the task has none."""
+
+    @abstractmethod
+    def extract(self, completion: str) -> str | None:
+        """The final answer that a completion states, in canonical spelling where there is one, or None.
+
+        Never raises, whatever the text, in bounded time and memory.
+        """
+
+    @abstractmethod
+    def equivalent(self, answer: str, other: str) -> bool:
+        """Whether two extracted (or gold) answers are equal as mathematics. Never raises; bounded like `extract`."""
+
+
+class RolloutEngine(ABC):
+    """Samples groups of completions from the current policy.
+
+    `exact_logprobs` says that the sampler's log-probs come from the learner's own module and precision, so that they
+    can serve as old log-probs.
+    """
+
+    exact_logprobs: ClassVar[bool] = False
+
+    class Settings(Section):
+        name: str
+
+    @abstractmethod
+    def __init__(self, settings: Settings, policy: nn.Module, tokenizer: PreTrainedTokenizerBase): ...
+
+    @abstractmethod
+    def generate(
+        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, *, seed: int, step: int
+    ) -> list[Group]:
+        """One group per prompt, in order.
+
+        `sampling.max_tokens` must be set. The noise of a token depends on (seed, step, prompt id, sample, position)
+        and on nothing else, so that a row does not change with the batch that it is in.
+        """
+
+    @abstractmethod
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Sample from these weights from now on; `version` is the number of training steps that made them."""
+
+
+class RunLogger(Protocol):
+    """Where a training run reports to; `harness.tracking.RunLog` is the real one."""
+
+    def resume(self, step: int) -> None:
+        """Forget what was logged for training steps after `step`: the run continues from there."""
+        ...
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        """Tell a watching user how far a phase ("cold start", "train", "validation", "test") has come."""
+        ...
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Record metrics (`area/quantity`, finite or NaN) of a training step."""
+        ...
+
+    def samples(self, rows: Sequence[SampleRow]) -> None:
+        """Append rollouts to the samples table."""
+        ...
+
+    def per_problem(self, fractions: Mapping[str, float]) -> None:
+        """Record, once at the end, the fraction of correct samples of every test problem."""
+        ...

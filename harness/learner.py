@@ -1,0 +1,218 @@
+"""Owns every parameter of a run: policy, frozen reference, critic and their optimisers.
+
+An update makes mu passes over a batch in minibatches; each minibatch is split into length-sorted micro-batches under
+a token budget. Because the weight of every token is fixed on the minibatch (`loss_weight_BT`), the gradient does not
+depend on that split.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from harness.spec import RunSpec
+from harness.tensors import backbone, kl_k3, token_logprobs, token_values
+from harness.types import Batch, InvalidRun, PolicyOutput
+
+
+class Critic(nn.Module):
+    """A value per token: a copy of the policy's backbone under a linear head that starts at zero."""
+
+    def __init__(self, policy: nn.Module):
+        super().__init__()
+        self.backbone = deepcopy(backbone(policy))
+        self.head = nn.Linear(policy.config.hidden_size, 1)  # pyright: ignore
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        self.head.to(next(policy.parameters()))
+
+    def forward(self, tokens_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        return token_values(self.backbone, self.head, tokens_BT, mask_BT)
+
+
+class Learner:
+    """Annotates batches with what the objective needs and updates the policy (and critic) on them."""
+
+    def __init__(self, spec: RunSpec, policy: nn.Module):
+        self.spec = spec
+        self.algorithm = spec.algorithm
+        self.policy = policy
+        self.reference = _frozen(policy) if self.algorithm.needs_reference else None
+        self.critic = Critic(policy) if self.algorithm.needs_critic else None
+        self.optimizers = {"policy": self._adamw(policy, spec.optimizer.learning_rate)}
+        if self.critic is not None:
+            self.optimizers["critic"] = self._adamw(self.critic, spec.optimizer.critic_learning_rate)
+
+    def annotate(self, batch: Batch, *, sampler_is_exact: bool) -> Batch:
+        """The batch with old and reference log-probs and values, each only where the objective reads it.
+
+        With `sampler_is_exact` the engine's log-probs serve as old log-probs, which saves a forward pass.
+        """
+        several_updates = self.spec.updates_per_step > 1
+        with torch.no_grad():
+            if self.algorithm.needs_old_logprobs or several_updates:
+                old = batch.sampler_logprobs_BT if sampler_is_exact else self._logprobs(self.policy, batch)
+                batch = batch.replace(old_logprobs_BT=old)
+            if self.reference is not None:
+                batch = batch.replace(ref_logprobs_BT=self._logprobs(self.reference, batch))
+            if self.critic is not None:
+                batch = batch.replace(values_BT=self._forward_rows(batch, self.critic))
+        return batch
+
+    def update(self, batch: Batch, step: int) -> dict[str, float]:
+        """mu passes over the batch; metrics are means over the optimiser steps, except that `mismatch/` is the first
+        step's (the policy is still the sampler's) and `policy/ratio_max` the largest. InvalidRun on a non-finite value.
+        """
+        steps: list[dict[str, float]] = []
+        for epoch in range(self.spec.optimizer.num_inner_epochs):
+            for minibatch in self._minibatches(batch, step, epoch):
+                steps.append(self._optimizer_step(minibatch, first=not steps))
+        metrics = {name: float(np.mean([values[name] for values in steps if name in values])) for name in steps[0]}
+        metrics["policy/ratio_max"] = max(values["policy/ratio_max"] for values in steps)
+        if self.critic is not None:
+            metrics["critic/explained_variance"] = explained_variance(batch)
+        return metrics
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return self.policy.state_dict()
+
+    def state(self) -> dict[str, Any]:
+        """Optimiser states and the critic: what a resumed run needs besides the policy's own folder."""
+        state: dict[str, Any] = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
+        if self.critic is not None:
+            state["critic_parameters"] = self.critic.state_dict()
+        return state
+
+    def load_state(self, policy: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Continue from a saved policy and `state()`; ValueError where they do not fit this model."""
+        try:
+            self.policy.load_state_dict(policy)
+            for name, optimizer in self.optimizers.items():
+                optimizer.load_state_dict(state[name])
+            if self.critic is not None:
+                self.critic.load_state_dict(state["critic_parameters"])
+        except (RuntimeError, KeyError) as error:
+            raise ValueError(f"the checkpoint does not fit this run's model and algorithm: {error}") from error
+
+    def _optimizer_step(self, minibatch: Batch, *, first: bool) -> dict[str, float]:
+        """One optimiser step on a minibatch whose loss weights are set; `first`: the policy is still the sampler's."""
+        totals: dict[str, float] = defaultdict(float)
+        ratio_max = mismatch_max = 1.0
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
+        for micro in self._microbatches(minibatch):
+            output = self._output(micro)
+            if self.spec.updates_per_step == 1:  # on-policy: the ratio is 1 exactly, with its gradient
+                micro = micro.replace(old_logprobs_BT=output.logprobs_BT.detach())
+            loss, metrics = self.algorithm.loss(micro, output)
+            loss.backward()
+            for name, value in metrics.items():
+                totals[name] += float(value)
+            logprobs, mask = output.logprobs_BT.detach(), micro.completion_mask_BT
+            ratio_max = max(ratio_max, _ratio_max(logprobs, micro.old_logprobs_BT, mask))
+            if first:
+                sampler = micro.sampler_logprobs_BT
+                mismatch_max = max(mismatch_max, _ratio_max(logprobs, sampler, mask))
+                assert micro.loss_weight_BT is not None
+                totals["mismatch/kl"] += float((micro.loss_weight_BT * kl_k3(logprobs, sampler)).sum())
+        if first:
+            totals["mismatch/max_ratio"] = mismatch_max
+        totals["policy/ratio_max"] = ratio_max
+        if not np.isfinite(totals["policy/loss"]):
+            raise InvalidRun(f"the loss is {totals['policy/loss']}; lower optimizer.learning_rate or raise kl_beta")
+        for name, optimizer in self.optimizers.items():
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            norm = float(nn.utils.clip_grad_norm_(parameters, self.spec.optimizer.max_grad_norm))
+            if not np.isfinite(norm):
+                setting = "learning_rate" if name == "policy" else "critic_learning_rate"
+                raise InvalidRun(f"the gradient norm of the {name} is {norm}; lower optimizer.{setting}")
+            totals[f"{name}/grad_norm"] = norm
+            optimizer.step()
+        return totals
+
+    def _output(self, micro: Batch) -> PolicyOutput:
+        logprobs, entropy = token_logprobs(
+            self.policy,
+            micro.tokens_BT,
+            micro.completion_mask_BT,
+            self.spec.sampling.temperature,
+            entropy_gradient=self.algorithm.entropy_needs_gradient,
+        )
+        values = None if self.critic is None else self.critic(micro.tokens_BT, micro.completion_mask_BT)
+        return PolicyOutput(logprobs, entropy, values)
+
+    def _logprobs(self, model: nn.Module, batch: Batch) -> Tensor:
+        temperature = self.spec.sampling.temperature
+        return self._forward_rows(batch, lambda tokens, mask: token_logprobs(model, tokens, mask, temperature)[0])
+
+    def _forward_rows(self, batch: Batch, forward: Any) -> Tensor:
+        """[B, T] from a function of (tokens, mask), micro-batch by micro-batch, in the batch's own row order."""
+        result = torch.empty(0)
+        for rows in self._rows_by_length(batch):
+            part = batch.rows(rows)
+            values = forward(part.tokens_BT, part.completion_mask_BT)
+            if not len(result):
+                result = values.new_zeros(batch.tokens_BT.shape)
+            result[rows, : values.shape[1]] = values
+        return result
+
+    def _minibatches(self, batch: Batch, step: int, epoch: int) -> Iterator[Batch]:
+        """Row subsets of equal size with their loss weights; drawn anew each pass, keyed by (seed, step, epoch)."""
+        count = self.spec.optimizer.num_minibatches
+        order = np.arange(len(batch))
+        if count > 1:
+            order = np.random.default_rng([self.spec.seed, step, epoch]).permutation(len(batch))
+        for rows in np.split(order, count):
+            part = batch.rows(torch.from_numpy(rows).to(batch.tokens_BT.device))
+            yield part.replace(loss_weight_BT=self.algorithm.loss_weights(part.completion_mask_BT))
+
+    def _microbatches(self, batch: Batch) -> Iterator[Batch]:
+        for rows in self._rows_by_length(batch):
+            yield batch.rows(rows)
+
+    def _rows_by_length(self, batch: Batch) -> list[Tensor]:
+        """Row indices, longest rows first, each part within the token budget once padded to its longest row."""
+        budget = self.spec.optimizer.tokens_per_microbatch
+        order = torch.argsort(batch.lengths_B, descending=True, stable=True)
+        lengths = batch.lengths_B[order].tolist()
+        parts, start = [], 0
+        while start < len(lengths):
+            size = max(1, budget // lengths[start])
+            parts.append(order[start : start + size])
+            start += size
+        return parts
+
+    def _adamw(self, module: nn.Module, learning_rate: float) -> torch.optim.AdamW:
+        settings = self.spec.optimizer
+        return torch.optim.AdamW(
+            module.parameters(),
+            lr=learning_rate,
+            betas=(settings.beta1, settings.beta2),
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+
+
+def explained_variance(batch: Batch) -> float:
+    """1 - Var(return - value) / Var(return) over completion tokens; 0 where returns do not vary."""
+    assert batch.returns_BT is not None and batch.values_BT is not None
+    returns = batch.returns_BT[batch.completion_mask_BT]
+    variance = returns.var()
+    if not variance > 0:
+        return 0.0
+    return float(1 - (returns - batch.values_BT[batch.completion_mask_BT]).var() / variance)
+
+
+def _frozen(policy: nn.Module) -> nn.Module:
+    return deepcopy(policy).requires_grad_(False)
+
+
+def _ratio_max(logprobs: Tensor, other: Tensor | None, mask: Tensor) -> float:
+    assert other is not None
+    return float(torch.exp(((logprobs - other).abs() * mask).max()))

@@ -1,0 +1,462 @@
+"""What a run and a study are: validated, frozen, serialisable values; every setting is written in one place.
+
+`RunSpec` is one training run, `StudySpec` a question with the arms and seeds that answer it. Settings of a plugin
+(algorithm, task, engine) are fields of the plugin's own class, so a spec file is checked against the class it names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.resources
+import itertools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+import yaml
+from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
+
+from harness import plugins
+from harness.interfaces import Algorithm, RolloutEngine, Task
+from harness.types import Section
+
+Scalar = bool | int | float | str | None
+
+
+class SpecError(ValueError):
+    """What a user wrote cannot be run; the message names the file, the key, the rule, the value and a fix."""
+
+
+class Sampling(Section):
+    """How completions are drawn during training."""
+
+    temperature: float = Field(default=1.0, ge=0, description="0 is greedy")
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0, description="0 keeps all tokens")
+    max_tokens: int | None = Field(default=None, ge=1, description="completion limit; by default the task's own")
+
+
+class ColdStart(Section):
+    """Supervised warm start on the task's worked solutions, shared by every arm and seed (AdamW, constant rate)."""
+
+    steps: int = Field(default=0, ge=0, description="optimiser steps; 0 starts from the model as it is")
+    batch_size: int = Field(default=32, ge=1)
+    learning_rate: float = Field(default=3e-3, gt=0)
+    seed: int = Field(default=0, ge=0, description="data order and, for `tiny`, initial weights")
+
+
+class Optimizer(Section):
+    """AdamW for the policy (and, separately, the critic) and the number of updates that a batch receives."""
+
+    learning_rate: float = Field(default=1e-4, gt=0)
+    critic_learning_rate: float = Field(default=3e-4, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    max_grad_norm: float = Field(default=1.0, gt=0, description="gradient clipping by global norm")
+    num_inner_epochs: int = Field(default=1, ge=1, description="mu: passes over each batch of rollouts")
+    num_minibatches: int = Field(default=1, ge=1, description="optimiser steps per pass; divides rollouts_per_step")
+    tokens_per_microbatch: int = Field(
+        default=8192, ge=1, description="padded tokens in one forward; memory only, no effect"
+    )
+
+
+class Evaluation(Section):
+    """Held-out accuracy during training (validation split) and once at the end (test split)."""
+
+    every: int = Field(
+        default=20, ge=1, description="training steps between evaluations; the first and last always happen"
+    )
+    num_prompts: int = Field(default=256, ge=1, description="validation problems; all when the split has fewer")
+    num_test_prompts: int = Field(default=512, ge=1, description="test problems; all when the split has fewer")
+    num_samples: int = Field(default=4, ge=1, description="k samples per problem for accuracy, pass@k and maj@k")
+    temperature: float = Field(default=1.0, gt=0)
+
+
+class Checkpoints(Section):
+    every: int = Field(default=20, ge=1, description="training steps between checkpoints")
+    keep: int = Field(default=2, ge=1)
+
+
+def _plugin(kind: plugins.Kind, value: Any) -> Any:
+    """A plugin's settings from a name, from a mapping with a name, or as they are."""
+    if isinstance(value, Section):
+        return value
+    fields = {"name": value} if isinstance(value, str) else value
+    if not isinstance(fields, Mapping) or "name" not in fields:
+        raise ValueError(f"{kind} must be a name or a mapping with a 'name', got {value!r}")
+    cls = plugins.load(kind, str(fields["name"]))
+    return _settings_class(kind, cls).model_validate(dict(fields))
+
+
+def _settings_class(kind: plugins.Kind, cls: type) -> type[Section]:
+    return cls.Settings if kind == "engine" else cls  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class RunSpec(Section):
+    """One training run, complete: two runs with equal specs give equal results on one machine."""
+
+    model: str = Field(default="tiny", min_length=1, description="'tiny', a Hub id or a local folder")
+    task: SerializeAsAny[Task]
+    algorithm: SerializeAsAny[Algorithm]
+    engine: SerializeAsAny[RolloutEngine.Settings] = Field(default="transformers")  # pyright: ignore
+    sampling: Sampling = Sampling()
+    cold_start: ColdStart = ColdStart()
+    optimizer: Optimizer = Optimizer()
+    evaluation: Evaluation = Evaluation()
+    checkpoints: Checkpoints = Checkpoints()
+    rollouts_per_step: int = Field(default=128, ge=1)
+    steps: int = Field(default=100, ge=0)
+    seed: int = Field(default=0, ge=0)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+    plugin_fields: ClassVar[tuple[plugins.Kind, ...]] = ("task", "algorithm", "engine")
+
+    @field_validator("task", mode="before")
+    @classmethod
+    def _task(cls, value: Any) -> Any:
+        return _plugin("task", value)
+
+    @field_validator("algorithm", mode="before")
+    @classmethod
+    def _algorithm(cls, value: Any) -> Any:
+        return _plugin("algorithm", value)
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _engine(cls, value: Any) -> Any:
+        return _plugin("engine", value)
+
+    @model_validator(mode="after")
+    def _counts_divide(self) -> Self:
+        group, rollouts = self.algorithm.group_size, self.rollouts_per_step
+        if group < self.algorithm.min_group_size:
+            raise ValueError(
+                f"algorithm.group_size must be at least {self.algorithm.min_group_size} for {self.algorithm.name}, "
+                f"got {group}"
+            )
+        _must_divide("algorithm.group_size", group, rollouts)
+        _must_divide("optimizer.num_minibatches", self.optimizer.num_minibatches, rollouts)
+        return self
+
+    @property
+    def prompts_per_step(self) -> int:
+        return self.rollouts_per_step // self.algorithm.group_size
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimiser steps that each batch of rollouts receives."""
+        return self.optimizer.num_inner_epochs * self.optimizer.num_minibatches
+
+    def sampling_with_limit(self) -> Sampling:
+        """The sampling settings with `max_tokens` filled in from the task."""
+        limit = self.sampling.max_tokens or self.task.max_completion_tokens
+        return self.sampling.model_copy(update={"max_tokens": limit})
+
+    def digest(self) -> str:
+        """A stable hash (16 hex digits) of every setting."""
+        return digest(self.model_dump(mode="json"))
+
+
+def _must_divide(name: str, value: int, rollouts: int) -> None:
+    if rollouts % value:
+        divisors = [d for d in range(1, rollouts + 1) if rollouts % d == 0]
+        near = [*[d for d in divisors if d < value][-1:], *[d for d in divisors if d > value][:1]]
+        fix = " or ".join(map(str, near))
+        raise ValueError(f"{name} must divide rollouts_per_step ({rollouts}), got {value}; use {fix}")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One setting under comparison: a readable label, the dotted overrides that make it, its level of each factor."""
+
+    label: str
+    overrides: Mapping[str, Any]
+    levels: Mapping[str, Scalar]
+
+
+class StudySpec(Section):
+    """A question, the base run, what varies, and the seeds that replicate each arm.
+
+    `factors` maps a dotted RunSpec path to its levels; `arms` maps a label to several overrides at once. `grid` takes
+    every combination (of arms and factors), `one_at_a_time` the base run and each level on its own. The run section
+    is kept as written; `run_spec` validates it together with an arm's overrides.
+    """
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80)
+    question: str = Field(min_length=1)
+    run: dict[str, Any]
+    factors: dict[str, list[Any]] = Field(default_factory=dict)
+    arms: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    seeds: list[int] = Field(default=[0, 1, 2], min_length=1)
+    design: Literal["grid", "one_at_a_time"] = "grid"
+    metric: str = "validation/accuracy"
+    baseline: str | None = Field(
+        default=None, description="arm label that the others are compared with; the first by default"
+    )
+
+    @model_validator(mode="after")
+    def _designed(self) -> Self:
+        if len(set(self.seeds)) != len(self.seeds) or min(self.seeds) < 0:
+            raise ValueError(f"seeds must be distinct and >= 0, got {self.seeds}")
+        if self.design == "one_at_a_time" and self.arms:
+            raise ValueError("design one_at_a_time varies factors around the base run; use grid with 'arms'")
+        for path, levels in self.factors.items():
+            if path == "seed":
+                raise ValueError("'seed' is a replicate, never a factor; list seeds under 'seeds'")
+            if not levels:
+                raise ValueError(f"factor '{path}' has no levels; list at least one")
+            if any(isinstance(level, list | dict) for level in levels):
+                raise ValueError(
+                    f"levels of factor '{path}' must be plain values; use 'arms' for several settings at once"
+                )
+            if any(level in levels[:i] for i, level in enumerate(levels)):
+                raise ValueError(f"factor '{path}' names a level twice: {levels}")
+        return self
+
+    def design_arms(self) -> list[Arm]:
+        """Every arm in order, the baseline among them. SpecError for one that is not a valid run."""
+        arms: dict[str, Arm] = {}
+        label_of: dict[str, str] = {}
+        for name, point in self._points():
+            overrides = {**self.arms.get(name, {}), **point}
+            spec = self._parse(overrides)
+            levels: dict[str, Scalar] = {"arm": name} if self.arms else {}
+            levels |= {path: get_path(spec, path) for path in self.factors}
+            shown = levels if self.design == "grid" else {path: levels[path] for path in point}
+            label = ", ".join(_describe(path, level) for path, level in shown.items()) or "base"
+            same = label_of.get(spec.digest())
+            if same is not None and self.design == "one_at_a_time":
+                continue  # this level is the base run's own
+            if same is not None or label in arms:
+                raise SpecError(f"study '{self.name}': arms '{same or label}' and '{label}' are the same; remove one")
+            label_of[spec.digest()] = label
+            arms[label] = Arm(label, overrides, levels)
+        if self.baseline is not None and self.baseline not in arms:
+            near = plugins.nearest(self.baseline, list(arms))
+            fix = f"did you mean '{near}'?" if near else f"arms: {', '.join(arms)}"
+            raise SpecError(f"study '{self.name}': baseline must be an arm's label, got '{self.baseline}'; {fix}")
+        return list(arms.values())
+
+    def run_spec(self, arm: Arm, seed: int) -> RunSpec:
+        """The complete run of one trial."""
+        return self._parse({**arm.overrides, "seed": seed})
+
+    def digest(self) -> str:
+        """A stable hash of what every arm runs: it must not change between resumes (seeds may be added)."""
+        return digest({arm.label: self.run_spec(arm, 0).model_dump(mode="json") for arm in self.design_arms()})
+
+    def _points(self) -> list[tuple[str, dict[str, Any]]]:
+        if self.design == "one_at_a_time":
+            single = [{path: level} for path, levels in self.factors.items() for level in levels]
+            return [("", point) for point in [{}, *single]]
+        combinations = [dict(zip(self.factors, c, strict=True)) for c in itertools.product(*self.factors.values())]
+        return [(name, point) for name in (self.arms or [""]) for point in combinations]
+
+    def _parse(self, overrides: Mapping[str, Any]) -> RunSpec:
+        return parse_run(with_overrides(self.run, overrides), where=f"study '{self.name}'")
+
+
+def parse_run(raw: Mapping[str, Any], where: str) -> RunSpec:
+    """The run that a mapping describes; SpecError naming `where`, key, rule and value otherwise."""
+    try:
+        return RunSpec.model_validate(raw)
+    except ValidationError as error:
+        raise SpecError(_explain(error, RunSpec, raw, where)) from None
+
+
+def parse_study(raw: Mapping[str, Any], where: str) -> StudySpec:
+    """The study that a mapping describes, every arm of it validated; SpecError otherwise."""
+    try:
+        study = StudySpec.model_validate(raw)
+    except ValidationError as error:
+        raise SpecError(_explain(error, StudySpec, raw, where)) from None
+    study.design_arms()
+    return study
+
+
+def load_study(name_or_path: str, overrides: Sequence[str] = ()) -> StudySpec:
+    """A study by shipped name or file path, with `path=value` overrides applied.
+
+    An override whose first word is a field of StudySpec (`seeds=[0,1]`, `metric=...`) changes the study, any other
+    the base run (`steps=20`, `task.path=...`).
+    """
+    path = _study_file(name_or_path)
+    raw = read_yaml(path)
+    if not isinstance(raw, dict):
+        raise SpecError(f"{path}: a study file must be a mapping, got {type(raw).__name__}")
+    raw.setdefault("name", path.stem)
+    run: dict[str, Any] = {}
+    for dotted, value in parse_overrides(overrides).items():
+        if dotted.partition(".")[0] in StudySpec.model_fields:
+            raw = with_overrides(raw, {dotted: value})
+        else:
+            run[dotted] = value
+    if run and isinstance(raw.get("run"), dict):
+        raw["run"] = with_overrides(raw["run"], run)
+        fixed = [dotted for dotted in run if dotted in raw.get("factors", {})]
+        if fixed:
+            raise SpecError(
+                f"--set {fixed[0]}: the study varies it; override the levels: --set 'factors.{fixed[0]}=[...]'"
+            )
+    return parse_study(raw, where=str(path))
+
+
+def load_run(path: str | None, overrides: Sequence[str] = (), defaults: Mapping[str, Any] | None = None) -> RunSpec:
+    """A run from a YAML or JSON file (or from `defaults` alone), with `path=value` overrides applied."""
+    raw: Any = dict(defaults or {})
+    if path is not None:
+        read = read_yaml(Path(path))
+        if not isinstance(read, dict):
+            raise SpecError(f"{path}: a run file must be a mapping, got {type(read).__name__}")
+        raw |= read
+    return parse_run(with_overrides(raw, parse_overrides(overrides)), where=path or "command line")
+
+
+def shipped_studies() -> dict[str, Path]:
+    """Name -> file of every study that Cohort ships."""
+    folder = Path(str(importlib.resources.files("studies")))
+    return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+
+
+def parse_overrides(items: Sequence[str]) -> dict[str, Any]:
+    """`path=value` strings as a mapping; values are read as YAML (`true`, `0.1`, `[1, 2]`, text)."""
+    result: dict[str, Any] = {}
+    for item in items:
+        path, equals, value = item.partition("=")
+        if not equals or not path.strip():
+            raise SpecError(f"--set takes path=value, got '{item}'; for example --set algorithm.kl_beta=0.01")
+        try:
+            result[path.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise SpecError(f"--set {path.strip()}: the value is not valid YAML: {error}") from None
+    return result
+
+
+def with_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A deep copy of `raw` with each dotted path set; a plugin given by name alone becomes a mapping.
+
+    A key of a mapping that itself holds dots (`factors` of a study) is matched as a whole.
+    """
+    result = deepcopy(dict(raw))
+    for dotted, value in overrides.items():
+        head, _, rest = dotted.partition(".")
+        if head in ("factors", "arms") and rest:
+            result.setdefault(head, {})[rest] = value
+            continue
+        node: dict[str, Any] = result
+        keys = dotted.split(".")
+        for depth, key in enumerate(keys[:-1]):
+            child = node.get(key)
+            if child is None:
+                child = {}
+            elif isinstance(child, str):
+                child = {"name": child}
+            elif not isinstance(child, dict):
+                raise SpecError(f"'{dotted}': '{'.'.join(keys[: depth + 1])}' is {child!r}, which has no keys")
+            node[key] = child
+            node = child
+        node[keys[-1]] = value
+    return result
+
+
+def get_path(spec: Section, dotted: str) -> Scalar:
+    """The value of a dotted RunSpec path; None where this run's plugin has no such setting."""
+    value: Any = spec
+    for key in dotted.split("."):
+        value = getattr(value, key, None)
+    return value.name if isinstance(value, Section) and hasattr(value, "name") else value  # pyright: ignore
+
+
+def short_path(dotted: str) -> str:
+    """The part of a dotted path that a reader needs: `algorithm.kl_beta` -> `kl_beta`, `algorithm.name` -> `algorithm`."""
+    head, _, tail = dotted.rpartition(".")
+    return head if tail == "name" and head else tail
+
+
+def digest(value: Any) -> str:
+    """The first 16 hex digits of the SHA-256 of a value's canonical JSON."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def read_yaml(path: Path) -> Any:
+    """A YAML (or JSON) file's content; SpecError where it is missing or malformed."""
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read: {os.strerror(error.errno or 0)}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: not valid YAML: {error}") from None
+
+
+def _study_file(name_or_path: str) -> Path:
+    shipped = shipped_studies()
+    if name_or_path in shipped:
+        return shipped[name_or_path]
+    path = Path(name_or_path)
+    if path.is_file():
+        return path
+    if path.suffix in (".yaml", ".yml", ".json") or os.sep in name_or_path:
+        raise SpecError(f"{path}: no such study file")
+    near = plugins.nearest(name_or_path, list(shipped))
+    hint = f"did you mean '{near}'? " if near else ""
+    raise SpecError(
+        f"unknown study '{name_or_path}'; {hint}shipped: {', '.join(shipped)}, or give a path to a YAML file"
+    )
+
+
+def _describe(path: str, level: Scalar) -> str:
+    if path in ("arm", "algorithm.name", "task.name"):
+        return str(level)
+    return f"{short_path(path)}={level:g}" if isinstance(level, float) else f"{short_path(path)}={level}"
+
+
+def _explain(error: ValidationError, model: type[Section], raw: Mapping[str, Any], where: str) -> str:
+    lines = []
+    for item in error.errors():
+        keys = [str(key) for key in item["loc"] if not str(key).startswith("function-")]
+        path = ".".join(keys)
+        value = "" if item["type"] in ("missing", "extra_forbidden") else f", got {_short(item['input'])}"
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "extra_forbidden":
+            owner = _class_at(model, raw, keys[:-1])
+            known = list(owner.model_fields) if owner else []
+            near = plugins.nearest(keys[-1], known)
+            message = f"unknown key '{keys[-1]}'; " + (f"did you mean '{near}'? " if near else "")
+            message += f"valid keys: {', '.join(known)}"
+        elif item["type"] == "missing":
+            message = "is required"
+        elif item["type"] == "value_error":
+            value = ""  # our own messages name the value
+        lines.append(f"{where}: {path + ': ' if path else ''}{message}{value}")
+    return "\n".join(lines)
+
+
+def _class_at(model: type[Section], raw: Mapping[str, Any], keys: Sequence[str]) -> type[Section] | None:
+    owner: type[Section] = model
+    node: Any = raw
+    for key in keys:
+        node = node.get(key) if isinstance(node, Mapping) else None
+        if key not in owner.model_fields:
+            return None
+        if key in RunSpec.plugin_fields and owner is RunSpec:
+            name = node if isinstance(node, str) else (node or {}).get("name")
+            kind: Any = key
+            owner = _settings_class(kind, plugins.load(kind, str(name)))
+            continue
+        annotation = owner.model_fields[key].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, Section)):
+            return None
+        owner = annotation
+    return owner
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,288 @@
+"""The one training loop: every algorithm runs through it, so that the algorithm is the only thing that differs.
+
+A run is a function of its spec: prompts and noise are keyed by (seed, step), and a killed run that resumes from its
+last checkpoint ends as an uninterrupted one would.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from harness import plugins
+from harness.checkpoint import latest_checkpoint, save_checkpoint
+from harness.cold_start import start_policy
+from harness.evaluate import evaluate, majority_correct
+from harness.grading import grade, sample_rows
+from harness.interfaces import RolloutEngine, RunLogger
+from harness.learner import Learner
+from harness.model import resolve_device
+from harness.spec import RunSpec
+from harness.tensors import pad_right
+from harness.types import Batch, GradedGroup, Group, InvalidRun, Prompt, SampleRow, Split, TrialState
+
+MAX_MISMATCH_KL = 0.1  # nats per token between engine and learner, above which the engine samples another policy
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended; `summary` holds what results.csv shows, as far as the run came."""
+
+    state: TrialState
+    reason: str | None
+    summary: dict[str, float]
+
+
+@dataclass
+class Totals:
+    """Cumulative costs of a run, over all its resumes."""
+
+    rollouts: int = 0
+    generated_tokens: int = 0
+    optimizer_steps: int = 0
+    seconds: float = 0.0
+    peak_memory_bytes: int = 0
+
+
+@dataclass
+class Run:
+    """One run in progress: what is trained, what it cost so far and what is known of its accuracy."""
+
+    spec: RunSpec
+    engine: RolloutEngine
+    learner: Learner
+    log: RunLogger
+    directory: Path
+    save: Callable[[int, dict[str, Any]], None]
+    totals: Totals = field(default_factory=Totals)
+    accuracies: dict[str, float] = field(default_factory=dict)
+
+    def summary(self) -> dict[str, float]:
+        return {**self.accuracies, **{k: float(v) for k, v in vars(self.totals).items()}}
+
+
+def train(
+    spec: RunSpec,
+    directory: Path,
+    log: RunLogger,
+    *,
+    cache: Path,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> RunResult:
+    """Run `spec` in `directory`, or resume it from the last checkpoint there.
+
+    Ends "complete", "invalid" with a reason, or "stopped" after the step during which `should_stop()` turned true.
+    Cold starts are cached in `cache`. Bad settings raise ValueError before any model is loaded.
+    """
+    train_prompts = spec.task.prompts("train") if spec.steps else []
+    run: Run | None = None
+    try:
+        run, step = _prepare(spec, directory, log, cache)
+        return _loop(run, train_prompts, step, should_stop)
+    except InvalidRun as invalid:
+        return RunResult("invalid", str(invalid), run.summary() if run else {})
+
+
+def _prepare(spec: RunSpec, directory: Path, log: RunLogger, cache: Path) -> tuple[Run, int]:
+    """The run with its models loaded, and the number of training steps already done."""
+    _reset_peak_memory()
+    device = resolve_device(spec.device)
+    checkpoints = directory / "checkpoints"
+    checkpoint = latest_checkpoint(checkpoints, spec.digest())
+    log.resume(checkpoint.step if checkpoint else -1)
+    policy, tokenizer = start_policy(spec, cache, lambda done, total: log.progress("cold start", done, total))
+    policy = policy.to(device=device, dtype=getattr(torch, spec.dtype))
+    learner = Learner(spec, policy)
+    engine_class = cast(type[RolloutEngine], plugins.load("engine", spec.engine.name))
+    engine = engine_class(spec.engine, policy, tokenizer)
+
+    def save(step: int, progress: dict[str, Any]) -> None:
+        save_checkpoint(
+            checkpoints,
+            step,
+            spec_digest=spec.digest(),
+            policy=policy,
+            tokenizer=tokenizer,
+            learner_state=learner.state(),
+            progress=progress,
+            keep=spec.checkpoints.keep,
+        )
+
+    run = Run(spec, engine, learner, log, directory, save)
+    if checkpoint is None:
+        return run, 0
+    learner.load_state(checkpoint.policy_weights(policy), checkpoint.learner_state())
+    engine.load_weights(learner.weights(), checkpoint.step)
+    run.totals = Totals(**checkpoint.progress["totals"])
+    run.accuracies = dict(checkpoint.progress["accuracies"])
+    return run, checkpoint.step
+
+
+def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[[], bool]) -> RunResult:
+    spec = run.spec
+    if step == 0:
+        _evaluate(run, "validation", 0)
+    while step < spec.steps:
+        start = time.perf_counter()
+        metrics, rows = train_step(run, prompts, step)
+        step += 1
+        run.totals.seconds += time.perf_counter() - start
+        metrics["seconds/total"] = run.totals.seconds
+        run.totals.peak_memory_bytes = max(run.totals.peak_memory_bytes, peak_memory())
+        metrics["memory/peak_bytes"] = run.totals.peak_memory_bytes
+        run.log.metrics(step, metrics)
+        run.log.progress("train", step, spec.steps)
+        if step % spec.evaluation.every == 0 or step == spec.steps:
+            run.log.samples(rows)
+            _evaluate(run, "validation", step)
+        stop = should_stop()
+        if step % spec.checkpoints.every == 0 or step == spec.steps or stop:
+            run.save(step, {"totals": vars(run.totals), "accuracies": run.accuracies})
+        if stop and step < spec.steps:
+            return RunResult("stopped", None, run.summary())
+    _evaluate(run, "test", step)
+    return RunResult("complete", None, run.summary())
+
+
+def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str, float], list[SampleRow]]:
+    """One step, from prompts to new weights: its metrics and a few of its rollouts."""
+    spec, algorithm, clock = run.spec, run.spec.algorithm, Clock()
+    chosen = step_prompts(prompts, spec.seed, step, spec.prompts_per_step)
+    groups = run.engine.generate(chosen, algorithm.group_size, spec.sampling_with_limit(), seed=spec.seed, step=step)
+    clock.lap("generate")
+    graded = grade(spec.task, groups)
+    rewards = [algorithm.rewards(g if algorithm.sees_gold else g.blind()) for g in graded]
+    clock.lap("grade")
+    batch = collate(groups, rewards).to(resolve_device(spec.device))
+    batch = run.learner.annotate(batch, sampler_is_exact=run.engine.exact_logprobs)
+    batch = algorithm.advantages(batch)
+    clock.lap("annotate")
+    metrics = run.learner.update(batch, step)
+    run.engine.load_weights(run.learner.weights(), step + 1)
+    clock.lap("update")
+    if metrics["mismatch/kl"] > MAX_MISMATCH_KL:
+        raise InvalidRun(
+            f"engine and learner disagree by {metrics['mismatch/kl']:.3g} nats per token (at most {MAX_MISMATCH_KL}): "
+            "the engine samples another policy than the one that is trained"
+        )
+    generated = int(batch.completion_mask_BT.sum())
+    run.totals.rollouts += len(batch)
+    run.totals.generated_tokens += generated
+    run.totals.optimizer_steps += spec.updates_per_step
+    metrics |= rollout_metrics(graded, batch) | clock.metrics()
+    metrics |= {
+        "train/rollouts": run.totals.rollouts,
+        "train/generated_tokens": run.totals.generated_tokens,
+        "train/optimizer_steps": run.totals.optimizer_steps,
+        "throughput/tokens_per_second": generated / metrics["seconds/step"],
+    }
+    return metrics, sample_rows(groups, graded, rewards, step=step + 1, split="train", limit=8)
+
+
+def step_prompts(prompts: Sequence[Prompt], seed: int, step: int, count: int) -> list[Prompt]:
+    """The prompts of a training step: consecutive parts of an endless stream that is reshuffled on every pass."""
+    result: list[Prompt] = []
+    while len(result) < count:
+        epoch, offset = divmod(step * count + len(result), len(prompts))
+        order = np.random.default_rng([seed, epoch]).permutation(len(prompts))
+        result += [prompts[i] for i in order[offset : offset + count - len(result)]]
+    return result
+
+
+def collate(groups: Sequence[Group], rewards: Sequence[Sequence[float]]) -> Batch:
+    """The rows of all groups, right-padded to the longest; rewards [P][G]."""
+    rows = [(g.prompt_token_ids, r) for g in groups for r in g.rollouts]
+    tokens = pad_right([prompt + r.token_ids for prompt, r in rows], torch.int64)
+    return Batch(
+        tokens_BT=tokens,
+        completion_mask_BT=pad_right([[0] * len(p) + [1] * len(r.token_ids) for p, r in rows], torch.bool),
+        lengths_B=torch.tensor([len(p) + len(r.token_ids) for p, r in rows]),
+        truncated_B=torch.tensor([r.finish_reason == "length" for _, r in rows]),
+        sampler_logprobs_BT=pad_right([[0.0] * len(p) + list(r.logprobs) for p, r in rows], torch.float32),
+        rewards_B=torch.tensor([value for group in rewards for value in group], dtype=torch.float32),
+        group_size=len(groups[0].rollouts),
+    )
+
+
+def rollout_metrics(graded: Sequence[GradedGroup], batch: Batch) -> dict[str, float]:
+    """What the sampled completions were like, gold included: for the reader, not for the algorithm."""
+    rewards = batch.rewards_PG
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()) if rewards.numel() > 1 else 0.0,
+        "train/accuracy": float(np.mean([c for g in graded for c in g.correct or ()])),
+        "train/answered": float(np.mean([a is not None for g in graded for a in g.answers])),
+        "train/majority_accuracy": float(np.mean([majority_correct(g) for g in graded])),
+        "train/zero_variance_groups": float((rewards == rewards[:, :1]).all(dim=1).float().mean()),
+        "completion/length": float(np.mean([n for g in graded for n in g.num_tokens])),
+        "completion/truncated": float(batch.truncated_B.float().mean()),
+    }
+
+
+class Clock:
+    """Wall-clock seconds of the phases of a step."""
+
+    def __init__(self) -> None:
+        self.start = self.last = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[phase], self.last = now - self.last, now
+
+    def metrics(self) -> dict[str, float]:
+        return {**{f"seconds/{k}": v for k, v in self.seconds.items()}, "seconds/step": self.last - self.start}
+
+
+def peak_memory() -> int:
+    """Bytes at the peak since the run began: of the CUDA allocator, or else resident memory of the process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    status = Path("/proc/self/status")
+    if status.exists():
+        return next(int(x.split()[1]) * 1024 for x in status.read_text().splitlines() if x.startswith("VmHWM:"))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _reset_peak_memory() -> None:
+    """Start the peak anew, so that the runs that one worker does in turn do not inherit each other's."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        return
+    control = Path("/proc/self/clear_refs")
+    if control.exists():
+        control.write_text("5")
+
+
+def _evaluate(run: Run, split: Split, step: int) -> None:
+    """Evaluate, log, and keep the accuracies that the summary needs."""
+    start = time.perf_counter()
+    result = evaluate(
+        run.spec.task,
+        run.engine,
+        split,
+        run.spec.evaluation,
+        max_tokens=run.spec.sampling_with_limit().max_tokens or 0,
+        seed=run.spec.seed,
+        step=step,
+        on_progress=lambda done, total: run.log.progress(split, done, total),
+    )
+    run.totals.seconds += time.perf_counter() - start
+    run.log.metrics(step, {f"{split}/{name}": value for name, value in result.metrics.items()})
+    run.log.samples(result.samples)
+    if split == "test":
+        run.accuracies["test_accuracy"] = result.metrics["accuracy"]
+        k = result.metrics["num_samples"]
+        run.log.per_problem({prompt: count / k for prompt, count in result.correct_counts.items()})
+    else:
+        run.accuracies.setdefault("accuracy_initial", result.metrics["accuracy"])
+        run.accuracies["accuracy_final"] = result.metrics["accuracy"]

@@ -1,0 +1,259 @@
+"""The plain data that flows through a training step and out of a study.
+
+Axes: P prompts in a step, G samples per prompt, B = P * G rows, T padded token columns. Column t of a `_BT`
+tensor always describes token t of the row; `harness.tensors` is the one place where logits are shifted to match.
+This module never imports torch at run time, so that reports can use the records without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Split = Literal["train", "validation", "test"]
+FinishReason = Literal["stop", "length"]
+TrialState = Literal["running", "complete", "invalid", "failed", "stopped"]
+
+
+class Section(BaseModel):
+    """A frozen, validated group of settings; unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+
+
+class InvalidRun(Exception):
+    """The run's result must not be used (NaN, stale weights, ...). The message is the reason that the report shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One problem as the policy reads it.
+
+    `id` is stable across runs and machines (a hash of the problem), `text` is already in the task's template, and
+    `gold` is the reference answer, which only `harness.grading` may read.
+    """
+
+    id: str
+    text: str
+    gold: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """A worked solution for the supervised cold start: the policy learns `completion` (and then EOS) after `prompt`."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One sampled completion.
+
+    `token_ids` includes the end-of-sequence token when `finish_reason` is "stop"; `logprobs` (nats, one per token)
+    are the policy's at the sampling temperature, before any top-p or top-k cut; `text` excludes special tokens.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The G completions that one prompt received."""
+
+    prompt: Prompt
+    prompt_token_ids: tuple[int, ...]
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GradedGroup:
+    """What an algorithm may see of a group when it assigns rewards: no prompt, no gold.
+
+    All tuples have length G. `answers[i]` is the extracted answer or None; `classes[i]` numbers the equivalence
+    class of that answer under the task's own equality (None without an answer); `correct` is None for an algorithm
+    that must not see the gold answer, so that label leakage fails loudly.
+    """
+
+    prompt_id: str
+    completions: tuple[str, ...]
+    num_tokens: tuple[int, ...]
+    truncated: tuple[bool, ...]
+    answers: tuple[str | None, ...]
+    classes: tuple[int | None, ...]
+    correct: tuple[bool, ...] | None
+
+    def blind(self) -> GradedGroup:
+        """The same group without correctness."""
+        return dataclasses.replace(self, correct=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """B rows of tokens with all that a loss needs; rows are right-padded, prompt first, then completion.
+
+    tokens_BT            int64, 0 where padded
+    completion_mask_BT   bool, True on completion tokens (EOS included)
+    lengths_B            int64, prompt plus completion tokens of each row
+    truncated_B          bool, completion stopped by the token limit
+    sampler_logprobs_BT  float32 nats, the engine's; 0 outside the completion
+    rewards_B            float32, one scalar per row; `rewards_PG` is the group view of a whole batch
+    group_size           G; rows p*G .. p*G+G-1 belong to prompt p (only until rows are selected)
+    old_logprobs_BT, ref_logprobs_BT   float32 nats, or None where the objective needs none
+    values_BT            float32, the critic's value of the state in which token t was chosen, or None
+    advantages_BT, returns_BT          float32, or None before `Algorithm.advantages`
+    loss_weight_BT       float32, weight of each token in the loss; sums to 1 over a minibatch, so that the loss does
+                         not depend on how the minibatch is split, sorted or padded
+    """
+
+    tokens_BT: Tensor
+    completion_mask_BT: Tensor
+    lengths_B: Tensor
+    truncated_B: Tensor
+    sampler_logprobs_BT: Tensor
+    rewards_B: Tensor
+    group_size: int
+    old_logprobs_BT: Tensor | None = None
+    ref_logprobs_BT: Tensor | None = None
+    values_BT: Tensor | None = None
+    advantages_BT: Tensor | None = None
+    returns_BT: Tensor | None = None
+    loss_weight_BT: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.tokens_BT.shape[0]
+
+    @property
+    def rewards_PG(self) -> Tensor:
+        return self.rewards_B.view(-1, self.group_size)
+
+    def replace(self, **changes: Any) -> Batch:
+        return dataclasses.replace(self, **changes)
+
+    def rows(self, index: Tensor) -> Batch:
+        """The rows at `index` (int64), trimmed to their longest row."""
+        width = int(self.lengths_B[index].max())
+        changes: dict[str, Tensor] = {}
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if value is not None and item.name.endswith("_BT"):
+                changes[item.name] = value[index, :width]
+            elif value is not None and item.name.endswith("_B"):
+                changes[item.name] = value[index]
+        return self.replace(**changes)
+
+    def to(self, device: Any) -> Batch:
+        """The same batch on `device`."""
+        moved = {
+            item.name: getattr(self, item.name).to(device)
+            for item in dataclasses.fields(self)
+            if item.name != "group_size" and getattr(self, item.name) is not None
+        }
+        return self.replace(**moved)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyOutput:
+    """What the current parameters say about a (micro-)batch, with gradients; 0 outside the completion.
+
+    logprobs_BT  float32 nats of the tokens in the batch, at the sampling temperature
+    entropy_BT   float32 nats of the distribution that each token was drawn from; carries a gradient only for an
+                 algorithm with an entropy bonus
+    values_BT    float32, the critic's values, or None for an algorithm without critic
+    """
+
+    logprobs_BT: Tensor
+    entropy_BT: Tensor
+    values_BT: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """One rollout as it is shown to a reader (samples table, report)."""
+
+    step: int
+    split: Split
+    prompt_id: str
+    prompt: str
+    completion: str
+    gold: str
+    answer: str | None
+    correct: bool
+    reward: float | None
+    num_tokens: int
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """Accuracy of one policy on one split.
+
+    metrics         names without area, values as fractions in [0, 1] or tokens: `accuracy` (mean over prompts and
+                    k samples at the evaluation temperature), `greedy_accuracy`, `pass_at_<k>` and `maj_at_<k>` for
+                    the k used, `answered`, `truncated`, `num_tokens` (mean), `num_prompts`, `num_samples`
+    correct_counts  prompt id -> number of the k samples that are correct
+    samples         a few rollouts for the reader
+    """
+
+    split: Split
+    metrics: Mapping[str, float]
+    correct_counts: Mapping[str, int]
+    samples: Sequence[SampleRow]
+
+
+@dataclass(frozen=True)
+class TrialRecord:
+    """One (arm, seed) of a study, as read back from the tracking store.
+
+    history     metric name (`area/quantity`) -> [(step, value), ...], steps rising
+    summary     the numbers of results.csv: accuracy_initial, accuracy_final, test_accuracy (fractions), rollouts,
+                generated_tokens, optimizer_steps, seconds, peak_memory_bytes; absent where not reached
+    per_problem test prompt id -> fraction of its samples that were correct, at the end; empty where not reached
+    factors     dotted path -> level of this arm, for every factor of the study
+    """
+
+    trial: str
+    arm: str
+    seed: int
+    state: TrialState
+    reason: str | None
+    spec: Mapping[str, Any]
+    factors: Mapping[str, Any]
+    history: Mapping[str, Sequence[tuple[int, float]]]
+    summary: Mapping[str, float]
+    per_problem: Mapping[str, float]
+    samples: Sequence[SampleRow]
+
+
+@dataclass(frozen=True)
+class StudyRecord:
+    """All that a report needs, rebuilt from the tracking store alone.
+
+    spec      the study as a JSON-like mapping (keys of `harness.spec.StudySpec`)
+    arms      arm labels in the study's order, the baseline being `baseline`
+    expected  number of (arm, seed) pairs that the study asks for
+    command   the shell command that reproduces the study
+    versions  package -> version, with `python` and `git_commit` among them
+    """
+
+    name: str
+    question: str
+    metric: str
+    baseline: str
+    arms: Sequence[str]
+    seeds: Sequence[int]
+    expected: int
+    spec: Mapping[str, Any]
+    trials: Sequence[TrialRecord]
+    command: str
+    versions: Mapping[str, str]

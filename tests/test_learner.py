@@ -1,0 +1,149 @@
+"""What an update must not depend on (split, padding, row order) and what it must hold to (on-policy ratios)."""
+
+import pytest
+import torch
+
+from harness.learner import Learner, explained_variance
+from harness.model import tiny_model
+from harness.spec import parse_run
+from harness.types import Batch, InvalidRun
+
+
+def make_spec(algorithm="grpo", **changes):
+    raw = {
+        "task": "arithmetic",
+        "algorithm": {"name": algorithm, "group_size": 2},
+        "rollouts_per_step": 8,
+        "optimizer": changes,
+    }
+    return parse_run(raw, "test")
+
+
+def make_batch(policy=None, extra_columns=0):
+    """8 rows of different lengths with mixed rewards; sampler log-probs are the policy's own if one is given."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([5, 9, 7, 12, 6, 12, 8, 5])
+    width = int(lengths.max()) + extra_columns
+    column = torch.arange(width)
+    inside = column < lengths[:, None]
+    drawn = torch.randint(3, 100, (8, 12), generator=generator)
+    tokens = torch.nn.functional.pad(drawn, (0, extra_columns)) * inside
+    mask = inside & (column >= 3)
+    batch = Batch(
+        tokens_BT=tokens,
+        completion_mask_BT=mask,
+        lengths_B=lengths,
+        truncated_B=torch.zeros(8, dtype=torch.bool),
+        sampler_logprobs_BT=torch.zeros(mask.shape),
+        rewards_B=torch.tensor([1.0, 0, 0, 1, 1, 1, 0, 1]),
+        group_size=2,
+    )
+    if policy is None:
+        return batch
+    learner = Learner(make_spec(), policy)
+    with torch.no_grad():
+        return batch.replace(sampler_logprobs_BT=learner._logprobs(policy, batch))
+
+
+def gradients(spec, batch):
+    policy = tiny_model(0).double()
+    learner = Learner(spec, policy)
+    learner.critic and torch.nn.init.normal_(learner.critic.head.weight, generator=torch.Generator().manual_seed(1))
+    batch = learner.annotate(batch, sampler_is_exact=False)
+    batch = spec.algorithm.advantages(batch)
+    minibatch = batch.replace(loss_weight_BT=spec.algorithm.loss_weights(batch.completion_mask_BT))
+    learner.optimizers = {}  # gradients only
+    learner._optimizer_step(minibatch, first=True)
+    modules = [policy, *([learner.critic] if learner.critic else [])]
+    return torch.cat([p.grad.flatten() for m in modules for p in m.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "grpo_self_consistency"])
+def test_gradient_does_not_depend_on_the_split_into_microbatches(algorithm):
+    whole = gradients(make_spec(algorithm), make_batch())
+    for budget in (1, 13, 30):
+        split = gradients(make_spec(algorithm, tokens_per_microbatch=budget), make_batch())
+        assert (split - whole).norm() <= 1e-6 * whole.norm()
+    assert whole.norm() > 0
+
+
+def test_gradient_does_not_depend_on_padding():
+    plain, padded = (gradients(make_spec(), make_batch(extra_columns=n)) for n in (0, 9))
+    assert (plain - padded).norm() <= 1e-6 * plain.norm()
+
+
+def test_gradient_does_not_depend_on_the_order_of_groups():
+    batch = make_batch()
+    shuffled = batch.rows(torch.tensor([4, 5, 0, 1, 6, 7, 2, 3]))
+    plain, other = gradients(make_spec(), batch), gradients(make_spec(), shuffled)
+    assert (plain - other).norm() <= 1e-6 * plain.norm()
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_first_update_on_policy_has_ratio_one_and_clips_nothing(algorithm):
+    policy = tiny_model(0)
+    learner = Learner(make_spec(algorithm), policy)
+    batch = learner.annotate(make_batch(policy), sampler_is_exact=True)
+    metrics = learner.update(make_spec(algorithm).algorithm.advantages(batch), 0)
+    assert metrics["policy/ratio_max"] == 1.0
+    assert metrics["policy/clip_fraction"] == 0.0
+    assert metrics["mismatch/kl"] < 1e-9
+
+
+def test_several_updates_move_the_ratio_away_from_one():
+    policy = tiny_model(0)
+    spec = make_spec(num_inner_epochs=4, num_minibatches=2, learning_rate=1e-2)
+    learner = Learner(spec, policy)
+    batch = learner.annotate(make_batch(policy), sampler_is_exact=True)
+    metrics = learner.update(spec.algorithm.advantages(batch), 0)
+    assert metrics["policy/ratio_max"] > 1.2
+    assert metrics["policy/clip_fraction"] > 0
+
+
+def test_a_sampler_with_other_weights_shows_as_mismatch():
+    batch = make_batch(tiny_model(1))
+    spec = make_spec()
+    learner = Learner(spec, tiny_model(0))
+    metrics = learner.update(spec.algorithm.advantages(learner.annotate(batch, sampler_is_exact=False)), 0)
+    assert metrics["mismatch/kl"] > 1e-4
+
+
+def test_equal_rewards_without_divergence_leave_no_policy_gradient():
+    spec, policy = make_spec(), tiny_model(0)
+    learner = Learner(spec, policy)
+    batch = make_batch(policy).replace(rewards_B=torch.ones(8))
+    metrics = learner.update(spec.algorithm.advantages(learner.annotate(batch, sampler_is_exact=True)), 0)
+    assert metrics["policy/grad_norm"] < 1e-6  # the KL term is at its minimum, the advantages are zero
+
+
+def test_a_reference_is_kept_only_for_a_positive_kl_weight():
+    assert Learner(make_spec(), tiny_model(0)).reference is not None
+    spec = parse_run({"task": "arithmetic", "algorithm": {"name": "grpo", "kl_beta": 0}}, "test")
+    assert Learner(spec, tiny_model(0)).reference is None
+
+
+def test_the_critic_starts_at_zero_and_learns_apart_from_the_policy():
+    learner = Learner(make_spec("ppo"), tiny_model(0))
+    batch = learner.annotate(make_batch(), sampler_is_exact=False)
+    assert batch.values_BT is not None
+    assert batch.values_BT.abs().max() == 0
+    shared = {p.data_ptr() for p in learner.policy.parameters()}
+    assert learner.critic is not None
+    assert not shared & {p.data_ptr() for p in learner.critic.parameters()}
+
+
+def test_a_non_finite_loss_makes_the_run_invalid():
+    policy = tiny_model(0)
+    learner = Learner(make_spec(), policy)
+    batch = make_batch(policy)
+    batch = make_spec().algorithm.advantages(learner.annotate(batch, sampler_is_exact=True))
+    with torch.no_grad():
+        next(policy.parameters()).fill_(float("nan"))
+    with pytest.raises(InvalidRun, match="loss is nan"):
+        learner.update(batch, 0)
+
+
+def test_explained_variance_is_one_for_perfect_values_and_zero_for_constant_ones():
+    batch = make_batch().replace(returns_BT=torch.randn(8, 12, generator=torch.Generator().manual_seed(0)))
+    assert explained_variance(batch.replace(values_BT=batch.returns_BT)) == pytest.approx(1.0)
+    assert explained_variance(batch.replace(values_BT=torch.zeros(8, 12))) == pytest.approx(0.0)

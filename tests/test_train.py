@@ -1,0 +1,154 @@
+"""The training loop for real on the tiny model: every algorithm, resume, invalid runs, what is logged."""
+
+import shutil
+
+import pytest
+import torch
+from fakes import MemoryLog
+from safetensors.torch import load_file
+
+from harness.spec import parse_run
+from harness.train import step_prompts, train
+from harness.types import Prompt
+
+BASE = {
+    "task": {"name": "arithmetic", "min_operands": 2, "max_operands": 3},
+    "cold_start": {"steps": 40},
+    "evaluation": {"every": 2, "num_prompts": 16, "num_test_prompts": 24, "num_samples": 2},
+    "checkpoints": {"every": 2},
+    "rollouts_per_step": 16,
+    "steps": 5,
+}
+
+
+def make_spec(algorithm="grpo", **changes):
+    settings = {"name": algorithm, "group_size": 4, "kl_beta": 0.02}
+    return parse_run({**BASE, "algorithm": settings, **changes}, "test")
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cold-starts")
+
+
+class StopAfter:
+    """A should_stop that turns true when asked for the n-th time."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __call__(self):
+        self.n -= 1
+        return self.n == 0
+
+
+def final_weights(directory):
+    return load_file(sorted((directory / "checkpoints").glob("step-*"))[-1] / "policy" / "model.safetensors")
+
+
+def assert_same_weights(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "grpo_self_consistency"])
+def test_a_run_completes_and_accounts_for_its_budget(algorithm, tmp_path, cache):
+    log = MemoryLog()
+    result = train(make_spec(algorithm), tmp_path, log, cache=cache)
+    assert result.state == "complete"
+    assert result.summary["rollouts"] == 5 * 16
+    assert result.summary["optimizer_steps"] == 5
+    assert result.summary["generated_tokens"] == sum(v * 16 for _, v in log.history("completion/length"))
+    assert [s for s, _ in log.history("validation/accuracy")] == [0, 2, 4, 5]
+    assert [s for s, _ in log.history("test/accuracy")] == [5]
+    assert result.summary["test_accuracy"] == log.history("test/accuracy")[0][1]
+    assert result.summary["accuracy_initial"] == log.history("validation/accuracy")[0][1]
+    assert len(log.fractions) == 24
+    assert sum(log.fractions.values()) / 24 == pytest.approx(result.summary["test_accuracy"])
+    assert all(value < 1e-6 for _, value in log.history("mismatch/kl"))
+    assert all(value == 1 for _, value in log.history("policy/ratio_max"))
+    assert bool(log.history("critic/explained_variance")) == (algorithm == "ppo")
+    assert result.summary["peak_memory_bytes"] > 1e7
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_a_stopped_run_resumes_bit_for_bit(algorithm, tmp_path, cache):
+    spec, whole, parts = make_spec(algorithm), MemoryLog(), MemoryLog()
+    train(spec, tmp_path / "whole", whole, cache=cache)
+    stopped = train(spec, tmp_path / "parts", parts, cache=cache, should_stop=StopAfter(3))
+    assert stopped.state == "stopped"
+    assert train(spec, tmp_path / "parts", parts, cache=cache).state == "complete"
+    assert parts.resumed_at == [-1, 3]
+    assert parts.without_clocks() == whole.without_clocks()
+    assert_same_weights(final_weights(tmp_path / "whole"), final_weights(tmp_path / "parts"))
+
+
+def test_a_run_killed_between_checkpoints_repeats_the_lost_steps_exactly(tmp_path, cache):
+    spec, whole, parts = make_spec(), MemoryLog(), MemoryLog()
+    train(spec, tmp_path / "whole", whole, cache=cache)
+    train(spec, tmp_path / "parts", parts, cache=cache)
+    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step-00000005")  # as if killed after step 4's checkpoint
+    train(spec, tmp_path / "parts", parts, cache=cache)
+    assert parts.resumed_at == [-1, 4]
+    assert parts.without_clocks() == whole.without_clocks()
+    assert_same_weights(final_weights(tmp_path / "whole"), final_weights(tmp_path / "parts"))
+
+
+def test_runs_with_equal_specs_are_equal_and_the_seed_matters(tmp_path, cache):
+    logs = [MemoryLog() for _ in range(3)]
+    for i, (log, seed) in enumerate(zip(logs, (0, 0, 1), strict=True)):
+        train(make_spec(seed=seed, steps=2), tmp_path / str(i), log, cache=cache)
+    assert logs[0].without_clocks() == logs[1].without_clocks()
+    assert logs[0].without_clocks() != logs[2].without_clocks()
+
+
+def test_arms_with_one_seed_share_prompts_and_their_first_rollouts(tmp_path, cache):
+    logs = {}
+    for name in ("grpo", "ppo", "grpo_self_consistency"):
+        logs[name] = MemoryLog()
+        train(make_spec(name, steps=1), tmp_path / name, logs[name], cache=cache)
+    texts = [[(r.prompt, r.completion) for r in log.rows if r.split == "train"] for log in logs.values()]
+    assert texts[0]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_epsilon_cannot_bind_with_one_update_per_batch(tmp_path, cache):
+    logs = [MemoryLog(), MemoryLog()]
+    for log, epsilon in zip(logs, (0.05, 0.5), strict=True):
+        spec = parse_run({**BASE, "algorithm": {"name": "grpo", "clip_epsilon": epsilon}, "steps": 2}, "test")
+        train(spec, tmp_path / str(epsilon), log, cache=cache)
+    assert logs[0].without_clocks() == logs[1].without_clocks()
+
+
+def test_a_run_that_diverges_is_invalid_with_a_reason(tmp_path, cache):
+    result = train(make_spec(optimizer={"learning_rate": 1e30}), tmp_path, MemoryLog(), cache=cache)
+    assert result.state == "invalid"
+    assert "optimizer.learning_rate" in (result.reason or "")
+    assert "test_accuracy" not in result.summary
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path, cache):
+    train(make_spec(steps=2), tmp_path, MemoryLog(), cache=cache)
+    with pytest.raises(ValueError, match="other settings"):
+        train(make_spec(steps=3), tmp_path, MemoryLog(), cache=cache)
+
+
+def test_minibatches_and_inner_epochs_count_as_optimizer_steps(tmp_path, cache):
+    spec = make_spec(steps=2, optimizer={"num_inner_epochs": 3, "num_minibatches": 2})
+    result = train(spec, tmp_path, MemoryLog(), cache=cache)
+    assert result.summary["optimizer_steps"] == 2 * 3 * 2
+
+
+def test_every_prompt_is_used_once_per_pass_in_an_order_of_its_own():
+    prompts = [Prompt(str(i), str(i), "") for i in range(10)]
+    stream = [p.id for step in range(5) for p in step_prompts(prompts, 0, step, 4)]
+    assert sorted(stream[:10]) == sorted(stream[10:]) == sorted(p.id for p in prompts)
+    assert stream[:10] != stream[10:]
+
+
+def test_prompts_of_a_step_do_not_depend_on_how_many_are_asked_for_at_once():
+    prompts = [Prompt(str(i), str(i), "") for i in range(10)]
+    small = [p.id for step in range(6) for p in step_prompts(prompts, 3, step, 2)]
+    large = [p.id for step in range(2) for p in step_prompts(prompts, 3, step, 6)]
+    assert small == large

@@ -1,0 +1,101 @@
+"""The transformers engine against a plain loop without cache, and its sampling against the exact distribution."""
+
+import numpy as np
+import pytest
+import torch
+
+from harness.engines._noise import uniforms
+from harness.engines.transformers import TransformersEngine, _draw
+from harness.model import encode_prompt, tiny_model, tiny_tokenizer
+from harness.spec import Sampling
+from harness.types import Prompt
+
+PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-"])]
+
+
+def make_engine(seed=0, **settings):
+    return TransformersEngine(TransformersEngine.Settings(**settings), tiny_model(seed), tiny_tokenizer())
+
+
+def test_cached_decoding_equals_a_plain_loop_over_the_whole_prefix():
+    engine, sampling = make_engine(), Sampling(max_tokens=10, temperature=0.9)
+    groups = engine.generate(PROMPTS, 2, sampling, seed=3, step=5)
+    noise = torch.from_numpy(uniforms(3, 5, [p.id for p in PROMPTS], 2, 10)).view(3, 2, 10)
+    for i, group in enumerate(groups):
+        for k, rollout in enumerate(group.rollouts):
+            ids = encode_prompt(engine.tokenizer, group.prompt.text)
+            for t, (token, logprob) in enumerate(zip(rollout.token_ids, rollout.logprobs, strict=True)):
+                with torch.no_grad():
+                    logits = engine.policy(input_ids=torch.tensor([ids])).logits[:, -1].float()
+                chosen, expected = _draw(logits, sampling, noise[i, k, t : t + 1])
+                assert chosen.item() == token
+                assert logprob == pytest.approx(expected.item(), abs=1e-5)
+                ids = [*ids, token]
+
+
+def test_rows_that_end_early_leave_the_batch_without_disturbing_the_others():
+    engine = make_engine()
+    with torch.no_grad():  # end-of-sequence about every second token
+        engine.policy.get_input_embeddings().weight[1] = engine.policy.get_input_embeddings().weight.mean(0) * 40
+    groups = engine.generate(PROMPTS, 16, Sampling(max_tokens=20), seed=0, step=0)
+    lengths = [len(r.token_ids) for g in groups for r in g.rollouts]
+    assert min(lengths) < max(lengths)
+    for i, prompt in enumerate(PROMPTS):
+        (alone,) = engine.generate([prompt], 16, Sampling(max_tokens=20), seed=0, step=0)
+        assert [r.token_ids for r in alone.rollouts] == [r.token_ids for r in groups[i].rollouts]
+
+
+def test_chunks_of_the_decode_batch_do_not_change_the_rollouts():
+    sampling = Sampling(max_tokens=8)
+    whole = make_engine().generate(PROMPTS, 4, sampling, seed=0, step=0)
+    chunked = make_engine(max_batch_rows=4).generate(PROMPTS, 4, sampling, seed=0, step=0)
+    assert [[r.token_ids for r in g.rollouts] for g in whole] == [[r.token_ids for r in g.rollouts] for g in chunked]
+
+
+def test_draws_follow_the_tempered_distribution():
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.2]]))
+    noise = torch.from_numpy(np.random.default_rng(0).random(20000))
+    chosen, _ = _draw(logits.expand(20000, 3), Sampling(temperature=0.5), noise)
+    expected = np.array([0.25, 0.09, 0.04]) / 0.38  # p^(1/T), normalised
+    # three standard errors of a proportion of 20000 draws are at most 0.0106
+    assert np.bincount(chosen, minlength=3) / 20000 == pytest.approx(expected, abs=0.0106)
+
+
+def test_top_k_and_top_p_keep_the_most_likely_tokens_only():
+    logits = torch.log(torch.tensor([[0.1, 0.5, 0.15, 0.25]])).expand(1000, 4)
+    noise = torch.from_numpy(np.random.default_rng(0).random(1000))
+    assert set(_draw(logits, Sampling(top_k=2), noise)[0].tolist()) == {1, 3}
+    assert set(_draw(logits, Sampling(top_p=0.6), noise)[0].tolist()) == {1, 3}  # 0.5 alone is below 0.6
+    assert set(_draw(logits, Sampling(top_p=0.4), noise)[0].tolist()) == {1}
+
+
+def test_a_token_without_probability_is_never_drawn():
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf]])
+    for value in (0.0, 0.5, 1 - 2**-53):
+        assert _draw(logits, Sampling(), torch.tensor([value], dtype=torch.float64))[0].item() == 1
+
+
+def test_greedy_takes_the_most_likely_token():
+    assert _draw(torch.tensor([[0.0, 2.0, 1.0]]), Sampling(temperature=0), torch.tensor([0.99]))[0].item() == 1
+
+
+def test_noise_is_uniform_and_every_part_of_the_key_matters():
+    base = uniforms(0, 0, ["a", "b"], 4, 50)
+    assert base.shape == (8, 50)
+    values = uniforms(0, 0, [str(i) for i in range(100)], 8, 25).ravel()
+    counts = np.histogram(values, bins=20, range=(0, 1))[0]
+    chi2 = ((counts - 1000) ** 2 / 1000).sum()
+    assert chi2 < 43.8  # 99.9 % point of chi-squared with 19 degrees of freedom
+    assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.025  # 3.5 / sqrt(20000)
+    for other in (
+        uniforms(1, 0, ["a", "b"], 4, 50),
+        uniforms(0, 1, ["a", "b"], 4, 50),
+        uniforms(0, 0, ["c", "d"], 4, 50),
+    ):
+        assert not (base == other).any()
+    assert len(np.unique(base)) == base.size
+
+
+def test_noise_of_a_row_is_independent_of_the_other_rows_and_of_the_length_asked_for():
+    wide, narrow = uniforms(0, 3, ["a", "b"], 4, 50), uniforms(0, 3, ["b"], 2, 10)
+    assert (wide[4:6, :10] == narrow).all()
