@@ -1,0 +1,1 @@
+"""Statistics, figures and the report; reads results through `harness.tracking` only."""

@@ -1,0 +1,442 @@
+"""The report of studies whose truth is known: what it says, what it leaves out, and that nothing in it can run."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import math
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_study import HOSTILE_ARM, FakeArm, factor_grid, fake_study, three_algorithms
+from markdown_it import MarkdownIt
+
+from harness.types import StudyRecord, TrialRecord
+from reports import figures, prose
+from reports.analysis import Analysis, analyse, choose_outcome
+from reports.render import COLUMNS, ReportFiles, results_csv, visible, write_report
+
+
+def analysed(record: StudyRecord) -> Analysis:
+    return analyse(record, np.random.default_rng(0))
+
+
+def two_arms(first: float, second: float) -> list[FakeArm]:
+    return [FakeArm(name, "grpo", accuracy, {}, {}) for name, accuracy in (("a", first), ("b", second))]
+
+
+def hostile_study() -> StudyRecord:
+    arms = three_algorithms()
+    settings = {"algorithm.name": "grpo_self_consistency"}
+    arms[2] = FakeArm(HOSTILE_ARM, "grpo_self_consistency", 0.35, settings, {"algorithm.name": "=cmd|' /C calc'!A0"})
+    return fake_study(arms, states={("ppo", 2): "invalid"})
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> ReportFiles:
+    return write_report(hostile_study(), tmp_path_factory.mktemp("hostile"))
+
+
+class PageReader(HTMLParser):
+    """Collects what a browser would act on: elements, attributes, and visible text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def read_page(html: str) -> PageReader:
+    reader = PageReader()
+    reader.feed(html)
+    return reader
+
+
+def test_no_text_of_a_model_or_a_user_becomes_markup_in_the_page(hostile: ReportFiles) -> None:
+    page = read_page(hostile.html.read_text(encoding="utf-8"))
+    assert not {"script", "img", "iframe", "object", "b "} & set(page.tags)
+    assert page.tags.count("b") == 1  # the study's name; the completion's own <b> is text
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+    text = "".join(page.text)
+    for written in (
+        "<script>alert(1)</script>",
+        "onerror=alert(2)",
+        HOSTILE_ARM,
+        "onerror=alert(5)",
+        "onerror=alert(6)",
+    ):
+        assert written in text
+
+
+def test_the_page_loads_nothing_and_forbids_loading(hostile: ReportFiles) -> None:
+    html = hostile.html.read_text(encoding="utf-8")
+    page = read_page(html)
+    loads = [
+        value for name, value in page.attributes if name in ("src", "href", "xlink:href", "action", "data", "srcset")
+    ]
+    assert loads
+    assert all(value.startswith("#") for value in loads)
+    assert "link" not in page.tags
+    styles = html.partition("<style>")[2].partition("</style>")[0] + "".join(
+        v for n, v in page.attributes if n == "style"
+    )
+    assert "http" not in styles
+    assert "@import" not in styles
+    assert ("content", "default-src 'none'; style-src 'unsafe-inline'; img-src data:") in page.attributes
+
+
+def test_ids_of_the_page_are_unique_and_every_reference_has_a_target(hostile: ReportFiles) -> None:
+    page = read_page(hostile.html.read_text(encoding="utf-8"))
+    ids = [value for name, value in page.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    assert {value[1:] for name, value in page.attributes if name.endswith("href")} <= set(ids)
+
+
+def test_markdown_shows_hostile_text_as_text(hostile: ReportFiles) -> None:
+    renderer = MarkdownIt("commonmark", {"html": True}).enable("table")
+    page = read_page(renderer.render(hostile.markdown.read_text(encoding="utf-8")))
+    assert "script" not in page.tags
+    images = [value for name, value in page.attributes if name == "src"]
+    assert images
+    assert all(value.startswith("figures/") for value in images)
+    assert not [value for name, value in page.attributes if name == "href"]
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+    text = "".join(page.text)
+    assert "<script>alert(1)</script>" in text
+    assert "<script>alert(7)</script>" in text
+    assert HOSTILE_ARM in text
+
+
+def test_every_figure_is_well_formed_and_holds_hostile_labels_as_text(hostile: ReportFiles) -> None:
+    files = sorted((hostile.html.parent / "figures").glob("*.svg"))
+    assert len(files) > 10
+    for file in files:
+        root = ElementTree.parse(file).getroot()
+        assert not [node for node in root.iter() if node.tag.rpartition("}")[2] in ("script", "image", "foreignObject")]
+        assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    final = (hostile.html.parent / "figures" / "final.svg").read_text(encoding="utf-8")
+    assert "&lt;script&gt;" in final
+    assert "$x^{$" in "".join(ElementTree.fromstring(final).itertext()).replace("\n", "")
+
+
+def test_unprintable_characters_are_written_as_escapes() -> None:
+    assert visible("a\x00b\x1b[31m\u202ec\ud800\td\n") == "a\\x00b\\x1b[31m\\u202ec\\ud800\td\n"
+
+
+def test_the_same_record_gives_the_same_bytes(tmp_path: Path) -> None:
+    first, second = (write_report(fake_study(), tmp_path / name).html.parent for name in ("first", "second"))
+    names = sorted(file.relative_to(first) for file in first.rglob("*") if file.is_file())
+    assert len(names) > 20
+    for name in names:
+        assert (first / name).read_bytes() == (second / name).read_bytes(), name
+
+
+def test_the_csv_has_exactly_the_promised_columns_and_one_row_per_trial() -> None:
+    record = fake_study(factor_grid({"algorithm.group_size": [4, 8], "algorithm.kl_beta": [0.0, 0.01]}), seeds=[0, 1])
+    rows = list(csv.reader(results_csv(record).splitlines()))
+    expected = (
+        "study,trial,arm,seed,state,algorithm,task,accuracy_initial,accuracy_final,test_accuracy,rollouts,"
+        "generated_tokens,optimizer_steps,seconds,peak_memory_bytes,algorithm.group_size,algorithm.kl_beta"
+    )
+    assert ",".join(rows[0]) == expected
+    assert len(rows) == 1 + 4 * 2
+    last = dict(zip(rows[0], rows[-1], strict=True))
+    assert (last["algorithm.group_size"], last["algorithm.kl_beta"], last["seed"]) == ("8", "0.01", "1")
+    assert float(last["test_accuracy"]) == record.trials[-1].summary["test_accuracy"]
+    assert last["rollouts"] == "12800"
+
+
+def test_the_csv_keeps_an_invalid_trial_without_the_numbers_it_did_not_reach() -> None:
+    rows = list(csv.DictReader(results_csv(fake_study(states={("ppo", 1): "invalid"})).splitlines()))
+    assert [(row["state"], row["test_accuracy"] == "") for row in rows[:3]] == [
+        ("complete", False),
+        ("invalid", True),
+        ("complete", False),
+    ]
+
+
+def test_a_cell_that_a_spreadsheet_would_run_is_text() -> None:
+    rows = list(csv.DictReader(results_csv(hostile_study()).splitlines()))
+    assert rows[-1]["algorithm.name"] == "'=cmd|' /C calc'!A0"
+    assert not [cell for row in rows for cell in row.values() if cell.startswith(("=", "@", "+"))]
+
+
+def test_a_factor_named_like_a_column_does_not_repeat_it() -> None:
+    record = fake_study([FakeArm("a", "grpo", 0.5, {}, {"arm": "a", "steps": 3})], seeds=[0])
+    assert results_csv(record).splitlines()[0].split(",") == [*COLUMNS, "steps"]
+
+
+def test_the_answer_names_the_best_arm_its_difference_and_p() -> None:
+    analysis = analysed(fake_study(two_arms(0.4, 0.7), seeds=range(5)))
+    text = prose.answer(analysis)
+    comparison = analysis.comparison("b")
+    assert comparison is not None
+    assert comparison.interval is not None
+    assert comparison.interval.low < 0.3 < comparison.interval.high
+    assert text.startswith("b reaches ")
+    assert "points [" in text
+    assert "above a (5 seeds, Holm-adjusted p " in text
+
+
+def test_equal_arms_are_reported_as_no_detected_difference_with_what_could_have_been() -> None:
+    text = prose.answer(analysed(fake_study(two_arms(0.7, 0.7))))
+    assert text.startswith("No difference between b and a could be detected")
+    assert "would be found in 4 of 5 such studies" in text
+
+
+def test_one_seed_gives_no_interval_and_the_report_says_so() -> None:
+    analysis = analysed(fake_study(two_arms(0.4, 0.7), seeds=[0]))
+    assert all(arm.interval is None and arm.bootstrap is None for arm in analysis.arms)
+    assert "no interval or test over seeds is possible" in prose.answer(analysis)
+    assert "no interval and no test over seeds is possible" in prose.interval_method(analysis)
+
+
+def test_accuracies_near_zero_are_reported_as_such_with_an_interval() -> None:
+    analysis = analysed(fake_study(two_arms(0.0, 0.0), num_problems=100, seed_deviation=0.0))
+    assert prose.answer(analysis).startswith("Every arm stays near zero: no difference between b and a")
+    # 0 of 100 problems: 1 - 0.025^(1/100) = 3.62 %
+    interval = analysis.arms[0].interval
+    assert interval is not None
+    assert interval.high == pytest.approx(0.0362167, rel=1e-5)
+    assert "b reaches 0.0 % test accuracy [0.0, 3.6]" in prose.answer(analysis)
+    # the difference of two such arms is as uncertain as both
+    assert "0.0 points [-3.6, 3.6] above a" in prose.answer(analysis)
+    assert analysis.comparisons[0].p == 1.0
+
+
+def test_arms_that_are_identical_by_construction_differ_by_exactly_nothing() -> None:
+    record = fake_study(two_arms(0.6, 0.6))
+    copies = [dataclasses.replace(trial, arm="b") for trial in record.trials[:3]]
+    (comparison,) = analysed(dataclasses.replace(record, trials=[*record.trials[:3], *copies])).comparisons
+    assert comparison.interval is not None
+    assert (comparison.interval.low, comparison.interval.high, comparison.p) == (0.0, 0.0, 1.0)
+
+
+def test_an_invalid_trial_is_listed_with_its_reason_and_never_averaged_in(tmp_path: Path) -> None:
+    record = fake_study(two_arms(0.4, 0.7), seeds=range(4), states={("b", 3): "invalid"})
+    broken = dataclasses.replace(record.trials[-1], summary={"test_accuracy": 0.0}, per_problem={"p": 0.0})
+    with_broken = analysed(dataclasses.replace(record, trials=[*record.trials[:-1], broken]))
+    without = analysed(dataclasses.replace(record, trials=record.trials[:-1]))
+    assert with_broken.arm("b").interval == without.arm("b").interval
+    assert with_broken.comparisons == without.comparisons
+    assert [(gap.arm, gap.seed, gap.state) for gap in with_broken.gaps] == [("b", 3, "invalid")]
+    assert prose.answer(with_broken).endswith("; 1 invalid trial is left out.")
+    page = "".join(read_page(write_report(record, tmp_path).html.read_text(encoding="utf-8")).text)
+    assert "policy/loss is NaN at step 17" in page
+
+
+def test_a_trial_that_never_started_is_missing_and_makes_the_answer_preliminary() -> None:
+    analysis = analysed(fake_study(states={("ppo", 1): None, ("grpo", 2): "running"}))
+    assert [(gap.arm, gap.seed, gap.state) for gap in analysis.gaps] == [
+        ("ppo", 1, "not started"),
+        ("grpo", 2, "running"),
+    ]
+    assert prose.answer(analysis).startswith("Preliminary (7 of 9 trials complete): ")
+
+
+def test_differences_are_paired_over_the_seeds_that_both_arms_completed() -> None:
+    record = fake_study(two_arms(0.4, 0.7), seeds=range(4), states={("a", 0): "failed", ("b", 3): "failed"})
+    (comparison,) = analysed(record).comparisons
+    scores = {(trial.arm, trial.seed): trial.summary.get("test_accuracy", math.nan) for trial in record.trials}
+    assert comparison.seeds == (1, 2)
+    assert comparison.estimate == pytest.approx((scores["b", 1] - scores["a", 1] + scores["b", 2] - scores["a", 2]) / 2)
+
+
+def test_p_is_below_5_percent_exactly_where_the_stated_interval_leaves_out_zero() -> None:
+    sides = set()
+    for rng_seed in range(12):
+        analysis = analysed(fake_study(two_arms(0.6, 0.66), seeds=range(4), rng_seed=rng_seed, num_steps=10))
+        (comparison,) = analysis.comparisons
+        assert comparison.interval is not None
+        assert (comparison.p < 0.05) == (not comparison.interval.low <= 0 <= comparison.interval.high)
+        sides.add(comparison.p < 0.05)
+    assert sides == {True, False}
+
+
+def test_a_pair_completed_twice_is_an_error() -> None:
+    record = fake_study(seeds=[0])
+    with pytest.raises(ValueError, match=r"each \(arm, seed\) must be complete once"):
+        analysed(dataclasses.replace(record, trials=[*record.trials, record.trials[0]]))
+
+
+def test_the_test_split_decides_only_where_every_complete_trial_has_it() -> None:
+    record = fake_study()
+    assert choose_outcome(record).name == "test/accuracy"
+    assert choose_outcome(record).per_problem
+    first = dataclasses.replace(record.trials[0], summary={}, history={"validation/accuracy": [(0, 0.1), (5, 0.2)]})
+    partial = dataclasses.replace(record, trials=[first, *record.trials[1:]])
+    assert choose_outcome(partial).name == "validation/accuracy"
+    assert analysed(partial).arm("ppo").scores[0] == 0.2
+
+
+def test_a_complete_trial_without_a_finite_outcome_counts_as_a_gap() -> None:
+    record = fake_study(two_arms(0.4, 0.7))
+    broken = dataclasses.replace(record.trials[0], summary={"accuracy_final": math.nan}, history={}, per_problem={})
+    analysis = analysed(dataclasses.replace(record, trials=[broken, *record.trials[1:]]))
+    assert [(gap.arm, gap.seed, gap.state) for gap in analysis.gaps] == [("a", 0, "no value")]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        fake_study(states={(arm.label, seed): None for arm in three_algorithms() for seed in range(3)}),
+        fake_study(states={(arm.label, seed): "running" for arm in three_algorithms() for seed in range(3)}),
+        fake_study(states={("ppo", seed): "invalid" for seed in range(3)}),
+        fake_study(three_algorithms()[:1], seeds=[0]),
+        fake_study(two_arms(0.0, 1.0)),
+    ],
+    ids=["no trial", "all running", "no baseline", "one arm and seed", "zero and one"],
+)
+def test_a_partial_study_still_has_a_report(record: StudyRecord, tmp_path: Path) -> None:
+    files = write_report(record, tmp_path)
+    assert files.answer.endswith(".")
+    page = "".join(read_page(files.html.read_text(encoding="utf-8")).text)
+    assert record.question in page
+    assert "nan" not in page.lower().replace("is nan at step", "")
+
+
+def test_a_study_without_any_complete_trial_has_no_answer_yet() -> None:
+    record = fake_study(
+        states={("ppo", 0): "running"} | {(a.label, s): None for a in three_algorithms()[1:] for s in range(3)}
+    )
+    record = dataclasses.replace(record, trials=record.trials[:1])
+    assert prose.answer(analysed(record)) == "No answer yet: 0 of 9 trials complete (1 running, 8 not started)."
+
+
+def topics(record: StudyRecord) -> dict[str, str]:
+    return dict(prose.notes(analysed(record)))
+
+
+def test_one_update_per_batch_is_said_to_make_clipping_and_arms_that_vary_it_void() -> None:
+    levels = {"algorithm.clip_epsilon": [0.1, 0.2]}
+    note = topics(fake_study(factor_grid(levels)))["The clip range has no effect"]
+    assert "the ratio is exactly 1" in note
+    assert "identical by construction: clip_epsilon=0.1 and clip_epsilon=0.2." in note
+    several = [
+        dataclasses.replace(arm, settings={**arm.settings, "optimizer.num_inner_epochs": 4})
+        for arm in factor_grid(levels)
+    ]
+    assert "The clip range has no effect" not in topics(fake_study(several))
+    assert "Clipping is active" in topics(fake_study(several))
+
+
+def test_arms_that_differ_in_more_than_clipping_are_not_called_identical() -> None:
+    note = topics(fake_study(factor_grid({"algorithm.kl_beta": [0.0, 0.1]})))["The clip range has no effect"]
+    assert "identical" not in note
+
+
+def test_shared_cold_start_budget_and_reward_scale_are_noted() -> None:
+    notes = topics(fake_study())
+    assert "cold_start.seed 0" in notes["One starting point"]
+    assert notes["Equal budgets"].startswith("All arms draw 128 rollouts per step for 100 steps.")
+    assert "1 / -0.1 and 1 / 0" in notes["Reward scale cancels"]
+    assert notes["Rewards that are not accuracy"].startswith("grpo_self_consistency is rewarded for agreeing")
+
+
+def test_unequal_budgets_and_cold_starts_are_warned_about() -> None:
+    arms = two_arms(0.4, 0.7)
+    arms[1] = dataclasses.replace(arms[1], settings={"rollouts_per_step": 64, "cold_start.steps": 800})
+    notes = topics(fake_study(arms))
+    assert "rollouts_per_step" in notes["Budgets differ"]
+    assert "Arms start from different cold starts" in notes
+
+
+def test_only_the_factor_that_matters_is_said_to_matter() -> None:
+    # accuracy rises by 8 points per level of group_size and does not depend on kl_beta
+    analysis = analysed(fake_study(factor_grid({"algorithm.group_size": [8, 2, 4], "algorithm.kl_beta": [0.0, 0.1]})))
+    text = prose.answer(analysis)
+    assert text.startswith("Over the whole grid group_size matters: ")
+    assert "kl_beta matters" not in text
+    assert analysis.grid is not None
+    assert analysis.grid.levels[0] == (2, 4, 8)
+
+
+def test_a_grid_of_two_factors_is_one_heat_map_and_of_three_one_per_level_of_the_shortest() -> None:
+    two = analysed(
+        fake_study(factor_grid({"algorithm.group_size": [2, 4, 8], "algorithm.kl_beta": [0.0, 0.1]}), num_steps=10)
+    )
+    assert [drawing.name for drawing in figures.heat_maps(two)] == ["heat_0"]
+    levels = {
+        "algorithm.group_size": [2, 4, 8],
+        "algorithm.clip_epsilon": [0.1, 0.2],
+        "algorithm.kl_beta": [0.0, 0.1, 0.2],
+    }
+    three = analysed(fake_study(factor_grid(levels), seeds=[0, 1], num_steps=10))
+    maps = figures.heat_maps(three)
+    assert [drawing.title for drawing in maps] == [f"Test accuracy (%), clip_epsilon = {level}" for level in (0.1, 0.2)]
+    assert figures.heat_maps(analysed(fake_study())) == []
+
+
+def test_label_quality_is_drawn_for_self_consistency_arms_only() -> None:
+    drawn = figures.label_quality(analysed(fake_study()))
+    assert [drawing.title for drawing in drawn] == ["Majority labels of grpo_self_consistency"]
+
+
+def test_arms_keep_their_colour_and_a_crowd_is_grey_but_for_three() -> None:
+    few = figures.arm_colors(analysed(fake_study()))
+    assert list(few.values()) == list(figures.PALETTE[:3])
+    many = analysed(fake_study(factor_grid({"algorithm.group_size": list(range(2, 12))}), num_steps=10))
+    colours = list(figures.arm_colors(many).values())
+    assert len(colours) == 10
+    assert 2 <= len(colours) - colours.count(figures.GREY) <= 3
+
+
+def trial_with(history: dict[str, list[tuple[int, float]]]) -> TrialRecord:
+    return dataclasses.replace(fake_study(seeds=[0]).trials[0], history=history)
+
+
+def test_curves_keep_the_steps_that_all_seeds_have_and_drop_what_is_not_finite() -> None:
+    first = trial_with({"m": [(0, 1.0), (1, 2.0), (2, math.nan), (3, 4.0)]})
+    second = trial_with({"m": [(0, 3.0), (2, 5.0), (3, 8.0)]})
+    series = figures.aligned([first, second], "m", None)
+    assert series is not None
+    assert series.x_T.tolist() == [0.0, 3.0]
+    assert series.values_ST.tolist() == [[1.0, 4.0], [3.0, 8.0]]
+
+
+def test_curves_against_tokens_read_the_tokens_spent_up_to_each_step() -> None:
+    # step 0 costs nothing, step 2 comes after 30 tokens: linear from (0, 0) to (30, 1), at 15 tokens 0.5
+    trial = trial_with({"m": [(0, 0.0), (2, 1.0)], "tokens": [(1, 10.0), (2, 30.0), (3, 60.0)]})
+    series = figures.aligned([trial], "m", "tokens")
+    assert series is not None
+    assert (series.x_T[0], series.x_T[-1]) == (0.0, 30.0)
+    assert series.values_ST[0][20] == pytest.approx(0.5)
+    assert figures.aligned([trial], "absent", None) is None
+
+
+def test_smoothing_averages_over_a_fortieth_of_the_steps() -> None:
+    # 160 steps: 2 neighbours on either side; a spike of 5 at step 80 becomes 1 over five steps
+    values = np.zeros((1, 160))
+    values[0, 80] = 5.0
+    smooth = figures.smoothed(figures.Series(np.arange(160.0), values))
+    assert smooth.values_ST[0, 77:84].tolist() == [0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
+
+
+def test_numbers_read_as_a_reader_expects() -> None:
+    assert prose.number(0.8123, "test/accuracy") == "81.2"
+    assert prose.number(0.0039, "test/accuracy") == "0.39"
+    assert prose.number(-0.0001, "test/accuracy", signed=True) == "0.0"
+    assert prose.number(0.081, "kl/reference") == "0.081"
+    assert (prose.p_value(0.04969), prose.p_value(0.0004), prose.p_value(0.0496)) == ("0.04969", "< 0.001", "0.04960")
+    assert (prose.quantity(812), prose.quantity(12_345), prose.quantity(4.56e6)) == ("812", "12.3k", "4.56M")
+    assert (prose.duration(48), prose.duration(200), prose.duration(7500)) == ("48 s", "3 min 20 s", "2 h 05 min")
+    assert (prose.size(611 * 2**20), prose.size(3 * 2**30)) == ("611 MiB", "3.00 GiB")
+
+
+def test_reports_import_neither_torch_nor_mlflow() -> None:
+    code = "import sys, reports.render; print(sorted({'torch', 'mlflow', 'optuna', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

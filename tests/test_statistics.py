@@ -1,0 +1,304 @@
+"""The statistics against hand arithmetic, scipy and simulated studies whose truth is known."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from fake_study import random_scores, random_scores_truth
+from scipy import stats
+
+from reports import statistics as ours
+
+
+def close(value: float) -> object:
+    return pytest.approx(value, rel=1e-6, abs=1e-9)
+
+
+def test_the_student_interval_of_1_2_3_is_2_plus_minus_2_484() -> None:
+    # standard deviation 1, error 1 / sqrt(3), t(2, 0.975) = 4.302653: half width 2.484138
+    interval = ours.t_interval([1.0, 2.0, 3.0])
+    assert interval is not None
+    assert (interval.low, interval.estimate, interval.high) == (close(-0.4841377), close(2.0), close(4.4841377))
+
+
+def test_the_student_interval_agrees_with_scipy() -> None:
+    values = np.random.default_rng(0).normal(size=7)
+    interval = ours.t_interval(values, level=0.9)
+    low, high = stats.t.interval(0.9, 6, values.mean(), stats.sem(values))
+    assert interval is not None
+    assert (interval.low, interval.high) == (close(low), close(high))
+
+
+def test_one_seed_has_no_interval_of_any_kind() -> None:
+    rng = np.random.default_rng(0)
+    assert ours.t_interval([0.5]) is None
+    assert ours.bootstrap_interval([0.5], rng) is None
+    for method in (ours.crossed_interval, ours.cautious_interval):
+        assert method([[0.5, 0.25, 1.0]]) is None
+    assert ours.crossed_bootstrap_interval([[0.5, 0.25, 1.0]], rng) is None
+
+
+def test_the_two_way_interval_of_a_two_by_two_table_follows_by_hand() -> None:
+    # seed means 0.75, 0.25 and problem means 1, 0 around 0.5; every residual is 0.25 or -0.25.
+    # MS_seed = 2 (0.0625 + 0.0625) = 0.25, MS_problem = 2 (0.25 + 0.25) = 1, MS_rest = 4 * 0.0625 = 0.25
+    # variance (0.25 + 1 - 0.25) / 4 = 0.25; df = 1^2 / (0.25^2 + 1^2 + 0.25^2) = 0.889, at least 1
+    interval = ours.crossed_interval([[1.0, 0.5], [1.0, -0.5]])
+    assert interval is not None
+    assert (interval.estimate, interval.error, interval.df) == (close(0.5), close(0.5), close(1.0))
+    assert interval.high == close(0.5 + 0.5 * stats.t.ppf(0.975, 1))
+
+
+def test_a_negative_variance_component_counts_as_zero() -> None:
+    # seed means are equal, so MS_seed = 0 < MS_rest; it is raised to MS_rest: error^2 = max(MS_problem, MS_rest) / 4
+    # problem means are equal too: MS_rest = 4 * 0.25 / 1 = 1, so error^2 = 1 / 4
+    scores = [[1.0, 0.0], [0.0, 1.0]]
+    interval = ours.crossed_interval(scores)
+    assert interval is not None
+    assert interval.error == close(0.5)
+    assert ours.crossed_variance(scores) == ours.CrossedVariance(0.0, 0.0, 1.0)
+
+
+def test_variance_components_reproduce_the_error_of_the_two_way_interval() -> None:
+    scores = random_scores(np.random.default_rng(3), 1, 5, 64)[0]
+    interval = ours.crossed_interval(scores)
+    assert interval is not None
+    assert ours.crossed_variance(scores).of_mean(5, 64) == close(interval.error**2)
+
+
+def test_the_cautious_interval_is_never_narrower_than_its_two_parts() -> None:
+    rng = np.random.default_rng(1)
+    chosen = set()
+    for _ in range(30):
+        scores = random_scores(rng, 1, 3, 128)[0]
+        cautious = ours.cautious_interval(scores)
+        crossed, student = ours.crossed_interval(scores), ours.t_interval(scores.mean(axis=1))
+        assert cautious is not None
+        assert crossed is not None
+        assert student is not None
+        widths = [one.high - one.low for one in (crossed, student)]
+        assert cautious.high - cautious.low == max(widths)
+        chosen.add(widths.index(max(widths)))
+    assert chosen == {0, 1}
+
+
+def test_the_exact_interval_of_no_success_in_100_reaches_3_6_percent() -> None:
+    # 1 - 0.025^(1/100) = 0.036217
+    interval = ours.exact_interval(0.0, 100)
+    assert (interval.low, interval.high) == (0.0, close(1 - 0.025**0.01))
+
+
+def test_the_bootstrap_over_three_seeds_ends_at_the_lowest_and_the_highest() -> None:
+    # all three draws are the lowest seed in 1 of 27 resamples, 3.7 %, more than the 2.5 % cut off
+    interval = ours.bootstrap_interval([0.2, 0.5, 0.9], np.random.default_rng(0))
+    assert interval is not None
+    assert (interval.low, interval.high) == (close(0.2), close(0.9))
+
+
+def test_the_bootstrap_over_seeds_agrees_with_scipy() -> None:
+    values = np.random.default_rng(0).normal(size=20)
+    interval = ours.bootstrap_interval(values, np.random.default_rng(1), resamples=20_000)
+    other = stats.bootstrap(
+        (values,), np.mean, method="percentile", n_resamples=20_000, rng=np.random.default_rng(2)
+    ).confidence_interval
+    assert interval is not None
+    assert (interval.low, interval.high) == (pytest.approx(other.low, abs=0.02), pytest.approx(other.high, abs=0.02))
+
+
+def test_with_equal_seeds_the_crossed_bootstrap_is_the_bootstrap_over_problems() -> None:
+    problems = np.random.default_rng(0).random(50)
+    interval = ours.crossed_bootstrap_interval(np.tile(problems, (3, 1)), np.random.default_rng(1), resamples=20_000)
+    other = stats.bootstrap(
+        (problems,), np.mean, method="percentile", n_resamples=20_000, rng=np.random.default_rng(2)
+    ).confidence_interval
+    assert interval is not None
+    assert (interval.low, interval.high) == (pytest.approx(other.low, abs=0.005), pytest.approx(other.high, abs=0.005))
+
+
+def test_two_calls_with_one_generator_seed_are_identical() -> None:
+    scores = random_scores(np.random.default_rng(0), 1, 4, 32)[0]
+    for method, values in ((ours.bootstrap_interval, scores[:, 0]), (ours.crossed_bootstrap_interval, scores)):
+        first, second = (method(values, np.random.default_rng(7)) for _ in range(2))
+        assert first is not None
+        assert second is not None
+        assert (first.low, first.high) == (second.low, second.high)
+
+
+def test_the_paired_t_test_agrees_with_scipy() -> None:
+    rng = np.random.default_rng(0)
+    arm, baseline = rng.normal(0.5, 1, 6), rng.normal(0, 1, 6)
+    interval = ours.t_interval(arm - baseline)
+    assert interval is not None
+    assert ours.t_test(interval) == close(stats.ttest_rel(arm, baseline).pvalue)
+
+
+def test_a_difference_without_spread_has_p_0_unless_it_is_0_itself() -> None:
+    assert ours.t_test(ours.Interval(0.0, 0.0, 0.0, 0.0, 2)) == 1.0
+    assert ours.t_test(ours.Interval(0.1, 0.1, 0.1, 0.0, 2)) == 0.0
+    assert math.isnan(ours.t_test(ours.Interval(0.1, 0.0, 0.2)))
+
+
+def test_three_seeds_cannot_give_a_sign_flip_p_below_a_quarter() -> None:
+    # 1 + 2 + 3 and its mirror image are the 2 most extreme of 8 sign patterns
+    assert ours.sign_flip_test([1.0, 2.0, 3.0]) == 0.25
+    assert ours.sign_flip_test([1.0, 2.0, -3.0]) == 1.0
+
+
+def test_the_sign_flip_test_agrees_with_scipys_exact_permutation_test() -> None:
+    differences = np.random.default_rng(0).normal(0.6, 1, 8)
+    exact = stats.permutation_test(
+        (differences, np.zeros(8)), lambda a, b: np.sum(a - b), permutation_type="samples", n_resamples=np.inf
+    )
+    assert ours.sign_flip_test(differences) == close(exact.pvalue)
+
+
+def test_more_pairs_than_can_be_enumerated_are_an_error() -> None:
+    with pytest.raises(ValueError, match=r"at most 16 pairs, got 17"):
+        ours.sign_flip_test(np.ones(17))
+
+
+def test_holm_multiplies_the_smallest_p_by_the_number_of_tests() -> None:
+    # sorted 0.01, 0.03, 0.04 times 3, 2, 1 = 0.03, 0.06, 0.04, made monotone: 0.03, 0.06, 0.06
+    assert ours.holm([0.01, 0.04, 0.03]) == [close(0.03), close(0.06), close(0.06)]
+    assert ours.holm([0.9, 0.8]) == [1.0, 1.0]
+
+
+def test_a_comparison_without_p_does_not_count_in_the_family() -> None:
+    adjusted = ours.holm([math.nan, 0.02, 0.03])
+    assert math.isnan(adjusted[0])
+    assert adjusted[1:] == [close(0.04), close(0.04)]
+
+
+def test_probability_of_improvement_is_the_mann_whitney_statistic_over_all_pairs() -> None:
+    arm, baseline = [0.3, 0.5, 0.5, 0.9], [0.1, 0.5, 0.6]
+    expected = stats.mannwhitneyu(arm, baseline).statistic / 12
+    assert ours.probability_of_improvement(arm, baseline) == close(expected)
+    assert ours.probability_of_improvement([1.0], [1.0]) == 0.5
+
+
+def test_the_interquartile_mean_drops_a_quarter_at_each_end() -> None:
+    # of 8 values 2 are dropped at each end: 2, 3, 4, 5 stay
+    assert ours.interquartile_mean([100, 1, 2, 3, 4, 5, 6, -50]) == close((2 + 3 + 4 + 5) / 4)
+    assert ours.interquartile_mean([1, 2, 6]) == close(3.0)
+
+
+def test_the_detectable_difference_with_known_error_is_2_8_errors() -> None:
+    # normal quantiles 1.959964 + 0.841621
+    assert ours.minimum_detectable_difference(0.01, df=1e6) == pytest.approx(0.01 * 2.801585, rel=1e-4)
+
+
+def test_the_detectable_difference_is_detected_in_4_of_5_simulated_studies() -> None:
+    rng = np.random.default_rng(0)
+    difference = ours.minimum_detectable_difference(1 / math.sqrt(3), df=2)
+    samples = rng.normal(difference, 1, (4000, 3))
+    found = stats.ttest_1samp(samples, 0, axis=1).pvalue < 0.05
+    assert found.mean() == pytest.approx(0.8, abs=0.02)
+
+
+def test_ten_pairs_find_a_difference_of_one_standard_deviation() -> None:
+    # the textbook sizes of a two-sided paired t test with power 0.8: 10 pairs for d = 1, 34 for d = 0.5
+    seeds_only = ours.CrossedVariance(1.0, 0.0, 0.0)
+    assert ours.seeds_needed(1.0, seeds_only, 1) == 10
+    assert ours.seeds_needed(-0.5, seeds_only, 1) == 34
+
+
+def test_seeds_cannot_average_out_the_choice_of_problems() -> None:
+    # 100 problems with variance 1 leave an error of at least 0.1, above the difference itself
+    assert ours.seeds_needed(0.05, ours.CrossedVariance(0.01, 1.0, 0.1), 100) is None
+
+
+def test_anova_of_two_levels_is_the_squared_paired_t_statistic() -> None:
+    scores = np.random.default_rng(0).normal(size=(2, 6))
+    (effect,) = ours.anova(scores, ["beta"])
+    test = stats.ttest_rel(scores[0], scores[1])
+    assert (effect.f, effect.p, effect.df) == (close(test.statistic**2), close(test.pvalue), 1)
+
+
+def test_anova_agrees_with_nested_least_squares_models() -> None:
+    scores = np.random.default_rng(0).normal(size=(2, 3, 4))
+    effects = {effect.factors: effect for effect in ours.anova(scores, ["a", "b"])}
+    a, b, seed = (axis.ravel() for axis in np.indices(scores.shape))
+
+    def columns(*labels: np.ndarray) -> np.ndarray:
+        """One indicator column per combination of the labels."""
+        codes = np.unique(np.stack(labels), axis=1, return_inverse=True)[1].ravel()
+        return np.eye(codes.max() + 1)[codes]
+
+    def residual(*blocks: np.ndarray) -> float:
+        design = np.hstack(blocks)
+        return float(((scores.ravel() - design @ np.linalg.lstsq(design, scores.ravel())[0]) ** 2).sum())
+
+    seeds, main_a, main_b, cells = columns(seed), columns(a), columns(b), columns(a, b)
+    error = residual(seeds, cells)
+    assert effects["a",].sum_of_squares == close(residual(seeds) - residual(seeds, main_a))
+    assert effects["b",].sum_of_squares == close(residual(seeds) - residual(seeds, main_b))
+    interaction = residual(seeds, main_a, main_b) - error
+    assert effects["a", "b"].sum_of_squares == close(interaction)
+    # interaction df (2 - 1)(3 - 1) = 2, error df (6 - 1)(4 - 1) = 15
+    f = (interaction / 2) / (error / 15)
+    assert (effects["a", "b"].f, effects["a", "b"].p) == (close(f), close(stats.f.sf(f, 2, 15)))
+    # partial omega squared: df (F - 1) / (df (F - 1) + 24), at least 0
+    for effect in effects.values():
+        gain = effect.df * (effect.f - 1)
+        assert effect.partial_omega_squared == close(max(gain / (gain + 24), 0.0))
+
+
+def test_anova_refuses_a_factor_with_one_level() -> None:
+    with pytest.raises(ValueError, match="at least 2 per factor"):
+        ours.anova(np.zeros((1, 3, 4)), ["a", "b"])
+
+
+@pytest.mark.parametrize("num_seeds", [3, 5, 10])
+def test_simulated_coverage_is_what_the_report_says(num_seeds: int) -> None:
+    studies, truth = 200, random_scores_truth()
+    rng = np.random.default_rng(num_seeds)
+    hits = dict.fromkeys(ours.SIMULATED_COVERAGE, 0)
+    for _ in range(studies):
+        cells = random_scores(rng, 1, num_seeds)[0]
+        scores = cells.mean(axis=1)
+        intervals = (
+            ours.cautious_interval(cells),
+            ours.crossed_interval(cells),
+            ours.t_interval(scores),
+            ours.crossed_bootstrap_interval(cells, rng, resamples=400),
+            ours.bootstrap_interval(scores, rng, resamples=1000),
+        )
+        for name, interval in zip(hits, intervals, strict=True):
+            assert interval is not None
+            hits[name] += interval.low <= truth <= interval.high
+    for name, shares in ours.SIMULATED_COVERAGE.items():
+        share = shares[num_seeds] / 100
+        deviation = math.sqrt(share * (1 - share) / studies)
+        assert hits[name] / studies == pytest.approx(share, abs=3.5 * deviation), name
+
+
+@pytest.mark.parametrize("num_seeds", [5, 10])
+def test_the_stated_interval_covers_93_to_97_percent(num_seeds: int) -> None:
+    truth, rng = random_scores_truth(), np.random.default_rng(10 + num_seeds)
+    intervals = [ours.cautious_interval(random_scores(rng, 1, num_seeds)[0]) for _ in range(1000)]
+    share = np.mean([one is not None and one.low <= truth <= one.high for one in intervals])
+    assert 0.93 <= share <= 0.97
+
+
+def test_the_bootstrap_over_three_seeds_misses_a_quarter_of_normal_truths() -> None:
+    # the lowest and the highest of 3 enclose the mean unless all 3 fall on one side of it: 1 - 2 / 8 = 0.75
+    rng = np.random.default_rng(0)
+    intervals = [ours.bootstrap_interval(rng.normal(size=3), rng, resamples=1000) for _ in range(1500)]
+    share = np.mean([one is not None and one.low <= 0 <= one.high for one in intervals])
+    assert share == pytest.approx(0.75, abs=0.04)
+
+
+def test_three_comparisons_of_equal_arms_find_a_difference_in_at_most_5_percent_of_studies() -> None:
+    rng = np.random.default_rng(0)
+    corrected, raw = [], []
+    for _ in range(500):
+        arms = random_scores(rng, 4, 5, 128)
+        p_values = []
+        for arm in arms[1:]:
+            tests = [ours.crossed_interval(arm - arms[0]), ours.t_interval((arm - arms[0]).mean(axis=1))]
+            p_values.append(max(ours.t_test(test) for test in tests if test is not None))
+        corrected.append(min(ours.holm(p_values)) < 0.05)
+        raw.append(min(p_values) < 0.05)
+    assert np.mean(corrected) <= 0.05
+    assert np.mean(raw) > 0.05  # the correction is what keeps it there
