@@ -39,10 +39,14 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def whiten(values: Tensor, mask: Tensor, floor: float = 1e-8) -> Tensor:
-    """`values` shifted and scaled to mean 0 and variance 1 (population) over `mask`, 0 outside it."""
-    mean = masked_mean(values, mask)
-    variance = masked_mean((values - mean) ** 2, mask)
-    return (values - mean) * torch.rsqrt(variance + floor) * mask
+    """`values` shifted and scaled to mean 0 and variance 1 (population) over `mask`, 0 outside it.
+
+    In float64, or the rounding of the mean of equal values would be scaled up to advantages of 1e-5.
+    """
+    exact = values.double()
+    centred = exact - masked_mean(exact, mask)
+    variance = masked_mean(centred**2, mask)
+    return (centred * torch.rsqrt(variance + floor) * mask).to(values.dtype)
 
 
 def hidden_states(model: nn.Module, tokens_BT: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Study files shipped with Cohort: one YAML file each, opening with the question that it answers."""
