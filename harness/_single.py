@@ -1,0 +1,124 @@
+"""One run or one evaluation outside a study, as `cohort train` and `cohort evaluate` do them."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import torch
+from filelock import FileLock, Timeout
+
+from harness import plugins
+from harness._files import read_json
+from harness._progress import WatchedLog, phase_bar, study_view
+from harness._terminal import say
+from harness.cold_start import start_policy
+from harness.evaluate import evaluate
+from harness.interfaces import RolloutEngine
+from harness.model import check_model, resolve_device
+from harness.spec import RunSpec, SpecError
+from harness.tracking import RunLog, check_runs, read_result
+from harness.train import RunResult, train
+from harness.types import EvaluationResult, Split
+
+
+def train_once(spec: RunSpec, runs: Path, name: str) -> RunResult:
+    """Train in `runs/train/name`, or continue there, or return the result of a run that has ended there.
+
+    ValueError, before any model loads, for what cannot run and for a folder with another run.
+    """
+    check_inputs(spec, runs, ("train", "validation", "test") if spec.steps else ("validation", "test"))
+    directory = runs / "train" / name
+    with _own_folder(directory, spec):
+        ended = read_result(directory)
+        if ended is not None and ended["state"] in ("complete", "invalid"):
+            return RunResult(ended["state"], ended["reason"], ended["summary"])
+        return _train(spec, runs, directory)
+
+
+def evaluate_once(spec: RunSpec, split: Split, runs: Path) -> EvaluationResult:
+    """The accuracy of the policy that the spec starts from, after the cold start if it has one."""
+    check_inputs(spec, runs, (split,))
+    with phase_bar(f"{spec.model} on {spec.task.name}") as show:
+        policy, tokenizer = start_policy(spec, runs / "cache", lambda done, total: show("cold start", done, total))
+        policy = policy.to(device=resolve_device(spec.device), dtype=getattr(torch, spec.dtype))
+        engine_class = cast(type[RolloutEngine], plugins.load("engine", spec.engine.name))
+        return evaluate(
+            spec.task,
+            engine_class(spec.engine, policy, tokenizer),
+            split,
+            spec.evaluation,
+            max_tokens=spec.sampling_with_limit().max_tokens or 0,
+            seed=spec.seed,
+            step=0,
+            on_progress=lambda done, total: show(split, done, total),
+        )
+
+
+def check_inputs(spec: RunSpec, runs: Path, splits: Sequence[Split]) -> None:
+    """ValueError for a runs folder, device, model or data that cannot be used; reads no weights, writes nothing."""
+    check_runs(runs)
+    resolve_device(spec.device)
+    check_model(spec.model)
+    for split in splits:
+        if not spec.task.prompts(split):
+            raise SpecError(f"task '{spec.task.name}' must have problems in its {split} split, it has none")
+    if spec.cold_start.steps and not spec.task.demonstrations():
+        raise SpecError(f"task '{spec.task.name}' has no worked solutions; set cold_start.steps to 0")
+
+
+def model_folder(model: str) -> str:
+    """The folder that transformers loads, where `model` is a checkpoint or a run with checkpoints; else `model`."""
+    for folder in (Path(model), *sorted((Path(model) / "checkpoints").glob("step-*"), reverse=True)):
+        if (folder / "policy" / "config.json").is_file():
+            return str(folder / "policy")
+    return model
+
+
+def _train(spec: RunSpec, runs: Path, directory: Path) -> RunResult:
+    name = directory.name
+    with (
+        RunLog.open(runs, directory, spec, experiment="train", run_name=name, parent_run_id=None, tags={}) as log,
+        _stop_after_step() as should_stop,
+    ):
+        with study_view() as view:
+            watched = WatchedLog(log, name, spec.seed, directory, view.update)
+            result = train(spec, directory, watched, cache=runs / "cache", should_stop=should_stop)
+        log.finish(result.state, result.reason, result.summary)
+    return result
+
+
+@contextmanager
+def _own_folder(directory: Path, spec: RunSpec) -> Iterator[None]:
+    """Hold the folder; SpecError where it has a run with other settings, or another process holds it."""
+    file = directory / "run.json"
+    if file.exists() and read_json(file)["spec"] != spec.model_dump(mode="json"):
+        raise SpecError(f"'{directory}' holds a run with other settings; choose another --name or delete the folder")
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(directory / "lock", timeout=0):
+            yield
+    except Timeout:
+        raise SpecError(f"another process trains in '{directory}'; choose another --name or wait for it") from None
+
+
+@contextmanager
+def _stop_after_step() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed: the first press lets the step end and a checkpoint be written, the second raises."""
+    pressed = threading.Event()
+
+    def handle(*_: object) -> None:
+        if pressed.is_set():
+            raise KeyboardInterrupt
+        pressed.set()
+        say("Stopping after this step; Ctrl-C again stops at once.", stderr=True)
+
+    previous = signal.signal(signal.SIGINT, handle)
+    try:
+        yield pressed.is_set
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -1,0 +1,188 @@
+"""How results look in a terminal: tables and text on stdout, errors on stderr, foreign text made harmless."""
+
+from __future__ import annotations
+
+import json
+import math
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from harness.study import StudyStatus
+    from harness.types import EvaluationResult, SampleRow, StudyRecord
+
+LOG_WIDTH = 120
+SHOWN_CHARACTERS = 400
+_STYLE = {"complete": "green", "ok": "green", "running": "cyan", "invalid": "red", "failed": "red", "problem": "red",
+          "stopped": "yellow", "advice": "yellow"}  # fmt: skip
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console on the current stdout or stderr; a pipe or a file gets lines of a fixed, wide width."""
+    screen = Console(stderr=stderr, highlight=False)
+    return screen if screen.is_terminal else Console(stderr=stderr, highlight=False, width=LOG_WIDTH)
+
+
+def plain(text: object) -> Text:
+    """Text from outside (a model, a file) as one line, without control characters, never read as markup."""
+    spaced = " ".join(str(text).split())
+    return Text("".join(c for c in spaced if unicodedata.category(c)[0] != "C"))
+
+
+def say(text: object, *, style: str = "", stderr: bool = False) -> None:
+    """Print text that may hold foreign parts, line by line and unwrapped, so that paths and commands can be copied."""
+    for line in str(text).splitlines() or [""]:
+        indent = " " * (len(line) - len(line.lstrip(" ")))
+        console(stderr=stderr).print(Text(indent) + plain(line), style=style, soft_wrap=True)
+
+
+def fail(message: object) -> None:
+    """Print an error for the user on stderr."""
+    say(f"Error: {message}", style="bold red", stderr=True)
+
+
+def print_json(document: object) -> None:
+    """Print one JSON document on stdout; numbers that JSON cannot hold become null."""
+    print(json.dumps(_json_like(document), indent=2, allow_nan=False))
+
+
+def show_table(
+    title: str, headers: Sequence[str], rows: Iterable[Sequence[object]], numeric: Sequence[str] = ()
+) -> None:
+    """Print a table of plain text (a cell that already is rich Text keeps its style); `numeric` columns align right."""
+    if title:
+        say(title, style="bold")
+    table = Table()
+    for header in headers:
+        table.add_column(header, justify="right" if header in numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else plain("" if cell is None else cell) for cell in row))
+    console().print(table)
+
+
+def state_text(state: str) -> Text:
+    return Text(state, style=_STYLE.get(state, ""))
+
+
+def percent(value: float | None) -> str:
+    """A fraction as a percentage, `-` where there is none."""
+    return "-" if value is None or math.isnan(value) else f"{100 * value:.1f} %"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds as a person says them: `45 s`, `3 min 05 s`, `2 h 10 min`, `-` where unknown."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def quantity(name: str, value: float) -> str:
+    """A number of a run's summary in the unit that its name says."""
+    if "accuracy" in name:
+        return percent(value)
+    if name == "seconds":
+        return duration(value)
+    return f"{value / 2**20:,.0f} MiB" if name.endswith("_bytes") else f"{value:,.0f}"
+
+
+def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
+    """The 95 % interval of a proportion observed on `count` problems (Wilson 1927, eq. for the score interval).
+
+    For a mean of values in [0, 1] that are not all 0 or 1 it is wider than needed, never narrower.
+    """
+    z2 = 1.959964**2
+    centre = (fraction + z2 / (2 * count)) / (1 + z2 / count)
+    spread = math.sqrt(z2 * (fraction * (1 - fraction) / count + z2 / (4 * count**2))) / (1 + z2 / count)
+    return max(0.0, centre - spread), min(1.0, centre + spread)
+
+
+def intervals(result: EvaluationResult) -> dict[str, tuple[float, float]]:
+    """The 95 % interval of each accuracy of an evaluation, problems being the sample."""
+    keys = ["greedy_accuracy", "accuracy", *(key for key in result.metrics if "_at_" in key)]
+    count = int(result.metrics["num_prompts"])
+    return {key: wilson_interval(result.metrics[key], count) for key in keys}
+
+
+def show_results(record: StudyRecord) -> None:
+    """Accuracy of each arm: the mean over its complete seeds, with the lowest and highest seed."""
+    keys = ("accuracy_initial", "accuracy_final", "test_accuracy")
+    headers = ["arm", "valid seeds", "validation, start", "validation, end", "test"]
+    rows = []
+    for arm in record.arms:
+        trials = [t for t in record.trials if t.arm == arm and t.state == "complete"]
+        label = f"{arm} (baseline)" if arm == record.baseline else arm
+        accuracies = [_over_seeds([t.summary[key] for t in trials if key in t.summary]) for key in keys]
+        rows.append([label, f"{len(trials)}/{len(record.seeds)}", *accuracies])
+    show_table("Accuracy: mean (lowest-highest seed)", headers, rows, numeric=headers[1:])
+
+
+def show_status(status: StudyStatus) -> None:
+    """What each trial of a study has reached."""
+    headers = ["arm", "seed", "state", "phase", "done", "accuracy", "time", "note"]
+    rows = []
+    for t in status.trials:
+        done = f"{t.done}/{t.total}" if t.total else ""
+        rows.append(
+            [t.arm, t.seed, state_text(t.state), t.phase, done, percent(t.accuracy), duration(t.seconds), t.reason]
+        )
+    show_table(f"{status.name}: {status.question}", headers, rows, numeric=["seed", "done", "accuracy", "time"])
+    say(", ".join(f"{count} {state}" for state, count in status.counts().items() if count))
+
+
+def show_evaluation(title: str, result: EvaluationResult) -> None:
+    """Held-out accuracies with their intervals, then a few of the completions."""
+    metrics, count = result.metrics, int(result.metrics["num_prompts"])
+    names = {"greedy_accuracy": "greedy", "accuracy": f"mean@{int(metrics['num_samples'])}"}
+    rows = [
+        [names.get(key, key.replace("_at_", "@")), percent(metrics[key]), f"{percent(low)} to {percent(high)}"]
+        for key, (low, high) in intervals(result).items()
+    ]
+    show_table(f"{title}, {count:,} problems", ["measure", "accuracy", "95 % interval"], rows, numeric=["accuracy"])
+    say(
+        f"answered {percent(metrics['answered'])}, cut at the token limit {percent(metrics['truncated'])}, "
+        f"{metrics['num_tokens']:.1f} tokens per completion"
+    )
+    show_samples(result.samples[:3])
+
+
+def show_samples(rows: Sequence[SampleRow]) -> None:
+    """Completions as a model wrote them, shortened and harmless."""
+    cells = [
+        (_shortened(r.prompt), _shortened(r.completion), r.answer, r.gold, "yes" if r.correct else "no") for r in rows
+    ]
+    show_table("Samples", ["prompt", "completion", "answer", "gold", "correct"], cells)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " ..."
+
+
+def _over_seeds(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    mean = percent(sum(values) / len(values))
+    return mean if len(values) == 1 else f"{mean} ({100 * min(values):.1f}-{100 * max(values):.1f})"
+
+
+def _json_like(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _json_like(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_like(item) for item in value]
+    if hasattr(value, "__dataclass_fields__"):
+        return {key: _json_like(getattr(value, key)) for key in value.__dataclass_fields__}
+    return str(value)

@@ -1,0 +1,126 @@
+"""The worker processes of a study: started with their share of the cores, replaced when they die, stopped together."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+
+MAX_CRASHES, MAX_KILLS = 3, 20  # workers that may end before any claims a trial: by an error, by a signal
+
+log = logging.getLogger(__name__)
+
+
+class WorkerPool:
+    """At most `size` processes of `python -m MODULE ARGUMENTS`, each with a log file in `logs`."""
+
+    def __init__(self, module: str, arguments: Sequence[str], size: int, logs: Path) -> None:
+        self.module, self.arguments, self.size, self.logs = module, arguments, size, logs
+        self.stopping = False
+        self._alive: dict[int, subprocess.Popen[bytes]] = {}
+        self._ended_early: Counter[str] = Counter()
+        self._claims = 0
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Stop on SIGINT and SIGTERM, at once on the second; leave no worker behind, whatever happens."""
+        signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+        before = {number: signal.signal(number, self._on_signal) for number in signals}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            for process in self._alive.values():
+                process.kill()
+                process.wait()
+
+    def _on_signal(self, *_: object) -> None:
+        if self.stopping:
+            raise KeyboardInterrupt
+        self.stopping = True
+        for process in self._alive.values():
+            process.terminate()
+
+    def fill(self, wanted: int) -> None:
+        """Start workers until there are as many as fit and are wanted.
+
+        Their number of threads depends on `size` alone, so that a trial that is continued sums in the same order.
+        """
+        free = (slot for slot in itertools.count() if slot not in self._alive)
+        while len(self._alive) < min(self.size, wanted) and not self.stopping:
+            slot = next(free)
+            self._alive[slot] = self._start(slot)
+
+    def collect(self, claims: int) -> int:
+        """Number of living workers; RuntimeError where they keep dying before they can claim a trial."""
+        if claims != self._claims:
+            self._claims = claims
+            self._ended_early.clear()
+        for slot, process in list(self._alive.items()):
+            code = process.poll()
+            if code is None:
+                continue
+            del self._alive[slot]
+            if code:
+                self._report_death(slot, code)
+        return len(self._alive)
+
+    def _report_death(self, slot: int, code: int) -> None:
+        kind = "killed" if code < 0 else "crashed"
+        words = "\n".join(self._log_file(slot).read_text(errors="replace").splitlines()[-20:])
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+        log.warning("worker %d %s; the end of %s:\n%s", slot, how, self._log_file(slot), words)
+        self._ended_early[kind] += 1
+        if self._ended_early["crashed"] >= MAX_CRASHES or self._ended_early["killed"] >= MAX_KILLS:
+            raise RuntimeError(f"workers end before they can start a trial; the last one {how}:\n{words}")
+
+    def _start(self, slot: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-P", "-m", self.module, *self.arguments]
+        home = str(Path(__file__).resolve().parents[1])  # the worker runs the same code from any working directory
+        environment = {
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "TOKENIZERS_PARALLELISM": "false",
+            **os.environ,
+            "OMP_NUM_THREADS": str(max(1, usable_cores() // self.size)),  # also when few trials are left: see fill()
+            "PYTHONPATH": os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")])),
+        }
+        gpus = usable_gpus()
+        if gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
+        self._log_file(slot).parent.mkdir(parents=True, exist_ok=True)
+        with self._log_file(slot).open("ab") as output:
+            return subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def _log_file(self, slot: int) -> Path:
+        return self.logs / f"worker-{slot}.log"
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@lru_cache(maxsize=1)
+def usable_gpus() -> tuple[str, ...]:
+    """Names of the CUDA devices that this process may use, as CUDA_VISIBLE_DEVICES takes them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return tuple(name.strip() for name in visible.split(",") if name.strip() not in ("", "-1"))
+    if shutil.which("nvidia-smi") is None:
+        return ()
+    found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    return tuple(str(i) for i in range(sum(line.startswith("GPU ") for line in found.stdout.splitlines())))

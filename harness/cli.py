@@ -1,0 +1,499 @@
+"""The command line `cohort ...`: reads arguments, calls the harness, turns outcomes into text and exit codes.
+
+Exit codes: 0 every trial is valid; 1 some are not; 2 bad input, with a message instead of a traceback (unless
+COHORT_TRACEBACK is set); 130 after Ctrl-C. Results go to stdout, progress and errors to stderr. Libraries that are
+slow to import are imported inside the commands, so that `cohort --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import re
+import shlex
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+
+import typer
+from rich.markup import escape
+
+from harness import _terminal as terminal
+
+if TYPE_CHECKING:
+    from harness.plugins import Kind
+    from harness.spec import StudySpec
+    from harness.types import Split
+
+app = typer.Typer(
+    name="cohort",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Controlled comparisons of reinforcement-learning algorithms on mathematical reasoning.",
+    epilog="Start with [bold]cohort study run quickstart[/]; [bold]cohort doctor[/] checks this machine.",
+)
+study_app = typer.Typer(no_args_is_help=True, help="Run and inspect studies: a question, its arms, its seeds.")
+list_app = typer.Typer(no_args_is_help=True, help="List what can be named in a study file.")
+app.add_typer(study_app, name="study")
+app.add_typer(list_app, name="list")
+
+RUNS = Path("runs")
+TINY_COLD_START = 400
+
+Runs = Annotated[
+    Path, typer.Option("--runs", envvar="COHORT_RUNS", metavar="DIR", help="Folder of results, caches, MLflow store.")
+]
+Sets = Annotated[
+    list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Override a setting, as steps=20; repeatable.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+Seeds = Annotated[str | None, typer.Option(metavar="0,1,2", help="Replicates of each arm.")]
+Name = Annotated[str | None, typer.Option(metavar="NAME", help="Keep the results under another name.")]
+Workers = Annotated[int | None, typer.Option(min=1, metavar="N", help="Trials at a time; by default from the cores.")]
+Study = Annotated[str, typer.Argument(metavar="STUDY", help="Name of a shipped study, or a file.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command that the arguments (by default those of the process) name; ends with SystemExit."""
+    app(args=None if arguments is None else list(arguments), prog_name="cohort")
+
+
+def _command(group: typer.Typer, name: str, *examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a function as a command with examples below its help, and turn its errors into exit codes."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> None:
+            try:
+                function(*args, **kwargs)
+            except (ValueError, OSError) as error:  # what the user wrote; a model, disk or network out of reach
+                if os.environ.get("COHORT_TRACEBACK"):
+                    raise
+                terminal.fail(error)
+                raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
+            except KeyboardInterrupt:
+                terminal.say("Interrupted. The same command continues where it stopped.", stderr=True)
+                raise typer.Exit(130) from None
+
+        group.command(name, epilog="\n\n".join(["[bold]Examples[/]", *map(escape, examples)]))(run)
+        return function
+
+    return register
+
+
+@_command(
+    app,
+    "train",
+    "cohort train --set task=arithmetic --set algorithm=grpo --set cold_start.steps=400 --set steps=50",
+    "cohort train my_run.yaml --set seed=1",
+)
+def train(
+    spec: Annotated[Path | None, typer.Argument(metavar="SPEC.yaml", help="Run file; without it, --set alone.")] = None,
+    sets: Sets = None,
+    name: Name = None,
+    runs: Runs = RUNS,
+    as_json: Json = False,
+) -> None:
+    """Train once, in RUNS/train/NAME; the same command resumes."""
+    from harness.spec import load_run
+
+    run = load_run(None if spec is None else str(spec), sets or ())
+    name = _checked_name(name or f"{run.task.name}-{run.algorithm.name}-seed{run.seed}-{run.digest()[:8]}")
+    from harness._single import train_once
+
+    directory = runs / "train" / name
+    result = train_once(run, runs, name)
+    if as_json:
+        terminal.print_json({"name": name, "directory": directory, **vars(result)})
+    else:
+        rows = [(key, terminal.quantity(key, value)) for key, value in result.summary.items()]
+        terminal.show_table("", ["quantity", "value"], rows, numeric=["value"])
+        terminal.say(f"{name}: {result.state}" + (f" ({result.reason})" if result.reason else ""))
+        terminal.say(f"Files: {directory}")
+    raise typer.Exit({"complete": 0, "stopped": 130}.get(result.state, 1))
+
+
+@_command(
+    app,
+    "compare",
+    "cohort compare --algorithms ppo,grpo --task arithmetic --steps 50",
+    "cohort compare --algorithms ppo,grpo,grpo_self_consistency --task gsm8k --set task.path=data/gsm8k --steps 5",
+    "cohort compare --algorithms grpo,ppo --task gsm8k --model Qwen/Qwen2.5-0.5B --seeds 0,1",
+)
+def compare(
+    algorithms: Annotated[str, typer.Option(metavar="A,B,...", help="Algorithms; the first is the baseline.")],
+    task: Annotated[str, typer.Option(help="Task by name.")],
+    model: Annotated[str, typer.Option(help="'tiny', a Hub id or a local folder.")] = "tiny",
+    seeds: Seeds = None,
+    steps: Annotated[int | None, typer.Option(min=0, metavar="N", help="Training steps of each trial.")] = None,
+    sets: Sets = None,
+    name: Name = None,
+    workers: Workers = None,
+    runs: Runs = RUNS,
+    as_json: Json = False,
+) -> None:
+    """Run one study with an arm per algorithm and all else equal.
+
+    The model 'tiny' gets a supervised cold start of 400 steps (--set cold_start.steps=N for another).
+    """
+    study = comparison(algorithms, task, model, seeds, steps, sets, name)
+    options = {"--algorithms": algorithms, "--task": task, "--model": model, "--seeds": seeds, "--steps": steps}
+    command = _shell("compare", {**options, "--set": sets, "--name": name})
+    _run_study(study, runs, workers, command, as_json)
+
+
+@_command(
+    app,
+    "evaluate",
+    "cohort evaluate tiny --task arithmetic --set cold_start.steps=400",
+    "cohort evaluate runs/train/my-run --task arithmetic --samples 8",
+    "cohort evaluate Qwen/Qwen2.5-0.5B --task math --set task.path=data/math500 --json",
+)
+def evaluate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="'tiny', a Hub id, a model folder or a checkpoint.")],
+    task: Annotated[str, typer.Option(help="Task by name.")],
+    split: Annotated[str, typer.Option(help="train, validation or test.")] = "test",
+    samples: Annotated[int | None, typer.Option(min=1, metavar="K", help="Samples of each problem.")] = None,
+    sets: Sets = None,
+    runs: Runs = RUNS,
+    as_json: Json = False,
+) -> None:
+    """Measure held-out accuracy: greedy, mean of K samples, pass@K and majority of K, with 95 % intervals."""
+    from harness._single import evaluate_once, model_folder
+    from harness.spec import SpecError, load_run
+    from harness.types import InvalidRun, Split
+
+    if split not in get_args(Split):
+        raise SpecError(f"--split must be one of {', '.join(get_args(Split))}, got '{split}'")
+    extra = [] if samples is None else [f"evaluation.num_samples={samples}"]
+    defaults = {"model": model_folder(model), "task": task, "algorithm": "grpo"}
+    spec = load_run(None, [*(sets or ()), *extra], defaults)
+    try:
+        result = evaluate_once(spec, cast("Split", split), runs)
+    except InvalidRun as error:
+        terminal.fail(error)
+        raise typer.Exit(1) from None
+    if as_json:
+        document = {"model": model, "task": task, "split": split, "spec": spec.model_dump(mode="json")}
+        terminal.print_json(
+            {
+                **document,
+                "metrics": result.metrics,
+                "intervals": terminal.intervals(result),
+                "correct_counts": result.correct_counts,
+                "samples": result.samples,
+            }
+        )
+        return
+    terminal.show_evaluation(f"{model} on {task} ({split})", result)
+
+
+@_command(
+    study_app,
+    "run",
+    "cohort study run quickstart",
+    "cohort study run my_study.yaml --workers 2 --seeds 0,1,2",
+    "cohort study run group_size --set model=Qwen/Qwen2.5-0.5B --set task=gsm8k --name group_size_qwen",
+)
+def study_run(
+    study: Study,
+    workers: Workers = None,
+    sets: Sets = None,
+    seeds: Seeds = None,
+    name: Name = None,
+    runs: Runs = RUNS,
+    as_json: Json = False,
+) -> None:
+    """Run every arm with every seed, once, then write the report; the same command continues a stopped study."""
+    command = _shell(f"study run {shlex.quote(study)}", {"--seeds": seeds, "--set": sets, "--name": name})
+    _run_study(_load_study(study, sets, seeds, name), runs, workers, command, as_json)
+
+
+@_command(study_app, "list", "cohort study list", "cohort study list --runs /data/runs --json")
+def study_list(runs: Runs = RUNS, as_json: Json = False) -> None:
+    """List the shipped studies and those in the runs folder."""
+    from harness.spec import SpecError, read_yaml, shipped_studies
+
+    files = {**shipped_studies(), **{f.parent.name: f for f in sorted((runs / "studies").glob("*/study.json"))}}
+    shipped = shipped_studies()
+    documents = []
+    for name, file in files.items():
+        try:
+            question = " ".join(str((read_yaml(file) or {}).get("question", "")).split())
+        except (SpecError, AttributeError) as error:
+            question = f"not readable: {error}"
+        where = " and ".join(["shipped"] * (name in shipped) + ["in the runs folder"] * (shipped.get(name) != file))
+        documents.append({"name": name, "where": where, "question": question})
+    if as_json:
+        terminal.print_json(documents)
+        return
+    rows = [(d["name"], d["where"], d["question"]) for d in documents]
+    terminal.show_table("", ["study", "where", "question"], rows)
+
+
+@_command(study_app, "show", "cohort study show quickstart", "cohort study show my_study.yaml --set steps=20 --json")
+def study_show(
+    study: Annotated[str, typer.Argument(metavar="STUDY", help="A shipped study, a file, or a started study.")],
+    sets: Sets = None,
+    seeds: Seeds = None,
+    runs: Runs = RUNS,
+    as_json: Json = False,
+) -> None:
+    """Show a study's question, arms, base run and budget without running it."""
+    spec = _started_study(study, runs, sets, seeds) or _load_study(study, sets, seeds)
+    arms, budget = [], 0
+    for arm in spec.design_arms():
+        run = spec.run_spec(arm, spec.seeds[0])
+        rollouts = run.steps * run.rollouts_per_step
+        budget += rollouts * len(spec.seeds)
+        arms.append({"arm": arm.label, "overrides": dict(arm.overrides), "steps": run.steps, "rollouts": rollouts})
+    trials = len(arms) * len(spec.seeds)
+    if as_json:
+        document = spec.model_dump(mode="json")
+        terminal.print_json({**document, "design_arms": arms, "budget": {"trials": trials, "rollouts": budget}})
+        return
+    terminal.say(f"{spec.name}: {' '.join(spec.question.split())}\n")
+    changes = [", ".join(f"{k}={v}" for k, v in arm["overrides"].items()) or "the base run" for arm in arms]
+    rows = [(a["arm"], c, a["steps"], f"{a['rollouts']:,}") for a, c in zip(arms, changes, strict=True)]
+    headers = ["arm", "what it changes", "steps", "rollouts per trial"]
+    terminal.show_table("", headers, rows, numeric=headers[2:])
+    terminal.say(f"\nBase run: {json.dumps(spec.run)}")
+    terminal.say(f"Metric: {spec.metric}. Baseline: {spec.baseline or arms[0]['arm']}. Design: {spec.design}.")
+    terminal.say(
+        f"Budget: arms x seeds = {len(arms)} x {len(spec.seeds)} = {trials} trials; {budget:,} training rollouts."
+    )
+
+
+@_command(study_app, "status", "cohort study status quickstart", "cohort study status quickstart --json")
+def study_status(
+    study: Annotated[str, typer.Argument(metavar="STUDY", help="Name of a study in the runs folder.")],
+    runs: Runs = RUNS,
+    as_json: Json = False,
+) -> None:
+    """Show what each trial of a study has reached; exit code 0 only when all are complete."""
+    from harness import study as runner
+
+    status = runner.study_status(study, runs)
+    if as_json:
+        document = {"study": status.name, "question": status.question, "counts": status.counts()}
+        terminal.print_json({**document, "trials": status.trials})
+    else:
+        terminal.show_status(status)
+    raise typer.Exit(0 if status.finished and status.all_valid else 1)
+
+
+@_command(app, "report", "cohort report quickstart", "cohort report quickstart --open")
+def report(
+    study: Annotated[str, typer.Argument(metavar="STUDY", help="Name of a study in the runs folder.")],
+    browser: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
+    runs: Runs = RUNS,
+) -> None:
+    """Write a study's report again, from the MLflow store alone."""
+    _, files = _write_report(study, runs)
+    terminal.say(files.answer)
+    terminal.say(f"Report: {files.html}")
+    if browser:
+        typer.launch(files.html.resolve().as_uri())
+
+
+@_command(app, "ui", "cohort ui", "cohort ui --port 5001")
+def ui(
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1.")] = 5000, runs: Runs = RUNS
+) -> None:
+    """Serve the MLflow pages of the runs folder on 127.0.0.1 until Ctrl-C."""
+    from harness import tracking
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server ends with this process
+    try:
+        with tracking.serve_ui(runs, port) as server:
+            terminal.say(f"MLflow: {server.url} (Ctrl-C ends it)")
+            ending = f"the MLflow server ended by itself with status {server.wait()}"
+    except KeyboardInterrupt:
+        return
+    except RuntimeError as error:
+        ending = str(error)
+    terminal.fail(ending)
+    raise typer.Exit(1)
+
+
+@_command(app, "doctor", "cohort doctor", "cohort doctor --json")
+def doctor(runs: Runs = RUNS, as_json: Json = False) -> None:
+    """Check versions, device, cores, threads and the runs folder; exit code 1 on a problem."""
+    from harness import doctor as checks
+
+    found = checks.check_machine(runs)
+    if as_json:
+        terminal.print_json(found)
+    else:
+        rows = [(c.name, terminal.state_text(c.state), c.value, c.advice or "") for c in found]
+        terminal.show_table("", ["check", "state", "found", "advice"], rows)
+    raise typer.Exit(1 if any(check.state == "problem" for check in found) else 0)
+
+
+@_command(list_app, "algorithms", "cohort list algorithms", "cohort list algorithms --json")
+def list_algorithms(as_json: Json = False) -> None:
+    """List the algorithms with their settings, defaults and ranges."""
+    _show_plugins("algorithm", as_json, facts=("needs_critic", "sees_gold", "min_group_size"))
+
+
+@_command(list_app, "tasks", "cohort list tasks")
+def list_tasks(as_json: Json = False) -> None:
+    """List the tasks with their settings, defaults and ranges."""
+    _show_plugins("task", as_json)
+
+
+@_command(list_app, "engines", "cohort list engines")
+def list_engines(as_json: Json = False) -> None:
+    """List the rollout engines with their settings, defaults and ranges."""
+    _show_plugins("engine", as_json, facts=("exact_logprobs",))
+
+
+@_command(list_app, "studies", "cohort list studies")
+def list_studies(runs: Runs = RUNS, as_json: Json = False) -> None:
+    """List the shipped studies and those in the runs folder (as `cohort study list`)."""
+    study_list(runs, as_json)
+
+
+def comparison(
+    algorithms: str,
+    task: str,
+    model: str,
+    seeds: str | None,
+    steps: int | None,
+    sets: Sequence[str] | None,
+    name: str | None,
+) -> StudySpec:
+    """The study that `cohort compare` runs: one arm for each algorithm, all else equal."""
+    from harness.spec import SpecError, parse_overrides, parse_study, with_overrides
+
+    run: dict[str, Any] = {"model": model, "task": task}
+    if model == "tiny":
+        run["cold_start"] = {"steps": TINY_COLD_START}
+    if steps is not None:
+        run["steps"] = steps
+    names = [word.strip() for word in algorithms.split(",")]
+    if len(set(names)) != len(names) or not all(names):
+        raise SpecError(f"--algorithms must be distinct names with commas between, as ppo,grpo, got '{algorithms}'")
+    raw: dict[str, Any] = {
+        "name": name or f"compare-{task}",
+        "question": f"Which of {', '.join(names)} learns {task} best from the same start with the same rollouts?",
+        "run": with_overrides(run, parse_overrides(sets or ())),
+        "arms": {algorithm: {"algorithm.name": algorithm} for algorithm in names},
+    }
+    if seeds is not None:
+        raw["seeds"] = _integers(seeds)
+    return parse_study(raw, where="cohort compare")
+
+
+def _run_study(study: StudySpec, runs: Path, workers: int | None, command: str, as_json: bool) -> None:
+    from harness import study as runner
+    from harness._progress import study_view
+    from harness.model import resolve_device
+
+    for arm in study.design_arms():
+        resolve_device(study.run_spec(arm, study.seeds[0]).device)
+    with study_view() as view:
+        status = runner.run_study(study, runs, workers=workers, command=command, on_status=view.update, report=False)
+    if not status.finished:  # asked to stop
+        raise KeyboardInterrupt
+    record, files = _write_report(study.name, runs)
+    if as_json:
+        paths = {"report": files.html, "csv": files.csv, "markdown": files.markdown}
+        document = {"study": study.name, "answer": files.answer, **paths, "command": command}
+        terminal.print_json({**document, "counts": status.counts(), "trials": status.trials})
+    else:
+        terminal.show_results(record)
+        for trial in status.trials:
+            if trial.state != "complete":
+                reason = f" ({trial.reason})" if trial.reason else ""
+                terminal.say(f"{trial.arm} | seed {trial.seed}: {trial.state}{reason}")
+        terminal.say(f"\n{files.answer}\n")
+        terminal.say(f"Report: {files.html}")
+        terminal.say(f"Browse: cohort ui --runs {shlex.quote(str(runs))}")
+        terminal.say(f"Reproduce: {command}")
+    raise typer.Exit(0 if status.all_valid else 1)
+
+
+def _write_report(name: str, runs: Path) -> tuple[Any, Any]:
+    """(StudyRecord, ReportFiles) of a study; the report is logged to its MLflow run too."""
+    from harness import tracking
+
+    record = tracking.read_study(runs, name)
+    folder = runs / "studies" / name / "report"
+    files = importlib.import_module("reports.render").write_report(record, folder)
+    tracking.log_report(runs, name, folder, files.answer)
+    return record, files
+
+
+def _load_study(name: str, sets: list[str] | None, seeds: str | None, rename: str | None = None) -> StudySpec:
+    from harness.spec import load_study
+
+    overrides = list(sets or ())
+    if seeds is not None:
+        overrides.append(f"seeds={json.dumps(_integers(seeds))}")
+    if rename is not None:
+        overrides.append(f"name={json.dumps(rename)}")
+    return load_study(name, overrides)
+
+
+def _started_study(name: str, runs: Path, sets: list[str] | None, seeds: str | None) -> StudySpec | None:
+    """A study of the runs folder as it was started; None where there is none, or changes are asked for."""
+    from harness._files import read_json
+    from harness.spec import StudySpec, parse_study
+
+    file = runs / "studies" / name / "study.json"
+    if sets or seeds or not file.is_file():
+        return None
+    return parse_study(
+        {key: value for key, value in read_json(file).items() if key in StudySpec.model_fields}, str(file)
+    )
+
+
+def _show_plugins(kind: Kind, as_json: bool, facts: Sequence[str] = ()) -> None:
+    from harness._listing import describe_plugins
+
+    documents = describe_plugins(kind, facts)
+    if as_json:
+        terminal.print_json(documents)
+        return
+    rows = [(d["name"], *(str(d[fact]) for fact in facts), d["summary"]) for d in documents]
+    terminal.show_table("", [kind, *facts, "summary"], rows)
+    keys = ("name", "default", "range", "description")
+    settings = [
+        (document["name"] if i == 0 else "", *(str(field[key]) for key in keys))
+        for document in documents
+        for i, field in enumerate(document["settings"])
+    ]
+    terminal.show_table("Settings", [kind, "setting", "default", "range", "meaning"], settings)
+
+
+def _checked_name(name: str) -> str:
+    from harness.spec import SpecError
+
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise SpecError(f"--name must be letters, digits, '.', '_' or '-', the first a letter or digit, got '{name}'")
+    return name
+
+
+def _integers(text: str) -> list[int]:
+    from harness.spec import SpecError
+
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise SpecError(f"--seeds must be integers with commas between, as 0,1,2, got '{text}'") from None
+
+
+def _shell(command: str, options: Mapping[str, Any]) -> str:
+    """The shell command that does this again; a list repeats its option, None leaves it out."""
+    words = []
+    for option, value in options.items():
+        for item in value if isinstance(value, list) else [value]:
+            if item is not None:
+                words += [option, shlex.quote(str(item))]
+    return " ".join(["cohort", command, *words])

@@ -1,0 +1,1 @@
+"""Tasks, one file each; `_`-prefixed files are shared helpers."""

@@ -1,0 +1,136 @@
+r"""When two LaTeX answers are equal as mathematics: the cheap decisions first, computer algebra for the rest.
+
+Numbers are compared as exact rationals (`tasks._numbers`), words and multiple-choice letters as text, numerals with a
+base (`52_8`) and times or ratios (`12:30`) as written. Only what is left goes to the checker (`tasks._symbolic`), with
+what math-verify 0.9.0 would judge too generously or too strictly put right first: decimals become exact fractions, and
+a set equals no tuple and no interval.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from functools import lru_cache
+from itertools import accumulate
+
+from tasks import _numbers, _symbolic
+
+MAX_CHARS = 500  # a longer answer is compared as written
+MAX_DEPTH = 20  # of nested brackets
+
+
+def equivalent(answer: str, other: str) -> bool:
+    """Whether both answers are equal. Symmetric, never raises on any text, bounded by the checker's limits."""
+    if answer == other:
+        return True
+    if max(len(answer), len(other)) > MAX_CHARS:
+        return False
+    number, other_number = _numbers.number(answer, prose=False), _numbers.number(other, prose=False)
+    if number is not None and other_number is not None:
+        return number == other_number
+    first, second = _tidy(answer), _tidy(other)
+    if _key(first) == _key(second):
+        return True
+    if _is_literal(first) or _is_literal(second) or not _brackets_agree(first, second):
+        return False
+    if not (_is_well_formed(first) and _is_well_formed(second)):
+        return False
+    return _symbolic.checker().compare(_exact(first), _exact(second)) == "equal"
+
+
+def canonical(answer: str) -> str:
+    """One spelling for plain numbers; for anything else the text without surrounding space and dollars."""
+    number = _numbers.canonical(answer, prose=False)
+    return " ".join(answer.strip().strip("$").split()) if number is None else number
+
+
+_SYMBOLS = {"\u2264": r"\le ", "\u2265": r"\ge ", "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in "}
+_SYMBOLS |= {"\u00b1": r"\pm ", "\u221e": r"\infty ", "\u03c0": r"\pi ", "\u221a": r"\sqrt ", "\u03b8": r"\theta "}
+_REWRITES = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"[\"'`\0]|\\!\s*|\\(?:left|right|displaystyle|textstyle)(?![A-Za-z])|\\[bB]igg?[lrm]?(?![A-Za-z])", ""),
+        (r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~", " "),
+        (r"\\?[%$]|(?<!\\)\\[()]|\\degree(?![A-Za-z])|\^\s*\{?\s*\\circ\s*\}?|\u00b0", ""),
+        (r"\\(?:text(?:bf|it|rm|normal)|mbox|math(?:rm|bf|it)|operatorname)\s*(?=\{)", r"\\text"),
+        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+        (r"\\frac\s*(\d)\s*(?=\{)", r"\\frac{\1}"),
+        (r"\\frac\s*(\{[^{}]*\})\s*(\d)", r"\\frac\1{\2}"),
+        (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
+        (r"([_^])\s*\{\s*(\w)\s*\}", r"\1\2"),
+        (r"\{,\}", ","),
+        (r"\\leq?(?![A-Za-z])|<=", r"\\le "),
+        (r"\\geq?(?![A-Za-z])|>=", r"\\ge "),
+        (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
+        (r"\*\*", "^"),
+        (r"(?<=[\d}])i(?![A-Za-z])", " i"),  # math-verify takes `4 i` for complex, `4i` for a real variable
+        (r"(?<=\{)[bB]matrix(?=\})", "pmatrix"),
+        (r"\\text\s*\{([A-Za-z]?)\}", r"\1"),
+        (rf"(?<=\S)\s*(?:\\text\s*\{{[^{{}}]*\}}|\s(?:{_numbers.UNITS}))(?:\s*\^\s*[23])?\s*$", ""),
+    )
+)
+_WORDS = re.compile(r"\\text\s*\{\s*([A-Za-z][A-Za-z ,'.-]*)\}")
+_CHOICE = re.compile(r"(?:\\text\s*\{\s*)?\(([A-Za-z])\)(?:\s*\})?")
+_LETTERS = re.compile(r"[A-Za-z,.'-]{3,}")
+_BASE_NUMERAL = re.compile(r"[0-9A-Fa-f]+_\d+")
+_DECIMAL = re.compile(r"(?<![\d.])(\d{0,30})\.(\d{1,30})(?![\d.]|\s*\\(?:overline|bar|dot))")
+
+
+@lru_cache(maxsize=4096)
+def _tidy(answer: str) -> str:
+    """The answer without what does not change it: spacing, delimiter sizes, fonts, degrees, percent, dollars."""
+    text = answer if answer.isascii() else "".join(_SYMBOLS.get(char) or _numbers.to_ascii(char) for char in answer)
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    return " ".join(text.split()).rstrip(". ")
+
+
+def _key(text: str) -> str:
+    """The text in the spelling in which it is compared as written: words without case, choices without brackets."""
+    choice, words = _CHOICE.fullmatch(text), _WORDS.fullmatch(text)
+    plain = "".join((choice or words)[1].split()) if choice or words else "".join(text.split())  # pyright: ignore
+    return plain.rstrip(".").casefold() if words or _LETTERS.fullmatch(plain) else plain
+
+
+def _is_literal(text: str) -> bool:
+    """Whether an answer is equal to nothing but itself: words, a numeral with its base, a time or a ratio."""
+    return bool(_WORDS.fullmatch(text) or _BASE_NUMERAL.fullmatch(text) or ":" in text)
+
+
+def _is_well_formed(text: str) -> bool:
+    """Whether braces close and nothing nests too deep; broken text is common in rollouts and slow to fail to parse."""
+    plain = text.replace(r"\{", "(").replace(r"\}", ")")
+    braces = list(accumulate((char == "{") - (char == "}") for char in plain))
+    depths = accumulate((char in "([{") - (char in ")]}") for char in plain)
+    return not braces or (braces[-1] == 0 <= min(braces) and max(depths) <= MAX_DEPTH)
+
+
+def _brackets_agree(text: str, other: str) -> bool:
+    """Whether the texts may be equal by their brackets: a set is no tuple, a closed interval is no open one."""
+    brackets, other_brackets = _brackets(text), _brackets(other)
+    return brackets is None or other_brackets is None or brackets == other_brackets
+
+
+def _brackets(text: str) -> str | None:
+    r"""The pair of brackets around the whole text, such as `()`, `[)` or `{}` (which stands for `\{\}`), if any."""
+    plain = text.replace(r"\{", "\1").replace(r"\}", "\2")
+    pair = plain[:1] + plain[-1:]
+    if pair == "\1\2":
+        return "{}"
+    return pair if pair in ("()", "(]", "[)", "[]") and not _closes_early(plain) else None
+
+
+def _closes_early(text: str) -> bool:
+    """Whether the bracket that opens the text is closed before its end, as in `(x+1)(x-1)`."""
+    depths = list(accumulate((char in "([{") - (char in ")]}") for char in text))
+    return 0 in depths[:-1]
+
+
+def _exact(text: str) -> str:
+    """The text with its decimals as fractions, so that nothing is compared in floating point."""
+    return _DECIMAL.sub(lambda m: _fraction(Fraction(int(m[1] + m[2]), 10 ** len(m[2]))), text)
+
+
+def _fraction(value: Fraction) -> str:
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}" if value.denominator > 1 else str(value)

@@ -1,0 +1,255 @@
+r"""Which number a text states: an exact rational, or nothing where it states none, several, or one too large.
+
+Understood: signs, thousands separators, decimals, fractions, mixed numbers, repeating decimals, scientific notation,
+LaTeX and Markdown wrapping, currency, percent signs, units, scale words (`3 million`), full-width and other Unicode
+digits and punctuation, Chinese numerals. Nothing is rounded: 0.333 is not 1/3. Units and percent signs are dropped,
+not converted: `20%` is 20 and `5 cents` is 5, as the reference answers of GSM8K and MATH are written.
+
+Every pattern is linear: repetitions that could be split in several ways are possessive (`*+`).
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from fractions import Fraction
+from functools import lru_cache
+
+MAX_CHARS = 400  # a longer text is prose, not a number
+MAX_DIGITS = 100  # of one numeral
+MAX_EXPONENT = 100  # of ten, either sign
+MAX_DECIMAL_PLACES = 12  # spelled as a decimal up to here, as a fraction beyond
+
+
+def canonical(text: str, *, prose: bool = True) -> str | None:
+    """The one spelling of the number that `text` states, or None; equal numbers have equal spellings."""
+    value = number(text, prose=prose)
+    return None if value is None else spell(value)
+
+
+def equal(text: str, other: str) -> bool:
+    """Whether both texts state the same number."""
+    value = number(text)
+    return value is not None and value == number(other)
+
+
+def number(text: str, *, prose: bool = True) -> Fraction | None:
+    """The number that `text` states, or None.
+
+    With `prose`, words may stand around it (`The answer is 18 clips.`) and an equation counts as its right-hand side;
+    without, only signs, currency, percent and units may, so that `2x`, `x=5` and `5!` state no number.
+    """
+    return None if len(text) > MAX_CHARS else _parse(text, prose)
+
+
+def spell(value: Fraction) -> str:
+    """`18`, `-2.5` or `1/3`: an integer, else a decimal where a short one is exact, else a reduced fraction."""
+    if value.denominator == 1:
+        return str(value.numerator)
+    for places in range(1, MAX_DECIMAL_PLACES + 1):
+        if 10**places % value.denominator == 0:
+            digits = str(abs(value.numerator) * 10**places // value.denominator).rjust(places + 1, "0")
+            return f"{'-' if value < 0 else ''}{digits[:-places]}.{digits[-places:]}"
+    return f"{value.numerator}/{value.denominator}"
+
+
+def after_marker(completion: str) -> str | None:
+    """The first line with text after the last `####`, or None without one."""
+    _, marker, rest = completion.rpartition("####")
+    line = rest.lstrip()[: MAX_CHARS + 1].partition("\n")[0].strip()
+    return line if marker and line else None
+
+
+def last_boxed(completion: str) -> str | None:
+    r"""What the last `\boxed{...}` with balanced braces holds (the innermost where they nest), or None.
+
+    `\boxed 5` without braces reaches to the next `$` or line end. One pass, linear in the text.
+    """
+    open_braces: list[int] = []  # where the content of a box starts, -1 for any other brace
+    start, end = -1, -1
+    for token in _BRACES.finditer(completion):
+        word = token[0]
+        if word == "}":
+            opened = open_braces.pop() if open_braces else -1
+            if opened > start:
+                start, end = opened, token.start()
+        elif word[-1] == "{" and word != r"\{":
+            open_braces.append(token.end() if len(word) > 1 else -1)
+        elif token["bare"]:
+            start, end = token.span("bare")
+    return completion[start:end].strip() if start >= 0 else None
+
+
+@lru_cache(maxsize=4096)
+def to_ascii(char: str) -> str:
+    """What a character means in a number: `-` for every dash, `3` for every three, nothing for invisible marks."""
+    if char.isascii():
+        return char
+    category = unicodedata.category(char)
+    if category == "Nd":
+        return str(unicodedata.decimal(char))
+    if category in ("Cf", "Mn"):
+        return ""
+    if category[0] in "ZC":
+        return " "
+    if category == "Pd" or char == "\u2212":
+        return "-"
+    if category == "No":
+        form = unicodedata.normalize("NFKC", char).replace("\u2044", "/")
+        is_superscript = unicodedata.decomposition(char).startswith("<super>")
+        return f"^{form}" if is_superscript else f" {form} "
+    if "\uff01" <= char <= "\uff5e":
+        return chr(ord(char) - 0xFEE0)
+    return _PUNCTUATION.get(char, char)
+
+
+_BRACES = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|\s+(?P<bare>[^${}\s][^${}\n]{0,99}))|\\[\\{}]|[{}]")
+
+# Chinese numerals, by code point: zero (two forms) to nine, two (a second form); ten, hundred, thousand; 10^4, 10^8.
+_CHINESE_DIGITS = dict(zip("\u96f6\u4e00\u4e8c\u4e09\u56db\u4e94\u516d\u4e03\u516b\u4e5d", range(10), strict=True))
+_CHINESE_DIGITS |= {"\u3007": 0, "\u4e24": 2}
+_CHINESE_UNITS = {"\u5341": 10, "\u767e": 100, "\u5343": 1000}
+_CHINESE_GROUPS = {"\u4e07": 10**4, "\u842c": 10**4, "\u4ebf": 10**8, "\u5104": 10**8}
+_CHINESE = re.compile(f"[{''.join(_CHINESE_DIGITS | _CHINESE_UNITS | _CHINESE_GROUPS)}]{{1,30}}")
+
+_SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SCALES |= _CHINESE_UNITS | _CHINESE_GROUPS
+_CURRENCY = r"\u20ac\u00a3\u00a5\u20b9\u00a2"
+_DECIMAL = r"(?:\d{1,3}(?:,\d{3})++|\d{1,3}(?:[ ]\d{3})++|\d++)(?:\.\d*+)?|\.\d++"
+_VALUE = rf"""
+    (?P<sign>[+-]?) \s*[{_CURRENCY}]?\s*
+    (?: (?P<whole>\d++) (?:\s++|\s++and\s++) (?P<part>\d++)\s*/\s*(?P<parts>\d++)
+      | (?P<stem>\d*+\.\d*+) \\overline\s*(?P<cycle>\d++)
+      | (?P<over>{_DECIMAL}) \s*/\s* (?P<under>[+-]?(?:{_DECIMAL}))
+      | (?P<decimal>{_DECIMAL})
+        (?: [eE](?P<e>[+-]?\d++) | \s*[*x]\s*10\s*(?:\^|\*\*)\s*\(?\s*(?P<ten>[+-]?\d++)\s*\)? )?
+      | 10\s*(?:\^|\*\*)\s*(?P<power>[+-]?\d++)
+    )
+    (?: \s*(?P<scale>{"|".join(_SCALES)})(?![A-Za-z]) )?
+"""
+_LENGTH = r"(?:[cdkm]?m|ft|in|yd|mi|inch(?:es)?|feet|foot|yards?|miles?|met(?:er|re)s?|units?)"
+_POWER = rf"(?:\b|(?<=\d)){_LENGTH}\s?\^?\s?[23](?!\d)"  # cm^2, cm2, units ^2
+UNITS = (  # as alternatives of a pattern
+    "degrees? deg percent dollars? cents? euros? pounds? usd inch(?:es)? feet foot ft yards? yd miles? mi mph kmh? kph "
+    "[cdkm]m met(?:er|re)s? [ckm]g grams? tons? lbs? oz ounces? [cm]l lit(?:er|re)s? gallons? cups? hours? hrs? "
+    "minutes? mins? seconds? secs? days? weeks? months? years? units? square sq cubic cu per people students? ways? "
+    "(?<=/)[hs]"
+).replace(" ", "|")
+# Around a number in prose: words and punctuation, but no digit and no operator. A hyphen must join words, and a sign
+# must not touch the word before it: `x-5` states no number.
+_LETTER = r"[^\W\d_]"
+_BEFORE = rf"""(?: {_LETTER} | [\s:'"(\[~|#\u2248{_CURRENCY}] | [.,;!?](?=\s) | (?<={_LETTER})-(?={_LETTER}) )*+"""
+_AFTER = rf"""(?: {_POWER} | {_LETTER} | [\s.,;:!?'"()\[\]%~|#\u00b0{_CURRENCY}] | [/-](?=\s*{_LETTER}) )*+"""
+_BARE_AFTER = rf"(?: [\s.%\u00b0{_CURRENCY}] | {_POWER} | /?\b(?:{UNITS})\b )*+"
+_PROSE = re.compile(rf"(?: {_BEFORE}(?<![A-Za-z])(?![+-]\s) | (?=[+-]) ) {_VALUE} {_AFTER}", re.X)
+_BARE = re.compile(rf"(?P<open>\()? \s* {_VALUE} \s* (?(open)\)) {_BARE_AFTER}", re.X | re.I)
+
+_MINUS = re.compile(r"\b(?:minus|negative)\s+(?=[\d.])", re.I)
+_SPACES = re.compile(r"\\[,;: ]|\\q?quad(?![A-Za-z])|\\hspace\{[^{}]*\}|[~\s]")
+_DROPPED = re.compile(r"\\!\s*|\\(?:left|right|displaystyle|textstyle)(?![A-Za-z])|\\[()\[\]]")
+_TEXT = re.compile(r"\\(?:text(?:bf|it|rm|normal|sf|tt)?|mbox|math(?:rm|bf|it|sf)|operatorname)\s*\{([^{}]*)\}")
+_FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}\\]*)\}|(\d))\s*(?:\{([^{}\\]*)\}|(\d))")
+_DEGREES = re.compile(r"\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree(?![A-Za-z])")
+_BOLD = re.compile(r"\*\*([^*]+)\*\*|__([^_]+)__")
+
+
+def _plain(text: str) -> str | None:
+    """The text without LaTeX, Markdown and Unicode dressing; None where it holds other LaTeX than that of a number."""
+    if not text.isascii():
+        text = "".join(map(to_ascii, text))
+    if r"\boxed" in text:
+        text = last_boxed(text) or ""
+    if "\\" in text:
+        text = _SPACES.sub(" ", _DROPPED.sub("", text.replace(r"\%", "%").replace(r"\$", "$")))
+        text = _FRACTION.sub(lambda m: f" {(m[1] or m[2] or '').strip()}/{(m[3] or m[4] or '').strip()} ", text)
+        text = _DEGREES.sub(" degrees ", _TEXT.sub(_unit, text))
+        text = text.replace(r"\times", "*").replace(r"\cdot", "*").replace(r"\bar{", r"\overline{")
+        if "\\" in text.replace(r"\overline", ""):
+            return None
+    text = re.sub(r"([+-])\s*\$\s*", r"\1", text.replace("{,}", ",")).replace("$", " ")
+    text = text.replace("{", " ").replace("}", " ")
+    text = _BOLD.sub(lambda m: f" {m[1] or m[2]} ", text)
+    return " ".join(text.strip(" \t\r\n\0*_`'\"").split())
+
+
+def _unit(match: re.Match[str]) -> str:
+    r"""`\text{...}` as it reads; words that are no scale become `units`, the name for any unit."""
+    words = match[1].strip()
+    is_unit = len(words) > 1 and words.replace(" ", "").isalpha() and words.lower() not in {"pi", *_SCALES}
+    return f" {'units' if is_unit else match[1]} "
+
+
+@lru_cache(maxsize=16_384)
+def _parse(text: str, prose: bool) -> Fraction | None:
+    plain = _plain(text)
+    if plain is None:
+        return None
+    if prose:
+        plain = _MINUS.sub("-", plain.rpartition("=")[2].strip())
+        plain = _CHINESE.sub(_chinese, plain) if not re.search(r"\d", plain) else plain
+    match = (_PROSE if prose else _BARE).fullmatch(plain)
+    return None if match is None else _value(match)
+
+
+_PUNCTUATION = {"\u3002": ".", "\u3001": ",", "\u2044": "/", "\u2215": "/", "\u00f7": "/", "\u00d7": "*", "\u22c5": "*"}
+_PUNCTUATION |= {"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'", "\u300c": '"', "\u300d": '"'}
+_PUNCTUATION |= {"\uffe5": "\u00a5"}
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    value = _magnitude(match)
+    if value is None:
+        return None
+    scale = match["scale"]
+    return (-value if match["sign"] == "-" else value) * (_SCALES[scale.lower()] if scale else 1)
+
+
+def _magnitude(match: re.Match[str]) -> Fraction | None:
+    if max(map(len, re.findall(r"\d+", match[0].replace(",", "").replace(" ", "")))) > MAX_DIGITS:
+        return None
+    if match["whole"]:
+        part = _ratio(match["part"], match["parts"])
+        return None if part is None or part >= 1 else int(match["whole"]) + part
+    if match["cycle"]:
+        return _repeating(match["stem"], match["cycle"])
+    if match["over"]:
+        return _ratio(match["over"], match["under"])
+    exponent = match["e"] or match["ten"] or match["power"] or "0"
+    if len(exponent) > 4 or abs(int(exponent)) > MAX_EXPONENT:
+        return None
+    return _fraction(match["decimal"] or "1") * Fraction(10) ** int(exponent)
+
+
+def _ratio(over: str, under: str) -> Fraction | None:
+    divisor = _fraction(under)
+    return _fraction(over) / divisor if divisor else None
+
+
+def _fraction(decimal: str) -> Fraction:
+    whole, _, places = decimal.replace(",", "").replace(" ", "").partition(".")
+    return Fraction(int(f"{whole}{places}"), 10 ** len(places))
+
+
+def _repeating(stem: str, cycle: str) -> Fraction:
+    """`0.1` followed by the digits `6` for ever is 0.1 + 6/90."""
+    whole, _, places = stem.partition(".")
+    fixed = Fraction(int(f"{whole}{places}" or "0"), 10 ** len(places))
+    return fixed + Fraction(int(cycle), 10 ** len(places) * (10 ** len(cycle) - 1))
+
+
+def _chinese(match: re.Match[str]) -> str:
+    """A run of Chinese numerals in digits, whether they are written place by place or with units."""
+    numerals = match[0]
+    if all(char in _CHINESE_DIGITS for char in numerals):
+        return "".join(str(_CHINESE_DIGITS[char]) for char in numerals)
+    total = section = digit = 0
+    for char in numerals:
+        if char in _CHINESE_DIGITS:
+            digit = _CHINESE_DIGITS[char]
+        elif char in _CHINESE_UNITS:
+            section, digit = section + (digit or 1) * _CHINESE_UNITS[char], 0
+        elif _CHINESE_GROUPS[char] == 10**8:
+            total, section, digit = (total + section + digit) * 10**8, 0, 0
+        else:
+            total, section, digit = total + (section + digit) * 10**4, 0, 0
+    return str(total + section + digit)

@@ -1,0 +1,150 @@
+"""Chains of additions and subtractions that are made on the spot: a task that needs no data and no download.
+
+A prompt is `4+4+5+5-6=`, its worked solution `4+4=8;8+5=13;13+5=18;18-6=12#### 12`; the running total is never
+negative. No problem occurs twice and every number of operands is as frequent as any other, as long as there are
+problems left: of short chains few exist, so they are a smaller share. The hash of a problem decides its split.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from harness.interfaces import Task
+from harness.types import Demonstration, Prompt, Split
+from tasks import _data, _numbers
+
+# Cumulative shares of the distinct problems, by hash; `demonstrations` are the cold start's.
+_SHARES = (("demonstrations", 0.60), ("train", 0.85), ("validation", 0.90), ("test", 1.0))
+_TRIES = 200  # draws of one length without a new problem: there are hardly any left
+_SLACK = 4  # tokens beyond the longest correct solution
+
+
+class Arithmetic(Task):
+    """Difficulty is the number of operands and their size; the other fields cap the size of each split."""
+
+    name: Literal["arithmetic"] = "arithmetic"
+    min_operands: int = Field(default=3, ge=2, le=16, description="operands in the shortest chain")
+    max_operands: int = Field(default=5, ge=2, le=16, description="operands in the longest chain")
+    max_operand: int = Field(default=9, ge=1, le=999, description="operands are drawn from 1 to this")
+    num_demonstrations: int = Field(default=20_000, ge=1, le=100_000, description="worked solutions, at most")
+    num_train: int = Field(default=8192, ge=1, le=100_000, description="problems for reinforcement learning, at most")
+    num_validation: int = Field(default=512, ge=1, le=100_000, description="validation problems, at most")
+    num_test: int = Field(default=1024, ge=1, le=100_000, description="test problems, at most")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min_operands > self.max_operands:
+            raise ValueError(
+                f"min_operands must not exceed max_operands ({self.max_operands}), got {self.min_operands}; "
+                f"set max_operands to {self.min_operands} or more"
+            )
+        return self
+
+    @property
+    def max_completion_tokens(self) -> int:
+        """Characters of the longest correct solution, one for the end of the sequence, and a little slack."""
+        totals = [self.max_operand * count for count in range(1, self.max_operands + 1)]
+        longest = _solution([self.max_operand] * self.max_operands, totals)
+        return len(longest) + 1 + _SLACK
+
+    def prompts(self, split: Split) -> Sequence[Prompt]:
+        return [Prompt(_data.stable_id(p.text), p.text, str(p.totals[-1])) for p in self._problems(split)]
+
+    def demonstrations(self) -> Sequence[Demonstration]:
+        return [Demonstration(p.text, _solution(p.operands, p.totals)) for p in self._problems("demonstrations")]
+
+    def extract(self, completion: str) -> str | None:
+        """The number after the last `####`."""
+        stated = _numbers.after_marker(completion)
+        return None if stated is None else _numbers.canonical(stated)
+
+    def equivalent(self, answer: str, other: str) -> bool:
+        return _numbers.equal(answer, other)
+
+    def _problems(self, part: str) -> Sequence[_Problem]:
+        problems = _build(self)[part]  # pyright: ignore[reportArgumentType]
+        if not problems:
+            raise ValueError(
+                f"arithmetic: chains of {self.min_operands} to {self.max_operands} operands from 1 to "
+                f"{self.max_operand} make too few distinct problems for a {part} split; "
+                "raise max_operands or max_operand"
+            )
+        return problems
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """`operands` are signed, `totals` the running totals, both of the same length."""
+
+    operands: tuple[int, ...]
+    totals: tuple[int, ...]
+
+    @property
+    def text(self) -> str:
+        head, *rest = self.operands
+        return f"{head}{''.join(f'{operand:+d}' for operand in rest)}="
+
+
+@lru_cache(maxsize=4)
+def _build(task: Arithmetic) -> dict[str, tuple[_Problem, ...]]:
+    """Every split of the task; the same on every machine and in every process."""
+    caps = {
+        "demonstrations": task.num_demonstrations,
+        "train": task.num_train,
+        "validation": task.num_validation,
+        "test": task.num_test,
+    }
+    parts: dict[str, list[_Problem]] = {part: [] for part in caps}
+    for problem in _distinct(task):
+        position = _data.stable_fraction(problem.text)
+        part = next(part for part, end in _SHARES if position < end)
+        if len(parts[part]) < caps[part]:
+            parts[part].append(problem)
+            if all(len(parts[part]) == cap for part, cap in caps.items()):
+                break
+    return {part: tuple(problems) for part, problems in parts.items()}
+
+
+def _distinct(task: Arithmetic) -> Iterator[_Problem]:
+    """Problems that differ, until a length has hardly any left, then of the other lengths, until there are none.
+
+    Only `Random.random` is used: its sequence is the same in every version of Python.
+    """
+    uniform = random.Random(0).random
+    lengths = list(range(task.min_operands, task.max_operands + 1))
+    seen: set[tuple[int, ...]] = set()
+    while lengths:
+        length = lengths[int(uniform() * len(lengths))]
+        for _ in range(_TRIES):
+            problem = _draw(length, task.max_operand, uniform)
+            if problem.operands not in seen:
+                seen.add(problem.operands)
+                yield problem
+                break
+        else:
+            lengths.remove(length)
+
+
+def _draw(length: int, max_operand: int, uniform: Callable[[], float]) -> _Problem:
+    operands: list[int] = []
+    totals: list[int] = []
+    total = 0
+    for position in range(length):
+        operand = 1 + int(uniform() * max_operand)
+        if position and total >= operand and uniform() < 0.5:
+            operand = -operand
+        total += operand
+        operands.append(operand)
+        totals.append(total)
+    return _Problem(tuple(operands), tuple(totals))
+
+
+def _solution(operands: Sequence[int], totals: Sequence[int]) -> str:
+    steps = [f"{totals[i - 1]}{operands[i]:+d}={totals[i]}" for i in range(1, len(operands))]
+    return f"{';'.join(steps)}#### {totals[-1]}"

@@ -1,0 +1,150 @@
+"""Stand-ins that workers can import: a task, an algorithm and an engine that load no torch, and a run that is fast.
+
+`install` makes them plugins named `fake`, as an installed package would. `optimizer.weight_decay` of a spec says how
+its run ends: 0 complete; 0.1 invalid at step 2; 0.2 a crash at step 2 while the file `crash` lies in the runs folder;
+0.3 complete without the study's metric. A step takes FAKE_STEP_SECONDS (environment).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from harness import tracking
+from harness.interfaces import Algorithm, RolloutEngine, RunLogger, Task
+from harness.spec import RunSpec
+from harness.types import Batch, Demonstration, GradedGroup, Prompt, SampleRow, Split, TrialState
+
+EXECUTE = "fake_trials:train"
+CHECKPOINT_EVERY = 3
+
+
+def install(folder: Path, monkeypatch: Any) -> None:
+    """Make the plugins known to this process and to its children."""
+    info = folder / "fake_plugins-1.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fake-plugins\nVersion: 1\n")
+    points = {"tasks": "FakeTask", "algorithms": "FakeAlgorithm", "engines": "FakeEngine"}
+    lines = [f"[cohort.{group}]\nfake = fake_trials:{cls}\n" for group, cls in points.items()]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    here = str(Path(__file__).parent)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), here]))
+    monkeypatch.syspath_prepend(here)
+    monkeypatch.syspath_prepend(str(folder))
+
+
+def empty_store(factory: Any) -> Path:
+    """An MLflow store without runs to copy from, made once for all test processes: making one takes seconds."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "empty store"
+    tracking.connect(folder)
+    return folder / "mlflow.db"
+
+
+class FakeTask(Task):
+    name: Literal["fake"] = "fake"
+    empty_split: str = ""
+
+    @property
+    def max_completion_tokens(self) -> int:
+        return 8
+
+    def prompts(self, split: Split) -> Sequence[Prompt]:
+        return [] if split == self.empty_split else [Prompt("p1", "1+1=", "2")]
+
+    def demonstrations(self) -> Sequence[Demonstration]:
+        return []
+
+    def extract(self, completion: str) -> str | None:
+        return None
+
+    def equivalent(self, answer: str, other: str) -> bool:
+        return answer == other
+
+
+class FakeAlgorithm(Algorithm):
+    name: Literal["fake"] = "fake"
+    kl_beta: float = 0.0
+
+    def rewards(self, group: GradedGroup) -> list[float]:
+        raise AssertionError("a fake run has no rollouts")
+
+    def advantages(self, batch: Batch) -> Batch:
+        raise AssertionError("a fake run has no batches")
+
+    def loss(self, batch: Batch, policy: Any) -> Any:
+        raise AssertionError("a fake run has no batches")
+
+
+class FakeEngine(RolloutEngine):
+    class Settings(RolloutEngine.Settings):
+        name: Literal["fake"] = "fake"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(self, settings: Any, policy: Any, tokenizer: Any) -> None:
+        raise AssertionError("a fake run has no engine")
+
+    def generate(self, prompts: Any, group_size: int, sampling: Any, *, seed: int, step: int) -> Any:
+        raise AssertionError("a fake run has no engine")
+
+    def load_weights(self, weights: Mapping[str, Any], version: int) -> None:
+        raise AssertionError("a fake run has no engine")
+
+
+@dataclass(frozen=True)
+class FakeResult:
+    state: TrialState
+    reason: str | None = None
+    summary: dict[str, float] = field(default_factory=dict)
+
+
+def run_settings(**changes: Any) -> dict[str, Any]:
+    """The run section of a study of fakes."""
+    return {"task": "fake", "algorithm": "fake", "engine": "fake", "rollouts_per_step": 64, "steps": 7, **changes}
+
+
+def accuracy(spec: RunSpec, step: int) -> float:
+    """What the fake run logs as validation/accuracy: a function of spec, seed and step."""
+    return (spec.algorithm.group_size + spec.seed / 10 + step / 100) / 100
+
+
+def sample(step: int, text: str = "2#### 2") -> SampleRow:
+    return SampleRow(step, "validation", "p1", "1+1=", text, "2", "2", True, None, 7, "stop")
+
+
+def train(
+    spec: RunSpec, directory: Path, log: RunLogger, *, cache: Path, should_stop: Callable[[], bool]
+) -> FakeResult:
+    """Run or continue the fake, as harness.train.train does."""
+    runs, ending = cache.parent, spec.optimizer.weight_decay
+    with (runs / "executions.log").open("a") as file:
+        file.write(f"{directory.name} {os.getpid()}\n")
+    checkpoint = directory / "checkpoint.json"
+    step = json.loads(checkpoint.read_text())["step"] if checkpoint.exists() else -1
+    log.resume(step)
+    metric = "validation/other" if ending == 0.3 else "validation/accuracy"
+    if step < 0:
+        step = 0
+        log.metrics(step, {metric: accuracy(spec, step)})
+    while step < spec.steps:
+        time.sleep(float(os.environ.get("FAKE_STEP_SECONDS", "0")))
+        step += 1
+        log.metrics(step, {metric: accuracy(spec, step), "seconds/step": time.perf_counter()})
+        log.samples([sample(step)])
+        log.progress("train", step, spec.steps)
+        if ending == 0.1 and step == 2:
+            return FakeResult("invalid", "policy/loss is NaN at step 2")
+        if ending == 0.2 and step == 2 and (runs / "crash").exists():
+            raise RuntimeError("no memory left at step 2")
+        stop = should_stop()
+        if step % CHECKPOINT_EVERY == 0 or stop:
+            checkpoint.with_suffix(".new").write_text(json.dumps({"step": step}))
+            checkpoint.with_suffix(".new").rename(checkpoint)
+        if stop and step < spec.steps:
+            return FakeResult("stopped")
+    log.per_problem({"p1": 1.0})
+    return FakeResult("complete", None, {"accuracy_final": accuracy(spec, step), "seconds": 1.5})

@@ -1,0 +1,112 @@
+"""The built-in task: what its problems look like, and how many there are."""
+
+import re
+import time
+from collections import Counter
+
+import pytest
+
+from harness.spec import SpecError, parse_run
+from tasks import arithmetic
+from tasks.arithmetic import Arithmetic
+
+SMALL = Arithmetic(num_demonstrations=60, num_train=40, num_validation=10, num_test=20)
+
+
+def test_a_prompt_and_its_solution_read_as_documented():
+    texts = {d.prompt: d.completion for d in Arithmetic().demonstrations()}
+    for prompt, completion in list(texts.items())[:2000]:
+        assert re.fullmatch(r"[1-9]([+-][1-9]){2,4}=", prompt)
+        steps, _, answer = completion.partition("#### ")
+        total = int(prompt[0])
+        for step, signed in zip(steps.split(";"), re.findall(r"[+-]\d", prompt), strict=True):
+            assert step == f"{total}{signed}={total + int(signed)}"
+            total += int(signed)
+            assert total >= 0
+        assert answer == str(total)
+
+
+def test_gold_is_the_value_of_the_chain():
+    for prompt in SMALL.prompts("test"):
+        # 4+4-6= is the sum of +4, +4 and -6.
+        assert int(prompt.gold) == sum(map(int, re.findall(r"[+-]?\d+", prompt.text)))
+
+
+def test_the_splits_have_the_documented_sizes_and_build_within_a_second():
+    arithmetic._build.cache_clear()
+    start = time.process_time()
+    task = Arithmetic()
+    sizes = [len(task.demonstrations()), *(len(task.prompts(split)) for split in ("train", "validation", "test"))]
+    assert time.process_time() - start < 1.0
+    assert sizes == [20_000, 8192, 512, 1024]
+
+
+def test_lengths_are_even_as_far_as_problems_exist():
+    lengths = Counter(prompt.text.count("+") + prompt.text.count("-") + 1 for prompt in Arithmetic().prompts("train"))
+    # All splits hold about 1,860 chains of three operands, nearly all that exist; a quarter of them train.
+    assert 400 <= lengths[3] <= 600
+    assert abs(lengths[4] - lengths[5]) < 0.05 * lengths[5]
+
+
+def test_no_problem_occurs_twice_in_any_split():
+    prompts = [p.text for split in ("train", "validation", "test") for p in Arithmetic().prompts(split)]
+    prompts += [d.prompt for d in Arithmetic().demonstrations()]
+    assert len(set(prompts)) == len(prompts) == 20_000 + 8192 + 512 + 1024
+
+
+def test_a_cap_shortens_a_split_without_changing_its_problems():
+    # What is drawn, and which split it falls into, does not depend on the caps.
+    assert SMALL.prompts("test") == Arithmetic().prompts("test")[:20]
+    assert SMALL.demonstrations() == Arithmetic().demonstrations()[:60]
+
+
+def test_the_token_limit_is_the_longest_solution_with_its_end_and_four_more():
+    # 9+9=18;18+9=27;27+9=36;36+9=45#### 45 has 6+1+7+1+7+1+7 = 30 characters of steps and 7 of answer.
+    assert Arithmetic().max_completion_tokens == 37 + 1 + 4
+    longest = max(len(d.completion) for d in Arithmetic().demonstrations())
+    assert 30 < longest <= 37
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("4+4=8;8+5=13#### 13", "13"),
+        ("#### 1#### 2", "2"),
+        ("#### -0", "0"),
+        ("#### 07", "7"),
+        ("####13", "13"),
+        ("4+4=8", None),
+        ("#### ", None),
+        ("#### 1;3", None),
+        ("", None),
+    ],
+)
+def test_the_answer_is_the_number_after_the_last_marker(completion, answer):
+    assert SMALL.extract(completion) == answer
+
+
+def test_answers_are_equal_as_numbers():
+    assert SMALL.equivalent("12", "12.0")
+    assert not SMALL.equivalent("12", "13")
+    assert not SMALL.equivalent("x", "x y")
+
+
+def test_settings_with_too_few_problems_say_so():
+    # 1+1=, 2+1=, 1+2=, 2+2=, 1-1=, 2-1=, 2-2= are all there is: none of the seven falls into the test split.
+    task = Arithmetic(min_operands=2, max_operands=2, max_operand=2)
+    with pytest.raises(
+        ValueError, match="too few distinct problems for a test split; raise max_operands or max_operand"
+    ):
+        task.prompts("test")
+
+
+def test_min_operands_above_max_operands_is_an_error_of_the_spec():
+    task = {"name": "arithmetic", "min_operands": 6}
+    with pytest.raises(SpecError, match=r"min_operands must not exceed max_operands \(5\), got 6"):
+        parse_run({"task": task, "algorithm": "grpo"}, where="here")
+
+
+@pytest.mark.parametrize("field", ["max_operand", "num_train", "num_validation", "num_test", "num_demonstrations"])
+def test_a_size_below_one_is_an_error(field):
+    with pytest.raises(ValueError, match=field):
+        Arithmetic.model_validate({field: 0})

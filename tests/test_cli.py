@@ -1,0 +1,526 @@
+"""The command line: help, bad input, exit codes, one JSON document on stdout, progress on stderr, harmless text."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from rich.console import Console
+
+from harness import _progress, _terminal, cli
+from harness.study import StudyStatus, TrialStatus
+from harness.tracking import read_progress
+from harness.types import SampleRow, TrialState
+
+# Seconds instead of minutes: an untrained model, few rollouts, few held-out problems.
+QUICK = [
+    "task.num_train=64", "task.num_demonstrations=64", "task.max_operands=3", "sampling.max_tokens=4",
+    "rollouts_per_step=8", "algorithm.group_size=4", "steps=2", "evaluation.num_prompts=4",
+    "evaluation.num_test_prompts=4", "evaluation.num_samples=2", "checkpoints.every=1",
+]  # fmt: skip
+TRAIN = ["train", "--set", "task=arithmetic", "--set", "algorithm=grpo"]
+
+
+def sets(*items: str) -> list[str]:
+    return [word for item in items for word in ("--set", item)]
+
+
+def commands(app: typer.Typer = cli.app, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    own = [(*path, str(command.name)) for command in app.registered_commands]
+    groups = [(str(g.name), g.typer_instance) for g in app.registered_groups if g.typer_instance]
+    return own + [found for name, group in groups for found in commands(group, (*path, name))]
+
+
+@pytest.fixture(autouse=True)
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("COHORT_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("COHORT_TRACEBACK", raising=False)
+    return tmp_path / "runs"
+
+
+class Shell:
+    """Runs `cohort` in this process and keeps what it printed."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *arguments: str) -> int:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+        self.out, self.err = self._capsys.readouterr()
+        return int(ended.value.code or 0)
+
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def cohort(capsys: pytest.CaptureFixture[str]) -> Shell:
+    return Shell(capsys)
+
+
+def cohort_process(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", "from harness.cli import main; main()", *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("command", commands(), ids=" ".join)
+def test_every_command_explains_itself_with_an_example(command: tuple[str, ...], cohort: Shell):
+    assert cohort(*command, "--help") == 0
+    assert f"cohort {' '.join(command)}" in cohort.out.split("Examples")[1]
+
+
+def test_the_commands_are_the_documented_ones():
+    expected = "train compare evaluate report ui doctor study-run study-list study-show study-status"
+    expected += " list-algorithms list-tasks list-engines list-studies"
+    assert {"-".join(command) for command in commands()} == set(expected.split())
+
+
+def test_every_example_in_a_help_text_and_in_the_readme_is_understood(cohort: Shell):
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    lines = re.findall(r"^\$ cohort (.*?)(?: +#.*)?$", text, re.M) + re.findall(r"`cohort ([a-z][^`]*)`", text)
+    for command in commands():
+        cohort(*command, "--help")
+        lines += re.findall(
+            r"cohort (\S.*)", " ".join(cohort.out.split("Examples")[1].split()).replace(" cohort", "\ncohort")
+        )
+    options: dict[str, set[str]] = {}
+    for line in lines:
+        words = line.split()
+        command = tuple(words[:2]) if words[0] in ("study", "list") else (words[0],)
+        assert command in commands(), line
+        if " ".join(command) not in options:
+            cohort(*command, "--help")
+            options[" ".join(command)] = set(re.findall(r"--[a-z-]+", cohort.out.split("Examples")[0]))
+        assert {word for word in words if word.startswith("--")} <= options[" ".join(command)], line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([*TRAIN, *sets("stepps=3")], "unknown key 'stepps'; did you mean 'steps'?"),
+        (["train", *sets("task=arithmetic", "algorithm=gpro")], "unknown algorithm 'gpro'; did you mean 'grpo'?"),
+        ([*TRAIN, *sets("algorithm.group_size=12")], "must divide rollouts_per_step (128), got 12; use 8 or 16"),
+        ([*TRAIN, *sets("algorithm.group_size=1")], "algorithm.group_size must be at least 2 for grpo, got 1"),
+        ([*TRAIN, *sets("steps")], "--set takes path=value, got 'steps'"),
+        ([*TRAIN, "--name", "../up"], "--name must be letters, digits"),
+        ([*TRAIN, *sets("model=./nowhere")], "'./nowhere', which is no folder"),
+        (["train", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
+        (["compare", "--algorithms", "ppo,gpro", "--task", "arithmetic"], "did you mean 'grpo'?"),
+        (["compare", "--algorithms", "ppo,ppo", "--task", "arithmetic"], "distinct names with commas between"),
+        (["compare", "--algorithms", "ppo,", "--task", "arithmetic"], "distinct names with commas between"),
+        (["compare", "--algorithms", "ppo", "--task", "gsm9k"], "did you mean 'gsm8k'?"),
+        (["compare", "--algorithms", "ppo", "--task", "gsm8k", *sets("task.path=./nowhere")], "./nowhere"),
+        (["compare", "--algorithms", "ppo", "--task", "arithmetic", "--seeds", "0,x"], "--seeds must be integers"),
+        (["evaluate", "tiny", "--task", "arithmetic", "--split", "tset"], "--split must be one of train, validation"),
+        (["evaluate", "tinny", "--task", "arithmetic"], "did you mean 'tiny'?"),
+        (["study", "run", "quickstrat"], "unknown study 'quickstrat'"),
+        (["study", "run", "nowhere.yaml"], "nowhere.yaml: no such study file"),
+        (["study", "show", "nowhere.yaml"], "nowhere.yaml: no such study file"),
+        (["study", "status", "nowhere"], "nowhere"),
+        (["report", "nowhere"], "has no study 'nowhere'"),
+    ],
+)
+def test_bad_input_is_a_message_and_exit_code_2_and_writes_nothing(
+    arguments: list[str], words: str, cohort: Shell, runs: Path
+):
+    assert cohort(*arguments) == 2
+    assert cohort.out == ""
+    assert cohort.err.startswith("Error: ")
+    assert words in cohort.err
+    assert "Traceback" not in cohort.err
+    assert not runs.exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
+@pytest.mark.parametrize("command", [TRAIN, ["compare", "--algorithms", "grpo", "--task", "arithmetic"]])
+def test_a_device_that_is_not_there_is_refused(command: list[str], cohort: Shell, runs: Path):
+    assert cohort(*command, *sets("device=cuda")) == 2
+    assert "got 'cuda' on a machine without CUDA; use device=cpu" in cohort.err
+    assert not runs.exists()
+
+
+def test_a_model_folder_without_tokenizer_is_refused(tmp_path: Path, cohort: Shell, runs: Path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert cohort(*TRAIN, "--set", f"model={tmp_path / 'model'}") == 2
+    assert "has no tokenizer; save it there with tokenizer.save_pretrained(folder)" in cohort.err
+    assert not runs.exists()
+
+
+@pytest.mark.parametrize("command", [[*TRAIN, *sets(*QUICK)], ["ui"], ["evaluate", "tiny", "--task", "arithmetic"]])
+def test_a_runs_folder_that_is_a_file_is_refused(command: list[str], cohort: Shell, runs: Path):
+    runs.write_text("")
+    assert cohort(*command) == 2
+    assert f"'{runs}' is a file" in cohort.err
+
+
+def test_a_runs_folder_of_another_version_is_refused(cohort: Shell, runs: Path):
+    (runs / "studies" / "old").mkdir(parents=True)
+    (runs / "studies" / "old" / "study.json").write_text('{"format": 99}')
+    assert cohort(*TRAIN, *sets(*QUICK)) == 2
+    assert "must have format 1, got 99: it was written by another version of Cohort" in cohort.err
+    assert sorted(file.name for file in runs.rglob("*")) == ["old", "studies", "study.json"]
+
+
+def test_a_port_in_use_is_refused(cohort: Shell, runs: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert cohort("ui", "--port", str(port)) == 2
+    assert f"port {port} on 127.0.0.1 cannot be used" in cohort.err
+    assert not runs.exists()
+
+
+def test_a_traceback_is_shown_on_request(cohort: Shell, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COHORT_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="unknown key 'stepps'"):
+        cli.main([*TRAIN, *sets("stepps=3")])
+
+
+def test_algorithms_are_listed_with_facts_defaults_and_ranges(cohort: Shell):
+    assert cohort("list", "algorithms", "--json") == 0
+    found = {item["name"]: item for item in cohort.json()}
+    facts = {name: (item["needs_critic"], item["sees_gold"]) for name, item in found.items()}
+    assert facts["ppo"] == (True, True)
+    assert facts["grpo"] == (False, True)
+    assert facts["grpo_self_consistency"] == (False, False)
+    settings = {item["name"]: item for item in found["ppo"]["settings"]}
+    assert (settings["gae_lambda"]["default"], settings["gae_lambda"]["range"]) == (1.0, ">= 0, <= 1")
+    assert all(item["summary"] for item in found.values())
+
+
+@pytest.mark.parametrize("kind", ["algorithms", "tasks", "engines", "studies"])
+def test_what_is_listed_as_json_is_also_in_the_table(kind: str, cohort: Shell):
+    assert cohort("list", kind, "--json") == 0
+    names = [item["name"] for item in cohort.json()]
+    assert names
+    assert cohort("list", kind) == 0
+    assert [name for name in names if name not in cohort.out] == []
+
+
+def test_a_study_is_shown_with_its_budget(tmp_path: Path, cohort: Shell):
+    file = tmp_path / "sizes.yaml"
+    file.write_text(
+        "question: Do larger groups help?\nrun: {task: arithmetic, algorithm: grpo, rollouts_per_step: 32}\n"
+        "factors: {algorithm.group_size: [4, 8], steps: [10, 20]}\nseeds: [0, 1, 2]\n"
+    )
+    assert cohort("study", "show", str(file), "--json") == 0
+    # 4 arms x 3 seeds; 32 rollouts x (10 + 20 + 10 + 20) steps x 3 seeds
+    assert cohort.json()["budget"] == {"trials": 12, "rollouts": 32 * 60 * 3}
+    assert cohort("study", "show", str(file), "--seeds", "0", "--set", "rollouts_per_step=64") == 0
+    assert "sizes: Do larger groups help?" in cohort.out
+    assert "arms x seeds = 4 x 1 = 4 trials; 3,840 training rollouts" in cohort.out  # 64 x 60
+    assert "group_size=4, steps=10" in cohort.out
+
+
+def test_doctor_finds_this_machine_sound(cohort: Shell, monkeypatch: pytest.MonkeyPatch, runs: Path):
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert cohort("doctor", "--json") == 0
+    found = {check["name"]: check for check in cohort.json()}
+    assert {"torch", "transformers", "mlflow", "optuna", "device", "cores", "runs folder", "disk", "vllm"} <= set(found)
+    assert found["OMP_WAIT_POLICY"]["state"] == "advice"
+    assert "OMP_WAIT_POLICY=PASSIVE" in found["OMP_WAIT_POLICY"]["advice"]
+    assert found["OMP_NUM_THREADS"]["state"] == "ok"
+    assert not runs.exists()
+
+
+def test_doctor_fails_on_a_runs_folder_that_cannot_be_used(cohort: Shell, runs: Path):
+    runs.write_text("")
+    assert cohort("doctor") == 1
+    assert "problem" in cohort.out
+
+
+def test_a_run_is_trained_shown_and_resumed_by_the_same_command(cohort: Shell, runs: Path):
+    command = [*TRAIN, *sets(*QUICK), "--name", "one", "--json"]
+    assert cohort(*command) == 0
+    first = cohort.json()
+    assert (first["state"], first["summary"]["rollouts"]) == ("complete", 16)  # 2 steps x 8 rollouts
+    assert Path(first["directory"]) == runs / "train" / "one"
+    assert "one | seed 0" in cohort.err
+    assert read_progress(runs / "train" / "one")["phase"] == "test"
+    assert cohort(*command) == 0
+    assert cohort.json() == first
+    assert "running" not in cohort.err  # it had ended: nothing is trained or evaluated twice
+    assert cohort(*[*TRAIN, *sets(*QUICK, "seed=1"), "--name", "one"]) == 2
+    assert "other settings" in cohort.err
+
+
+def test_an_invalid_run_ends_with_exit_code_1_and_its_reason(cohort: Shell):
+    assert cohort(*TRAIN, *sets(*QUICK, "cold_start.steps=3", "cold_start.learning_rate=1e30"), "--json") == 1
+    assert cohort.json()["state"] == "invalid"
+    assert "cold_start.learning_rate" in cohort.json()["reason"]
+
+
+def test_an_evaluation_states_accuracies_with_intervals(cohort: Shell, tmp_path: Path):
+    command = ["evaluate", "tiny", "--task", "arithmetic", "--samples", "3", *sets(*QUICK)]
+    assert cohort(*command, "--json") == 0
+    found = cohort.json()
+    assert set(found["intervals"]) == {"greedy_accuracy", "accuracy", "pass_at_3", "maj_at_3"}
+    # An untrained model solves 0 of 4 problems; Wilson's upper end is z^2 / (n + z^2) = 3.8415 / 7.8415.
+    assert found["metrics"]["accuracy"] == 0
+    assert found["intervals"]["accuracy"] == pytest.approx([0, 0.489891], abs=1e-5)
+    assert cohort(*command) == 0
+    assert "4 problems" in cohort.out
+    assert "mean@3" in cohort.out
+    assert "0.0 % to 49.0 %" in cohort.out
+
+
+def test_a_run_and_its_checkpoint_can_be_evaluated(cohort: Shell, runs: Path):
+    assert cohort(*TRAIN, *sets(*QUICK), "--name", "one") == 0
+    folder = runs / "train" / "one"
+    for model in (folder, folder / "checkpoints" / "step-00000002"):
+        assert cohort("evaluate", str(model), "--task", "arithmetic", *sets(*QUICK), "--json") == 0
+        assert cohort.json()["spec"]["model"] == str(folder / "checkpoints" / "step-00000002" / "policy")
+
+
+def test_a_comparison_has_one_arm_per_algorithm_and_all_else_equal():
+    study = cli.comparison("ppo,grpo", "arithmetic", "tiny", "3,4", 7, ["optimizer.learning_rate=0.5"], None)
+    assert (study.name, study.seeds) == ("compare-arithmetic", [3, 4])
+    first, second = (study.run_spec(arm, 3) for arm in study.design_arms())
+    assert (first.algorithm.name, second.algorithm.name) == ("ppo", "grpo")
+    assert first.model_dump(exclude={"algorithm"}) == second.model_dump(exclude={"algorithm"})
+    assert (first.steps, first.optimizer.learning_rate, first.cold_start.steps) == (7, 0.5, 400)
+
+
+def test_a_comparison_of_a_model_that_can_read_needs_no_cold_start():
+    study = cli.comparison("ppo", "arithmetic", "some/model", None, None, None, "mine")
+    assert (study.name, study.seeds) == ("mine", [0, 1, 2])
+    assert study.run_spec(study.design_arms()[0], 0).cold_start.steps == 0
+
+
+def test_a_study_with_an_invalid_trial_goes_on_is_reported_and_ends_with_exit_code_1(
+    cohort: Shell, tmp_path: Path, runs: Path
+):
+    file = tmp_path / "rates.yaml"
+    file.write_text(
+        "question: Which learning rate?\nrun: {task: arithmetic, algorithm: grpo, cold_start: {steps: 3}}\n"
+        "factors: {cold_start.learning_rate: [1.0e+30, 0.001]}\n"
+    )
+    command = ["study", "run", str(file), "--seeds", "0", *sets(*QUICK), "--workers", "1"]
+    assert cohort(*command, "--json") == 1
+    found = cohort.json()
+    assert [(trial["arm"], trial["seed"], trial["state"]) for trial in found["trials"]] == [
+        ("learning_rate=1e+30", 0, "invalid"), ("learning_rate=0.001", 0, "complete"),
+    ]  # fmt: skip
+    assert "cold_start.learning_rate" in found["trials"][0]["reason"]
+    assert Path(found["report"]) == runs / "studies" / "rates" / "report" / "index.html"
+    assert Path(found["report"]).stat().st_size > 1000
+    assert "learning_rate=0.001 | seed 0: complete" in cohort.err
+
+    assert cohort(*command) == 1  # nothing is left to do
+    assert found["answer"] in cohort.out
+    assert "learning_rate=1e+30 | seed 0: invalid (" in cohort.out
+    assert f"Reproduce: cohort study run {file} --seeds 0 --set task.num_train=64" in cohort.out
+
+    assert cohort("study", "status", "rates", "--json") == 1
+    assert cohort.json()["counts"] == {"invalid": 1, "complete": 1}
+    assert cohort("study", "status", "rates") == 1
+    assert "1 invalid" in cohort.out
+    assert cohort("study", "list", "--json") == 0
+    assert {"name": "rates", "where": "in the runs folder", "question": "Which learning rate?"} in cohort.json()
+    assert cohort("study", "show", "rates", "--json") == 0
+    assert cohort.json()["budget"] == {"trials": 2, "rollouts": 32}  # 2 arms x 2 steps x 8
+
+    Path(found["report"]).unlink()
+    assert cohort("report", "rates") == 0
+    assert Path(found["report"]).exists()
+    assert found["answer"] in cohort.out
+
+    assert cohort(*command, *sets("steps=3")) == 2  # another study under the same name
+
+
+def test_ctrl_c_stops_a_run_after_its_step_with_exit_code_130(cohort: Shell, runs: Path):
+    command = [*TRAIN, *sets(*QUICK, "steps=100000"), "--name", "long"]
+    process = cohort_process(*command)
+    wait_for(lambda: list((runs / "train" / "long" / "checkpoints").glob("step-*")), process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert "long: stopped" in out
+    assert "Traceback" not in err
+
+
+def test_ctrl_c_stops_a_study_with_exit_code_130(cohort: Shell, runs: Path):
+    options = ["--algorithms", "grpo", "--task", "arithmetic", "--seeds", "0", "--workers", "1"]
+    process = cohort_process("compare", *options, *sets(*QUICK, "steps=100000", "cold_start.steps=0"))
+    trials = runs / "studies" / "compare-arithmetic" / "trials"
+    wait_for(lambda: list(trials.glob("*/checkpoints/step-*")), process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert out == ""
+    assert "Interrupted. The same command continues where it stopped." in err
+    assert "Traceback" not in err
+    assert cohort("study", "status", "compare-arithmetic", "--json") == 1
+    assert [trial["state"] for trial in cohort.json()["trials"]] == ["stopped"]
+
+
+def test_ui_prints_its_address_serves_it_and_ends_with_ctrl_c(runs: Path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = cohort_process("ui", "--port", str(port))
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert f"http://127.0.0.1:{port}" in line
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=30) as answer:
+        assert answer.status == 200
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    with pytest.raises(OSError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+
+
+def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 180) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_foreign_text_is_one_plain_line():
+    hostile = "[bold red]x[/]\x1b[31m\x07 a\nb\u202etxt \u200b\x9b2J \ud800end"
+    assert _terminal.plain(hostile).plain == "[bold red]x[/][31m a btxt 2J end"
+    assert _terminal.plain(hostile).spans == []
+
+
+def test_sampled_completions_reach_the_terminal_harmless(capsys: pytest.CaptureFixture[str]):
+    row = SampleRow(
+        step=1, split="test", prompt_id="p", prompt="2+2=", completion="[link=http://x]4[/link]\x1b]0;owned\x07",
+        gold="4", answer="4", correct=True, reward=None, num_tokens=3, finish_reason="stop",
+    )  # fmt: skip
+    _terminal.show_samples([row])
+    out = capsys.readouterr().out
+    assert "[link=http://x]4[/link]]0;owned" in out
+    assert "\x1b" not in out
+    assert "\x07" not in out
+
+
+def test_an_error_message_keeps_its_lines_and_loses_its_control_characters(capsys: pytest.CaptureFixture[str]):
+    _terminal.fail("first [red]\n  second \x1b[2J")
+    assert capsys.readouterr().err == "Error: first [red]\n  second [2J\n"
+
+
+def test_json_holds_no_number_that_json_lacks(capsys: pytest.CaptureFixture[str]):
+    _terminal.print_json({"a": float("nan"), "b": (1, float("inf")), "c": Path("x"), 3: None})
+    assert json.loads(capsys.readouterr().out) == {"a": None, "b": [1, None], "c": "x", "3": None}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, "-"), (float("inf"), "-"), (0.4, "0 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (185, "3 min 05 s"),
+     (7800, "2 h 10 min")],
+)  # fmt: skip
+def test_durations_read_as_a_person_says_them(seconds: float | None, text: str):
+    assert _terminal.duration(seconds) == text
+
+
+def test_wilson_intervals_match_the_textbook():
+    # p = 0.5, n = 10, z = 1.96: centre 0.5, half-width 1.96 * sqrt(0.025 + 0.009604) / 1.38416 = 0.2634
+    assert _terminal.wilson_interval(0.5, 10) == pytest.approx((0.23659, 0.76341), abs=1e-4)
+    assert _terminal.wilson_interval(0.0, 10) == pytest.approx((0.0, 3.841459 / 13.841459), abs=1e-6)
+    assert _terminal.wilson_interval(1.0, 10) == pytest.approx((10 / 13.841459, 1.0), abs=1e-6)
+
+
+def test_time_left_follows_from_the_growth_that_was_seen():
+    pace = _progress.Pace()
+    assert pace.remaining(0.0, 0.0) is None  # loading says nothing about the speed
+    assert pace.remaining(100.0, 0.2) is None  # a resumed study starts at 20 %; how fast that went is unknown
+    assert pace.remaining(110.0, 0.2) is None
+    assert pace.remaining(130.0, 0.5) == pytest.approx(50.0)  # 30 s for 30 %, 50 % to go
+    assert pace.remaining(140.0, 0.1) is None  # fell back to an older checkpoint: start over
+    assert pace.remaining(150.0, 0.2) == pytest.approx(80.0)  # 10 s for 10 %, 80 % to go
+
+
+def trial(
+    arm: str, state: TrialState | str, phase: str = "", done: int = 0, total: int = 0, **more: Any
+) -> TrialStatus:
+    values: dict[str, Any] = {"seed": 0, "reason": None, "accuracy": None, "tokens_per_second": None, "seconds": 0.0}
+    fixed: Any = {"arm": arm, "state": state, "phase": phase, "done": done, "total": total, "directory": Path("d")}
+    return TrialStatus(**fixed, **{**values, **more})
+
+
+def status(*trials: TrialStatus) -> StudyStatus:
+    return StudyStatus(name="s", question="?", metric="validation/accuracy", trials=trials)
+
+
+@pytest.mark.parametrize("state", ["complete", "invalid", "failed"])
+def test_an_ended_trial_counts_as_done_however_it_ended(state: TrialState):
+    tracker = _progress.StudyTracker(Clock())
+    assert tracker.fraction(trial("a", "running", "train", 3, 10)) == pytest.approx(0.3)
+    assert tracker.fraction(trial("a", "stopped", "validation", 1, 2)) == pytest.approx(0.3)
+    assert tracker.fraction(trial("a", state)) == 1
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_without_a_terminal_a_study_prints_changes_and_rare_heartbeats():
+    clock, out = Clock(), StringIO()
+    view = _progress.LineView(Console(file=out, width=200), heartbeat=30, clock=clock)
+
+    def printed() -> list[str]:
+        lines = out.getvalue().splitlines()
+        out.seek(0)
+        out.truncate()
+        return lines
+
+    view.update(status(trial("a", "waiting"), trial("b", "waiting")))
+    assert printed() == []
+    view.update(status(trial("a", "running", "train", 0, 10), trial("b", "waiting")))
+    assert printed() == ["a | seed 0: running; 0/2 trials done"]
+    for clock.now in range(1, 30):
+        view.update(status(trial("a", "running", "train", 1, 10), trial("b", "waiting")))
+    assert printed() == []
+    clock.now = 30
+    working = trial("a", "running", "train", 5, 10, accuracy=0.25, tokens_per_second=1234.5)
+    view.update(status(working, trial("b", "waiting")))
+    # From 1 to 5 of 10 steps in 29 s: 29 / 4 * 5 = 36 s left; the study has 15 more: 29 / 4 * 15 = 109 s left.
+    assert printed() == [
+        "0/2 trials done, 1 min 49 s left",
+        "  a | seed 0: train 5/10, 36 s left, accuracy 25.0 %, 1,234 tokens/s",
+    ]
+    evaluating = trial("a", "running", "validation", 3, 8)
+    clock.now = 70
+    view.update(status(evaluating, trial("b", "waiting")))
+    assert "train 5/10, validation 3/8" in printed()[1]
+    view.update(status(trial("a", "invalid", reason="the loss is nan\x1b[2J"), trial("b", "running")))
+    assert printed() == [
+        "a | seed 0: invalid (the loss is nan[2J); 1/2 trials done, 1 invalid",
+        "b | seed 0: running; 1/2 trials done, 1 invalid",
+    ]
+
+
+def test_on_a_terminal_a_study_shows_a_bar_for_itself_and_each_running_trial():
+    out = StringIO()
+    screen = Console(file=out, force_terminal=True, width=140, color_system=None)
+    with _progress.LiveView(screen, clock=Clock()) as view:
+        working = trial("[b]arm", "running", "train", 5, 10, accuracy=0.25, tokens_per_second=1234.5)
+        view.update(status(working, trial("other", "waiting"), trial("old", "complete")))
+    text = out.getvalue()
+    assert "1/3 trials done" in text
+    assert "[b]arm | seed 0" in text
+    assert "train 5/10" in text
+    assert "accuracy 25.0 %" in text
+    assert "1,234 tokens/s" in text
+    assert "other" not in text

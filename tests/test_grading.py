@@ -1,0 +1,125 @@
+"""Answers, equivalence classes and correctness: by the task's own equality, with as few comparisons as possible."""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Literal
+
+import pytest
+
+from harness.grading import grade, sample_rows
+from harness.interfaces import Task
+from harness.types import Group, Prompt, Rollout
+
+asked: list[tuple[str, str]] = []
+read: list[str] = []
+
+
+class FractionTask(Task):
+    """Answers are what follows `=`; equality is that of fractions. It notes what it is asked."""
+
+    name: Literal["fractions"] = "fractions"
+
+    @property
+    def max_completion_tokens(self) -> int:
+        return 8
+
+    def prompts(self, split) -> Sequence[Prompt]:
+        return []
+
+    def demonstrations(self):
+        return []
+
+    def extract(self, completion: str) -> str | None:
+        read.append(completion)
+        return completion.partition("=")[2] or None
+
+    def equivalent(self, answer: str, other: str) -> bool:
+        asked.append((answer, other))
+        return Fraction(answer) == Fraction(other)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_asked():
+    asked.clear()
+    read.clear()
+
+
+def group(gold: str, *completions: str, prompt_id: str = "p") -> Group:
+    """A group of completions; one of three characters or fewer came to its end, a longer one to the token limit."""
+    rollouts = tuple(
+        Rollout(text, tuple(range(len(text) + 1)), (0.0,) * (len(text) + 1), "stop" if len(text) < 4 else "length")
+        for text in completions
+    )
+    return Group(Prompt(prompt_id, f"{prompt_id}?", gold), (1, 2), rollouts)
+
+
+def test_answers_fall_into_classes_by_the_equality_of_the_task():
+    (graded,) = grade(FractionTask(), [group("0.5", "=1/2", "=3", "none", "=2/4", "=0.5", "=6/2")])
+    assert graded.answers == ("1/2", "3", None, "2/4", "0.5", "6/2")
+    # 1/2 = 2/4 = 0.5 is class 0, 3 = 6/2 class 1; without an answer there is no class.
+    assert graded.classes == (0, 1, None, 0, 0, 1)
+    assert graded.correct == (True, False, False, True, True, False)
+
+
+def test_the_rest_of_a_rollout_is_carried_over():
+    (graded,) = grade(FractionTask(), [group("1", "=1", "=111", "")])
+    assert graded.prompt_id == "p"
+    assert graded.completions == ("=1", "=111", "")
+    assert graded.num_tokens == (3, 5, 1)
+    assert graded.truncated == (False, True, False)
+
+
+def test_each_completion_is_read_once_and_equal_strings_are_never_compared():
+    grade(FractionTask(), [group("1", "=1", "=1", "=1", "=1")])
+    assert read == ["=1"] * 4
+    assert asked == []
+
+
+def test_each_class_is_compared_with_gold_once():
+    grade(FractionTask(), [group("4", "=2/1", "=3", "=2", "=3", "=6/3")])
+    # Within the group: 3 with 2/1; 2 with 2/1; 6/3 with 2/1. With gold: one of each of the two classes.
+    assert asked == [("3", "2/1"), ("2", "2/1"), ("6/3", "2/1"), ("2/1", "4"), ("3", "4")]
+
+
+def test_groups_without_any_answer_and_empty_groups_are_graded():
+    nothing, empty = grade(FractionTask(), [group("1", "a", "b"), group("1")])
+    assert (nothing.classes, nothing.correct) == ((None, None), (False, False))
+    assert (empty.answers, empty.classes, empty.correct) == ((), (), ())
+    assert asked == []
+
+
+def test_a_blind_group_has_no_correctness():
+    (graded,) = grade(FractionTask(), [group("1", "=1")])
+    assert graded.blind().correct is None
+    assert graded.blind().classes == graded.classes
+
+
+def test_samples_show_the_first_rollout_of_each_prompt_before_the_second_of_any():
+    groups = [group("1", "=1", "=2", prompt_id="a"), group("5", "=5555", "x", prompt_id="b")]
+    rows = sample_rows(groups, grade(FractionTask(), groups), [[1.0, 0.0], [0.5, 0.25]], step=7, split="train", limit=3)
+    assert [(row.prompt_id, row.completion, row.reward) for row in rows] == [
+        ("a", "=1", 1.0),
+        ("b", "=5555", 0.5),
+        ("a", "=2", 0.0),
+    ]
+    assert [(row.gold, row.answer, row.correct) for row in rows] == [
+        ("1", "1", True),
+        ("5", "5555", False),
+        ("1", "2", False),
+    ]
+    assert [(row.num_tokens, row.finish_reason) for row in rows] == [(3, "stop"), (6, "length"), (3, "stop")]
+    assert {(row.step, row.split) for row in rows} == {(7, "train")}
+    assert rows[1].prompt == "b?"
+
+
+def test_samples_of_an_evaluation_have_no_reward():
+    groups = [group("1", "=1"), group("1", "=2", "=1")]
+    rows = sample_rows(groups, grade(FractionTask(), groups), None, step=0, split="test", limit=10)
+    assert [(row.completion, row.reward) for row in rows] == [("=1", None), ("=2", None), ("=1", None)]
+
+
+def test_samples_refuse_groups_whose_correctness_is_hidden():
+    groups = [group("1", "=1")]
+    graded = [g.blind() for g in grade(FractionTask(), groups)]
+    with pytest.raises(AssertionError, match="correctness"):
+        sample_rows(groups, graded, None, step=0, split="test", limit=1)

@@ -1,0 +1,275 @@
+"""GSM8K: rows, splits, sources and their errors. How numbers are read is in test_numbers.py."""
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import datasets
+import pytest
+from real_data import ROOT, real_data
+
+from tasks import _numbers
+from tasks.gsm8k import GSM8K
+
+FIXTURE = Path(__file__).parent / "fixtures" / "gsm8k"
+ROW = {"question": "How many legs have 3 dogs?", "answer": "3*4 = <<3*4=12>>12 legs.\n#### 12"}
+
+
+def task(path: Path = FIXTURE, **fields) -> GSM8K:
+    return GSM8K(path=str(path), **{"validation_fraction": 0.25, **fields})
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def rows_like(count: int) -> list[dict[str, str]]:
+    return [{**ROW, "question": f"{ROW['question']} ({number})"} for number in range(count)]
+
+
+def test_train_and_validation_share_the_training_rows_and_test_has_its_own():
+    train, validation, test = (task().prompts(split) for split in ("train", "validation", "test"))
+    assert len(train) + len(validation) == 12
+    assert len(validation) in (2, 3, 4)
+    assert {prompt.gold for prompt in test} == {"168", "12", "15"}
+
+
+def test_a_prompt_is_the_question_in_the_template(tmp_path):
+    prompt = task(write(tmp_path / "one.jsonl", ROW), template="<q>{question}</q> {braces}").prompts("test")[0]
+    assert prompt.text == "<q>How many legs have 3 dogs?</q> {braces}"
+    assert prompt.gold == "12"
+
+
+def test_a_template_without_a_place_for_the_question_is_an_error():
+    with pytest.raises(ValueError, match=r"template must contain \{question\}"):
+        GSM8K(template="Answer:")
+
+
+def test_gold_is_canonical_and_the_solution_ends_in_it():
+    by_gold = {d.completion.rpartition("#### ")[2]: d for d in task(validation_fraction=0.01).demonstrations()}
+    # 1,200 in the row
+    assert by_gold["1200"].completion.endswith("40*30=1200 pages.\n#### 1200")
+    assert "<<" not in by_gold["1200"].completion
+    kept = task(validation_fraction=0.01, keep_calculator_marks=True).demonstrations()
+    assert any("40*30=<<40*30=1200>>1200 pages." in d.completion for d in kept)
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("6*7=42\n#### 42", "42"),
+        ("#### 41\nno: #### $42.00", "42"),
+        (r"so \boxed{42}", "42"),
+        (r"\boxed{41} but #### 42", "42"),
+        ("#### Answer\n" + r"\boxed{42}", "42"),
+        ("#### **1,042** dollars", "1042"),
+        ("the answer is 42", None),
+        ("#### many", None),
+        ("", None),
+    ],
+)
+def test_the_answer_follows_the_marker_or_else_stands_in_the_box(completion, answer):
+    assert task().extract(completion) == answer
+
+
+def test_answers_are_equal_as_exact_numbers():
+    assert task().equivalent("0.5", "1/2")
+    assert not task().equivalent("0.33", "1/3")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".arrow", "saved", "saved one"])
+def test_every_format_gives_the_same_problems(tmp_path, suffix):
+    rows = rows_like(20)
+    if suffix == ".jsonl":
+        write(tmp_path / "test.jsonl", *rows)
+    elif suffix == ".json":
+        (tmp_path / "test.json").write_text(json.dumps(rows))
+    elif suffix == ".parquet":
+        datasets.Dataset.from_list(rows).to_parquet(tmp_path / "test-00000-of-00001.parquet")
+    elif suffix == ".arrow":
+        datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+        shutil.copy(tmp_path / "saved" / "data-00000-of-00001.arrow", tmp_path / "test.arrow")
+        shutil.rmtree(tmp_path / "saved")
+    elif suffix == "saved":
+        datasets.DatasetDict({"test": datasets.Dataset.from_list(rows)}).save_to_disk(tmp_path)
+    else:
+        datasets.Dataset.from_list(rows).save_to_disk(tmp_path)
+    expected = GSM8K(path=str(write(tmp_path.parent / f"{tmp_path.name}.jsonl", *rows)))
+    assert task(tmp_path).prompts("test") == expected.prompts("test")
+    assert len(expected.prompts("test")) == 20
+
+
+def test_files_of_a_split_are_found_below_the_folder_and_the_configuration_narrows_it(tmp_path):
+    write(tmp_path / "main" / "train-00000-of-00002.jsonl", *rows_like(8)[:5])
+    write(tmp_path / "main" / "train-00001-of-00002.jsonl", *rows_like(8)[5:])
+    write(tmp_path / "socratic" / "train.jsonl", {**ROW, "question": "Why?"})
+    write(tmp_path / "main" / "training_notes.jsonl", {"no": "row"})
+    write(tmp_path / ".cache" / "train.jsonl", {"no": "row"})
+
+    def num_train(config: str | None) -> int:
+        return sum(len(task(tmp_path, config=config).prompts(split)) for split in ("train", "validation"))
+
+    assert num_train("main") == 8
+    assert num_train(None) == 9
+
+
+def test_a_single_file_is_the_test_split_unless_its_name_says_train(tmp_path):
+    file = write(tmp_path / "mine.jsonl", *rows_like(20))
+    assert len(task(file).prompts("test")) == 20
+    with pytest.raises(ValueError, match=r"mine\.jsonl: there is no train split .*evaluation"):
+        task(file).prompts("train")
+    train = write(tmp_path / "my_train.jsonl", *rows_like(20))
+    assert len(task(train).demonstrations()) == len(task(train).prompts("train"))
+    with pytest.raises(ValueError, match=r"my_train\.jsonl: there is no test split .*set task\.test_path"):
+        task(train).prompts("test")
+    both = task(train, test_path=str(write(tmp_path / "held_out.jsonl", ROW)))
+    assert [prompt.gold for prompt in both.prompts("test")] == ["12"]
+
+
+def test_repeated_questions_count_once_and_those_of_test_leave_train(tmp_path, caplog):
+    rows = rows_like(20)
+    write(tmp_path / "train.jsonl", *rows, *rows[:3])
+    write(tmp_path / "test.jsonl", *rows[:2])
+    with caplog.at_level(logging.WARNING):
+        ids = {split: {p.id for p in task(tmp_path).prompts(split)} for split in ("train", "validation", "test")}
+    # 23 rows, 20 different, 2 of them in test
+    assert len(ids["train"]) + len(ids["validation"]) == 18
+    assert not (ids["train"] | ids["validation"]) & ids["test"]
+    assert "5 repeated problems left out of train" in caplog.text
+
+
+BAD = {
+    "missing": ({"question": "Why?"}, r"field 'answer' is missing \(fields: question\)"),
+    "null": ({"question": None, "answer": "#### 1"}, "field 'question' is missing"),
+    "empty": ({"question": " ", "answer": "#### 1"}, "field 'question' is empty"),
+    "no marker": ({"question": "Why?", "answer": "It is 5."}, "field 'answer' must end in '#### ' and a number"),
+    "no number": ({"question": "Why?", "answer": "#### many"}, r"field 'answer' must .* got \.\.\.'#### many'"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_row_is_an_error_that_names_file_row_and_field(tmp_path, kind):
+    row, message = BAD[kind]
+    file = write(tmp_path / "test.jsonl", *rows_like(2), row)
+    with pytest.raises(ValueError, match=rf"test\.jsonl, row 3: {message}.*on_bad_row=skip") as raised:
+        task(file).prompts("test")
+    assert str(tmp_path) in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_rows_can_be_skipped_and_are_counted(tmp_path, caplog, kind):
+    file = write(tmp_path / "test.jsonl", *rows_like(2), BAD[kind][0])
+    with caplog.at_level(logging.WARNING):
+        assert len(task(file, on_bad_row="skip").prompts("test")) == 2
+    assert "skipped 1 of 3 rows; the first:" in caplog.text
+    assert "row 3" in caplog.text
+
+
+@pytest.mark.parametrize("rows", [[], [BAD["empty"][0]]], ids=["no rows", "only bad rows"])
+def test_a_split_without_a_usable_row_is_an_error(tmp_path, rows):
+    file = write(tmp_path / "test.jsonl", *rows)
+    with pytest.raises(ValueError, match=f"the test split has no usable problem among {len(rows)} rows"):
+        task(file, on_bad_row="skip").prompts("test")
+
+
+def test_a_validation_split_that_would_be_empty_is_an_error(tmp_path):
+    write(tmp_path / "train.jsonl", *rows_like(3))
+    with pytest.raises(ValueError, match="a validation_fraction of 1e-09 leaves the validation split empty"):
+        task(tmp_path, validation_fraction=1e-9).prompts("validation")
+
+
+def test_a_broken_file_is_an_error_that_names_its_line_and_is_told_once(tmp_path):
+    printed: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = printed.append
+    logging.getLogger("datasets").addHandler(handler)
+    file = tmp_path / "test.jsonl"
+    file.write_text(json.dumps(ROW) + '\n{"question": "Why?"\n')
+    with pytest.raises(ValueError, match=r"test\.jsonl, line 2: cannot be read as \.jsonl"):
+        task(file).prompts("test")
+    (tmp_path / "test.parquet").write_bytes(b"no parquet")
+    with pytest.raises(ValueError, match=r"test\.parquet: cannot be read as \.parquet"):
+        task(tmp_path / "test.parquet").prompts("test")
+    logging.getLogger("datasets").removeHandler(handler)
+    assert printed == []
+
+
+@pytest.mark.parametrize(
+    "path", ["./gsm8k", "/no/such/folder", "~/no_such_folder_here", "gsm8k.jsonl", "a/b/c", "tests/gsm8k"]
+)
+def test_a_path_that_does_not_exist_is_an_error_and_no_hub_id(path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ValueError, match=r"no such file or folder; give an existing \.jsonl"):
+        GSM8K(path=path).prompts("test")
+
+
+def test_a_file_of_another_kind_is_an_error(tmp_path):
+    (tmp_path / "rows.csv").write_text("question,answer\n")
+    with pytest.raises(ValueError, match=r"must be one of \.jsonl, \.json, \.parquet, \.arrow, got '\.csv'"):
+        task(tmp_path / "rows.csv").prompts("test")
+
+
+class FakeHub:
+    """Stands for the `datasets` module: one data set with two configurations, the second without a train split."""
+
+    def get_dataset_config_names(self, path):
+        return ["easy", "hard"]
+
+    def load_dataset(self, path, config):
+        test = {"test": [{**ROW, "question": f"{path} {config}?"}]}
+        return test if config == "hard" else {**test, "train": rows_like(4)}
+
+
+def test_a_hub_source_gives_one_configuration_or_all_of_them(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", FakeHub())
+    one, every = GSM8K(path="some/problems", config="hard"), GSM8K(path="some/problems", config=None)
+    assert [p.text.splitlines()[0] for p in one.prompts("test")] == ["Question: some/problems hard?"]
+    assert {p.text.splitlines()[0][-5:] for p in every.prompts("test")} == {"easy?", "hard?"}
+    with pytest.raises(
+        ValueError, match=r"some/problems: there is no train split \(splits of configuration hard: test\)"
+    ):
+        every.prompts("train")
+
+
+def test_a_hub_that_cannot_be_reached_is_an_error_that_offers_a_local_path(tmp_path):
+    program = "from tasks.gsm8k import GSM8K\ntry: GSM8K().prompts('test')\nexcept ValueError as error: print(error)"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert "openai/gsm8k: the Hub cannot be reached" in done.stdout, done.stderr
+    assert "give a local file or folder" in done.stdout
+
+
+def test_real_gsm8k_loads_in_full_and_every_gold_grades_correct():
+    gsm8k = GSM8K(path=str(real_data("gsm8k")))
+    splits = {split: gsm8k.prompts(split) for split in ("train", "validation", "test")}
+    assert len(splits["train"]) + len(splits["validation"]) == 7473
+    assert len(splits["test"]) == 1319
+    assert 300 < len(splits["validation"]) < 450
+    gold = {prompt.text: prompt.gold for prompts in splits.values() for prompt in prompts}
+    assert len(gold) == 7473 + 1319
+    for file in ("train.jsonl", "test.jsonl"):
+        for line in (Path(gsm8k.path) / file).read_text("utf-8").splitlines():
+            row = json.loads(line)
+            stated = gsm8k.extract(row["answer"])
+            assert stated is not None
+            assert gsm8k.equivalent(stated, gold[gsm8k.template.replace("{question}", row["question"])])
+
+
+def test_ten_thousand_completions_are_graded_in_a_second():
+    gsm8k = GSM8K(path=str(real_data("gsm8k")))
+    answers = [
+        json.loads(line)["answer"] for line in (Path(gsm8k.path) / "train.jsonl").read_text("utf-8").splitlines()
+    ]
+    answers = [f"{answer}.{number % 10}0 dollars" for number, answer in enumerate([*answers, *answers][:10_000])]
+    _numbers._parse.cache_clear()
+    start = time.process_time()
+    graded = [gsm8k.equivalent(gsm8k.extract(answer) or "", "18") for answer in answers]
+    assert time.process_time() - start < 1.0
+    assert len(graded) == 10_000

@@ -1,0 +1,429 @@
+r"""MATH: equality of LaTeX answers on a corpus written for this test, the bounds of the checker, rows and filters."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import hostile
+import psutil
+import pytest
+from real_data import ROOT, real_data
+
+from harness.spec import SpecError, parse_run
+from tasks import _latex, _symbolic
+from tasks._symbolic import Checker
+from tasks.math import Math
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+# fmt: off
+# Answer -> other spellings of it.
+EQUAL = {
+    r"\frac{5}{7}": [r"\frac57", r"\dfrac{5}{7}", r"\tfrac57", "5/7", r"\frac{10}{14}", r"$\frac{5}{7}$", r"\frac 5 7",
+                     r"{5\over 7}"],
+    r"-\frac{3}{4}": ["-0.75", r"\frac{-3}{4}", r"\frac{3}{-4}", "-3/4", r"-\left(\frac{3}{4}\right)", "\u22120.75"],
+    "2500": ["2,500", r"2{,}500", r"2,\!500", "2500.0", "+2500", r"\$2500", r"2.5 \times 10^3", "50^2"],
+    "0.125": ["1/8", r"\frac18", ".125", "2^{-3}", r"12.5 \times 10^{-2}", r"0.125\text{ m}"],
+    r"2\frac{1}{3}": [r"\frac73", "7/3", r"2 \tfrac{1}{3}", "2 1/3", r"2.\overline{3}"],
+    r"5\sqrt{2}": [r"5\sqrt2", r"\sqrt{50}", r"5 \cdot \sqrt{2}", r"\frac{10}{\sqrt{2}}", r"5\cdot 2^{1/2}", "5\u221a2",
+                   "5sqrt(2)"],
+    r"\frac{\sqrt{6}}{6}": [r"\frac{1}{\sqrt{6}}", r"\frac{\sqrt6}{6}", r"\sqrt{\frac{1}{6}}", r"6^{-1/2}"],
+    r"2+\sqrt{3}": [r"\sqrt{3}+2", r"\frac{1}{2-\sqrt{3}}", r"\frac{4+2\sqrt3}{2}", r"2 + 3^{\frac{1}{2}}"],
+    r"2 \pm \sqrt{7}": [r"2+\sqrt7, 2-\sqrt7", r"2-\sqrt{7},2+\sqrt{7}", r"x = 2 \pm \sqrt7"],
+    r"6\pi": [r"\pi \cdot 6", r"2\pi\cdot 3", "6pi", "6\u03c0", r"6\pi \text{ cm}", r"\frac{12\pi}{2}", r"6\,\pi"],
+    "(2,-3)": ["(2, -3)", r"\left(2,-3\right)", r"(\frac42,-3)", "2,-3", "(2.0,-3)"],
+    "(1,2)": ["1,2", "(1, 2)", r"\left(1,\frac42\right)"],
+    "(0.5,2]": [r"\left(\frac12,2\right]", "(1/2, 2]", "(.5,2.0]"],
+    r"[0,\infty)": [r"\left[0,\infty\right)", r"x \ge 0", r"x\in[0,\infty)", r"[0,+\infty)", "[0,\u221e)", r"0 \le x"],
+    r"(-\infty,1)\cup(4,\infty)": [r"(4,\infty)\cup(-\infty,1)", r"(-\infty, 1) \cup (4, +\infty)",
+                                   "(-\u221e,1)\u222a(4,\u221e)"],
+    r"-1 \le x < 5": [r"[-1,5)", r"x\in[-1,5)", r"-1\leq x<5", "-1 \u2264 x < 5"],
+    "1,4,9": ["9,4,1", "1, 4, 9", r"1, 4, \text{ and } 9", r"\{1,4,9\}", r"4, 1\text{ and }9"],
+    r"\{2,5\}": [r"\{5,2\}", r"\left\{2,5\right\}", "2,5", "5, 2"],
+    r"\begin{pmatrix} 1/2 \\ -3 \end{pmatrix}": [
+        r"\begin{bmatrix} 0.5 \\ -3 \end{bmatrix}", r"\begin{pmatrix}\frac12\\-3\end{pmatrix}",
+        r"\left(\begin{matrix} \tfrac{1}{2} \\ -3 \end{matrix}\right)",
+    ],
+    r"\begin{pmatrix} 0 & 1 \\ 2 & 3 \end{pmatrix}": [
+        r"\begin{bmatrix}0&1\\2&3\end{bmatrix}", r"\begin{pmatrix} 0 & 1 \\ 4/2 & 3.0 \end{pmatrix}",
+    ],
+    r"45^\circ": ["45", r"45^{\circ}", "45\u00b0", r"45 \text{ degrees}", "45 degrees", r"45\degree"],
+    r"30\%": ["30", "30%", "30 percent", r"30\text{ percent}", r"30.0\%"],
+    r"\text{Friday}": ["Friday", "friday", r"\textbf{Friday}", r"\mathrm{Friday}", r"\text{ Friday }", "Friday."],
+    r"\text{(B)}": ["B", "(B)", r"\text{B}", r"\textbf{(B)}", r"\mathrm{B}"],
+    r"75\text{ cm}^2": ["75", "75 cm^2", r"75\,\text{cm}^2", r"75 \mbox{ cm}^2", r"75\mathrm{~cm}^2"],
+    "x=7": ["7", "x = 7", "x=7.0", r"x=\frac{14}{2}"],
+    "y = 3x - 2": ["y=3x-2", "3x-2", "y = -2 + 3x", "y-3x=-2", "3x-y=2"],
+    "2x + 3y - 6 = 0": ["2x+3y=6", "3y+2x-6=0", "-2x-3y+6=0", "6=2x+3y"],
+    "3 - 4i": ["-4i+3", "3-4 i", r"3 - 4\cdot i"],
+    "(x-2)(x+3)": ["x^2+x-6", "(x+3)(x-2)", "x^{2} + x - 6", "x\u00b2+x-6", "-6+x+x^2", r"x\cdot x+x-6"],
+    r"\frac{3+5b}{8}": [r"\frac{5b+3}{8}", r"\frac38+\frac{5b}{8}", "(3+5b)/8", r"\frac{1}{8}(5b+3)", "0.375+0.625b"],
+    "4n^2+2n": ["2n(2n+1)", "2n + 4n^2", "4n^{2}+2n"],
+    r"\tan x": [r"\frac{\sin x}{\cos x}", r"\tan(x)", r"\tan{x}"],
+    r"2^{10}": ["1024", "4^5", r"2^{5}\cdot 2^5"],
+    r"\binom{6}{2}": ["15", r"\frac{6!}{2!4!}"],
+    r"\log_3 81": ["4", r"\log_{3}{81}"],
+    "5!": ["120", r"5\cdot 4!"],
+    "32_7": ["32_{7}", "32_7.", r"32_{ 7 }"],
+    "3:45": ["3:45", "3 : 45"],
+    r"\frac{1}{3}": [r"0.\overline{3}", r"0.\bar{3}", r"\frac{1}{3}" + "\n", r"\displaystyle\frac13"],
+    r"e^2": ["e^{2}", r"e\cdot e"],
+    r"|x|": [r"\left|x\right|", r"\lvert x \rvert"],
+}
+
+# Answer -> near misses.
+DIFFERENT = {
+    r"\frac{5}{7}": ["0.714285", r"\frac75", r"-\frac57", "5", "7", r"\frac{5}{8}", "0.7142857142857"],
+    "2500": ["250", "25000", "2501", "2500x", "2,50", r"2500\pi"],
+    r"5\sqrt{2}": ["7.0710678", "5", r"2\sqrt5", r"\sqrt{10}", r"-5\sqrt2", "7.07106781186547524"],
+    r"2 \pm \sqrt{7}": [r"2+\sqrt7", r"2", r"\pm\sqrt7", r"-2\pm\sqrt7"],
+    r"6\pi": ["6", r"\pi^6", "18.85", r"5\pi", "18.849555921538759"],
+    "(2,-3)": ["(-3,2)", "-3,2", "[2,-3]", "2", "(2,3)", r"\{2,-3\}", "(2,-3,0)"],
+    "(1,2)": ["2,1", "(2,1)", "1", "[1,2]", r"\{1,2\}"],
+    r"(\frac13,5)": ["(0.3333333,5)", "(1,3,5)"],
+    "(0.5,2]": ["[0.5,2]", "(0.5,2)", "(5,2]", "(0.5,3]"],
+    r"[0,\infty)": [r"(0,\infty)", "0", r"x>0", r"[0,\infty]", r"x \le 0"],
+    r"(-\infty,1)\cup(4,\infty)": [r"(-\infty,4)", r"(1,4)", r"(-\infty,1]\cup[4,\infty)"],
+    "1,4,9": ["1,4", "1,4,8", "1,4,9,16", "149"],
+    r"\{2,5\}": [r"\{2\}", "(2,5)", "[2,5]", "7", "2", r"\{2,5,5,6\}"],
+    r"\begin{pmatrix} 1/2 \\ -3 \end{pmatrix}": [
+        r"\begin{pmatrix} 1/2 \\ 3 \end{pmatrix}", r"\begin{pmatrix} -3 \\ 1/2 \end{pmatrix}",
+        r"\begin{pmatrix} 1/2 \end{pmatrix}",
+    ],
+    r"45^\circ": ["54", "45.5", r"\frac{\pi}{4}", "135"],
+    r"30\%": ["0.3", "3", "70"],
+    r"\text{Friday}": ["Monday", "F", "5", r"\text{Sunday}", "day"],
+    r"\text{(B)}": ["A", "(D)", "AB", r"\text{C}", "2"],
+    "x=7": ["x=-7", "y=8", "6", "x>7"],
+    "y = 3x - 2": ["y=3x+2", "3x+2", "y=2x-3", "-2"],
+    "2x + 3y - 6 = 0": ["0", "6", "2x+3y=5", "2x-3y-6=0"],
+    "3 - 4i": ["3+4i", "3-4", "-1", "4-3i"],
+    "(x-2)(x+3)": ["x^2-x-6", "x^2+x+6", "(y-2)(y+3)", "x-2"],
+    "10t": ["10", "10s", "t"],
+    "32_7": ["32", "32_8", "23", "32_{17}"],
+    "3:45": ["3", "15:3", "1:15", "4:45", "1/15"],
+    "2^{-80}": ["2^{-81}", "0", r"\frac{1}{2^{79}}"],
+    r"\frac{2^{2000}+1}{2^{2001}}": [r"\frac{1}{2^{2001}}", r"\frac12"],
+    r"n=1,2,3": ["n=2,3,4", "3"],
+    "18!": ["18", "17!"],
+}
+# fmt: on
+
+
+def cases(table: dict[str, list[str]]) -> list[tuple[str, str]]:
+    return [(answer, other) for answer, others in table.items() for other in others]
+
+
+@pytest.fixture
+def checker():
+    """A checker whose stages take at most a second, and compute no more than 0.6 s of it."""
+    made = Checker(wall_seconds=1.0, cpu_seconds=0.6, memory_bytes=2**30)
+    yield made
+    made.close()
+
+
+def task(path: Path = FIXTURES / "math", **fields) -> Math:
+    return Math(path=str(path), **{"validation_fraction": 0.25, **fields})
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_the_corpus_is_large_enough():
+    assert len(cases(EQUAL)) >= 120
+    assert len(cases(DIFFERENT)) >= 80
+    assert len(hostile.ANSWERS) >= 60
+
+
+@pytest.mark.parametrize(("answer", "other"), cases(EQUAL))
+def test_equal_spellings_are_equal_both_ways(answer, other):
+    stated = task().extract(rf"Thus \boxed{{{other}}}.")
+    assert stated is not None
+    assert task().equivalent(stated, _latex.canonical(answer))
+    assert task().equivalent(_latex.canonical(answer), stated)
+
+
+@pytest.mark.parametrize(("answer", "other"), cases(DIFFERENT))
+def test_near_misses_are_different_both_ways(answer, other):
+    stated = task().extract(rf"Thus \boxed{{{other}}}.")
+    assert stated is not None
+    assert not task().equivalent(stated, _latex.canonical(answer))
+    assert not task().equivalent(_latex.canonical(answer), stated)
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        (r"\boxed{1} and then \boxed{\frac{a}{b}}", r"\frac{a}{b}"),
+        (r"\boxed{$\frac{2}{4}$}", "0.5"),
+        (r"\boxed{ x  +  1 }", "x + 1"),
+        ("so\n#### x+1\nand more", "x+1"),
+        (r"\boxed{3} #### 4", "3"),
+        (r"\boxed{}", None),
+        (r"\boxed{\frac{1}{2", None),
+        ("x = 5", None),
+        (r"\boxed{" + "1+" * 300 + "1}", None),
+    ],
+)
+def test_the_last_box_states_the_answer_or_else_the_line_after_the_marker(completion, answer):
+    assert task().extract(completion) == answer
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_hostile_answers_stay_within_the_bounds(part):
+    # None of them equals 7. A question has three stages of at most 0.4 s, and the parent waits 1 s more before it kills
+    # by itself: less than 3 * (0.4 + 1) s. The start of a child is no part of a question.
+    checker = Checker(wall_seconds=0.4, cpu_seconds=0.3)
+    for number, text in enumerate(hostile.ANSWERS[part::4]):
+        checker.compare("x", f"x+{number}")
+        start = time.monotonic()
+        assert checker.compare(text[: _latex.MAX_CHARS], "7") != "equal"
+        assert time.monotonic() - start < 3 * (0.4 + 1.0)
+    assert checker.counts["unparsable"] > 0
+    checker.close()
+
+
+@pytest.mark.parametrize(("wall_seconds", "cpu_seconds", "bound"), [(0.3, 60.0, 0.3 + 1.0), (30.0, 0.3, 10.0)])
+def test_the_child_keeps_each_limit_by_itself(wall_seconds, cpu_seconds, bound):
+    checker = Checker(wall_seconds=wall_seconds, cpu_seconds=cpu_seconds)
+    checker.compare("x", "x+1")
+    start = time.monotonic()
+    assert checker.compare("9^{9^9}", "x") == "unparsable"
+    # The parent would kill after a further second only.
+    assert time.monotonic() - start < bound
+    checker.close()
+
+
+def test_the_parent_kills_a_child_that_says_nothing():
+    checker = Checker(wall_seconds=0.2)
+    checker.compare("x", "x+1")
+    stopped = psutil.Process(checker._child._process.pid)
+    stopped.suspend()
+    assert checker.compare("x", "x+2") == "unparsable"
+    assert not stopped.is_running()
+    assert checker.compare("x", "x+3") == "different"
+    checker.close()
+
+
+def test_an_unreadable_answer_costs_its_time_twice_at_most(checker):
+    assert checker.compare("9^{9^9}", "1") == "unparsable"
+    assert checker.compare("9^{9^9}", "1+1") == "unparsable"
+    start = time.monotonic()
+    for other in ("2", "3", "x", "9^{9^9}", "1"):
+        assert checker.compare(other, "9^{9^9}") == "unparsable"
+    assert time.monotonic() - start < 0.1
+
+
+def test_the_next_question_after_a_kill_is_answered_and_no_zombie_stays(checker):
+    assert checker.compare("9^{9^9}", "1") == "unparsable"
+    assert checker.compare("x+1", "1+x") == "equal"
+    assert checker.compare("x+1", "2+x") == "different"
+    assert checker.compare("999999999!", "1") == "unparsable"
+    states = [child.status() for child in psutil.Process().children()]
+    assert psutil.STATUS_ZOMBIE not in states
+    assert checker.compare("x+3", "3+x") == "equal"
+    ended = checker._child._process
+    checker.close()
+    assert ended.returncode == -signal.SIGKILL  # waited for
+    assert checker.compare("x+2", "2+x") == "equal"
+
+
+def test_a_child_that_died_while_idle_is_replaced(checker):
+    assert checker.compare("x+1", "1+x") == "equal"
+    os.kill(checker._child._process.pid, signal.SIGKILL)
+    checker._child._process.wait()
+    assert checker.compare("a+1", "1+a") == "unparsable"
+    assert checker.compare("b+1", "1+b") == "equal"
+
+
+@pytest.mark.skipif(
+    not hasattr(psutil.Process, "rlimit"), reason="the limits of another process are read on Linux only"
+)
+def test_the_child_has_a_memory_limit_and_writes_no_files(checker):
+    checker.compare("x+1", "1+x")
+    child = psutil.Process(checker._child._process.pid)
+    assert child.rlimit(psutil.RLIMIT_AS) == (2**30, 2**30)
+    assert child.rlimit(psutil.RLIMIT_FSIZE) == (0, 0)
+
+
+def test_threads_that_ask_together_get_their_own_verdicts(checker):
+    checker.compare("x", "x+1")
+    verdicts: dict[int, str] = {}
+    together = threading.Barrier(4)
+
+    def ask(first: int) -> None:
+        together.wait()
+        for n in range(first, 100, 4):
+            verdicts[n] = checker.compare(f"x+{n}", f"{n + n // 4 % 2}+x")
+
+    threads = [threading.Thread(target=ask, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # n // 4 is even for 0-3, 8-11, ...: x+n is compared with itself there, with x+n+1 elsewhere.
+    assert verdicts == {n: "different" if n // 4 % 2 else "equal" for n in range(100)}
+
+
+FORK = """
+import os
+from tasks._symbolic import checker
+assert checker().compare("x+1", "1+x") == "equal"
+first = checker()._child._process.pid
+if os.fork() == 0:
+    assert checker().compare("y+1", "1+y") == "equal"
+    assert checker()._child._process.pid != first
+    checker().close()
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
+assert checker().compare("z+1", "1+z") == "equal"
+assert checker()._child._process.pid == first
+print("both")
+"""
+
+BUSY = """
+import threading
+from tasks._symbolic import Checker
+checker = Checker(wall_seconds=3.0, cpu_seconds=2.0)
+checker.compare("x+1", "1+x")
+print(checker._child._process.pid, flush=True)
+checker.compare("9^{9^9}", "1")
+"""
+
+
+def test_a_forked_process_starts_a_child_of_its_own():
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.split() == ["both"], done.stderr
+
+
+def test_a_busy_child_does_not_outlive_a_killed_parent_by_more_than_its_limits():
+    parent = subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    child = psutil.Process(int(parent.stdout.readline()))
+    time.sleep(0.3)
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 8.0
+    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_checker_that_cannot_start_is_no_verdict(checker, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="does not start"):
+        checker.compare("x+1", "1+x")
+
+
+def test_both_schemas_give_the_same_answers(tmp_path):
+    solved = {"problem": "What is $1/2+1/4$?", "solution": r"It is $\boxed{\frac{3}{4}}$.", "level": "Level 1"}
+    stated = {"problem": "What is $1/2+1/4$?", "answer": r"\frac{3}{4}", "level": 1}
+    golds = [
+        task(write(tmp_path / f"{n}.jsonl", row)).prompts("test")[0].gold for n, row in enumerate((solved, stated))
+    ]
+    assert golds == ["0.75", "0.75"]
+
+
+def test_a_solution_without_a_box_ends_in_the_stated_answer(tmp_path):
+    row = {"problem": "What is $2+2$?", "solution": "Count on your fingers.", "answer": "4"}
+    write(tmp_path / "train.jsonl", row, {**row, "problem": "And?", "solution": r"It is \boxed{4}."})
+    completions = {d.completion for d in task(tmp_path, validation_fraction=1e-9).demonstrations()}
+    assert completions == {"Count on your fingers.\n\\boxed{4}", r"It is \boxed{4}."}
+
+
+def test_rows_without_worked_solutions_give_no_demonstrations(tmp_path):
+    write(tmp_path / "train.jsonl", {"problem": "What is $2+2$?", "answer": "4"})
+    assert task(tmp_path, validation_fraction=1e-9).demonstrations() == []
+
+
+def test_a_source_with_a_test_split_alone_serves_evaluation():
+    answers = task(FIXTURES / "math_answers")
+    assert len(answers.prompts("test")) == 3
+    for call in (lambda: answers.prompts("train"), lambda: answers.prompts("validation"), answers.demonstrations):
+        with pytest.raises(ValueError, match=r"math_answers: there is no train split .*evaluation"):
+            call()
+
+
+def test_the_test_split_may_come_from_elsewhere():
+    both = task(test_path=str(FIXTURES / "math_answers"))
+    assert len(both.prompts("test")) == 3
+    assert len(both.prompts("train")) + len(both.prompts("validation")) == 12
+
+
+def test_levels_and_subjects_filter_every_split():
+    assert {p.gold for p in task(levels=[1]).prompts("test")} == {"12"}
+    assert {p.gold for p in task(levels=[2, 3]).prompts("test")} == {r"\sqrt{5}", "5", "42"}
+    kept = task(subjects=["Counting & Probability", "number_theory"], test_path=str(FIXTURES / "math_answers"))
+    assert {p.gold for p in kept.prompts("test")} == {"23_5"}
+    assert len(kept.prompts("train")) + len(kept.prompts("validation")) == 3
+
+
+def test_filters_that_keep_nothing_are_an_error():
+    with pytest.raises(ValueError, match="the test split has no usable problem among 4 rows; loosen its filters"):
+        task(levels=[5], subjects=["geometry"]).prompts("test")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"subjects": ["geometri"]}, "unknown subject 'geometri'; did you mean 'geometry'?"),
+        ({"levels": [6]}, r"task\.levels\.0: Input should be less than or equal to 5, got 6"),
+    ],
+)
+def test_an_unknown_subject_or_level_is_an_error_of_the_spec(fields, message):
+    with pytest.raises(SpecError, match=message.replace("?", r"\?")):
+        parse_run({"task": {"name": "math", **fields}, "algorithm": "grpo"}, where="here")
+
+
+@pytest.mark.parametrize(
+    ("row", "fields", "message"),
+    [
+        ({"problem": "Why?"}, {}, "field 'answer' or 'solution' is missing"),
+        ({"answer": "4"}, {}, "field 'problem' or 'question' is missing"),
+        ({"problem": "Why?", "solution": "It is 4."}, {}, r"field 'solution' has no \\boxed"),
+        ({"problem": "Why?", "solution": r"\boxed{\frac{1}{2}"}, {}, r"field 'solution' has no \\boxed"),
+        ({"problem": "Why?", "answer": " "}, {}, "field 'answer' is empty"),
+        ({"problem": "Why?", "answer": "1+" * 300}, {}, "the answer must have at most 500 characters, got 600"),
+        ({"problem": "Why?", "answer": "4"}, {"levels": [1]}, "field 'level' is missing"),
+        ({"problem": "Why?", "answer": "4", "level": "hard"}, {"levels": [1]}, "field 'level' must be a number"),
+        ({"problem": "Why?", "answer": "4"}, {"subjects": ["algebra"]}, "field 'subject' or 'type' is missing"),
+    ],
+)
+def test_a_bad_row_is_an_error_or_skipped_and_counted(tmp_path, caplog, row, fields, message):
+    good = {"problem": "What is $2+2$?", "answer": "4", "solution": r"\boxed{4}", "level": "Level 1", "type": "Algebra"}
+    file = write(tmp_path / "test.jsonl", good, row)
+    with pytest.raises(ValueError, match=rf"test\.jsonl, row 2: {message}"):
+        task(file, **fields).prompts("test")
+    with caplog.at_level(logging.WARNING):
+        assert len(task(file, on_bad_row="skip", **fields).prompts("test")) == 1
+    assert "skipped 1 of 2 rows" in caplog.text
+
+
+def test_a_row_of_unknown_level_is_no_bad_row(tmp_path):
+    row = {"problem": "Why?", "answer": "4", "level": "Level ?"}
+    file = write(tmp_path / "test.jsonl", row, {**row, "problem": "How?", "level": "Level 3"})
+    assert len(task(file).prompts("test")) == 2
+    assert len(task(file, levels=[3]).prompts("test")) == 1
+
+
+def test_every_gold_of_real_math500_equals_itself_in_a_box_and_through_the_checker():
+    folder = real_data("math500")
+    math500 = Math(path=str(folder))
+    golds = [json.loads(line)["answer"] for line in (folder / "test.jsonl").read_text("utf-8").splitlines()]
+    assert len(math500.prompts("test")) == len(golds) == 500
+    assert sorted(p.gold for p in math500.prompts("test")) == sorted(map(_latex.canonical, golds))
+    read = [math500.extract(rf"Hence the answer is $\boxed{{{gold}}}$.") for gold in golds]
+    assert (
+        sum(s is not None and math500.equivalent(s, _latex.canonical(g)) for s, g in zip(read, golds, strict=True))
+        == 500
+    )
+    # And as the checker itself judges what the cheap rules would have decided.
+    texts = [_latex._exact(_latex._tidy(gold)) for gold in golds if not _latex._is_literal(_latex._tidy(gold))]
+    assert [text for text in texts if _symbolic.checker().compare(text, f"{text} ") != "equal"] == []

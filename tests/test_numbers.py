@@ -1,0 +1,170 @@
+"""The parser of numeric answers: what states which number, and what states none."""
+
+import time
+from fractions import Fraction
+
+import hostile
+import pytest
+
+from tasks import _numbers
+from tasks._numbers import canonical, last_boxed, number
+
+# fmt: off
+# Text -> canonical number, words allowed.
+PROSE = {
+    "18": "18", "18.": "18", "$18": "18", "**18**": "18", "18.00": "18", " 18 ": "18", "18 clips": "18", "18,": "18",
+    "__18__": "18", "*18*": "18", "`18`": "18", '"18"': "18", "(18)": "18", "018": "18", "+18": "18", "18!": "18",
+    "$18.": "18", "$ 18": "18", "18$": "18", r"\$18": "18", "$18$": "18", r"$\$18$": "18", "US$18": "18",
+    "18 USD": "18", "\u20ac18": "18", "18 \u20ac": "18", "\xa318.50": "18.5", "Rs. 18": "18", "18 dollars": "18",
+    "18 cents": "18", "1,800": "1800", "1,800.00": "1800", "$1,800": "1800", "1,234,567": "1234567", "1 800": "1800",
+    "1{,}800": "1800", r"1,\!800": "1800", "1\u202f800": "1800", "1\xa0800": "1800", "-1,800": "-1800",
+    "12,345.678": "12345.678", "-0": "0", "-0.00": "0", "0": "0", "-5": "-5", "- 5": "-5", "-$5": "-5", "$-5": "-5",
+    "\u22125": "-5", "minus 5": "-5", "negative 2.5": "-2.5", "\u20135": "-5", "-.5": "-0.5", ".5": "0.5",
+    "0.50": "0.5", "007.10": "7.1", "1/2": "0.5", "1 / 2": "0.5", "-1/2": "-0.5", "1/3": "1/3", "2/6": "1/3",
+    "1/-4": "-0.25", "1.5/2": "0.75", "1 1/2": "1.5", "2 and 1/3": "7/3", "-1 1/2": "-1.5", "\xbd": "0.5",
+    "2\xbd": "2.5", "5/6 of it": "5/6", r"\frac{1}{2}": "0.5", r"\dfrac12": "0.5", r"\tfrac{3}4": "0.75",
+    r"1\frac{4}{5}": "1.8", r"-\frac{9}{2}": "-4.5", "20%": "20", r"20\%": "20", "20 percent": "20", "0.5%": "0.5",
+    "12.5 %": "12.5", "\uff12\uff10\uff05": "20", "1e5": "100000", "1E5": "100000", "1.5e3": "1500", "1e-3": "0.001",
+    "3 x 10^5": "300000", "3*10^5": "300000", r"3 \times 10^{-5}": "0.00003", r"4.15 \cdot 10^{-5}": "0.0000415",
+    "10^5": "100000", "10\xb2": "100", "3 million": "3000000", "$2.5 billion": "2500000000", "1/2 million": "500000",
+    "4 hundred": "400", "15 cm^2": "15", "15 cm2": "15", "15 m\xb2": "15", r"15 \text{ cm}^2": "15", "$18/hour": "18",
+    "60 miles per hour": "60", "18-year-old": "18", "90\xb0": "90", r"90^\circ": "90", r"90^{\circ}": "90",
+    r"18\text{ apples}": "18", r"\text{18}": "18", "The answer is 18.": "18", "So, Ann has 18 pens!": "18",
+    "x = 18": "18", "20-2=18": "18", "5+13 = 18 clips": "18", "Answer: $18": "18", "~18": "18", "about 18": "18",
+    r"\boxed{18}": "18", r"$\boxed{18}$": "18", "**$18**": "18", "\uff11\uff18": "18",
+    "\uff11\uff0c\uff18\uff10\uff10\u3002": "1800", "\u0663": "3", "\U0001d7d7": "9",
+    "\u7b54\u6848\u662f18\u5143": "18", "18\u4e2a": "18", "\u5341\u516b": "18", "\u4e00\u5343\u516b\u767e": "1800",
+    "3\u4e07": "30000", "\u4e00\u4ebf\u4e09\u5343\u4e07": "130000000", "\u4e8c\u3007\u4e8c\u516d": "2026",
+    "\u4e24\u767e": "200", r"0.\overline{3}": "1/3", r"0.1\overline{6}": "1/6", r"0.\bar{9}": "1",
+    r"2.\overline{45}": "27/11", "\u202e18": "18", "1\u200b8": "18", "18\x00": "18",
+    "1.2345678901234": "6172839450617/5000000000000",
+}
+
+NO_NUMBER = [
+    "", "eighteen", "x", "none", "?", ".", "-", "$", "1/0", "0/0", "1 3/2", "5 - 3", "3-5", "3 or 4", "3, 4",
+    "3 and 4", "1 2", "1,80", "1,8000", "18,5", "1.800.000", "1,2,3", "8:30", "1/2/2024", "2^3", "2**3", "2*3", "2x3",
+    "x-5", "x5", "A1", "5_8", "1_800", "0x1F", "18 +/- 2", "\xb13", "\u221a2", r"\sqrt{4}", r"8\pi", r"2\cdot 3",
+    "> 5", "5 < 6", "(3, 4)", "1e999999999", "1e101", "1e-101", "10^{999}", "4 apples and 5 pears",
+    "9" * 101, "1." + "3" * 101, "1" * 401, "5" + " " * 400,
+]
+
+# Without prose: a plain number, at most with currency, percent and units.
+BARE = {
+    "18": "18", "(5)": "5", r"\frac{16}{3}": "16/3", r"\frac 57": "5/7", r"\frac{250}7\text{ degrees}": "250/7",
+    r"12,\!090": "12090", r"12,\! 345,\! 678": "12345678", r"\$41,\!250": "41250", r"\$27.40": "27.4",
+    r"96 \mbox{ feet}^2": "96", r"88 \frac{1}{4}": "88.25", ".0000415": "0.0000415", r"7.2 \text{ cents}": "7.2",
+    "7.2 cents": "7.2", "12 square feet": "12", "60 km/h": "60", "45 degrees": "45", r"50\%": "50",
+    "3 million": "3000000",
+}
+NOT_BARE = [
+    "x=5", "5!", "2k", "5 m", "10t", "18 clips", "the 5", r"8\pi", "53_8", "4310_{5}", "5 i", "(5", "5)", "3,-4",
+    "(1,2)", r"3\mathrm{pi}", r"5\text{i}", "x5", "12:00", "3R^2", "5\xb12", r"\text{(C)}",
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("text", PROSE)
+def test_prose_states_the_number(text):
+    assert canonical(text) == PROSE[text]
+
+
+@pytest.mark.parametrize("text", NO_NUMBER)
+def test_no_number_several_or_one_beyond_the_bounds_state_none(text):
+    assert number(text) is None
+
+
+@pytest.mark.parametrize("text", BARE)
+def test_a_plain_number_is_read_without_prose(text):
+    assert canonical(text, prose=False) == BARE[text]
+
+
+@pytest.mark.parametrize("text", NOT_BARE)
+def test_mathematics_and_words_are_no_plain_number(text):
+    assert number(text, prose=False) is None
+
+
+@pytest.mark.parametrize("text", [t for t in PROSE if "\u4e07" not in t and "\u4ebf" not in t])
+def test_the_number_plus_one_is_another_number(text):
+    value = number(text)
+    assert value is not None
+    assert not _numbers.equal(text, str(value + 1))
+    assert not _numbers.equal(text, str(-value) if value else "1")
+
+
+def test_nothing_is_rounded():
+    assert not _numbers.equal("0.333333333333", "1/3")
+    assert not _numbers.equal("100000000000000000001", "100000000000000000000")
+    assert _numbers.equal("0.1", "1/10")
+
+
+@pytest.mark.parametrize(
+    ("value", "spelling"),
+    # 1/8 = 0.125; 10^-12 is the shortest decimal step that is written as one, 10^-13 is a fraction.
+    [
+        (Fraction(1, 8), "0.125"),
+        (Fraction(-5, 2), "-2.5"),
+        (Fraction(-1, 3), "-1/3"),
+        (Fraction(1, 10**12), "0.000000000001"),
+        (Fraction(1, 10**13), "1/10000000000000"),
+        (Fraction(-7), "-7"),
+    ],
+)
+def test_a_value_has_one_spelling_and_it_reads_back(value, spelling):
+    assert _numbers.spell(value) == spelling
+    assert number(spelling) == value
+
+
+@pytest.mark.parametrize(
+    ("completion", "line"),
+    [
+        ("#### 5\n#### 18\nthe end", "18"),
+        ("so it is\n####\n\n 18 \nmore", "18"),
+        ("####18", "18"),
+        ("##### 18", "18"),
+        ("18", None),
+        ("18 ####", None),
+        ("18 ####  \n ", None),
+    ],
+)
+def test_the_line_after_the_last_marker_counts(completion, line):
+    assert _numbers.after_marker(completion) == line
+
+
+@pytest.mark.parametrize(
+    ("completion", "content"),
+    [
+        (r"\boxed{1} then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{\boxed{5}}", "5"),
+        (r"\boxed{5} and \boxed{6", "5"),
+        (r"\boxed{\{1,2\}}", r"\{1,2\}"),
+        (r"\boxed{a\\{b}}", r"a\\{b}"),
+        (r"\boxed {7}", "7"),
+        (r"$\boxed 7$ is it", "7"),
+        (r"\fbox{7}", "7"),
+        (r"} { \boxed{7} {", "7"),
+        (r"\boxed{}", ""),
+        (r"\boxed", None),
+        ("no box {7}", None),
+        (r"\boxed{7", None),
+    ],
+)
+def test_the_last_balanced_box_counts(completion, content):
+    assert last_boxed(completion) == content
+
+
+def test_ten_thousand_answers_are_read_in_a_second():
+    answers = [f"${n:,}.00 in all" for n in range(10_000)]
+    start = time.process_time()
+    read = [canonical(answer) for answer in answers]
+    assert time.process_time() - start < 1.0
+    assert read == [str(n) for n in range(10_000)]
+
+
+def test_no_hostile_text_is_slow_to_read():
+    for text in [*hostile.ANSWERS, *(c for c in hostile.COMPLETIONS if len(c) > 10_000)]:
+        start = time.process_time()
+        for prose in (True, False):
+            assert number(text, prose=prose) is None or len(text) <= _numbers.MAX_CHARS
+        _numbers.after_marker(text)
+        last_boxed(text)
+        assert time.process_time() - start < 1.0, text[:60]

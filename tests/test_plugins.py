@@ -1,0 +1,142 @@
+"""Plugins are found by file name or entry point, loaded on demand, and refused with the nearest name."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from harness import plugins
+from harness.interfaces import Algorithm, RolloutEngine, Task
+from harness.spec import load_run
+
+ROOT = Path(__file__).resolve().parents[1]
+BASES: dict[plugins.Kind, type] = {"algorithm": Algorithm, "task": Task, "engine": RolloutEngine}
+FOLDERS: dict[plugins.Kind, str] = {"algorithm": "algorithms", "task": "tasks", "engine": "harness/engines"}
+
+THIRD_PARTY = """
+from typing import Literal
+from algorithms.grpo import GRPO
+
+class Elsewhere(GRPO):
+    name: Literal["{name}"] = "{name}"
+"""
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, source: str, class_name: str) -> None:
+    """Put a distribution with one algorithm on the path, as an installer would."""
+    module = f"plugin_{name}"
+    (folder / f"{module}.py").write_text(source)
+    info = folder / f"{module}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[cohort.algorithms]\n{name} = {module}:{class_name}\n")
+    monkeypatch.syspath_prepend(str(folder))
+    importlib.invalidate_caches()
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_every_public_file_of_the_folder_is_a_plugin_and_no_other(kind: plugins.Kind):
+    files = {f.stem for f in (ROOT / FOLDERS[kind]).glob("*.py") if not f.stem.startswith("_")}
+    assert set(plugins.names(kind)) == files
+    assert plugins.names(kind) == sorted(files)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in BASES for name in plugins.names(kind)])
+def test_every_plugin_loads_and_carries_its_files_name(kind: plugins.Kind, name: str):
+    cls = plugins.load(kind, name)
+    assert issubclass(cls, BASES[kind])
+    settings = cls.Settings if issubclass(cls, RolloutEngine) else cls
+    assert settings.model_fields["name"].default == name  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_listing_names_imports_no_plugin():
+    code = "import sys; from harness import plugins; print(*plugins.names('algorithm')); print(*sys.modules)"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    listed, loaded = child.stdout.splitlines()
+    assert "grpo" in listed.split()
+    assert [name for name in loaded.split() if name.startswith("algorithms.")] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "hint"),
+    [
+        ("algorithm", "gpro", "did you mean 'grpo'?"),
+        ("task", "arithmatic", "did you mean 'arithmetic'?"),
+        ("engine", "transformer", "did you mean 'transformers'?"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest(kind: plugins.Kind, name: str, hint: str):
+    with pytest.raises(ValueError, match=rf"^unknown {kind} '{name}'; {re.escape(hint)} available: "):
+        plugins.load(kind, name)
+
+
+@pytest.mark.parametrize("name", ["_group", "__init__", "grpo.GRPO", "../tasks/arithmetic", "os", ""])
+def test_what_is_no_plugin_cannot_be_loaded(name: str):
+    with pytest.raises(ValueError, match=r"^unknown algorithm '"):
+        plugins.load("algorithm", name)
+
+
+def test_a_name_that_resembles_nothing_gets_the_list_alone():
+    with pytest.raises(ValueError) as caught:
+        plugins.load("algorithm", "zzzzzz")
+    assert str(caught.value) == f"unknown algorithm 'zzzzzz'; available: {', '.join(plugins.names('algorithm'))}"
+
+
+def test_an_installed_package_adds_its_algorithm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    install(tmp_path, monkeypatch, "elsewhere", THIRD_PARTY.format(name="elsewhere"), "Elsewhere")
+    assert "elsewhere" in plugins.names("algorithm")
+    spec = load_run(None, ["task=arithmetic", "algorithm=elsewhere", "algorithm.kl_beta=0.5"])
+    assert spec.algorithm.model_dump() == {
+        **plugins.load("algorithm", "grpo")(kl_beta=0.5).model_dump(),
+        "name": "elsewhere",
+    }
+
+
+def test_the_readmes_algorithm_works_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from harness.types import GradedGroup
+
+    source = next(re.finditer(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S))[1]
+    install(tmp_path, monkeypatch, "short_grpo", source, "ShortGRPO")
+    algorithm = load_run(None, ["task=arithmetic", "algorithm=short_grpo", "algorithm.length_penalty=0.01"]).algorithm
+    group = GradedGroup(
+        prompt_id="p", completions=("a", "b"), num_tokens=(10, 20), truncated=(False, False), answers=("1", "2"),
+        classes=(0, 1), correct=(True, False),
+    )  # fmt: skip
+    # 1 - 0.01 * 10 and 0 - 0.01 * 20
+    assert algorithm.rewards(group) == pytest.approx([0.9, -0.2], abs=1e-9)
+
+
+def test_the_readmes_study_is_valid(tmp_path: Path):
+    from harness.spec import load_study
+
+    file = tmp_path / "my_study.yaml"
+    file.write_text(next(re.finditer(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.S))[1])
+    assert [arm.label for arm in load_study(str(file)).design_arms()] == [
+        "group_size=4",
+        "group_size=8",
+        "group_size=16",
+    ]
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_file_without_exactly_one_public_class_is_refused(count: int):
+    module = ModuleType("algorithms.broken")
+    base = plugins.load("algorithm", "grpo")
+    for number in range(count):
+        setattr(module, f"Made{number}", type(f"Made{number}", (base,), {"__module__": module.__name__}))
+    # Imported and private classes do not count.
+    module.GRPO = base  # pyright: ignore[reportAttributeAccessIssue]
+    module._Hidden = type("_Hidden", (base,), {"__module__": module.__name__})  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ValueError, match=f"must define exactly one public Algorithm class, found {count}"):
+        plugins._only_plugin(module, "algorithm")
+
+
+def test_nearest_finds_a_typing_mistake_and_nothing_far_away():
+    assert plugins.nearest("lerning_rate", ["learning_rate", "weight_decay"]) == "learning_rate"
+    assert plugins.nearest("zzz", ["learning_rate", "weight_decay"]) is None

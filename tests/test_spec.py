@@ -1,0 +1,387 @@
+"""What a user writes becomes a validated, frozen, stably hashed spec, or an error that says how to fix it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import Field, ValidationError
+
+from harness import spec as specs
+from harness.spec import SpecError, load_run, load_study, parse_run, parse_study
+from harness.types import Section
+
+RUN: dict[str, Any] = {"task": {"name": "arithmetic"}, "algorithm": {"name": "grpo"}}
+
+
+class Toy(Section):
+    """A section whose digest is pinned below."""
+
+    rate: float = Field(0.1, gt=0)
+    sizes: tuple[int, ...] = (1, 2)
+    label: str | None = None
+
+
+def study(**changes: Any) -> dict[str, Any]:
+    return {"name": "toy", "question": "Does it?", "run": RUN, "seeds": [0, 1], **changes}
+
+
+def labels(raw: dict[str, Any]) -> list[str]:
+    return [arm.label for arm in parse_study(raw, "toy.yaml").design_arms()]
+
+
+def error_of(action: Any, *arguments: Any) -> str:
+    with pytest.raises(SpecError) as caught:
+        action(*arguments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "path", "words"),
+    [
+        ({"stepps": 3}, "stepps", ["unknown key 'stepps'", "did you mean 'steps'?", "valid keys: model, task"]),
+        ({"optimizer": {"lerning_rate": 1}}, "optimizer.lerning_rate", ["did you mean 'learning_rate'?"]),
+        ({"cold_start": {"step": 1}}, "cold_start.step", ["did you mean 'steps'?"]),
+        ({"algorithm": {"name": "grpo", "kl_bta": 0}}, "algorithm.kl_bta", ["did you mean 'kl_beta'?", "group_size"]),
+        ({"task": {"name": "arithmetic", "max_operandz": 3}}, "task.max_operandz", ["did you mean 'max_operand"]),
+        ({"engine": {"name": "transformers", "bach": 3}}, "engine.bach", ["unknown key 'bach'", "valid keys: name"]),
+    ],
+)
+def test_an_unknown_key_is_refused_with_file_path_and_nearest_key(change: dict, path: str, words: list[str]):
+    message = error_of(parse_run, {**RUN, **change}, "my_run.yaml")
+    assert message.startswith(f"my_run.yaml: {path}: ")
+    assert [word for word in words if word not in message] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"algorithm": "grppo"}, ["algorithm", "unknown algorithm 'grppo'", "did you mean 'grpo'?", "available: "]),
+        ({"task": {"name": "arithmetics"}}, ["task", "unknown task 'arithmetics'", "did you mean 'arithmetic'?"]),
+        ({"engine": "transformer"}, ["engine", "unknown engine 'transformer'", "did you mean 'transformers'?"]),
+        ({"algorithm": {"kl_beta": 0.1}}, ["algorithm must be a name or a mapping with a 'name'"]),
+        ({"task": 3}, ["task must be a name or a mapping with a 'name', got 3"]),
+    ],
+)
+def test_an_unknown_plugin_is_refused_with_the_nearest_name(change: dict, words: list[str]):
+    message = error_of(parse_run, {**RUN, **change}, "my_run.yaml")
+    assert [word for word in ["my_run.yaml: ", *words] if word not in message] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"steps": -1}, ["steps", "greater than or equal to 0", "got -1"]),
+        ({"steps": "many"}, ["steps", "integer", "got 'many'"]),
+        ({"sampling": {"temperature": float("nan")}}, ["sampling.temperature", "finite", "got nan"]),
+        ({"sampling": {"top_p": 1.5}}, ["sampling.top_p", "less than or equal to 1", "got 1.5"]),
+        ({"device": "gpu"}, ["device", "'auto', 'cpu' or 'cuda'", "got 'gpu'"]),
+        ({"algorithm": {"name": "grpo", "clip_epsilon": 2}}, ["algorithm.clip_epsilon", "less than 1", "got 2"]),
+    ],
+)
+def test_a_value_out_of_range_is_refused_with_rule_and_value(change: dict, words: list[str]):
+    message = error_of(parse_run, {**RUN, **change}, "my_run.yaml")
+    assert [word for word in ["my_run.yaml: ", *words] if word not in message] == []
+
+
+def test_every_mistake_of_a_file_is_named_at_once():
+    message = error_of(parse_run, {**RUN, "steps": -1, "sed": 3}, "my_run.yaml")
+    assert [line.split(":")[1].strip() for line in message.splitlines()] == ["steps", "sed"]
+
+
+def test_a_missing_section_is_named():
+    assert error_of(parse_run, {"task": "arithmetic"}, "my_run.yaml") == "my_run.yaml: algorithm: is required"
+
+
+def test_group_size_must_divide_the_rollouts_and_the_fix_is_named():
+    # The divisors of 64 next to 12 are 8 and 16.
+    raw = {**RUN, "algorithm": {"name": "grpo", "group_size": 12}, "rollouts_per_step": 64}
+    assert error_of(parse_run, raw, "my_run.yaml").endswith(
+        "algorithm.group_size must divide rollouts_per_step (64), got 12; use 8 or 16"
+    )
+    # Above all divisors of 6 only the largest is left: 6 itself.
+    raw = {**RUN, "algorithm": {"name": "grpo", "group_size": 9}, "rollouts_per_step": 6}
+    assert error_of(parse_run, raw, "my_run.yaml").endswith("got 9; use 6")
+
+
+def test_minibatches_must_divide_the_rollouts():
+    raw = {**RUN, "optimizer": {"num_minibatches": 3}, "rollouts_per_step": 64}
+    assert "optimizer.num_minibatches must divide rollouts_per_step (64), got 3; use 2 or 4" in error_of(
+        parse_run, raw, "my_run.yaml"
+    )
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "grpo_self_consistency"])
+def test_a_group_of_one_is_refused_where_the_group_is_the_baseline(algorithm: str):
+    raw = {**RUN, "algorithm": {"name": algorithm, "group_size": 1}}
+    message = error_of(parse_run, raw, "my_run.yaml")
+    assert f"algorithm.group_size must be at least 2 for {algorithm}, got 1" in message
+
+
+def test_a_group_of_one_is_accepted_for_ppo():
+    spec = parse_run({**RUN, "algorithm": {"name": "ppo", "group_size": 1}, "rollouts_per_step": 32}, "my_run.yaml")
+    assert spec.prompts_per_step == 32  # 32 rollouts / 1 each
+
+
+def test_budgets_follow_from_the_settings():
+    raw = {**RUN, "rollouts_per_step": 64, "algorithm": {"name": "grpo", "group_size": 16}}
+    spec = parse_run({**raw, "optimizer": {"num_inner_epochs": 4, "num_minibatches": 2}}, "my_run.yaml")
+    assert spec.prompts_per_step == 4  # 64 / 16
+    assert spec.updates_per_step == 8  # 4 epochs x 2 minibatches
+
+
+def test_the_token_limit_comes_from_the_task_unless_set():
+    spec = parse_run(RUN, "my_run.yaml")
+    assert spec.sampling_with_limit().max_tokens == spec.task.max_completion_tokens
+    spec = parse_run({**RUN, "sampling": {"max_tokens": 7}}, "my_run.yaml")
+    assert spec.sampling_with_limit().max_tokens == 7
+
+
+def test_a_spec_is_frozen():
+    spec = parse_run(RUN, "my_run.yaml")
+    with pytest.raises(ValidationError):
+        spec.steps = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "grpo_self_consistency"])
+def test_a_run_survives_json_with_its_plugin_settings(algorithm: str):
+    raw = {**RUN, "algorithm": {"name": algorithm, "kl_beta": 0.123}, "task": {"name": "arithmetic", "max_operands": 4}}
+    spec = parse_run(raw, "my_run.yaml")
+    again = parse_run(json.loads(spec.model_dump_json()), "again.json")
+    assert again == spec
+    assert again.digest() == spec.digest()
+    assert json.loads(spec.model_dump_json())["algorithm"]["kl_beta"] == 0.123
+
+
+def test_a_study_survives_json():
+    first = parse_study(study(factors={"algorithm.group_size": [4, 8]}), "toy.yaml")
+    again = parse_study(json.loads(first.model_dump_json()), "again.json")
+    assert again == first
+    assert again.digest() == first.digest()
+
+
+def test_the_digest_of_a_section_is_pinned():
+    # sha256 of {"label":null,"rate":0.1,"sizes":[1,2]}, first 16 hex digits: old results must stay recognisable.
+    assert specs.digest(Toy(rate=0.1).model_dump(mode="json")) == "54160b3bd5bc24d8"
+
+
+def test_the_digest_changes_with_any_setting_and_not_with_how_it_was_written():
+    base = parse_run(RUN, "a").digest()
+    assert parse_run({"algorithm": "grpo", "task": "arithmetic", "steps": 100}, "b").digest() == base
+    assert parse_run({**RUN, "seed": 1}, "c").digest() != base
+    assert parse_run({**RUN, "algorithm": {"name": "grpo", "kl_beta": 0.05}}, "d").digest() != base
+
+
+def test_the_digest_is_the_same_in_every_process():
+    code = f"from harness.spec import parse_run; print(parse_run({RUN!r}, 'x').digest())"
+    environment = {**os.environ, "PYTHONHASHSEED": "12345"}
+    child = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert child.stdout.strip() == parse_run(RUN, "x").digest()
+
+
+def test_overrides_are_read_as_yaml():
+    items = ["a=1", "b.c=0.5", "d=true", "e=[1, 2]", "f=text", "g=", "h=x=y"]
+    expected = {"a": 1, "b.c": 0.5, "d": True, "e": [1, 2], "f": "text", "g": None, "h": "x=y"}
+    assert specs.parse_overrides(items) == expected
+
+
+def test_a_number_without_a_decimal_point_may_have_an_exponent():
+    # YAML 1.1 reads 1e-4 as text; the setting's own type makes it a number, so that equal runs hash equally.
+    names = ["task=arithmetic", "algorithm=grpo"]
+    first, second = (load_run(None, [*names, f"optimizer.learning_rate={rate}"]) for rate in ("3e-4", "0.0003"))
+    assert first.optimizer.learning_rate == second.optimizer.learning_rate == 0.0003
+    assert first.digest() == second.digest()
+
+
+@pytest.mark.parametrize("item", ["steps", "=3", " =3"])
+def test_an_override_without_path_or_value_is_refused(item: str):
+    assert f"--set takes path=value, got '{item}'" in error_of(specs.parse_overrides, [item])
+
+
+def test_an_override_with_broken_yaml_is_refused():
+    assert error_of(specs.parse_overrides, ["steps=[1"]).startswith("--set steps: the value is not valid YAML")
+
+
+def test_overrides_reach_nested_settings_and_leave_the_original_alone():
+    raw = {"task": "arithmetic", "algorithm": {"name": "grpo", "kl_beta": 0.2}}
+    changed = specs.with_overrides(
+        raw, {"task.max_operands": 3, "algorithm.group_size": 4, "optimizer.weight_decay": 0.1}
+    )
+    assert changed == {
+        "task": {"name": "arithmetic", "max_operands": 3},
+        "algorithm": {"name": "grpo", "kl_beta": 0.2, "group_size": 4},
+        "optimizer": {"weight_decay": 0.1},
+    }
+    assert raw == {"task": "arithmetic", "algorithm": {"name": "grpo", "kl_beta": 0.2}}
+
+
+def test_an_override_below_a_plain_value_is_refused():
+    assert error_of(specs.with_overrides, {"steps": 3}, {"steps.x": 1}) == "'steps.x': 'steps' is 3, which has no keys"
+
+
+def test_a_run_loads_from_yaml_with_overrides(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({**RUN, "steps": 7}))
+    spec = load_run(str(file), ["algorithm.kl_beta=0.5", "seed=3"])
+    assert (spec.steps, spec.seed, spec.algorithm.model_dump()["kl_beta"]) == (7, 3, 0.5)
+
+
+def test_a_run_loads_from_overrides_alone():
+    assert load_run(None, ["task=arithmetic", "algorithm=ppo"]).algorithm.name == "ppo"
+
+
+def test_an_override_of_an_unknown_path_is_refused():
+    assert "unknown key 'kl_bta'; did you mean 'kl_beta'?" in error_of(
+        load_run, None, ["task=arithmetic", "algorithm=grpo", "algorithm.kl_bta=1"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        ("a: [1", "not valid YAML"),
+        ("- 1\n- 2\n", "must be a mapping, got list"),
+        ("", "must be a mapping, got NoneType"),
+    ],
+)
+def test_an_unreadable_file_is_named(tmp_path: Path, content: str | None, words: str):
+    file = tmp_path / "run.yaml"
+    if content is not None:
+        file.write_text(content)
+    message = error_of(load_run, str(file))
+    assert message.startswith(f"{file}: ")
+    assert words in message
+
+
+def test_yaml_cannot_build_python_objects(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text("task: !!python/object/apply:os.getcwd []\n")
+    assert "not valid YAML" in error_of(load_run, str(file))
+
+
+def test_a_grid_takes_every_combination_in_order():
+    raw = study(factors={"algorithm.group_size": [4, 8], "algorithm.kl_beta": [0.0, 0.1]})
+    assert labels(raw) == [
+        "group_size=4, kl_beta=0",
+        "group_size=4, kl_beta=0.1",
+        "group_size=8, kl_beta=0",
+        "group_size=8, kl_beta=0.1",
+    ]
+
+
+def test_an_arm_changes_what_it_names_and_nothing_else():
+    parsed = parse_study(study(factors={"algorithm.group_size": [4, 8]}), "toy.yaml")
+    four, eight = parsed.design_arms()
+    assert (four.levels, eight.levels) == ({"algorithm.group_size": 4}, {"algorithm.group_size": 8})
+    first, second = (parsed.run_spec(arm, 1).model_dump() for arm in (four, eight))
+    assert first["seed"] == second["seed"] == 1
+    assert [key for key in first if first[key] != second[key]] == ["algorithm"]
+    assert (first["algorithm"].pop("group_size"), second["algorithm"].pop("group_size")) == (4, 8)
+    assert first["algorithm"] == second["algorithm"]
+
+
+def test_named_arms_are_labelled_by_their_name():
+    arms = {"plain": {"algorithm.name": "grpo"}, "critic": {"algorithm.name": "ppo", "optimizer.learning_rate": 1e-4}}
+    assert labels(study(arms=arms)) == ["plain", "critic"]
+    assert labels(study(arms=arms, factors={"steps": [1, 2]})) == [
+        "plain, steps=1", "plain, steps=2", "critic, steps=1", "critic, steps=2",
+    ]  # fmt: skip
+
+
+def test_one_at_a_time_takes_the_base_run_and_each_other_level():
+    # The base has group_size 8 (the default), which is therefore no arm of its own.
+    factors = {"algorithm.group_size": [4, 8, 16], "algorithm.kl_beta": [0.5]}
+    found = labels(study(factors=factors, design="one_at_a_time"))
+    assert found == ["base", "group_size=4", "group_size=16", "kl_beta=0.5"]
+
+
+def test_one_at_a_time_may_vary_the_algorithm_beside_a_setting_that_another_lacks():
+    # PPO has no std_floor: that arm has no level of the factor, and the study is still valid.
+    factors = {"algorithm.name": ["grpo", "ppo"], "algorithm.std_floor": [0.01]}
+    parsed = parse_study(study(factors=factors, design="one_at_a_time"), "toy.yaml")
+    assert [arm.label for arm in parsed.design_arms()] == ["base", "ppo", "std_floor=0.01"]
+    assert parsed.design_arms()[1].levels == {"algorithm.name": "ppo", "algorithm.std_floor": None}
+
+
+def test_arms_that_are_the_same_run_are_refused():
+    arms = {"one": {"algorithm.kl_beta": 0.04}, "two": {"algorithm.name": "grpo"}}  # 0.04 is the default
+    assert error_of(parse_study, study(arms=arms), "toy.yaml") == (
+        "study 'toy': arms 'one' and 'two' are the same; remove one"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seeds": [0, 0]}, "seeds must be distinct and >= 0, got [0, 0]"),
+        ({"seeds": [-1]}, "seeds must be distinct and >= 0, got [-1]"),
+        ({"seeds": []}, "seeds"),
+        ({"factors": {"seed": [0, 1]}}, "'seed' is a replicate, never a factor"),
+        ({"factors": {"steps": []}}, "factor 'steps' has no levels"),
+        ({"factors": {"steps": [1, 2, 1]}}, "factor 'steps' names a level twice: [1, 2, 1]"),
+        ({"factors": {"sampling": [{"top_k": 1}]}}, "levels of factor 'sampling' must be plain values"),
+        ({"factors": {"algorithm.kl_bta": [1]}}, "did you mean 'kl_beta'?"),
+        ({"factors": {"algorithm.group_size": [8, 12]}}, "got 12; use 8 or 16"),
+        ({"arms": {"a": {}}, "design": "one_at_a_time"}, "use grid with 'arms'"),
+        ({"design": "gird"}, "'grid' or 'one_at_a_time'"),
+        ({"qestion": "?"}, "did you mean 'question'?"),
+        ({"question": ""}, "question"),
+        ({"name": "../up"}, "name"),
+        ({"name": "a/b"}, "name"),
+    ],
+)
+def test_a_study_that_cannot_be_run_is_refused(changes: dict, words: str):
+    assert words in error_of(parse_study, study(**changes), "toy.yaml")
+
+
+def test_the_baseline_must_be_an_arm_and_the_nearest_is_named():
+    raw = study(factors={"algorithm.group_size": [4, 8]})
+    assert parse_study({**raw, "baseline": "group_size=8"}, "toy.yaml").baseline == "group_size=8"
+    message = error_of(parse_study, {**raw, "baseline": "group_size=9"}, "toy.yaml")
+    assert "baseline must be an arm's label, got 'group_size=9'; did you mean 'group_size=" in message
+
+
+def test_more_seeds_do_not_change_what_a_study_is_but_another_level_does():
+    base = parse_study(study(factors={"algorithm.group_size": [4, 8]}), "toy.yaml")
+    more = parse_study(study(factors={"algorithm.group_size": [4, 8]}, seeds=[0, 1, 2]), "toy.yaml")
+    other = parse_study(study(factors={"algorithm.group_size": [4, 16]}), "toy.yaml")
+    assert more.digest() == base.digest() != other.digest()
+
+
+def test_a_study_file_takes_its_name_from_the_file_and_overrides_from_the_command(tmp_path: Path):
+    file = tmp_path / "my_study.yaml"
+    file.write_text(yaml.safe_dump({"question": "Does it?", "run": RUN, "factors": {"algorithm.group_size": [4, 8]}}))
+    loaded = load_study(str(file), ["steps=3", "seeds=[5]", "task.max_operands=4", "metric=train/accuracy"])
+    assert (loaded.name, loaded.seeds, loaded.metric) == ("my_study", [5], "train/accuracy")
+    run = loaded.run_spec(loaded.design_arms()[0], 5)
+    assert (run.steps, run.seed, run.task.model_dump()["max_operands"]) == (3, 5, 4)
+    levels = load_study(str(file), ["factors.algorithm.group_size=[16, 32]"]).design_arms()
+    assert [arm.label for arm in levels] == ["group_size=16", "group_size=32"]
+
+
+def test_overriding_what_the_study_varies_is_refused_with_the_way_to_do_it(tmp_path: Path):
+    file = tmp_path / "my_study.yaml"
+    file.write_text(yaml.safe_dump({"question": "Does it?", "run": RUN, "factors": {"algorithm.group_size": [4, 8]}}))
+    message = error_of(load_study, str(file), ["algorithm.group_size=4"])
+    assert message.startswith("--set algorithm.group_size: the study varies it; override the levels: ")
+    assert message.endswith("--set 'factors.algorithm.group_size=[...]'")
+
+
+def test_an_unknown_study_is_refused_with_what_there_is():
+    assert "unknown study 'no_such_thing'; " in error_of(load_study, "no_such_thing")
+    assert error_of(load_study, "missing.yaml") == "missing.yaml: no such study file"
+
+
+@pytest.mark.parametrize("name", specs.shipped_studies())
+def test_every_shipped_study_is_valid_and_opens_with_its_question(name: str):
+    loaded = load_study(name)
+    assert loaded.name == name
+    assert len(loaded.design_arms()) >= 2
+    assert specs.shipped_studies()[name].read_text().lstrip().startswith(("question:", "#"))

@@ -1,0 +1,472 @@
+"""Every (arm, seed) of a study is run exactly once, whoever is killed; what was said of it can be believed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import fake_trials
+import optuna
+import psutil
+import pytest
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+
+from harness import _workers, tracking
+from harness import study as runner
+from harness._events import read_events
+from harness._files import read_json, write_json
+from harness._lease import GRACE_SECONDS, is_held
+from harness.spec import SpecError, StudySpec, load_study, parse_study, shipped_studies
+from harness.study import StudyStatus, run_study, study_status
+from harness.types import TrialRecord
+
+METRIC = "validation/accuracy"
+
+
+@pytest.fixture(autouse=True)
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_trials.install(tmp_path / "plugins", monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fake_trials.empty_store(tmp_path_factory)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, empty_store: Path) -> Path:
+    """A runs folder with an empty store; making one takes seconds."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    shutil.copy(empty_store, folder / "mlflow.db")
+    return folder
+
+
+def a_study(**changes: object) -> StudySpec:
+    raw = {
+        "name": "sizes",
+        "question": "Do larger groups help?",
+        "run": fake_trials.run_settings(),
+        "factors": {"algorithm.group_size": [2, 4]},
+        "seeds": [0, 1],
+        **changes,
+    }
+    return parse_study(raw, "test")
+
+
+def run(
+    study: StudySpec,
+    runs: Path,
+    on_status: Callable[[StudyStatus], None] | None = None,
+    *,
+    workers: int = 2,
+    report: bool = False,
+) -> StudyStatus:
+    return run_study(
+        study, runs, workers=workers, command="cmd", on_status=on_status, report=report, execute=fake_trials.EXECUTE
+    )
+
+
+def a_queue(study: StudySpec, runs: Path) -> runner._Queue:
+    queue = runner._Queue(runner._Plan(study, runs))
+    queue.plan.folder.mkdir(parents=True)
+    queue.enqueue_missing()
+    return queue
+
+
+def journal(runs: Path, name: str = "sizes") -> list[optuna.trial.FrozenTrial]:
+    storage = JournalStorage(JournalFileBackend(str(runs / "studies" / name / "optuna.journal")))
+    return optuna.load_study(study_name=name, storage=storage).trials
+
+
+def completions(runs: Path) -> Counter[tuple[str, int]]:
+    complete = [t for t in journal(runs) if t.state == optuna.trial.TrialState.COMPLETE]
+    return Counter((t.user_attrs["arm"], t.user_attrs["seed"]) for t in complete)
+
+
+def wanted(study: StudySpec) -> list[tuple[str, int]]:
+    return [(arm.label, seed) for arm in study.design_arms() for seed in study.seeds]
+
+
+def executions(runs: Path) -> list[str]:
+    """The trial folder of each time that a trial was begun or continued."""
+    file = runs / "executions.log"
+    return [line.split()[0] for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def check_history(trial: TrialRecord, steps: int = 7) -> None:
+    """The store has what an undisturbed fake logs: every step, once, with the right value."""
+    size = trial.factors["algorithm.group_size"]
+    spec = a_study().run_spec(a_study().design_arms()[0], trial.seed)
+    spec = spec.model_copy(update={"algorithm": spec.algorithm.model_copy(update={"group_size": size})})
+    assert trial.history[METRIC] == [(step, fake_trials.accuracy(spec, step)) for step in range(steps + 1)]
+    assert [row.step for row in trial.samples] == list(range(1, steps + 1))
+
+
+def test_every_arm_and_seed_completes_exactly_once_while_workers_are_killed(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.04")
+    study = a_study(factors={"algorithm.group_size": [1, 2, 4, 8, 16, 32]}, seeds=[0, 1, 2, 3, 4])
+    started, killed = time.monotonic(), []
+
+    def kill_a_worker(status: StudyStatus) -> None:
+        workers = [p for p in psutil.Process().children() if "harness.study" in p.cmdline()]
+        if len(killed) < 5 and workers and status.counts().get("running") and time.monotonic() - started > len(killed):
+            victim = workers[len(killed) % len(workers)]
+            victim.kill()
+            killed.append(victim.pid)
+
+    status = run(study, runs, kill_a_worker, workers=3)
+    assert len(killed) == 5
+    assert (status.finished, status.all_valid, status.counts()) == (True, True, {"complete": 30})
+    assert completions(runs) == Counter(wanted(study))
+    record = tracking.read_study(runs, "sizes")
+    assert [(trial.arm, trial.seed, trial.state) for trial in record.trials] == [
+        (*key, "complete") for key in wanted(study)
+    ]
+    for trial in record.trials:
+        check_history(trial)
+    assert len(tracking._search(tracking.connect(runs), "1", "")) == 31  # one MLflow run each, and the parent
+
+
+def test_a_study_whose_process_was_killed_is_finished_by_the_same_command(runs: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.4")
+    code = """
+import sys
+from pathlib import Path
+import test_study
+test_study.run(test_study.a_study(), Path(sys.argv[1]))
+"""
+    process = subprocess.Popen([sys.executable, "-c", code, str(runs)])
+    deadline = time.monotonic() + 60
+    while not any((runs / "studies/sizes/trials").glob("*/checkpoint.json")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    workers = psutil.Process(process.pid).children()
+    process.kill()
+    process.wait()
+    assert len(workers) == 2
+    assert not psutil.wait_procs(workers, timeout=30)[1]  # orphans end after their step
+    assert study_status("sizes", runs).counts()["stopped"] == 2
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "0")
+    assert run(a_study(), runs).counts() == {"complete": 4}
+    assert completions(runs) == Counter(wanted(a_study()))
+    for trial in tracking.read_study(runs, "sizes").trials:
+        check_history(trial)
+
+
+def test_an_interrupt_lets_the_step_end_and_the_next_run_continues_there(runs: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.2")
+    interrupts: list[int] = []
+
+    def interrupt_once(status: StudyStatus) -> None:
+        if not interrupts and any(trial.state == "running" and trial.done >= 1 for trial in status.trials):
+            interrupts.append(signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    status = run(a_study(), runs, interrupt_once)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert (status.finished, status.counts()) == (False, {"stopped": 2, "waiting": 2})
+    stopped = next(trial for trial in status.trials if trial.state == "stopped")
+    assert 1 <= json.loads((stopped.directory / "checkpoint.json").read_text())["step"] < 7
+    assert {t.state for t in tracking.read_study(runs, "sizes").trials} == {"stopped"}
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "0")
+    assert run(a_study(), runs).counts() == {"complete": 4}
+    metrics = [event for event in read_events(stopped.directory / "events.jsonl") if event["type"] == "metrics"]
+    assert [event["step"] for event in metrics] == list(range(8))
+    assert len(executions(runs)) == 6  # four trials, two of them in two parts
+    for trial in tracking.read_study(runs, "sizes").trials:
+        check_history(trial)
+
+
+def test_a_second_interrupt_ends_at_once_and_leaves_no_worker(runs: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "30")
+
+    def interrupt_twice(status: StudyStatus) -> None:
+        if status.counts().get("running") == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run(a_study(), runs, interrupt_twice)
+    assert time.monotonic() - started < 25
+    assert not [p for p in psutil.Process().children() if "harness.study" in p.cmdline()]
+    status = study_status("sizes", runs)
+    assert status.counts() == {"stopped": 2, "waiting": 2}
+    assert status.trials[0].reason == "its worker died; the study continues it when it is started again"
+
+
+def endings() -> StudySpec:
+    """Arms that end in every way; see fake_trials."""
+    ways = {"good": 0.0, "diverges": 0.1, "crashes": 0.2, "mute": 0.3}
+    arms = {name: {"optimizer.weight_decay": decay} for name, decay in ways.items()}
+    return a_study(factors={}, arms=arms, seeds=[0])
+
+
+def test_invalid_trials_are_final_and_failed_ones_are_tried_when_the_study_is_started_again(runs: Path):
+    (runs / "crash").touch()
+    status = run(endings(), runs, report=True)
+    states = {trial.arm: trial.state for trial in status.trials}
+    assert states == {"good": "complete", "diverges": "invalid", "crashes": "failed", "mute": "failed"}
+    reasons = {trial.arm: trial.reason for trial in status.trials}
+    assert reasons["good"] is None
+    assert reasons["diverges"] == "policy/loss is NaN at step 2"
+    assert reasons["crashes"] == "RuntimeError: no memory left at step 2"
+    assert str(reasons["mute"]).startswith(
+        "metric must be a finite number that runs log, 'validation/accuracy' was nothing"
+    )
+    assert (status.finished, status.all_valid) == (True, False)
+    values = {t.user_attrs["arm"]: t.value for t in journal(runs)}
+    assert values.pop("good") == pytest.approx(0.0807, abs=1e-9)  # (8 + 0 / 10 + 7 / 100) / 100
+    assert values == {"diverges": None, "crashes": None, "mute": None}
+    assert {t.arm: (t.state, t.reason) for t in tracking.read_study(runs, "sizes").trials} == {
+        arm: (states[arm], reasons[arm]) for arm in states
+    }
+    assert (runs / "studies/sizes/report/results.csv").exists()
+    assert "no memory left" in "".join(file.read_text() for file in (runs / "studies/sizes/logs").glob("*.log"))
+    (runs / "crash").unlink()
+    status = run(endings(), runs)
+    assert {trial.arm: trial.state for trial in status.trials} == {**states, "crashes": "complete"}
+    times = Counter(name.partition("-seed")[0] for name in executions(runs))
+    assert times == {"good": 1, "diverges": 1, "crashes": 2, "mute": 2}
+
+
+def test_a_started_study_may_gain_seeds_and_nothing_else(runs: Path):
+    run(a_study(seeds=[0]), runs, workers=1)
+    for changed in (
+        a_study(seeds=[0], factors={"algorithm.group_size": [2, 8]}),
+        a_study(seeds=[0], run=fake_trials.run_settings(steps=8)),
+    ):
+        with pytest.raises(SpecError, match=r"a started study cannot change.*restore the settings.*--set name"):
+            run(changed, runs)
+    with pytest.raises(
+        SpecError, match=r"seeds of a started study may be added, not removed.*has \[0\], got \[1\]; add"
+    ):
+        run(a_study(seeds=[1]), runs)
+    assert run(a_study(seeds=[0, 1]), runs, workers=1).counts() == {"complete": 4}
+    assert len(executions(runs)) == 4  # the two of seed 0 were not run again
+    record = tracking.read_study(runs, "sizes")
+    assert (record.seeds, record.expected, len(record.trials)) == ([0, 1], 4, 4)
+    shutil.rmtree(runs / "studies/sizes/logs")
+    assert run(a_study(seeds=[0, 1]), runs).counts() == {"complete": 4}
+    assert not (runs / "studies/sizes/logs").exists()  # nothing was left to do, so no worker was started
+
+
+def test_workers_that_cannot_start_end_the_study_with_their_last_words(runs: Path):
+    with pytest.raises(
+        RuntimeError, match=r"workers end before they can start a trial.*\n(.*\n)*.*no attribute 'gone'"
+    ):
+        run_study(a_study(), runs, workers=1, command="", execute="fake_trials:gone")
+
+
+# Bad input ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "workers", "message"),
+    [
+        ({"run": fake_trials.run_settings(task={"name": "fake", "empty_split": "test"})}, 1, "in its test split"),
+        (
+            {"run": fake_trials.run_settings(cold_start={"steps": 5})},
+            1,
+            "no worked solutions; set cold_start.steps to 0",
+        ),
+        ({}, 0, "workers must be at least 1, got 0"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(
+    tmp_path: Path, changes: dict[str, object], workers: int, message: str
+):
+    with pytest.raises(ValueError, match=message):
+        run(a_study(**changes), tmp_path / "new", workers=workers)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_model_folder_without_tokenizer_is_refused_before_anything_is_written(tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    study = a_study(run=fake_trials.run_settings(model=str(tmp_path / "model")))
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        run_study(study, tmp_path / "new", workers=1, command="")
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_status_of_an_unknown_study_names_the_nearest(runs: Path):
+    with pytest.raises(SpecError, match=r"no study 'sizes' was started in .*; start one with: cohort study run"):
+        study_status("sizes", runs)
+    a_queue(a_study(), runs)
+    write_json(runs / "studies/sizes/study.json", {"digest": "", **a_study().model_dump(mode="json")})
+    with pytest.raises(SpecError, match=r"no study 'size' .*did you mean 'sizes'"):
+        study_status("size", runs)
+    assert study_status("sizes", runs).counts() == {"waiting": 4}
+
+
+# The queue, without processes -----------------------------------------------------------------------------------------
+
+
+def die(claim: runner._Claim) -> None:
+    """What a kill of its worker leaves of a claim: a lease that names a process which is gone."""
+    claim.lease._released.set()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    file = claim.lease._file
+    write_json(file, {**read_json(file), "pid": ended.pid})
+
+
+def test_trials_are_claimed_seed_by_seed_and_none_is_invented(runs: Path):
+    queue = a_queue(a_study(), runs)
+    other = runner._Queue(queue.plan)  # as another process would have it
+    claims = [queue.claim(), other.claim(), other.claim(), queue.claim()]
+    assert [claim.key for claim in claims if claim] == [
+        ("group_size=2", 0), ("group_size=4", 0), ("group_size=2", 1), ("group_size=4", 1)
+    ]  # fmt: skip
+    assert queue.claim() is None
+    assert other.claim() is None
+    assert len(journal(runs)) == 4
+    assert [t.params for t in journal(runs)][:2] == [
+        {"algorithm.group_size": 2, "seed": 0}, {"algorithm.group_size": 4, "seed": 0}
+    ]  # fmt: skip
+    assert queue.unfinished()
+
+
+def test_enqueueing_twice_adds_nothing(runs: Path):
+    queue = a_queue(a_study(), runs)
+    claim = queue.claim()
+    assert claim is not None
+    queue.finish(claim, runner._Outcome("complete", metrics={METRIC: 0.5}))
+    queue.claim()
+    queue.enqueue_missing()
+    runner._Queue(queue.plan).enqueue_missing()
+    assert len(journal(runs)) == 4
+
+
+def test_a_dead_workers_trial_goes_to_the_next_claim_and_a_living_ones_does_not(runs: Path):
+    queue = a_queue(a_study(factors={"algorithm.group_size": [2]}, seeds=[0]), runs)
+    claim = queue.claim()
+    assert claim is not None
+    assert queue.claim() is None
+    assert queue.status().counts() == {"running": 1}
+    die(claim)
+    assert queue.status().counts() == {"stopped": 1}
+    again = queue.claim()
+    assert again is not None
+    assert (again.key, again.number) == (claim.key, 1)
+    queue.finish(claim, runner._Outcome("complete", metrics={METRIC: 0.1}))  # it was only slow: too late
+    queue.finish(again, runner._Outcome("complete", metrics={METRIC: 0.2}))
+    assert [trial.value for trial in journal(runs)] == [None, 0.2]
+
+
+def test_a_trial_that_keeps_killing_its_worker_fails_with_a_reason(runs: Path):
+    queue = a_queue(a_study(factors={"algorithm.group_size": [2]}, seeds=[0]), runs)
+    progress = queue.plan.directory(queue.plan.keys[0]) / "progress.json"
+    for attempt in range(runner.MAX_LOST + 3):
+        claim = queue.claim()
+        assert claim is not None, attempt
+        write_json(progress, {"step": min(attempt, 3)})  # the first three attempts get further each time
+        die(claim)
+    assert queue.claim() is None
+    (trial,) = queue.status().trials
+    assert (trial.state, trial.reason) == (
+        "failed",
+        "the worker died 10 times at step 3, the last time without saying why",
+    )
+
+
+def test_a_result_that_was_reached_but_not_recorded_is_recorded_by_the_next_worker(runs: Path):
+    study = a_study(factors={"algorithm.group_size": [2]}, seeds=[0])
+    queue = a_queue(study, runs)
+    directory = queue.plan.directory(queue.plan.keys[0])
+    directory.mkdir(parents=True)
+    write_json(
+        directory / "result.json",
+        {"state": "complete", "reason": None, "summary": {"accuracy_final": 0.5}, "metrics": {METRIC: 0.5}},
+    )
+    write_json(queue.plan.folder / "study.json", {"digest": "", **study.model_dump(mode="json")})
+    assert runner.worker_main("sizes", runs, execute=fake_trials.EXECUTE) == 0
+    assert executions(runs) == []
+    assert completions(runs) == {("group_size=2", 0): 1}
+
+
+def test_half_a_line_of_a_killed_writer_does_not_spoil_the_journal(runs: Path):
+    queue = a_queue(a_study(), runs)
+    with (queue.plan.folder / "optuna.journal").open("a") as file:
+        file.write('{"op_code": 6, "trial_')
+    claim = runner._Queue(queue.plan).claim()
+    assert claim is not None
+    queue.finish(claim, runner._Outcome("complete", metrics={METRIC: 0.5}))
+    assert [trial.value for trial in journal(runs)] == [0.5, None, None, None]
+
+
+def test_a_worker_ends_at_once_when_another_has_its_lease(tmp_path: Path):
+    code = """
+import pathlib, sys, time
+from harness import _lease
+_lease.BEAT_SECONDS = 0.05
+_lease.Lease(pathlib.Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(30)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"held\n"
+    assert is_held(tmp_path)
+    write_json(tmp_path / "lease", {**read_json(tmp_path / "lease"), "token": "another"})
+    assert process.wait(10) == 3
+
+
+def test_a_worker_on_another_machine_is_known_by_its_heartbeat(tmp_path: Path):
+    write_json(tmp_path / "lease", {"token": "t", "host": "elsewhere", "pid": os.getpid(), "started": 0.0})
+    assert is_held(tmp_path)
+    long_ago = time.time() - GRACE_SECONDS - 1
+    os.utime(tmp_path / "lease", (long_ago, long_ago))
+    assert not is_held(tmp_path)
+    assert not is_held(tmp_path / "nothing")
+
+
+def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(_workers, "usable_cores", lambda: 8)
+    code = "import os, sys; sys.stdout.write(' '.join(os.environ[k] for k in ('OMP_NUM_THREADS', 'OMP_WAIT_POLICY')))"
+    (tmp_path / "shown.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    pool = _workers.WorkerPool("shown", [], 3, tmp_path)
+    pool.fill(1)
+    while pool.collect(0):
+        time.sleep(0.05)
+    assert (tmp_path / "worker-0.log").read_text() == "2 PASSIVE"  # 8 cores // 3 workers, though only one was wanted
+
+
+# The shipped studies --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(shipped_studies()))
+def test_a_shipped_study_is_valid_and_opens_with_its_question(name: str):
+    text = shipped_studies()[name].read_text("utf-8")
+    assert text.startswith("# "), "a study file opens with a comment"
+    keys = [line.partition(":")[0] for line in text.splitlines() if line and line[0] not in "# "]
+    assert keys[0] == "question"
+    study = load_study(name)
+    assert study.name == name
+    assert study.question.endswith("?")
+    assert len(study.design_arms()) * len(study.seeds) >= 6
+    assert study.baseline in (None, *[arm.label for arm in study.design_arms()])
+
+
+def test_the_studies_of_the_first_release_are_there():
+    assert {
+        "quickstart", "group_size", "kl_beta", "clip_epsilon", "ablation_grid", "self_consistency"
+    } <= set(shipped_studies())  # fmt: skip
+    assert load_study("clip_epsilon").run["optimizer"]["num_inner_epochs"] == 4  # with one, epsilon cannot bind

@@ -1,0 +1,474 @@
+"""The event file and its copy in MLflow say the same, whatever dies in between."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import socket
+import sqlite3
+import subprocess
+import sys
+import urllib.request
+from collections import Counter
+from pathlib import Path
+
+import fake_trials
+import pandas
+import pytest
+from mlflow import MlflowClient
+
+from harness import tracking
+from harness._events import read_events, read_history
+from harness._files import file_lock, read_json
+from harness.spec import RunSpec, StudySpec, parse_run, parse_study
+from harness.tracking import RunLog
+
+COLUMN = "validation/accuracy"
+
+
+@pytest.fixture(autouse=True)
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_trials.install(tmp_path / "plugins", monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fake_trials.empty_store(tmp_path_factory)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, empty_store: Path) -> Path:
+    """A runs folder with an empty store (making one takes seconds); its name has a space, as users' folders do."""
+    folder = tmp_path / "my runs"
+    folder.mkdir()
+    shutil.copy(empty_store, folder / "mlflow.db")
+    return folder
+
+
+def a_spec(**changes: object) -> RunSpec:
+    return parse_run(fake_trials.run_settings(**changes), "test")
+
+
+def open_log(runs: Path, directory: str = "train/run", spec: RunSpec | None = None, **settings: object) -> RunLog:
+    return RunLog.open(
+        runs,
+        runs / directory,
+        spec or a_spec(),
+        **{"experiment": "train", "run_name": "run", "parent_run_id": None, "tags": {}, **settings},  # pyright: ignore
+    )
+
+
+def in_store(runs: Path, run_id: str) -> list[tuple[str, int, float]]:
+    """Every metric value that the store holds of a run, the summary apart, repetitions included."""
+    client = MlflowClient(tracking.tracking_uri(runs))
+    return sorted(
+        (key, metric.step, metric.value)
+        for key in client.get_run(run_id).data.metrics
+        for metric in client.get_metric_history(run_id, key)
+        if not key.startswith("summary/")
+    )
+
+
+def in_file(directory: Path) -> list[tuple[str, int, float]]:
+    """Every metric value that the event file holds, repetitions included."""
+    events = [event for event in read_events(directory / "events.jsonl") if event["type"] == "metrics"]
+    return sorted((key, event["step"], float(value)) for event in events for key, value in event["values"].items())
+
+
+def active_runs(runs: Path, experiment: str = "train") -> list[str]:
+    client = MlflowClient(tracking.tracking_uri(runs))
+    found = client.get_experiment_by_name(experiment)
+    return [run.info.run_id for run in client.search_runs([found.experiment_id])] if found else []
+
+
+def log_steps(log: RunLog, first: int, last: int, scale: float = 1.0) -> None:
+    for step in range(first, last + 1):
+        log.metrics(step, {COLUMN: scale * step / 100, "seconds/step": 0.5 + step})
+
+
+def child(code: str, *arguments: object) -> subprocess.Popen[str]:
+    """A Python process that has this file's helpers."""
+    prelude = "import os, signal, sys, time\nfrom pathlib import Path\nfrom test_tracking import *\n"
+    return subprocess.Popen(
+        [sys.executable, "-c", prelude + code, *map(str, arguments)], stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_the_store_has_every_metric_of_the_file(runs: Path):
+    log = open_log(runs)
+    log_steps(log, 0, 45)  # more than one batch of 20 steps
+    log.finish("complete", None, {"accuracy_final": 0.45})
+    assert in_file(log.directory) == in_store(runs, str(log.run_id))
+    assert len(in_file(log.directory)) == 2 * 46
+    run = MlflowClient(tracking.tracking_uri(runs)).get_run(str(log.run_id))
+    assert run.info.status == "FINISHED"
+    assert run.data.metrics["summary/accuracy_final"] == 0.45
+    assert run.data.params["algorithm.group_size"] == "8"
+    assert (run.data.tags["cohort.state"], run.info.run_name) == ("complete", "run")
+
+
+def test_numbers_that_are_not_finite_are_kept(runs: Path):
+    log = open_log(runs)
+    log.metrics(1, {"policy/loss": math.nan, "kl/old": math.inf, "kl/reference": -math.inf})
+    log.finish("invalid", "policy/loss is NaN", {})
+    line = (log.directory / "events.jsonl").read_text().splitlines()[1]
+    assert json.loads(line, parse_constant=pytest.fail)["values"] == {  # strict JSON has no NaN
+        "policy/loss": "nan", "kl/old": "inf", "kl/reference": "-inf"
+    }  # fmt: skip
+    values = {key: value for key, _, value in in_store(runs, str(log.run_id))}
+    assert math.isnan(values["policy/loss"])
+    assert values["kl/old"] == sys.float_info.max == -values["kl/reference"]
+    assert {key: value for key, _, value in in_file(log.directory)}["kl/old"] == math.inf
+
+
+def test_samples_show_as_a_table_and_problems_as_an_artifact(runs: Path):
+    log = open_log(runs)
+    log.metrics(0, {COLUMN: 0.5})
+    log.samples([fake_trials.sample(0, "first"), fake_trials.sample(0, "second")])
+    log.samples([])
+    log.per_problem({"p1": 0.25})
+    log.finish("complete", None, {})
+    artifacts = runs / "mlartifacts" / "train" / str(log.run_id) / "artifacts"
+    table = pandas.read_json(artifacts / "samples.json", orient="split")  # as MlflowClient.log_table writes it
+    assert list(table["completion"]) == ["first", "second"]
+    tags = MlflowClient(tracking.tracking_uri(runs)).get_run(str(log.run_id)).data.tags
+    assert json.loads(tags["mlflow.loggedArtifacts"]) == [{"path": "samples.json", "type": "table"}]
+    assert json.loads((artifacts / "per_problem.json").read_text()) == {"p1": 0.25}
+
+
+def test_a_killed_run_continues_as_the_same_run_and_nothing_is_logged_twice(runs: Path):
+    code = """
+tracking.FLUSH_SECONDS = 0.05
+log = open_log(Path(sys.argv[1]))
+log.resume(-1)
+log_steps(log, 0, 30)
+log.samples([fake_trials.sample(15, "kept"), fake_trials.sample(15, "kept too")])
+log.samples([fake_trials.sample(30, "dropped")])
+time.sleep(1)
+while log.run_id is None or len(in_store(Path(sys.argv[1]), log.run_id)) < 62:
+    time.sleep(0.05)
+print("{\\"half a li", file=log._file, end="", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert child(code, runs).wait(60) == -9
+    first = read_json(runs / "train/run/run.json")["run_id"]
+    log = open_log(runs)
+    log.resume(20)  # the last checkpoint; the store already has steps 21 to 30
+    assert log.latest[COLUMN] == 0.2
+    log_steps(log, 21, 40)
+    log.samples([fake_trials.sample(30, "again")])
+    log.finish("complete", None, {})
+    assert log.run_id == first
+    assert active_runs(runs) == [first]
+    expected = {(key, step) for key in (COLUMN, "seconds/step") for step in range(41)}
+    assert Counter((key, step) for key, step, _ in in_store(runs, first)) == Counter(expected)
+    assert in_store(runs, first) == in_file(log.directory)
+    assert [row["completion"] for row in read_history(log.directory).rows()] == ["kept", "kept too", "again"]
+
+
+@pytest.mark.parametrize(("last", "scale"), [(12, 2.0), (4, 1.0)], ids=["other values", "fewer steps"])
+def test_a_repetition_that_differs_replaces_the_run_in_the_store(runs: Path, last: int, scale: float):
+    log = open_log(runs)
+    log_steps(log, 0, 9)
+    log.close()  # copied up to step 9; say that the last checkpoint is of step 3
+    again = open_log(runs)
+    again.resume(3)
+    log_steps(again, 4, last, scale)
+    again.samples([fake_trials.sample(4)])
+    again.finish("complete", None, {})
+    assert again.run_id != log.run_id
+    assert active_runs(runs) == [again.run_id]
+    assert in_store(runs, str(again.run_id)) == in_file(again.directory)
+    assert max(step for _, step, _ in in_store(runs, str(again.run_id))) == last
+
+
+def test_costs_that_differ_do_not_replace_the_run(runs: Path):
+    log = open_log(runs)
+    log.metrics(1, {COLUMN: 0.5, "seconds/step": 1.0})
+    log.close()
+    again = open_log(runs)
+    again.resume(0)
+    again.metrics(1, {COLUMN: 0.5, "seconds/step": 2.0})
+    again.finish("complete", None, {})
+    assert again.run_id == log.run_id
+    assert in_store(runs, str(log.run_id)) == [("seconds/step", 1, 1.0), (COLUMN, 1, 0.5)]
+
+
+def test_a_run_that_starts_anew_keeps_nothing_of_the_attempt_before(runs: Path):
+    log = open_log(runs)
+    log_steps(log, 0, 5)
+    log.close()
+    again = open_log(runs)
+    log_steps(again, 0, 2)  # no resume(): no checkpoint was found
+    again.finish("complete", None, {})
+    assert (
+        {step for _, step, _ in in_file(again.directory)}
+        == {0, 1, 2}
+        == {s for _, s, _ in in_store(runs, str(again.run_id))}
+    )
+
+
+def test_a_store_that_cannot_be_written_delays_the_copy_and_loses_nothing(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(RunLog, "drain_seconds", 0.2)
+    blocker = sqlite3.connect(runs / "mlflow.db", isolation_level=None)
+    blocker.execute("BEGIN EXCLUSIVE")
+    log = open_log(runs)
+    log_steps(log, 0, 25)
+    log.samples([fake_trials.sample(25)])
+    log.finish("complete", None, {"accuracy_final": 0.25})
+    assert "everything is in" in caplog.text
+    assert tracking.read_result(log.directory)["state"] == "complete"  # pyright: ignore[reportOptionalSubscript]
+    blocker.execute("ROLLBACK")
+    tracking.replay(runs, log.directory, None)
+    (run_id,) = active_runs(runs)
+    assert in_store(runs, run_id) == in_file(log.directory)
+    tracking.replay(runs, log.directory, None)
+    assert active_runs(runs) == [run_id]
+
+
+def test_two_processes_may_create_and_fill_the_store_at_once(tmp_path: Path):
+    code = """
+log = open_log(Path(sys.argv[1]), "train/" + sys.argv[2])
+log_steps(log, 0, 299)
+log.finish("complete", None, {})
+"""
+    processes = [child(code, tmp_path / "runs", name) for name in "ab"]
+    assert [process.wait(90) for process in processes] == [0, 0], [p.stderr.read() for p in processes if p.stderr]
+    for name in "ab":
+        directory = tmp_path / "runs" / "train" / name
+        assert in_store(tmp_path / "runs", read_json(directory / "run.json")["run_id"]) == in_file(directory)
+    assert len(active_runs(tmp_path / "runs")) == 2
+
+
+def test_a_run_that_does_not_finish_counts_as_stopped(runs: Path):
+    with open_log(runs) as log:
+        log.metrics(0, {COLUMN: 0.5})
+    result = tracking.read_result(log.directory)
+    assert result is not None
+    assert result["state"] == "stopped"
+
+
+def test_progress_says_what_a_watcher_needs(runs: Path):
+    with open_log(runs) as log:
+        log.metrics(3, {COLUMN: 0.5, "throughput/tokens_per_second": 900.0, "seconds/total": 12.0})
+        log.progress("test", 4, 4)
+        shown = tracking.read_progress(log.directory)
+    assert {key: shown[key] for key in ("phase", "done", "total", "step", "accuracy")} == {
+        "phase": "test", "done": 4, "total": 4, "step": 3, "accuracy": 0.5
+    }  # fmt: skip
+    assert (shown["tokens_per_second"], shown["seconds"]) == (900.0, 12.0)
+    assert tracking.read_progress(runs / "nothing") == {}
+
+
+# Studies ------------------------------------------------------------------------------------------------------------
+
+
+def a_study(**changes: object) -> StudySpec:
+    raw = {
+        "name": "sizes",
+        "question": "Do larger groups help?",
+        "run": fake_trials.run_settings(),
+        "factors": {"algorithm.group_size": [2, 4]},
+        "seeds": [0, 1],
+        **changes,
+    }
+    return parse_study(raw, "test")
+
+
+def log_trial(runs: Path, parent: str, arm: str, seed: int, state: str, folder: str = "") -> RunLog:
+    tags = {"cohort.kind": "trial", "cohort.study": "sizes", "cohort.arm": arm, "cohort.seed": str(seed)}
+    tags["cohort.factors"] = json.dumps({"algorithm.group_size": int(arm[-1])})
+    directory = f"studies/sizes/trials/{arm}-{seed}{folder}"
+    log = open_log(
+        runs,
+        directory,
+        a_spec(seed=seed),
+        experiment="sizes",
+        run_name=f"{arm} | seed {seed}",
+        parent_run_id=parent,
+        tags=tags,
+    )
+    log.metrics(0, {COLUMN: 0.25})
+    log.metrics(1, {COLUMN: 0.5, "policy/loss": math.nan, "kl/old": math.inf})
+    log.samples([fake_trials.sample(1)])
+    log.per_problem({"p1": 0.75})
+    summary = {"accuracy_final": 0.5, "seconds": 1.5} if state == "complete" else {}
+    log.finish(state, None if state == "complete" else f"it was {state}", summary)  # pyright: ignore
+    return log
+
+
+def test_a_study_is_read_back_from_the_store_alone(runs: Path):
+    parent = tracking.open_study(runs, a_study(), "cohort study run sizes")
+    log = log_trial(runs, parent, "group_size=4", 0, "complete")
+    log_trial(runs, parent, "group_size=2", 1, "invalid")
+    tracking.close_study(runs, parent, "stopped")
+    shutil.rmtree(runs / "studies")
+    record = tracking.read_study(runs, "sizes")
+    assert (record.name, record.question, record.metric) == ("sizes", "Do larger groups help?", COLUMN)
+    assert (record.arms, record.baseline) == (["group_size=2", "group_size=4"], "group_size=2")
+    assert (record.seeds, record.expected, record.command) == ([0, 1], 4, "cohort study run sizes")
+    assert record.spec == a_study().model_dump(mode="json")
+    assert {"python", "git_commit", "mlflow", "torch"} <= set(record.versions)
+    invalid, complete = record.trials  # in the study's order of arms
+    assert (complete.arm, complete.seed, complete.trial) == ("group_size=4", 0, log.directory.name)
+    assert complete.spec == a_spec(seed=0).model_dump(mode="json")
+    assert complete.factors == {"algorithm.group_size": 4}
+    assert complete.history[COLUMN] == [(0, 0.25), (1, 0.5)]
+    assert math.isnan(complete.history["policy/loss"][0][1])
+    assert complete.history["kl/old"] == [(1, math.inf)]
+    assert set(complete.history) == {COLUMN, "policy/loss", "kl/old"}
+    assert complete.summary == {"accuracy_final": 0.5, "seconds": 1.5}
+    assert complete.per_problem == {"p1": 0.75}
+    assert list(complete.samples) == [fake_trials.sample(1)]
+    assert (invalid.state, invalid.reason) == ("invalid", "it was invalid")
+    assert complete.reason is None
+    assert tracking.list_studies(runs) == ["sizes"]
+
+
+def test_of_several_runs_of_an_arm_and_seed_the_newest_complete_one_counts(runs: Path):
+    parent = tracking.open_study(runs, a_study(), "command")
+    log_trial(runs, parent, "group_size=2", 0, "complete", "-old")
+    newest = log_trial(runs, parent, "group_size=2", 0, "complete", "-new")
+    log_trial(runs, parent, "group_size=2", 0, "failed", "-crashed")
+    log_trial(runs, parent, "group_size=4", 0, "invalid", "-old")
+    last = log_trial(runs, parent, "group_size=4", 0, "failed", "-new")
+    trials = {trial.arm: trial for trial in tracking.read_study(runs, "sizes").trials}
+    assert len(tracking.read_study(runs, "sizes").trials) == 2
+    assert trials["group_size=2"].trial == newest.directory.name
+    assert trials["group_size=4"].trial == last.directory.name
+
+
+def test_the_parent_run_stays_while_the_folder_does_and_then_starts_anew(runs: Path):
+    parent = tracking.open_study(runs, a_study(), "first")
+    log_trial(runs, parent, "group_size=2", 0, "complete")
+    assert tracking.open_study(runs, a_study(seeds=[0, 1, 2]), "second") == parent
+    record = tracking.read_study(runs, "sizes")
+    assert (record.seeds, record.command, len(record.trials)) == ([0, 1, 2], "second", 1)
+    shutil.rmtree(runs / "studies")
+    assert tracking.open_study(runs, a_study(), "third") != parent
+    assert tracking.read_study(runs, "sizes").trials == []
+
+
+def test_a_lost_store_is_rebuilt_from_the_trials_folders(runs: Path, empty_store: Path):
+    parent = tracking.open_study(runs, a_study(), "command")
+    log = log_trial(runs, parent, "group_size=2", 0, "complete")
+    other = runs.parent / "other runs"
+    shutil.copytree(runs / "studies", other / "studies")
+    shutil.copy(empty_store, other / "mlflow.db")
+    parent = tracking.open_study(other, a_study(), "command")
+    tracking.replay(other, other / "studies/sizes/trials" / log.directory.name, parent)
+    (trial,) = tracking.read_study(other, "sizes").trials
+    assert (trial.state, trial.summary["accuracy_final"], trial.per_problem) == ("complete", 0.5, {"p1": 0.75})
+
+
+def test_a_moved_runs_folder_can_be_read_but_not_written(runs: Path):
+    parent = tracking.open_study(runs, a_study(), "command")
+    log_trial(runs, parent, "group_size=2", 0, "complete")
+    moved = runs.rename(runs.parent / "moved")
+    assert tracking.read_study(moved, "sizes").trials[0].per_problem == {"p1": 0.75}
+    with pytest.raises(ValueError, match="was moved; move it back"):
+        tracking.check_runs(moved)
+
+
+def test_the_report_and_its_answer_are_attached_to_the_study(runs: Path):
+    parent = tracking.open_study(runs, a_study(), "command")
+    (runs / "report").mkdir()
+    (runs / "report" / "index.html").write_text("<p>yes")
+    tracking.log_report(runs, "sizes", runs / "report", "Yes, by 3 points.")
+    client = MlflowClient(tracking.tracking_uri(runs))
+    assert [file.path for file in client.list_artifacts(parent, "report")] == ["report/index.html"]
+    assert client.get_run(parent).data.tags["mlflow.note.content"] == "Do larger groups help?\n\nYes, by 3 points."
+
+
+def test_the_page_of_a_study_lists_its_trials_by_the_studys_metric(runs: Path):
+    tracking.open_study(runs, a_study(), "command")
+    assert tracking.study_url(runs, "sizes", "http://127.0.0.1:5000") == (
+        "http://127.0.0.1:5000/#/experiments/1/runs?workflowType=machine_learning"
+        "&orderByKey=metrics.%60validation%2Faccuracy%60&orderByAsc=false"
+    )
+
+
+def test_an_unknown_study_is_named_with_its_nearest(runs: Path):
+    tracking.open_study(runs, a_study(), "command")
+    with pytest.raises(ValueError, match="has no study 'size'; did you mean 'sizes'"):
+        tracking.read_study(runs, "size")
+    assert tracking.list_studies(runs / "nothing here") == []
+    assert not (runs / "nothing here").exists()
+
+
+# Bad runs folders ---------------------------------------------------------------------------------------------------
+
+
+def test_a_usable_runs_folder_passes_and_nothing_is_written(tmp_path: Path):
+    tracking.check_runs(tmp_path / "a" / "b")
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_file_in_place_of_the_runs_folder_is_refused(tmp_path: Path):
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(ValueError, match="must be a folder"):
+        tracking.check_runs(tmp_path / "runs" / "deeper")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that even root cannot write to")
+def test_a_folder_that_cannot_be_written_is_refused():
+    with pytest.raises(ValueError, match="must be writable, but writing to '/proc' fails"):
+        tracking.check_runs(Path("/proc/runs"))
+
+
+def test_a_full_disk_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"needs 1000000000000 MB of free disk"):
+        tracking.check_runs(tmp_path, min_free_bytes=10**18)
+
+
+def test_a_study_of_another_format_is_refused(runs: Path):
+    (runs / "studies" / "s").mkdir(parents=True)
+    (runs / "studies" / "s" / "study.json").write_text('{"format": 2, "name": "s"}')
+    with pytest.raises(ValueError, match=r"study.json must have format 1, got 2.*another version"):
+        tracking.check_runs(runs)
+    (runs / "studies" / "s" / "study.json").write_text('{"format": 1')
+    with pytest.raises(ValueError, match="not valid JSON"):
+        tracking.check_runs(runs)
+
+
+def test_a_store_of_another_version_is_refused(runs: Path):
+    tracking.check_runs(runs)
+    with sqlite3.connect(runs / "mlflow.db") as database:
+        database.execute("UPDATE alembic_version SET version_num = 'abc'")
+    with pytest.raises(ValueError, match=r"must have schema \w+ of MLflow [\d.]+, got abc; .* 'mlflow db upgrade"):
+        tracking.check_runs(runs)
+    (runs / "mlflow.db").write_text("this is no database, " * 100)
+    with pytest.raises(ValueError, match="is not an MLflow store"):
+        tracking.check_runs(runs)
+
+
+# The UI and the imports -----------------------------------------------------------------------------------------------
+
+
+def test_the_ui_serves_an_empty_store_and_leaves_the_port_free(runs: Path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tracking.serve_ui(runs, port) as server:
+        with urllib.request.urlopen(server.url) as page:
+            assert b"MLflow" in page.read()
+        with pytest.raises(ValueError, match=rf"port {port} on 127.0.0.1 cannot be used \(Address already in use\)"):
+            tracking.serve_ui(runs, port)
+    tracking.check_port(port)
+
+
+def test_a_report_can_be_read_without_loading_mlflow_or_torch_first():
+    code = "import sys, harness.tracking; print({'mlflow', 'torch', 'pandas', 'optuna'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+def test_a_lock_is_free_again_when_its_holder_was_killed(tmp_path: Path):
+    code = (
+        "import os, pathlib, harness._files as f\nwith f.file_lock(pathlib.Path('lock')):\n    os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False).returncode == -9
+    with file_lock(tmp_path / "lock").acquire(timeout=1):
+        pass
