@@ -49,6 +49,13 @@ def evaluate(
     )
 
 
+def metric_names(settings: Evaluation) -> list[str]:
+    """The names of the metrics that `evaluate` gives with these settings."""
+    k = settings.num_samples
+    counts = ("answered", "truncated", "num_tokens", "num_prompts", "num_samples")
+    return ["accuracy", f"pass_at_{k}", f"maj_at_{k}", *counts, "greedy_accuracy"]
+
+
 def sample_metrics(graded: Sequence[GradedGroup]) -> dict[str, float]:
     """Metrics of k samples per problem; pass@k with all k samples is unbiased (Chen et al. 2021, eq. 1, n = k)."""
     k = len(graded[0].completions)

@@ -14,21 +14,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
-from transformers.utils import logging as transformers_logging
 
 from harness.plugins import nearest
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-transformers_logging.disable_progress_bar()  # a checkpoint every few steps would draw one each time
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 TINY = "tiny"
 _SPECIAL = ("<pad>", "<eos>", "<unk>")
@@ -79,6 +69,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model, with an end-of-sequence and a padding token."""
     if name == TINY:
         return tiny_tokenizer()
+    from transformers import AutoTokenizer  # seconds to import, and a spec is checked without it
+
     tokenizer = AutoTokenizer.from_pretrained(_local(name), trust_remote_code=False)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of '{name}' has no end-of-sequence token; set tokenizer.eos_token and save it")
@@ -92,6 +84,8 @@ def load_policy(name: str, *, seed: int, dtype: torch.dtype = torch.float32) -> 
     if name == TINY:
         model = tiny_model(seed)
     else:
+        from transformers import AutoModelForCausalLM
+
         model = AutoModelForCausalLM.from_pretrained(
             _local(name), dtype=torch.float32, trust_remote_code=False, use_safetensors=True
         )
@@ -106,6 +100,8 @@ def load_policy(name: str, *, seed: int, dtype: torch.dtype = torch.float32) -> 
 
 def tiny_model(seed: int) -> LlamaForCausalLM:
     """The built-in model with freshly initialised weights; leaves the global random state as it was."""
+    from transformers import LlamaForCausalLM
+
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LlamaForCausalLM(tiny_config())
@@ -113,6 +109,8 @@ def tiny_model(seed: int) -> LlamaForCausalLM:
 
 def tiny_config() -> LlamaConfig:
     """The shape of the built-in model."""
+    from transformers import LlamaConfig
+
     return LlamaConfig(
         vocab_size=len(_SPECIAL) + len(_CHARACTERS),
         hidden_size=64,
@@ -131,6 +129,8 @@ def tiny_config() -> LlamaConfig:
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """One token per character: padding, end of sequence, unknown, newline, tab and printable ASCII."""
+    from transformers import PreTrainedTokenizerFast
+
     vocabulary = {token: i for i, token in enumerate((*_SPECIAL, *_CHARACTERS))}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     spellings = [normalizers.Replace(old, new) for old, new in _SPELLINGS.items()]
@@ -174,6 +174,9 @@ def end_token_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[
 
 def save_model(folder: Path, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load (safetensors)."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # a checkpoint every few steps would draw one each time
     model.save_pretrained(folder)  # pyright: ignore
     tokenizer.save_pretrained(str(folder))
 

@@ -374,7 +374,7 @@ def get_path(spec: Section, dotted: str) -> Scalar:
 
 
 def short_path(dotted: str) -> str:
-    """The part of a dotted path that a reader needs: `algorithm.kl_beta` -> `kl_beta`, `algorithm.name` -> `algorithm`."""
+    """What a reader needs of a dotted path: `algorithm.kl_beta` -> `kl_beta`, `algorithm.name` -> `algorithm`."""
     head, _, tail = dotted.rpartition(".")
     return head if tail == "name" and head else tail
 

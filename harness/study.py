@@ -47,7 +47,7 @@ from harness._lease import Lease, is_held
 from harness._workers import WorkerPool, usable_cores, usable_gpus
 from harness.plugins import nearest
 from harness.spec import Arm, RunSpec, SpecError, StudySpec, parse_study
-from harness.types import TrialState
+from harness.types import Split, TrialState
 
 EXECUTE = "harness.train:train"
 ORPHAN_SECONDS = 120.0  # how long a worker whose parent died may take to stop after its current step
@@ -481,9 +481,9 @@ def _validate(study: StudySpec, plan: _Plan, runs: Path, workers: int | None, ex
         raise SpecError(f"the number of workers must be at least 1, got {workers}")
     tracking.check_runs(runs)
     specs = [plan.spec((arm, study.seeds[0])) for arm in plan.arms]
-    tasks = {spec.task.model_dump_json(): spec.task for spec in specs}
-    for task in tasks.values():
-        for split in ("train", "validation", "test"):
+    splits = {spec.task.model_dump_json(): (spec.task, _splits(spec)) for spec in specs}
+    for task, names in splits.values():
+        for split in names:
             if not task.prompts(split):
                 raise SpecError(f"task '{task.name}' must have problems in its {split} split, it has none")
     cold = {spec.task.model_dump_json(): spec.task for spec in specs if spec.cold_start.steps}
@@ -491,10 +491,23 @@ def _validate(study: StudySpec, plan: _Plan, runs: Path, workers: int | None, ex
         if not task.demonstrations():
             raise SpecError(f"task '{task.name}' has no worked solutions; set cold_start.steps to 0")
     if execute == EXECUTE:
-        from harness.model import check_model
+        from harness.evaluate import metric_names
+        from harness.model import check_model, resolve_device
 
+        for spec in specs:
+            known = [f"{split}/{name}" for split in ("validation", "test") for name in metric_names(spec.evaluation)]
+            if study.metric not in known:
+                near = nearest(study.metric, known)
+                hint = f"did you mean '{near}'? " if near else ""
+                raise SpecError(f"metric must be one of an evaluation, got '{study.metric}'; {hint}{', '.join(known)}")
+        for device in dict.fromkeys(spec.device for spec in specs):
+            resolve_device(device)
         for model in dict.fromkeys(spec.model for spec in specs):
             check_model(model)
+
+
+def _splits(spec: RunSpec) -> Sequence[Split]:
+    return ("train", "validation", "test") if spec.steps else ("validation", "test")
 
 
 def _check_unchanged(study: StudySpec, digest: str, folder: Path) -> None:
@@ -507,13 +520,13 @@ def _check_unchanged(study: StudySpec, digest: str, folder: Path) -> None:
         raise SpecError(
             f"a started study cannot change, for its results would mix: '{study.name}' was started with other settings "
             f"or by another version of Cohort; restore the settings ({file} holds those it was started with), choose "
-            f"another name (--set name=...), or delete '{folder}' to start anew"
+            f"another name (--name NAME), or delete '{folder}' to start anew"
         )
     missing = sorted(set(started["seeds"]) - set(study.seeds))
     if missing:
         raise SpecError(
             f"seeds of a started study may be added, not removed: study '{study.name}' has {started['seeds']}, got "
-            f"{study.seeds}; add {missing}, or give this one another name (--set name=...)"
+            f"{study.seeds}; add {missing}, or give this one another name (--name NAME)"
         )
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from harness.engines.scripted import ScriptedEngine
-from harness.evaluate import evaluate, majority_correct, sample_metrics
+from harness.evaluate import evaluate, majority_correct, metric_names, sample_metrics
 from harness.model import tiny_model, tiny_tokenizer
 from harness.spec import Evaluation, parse_run
 from harness.types import GradedGroup
@@ -45,3 +45,4 @@ def test_evaluation_asks_for_greedy_and_samples_and_counts_per_problem():
     assert result.metrics["num_prompts"] == 10
     assert set(result.correct_counts.values()) == {1}
     assert len(result.samples) > 0
+    assert list(result.metrics) == metric_names(settings)

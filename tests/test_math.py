@@ -179,14 +179,14 @@ def test_the_last_box_states_the_answer_or_else_the_line_after_the_marker(comple
 
 @pytest.mark.parametrize("part", range(4))
 def test_hostile_answers_stay_within_the_bounds(part):
-    # None of them equals 7. A question has three stages of at most 0.4 s, and the parent waits 1 s more before it kills
-    # by itself: less than 3 * (0.4 + 1) s. The start of a child is no part of a question.
-    checker = Checker(wall_seconds=0.4, cpu_seconds=0.3)
+    # None of them equals 7. A question has three stages of at most 0.3 s, and the parent waits 1 s more before it kills
+    # by itself: less than 3 * (0.3 + 1) s. The start of a child is no part of a question.
+    checker = Checker(wall_seconds=0.3, cpu_seconds=0.25)
     for number, text in enumerate(hostile.ANSWERS[part::4]):
         checker.compare("x", f"x+{number}")
         start = time.monotonic()
         assert checker.compare(text[: _latex.MAX_CHARS], "7") != "equal"
-        assert time.monotonic() - start < 3 * (0.4 + 1.0)
+        assert time.monotonic() - start < 3 * (0.3 + 1.0)
     assert checker.counts["unparsable"] > 0
     checker.close()
 

@@ -17,6 +17,7 @@ import fake_trials
 import optuna
 import psutil
 import pytest
+import torch
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
@@ -470,3 +471,18 @@ def test_the_studies_of_the_first_release_are_there():
         "quickstart", "group_size", "kl_beta", "clip_epsilon", "ablation_grid", "self_consistency"
     } <= set(shipped_studies())  # fmt: skip
     assert load_study("clip_epsilon").run["optimizer"]["num_inner_epochs"] == 4  # with one, epsilon cannot bind
+
+
+def test_a_metric_that_no_evaluation_gives_is_refused_with_the_nearest_one(tmp_path):
+    study = load_study("quickstart", ["metric=validation/acuracy"])
+    with pytest.raises(SpecError, match="did you mean 'validation/accuracy'"):
+        run_study(study, tmp_path, workers=1, command="")
+    assert not (tmp_path / "studies").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_device_that_is_absent_is_refused_before_anything_is_written(tmp_path):
+    study = load_study("quickstart", ["device=cuda"])
+    with pytest.raises(ValueError, match="device=cpu"):
+        run_study(study, tmp_path, workers=1, command="")
+    assert not (tmp_path / "studies").exists()

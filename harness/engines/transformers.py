@@ -8,13 +8,12 @@ the batch that it is in only through floating-point rounding.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from harness.engines._noise import uniforms
 from harness.interfaces import RolloutEngine
@@ -22,6 +21,9 @@ from harness.model import encode_prompt, end_token_ids
 from harness.spec import Sampling
 from harness.tensors import pad_left
 from harness.types import Group, Prompt, Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class TransformersEngine(RolloutEngine):
