@@ -89,7 +89,10 @@ class Task(Section, ABC):
 
     @abstractmethod
     def prompts(self, split: Split) -> Sequence[Prompt]:
-        """All problems of the split, in a fixed order. ValueError for a missing path, field, split or gold answer."""
+        """All problems of the split, in a fixed order of which any first part is a fair sample.
+
+        ValueError for a missing path, field, split or gold answer.
+        """
 
     @abstractmethod
     def demonstrations(self) -> Sequence[Demonstration]:

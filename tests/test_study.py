@@ -156,7 +156,7 @@ test_study.run(test_study.a_study(), Path(sys.argv[1]))
     process.kill()
     process.wait()
     assert len(workers) == 2
-    assert not psutil.wait_procs(workers, timeout=30)[1]  # orphans end after their step
+    assert not psutil.wait_procs(workers, timeout=60)[1]  # orphans end after their step
     assert study_status("sizes", runs).counts()["stopped"] == 2
     monkeypatch.setenv("FAKE_STEP_SECONDS", "0")
     assert run(a_study(), runs).counts() == {"complete": 4}
@@ -249,7 +249,7 @@ def test_a_started_study_may_gain_seeds_and_nothing_else(runs: Path):
         a_study(seeds=[0], factors={"algorithm.group_size": [2, 8]}),
         a_study(seeds=[0], run=fake_trials.run_settings(steps=8)),
     ):
-        with pytest.raises(SpecError, match=r"a started study cannot change.*restore the settings.*--set name"):
+        with pytest.raises(SpecError, match=r"a started study cannot change.*restore the settings.*--name"):
             run(changed, runs)
     with pytest.raises(
         SpecError, match=r"seeds of a started study may be added, not removed.*has \[0\], got \[1\]; add"
