@@ -36,13 +36,16 @@ FORMAT = 1  # part of the cache key: raise it when the training below changes
 def start_policy(
     spec: RunSpec, cache: Path, on_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> tuple[nn.Module, PreTrainedTokenizerBase]:
-    """The policy (on the CPU, float32) and tokenizer that the run starts from, warm-started if the spec says so."""
+    """The policy (on the CPU, float32) and tokenizer that the run starts from, warm-started if the spec says so.
+
+    Warm starts are kept under `cache/cold-start`.
+    """
     seed = spec.cold_start.seed
     tokenizer = load_tokenizer(spec.model)
     if spec.cold_start.steps == 0:
         return load_policy(spec.model, seed=seed), tokenizer
-    folder = cache / cold_start_key(spec)
-    cache.mkdir(parents=True, exist_ok=True)
+    folder = cache / "cold-start" / cold_start_key(spec)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not folder.is_dir():
             policy = load_policy(spec.model, seed=seed)
@@ -54,10 +57,10 @@ def start_policy(
                 device=resolve_device(spec.device),
                 on_progress=on_progress,
             )
-            partial = cache / f".partial-{folder.name}-{os.getpid()}"
+            partial = folder.with_name(f".partial-{folder.name}-{os.getpid()}")
             save_model(partial, policy.cpu(), tokenizer)
             partial.rename(folder)
-            for leftover in cache.glob(f".partial-{folder.name}-*"):
+            for leftover in folder.parent.glob(f".partial-{folder.name}-*"):
                 shutil.rmtree(leftover)
     return load_policy(str(folder), seed=seed), tokenizer
 

@@ -22,7 +22,7 @@ from pydantic import Field, SerializeAsAny, ValidationError, field_validator, mo
 
 from harness import plugins
 from harness.interfaces import Algorithm, RolloutEngine, Task
-from harness.types import Section
+from harness.types import Section, short_path
 
 Scalar = bool | int | float | str | None
 
@@ -371,12 +371,6 @@ def get_path(spec: Section, dotted: str) -> Scalar:
     for key in dotted.split("."):
         value = getattr(value, key, None)
     return value.name if isinstance(value, Section) and hasattr(value, "name") else value  # pyright: ignore
-
-
-def short_path(dotted: str) -> str:
-    """What a reader needs of a dotted path: `algorithm.kl_beta` -> `kl_beta`, `algorithm.name` -> `algorithm`."""
-    head, _, tail = dotted.rpartition(".")
-    return head if tail == "name" and head else tail
 
 
 def digest(value: Any) -> str:

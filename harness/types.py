@@ -32,6 +32,15 @@ class InvalidRun(Exception):
     """The run's result must not be used (NaN, stale weights, ...). The message is the reason that the report shows."""
 
 
+def short_path(dotted: str) -> str:
+    """What a reader needs of a dotted RunSpec path: `algorithm.kl_beta` -> `kl_beta`, `algorithm.name` -> `algorithm`,
+    but `cold_start.steps` as it is, because a run has `steps` of its own."""
+    head, _, tail = dotted.rpartition(".")
+    if tail == "name" and head:
+        return head
+    return tail if head in ("algorithm", "optimizer") else dotted
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One problem as the policy reads it.

@@ -229,12 +229,6 @@ def setting(trial_spec: Mapping[str, Any], dotted: str, default: Any = None) -> 
     return value
 
 
-def short_name(factor: str) -> str:
-    """`algorithm.kl_beta` -> `kl_beta`, `algorithm.name` -> `algorithm`."""
-    head, _, tail = factor.rpartition(".")
-    return head if tail == "name" and head else tail
-
-
 def _summarise(
     label: str,
     record: StudyRecord,

@@ -26,9 +26,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from harness.types import TrialRecord
+from harness.types import TrialRecord, short_path
 from reports import prose
-from reports.analysis import Analysis, ArmSummary, is_fraction, setting, short_name
+from reports.analysis import Analysis, ArmSummary, is_fraction, setting
 from reports.statistics import Floats, Interval
 
 INK, MUTED, RULE, GREY = "#1d2126", "#5c6570", "#e4e7eb", "#b9bfc6"
@@ -218,7 +218,7 @@ def heat_maps(analysis: Analysis) -> list[Drawing]:
     kept = [axis for axis in range(3) if axis != last]
     maps = []
     for index, level in enumerate(grid.levels[last]):
-        suffix = f", {short_name(grid.factors[last])} = {level}"
+        suffix = f", {short_path(grid.factors[last])} = {level}"
         labels = np.take(grid.labels, index, axis=last)
         factors, levels = [grid.factors[axis] for axis in kept], [grid.levels[axis] for axis in kept]
         maps.append(_heat_map(analysis, labels, factors, levels, bounds, suffix, index))
@@ -331,8 +331,8 @@ def _heat_map(
         axes.set_ylim(labels.shape[0] - 0.5, -0.5)
         axes.set_xticks(range(labels.shape[1]), [_cut(str(level), 12) for level in levels[1]])
         axes.set_yticks(range(labels.shape[0]), [_cut(str(level), 10) for level in levels[0]])
-        axes.set_xlabel(short_name(factors[1]))
-        axes.set_ylabel(short_name(factors[0]))
+        axes.set_xlabel(short_path(factors[1]))
+        axes.set_ylabel(short_path(factors[0]))
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from harness.types import TrialRecord
-from reports.analysis import ALPHA, Analysis, ArmSummary, Comparison, is_fraction, level_means, setting, short_name
+from harness.types import TrialRecord, short_path
+from reports.analysis import ALPHA, Analysis, ArmSummary, Comparison, is_fraction, level_means, setting
 from reports.statistics import Interval
 
 NEAR_ZERO = 0.02
@@ -198,7 +198,7 @@ def _grid_finding(analysis: Analysis) -> str:
         low, high = min(means, key=lambda level: means[level]), max(means, key=lambda level: means[level])
         metric = analysis.outcome.name
         found.append(
-            f"{short_name(factor)} matters: {with_unit(means[low], metric)} at {low} and "
+            f"{short_path(factor)} matters: {with_unit(means[low], metric)} at {low} and "
             f"{with_unit(means[high], metric)} at {high} ({_holm(effect.p_adjusted)})"
         )
     return f"Over the whole grid {', and '.join(found)}" if found else ""
@@ -472,7 +472,7 @@ def _gap_note(analysis: Analysis) -> tuple[str, str] | None:
 
 def factor_title(factors: Sequence[str]) -> str:
     """`group_size x kl_beta`."""
-    return " x ".join(short_name(factor) for factor in factors)
+    return " x ".join(short_path(factor) for factor in factors)
 
 
 def _listed(names: Sequence[str]) -> str:

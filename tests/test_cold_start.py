@@ -32,7 +32,7 @@ def test_a_second_run_takes_the_cached_policy(tmp_path):
     second, _ = start_policy(make_spec(), tmp_path, lambda done, total: seen.append((done, total)))
     assert seen == [(1, 3), (2, 3), (3, 3)]
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-    assert [f for f in tmp_path.iterdir() if f.name.startswith(".partial")] == []
+    assert not list(tmp_path.rglob(".partial*"))
 
 
 def test_the_key_changes_with_everything_that_the_result_depends_on():
