@@ -312,6 +312,8 @@ def ui(
     try:
         with tracking.serve_ui(runs, port) as server:
             terminal.say(f"MLflow: {server.url} (Ctrl-C ends it)")
+            for name in tracking.list_studies(runs):
+                terminal.say(f"{name}: {tracking.study_url(runs, name, server.address)}")
             ending = f"the MLflow server ended by itself with status {server.wait()}"
     except KeyboardInterrupt:
         return

@@ -218,7 +218,10 @@ def _nothing_detected(analysis: Analysis, baseline: ArmSummary) -> str:
     largest = max((c for c in analysis.comparisons if c.interval), key=lambda c: abs(c.estimate))
     arm = analysis.arm(largest.arm)
     if len(analysis.comparisons) > 1:
-        text = f"No arm differs detectably from {baseline.label}: the furthest, {arm.label}, reaches "
+        text = (
+            f"{_reaches(baseline, analysis)}, and no arm differs detectably from it: "
+            f"the furthest, {arm.label}, reaches "
+        )
     else:
         text = f"No difference between {arm.label} and {baseline.label} could be detected: {arm.label} reaches "
     return f"{text}{_value(arm, analysis)}, {_apart(largest, analysis)} {baseline.label} ({_evidence(largest)})"

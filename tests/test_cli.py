@@ -315,7 +315,7 @@ def test_a_study_with_an_invalid_trial_goes_on_is_reported_and_ends_with_exit_co
     assert cohort(*command, "--json") == 1
     found = cohort.json()
     assert [(trial["arm"], trial["seed"], trial["state"]) for trial in found["trials"]] == [
-        ("learning_rate=1e+30", 0, "invalid"), ("learning_rate=0.001", 0, "complete"),
+        ("cold_start.learning_rate=1e+30", 0, "invalid"), ("cold_start.learning_rate=0.001", 0, "complete"),
     ]  # fmt: skip
     assert "cold_start.learning_rate" in found["trials"][0]["reason"]
     assert Path(found["report"]) == runs / "studies" / "rates" / "report" / "index.html"
