@@ -86,6 +86,7 @@ def load_policy(name: str, *, seed: int, dtype: torch.dtype = torch.float32) -> 
     else:
         from transformers import AutoModelForCausalLM
 
+        _no_progress_bars()
         model = AutoModelForCausalLM.from_pretrained(
             _local(name), dtype=torch.float32, trust_remote_code=False, use_safetensors=True
         )
@@ -174,9 +175,7 @@ def end_token_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[
 
 def save_model(folder: Path, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load (safetensors)."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # a checkpoint every few steps would draw one each time
+    _no_progress_bars()
     model.save_pretrained(folder)  # pyright: ignore
     tokenizer.save_pretrained(str(folder))
 
@@ -201,6 +200,13 @@ def model_identity(name: str) -> dict[str, Any]:
         return {"name": name}
     files = {f.name: [f.stat().st_size, f.stat().st_mtime_ns] for f in sorted(path.iterdir()) if f.is_file()}
     return {"name": os.path.realpath(path), "files": files}
+
+
+def _no_progress_bars() -> None:
+    """Keep transformers from drawing one for every checkpoint; they would break into our own."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 def _local(name: str) -> str:
