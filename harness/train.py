@@ -82,26 +82,41 @@ def train(
 ) -> RunResult:
     """Run `spec` in `directory`, or resume it from the last checkpoint there.
 
-    Ends "complete", "invalid" with a reason, or "stopped" after the step during which `should_stop()` turned true.
-    Cold starts are cached in `cache`. Bad settings raise ValueError before any model is loaded.
+    Ends "complete", "invalid" with a reason, or "stopped" after the step during which `should_stop()` turned true; a
+    cold start that was not done by then begins anew next time. Cold starts are cached in `cache`. Bad settings raise
+    ValueError before any model is loaded.
     """
     train_prompts = spec.task.prompts("train") if spec.steps else []
     run: Run | None = None
     try:
-        run, step = _prepare(spec, directory, log, cache)
+        run, step = _prepare(spec, directory, log, cache, should_stop)
         return _loop(run, train_prompts, step, should_stop)
     except InvalidRun as invalid:
         return RunResult("invalid", str(invalid), run.summary() if run else {})
+    except _StoppedEarly:
+        return RunResult("stopped", None, {})
 
 
-def _prepare(spec: RunSpec, directory: Path, log: RunLogger, cache: Path) -> tuple[Run, int]:
+class _StoppedEarly(Exception):
+    """Asked to stop during the cold start."""
+
+
+def _prepare(
+    spec: RunSpec, directory: Path, log: RunLogger, cache: Path, should_stop: Callable[[], bool]
+) -> tuple[Run, int]:
     """The run with its models loaded, and the number of training steps already done."""
     _reset_peak_memory()
     device = resolve_device(spec.device)
     checkpoints = directory / "checkpoints"
     checkpoint = latest_checkpoint(checkpoints, spec.digest())
     log.resume(checkpoint.step if checkpoint else -1)
-    policy, tokenizer = start_policy(spec, cache, lambda done, total: log.progress("cold start", done, total))
+
+    def watch_cold_start(done: int, total: int) -> None:
+        log.progress("cold start", done, total)
+        if should_stop():
+            raise _StoppedEarly
+
+    policy, tokenizer = start_policy(spec, cache, watch_cold_start)
     policy = policy.to(device=device, dtype=getattr(torch, spec.dtype))
     learner = Learner(spec, policy)
     engine_class = cast(type[RolloutEngine], plugins.load("engine", spec.engine.name))

@@ -95,6 +95,14 @@ def test_a_run_killed_between_checkpoints_repeats_the_lost_steps_exactly(tmp_pat
     assert_same_weights(final_weights(tmp_path / "whole"), final_weights(tmp_path / "parts"))
 
 
+def test_a_run_stops_during_its_cold_start_and_begins_it_anew(tmp_path):
+    log = MemoryLog()
+    assert train(make_spec(), tmp_path, log, cache=tmp_path, should_stop=StopAfter(7)).state == "stopped"
+    assert log.phases[-1] == ("cold start", 7, 40)
+    assert train(make_spec(steps=0), tmp_path, log, cache=tmp_path).state == "complete"
+    assert log.phases.count(("cold start", 7, 40)) == 2
+
+
 def test_runs_with_equal_specs_are_equal_and_the_seed_matters(tmp_path, cache):
     logs = [MemoryLog() for _ in range(3)]
     for i, (log, seed) in enumerate(zip(logs, (0, 0, 1), strict=True)):
