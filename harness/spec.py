@@ -113,7 +113,9 @@ class RunSpec(Section):
     steps: int = Field(default=100, ge=0)
     seed: int = Field(default=0, ge=0)
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="of weights and optimiser too: bfloat16 saves memory and loses small updates"
+    )
 
     plugin_fields: ClassVar[tuple[plugins.Kind, ...]] = ("task", "algorithm", "engine")
 
