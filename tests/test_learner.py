@@ -100,6 +100,18 @@ def test_several_updates_move_the_ratio_away_from_one():
     assert metrics["policy/clip_fraction"] > 0
 
 
+def test_minibatches_share_out_the_rows_and_weigh_one_each_in_a_new_order_every_pass():
+    learner = Learner(make_spec(num_minibatches=2), tiny_model(0))
+    batch = make_batch().replace(rewards_B=torch.arange(8.0))  # a reward that tells the rows apart
+    passes = [list(learner._minibatches(batch, 3, epoch)) for epoch in range(2)]
+    for parts in passes:
+        assert sorted(torch.cat([part.rewards_B for part in parts]).tolist()) == list(range(8))
+        for part in parts:
+            assert part.loss_weight_BT is not None
+            assert part.loss_weight_BT.sum().item() == pytest.approx(1, abs=1e-6)
+    assert passes[0][0].rewards_B.tolist() != passes[1][0].rewards_B.tolist()
+
+
 def test_a_sampler_with_other_weights_shows_as_mismatch():
     batch = make_batch(tiny_model(1))
     spec = make_spec()

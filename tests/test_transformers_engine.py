@@ -94,6 +94,7 @@ def test_noise_is_uniform_and_every_part_of_the_key_matters():
     ):
         assert not (base == other).any()
     assert len(np.unique(base)) == base.size
+    assert not (uniforms(1, 0, ["a"], 4, 50) == uniforms(0, 1, ["a"], 4, 50)).any()  # seed and step do not add up
 
 
 def test_noise_of_a_row_is_independent_of_the_other_rows_and_of_the_length_asked_for():
