@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -104,6 +105,16 @@ def executions(runs: Path) -> list[str]:
     return [line.split()[0] for line in file.read_text().splitlines()] if file.exists() else []
 
 
+def living_workers() -> list[psutil.Process]:
+    """This process's workers, without those that were killed and not yet waited for (a zombie has no command line)."""
+    workers = []
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "harness.study" in process.cmdline():
+                workers.append(process)
+    return workers
+
+
 def check_history(trial: TrialRecord, steps: int = 7) -> None:
     """The store has what an undisturbed fake logs: every step, once, with the right value."""
     size = trial.factors["algorithm.group_size"]
@@ -121,7 +132,7 @@ def test_every_arm_and_seed_completes_exactly_once_while_workers_are_killed(
     started, killed = time.monotonic(), []
 
     def kill_a_worker(status: StudyStatus) -> None:
-        workers = [p for p in psutil.Process().children() if "harness.study" in p.cmdline()]
+        workers = living_workers()
         if len(killed) < 5 and workers and status.counts().get("running") and time.monotonic() - started > len(killed):
             victim = workers[len(killed) % len(workers)]
             victim.kill()
@@ -202,7 +213,7 @@ def test_a_second_interrupt_ends_at_once_and_leaves_no_worker(runs: Path, monkey
     with pytest.raises(KeyboardInterrupt):
         run(a_study(), runs, interrupt_twice)
     assert time.monotonic() - started < 25
-    assert not [p for p in psutil.Process().children() if "harness.study" in p.cmdline()]
+    assert not living_workers()
     status = study_status("sizes", runs)
     assert status.counts() == {"stopped": 2, "waiting": 2}
     assert status.trials[0].reason == "its worker died; the study continues it when it is started again"
