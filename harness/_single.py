@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from harness.interfaces import RolloutEngine
 from harness.model import check_model, resolve_device
 from harness.spec import RunSpec, SpecError
 from harness.tracking import RunLog, check_runs, read_result
-from harness.train import RunResult, train
+from harness.train import RunResult, evaluation_metrics, train
 from harness.types import EvaluationResult, Split
 
 
@@ -40,9 +41,26 @@ def train_once(spec: RunSpec, runs: Path, name: str) -> RunResult:
         return _train(spec, runs, directory)
 
 
-def evaluate_once(spec: RunSpec, split: Split, runs: Path) -> EvaluationResult:
-    """The accuracy of the policy that the spec starts from, after the cold start if it has one."""
+def evaluate_once(spec: RunSpec, split: Split, runs: Path, name: str) -> EvaluationResult:
+    """The accuracy of the policy that the spec starts from, after the cold start if it has one.
+
+    Metrics and every graded completion go to `runs/evaluate/name` and to MLflow's experiment `evaluate`.
+    """
     check_inputs(spec, runs, (split,))
+    directory = runs / "evaluate" / name
+    with (
+        _own_folder(directory, spec),
+        RunLog.open(runs, directory, spec, experiment="evaluate", run_name=name, parent_run_id=None, tags={}) as log,
+    ):
+        log.resume(-1)
+        result = _evaluate(spec, split, runs)
+        log.metrics(0, evaluation_metrics(result))
+        log.samples(result.samples)
+        log.finish("complete", None, {f"{split}_accuracy": result.metrics["accuracy"]})
+    return result
+
+
+def _evaluate(spec: RunSpec, split: Split, runs: Path) -> EvaluationResult:
     with phase_bar(f"{spec.model} on {spec.task.name}") as show:
         policy, tokenizer = start_policy(spec, runs / "cache", lambda done, total: show("cold start", done, total))
         policy = policy.to(device=resolve_device(spec.device), dtype=getattr(torch, spec.dtype))
@@ -56,6 +74,7 @@ def evaluate_once(spec: RunSpec, split: Split, runs: Path) -> EvaluationResult:
             seed=spec.seed,
             step=0,
             on_progress=lambda done, total: show(split, done, total),
+            num_shown=sys.maxsize,
         )
 
 
@@ -64,6 +83,9 @@ def check_inputs(spec: RunSpec, runs: Path, splits: Sequence[Split]) -> None:
     check_runs(runs)
     resolve_device(spec.device)
     check_model(spec.model)
+    spec.engine.check(spec.sampling_with_limit())
+    for reward in spec.rewards.values():
+        reward.check()
     for split in splits:
         if not spec.task.prompts(split):
             raise SpecError(f"task '{spec.task.name}' must have problems in its {split} split, it has none")

@@ -13,6 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from harness.regrade import Regraded
+    from harness.reward_model import RewardModelFit
     from harness.study import StudyStatus
     from harness.types import EvaluationResult, SampleRow, StudyRecord
 
@@ -149,10 +151,72 @@ def show_evaluation(title: str, result: EvaluationResult) -> None:
     ]
     show_table(f"{title}, {count:,} problems", ["measure", "accuracy", "95 % interval"], rows, numeric=["accuracy"])
     say(
-        f"answered {percent(metrics['answered'])}, cut at the token limit {percent(metrics['truncated'])}, "
-        f"{metrics['num_tokens']:.1f} tokens per completion"
+        f"answered {percent(metrics['answered'])}, answer format {percent(metrics['format'])}, "
+        f"cut at the token limit {percent(metrics['truncated'])}, {metrics['num_tokens']:.1f} tokens per completion"
     )
+    for tag, rows in result.breakdown.items():
+        headers = [tag, "problems", "greedy", names["accuracy"], "95 % interval"]
+        show_table("", headers, [_breakdown_row(*item) for item in rows.items()], numeric=headers[1:4])
     show_samples(result.samples[:3])
+
+
+def show_grades(title: str, result: Regraded, count: int) -> None:
+    """A summary per grader, then the first verdicts, those on which graders disagree before the others."""
+    labelled = any(summary.agreement is not None for summary in result.summaries.values())
+    headers = ["grader", "correct", "answered", "rows/s"]
+    headers[3:3] = ["agrees with labels", "wrongly right", "wrongly wrong"] if labelled else []
+    rows = []
+    for name, s in result.summaries.items():
+        against = [percent(s.agreement), s.false_positives, s.false_negatives] if labelled else []
+        rows.append([name, percent(s.correct), percent(s.answered), *against, f"{s.rows_per_second:,.0f}"])
+    show_table(f"{title}: {len(result.verdicts):,} rows", headers, rows, numeric=headers[1:])
+    graders = list(result.summaries)
+    if len(graders) > 1:
+        say(f"Graders disagree on {len(result.disagreements):,} of {len(result.verdicts):,} rows.")
+    suspicious = set(result.disagreements)
+    wrong = {v.row for v in result.verdicts if v.label is not None and set(v.correct.values()) != {v.label}}
+    order = sorted(result.verdicts, key=lambda v: (v.row not in suspicious, v.row not in wrong, v.row))
+    cells = [
+        [v.row, _shortened(v.gold), "" if v.label is None else _yes(v.label)]
+        + [part for g in graders for part in (_shortened(v.answers[g] or "-"), _yes(v.correct[g]))]
+        for v in order[:count]
+    ]
+    columns = [part for g in graders for part in (f"{g} answer", f"{g} right")]
+    if cells:
+        show_table("Verdicts", ["row", "gold", "label", *columns], cells, numeric=["row"])
+    if len(order) > count:
+        say(f"{len(order) - count:,} more rows; --show N or --json shows them")
+
+
+def show_task(document: Mapping[str, Any]) -> None:
+    """A task's settings, sizes, problems and one worked solution, line breaks kept."""
+    show_table(
+        f"Task {document['task']}", ["setting", "value"], [(k, repr(v)) for k, v in document["settings"].items()]
+    )
+    show_table("", ["split", "problems"], list(document["sizes"].items()))
+    say(f"Completion limit: {document['max_completion_tokens']} tokens")
+    if document["skipped_rows"]:
+        say(f"Bad rows skipped in the {document['split']} split: {document['skipped_rows']:,}", style="yellow")
+    for number, problem in enumerate(document["problems"], start=1):
+        tokens = f", {problem['prompt_tokens']} tokens" if "prompt_tokens" in problem else ""
+        tags = "".join(f", {name} {value}" for name, value in problem["tags"].items())
+        say(f"\nProblem {number} ({document['split']}{tags}{tokens})", style="bold")
+        say(_shortened(problem["prompt"], 4000))
+        say(f"gold: {problem['gold']}", style="green")
+    if document["worked_solution"]:
+        say("\nA worked solution (cold start)", style="bold")
+        say(document["worked_solution"]["prompt"] + document["worked_solution"]["completion"])
+
+
+def show_reward_model(fit: RewardModelFit) -> None:
+    """What a reward model was fitted on, and how often it ranks a pair rightly."""
+    rows = [
+        ["fitted", f"{fit.num_prompts:,}", f"{fit.num_pairs:,}", percent(fit.accuracy)],
+        ["held out", f"{fit.held_out_prompts:,}", f"{fit.held_out_pairs:,}", percent(fit.held_out_accuracy)],
+    ]
+    headers = ["prompts", "number", "pairs", "ranked rightly"]
+    show_table("Bradley-Terry reward model", headers, rows, numeric=headers[1:])
+    say(f"{fit.dropped_prompts:,} groups of rollouts rank nothing and were left out; last mean loss {fit.loss:.4f}")
 
 
 def show_samples(rows: Sequence[SampleRow]) -> None:
@@ -163,8 +227,19 @@ def show_samples(rows: Sequence[SampleRow]) -> None:
     show_table("Samples", ["prompt", "completion", "answer", "gold", "correct"], cells)
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " ..."
+def _breakdown_row(value: str, row: Mapping[str, float]) -> list[object]:
+    count = int(row["num_prompts"])
+    low, high = wilson_interval(row["accuracy"], count)
+    return [value, f"{count:,}", percent(row["greedy_accuracy"]), percent(row["accuracy"]),
+            f"{percent(low)} to {percent(high)}"]  # fmt: skip
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _shortened(text: str, limit: int = SHOWN_CHARACTERS) -> str:
+    return text if len(text) <= limit else text[:limit] + " ..."
 
 
 def _over_seeds(values: Sequence[float]) -> str:

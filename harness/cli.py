@@ -39,8 +39,12 @@ app = typer.Typer(
 )
 study_app = typer.Typer(no_args_is_help=True, help="Run and inspect studies: a question, its arms, its seeds.")
 list_app = typer.Typer(no_args_is_help=True, help="List what can be named in a study file.")
+task_app = typer.Typer(no_args_is_help=True, help="Look at the problems of a task as the policy reads them.")
+reward_app = typer.Typer(no_args_is_help=True, help="Fit reward models on rollouts that a run has kept.")
 app.add_typer(study_app, name="study")
 app.add_typer(list_app, name="list")
+app.add_typer(task_app, name="task")
+app.add_typer(reward_app, name="reward-model")
 
 RUNS = Path("runs")
 TINY_COLD_START = 400
@@ -55,6 +59,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on s
 Seeds = Annotated[str | None, typer.Option(metavar="0,1,2", help="Replicates of each arm.")]
 Name = Annotated[str | None, typer.Option(metavar="NAME", help="Keep the results under another name.")]
 Workers = Annotated[int | None, typer.Option(min=1, metavar="N", help="Trials at a time; by default from the cores.")]
+DataPath = Annotated[
+    str | None, typer.Option("--path", metavar="PATH", help="The task's data: a Hub id, a local file or folder.")
+]
 Study = Annotated[str, typer.Argument(metavar="STUDY", help="Name of a shipped study, or a file.")]
 
 
@@ -152,18 +159,23 @@ def compare(
     "evaluate",
     "cohort evaluate tiny --task arithmetic --set cold_start.steps=400",
     "cohort evaluate runs/train/my-run --task arithmetic --samples 8",
-    "cohort evaluate Qwen/Qwen2.5-0.5B --task math --set task.path=data/math500 --json",
+    "cohort evaluate Qwen/Qwen2.5-0.5B --task math500 --path data/math500 --json",
 )
 def evaluate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="'tiny', a Hub id, a model folder or a checkpoint.")],
     task: Annotated[str, typer.Option(help="Task by name.")],
     split: Annotated[str, typer.Option(help="train, validation or test.")] = "test",
+    path: DataPath = None,
     samples: Annotated[int | None, typer.Option(min=1, metavar="K", help="Samples of each problem.")] = None,
     sets: Sets = None,
+    name: Name = None,
     runs: Runs = RUNS,
     as_json: Json = False,
 ) -> None:
-    """Measure held-out accuracy: greedy, mean of K samples, pass@K and majority of K, with 95 % intervals."""
+    """Measure held-out accuracy: greedy, mean of K samples, pass@k and majority of K, with 95 % intervals.
+
+    Metrics and all graded completions go to MLflow's experiment `evaluate` and to RUNS/evaluate/NAME.
+    """
     from harness._single import evaluate_once, model_folder
     from harness.spec import SpecError, load_run
     from harness.types import InvalidRun, Split
@@ -172,9 +184,10 @@ def evaluate(
         raise SpecError(f"--split must be one of {', '.join(get_args(Split))}, got '{split}'")
     extra = [] if samples is None else [f"evaluation.num_samples={samples}"]
     defaults = {"model": model_folder(model), "task": task, "algorithm": "grpo"}
-    spec = load_run(None, [*(sets or ()), *extra], defaults)
+    spec = load_run(None, [*(sets or ()), *_data_path(path), *extra], defaults)
+    name = _checked_name(name or f"{spec.task.name}-{split}-{spec.digest()[:8]}")
     try:
-        result = evaluate_once(spec, cast("Split", split), runs)
+        result = evaluate_once(spec, cast("Split", split), runs, name)
     except InvalidRun as error:
         terminal.fail(error)
         raise typer.Exit(1) from None
@@ -185,12 +198,119 @@ def evaluate(
                 **document,
                 "metrics": result.metrics,
                 "intervals": terminal.intervals(result),
+                "breakdown": result.breakdown,
                 "correct_counts": result.correct_counts,
-                "samples": result.samples,
+                "samples": result.samples[:16],
+                "directory": runs / "evaluate" / name,
             }
         )
         return
     terminal.show_evaluation(f"{model} on {task} ({split})", result)
+    terminal.say(f"Files: {runs / 'evaluate' / name}")
+
+
+@_command(
+    app,
+    "grade",
+    "cohort grade --task gsm8k --cases answers.jsonl",
+    "cohort grade --task math --cases runs/train/my-run/rollouts/step-000041.jsonl --grader all",
+)
+def grade(
+    task: Annotated[str, typer.Option(help="Task by name: its equality decides.")],
+    cases: Annotated[Path, typer.Option(metavar="FILE.jsonl", help="Rows with gold, completion, optionally label.")],
+    grader: Annotated[str, typer.Option(help="strict (what rewards use), lenient, math_verify, or all.")] = "strict",
+    show: Annotated[int, typer.Option(min=0, metavar="N", help="Verdicts shown; disagreements come first.")] = 20,
+    workers: Annotated[int, typer.Option(min=1, metavar="N", help="Processes for symbolic comparison.")] = 1,
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Grade stored completions: verdict and extracted answer of each row, agreement with labels, rows per second."""
+    from harness.regrade import graders, read_cases, regrade
+    from harness.spec import load_run
+
+    spec = load_run(None, sets or (), {"task": task, "algorithm": "grpo"})
+    spec.task.use_processes(workers)
+    names = list(graders(spec.task)) if grader == "all" else [grader]
+    result = regrade(spec.task, read_cases(cases), names, workers)
+    if as_json:
+        terminal.print_json({"task": task, "cases": cases, **vars(result)})
+        return
+    terminal.show_grades(f"{cases} as {task}", result, show)
+
+
+@_command(
+    task_app,
+    "show",
+    "cohort task show arithmetic",
+    "cohort task show gsm8k -n 3 --path data/gsm8k --set task.answer_format=think_answer --set task.shots=2",
+    "cohort task show gsm8k --path data/gsm8k --model Qwen/Qwen2.5-0.5B-Instruct",
+)
+def task_show(
+    task: Annotated[str, typer.Argument(help="Task by name.")],
+    count: Annotated[int, typer.Option("-n", min=0, metavar="N", help="Problems shown.")] = 3,
+    split: Annotated[str, typer.Option(help="train, validation or test.")] = "test",
+    path: DataPath = None,
+    model: Annotated[str | None, typer.Option(help="Show prompts through this model's chat template.")] = None,
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Show a task's settings, sizes and problems exactly as a policy reads them."""
+    from harness.inspect_task import inspect_task
+    from harness.spec import SpecError, load_run
+    from harness.types import Split
+
+    if split not in get_args(Split):
+        raise SpecError(f"--split must be one of {', '.join(get_args(Split))}, got '{split}'")
+    spec = load_run(None, [*(sets or ()), *_data_path(path)], {"task": task, "algorithm": "grpo"})
+    document = inspect_task(spec.task, cast("Split", split), count, model)
+    if as_json:
+        terminal.print_json(document)
+    else:
+        terminal.show_task(document)
+
+
+@_command(
+    reward_app,
+    "train",
+    "cohort reward-model train runs/train/my-run --model tiny --out models/reward",
+    "cohort reward-model train runs/studies/my-study/trials/* --model runs/train/my-run --out reward --by correct",
+)
+def reward_model_train(
+    rollouts: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or files of rollouts.")],
+    model: Annotated[str, typer.Option(help="Where the fit starts: 'tiny', a Hub id, a model folder or a run.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="New folder for the reward model.")],
+    by: Annotated[str, typer.Option(help="What ranks completions: reward, correct, or one of the rewards.")] = "reward",
+    epochs: Annotated[int, typer.Option(min=1, metavar="N", help="Passes over the pairs.")] = 3,
+    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Prompts per optimiser step.")] = 16,
+    learning_rate: Annotated[float, typer.Option(min=0.0, metavar="RATE", help="Of AdamW, constant.")] = 1e-4,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Data order and initial head.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Fit a Bradley-Terry reward model on ranked rollouts (RLHF's second step).
+
+    Use it with --set rewards.reward_model.path=DIR.
+    """
+    from harness._progress import phase_bar
+    from harness._single import model_folder
+    from harness.reward_model import train_reward_model
+
+    with phase_bar("reward model") as bar:
+        fit = train_reward_model(
+            rollouts,
+            model_folder(model),
+            out,
+            by=by,
+            epochs=epochs,
+            prompts_per_batch=batch,
+            learning_rate=learning_rate,
+            seed=seed,
+            on_progress=lambda done, total: bar("fit", done, total),
+        )
+    if as_json:
+        terminal.print_json({"directory": out, **vars(fit)})
+        return
+    terminal.show_reward_model(fit)
+    terminal.say(f"Use it: --set rewards.reward_model.path={shlex.quote(str(out))}")
 
 
 @_command(
@@ -349,6 +469,12 @@ def list_tasks(as_json: Json = False) -> None:
     _show_plugins("task", as_json)
 
 
+@_command(list_app, "rewards", "cohort list rewards")
+def list_rewards(as_json: Json = False) -> None:
+    """List the rewards with their settings, defaults and ranges."""
+    _show_plugins("reward", as_json, facts=("sees_gold",))
+
+
 @_command(list_app, "engines", "cohort list engines")
 def list_engines(as_json: Json = False) -> None:
     """List the rollout engines with their settings, defaults and ranges."""
@@ -480,6 +606,10 @@ def _checked_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise SpecError(f"--name must be letters, digits, '.', '_' or '-', the first a letter or digit, got '{name}'")
     return name
+
+
+def _data_path(path: str | None) -> list[str]:
+    return [] if path is None else [f"task.path={json.dumps(path)}"]
 
 
 def _integers(text: str) -> list[int]:

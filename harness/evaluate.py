@@ -1,8 +1,9 @@
-"""Held-out accuracy: greedy, mean over samples, pass@k and maj@k, on a fixed set of problems."""
+"""Held-out accuracy: greedy, mean over samples, pass@k and maj@k, on a fixed set of problems, overall and by tag."""
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from harness.grading import grade, sample_rows
 from harness.interfaces import RolloutEngine, Task
 from harness.spec import Evaluation, Sampling
-from harness.types import EvaluationResult, GradedGroup, Group, Split
+from harness.types import EvaluationResult, GradedGroup, Group, Prompt, Split
 
 
 def evaluate(
@@ -40,32 +41,63 @@ def evaluate(
         groups += engine.generate(part, settings.num_samples, sampled, seed=seed, step=step)
         greedy_groups += engine.generate(part, 1, greedy, seed=seed, step=step)
         on_progress(min(start + 64, len(prompts)), len(prompts))
-    graded = grade(task, groups)
+    graded = grade(task, groups, max_tokens)
     metrics = sample_metrics(graded)
-    metrics["greedy_accuracy"] = float(np.mean([bool(g.correct and g.correct[0]) for g in grade(task, greedy_groups)]))
+    greedy_graded = grade(task, greedy_groups, max_tokens)
+    metrics["greedy_accuracy"] = float(np.mean([bool(g.correct and g.correct[0]) for g in greedy_graded]))
     counts = {g.prompt_id: sum(g.correct or ()) for g in graded}
-    return EvaluationResult(
-        split, metrics, counts, sample_rows(groups, graded, None, step=step, split=split, limit=num_shown)
-    )
+    rows = sample_rows(groups, graded, None, step=step, split=split, limit=num_shown)
+    return EvaluationResult(split, metrics, counts, rows, breakdown(prompts, graded, greedy_graded))
+
+
+def breakdown(
+    prompts: Sequence[Prompt], graded: Sequence[GradedGroup], greedy: Sequence[GradedGroup]
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Tag name -> tag value -> accuracy, greedy_accuracy and num_prompts of the problems that carry it, sorted."""
+    places: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for place, prompt in enumerate(prompts):
+        for tag in prompt.tags:
+            places[tag].append(place)
+    result: dict[str, dict[str, dict[str, float]]] = {}
+    for (name, value), members in sorted(places.items()):
+        correct, first = ([g[i].correct or () for i in members] for g in (graded, greedy))
+        result.setdefault(name, {})[value] = {
+            "accuracy": float(np.mean(correct)),
+            "greedy_accuracy": float(np.mean(first)),
+            "num_prompts": float(len(members)),
+        }
+    return result
 
 
 def metric_names(settings: Evaluation) -> list[str]:
     """The names of the metrics that `evaluate` gives with these settings."""
     k = settings.num_samples
-    counts = ("answered", "truncated", "num_tokens", "num_prompts", "num_samples")
-    return ["accuracy", f"pass_at_{k}", f"maj_at_{k}", *counts, "greedy_accuracy"]
+    counts = ("answered", "truncated", "format", "num_tokens", "num_prompts", "num_samples")
+    return ["accuracy", *(f"pass_at_{j}" for j in pass_sizes(k)), f"maj_at_{k}", *counts, "greedy_accuracy"]
+
+
+def pass_sizes(num_samples: int) -> list[int]:
+    """The k for which pass@k is reported: powers of two from 2 on, and the number of samples itself."""
+    return sorted({num_samples, *(2**j for j in range(1, num_samples.bit_length()) if 2**j <= num_samples)})
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased pass@k of a problem from n samples with c correct: 1 - C(n-c, k) / C(n, k) (Chen et al. 2021, eq. 1)."""
+    return 1 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
 def sample_metrics(graded: Sequence[GradedGroup]) -> dict[str, float]:
-    """Metrics of k samples per problem; pass@k with all k samples is unbiased (Chen et al. 2021, eq. 1, n = k)."""
+    """Metrics of n samples per problem, pass@k for several k <= n among them."""
     k = len(graded[0].completions)
     correct = np.array([g.correct for g in graded], dtype=float)
+    counts = [sum(g.correct or ()) for g in graded]
     return {
         "accuracy": float(correct.mean()),
-        f"pass_at_{k}": float(correct.max(axis=1).mean()),
+        **{f"pass_at_{j}": float(np.mean([pass_at_k(k, c, j) for c in counts])) for j in pass_sizes(k)},
         f"maj_at_{k}": float(np.mean([majority_correct(g) for g in graded])),
         "answered": float(np.mean([a is not None for g in graded for a in g.answers])),
         "truncated": float(np.mean([t for g in graded for t in g.truncated])),
+        "format": float(np.mean([f for g in graded for f in g.format_scores])),
         "num_tokens": float(np.mean([n for g in graded for n in g.num_tokens])),
         "num_prompts": float(len(graded)),
         "num_samples": float(k),

@@ -7,14 +7,34 @@ G completions of a prompt cost one extraction each, one comparison with gold per
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from harness.interfaces import Task
-from harness.types import GradedGroup, Group, SampleRow, Split
+from harness.types import GradedGroup, Group, Prompt, SampleRow, Split
 
 
-def grade(task: Task, groups: Sequence[Group]) -> list[GradedGroup]:
-    """One graded group per group, in order, with correctness; an unanswered completion has no class and is wrong."""
-    return [_grade_group(task, group) for group in groups]
+def grade(task: Task, groups: Sequence[Group], max_tokens: int) -> list[GradedGroup]:
+    """One graded group per group, in order, with correctness; an unanswered completion has no class and is wrong.
+
+    `max_tokens` is the limit that the completions were sampled under.
+    """
+    return [_grade_group(task, group, max_tokens) for group in groups]
+
+
+def all_rows(
+    groups: Sequence[Group], graded: Sequence[GradedGroup], rewards: Sequence[Sequence[float]], *, step: int
+) -> list[SampleRow]:
+    """Every rollout of a training step, group by group."""
+    return [
+        _sample_row(group, graded[p], i, rewards[p][i], step, "train")
+        for p, group in enumerate(groups)
+        for i in range(len(group.rollouts))
+    ]
+
+
+def problem_rows(prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+    """Problems as they are shown to a reader: id, prompt, gold answer, tags."""
+    return [{"id": p.id, "prompt": p.text, "gold": p.gold, "tags": dict(p.tags)} for p in prompts]
 
 
 def sample_rows(
@@ -40,18 +60,22 @@ def sample_rows(
     ]
 
 
-def _grade_group(task: Task, group: Group) -> GradedGroup:
+def _grade_group(task: Task, group: Group, max_tokens: int) -> GradedGroup:
     answers = tuple(task.extract(rollout.text) for rollout in group.rollouts)
     classes, representatives = _classes(task, answers)
     gold = group.prompt.gold
     is_gold = [answer == gold or task.equivalent(answer, gold) for answer in representatives]
     return GradedGroup(
         prompt_id=group.prompt.id,
+        prompt=group.prompt.text,
         completions=tuple(rollout.text for rollout in group.rollouts),
         num_tokens=tuple(len(rollout.token_ids) for rollout in group.rollouts),
+        max_tokens=max_tokens,
         truncated=tuple(rollout.finish_reason == "length" for rollout in group.rollouts),
         answers=answers,
         classes=classes,
+        format_scores=tuple(task.format_score(rollout.text) for rollout in group.rollouts),
+        reasoning_chars=tuple(len(task.reasoning(rollout.text)) for rollout in group.rollouts),
         correct=tuple(number is not None and is_gold[number] for number in classes),
     )
 

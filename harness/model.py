@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 TINY = "tiny"
+_NAMES = ("a Hub id or an existing folder", "'tiny', a Hub id or an existing folder")
 _SPECIAL = ("<pad>", "<eos>", "<unk>")
 _CHARACTERS = "\n\t" + "".join(map(chr, range(32, 127)))
 _SPELLINGS = {
@@ -29,19 +30,19 @@ _SPELLINGS = {
 }  # fmt: skip
 
 
-def check_model(name: str) -> None:
-    """Raise ValueError where `name` is a local folder that cannot be a causal language model with its tokenizer.
+def check_model(name: str, setting: str = "model") -> None:
+    """Raise ValueError where `name` is a local folder that cannot be a model with its tokenizer.
 
     Reads no weights. A Hub id is checked when it is loaded; a name that looks like a path must exist.
     """
-    if name == TINY:
+    if name == TINY and setting == "model":
         return
     path = Path(name).expanduser()
     if not path.is_dir():
         looks_like_path = name.startswith((".", "~", "/")) or name.count("/") > 1 or path.exists()
         if looks_like_path:
-            raise ValueError(f"model must be 'tiny', a Hub id or an existing folder, got '{name}', which is no folder")
-        if "/" not in name and nearest(name, [TINY]):
+            raise ValueError(f"{setting} must be {_NAMES[setting == 'model']}, got '{name}', which is no folder")
+        if setting == "model" and "/" not in name and nearest(name, [TINY]):
             raise ValueError(
                 f"model must be 'tiny', a Hub id or an existing folder, got '{name}'; did you mean 'tiny'?"
             )

@@ -1,7 +1,8 @@
 """Where plugins are found: a file's name is the plugin's name, and installed packages add theirs by entry points.
 
-`algorithms/x.py`, `tasks/x.py` and `harness/engines/x.py` each hold one public class; a third party declares the same
-under the entry-point groups `cohort.algorithms`, `cohort.tasks` and `cohort.engines`.
+`algorithms/x.py`, `tasks/x.py`, `harness/rewards/x.py` and `harness/engines/x.py` each hold one public class; a third
+party declares the same under the entry-point groups `cohort.algorithms`, `cohort.tasks`, `cohort.rewards` and
+`cohort.engines`.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Literal
 
-from harness.interfaces import Algorithm, RolloutEngine, Task
+from harness.interfaces import Algorithm, Reward, RolloutEngine, Task
 
-Kind = Literal["algorithm", "task", "engine"]
+Kind = Literal["algorithm", "task", "reward", "engine"]
 
-_PACKAGE = {"algorithm": "algorithms", "task": "tasks", "engine": "harness.engines"}
-_BASE: dict[str, type] = {"algorithm": Algorithm, "task": Task, "engine": RolloutEngine}
+_PACKAGE = {"algorithm": "algorithms", "task": "tasks", "reward": "harness.rewards", "engine": "harness.engines"}
+_BASE: dict[str, type] = {"algorithm": Algorithm, "task": Task, "reward": Reward, "engine": RolloutEngine}
 
 
 def names(kind: Kind) -> list[str]:

@@ -21,7 +21,7 @@ import yaml
 from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
 
 from harness import plugins
-from harness.interfaces import Algorithm, RolloutEngine, Task
+from harness.interfaces import Algorithm, Reward, RolloutEngine, Task
 from harness.types import Section, short_path
 
 Scalar = bool | int | float | str | None
@@ -78,8 +78,13 @@ class Evaluation(Section):
 
 
 class Checkpoints(Section):
+    """What a run keeps on disk: enough to resume, and whole batches of rollouts to read, regrade or rank."""
+
     every: int = Field(default=20, ge=1, description="training steps between checkpoints")
     keep: int = Field(default=2, ge=1)
+    rollouts_every: int = Field(
+        default=20, ge=0, description="training steps between batches kept in rollouts/; the first is; 0: none"
+    )
 
 
 def _plugin(kind: plugins.Kind, value: Any) -> Any:
@@ -93,6 +98,21 @@ def _plugin(kind: plugins.Kind, value: Any) -> Any:
     return _settings_class(kind, cls).model_validate(dict(fields))
 
 
+def _reward(name: str, settings: Any) -> Reward:
+    """A reward from its weight, from a mapping of its settings, or as it is."""
+    if isinstance(settings, Reward):
+        return settings
+    cls = plugins.load("reward", name)
+    if isinstance(settings, int | float) and not isinstance(settings, bool):
+        settings = {"weight": settings}
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"rewards.{name} must be a weight or a mapping of settings, got {settings!r}")
+    try:
+        return cls.model_validate(dict(settings))  # pyright: ignore[reportAttributeAccessIssue]
+    except ValidationError as error:
+        raise ValueError(_explain(error, cls, settings, f"rewards.{name}")) from None
+
+
 def _settings_class(kind: plugins.Kind, cls: type) -> type[Section]:
     return cls.Settings if kind == "engine" else cls  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -103,6 +123,9 @@ class RunSpec(Section):
     model: str = Field(default="tiny", min_length=1, description="'tiny', a Hub id or a local folder")
     task: SerializeAsAny[Task]
     algorithm: SerializeAsAny[Algorithm]
+    rewards: dict[str, SerializeAsAny[Reward]] = Field(
+        default_factory=dict, description="name -> weight, or settings; added to the algorithm's own reward"
+    )
     engine: SerializeAsAny[RolloutEngine.Settings] = Field(default="transformers")  # pyright: ignore
     sampling: Sampling = Sampling()
     cold_start: ColdStart = ColdStart()
@@ -133,6 +156,28 @@ class RunSpec(Section):
     @classmethod
     def _engine(cls, value: Any) -> Any:
         return _plugin("engine", value)
+
+    @field_validator("rewards", mode="before")
+    @classmethod
+    def _rewards(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"rewards must be a mapping of names to weights or settings, got {value!r}")
+        return {str(name): _reward(str(name), settings) for name, settings in value.items()}
+
+    @model_validator(mode="after")
+    def _complete_rewards(self) -> Self:
+        """The algorithm's own reward is one of the run's, unless the spec gives it another weight."""
+        default = {name: _reward(name, weight) for name, weight in self.algorithm.default_rewards.items()}
+        object.__setattr__(self, "rewards", dict(sorted({**default, **self.rewards}.items())))
+        for name, reward in self.rewards.items():
+            if reward.sees_gold and reward.weight and not self.algorithm.sees_gold:
+                raise ValueError(
+                    f"rewards.{name} sees gold answers, and {self.algorithm.name} must not; got weight "
+                    f"{reward.weight}; remove it, or set rewards.{name}=0 to measure it only"
+                )
+        if not any(reward.weight for reward in self.rewards.values()):
+            raise ValueError(f"rewards must have a weight other than 0, got 0 for {', '.join(self.rewards)}")
+        return self
 
     @model_validator(mode="after")
     def _counts_divide(self) -> Self:
@@ -343,7 +388,8 @@ def parse_overrides(items: Sequence[str]) -> dict[str, Any]:
 def with_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """A deep copy of `raw` with each dotted path set; a plugin given by name alone becomes a mapping.
 
-    A key of a mapping that itself holds dots (`factors` of a study) is matched as a whole.
+    A key of a mapping that itself holds dots (`factors` of a study) is matched as a whole; a number for a reward is its
+    weight and leaves its other settings as they are.
     """
     result = deepcopy(dict(raw))
     for dotted, value in overrides.items():
@@ -359,19 +405,26 @@ def with_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
                 child = {}
             elif isinstance(child, str):
                 child = {"name": child}
+            elif keys[0] == "rewards" and depth == 1 and isinstance(child, int | float):
+                child = {"weight": child}
             elif not isinstance(child, dict):
                 raise SpecError(f"'{dotted}': '{'.'.join(keys[: depth + 1])}' is {child!r}, which has no keys")
             node[key] = child
             node = child
+        old = node.get(keys[-1])
+        if keys[0] == "rewards" and len(keys) == 2 and isinstance(old, dict) and isinstance(value, int | float):
+            value = {**old, "weight": value}
         node[keys[-1]] = value
     return result
 
 
 def get_path(spec: Section, dotted: str) -> Scalar:
-    """The value of a dotted RunSpec path; None where this run's plugin has no such setting."""
+    """The value of a dotted RunSpec path, of a reward its weight; None where this run has no such setting."""
     value: Any = spec
     for key in dotted.split("."):
-        value = getattr(value, key, None)
+        value = value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)
+    if isinstance(value, Reward):
+        return value.weight
     return value.name if isinstance(value, Section) and hasattr(value, "name") else value  # pyright: ignore
 
 
@@ -430,7 +483,8 @@ def _explain(error: ValidationError, model: type[Section], raw: Mapping[str, Any
             message = "is required"
         elif item["type"] == "value_error":
             value = ""  # our own messages name the value
-        lines.append(f"{where}: {path + ': ' if path else ''}{message}{value}")
+        named = f"{path}: " if path and not message.startswith(path) else ""
+        lines.append(f"{where}: {named}{message}{value}")
     return "\n".join(lines)
 
 

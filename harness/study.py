@@ -504,6 +504,10 @@ def _validate(study: StudySpec, plan: _Plan, runs: Path, workers: int | None, ex
             resolve_device(device)
         for model in dict.fromkeys(spec.model for spec in specs):
             check_model(model)
+        for spec in specs:
+            spec.engine.check(spec.sampling_with_limit())
+            for reward in spec.rewards.values():
+                reward.check()
 
 
 def _splits(spec: RunSpec) -> Sequence[Split]:

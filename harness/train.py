@@ -8,30 +8,37 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import gc
+import json
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from harness import plugins
+from harness._files import write_text
+from harness._probe import check_sync, probe
 from harness.checkpoint import latest_checkpoint, save_checkpoint
 from harness.cold_start import start_policy
 from harness.evaluate import evaluate, majority_correct
-from harness.grading import grade, sample_rows
+from harness.grading import all_rows, grade, sample_rows
 from harness.interfaces import RolloutEngine, RunLogger
 from harness.learner import Learner
 from harness.model import resolve_device
+from harness.scoring import Scores, events, score
 from harness.spec import RunSpec
 from harness.tensors import pad_right
-from harness.types import Batch, GradedGroup, Group, InvalidRun, Prompt, SampleRow, Split, TrialState
+from harness.types import Batch, EvaluationResult, GradedGroup, Group, InvalidRun, Prompt, SampleRow, Split, TrialState
 
+ROLLOUTS = "rollouts"  # folder of whole batches, one file per kept step
 MAX_MISMATCH_KL = 0.1  # nats per token between engine and learner, above which the engine samples another policy
 
 
@@ -64,6 +71,7 @@ class Run:
     learner: Learner
     log: RunLogger
     directory: Path
+    tokenizer: PreTrainedTokenizerBase
     save: Callable[[int, dict[str, Any]], None]
     totals: Totals = field(default_factory=Totals)
     accuracies: dict[str, float] = field(default_factory=dict)
@@ -86,6 +94,7 @@ def train(
     cold start that was not done by then begins anew next time. Cold starts are cached in `cache`. Bad settings raise
     ValueError before any model is loaded.
     """
+    spec.engine.check(spec.sampling_with_limit())
     train_prompts = spec.task.prompts("train") if spec.steps else []
     run: Run | None = None
     try:
@@ -95,6 +104,9 @@ def train(
         return RunResult("invalid", str(invalid), run.summary() if run else {})
     except _StoppedEarly:
         return RunResult("stopped", None, {})
+    finally:
+        if run is not None:
+            run.engine.close()
 
 
 class _StoppedEarly(Exception):
@@ -134,7 +146,7 @@ def _prepare(
             keep=spec.checkpoints.keep,
         )
 
-    run = Run(spec, engine, learner, log, directory, save)
+    run = Run(spec, engine, learner, log, directory, tokenizer, save)
     if checkpoint is None:
         return run, 0
     learner.load_state(checkpoint.policy_weights(policy), checkpoint.learner_state())
@@ -147,6 +159,7 @@ def _prepare(
 def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[[], bool]) -> RunResult:
     spec = run.spec
     if step == 0:
+        _log_skipped_rows(run)
         _evaluate(run, "validation", 0)
     while step < spec.steps:
         start = time.perf_counter()
@@ -174,18 +187,25 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
     """One step, from prompts to new weights: its metrics and a few of its rollouts."""
     spec, algorithm, clock = run.spec, run.spec.algorithm, Clock()
     chosen = step_prompts(prompts, spec.seed, step, spec.prompts_per_step)
-    groups = run.engine.generate(chosen, algorithm.group_size, spec.sampling_with_limit(), seed=spec.seed, step=step)
+    sampling = spec.sampling_with_limit()
+    groups = run.engine.generate(chosen, algorithm.group_size, sampling, seed=spec.seed, step=step)
+    before = probe(run.engine, run.learner.policy, groups)
+    run.engine.sleep()
     clock.lap("generate")
-    graded = grade(spec.task, groups)
-    rewards = [algorithm.rewards(g if algorithm.sees_gold else g.blind()) for g in graded]
+    graded = grade(spec.task, groups, sampling.max_tokens or 0)
+    scores = score(spec.rewards, graded)
     clock.lap("grade")
-    batch = collate(groups, rewards).to(resolve_device(spec.device))
+    batch = collate(groups, scores.totals, events(groups, scores, run.tokenizer)).to(resolve_device(spec.device))
     batch = run.learner.annotate(batch, sampler_is_exact=run.engine.exact_logprobs)
     batch = algorithm.advantages(batch)
     clock.lap("annotate")
     metrics = run.learner.update(batch, step)
-    run.engine.load_weights(run.learner.weights(), step + 1)
     clock.lap("update")
+    run.engine.wake()
+    run.engine.load_weights(run.learner.weights(), step + 1)
+    if before is not None:
+        metrics["mismatch/after_sync"] = check_sync(run.engine, run.learner.policy, before)
+    clock.lap("sync")
     if metrics["mismatch/kl"] > MAX_MISMATCH_KL:
         raise InvalidRun(
             f"engine and learner disagree by {metrics['mismatch/kl']:.3g} nats per token (at most {MAX_MISMATCH_KL}): "
@@ -195,14 +215,16 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
     run.totals.rollouts += len(batch)
     run.totals.generated_tokens += generated
     run.totals.optimizer_steps += spec.updates_per_step
-    metrics |= rollout_metrics(graded, batch) | clock.metrics()
+    metrics |= rollout_metrics(graded, batch) | scores.metrics | clock.metrics()
     metrics |= {
         "train/rollouts": run.totals.rollouts,
         "train/generated_tokens": run.totals.generated_tokens,
         "train/optimizer_steps": run.totals.optimizer_steps,
         "throughput/tokens_per_second": generated / metrics["seconds/step"],
     }
-    return metrics, sample_rows(groups, graded, rewards, step=step + 1, split="train", limit=8)
+    if spec.checkpoints.rollouts_every and step % spec.checkpoints.rollouts_every == 0:
+        _keep_rollouts(run.directory, step + 1, all_rows(groups, graded, scores.totals, step=step + 1), scores)
+    return metrics, sample_rows(groups, graded, scores.totals, step=step + 1, split="train", limit=8)
 
 
 def step_prompts(prompts: Sequence[Prompt], seed: int, step: int, count: int) -> list[Prompt]:
@@ -215,11 +237,25 @@ def step_prompts(prompts: Sequence[Prompt], seed: int, step: int, count: int) ->
     return result
 
 
-def collate(groups: Sequence[Group], rewards: Sequence[Sequence[float]]) -> Batch:
-    """The rows of all groups, right-padded to the longest; rewards [P][G]."""
+def collate(
+    groups: Sequence[Group], rewards: Sequence[Sequence[float]], earned: Sequence[Mapping[int, float]] | None = None
+) -> Batch:
+    """The rows of all groups, right-padded to the longest; rewards [P][G].
+
+    `earned` holds for each row {completion token: reward}, where rewards are not all earned by the last token.
+    """
     rows = [(g.prompt_token_ids, r) for g in groups for r in g.rollouts]
     tokens = pad_right([prompt + r.token_ids for prompt, r in rows], torch.int64)
+    step_rewards = step_ends = None
+    if earned is not None:
+        step_rewards, step_ends = torch.zeros(tokens.shape), torch.zeros(tokens.shape, dtype=torch.bool)
+        for row, ((prompt, _), values) in enumerate(zip(rows, earned, strict=True)):
+            for token, value in values.items():
+                step_rewards[row, len(prompt) + token] = value
+                step_ends[row, len(prompt) + token] = True
     return Batch(
+        step_rewards_BT=step_rewards,
+        step_ends_BT=step_ends,
         tokens_BT=tokens,
         completion_mask_BT=pad_right([[0] * len(p) + [1] * len(r.token_ids) for p, r in rows], torch.bool),
         lengths_B=torch.tensor([len(p) + len(r.token_ids) for p, r in rows]),
@@ -243,6 +279,17 @@ def rollout_metrics(graded: Sequence[GradedGroup], batch: Batch) -> dict[str, fl
         "completion/length": float(np.mean([n for g in graded for n in g.num_tokens])),
         "completion/truncated": float(batch.truncated_B.float().mean()),
     }
+
+
+def _keep_rollouts(directory: Path, step: int, rows: Sequence[SampleRow], scores: Scores) -> None:
+    """Write all rollouts of a step, with the parts of their rewards, as JSON Lines."""
+    parts = {name: [value for group in values for value in group] for name, values in scores.parts.items()}
+    lines = [
+        json.dumps({**dataclasses.asdict(row), "rewards": {name: values[i] for name, values in parts.items()}})
+        for i, row in enumerate(rows)
+    ]
+    (directory / ROLLOUTS).mkdir(parents=True, exist_ok=True)
+    write_text(directory / ROLLOUTS / f"step-{step:06d}.jsonl", "\n".join(lines) + "\n")
 
 
 class Clock:
@@ -285,6 +332,24 @@ def _reset_peak_memory() -> None:
         control.write_text("5")
 
 
+def _log_skipped_rows(run: Run) -> None:
+    """`data/skipped_rows_<split>` where the task left out rows that are no problem."""
+    splits: tuple[Split, ...] = ("train", "test") if run.spec.steps else ("test",)
+    skipped = {f"data/skipped_rows_{split}": float(run.spec.task.num_skipped_rows(split)) for split in splits}
+    if any(skipped.values()):
+        run.log.metrics(0, skipped)
+
+
+def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
+    """What is logged of an evaluation: `<split>/<metric>`, with `accuracy_<tag>_<value>` for every tag."""
+    tags = {
+        f"accuracy_{tag}_{value}".replace(" ", "_"): row["accuracy"]
+        for tag, rows in result.breakdown.items()
+        for value, row in rows.items()
+    }
+    return {f"{result.split}/{name}": value for name, value in {**result.metrics, **tags}.items()}
+
+
 def _evaluate(run: Run, split: Split, step: int) -> None:
     """Evaluate, log, and keep the accuracies that the summary needs."""
     start = time.perf_counter()
@@ -299,7 +364,7 @@ def _evaluate(run: Run, split: Split, step: int) -> None:
         on_progress=lambda done, total: run.log.progress(split, done, total),
     )
     run.totals.seconds += time.perf_counter() - start
-    run.log.metrics(step, {f"{split}/{name}": value for name, value in result.metrics.items()})
+    run.log.metrics(step, evaluation_metrics(result))
     run.log.samples(result.samples)
     if split == "test":
         run.accuracies["test_accuracy"] = result.metrics["accuracy"]

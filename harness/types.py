@@ -46,12 +46,14 @@ class Prompt:
     """One problem as the policy reads it.
 
     `id` is stable across runs and machines (a hash of the problem), `text` is already in the task's template, and
-    `gold` is the reference answer, which only `harness.grading` may read.
+    `gold` is the reference answer, which only `harness.grading` may read. `tags` are (name, value) pairs by which an
+    evaluation is broken down, such as ("level", "3").
     """
 
     id: str
     text: str
     gold: str = field(repr=False)
+    tags: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +89,25 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class GradedGroup:
-    """What an algorithm may see of a group when it assigns rewards: no prompt, no gold.
+    """What a reward may see of a group: everything but the gold answer.
 
     All tuples have length G. `answers[i]` is the extracted answer or None; `classes[i]` numbers the equivalence
-    class of that answer under the task's own equality (None without an answer); `correct` is None for an algorithm
-    that must not see the gold answer, so that label leakage fails loudly.
+    class of that answer under the task's own equality (None without an answer); `correct` is None for a reward
+    that must not see the gold answer, so that label leakage fails loudly. `format_scores[i]` in [0, 1] says how far
+    the completion keeps the task's answer format, `reasoning_chars[i]` how long its reasoning is; `max_tokens` is the
+    limit that cuts a completion.
     """
 
     prompt_id: str
+    prompt: str
     completions: tuple[str, ...]
     num_tokens: tuple[int, ...]
+    max_tokens: int
     truncated: tuple[bool, ...]
     answers: tuple[str | None, ...]
     classes: tuple[int | None, ...]
+    format_scores: tuple[float, ...]
+    reasoning_chars: tuple[int, ...]
     correct: tuple[bool, ...] | None
 
     def blind(self) -> GradedGroup:
@@ -116,7 +124,9 @@ class Batch:
     lengths_B            int64, prompt plus completion tokens of each row
     truncated_B          bool, completion stopped by the token limit
     sampler_logprobs_BT  float32 nats, the engine's; 0 outside the completion
-    rewards_B            float32, one scalar per row; `rewards_PG` is the group view of a whole batch
+    rewards_B            float32, the sum of each row's rewards; `rewards_PG` is the group view of a whole batch
+    step_rewards_BT, step_ends_BT      float32 and bool: every reward of a row at the token that earned it, that of
+                         the outcome at the last token; None where only the outcome is rewarded
     group_size           G; rows p*G .. p*G+G-1 belong to prompt p (only until rows are selected)
     old_logprobs_BT, ref_logprobs_BT   float32 nats, or None where the objective needs none
     values_BT            float32, the critic's value of the state in which token t was chosen, or None
@@ -132,6 +142,8 @@ class Batch:
     sampler_logprobs_BT: Tensor
     rewards_B: Tensor
     group_size: int
+    step_rewards_BT: Tensor | None = None
+    step_ends_BT: Tensor | None = None
     old_logprobs_BT: Tensor | None = None
     ref_logprobs_BT: Tensor | None = None
     values_BT: Tensor | None = None
@@ -208,16 +220,19 @@ class EvaluationResult:
     """Accuracy of one policy on one split.
 
     metrics         names without area, values as fractions in [0, 1] or tokens: `accuracy` (mean over prompts and
-                    k samples at the evaluation temperature), `greedy_accuracy`, `pass_at_<k>` and `maj_at_<k>` for
-                    the k used, `answered`, `truncated`, `num_tokens` (mean), `num_prompts`, `num_samples`
-    correct_counts  prompt id -> number of the k samples that are correct
-    samples         a few rollouts for the reader
+                    n samples at the evaluation temperature), `greedy_accuracy`, `pass_at_<k>` for several k <= n,
+                    `maj_at_<n>`, `answered`, `truncated`, `format` (mean score), `num_tokens` (mean),
+                    `num_prompts`, `num_samples` (n)
+    correct_counts  prompt id -> number of the n samples that are correct
+    samples         rollouts for the reader
+    breakdown       tag name -> tag value -> accuracy, greedy_accuracy and num_prompts; empty for a task without tags
     """
 
     split: Split
     metrics: Mapping[str, float]
     correct_counts: Mapping[str, int]
     samples: Sequence[SampleRow]
+    breakdown: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

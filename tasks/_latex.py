@@ -29,7 +29,8 @@ def equivalent(answer: str, other: str) -> bool:
     if number is not None and other_number is not None:
         return number == other_number
     first, second = _tidy(answer), _tidy(other)
-    if _key(first) == _key(second):
+    is_text = _is_text(first) or _is_text(second)
+    if _key(first, is_text) == _key(second, is_text):
         return True
     if _is_literal(first) or _is_literal(second) or not _brackets_agree(first, second):
         return False
@@ -46,17 +47,22 @@ def canonical(answer: str) -> str:
 
 _SYMBOLS = {"\u2264": r"\le ", "\u2265": r"\ge ", "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in "}
 _SYMBOLS |= {"\u00b1": r"\pm ", "\u221e": r"\infty ", "\u03c0": r"\pi ", "\u221a": r"\sqrt ", "\u03b8": r"\theta "}
+_TRIG = r"\\(?:sin|cos|tan|cot|sec|csc)(?:\s*\^\s*\{?\d\}?)?"
+_DEGREES = r"(?:\\degree(?![A-Za-z])|\^\s*\{?\s*\\circ\s*\}?|\u00b0)"
+_BRACED = re.compile(r"\{([^{}]*)\}")
 _REWRITES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"[\"'`\0]|\\!\s*|\\(?:left|right|displaystyle|textstyle)(?![A-Za-z])|\\[bB]igg?[lrm]?(?![A-Za-z])", ""),
         (r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~", " "),
-        (r"\\?[%$]|(?<!\\)\\[()]|\\degree(?![A-Za-z])|\^\s*\{?\s*\\circ\s*\}?|\u00b0", ""),
-        (r"\\(?:text(?:bf|it|rm|normal)|mbox|math(?:rm|bf|it)|operatorname)\s*(?=\{)", r"\\text"),
-        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-        (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
-        (r"\\frac\s*(\d)\s*(?=\{)", r"\\frac{\1}"),
-        (r"\\frac\s*(\{[^{}]*\})\s*(\d)", r"\\frac\1{\2}"),
+        (rf"({_TRIG})\s*(\()?\s*\{{?(\d[\d.]*)\}}?\s*{_DEGREES}\s*(?(2)\))", r"\1(\\frac{\3\\pi}{180})"),
+        (rf"\\?[%$]|(?<!\\)\\[()]|{_DEGREES}", ""),
+        (r"\\(?:text(?:bf|it|rm|sf|normal)|mbox|math(?:rm|bf|it)|operatorname)\s*(?=\{)", r"\\text"),
+        (r"\\text\s*\{[^{}]*\}(?:\s*\\text\s*\{[^{}]*\})+", lambda m: rf"\text{{{' '.join(_BRACED.findall(m[0]))}}}"),
+        (r"(?<=\S),?\s*\\text\s*\{\s*(?:and|or)\s*\}\s*(?=\S)", ", "),  # `30 and 150` is not 30,150
+        (r"\\[dtc](frac|binom)(?![A-Za-z])", r"\\\1"),
+        (r"(\\frac|\\binom)\s*(\d|(?<=\s)[A-Za-z]|\\pi(?![A-Za-z]))", r"\1{\2}"),
+        (r"(\\frac|\\binom)\s*(\{[^{}]*\})\s*(\d|[A-Za-z]|\\pi(?![A-Za-z]))", r"\1\2{\3}"),
         (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
         (r"([_^])\s*\{\s*(\w)\s*\}", r"\1\2"),
         (r"\{,\}", ","),
@@ -64,16 +70,20 @@ _REWRITES = tuple(
         (r"\\geq?(?![A-Za-z])|>=", r"\\ge "),
         (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
         (r"\*\*", "^"),
-        (r"(?<=[\d}])i(?![A-Za-z])", " i"),  # math-verify takes `4 i` for complex, `4i` for a real variable
+        (r"\\\\\s*\[\s*-?[\d.]+\s*(?:pt|e[mx]|[cm]m)\s*\]", r"\\\\"),  # space between the rows of a matrix
+        (r"\\langle(?![A-Za-z])", "("),
+        (r"\\rangle(?![A-Za-z])", ")"),
+        (r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}", r"\\emptyset "),
+        (r"\\log_\{?e\}?(?![A-Za-z])", r"\\ln "),
         (r"(?<=\{)[bB]matrix(?=\})", "pmatrix"),
-        (r"\\text\s*\{([A-Za-z]?)\}", r"\1"),
+        (r"\\text\s*\{([A-Za-z]?|\s*\d[\d.,:/ ]*)\}", r"\1"),
         (rf"(?<=\S)\s*(?:\\text\s*\{{[^{{}}]*\}}|\s(?:{_numbers.UNITS}))(?:\s*\^\s*[23])?\s*$", ""),
     )
 )
 _WORDS = re.compile(r"\\text\s*\{\s*([A-Za-z][A-Za-z ,'.-]*)\}")
 _CHOICE = re.compile(r"(?:\\text\s*\{\s*)?\(([A-Za-z])\)(?:\s*\})?")
 _LETTERS = re.compile(r"[A-Za-z,.'-]{3,}")
-_BASE_NUMERAL = re.compile(r"[0-9A-Fa-f]+_\d+")
+_BASE_NUMERAL = re.compile(r"\d[0-9A-F]*\s*_")
 _DECIMAL = re.compile(r"(?<![\d.])(\d{0,30})\.(\d{1,30})(?![\d.]|\s*\\(?:overline|bar|dot))")
 
 
@@ -86,16 +96,21 @@ def _tidy(answer: str) -> str:
     return " ".join(text.split()).rstrip(". ")
 
 
-def _key(text: str) -> str:
+def _is_text(text: str) -> bool:
+    """Whether an answer is words or a marked choice, whose case does not count."""
+    return bool(_WORDS.fullmatch(text) or _CHOICE.fullmatch(text))
+
+
+def _key(text: str, is_text: bool) -> str:
     """The text in the spelling in which it is compared as written: words without case, choices without brackets."""
-    choice, words = _CHOICE.fullmatch(text), _WORDS.fullmatch(text)
-    plain = "".join((choice or words)[1].split()) if choice or words else "".join(text.split())  # pyright: ignore
-    return plain.rstrip(".").casefold() if words or _LETTERS.fullmatch(plain) else plain
+    inside = _CHOICE.fullmatch(text) or _WORDS.fullmatch(text)
+    plain = "".join((inside[1] if inside else text).split()).rstrip(".")
+    return plain.casefold() if is_text or _LETTERS.fullmatch(plain) else plain
 
 
 def _is_literal(text: str) -> bool:
     """Whether an answer is equal to nothing but itself: words, a numeral with its base, a time or a ratio."""
-    return bool(_WORDS.fullmatch(text) or _BASE_NUMERAL.fullmatch(text) or ":" in text)
+    return bool(_WORDS.fullmatch(text) or _BASE_NUMERAL.search(text) or ":" in text)
 
 
 def _is_well_formed(text: str) -> bool:
@@ -114,6 +129,8 @@ def _brackets_agree(text: str, other: str) -> bool:
 
 def _brackets(text: str) -> str | None:
     r"""The pair of brackets around the whole text, such as `()`, `[)` or `{}` (which stands for `\{\}`), if any."""
+    if r"\begin{" in text:  # a matrix, which may equal a tuple
+        return "()"
     plain = text.replace(r"\{", "\1").replace(r"\}", "\2")
     pair = plain[:1] + plain[-1:]
     if pair == "\1\2":

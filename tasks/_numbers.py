@@ -110,10 +110,18 @@ _CHINESE_DIGITS = dict(zip("\u96f6\u4e00\u4e8c\u4e09\u56db\u4e94\u516d\u4e03\u51
 _CHINESE_DIGITS |= {"\u3007": 0, "\u4e24": 2}
 _CHINESE_UNITS = {"\u5341": 10, "\u767e": 100, "\u5343": 1000}
 _CHINESE_GROUPS = {"\u4e07": 10**4, "\u842c": 10**4, "\u4ebf": 10**8, "\u5104": 10**8}
-_CHINESE = re.compile(f"[{''.join(_CHINESE_DIGITS | _CHINESE_UNITS | _CHINESE_GROUPS)}]{{1,30}}")
+_KILO = "(?![\u7c73\u514b\u74e6\u5361\u5347])"  # a thousand before metre, gram, watt, calorie, litre is a prefix
+_CHINESE_CHARS = "".join((_CHINESE_DIGITS | _CHINESE_UNITS | _CHINESE_GROUPS).keys() - {"\u5343"})
+_CHINESE = re.compile(f"(?:[{_CHINESE_CHARS}]|\u5343{_KILO}){{1,30}}")
+# "minus", before a numeral; "A parts of which B"; "point"; "and" between a whole number and a fraction.
+_CHINESE_MINUS = re.compile(rf"\u8d1f\s?(?=[\d.\u5343{_CHINESE_CHARS}])")
+_CHINESE_FRACTION = re.compile(r"(\d{1,30})\s?\u5206\u4e4b\s?(\d{1,30}(?:\.\d{1,30})?)")
+_CHINESE_POINT = re.compile(r"(?<=\d)\u70b9(?=\d)")
+_CHINESE_AND = re.compile(r"(?<=\d)\s?\u53c8\s?(?=\d)")
 
 _SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _SCALES |= _CHINESE_UNITS | _CHINESE_GROUPS
+_SCALE = "|".join(word + _KILO if word == "\u5343" else word for word in _SCALES)
 _CURRENCY = r"\u20ac\u00a3\u00a5\u20b9\u00a2"
 _DECIMAL = r"(?:\d{1,3}(?:,\d{3})++|\d{1,3}(?:[ ]\d{3})++|\d++)(?:\.\d*+)?|\.\d++"
 _VALUE = rf"""
@@ -125,7 +133,7 @@ _VALUE = rf"""
         (?: [eE](?P<e>[+-]?\d++) | \s*[*x]\s*10\s*(?:\^|\*\*)\s*\(?\s*(?P<ten>[+-]?\d++)\s*\)? )?
       | 10\s*(?:\^|\*\*)\s*(?P<power>[+-]?\d++)
     )
-    (?: \s*(?P<scale>{"|".join(_SCALES)})(?![A-Za-z]) )?
+    (?: \s*(?P<scale>{_SCALE})(?![A-Za-z]) )?
 """
 _LENGTH = r"(?:[cdkm]?m|ft|in|yd|mi|inch(?:es)?|feet|foot|yards?|miles?|met(?:er|re)s?|units?)"
 _POWER = rf"(?:\b|(?<=\d)){_LENGTH}\s?\^?\s?[23](?!\d)"  # cm^2, cm2, units ^2
@@ -186,7 +194,7 @@ def _parse(text: str, prose: bool) -> Fraction | None:
         return None
     if prose:
         plain = _MINUS.sub("-", plain.rpartition("=")[2].strip())
-        plain = _CHINESE.sub(_chinese, plain) if not re.search(r"\d", plain) else plain
+        plain = plain if plain.isascii() else _without_chinese(plain)
     match = (_PROSE if prose else _BARE).fullmatch(plain)
     return None if match is None else _value(match)
 
@@ -235,6 +243,15 @@ def _repeating(stem: str, cycle: str) -> Fraction:
     whole, _, places = stem.partition(".")
     fixed = Fraction(int(f"{whole}{places}" or "0"), 10 ** len(places))
     return fixed + Fraction(int(cycle), 10 ** len(places) * (10 ** len(cycle) - 1))
+
+
+def _without_chinese(text: str) -> str:
+    """The text with Chinese numerals in digits, unless it has digits of its own, and Chinese signs in ours."""
+    text = _CHINESE_MINUS.sub("-", text)
+    if not re.search(r"\d", text):
+        text = _CHINESE_POINT.sub(".", _CHINESE.sub(_chinese, text))
+    text = _CHINESE_FRACTION.sub(lambda m: f"{m[2]}%" if m[1] == "100" else f"{m[2]}/{m[1]}", text)
+    return _CHINESE_AND.sub(" ", text)
 
 
 def _chinese(match: re.Match[str]) -> str:

@@ -1,14 +1,15 @@
 """Chains of additions and subtractions that are made on the spot: a task that needs no data and no download.
 
-A prompt is `4+4+5+5-6=`, its worked solution `4+4=8;8+5=13;13+5=18;18-6=12#### 12`; the running total is never
-negative. No problem occurs twice and every number of operands is as frequent as any other, as long as there are
-problems left: of short chains few exist, so they are a smaller share. The hash of a problem decides its split.
+A prompt is `4+4+5+5-6=`, its worked solution `4+4=8;8+5=13;13+5=18;18-6=12#### 12` (or, by `answer_format`, with the
+answer in a box or in tags); the running total is never negative. No problem occurs twice and every number of operands
+is as frequent as any other, as long as there are problems left: of short chains few exist, so they are a smaller share.
+The hash of a problem decides its split.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, Self
@@ -17,7 +18,8 @@ from pydantic import Field, model_validator
 
 from harness.interfaces import Task
 from harness.types import Demonstration, Prompt, Split
-from tasks import _data, _numbers
+from tasks import _data, _formats, _library, _numbers, _symbolic
+from tasks._formats import AnswerFormat
 
 # Cumulative shares of the distinct problems, by hash; `demonstrations` are the cold start's.
 _SHARES = (("demonstrations", 0.60), ("train", 0.85), ("validation", 0.90), ("test", 1.0))
@@ -36,6 +38,7 @@ class Arithmetic(Task):
     num_train: int = Field(default=8192, ge=1, le=100_000, description="problems for reinforcement learning, at most")
     num_validation: int = Field(default=512, ge=1, le=100_000, description="validation problems, at most")
     num_test: int = Field(default=1024, ge=1, le=100_000, description="test problems, at most")
+    answer_format: AnswerFormat = Field("hash", description="how the worked solutions state the answer")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -50,19 +53,42 @@ class Arithmetic(Task):
     def max_completion_tokens(self) -> int:
         """Characters of the longest correct solution, one for the end of the sequence, and a little slack."""
         totals = [self.max_operand * count for count in range(1, self.max_operands + 1)]
-        longest = _solution([self.max_operand] * self.max_operands, totals)
+        longest = _solution([self.max_operand] * self.max_operands, totals, self.answer_format)
         return len(longest) + 1 + _SLACK
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
-        return [Prompt(_data.stable_id(p.text), p.text, str(p.totals[-1])) for p in self._problems(split)]
+        return [
+            Prompt(_data.stable_id(p.text), p.text, str(p.totals[-1]), (("operands", str(len(p.operands))),))
+            for p in self._problems(split)
+        ]
 
     def demonstrations(self) -> Sequence[Demonstration]:
-        return [Demonstration(p.text, _solution(p.operands, p.totals)) for p in self._problems("demonstrations")]
+        return [
+            Demonstration(p.text, _solution(p.operands, p.totals, self.answer_format))
+            for p in self._problems("demonstrations")
+        ]
 
     def extract(self, completion: str) -> str | None:
-        """The number after the last `####`."""
-        stated = _numbers.after_marker(completion)
-        return None if stated is None else _numbers.canonical(stated)
+        """The number at the marker of the configured format, or else at that of another."""
+        return _formats.first_readable(_formats.stated(completion, self.answer_format), _numbers.canonical)
+
+    def extract_lenient(self, completion: str) -> str | None:
+        answer = self.extract(completion)
+        if answer is None:
+            answer = _formats.first_readable(_formats.last_resort(completion), _numbers.canonical)
+        return answer
+
+    def format_score(self, completion: str) -> float:
+        return _formats.score(completion, self.answer_format)
+
+    def use_processes(self, count: int) -> None:
+        _symbolic.set_num_children(count)
+
+    def peer_graders(self) -> Mapping[str, Callable[[str, str], tuple[str | None, bool]]]:
+        return {"math_verify": _library.math_verify}
+
+    def reasoning(self, completion: str) -> str:
+        return _formats.reasoning(completion, self.answer_format)
 
     def equivalent(self, answer: str, other: str) -> bool:
         return _numbers.equal(answer, other)
@@ -145,6 +171,6 @@ def _draw(length: int, max_operand: int, uniform: Callable[[], float]) -> _Probl
     return _Problem(tuple(operands), tuple(totals))
 
 
-def _solution(operands: Sequence[int], totals: Sequence[int]) -> str:
+def _solution(operands: Sequence[int], totals: Sequence[int], answer_format: AnswerFormat) -> str:
     steps = [f"{totals[i - 1]}{operands[i]:+d}={totals[i]}" for i in range(1, len(operands))]
-    return f"{';'.join(steps)}#### {totals[-1]}"
+    return _formats.write(answer_format, ";".join(steps), str(totals[-1]), separator="")

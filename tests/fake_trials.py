@@ -18,7 +18,7 @@ from typing import Any, Literal
 from harness import tracking
 from harness.interfaces import Algorithm, RolloutEngine, RunLogger, Task
 from harness.spec import RunSpec
-from harness.types import Batch, Demonstration, GradedGroup, Prompt, SampleRow, Split, TrialState
+from harness.types import Batch, Demonstration, Prompt, SampleRow, Split, TrialState
 
 EXECUTE = "fake_trials:train"
 CHECKPOINT_EVERY = 3
@@ -70,9 +70,6 @@ class FakeTask(Task):
 class FakeAlgorithm(Algorithm):
     name: Literal["fake"] = "fake"
     kl_beta: float = 0.0
-
-    def rewards(self, group: GradedGroup) -> list[float]:
-        raise AssertionError("a fake run has no rollouts")
 
     def advantages(self, batch: Batch) -> Batch:
         raise AssertionError("a fake run has no batches")

@@ -1,6 +1,25 @@
 """Small named fakes that several tests share."""
 
-from harness.types import SampleRow
+from harness.types import GradedGroup, SampleRow
+
+
+def graded_group(classes, correct=None, **changes):
+    """A graded group of one-token completions with these equivalence classes; any field may be given."""
+    n = len(classes)
+    fields = {
+        "prompt_id": "p",
+        "prompt": "p?",
+        "completions": ("",) * n,
+        "num_tokens": (1,) * n,
+        "max_tokens": 8,
+        "truncated": (False,) * n,
+        "answers": tuple(None if c is None else str(c) for c in classes),
+        "classes": tuple(classes),
+        "format_scores": tuple(float(c is not None) for c in classes),
+        "reasoning_chars": (0,) * n,
+        "correct": None if correct is None else tuple(correct),
+    }
+    return GradedGroup(**{**fields, **changes})
 
 
 class MemoryLog:

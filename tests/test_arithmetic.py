@@ -91,6 +91,40 @@ def test_answers_are_equal_as_numbers():
     assert not SMALL.equivalent("x", "x y")
 
 
+@pytest.mark.parametrize(
+    ("answer_format", "completion", "max_tokens"),
+    [
+        # The longest solution is 9+9=18;18+9=27;27+9=36;36+9=45, 30 characters, and its answer; then 1 + 4 more.
+        ("hash", "{steps}#### {answer}", 30 + 7 + 5),
+        ("boxed", "{steps}\\boxed{{{answer}}}", 30 + 10 + 5),
+        ("think_answer", "<think>{steps}</think><answer>{answer}</answer>", 30 + 15 + 19 + 5),
+    ],
+)
+def test_worked_solutions_follow_the_answer_format(answer_format, completion, max_tokens):
+    task = SMALL.model_copy(update={"answer_format": answer_format})
+    assert task.max_completion_tokens == max_tokens
+    for demonstration, plain in zip(task.demonstrations(), SMALL.demonstrations(), strict=True):
+        steps, _, answer = plain.completion.partition("#### ")
+        assert demonstration.prompt == plain.prompt
+        assert demonstration.completion == completion.format(steps=steps, answer=answer)
+        assert task.extract(demonstration.completion) == answer
+        assert task.format_score(demonstration.completion) == 1.0
+        assert task.reasoning(demonstration.completion) == steps
+    assert [p.text for p in task.prompts("test")] == [p.text for p in SMALL.prompts("test")]
+
+
+def test_the_number_of_operands_is_a_tag():
+    for prompt in SMALL.prompts("test"):
+        assert prompt.tags == (("operands", str(len(re.findall(r"\d+", prompt.text)))),)
+
+
+def test_lenient_extraction_reads_the_last_number():
+    assert SMALL.extract_lenient("4+4=8;8+5=13") == "13"
+    assert SMALL.extract_lenient("4+4=8#### 8;9") == "9"
+    assert SMALL.extract_lenient("#### 8 and 9 #### 7") == "7"
+    assert SMALL.extract_lenient(";") is None
+
+
 def test_settings_with_too_few_problems_say_so():
     # 1+1=, 2+1=, 1+2=, 2+2=, 1-1=, 2-1=, 2-2= are all there is: none of the seven falls into the test split.
     task = Arithmetic(min_operands=2, max_operands=2, max_operand=2)

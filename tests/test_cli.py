@@ -87,7 +87,8 @@ def test_every_command_explains_itself_with_an_example(command: tuple[str, ...],
 
 def test_the_commands_are_the_documented_ones():
     expected = "train compare evaluate report ui doctor study-run study-list study-show study-status"
-    expected += " list-algorithms list-tasks list-engines list-studies"
+    expected += " list-algorithms list-tasks list-rewards list-engines list-studies"
+    expected += " grade task-show reward-model-train"
     assert {"-".join(command) for command in commands()} == set(expected.split())
 
 
@@ -102,7 +103,7 @@ def test_every_example_in_a_help_text_and_in_the_readme_is_understood(cohort: Sh
     options: dict[str, set[str]] = {}
     for line in lines:
         words = line.split()
-        command = tuple(words[:2]) if words[0] in ("study", "list") else (words[0],)
+        command = tuple(words[:2]) if words[0] in ("study", "list", "task", "reward-model") else (words[0],)
         assert command in commands(), line
         if " ".join(command) not in options:
             cohort(*command, "--help")
@@ -114,14 +115,14 @@ def test_every_example_in_a_help_text_and_in_the_readme_is_understood(cohort: Sh
     ("arguments", "words"),
     [
         ([*TRAIN, *sets("stepps=3")], "unknown key 'stepps'; did you mean 'steps'?"),
-        (["train", *sets("task=arithmetic", "algorithm=gpro")], "unknown algorithm 'gpro'; did you mean 'grpo'?"),
+        (["train", *sets("task=arithmetic", "algorithm=grpoo")], "unknown algorithm 'grpoo'; did you mean 'grpo'?"),
         ([*TRAIN, *sets("algorithm.group_size=12")], "must divide rollouts_per_step (128), got 12; use 8 or 16"),
         ([*TRAIN, *sets("algorithm.group_size=1")], "algorithm.group_size must be at least 2 for grpo, got 1"),
         ([*TRAIN, *sets("steps")], "--set takes path=value, got 'steps'"),
         ([*TRAIN, "--name", "../up"], "--name must be letters, digits"),
         ([*TRAIN, *sets("model=./nowhere")], "'./nowhere', which is no folder"),
         (["train", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
-        (["compare", "--algorithms", "ppo,gpro", "--task", "arithmetic"], "did you mean 'grpo'?"),
+        (["compare", "--algorithms", "ppo,grpoo", "--task", "arithmetic"], "did you mean 'grpo'?"),
         (["compare", "--algorithms", "ppo,ppo", "--task", "arithmetic"], "distinct names with commas between"),
         (["compare", "--algorithms", "ppo,", "--task", "arithmetic"], "distinct names with commas between"),
         (["compare", "--algorithms", "ppo", "--task", "gsm9k"], "did you mean 'gsm8k'?"),
@@ -270,7 +271,7 @@ def test_an_evaluation_states_accuracies_with_intervals(cohort: Shell, tmp_path:
     command = ["evaluate", "tiny", "--task", "arithmetic", "--samples", "3", *sets(*QUICK)]
     assert cohort(*command, "--json") == 0
     found = cohort.json()
-    assert set(found["intervals"]) == {"greedy_accuracy", "accuracy", "pass_at_3", "maj_at_3"}
+    assert set(found["intervals"]) == {"greedy_accuracy", "accuracy", "pass_at_2", "pass_at_3", "maj_at_3"}
     # An untrained model solves 0 of 4 problems; Wilson's upper end is z^2 / (n + z^2) = 3.8415 / 7.8415.
     assert found["metrics"]["accuracy"] == 0
     assert found["intervals"]["accuracy"] == pytest.approx([0, 0.489891], abs=1e-5)
@@ -278,6 +279,72 @@ def test_an_evaluation_states_accuracies_with_intervals(cohort: Shell, tmp_path:
     assert "4 problems" in cohort.out
     assert "mean@3" in cohort.out
     assert "0.0 % to 49.0 %" in cohort.out
+    assert "operands" in cohort.out
+
+
+def test_an_evaluation_keeps_its_metrics_and_every_completion(cohort: Shell, runs: Path):
+    from harness import tracking
+
+    command = ["evaluate", "tiny", "--task", "arithmetic", "--samples", "3", "--name", "kept", *sets(*QUICK)]
+    assert cohort(*command, "--json") == 0
+    found = cohort.json()
+    assert found["breakdown"]["operands"]["3"]["num_prompts"] == 4
+    client = tracking.connect(runs)
+    (experiment,) = [e for e in client.search_experiments() if e.name == "evaluate"]
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.data.metrics["test/accuracy_operands_3"] == 0
+    assert run.data.metrics["test/pass_at_2"] == 0
+    samples = json.loads((Path(run.info.artifact_uri.removeprefix("file://")) / "samples.json").read_text())
+    assert len(samples["data"]) == 4 * 3
+    assert cohort(*command, "--json") == 0  # again: the same run, not a second one
+    assert len(client.search_runs([experiment.experiment_id])) == 1
+
+
+def test_a_task_is_shown_as_the_policy_reads_it(cohort: Shell):
+    assert cohort("task", "show", "arithmetic", "-n", "2", "--json") == 0
+    found = cohort.json()
+    assert found["sizes"] == {"train": 8192, "validation": 512, "test": 1024}
+    assert [set(problem) for problem in found["problems"]] == [{"id", "prompt", "gold", "tags"}] * 2
+    assert found["worked_solution"]["completion"].endswith(f"#### {found['worked_solution']['completion'].split()[-1]}")
+    assert cohort("task", "show", "arithmetic", "-n", "1", "--model", "tiny") == 0
+    assert f"{len(found['problems'][0]['prompt'])} tokens" in cohort.out
+    assert found["problems"][0]["prompt"] in cohort.out
+
+
+def test_a_split_that_is_missing_is_named_beside_those_that_are_there(cohort: Shell, tmp_path: Path):
+    file = tmp_path / "test.jsonl"
+    file.write_text('{"question": "1+1?", "answer": "two\\n#### 2"}\n')
+    assert cohort("task", "show", "gsm8k", "--path", str(file), "--json") == 0
+    sizes = cohort.json()["sizes"]
+    assert sizes["test"] == 1
+    assert "there is no train split" in sizes["train"]
+
+
+def test_stored_completions_are_graded_again(cohort: Shell, tmp_path: Path):
+    file = tmp_path / "cases.jsonl"
+    rows = [("#### 18", True), ("it is 18", True), ("#### 19", False)]
+    file.write_text("".join(json.dumps({"gold": "18", "completion": c, "label": x}) + "\n" for c, x in rows))
+    assert cohort("grade", "--task", "gsm8k", "--cases", str(file), "--grader", "all", "--json") == 0
+    found = cohort.json()
+    assert [v["correct"]["strict"] for v in found["verdicts"]] == [True, False, False]
+    assert found["summaries"]["lenient"]["agreement"] == 1
+    assert found["disagreements"][0] == 2
+    assert cohort("grade", "--task", "gsm8k", "--cases", str(file), "--grader", "all", "--show", "1") == 0
+    assert "Graders disagree on" in cohort.out
+    assert "2 more rows" in cohort.out
+    assert cohort("grade", "--task", "gsm8k", "--cases", str(tmp_path / "none.jsonl")) == 1
+
+
+def test_a_reward_model_is_fitted_on_a_runs_rollouts_and_pays_another_run(cohort: Shell, runs: Path, tmp_path: Path):
+    settings = [*QUICK, "rewards.repetition.ngram=1", "sampling.max_tokens=12", "checkpoints.rollouts_every=1"]
+    assert cohort(*TRAIN, *sets(*settings), "--name", "one") == 0
+    fit = ["reward-model", "train", str(runs / "train" / "one"), "--model", "tiny", "--out", str(tmp_path / "rm")]
+    assert cohort(*fit, "--json") == 0
+    assert cohort.json()["num_pairs"] > 0
+    assert cohort(*fit) == 2
+    assert "--out must be a new folder" in cohort.err
+    paid = [*QUICK, f"rewards.reward_model.path={tmp_path / 'rm'}", "rewards.accuracy=0"]
+    assert cohort(*TRAIN, *sets(*paid), "--name", "two", "--json") == 0
 
 
 def test_a_run_and_its_checkpoint_can_be_evaluated(cohort: Shell, runs: Path):

@@ -1,17 +1,29 @@
 """Accuracy, pass@k and maj@k, with a scripted engine whose answers are known."""
 
+import itertools
+
+import numpy as np
 import pytest
+from fakes import graded_group
 
 from harness.engines.scripted import ScriptedEngine
-from harness.evaluate import evaluate, majority_correct, metric_names, sample_metrics
+from harness.evaluate import (
+    breakdown,
+    evaluate,
+    majority_correct,
+    metric_names,
+    pass_at_k,
+    pass_sizes,
+    sample_metrics,
+)
 from harness.model import tiny_model, tiny_tokenizer
 from harness.spec import Evaluation, parse_run
-from harness.types import GradedGroup
+from harness.train import evaluation_metrics
+from harness.types import EvaluationResult, Prompt
 
 
 def graded(classes, correct):
-    n = len(classes)
-    return GradedGroup("p", ("",) * n, (3,) * n, (False,) * n, tuple(map(str, classes)), tuple(classes), tuple(correct))
+    return graded_group(classes, correct, num_tokens=(3,) * len(classes))
 
 
 def test_majority_counts_ties_by_their_chance_and_ignores_missing_answers():
@@ -25,6 +37,9 @@ def test_sample_metrics_of_a_known_outcome():
     groups = [graded([0, 0, 1, 2], [True, True, False, False]), graded([0, 0, 0, 1], [False, False, False, True])]
     metrics = sample_metrics(groups)
     assert metrics["accuracy"] == 3 / 8
+    # pass@2 from 4 samples with c right: 1 - C(4 - c, 2) / 6, so 5/6 for c = 2 and 1/2 for c = 1
+    assert metrics["pass_at_2"] == pytest.approx((5 / 6 + 1 / 2) / 2, abs=1e-12)
+    assert metrics["format"] == 1.0
     assert metrics["pass_at_4"] == 1.0
     assert metrics["maj_at_4"] == 0.5
     assert metrics["num_tokens"] == 3
@@ -46,3 +61,31 @@ def test_evaluation_asks_for_greedy_and_samples_and_counts_per_problem():
     assert set(result.correct_counts.values()) == {1}
     assert len(result.samples) > 0
     assert list(result.metrics) == metric_names(settings)
+
+
+def test_pass_at_k_is_unbiased():
+    # enumerate every draw of 2 out of 5 samples, 2 of which are right: 1 - C(3, 2) / C(5, 2) = 7/10
+    draws = list(itertools.combinations([1, 1, 0, 0, 0], 2))
+    assert pass_at_k(5, 2, 2) == pytest.approx(np.mean([max(draw) for draw in draws]), abs=1e-12)
+    assert pass_at_k(5, 2, 1) == pytest.approx(0.4, abs=1e-12)
+    assert (pass_at_k(5, 0, 3), pass_at_k(5, 2, 3), pass_at_k(4, 4, 4)) == (0.0, 0.9, 1.0)
+
+
+def test_pass_at_k_is_reported_for_powers_of_two_and_the_number_of_samples():
+    assert [pass_sizes(n) for n in (1, 2, 4, 6, 8)] == [[1], [2], [2, 4], [2, 4, 6], [2, 4, 8]]
+
+
+def test_accuracy_is_broken_down_by_the_tags_of_the_problems():
+    prompts = [Prompt("a", "a", "1", (("level", "1"),)), Prompt("b", "b", "1", (("level", "2"), ("kind", "x")))]
+    sampled = [graded([0, 0, 1, 2], [True, True, False, False]), graded([0] * 4, [True] * 4)]
+    greedy = [graded([0], [False]), graded([0], [True])]
+    assert breakdown(prompts, sampled, greedy) == {
+        "kind": {"x": {"accuracy": 1.0, "greedy_accuracy": 1.0, "num_prompts": 1.0}},
+        "level": {
+            "1": {"accuracy": 0.5, "greedy_accuracy": 0.0, "num_prompts": 1.0},
+            "2": {"accuracy": 1.0, "greedy_accuracy": 1.0, "num_prompts": 1.0},
+        },
+    }
+    result = EvaluationResult("test", {"accuracy": 0.75}, {}, [], breakdown(prompts, sampled, greedy))
+    logged = {"test/accuracy": 0.75, "test/accuracy_kind_x": 1.0}
+    assert evaluation_metrics(result) == logged | {"test/accuracy_level_1": 0.5, "test/accuracy_level_2": 1.0}

@@ -37,6 +37,12 @@ class FractionTask(Task):
         asked.append((answer, other))
         return Fraction(answer) == Fraction(other)
 
+    def format_score(self, completion: str) -> float:
+        return 1.0 if completion.startswith("=") else 0.5
+
+    def reasoning(self, completion: str) -> str:
+        return completion.partition("=")[0]
+
 
 @pytest.fixture(autouse=True)
 def _nothing_asked():
@@ -54,7 +60,7 @@ def group(gold: str, *completions: str, prompt_id: str = "p") -> Group:
 
 
 def test_answers_fall_into_classes_by_the_equality_of_the_task():
-    (graded,) = grade(FractionTask(), [group("0.5", "=1/2", "=3", "none", "=2/4", "=0.5", "=6/2")])
+    (graded,) = grade(FractionTask(), [group("0.5", "=1/2", "=3", "none", "=2/4", "=0.5", "=6/2")], 8)
     assert graded.answers == ("1/2", "3", None, "2/4", "0.5", "6/2")
     # 1/2 = 2/4 = 0.5 is class 0, 3 = 6/2 class 1; without an answer there is no class.
     assert graded.classes == (0, 1, None, 0, 0, 1)
@@ -62,7 +68,7 @@ def test_answers_fall_into_classes_by_the_equality_of_the_task():
 
 
 def test_the_rest_of_a_rollout_is_carried_over():
-    (graded,) = grade(FractionTask(), [group("1", "=1", "=111", "")])
+    (graded,) = grade(FractionTask(), [group("1", "=1", "=111", "")], 8)
     assert graded.prompt_id == "p"
     assert graded.completions == ("=1", "=111", "")
     assert graded.num_tokens == (3, 5, 1)
@@ -70,33 +76,34 @@ def test_the_rest_of_a_rollout_is_carried_over():
 
 
 def test_each_completion_is_read_once_and_equal_strings_are_never_compared():
-    grade(FractionTask(), [group("1", "=1", "=1", "=1", "=1")])
+    grade(FractionTask(), [group("1", "=1", "=1", "=1", "=1")], 8)
     assert read == ["=1"] * 4
     assert asked == []
 
 
 def test_each_class_is_compared_with_gold_once():
-    grade(FractionTask(), [group("4", "=2/1", "=3", "=2", "=3", "=6/3")])
+    grade(FractionTask(), [group("4", "=2/1", "=3", "=2", "=3", "=6/3")], 8)
     # Within the group: 3 with 2/1; 2 with 2/1; 6/3 with 2/1. With gold: one of each of the two classes.
     assert asked == [("3", "2/1"), ("2", "2/1"), ("6/3", "2/1"), ("2/1", "4"), ("3", "4")]
 
 
 def test_groups_without_any_answer_and_empty_groups_are_graded():
-    nothing, empty = grade(FractionTask(), [group("1", "a", "b"), group("1")])
+    nothing, empty = grade(FractionTask(), [group("1", "a", "b"), group("1")], 8)
     assert (nothing.classes, nothing.correct) == ((None, None), (False, False))
     assert (empty.answers, empty.classes, empty.correct) == ((), (), ())
     assert asked == []
 
 
 def test_a_blind_group_has_no_correctness():
-    (graded,) = grade(FractionTask(), [group("1", "=1")])
+    (graded,) = grade(FractionTask(), [group("1", "=1")], 8)
     assert graded.blind().correct is None
     assert graded.blind().classes == graded.classes
 
 
 def test_samples_show_the_first_rollout_of_each_prompt_before_the_second_of_any():
     groups = [group("1", "=1", "=2", prompt_id="a"), group("5", "=5555", "x", prompt_id="b")]
-    rows = sample_rows(groups, grade(FractionTask(), groups), [[1.0, 0.0], [0.5, 0.25]], step=7, split="train", limit=3)
+    graded = grade(FractionTask(), groups, 8)
+    rows = sample_rows(groups, graded, [[1.0, 0.0], [0.5, 0.25]], step=7, split="train", limit=3)
     assert [(row.prompt_id, row.completion, row.reward) for row in rows] == [
         ("a", "=1", 1.0),
         ("b", "=5555", 0.5),
@@ -114,12 +121,12 @@ def test_samples_show_the_first_rollout_of_each_prompt_before_the_second_of_any(
 
 def test_samples_of_an_evaluation_have_no_reward():
     groups = [group("1", "=1"), group("1", "=2", "=1")]
-    rows = sample_rows(groups, grade(FractionTask(), groups), None, step=0, split="test", limit=10)
+    rows = sample_rows(groups, grade(FractionTask(), groups, 8), None, step=0, split="test", limit=10)
     assert [(row.completion, row.reward) for row in rows] == [("=1", None), ("=2", None), ("=1", None)]
 
 
 def test_samples_refuse_groups_whose_correctness_is_hidden():
     groups = [group("1", "=1")]
-    graded = [g.blind() for g in grade(FractionTask(), groups)]
+    graded = [g.blind() for g in grade(FractionTask(), groups, 8)]
     with pytest.raises(AssertionError, match="correctness"):
         sample_rows(groups, graded, None, step=0, split="test", limit=1)

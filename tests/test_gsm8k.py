@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -77,6 +78,155 @@ def test_gold_is_canonical_and_the_solution_ends_in_it():
 )
 def test_the_answer_follows_the_marker_or_else_stands_in_the_box(completion, answer):
     assert task().extract(completion) == answer
+
+
+# Documented spellings of the answer 18 (or 1800), and the nearest wrong ones.
+SPELLINGS = {
+    "18": [
+        "18",
+        "18.",
+        "$18",
+        "**18**",
+        "18.00",
+        "$18.00",
+        "18 clips",
+        " 18 ",
+        "=18",
+        "x = 18",
+        "18,",
+        "**$18**",
+        "+18",
+    ],
+    "1800": ["1,800", "1800", "$1,800.00", "1 800", "1{,}800", "1.8e3", "**1,800** dollars", "\\$1,800"],
+}
+WRONG = {
+    "18": [
+        "17",
+        "19",
+        "-18",
+        "180",
+        "1.8",
+        "18.01",
+        "18.5",
+        "18 or 19",
+        "17 - 18",
+        "eighteen",
+        "1/8",
+        "81",
+        "18000",
+        "",
+    ],
+    "1800": ["180", "18000", "1,80", "1.800", "1801", "1,800.01", "-1,800", "18 00 1"],
+}
+WRITE = {
+    "hash": "20-2=18\n#### {}",
+    "boxed": "20-2=18\n\\boxed{{{}}}",
+    "think_answer": "<think>20-2=18</think>\n<answer>{}</answer>",
+}
+
+
+@pytest.mark.parametrize("written", WRITE)
+@pytest.mark.parametrize("configured", WRITE)
+def test_documented_spellings_are_right_and_the_nearest_wrong_answers_wrong(configured, written):
+    gsm8k = GSM8K(answer_format=configured)
+    for gold, spellings in SPELLINGS.items():
+        for spelling in spellings:
+            stated = gsm8k.extract(WRITE[written].format(spelling))
+            assert stated is not None, spelling
+            assert gsm8k.equivalent(stated, gold), spelling
+    for gold, spellings in WRONG.items():
+        for spelling in spellings:
+            stated = gsm8k.extract(WRITE[written].format(spelling))
+            assert stated is None or not gsm8k.equivalent(stated, gold), spelling
+
+
+def test_the_format_alone_changes_the_prompt_and_a_template_of_ones_own_stays():
+    templates = {name: GSM8K(answer_format=name).template for name in WRITE}
+    assert templates["hash"] == "Question: {question}\nReason step by step; end with #### and the number.\nAnswer:\n"
+    assert r"\boxed{}" in templates["boxed"]
+    assert "<answer>" in templates["think_answer"]
+    for name, template in templates.items():
+        resolved = GSM8K(answer_format=name).model_dump()
+        assert resolved["template"] == template
+        # The settings of an earlier run with another format: the default follows the format.
+        assert GSM8K(**{**resolved, "answer_format": "boxed"}).template == templates["boxed"]
+        assert GSM8K(answer_format=name, template="{question}?").template == "{question}?"
+    with pytest.raises(ValueError, match=r"answer_format\n.*Input should be 'hash', 'boxed' or 'think_answer'"):
+        GSM8K(answer_format="json")
+
+
+@pytest.mark.parametrize(
+    ("answer_format", "completion"),
+    [
+        ("hash", "3*4 = 12 legs.\n#### 12"),
+        ("boxed", "3*4 = 12 legs.\n\\boxed{12}"),
+        ("think_answer", "<think>\n3*4 = 12 legs.\n</think>\n<answer>12</answer>"),
+    ],
+)
+def test_a_worked_solution_is_in_the_answer_format(answer_format, completion):
+    assert GSM8K(answer_format=answer_format).parse_row(ROW).solution == completion
+    assert GSM8K(answer_format=answer_format).parse_row({**ROW, "answer": "#### 12"}).solution is None
+
+
+def test_worked_examples_stand_before_the_question_in_the_same_template():
+    bare, shown = task(template="Q: {question}\nA: "), task(template="Q: {question}\nA: ", shots=2)
+    first, second, third = bare.demonstrations()[:3]
+    prompts = {p.id: p.text for p in shown.prompts("test")}
+    for prompt in bare.prompts("test"):
+        examples = f"{first.prompt}{first.completion}\n\n{second.prompt}{second.completion}"
+        assert prompts[prompt.id] == f"{examples}\n\n{prompt.text}"
+    # The first training problem is no example of its own: the third stands in.
+    texts = [p.text for p in shown.prompts("train")]
+    assert f"{second.prompt}{second.completion}\n\n{third.prompt}{third.completion}\n\n{first.prompt}" in texts
+    # Demonstrations are what the policy will be asked.
+    assert [d.prompt for d in shown.demonstrations()] == texts
+
+
+def test_what_a_model_asks_itself_after_its_answer_is_not_read():
+    completion = "It is 12.\n#### 12\n\nQuestion: How many legs have 4 dogs?\nAnswer:\n4*4=16\n#### 16"
+    assert task(shots=2).extract(completion) == task(shots=2).extract_lenient(completion) == "12"
+    assert task(shots=2).reasoning(completion) == "It is 12.\n"
+    assert task().extract(completion) == "16"
+    tags = "<think>a</think><answer>12</answer>\n\nQuestion: And?"
+    assert task(shots=2, answer_format="think_answer").format_score(tags) == 1.0
+    assert task(answer_format="think_answer").format_score(tags) == 0.5
+    # A template that begins with the question has no words to be known by.
+    assert task(shots=2, template="{question} ").extract(completion) == "16"
+
+
+def test_worked_examples_need_a_training_split_with_enough_of_them(tmp_path):
+    file = write(tmp_path / "mine.jsonl", *rows_like(3))
+    with pytest.raises(ValueError, match=r"task\.shots must be 0 without a training split .* got 1: .*mine\.jsonl"):
+        task(file, shots=1).prompts("test")
+    num_train = len(task().prompts("train"))
+    with pytest.raises(
+        ValueError, match=rf"shots must be below .* \({num_train}\), got 32; use {num_train - 1} or less"
+    ):
+        task(shots=32).prompts("test")
+    with pytest.raises(ValueError, match=rf"got {num_train}; use {num_train - 1} or less"):
+        task(shots=num_train).prompts("test")
+    assert task(shots=num_train - 1).prompts("test")
+    write(tmp_path / "bare" / "train.jsonl", *[{**row, "answer": "#### 12"} for row in rows_like(20)])
+    write(tmp_path / "bare" / "test.jsonl", ROW)
+    with pytest.raises(ValueError, match=r"\(0\), got 2; set it to 0"):
+        task(tmp_path / "bare", shots=2).prompts("test")
+    for shots in (-1, 33):
+        with pytest.raises(ValueError, match="shots"):
+            task(shots=shots)
+
+
+def test_local_data_is_read_without_a_word_to_the_network(monkeypatch, tmp_path):
+    hosts: list[str] = []
+    counts = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
+
+    def refuse(host, *rest, **options):
+        hosts.append(host)
+        raise OSError("no network here")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    assert len(task(write(tmp_path / "test.jsonl", *rows_like(5))).prompts("test")) == 5
+    assert hosts == []
+    assert counts is datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
 
 
 def test_answers_are_equal_as_exact_numbers():
@@ -168,8 +318,17 @@ def test_bad_rows_can_be_skipped_and_are_counted(tmp_path, caplog, kind):
     file = write(tmp_path / "test.jsonl", *rows_like(2), BAD[kind][0])
     with caplog.at_level(logging.WARNING):
         assert len(task(file, on_bad_row="skip").prompts("test")) == 2
+    assert task(file, on_bad_row="skip").num_skipped_rows("test") == 1
     assert "skipped 1 of 3 rows; the first:" in caplog.text
     assert "row 3" in caplog.text
+
+
+def test_skipped_rows_are_counted_for_each_source(tmp_path):
+    write(tmp_path / "train.jsonl", *rows_like(20), *(row for row, _ in BAD.values()))
+    write(tmp_path / "test.jsonl", ROW)
+    skipping = task(tmp_path, on_bad_row="skip")
+    assert [skipping.num_skipped_rows(split) for split in ("train", "validation", "test")] == [5, 5, 0]
+    assert task().num_skipped_rows("train") == 0
 
 
 @pytest.mark.parametrize("rows", [[], [BAD["empty"][0]]], ids=["no rows", "only bad rows"])
@@ -246,8 +405,9 @@ def test_a_hub_that_cannot_be_reached_is_an_error_that_offers_a_local_path(tmp_p
     assert "give a local file or folder" in done.stdout
 
 
-def test_real_gsm8k_loads_in_full_and_every_gold_grades_correct():
-    gsm8k = GSM8K(path=str(real_data("gsm8k")))
+@pytest.mark.parametrize("answer_format", WRITE)
+def test_real_gsm8k_loads_in_full_and_every_gold_grades_correct(answer_format):
+    gsm8k = GSM8K(path=str(real_data("gsm8k")), answer_format=answer_format)
     splits = {split: gsm8k.prompts(split) for split in ("train", "validation", "test")}
     assert len(splits["train"]) + len(splits["validation"]) == 7473
     assert len(splits["test"]) == 1319
@@ -260,6 +420,16 @@ def test_real_gsm8k_loads_in_full_and_every_gold_grades_correct():
             stated = gsm8k.extract(row["answer"])
             assert stated is not None
             assert gsm8k.equivalent(stated, gold[gsm8k.template.replace("{question}", row["question"])])
+    for prompts in splits.values():
+        for prompt in prompts:
+            completion = WRITE[answer_format].format(prompt.gold)
+            assert gsm8k.extract(completion) == gsm8k.extract_lenient(completion) == prompt.gold
+            assert gsm8k.format_score(completion) == 1.0
+    demonstrations = gsm8k.demonstrations()
+    assert len(demonstrations) == len(splits["train"])
+    for demonstration in demonstrations:
+        assert gsm8k.extract(demonstration.completion) == gold[demonstration.prompt]
+        assert gsm8k.format_score(demonstration.completion) == 1.0
 
 
 def test_ten_thousand_completions_are_graded_in_a_second():

@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from algorithms._objectives import at_last_token, clipped_surrogate, generalised_advantages, group_standardised
+from algorithms._advantages import (
+    at_last_token,
+    generalised_advantages,
+    group_centred,
+    group_standardised,
+    leave_one_out,
+)
+from algorithms._losses import clipped_surrogate, kl_estimate, row_sum_weights, token_mean_weights
 from algorithms.grpo import GRPO
-from algorithms.grpo_self_consistency import GRPOSelfConsistency
 from algorithms.ppo import PPO
 from harness.tensors import kl_k1, kl_k3, whiten
-from harness.types import Batch, GradedGroup, PolicyOutput
-
-
-def graded(classes, correct=None):
-    n = len(classes)
-    answers = tuple(None if c is None else str(c) for c in classes)
-    return GradedGroup("p", ("",) * n, (1,) * n, (False,) * n, answers, tuple(classes), correct)
+from harness.types import Batch, PolicyOutput
 
 
 def batch_of(mask, rewards, group_size, **tensors):
@@ -61,25 +61,80 @@ def test_reward_pairs_with_another_scale_give_the_same_advantages():
 
 def test_clipping_takes_the_pessimistic_side():
     # ratio 1.5: A > 0 is cut at 1.2, A < 0 is not; ratio 0.5: A > 0 is not cut, A < 0 is cut at 0.8
-    logprobs = torch.log(torch.tensor([[1.5, 1.5, 0.5, 0.5, 1.1]]))
+    ratio = torch.tensor([[1.5, 1.5, 0.5, 0.5, 1.1]])
     advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0, 2.0]])
-    loss, clipped = clipped_surrogate(logprobs, torch.zeros(1, 5), advantages, 0.2)
+    loss, clipped = clipped_surrogate(ratio, advantages, 0.2)
     assert loss[0].tolist() == pytest.approx([-1.2, 1.5, -0.5, 0.8, -2.2], abs=1e-6)
     assert clipped[0].tolist() == [True, False, False, True, False]
 
 
 def test_clipped_tokens_carry_no_gradient():
     logprobs = torch.log(torch.tensor([[1.5, 1.1]])).requires_grad_()
-    clipped_surrogate(logprobs, torch.zeros(1, 2), torch.ones(1, 2), 0.2)[0].sum().backward()
+    clipped_surrogate(logprobs.exp(), torch.ones(1, 2), 0.2)[0].sum().backward()
     assert logprobs.grad is not None
     assert logprobs.grad[0].tolist() == pytest.approx([0.0, -1.1], abs=1e-6)
 
 
+def test_the_upper_clip_may_lie_further_away_than_the_lower():
+    # low 0.2, high 0.28: A > 0 is cut at 1.28, A < 0 at 0.8; 1.25 lies inside
+    ratio = torch.tensor([[1.5, 1.25, 0.5, 0.5]])
+    loss, clipped = clipped_surrogate(ratio, torch.tensor([[1.0, 1.0, 1.0, -1.0]]), 0.2, 0.28)
+    assert loss[0].tolist() == pytest.approx([-1.28, -1.25, -0.5, 0.8], abs=1e-6)
+    assert clipped[0].tolist() == [True, False, False, True]
+
+
+def test_one_ratio_per_row_is_clipped_for_all_its_tokens():
+    loss, clipped = clipped_surrogate(torch.tensor([[1.5]]), torch.tensor([[1.0, -1.0, 0.0]]), 0.2)
+    assert loss[0].tolist() == pytest.approx([-1.2, 1.5, 0.0], abs=1e-6)
+    assert clipped[0].tolist() == [True, False, False]
+
+
+def test_an_infinite_clip_is_none():
+    loss, clipped = clipped_surrogate(torch.tensor([[100.0, 0.01]]), torch.ones(1, 2), math.inf)
+    assert loss[0].tolist() == pytest.approx([-100, -0.01])
+    assert not clipped.any()
+
+
+def test_rewards_are_centred_on_the_mean_of_the_group_or_of_the_others():
+    # 3 0 0 1: mean 1; the others of the first have mean 1/3, of the second 4/3, of the last 1
+    rewards = torch.tensor([[3.0, 0.0, 0.0, 1.0]])
+    assert group_centred(rewards)[0].tolist() == pytest.approx([2, -1, -1, 0], abs=1e-6)
+    assert leave_one_out(rewards)[0].tolist() == pytest.approx([8 / 3, -4 / 3, -4 / 3, 0], abs=1e-6)
+
+
+def test_only_masked_rewards_are_centred():
+    centred = group_centred(torch.tensor([[1.0, 99.0, 3.0]]), torch.tensor([[True, False, True]]))
+    assert centred[0].tolist() == [-1, 0, 1]
+
+
+@pytest.mark.parametrize("function", [group_centred, leave_one_out])
+def test_equal_rewards_are_centred_to_exact_zeros(function):
+    assert torch.equal(function(torch.full((2, 7), 0.1)), torch.zeros(2, 7))
+
+
+def test_aggregation_modes_weigh_tokens_as_they_say():
+    # rows of 3 and 1 tokens: row mean 1/6 and 1/2, token mean 1/4, row sum 1/2 each
+    batch = batch_of([[0, 1, 1, 1], [0, 1, 0, 0]], [0.0, 0.0], 2)
+    mask = batch.completion_mask_BT
+    row_mean = GRPO().loss_weights(mask)
+    assert row_mean.tolist() == [pytest.approx([0, 1 / 6, 1 / 6, 1 / 6]), pytest.approx([0, 1 / 2, 0, 0])]
+    assert token_mean_weights(mask).tolist() == [[0, 0.25, 0.25, 0.25], [0, 0.25, 0, 0]]
+    sums = row_sum_weights(batch.replace(loss_weight_BT=row_mean))
+    assert sums.tolist() == [pytest.approx([0, 0.5, 0.5, 0.5]), pytest.approx([0, 0.5, 0, 0])]
+
+
+@pytest.mark.parametrize("weights", [token_mean_weights, GRPO().loss_weights])
+def test_a_minibatch_without_tokens_has_no_weight(weights):
+    assert torch.equal(weights(torch.zeros(2, 3, dtype=torch.bool)), torch.zeros(2, 3))
+
+
 def test_kl_estimators_equal_their_formulas():
-    # log p = log 0.5, log q = log 0.25: k1 = log 2, k3 = 0.5 - 1 + log 2
+    # log p = log 0.5, log q = log 0.25: k1 = log 2, k2 = (log 2)^2 / 2, k3 = 0.5 - 1 + log 2
     p, q = torch.log(torch.tensor(0.5)), torch.log(torch.tensor(0.25))
     assert kl_k1(p, q).item() == pytest.approx(math.log(2), abs=1e-6)
     assert kl_k3(p, q).item() == pytest.approx(math.log(2) - 0.5, abs=1e-6)
+    values = [kl_estimate(name, p, q).item() for name in ("k1", "k2", "k3")]
+    assert values == pytest.approx([math.log(2), math.log(2) ** 2 / 2, math.log(2) - 0.5], abs=1e-6)
 
 
 def test_expected_k3_is_the_true_divergence():
@@ -199,25 +254,48 @@ def test_the_pessimistic_value_wins_where_the_clip_would_hide_an_error():
     assert PPO().loss(batch, output)[1]["critic/loss"].item() == pytest.approx(0.045, abs=1e-6)
 
 
-def test_votes_are_counted_over_classes_and_every_tied_class_wins():
-    algorithm = GRPOSelfConsistency()
-    assert algorithm.rewards(graded([0, 0, 1, None])) == [1.0, 1.0, -0.1, -0.1]
-    assert algorithm.rewards(graded([0, 0, 1, 1, 2])) == [1.0, 1.0, 1.0, 1.0, -0.1]
-    assert algorithm.rewards(graded([None, None, None, 3])) == [-0.1, -0.1, -0.1, 1.0]
+def test_process_advantages_add_up_the_standardised_rewards_still_to_come():
+    # Two rows of one group; rewards of steps: 1 after token 0 and 0 after token 2, and 1 after token 1.
+    # mean 2/3, sample variance (1/9 + 4/9 + 1/9) / 2 = 1/3: scores +0.57735, -1.15470, +0.57735.
+    batch = batch_of(
+        [[1, 1, 1], [1, 1, 1]],
+        [1.0, 1.0],
+        2,
+        step_rewards_BT=torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]),
+        step_ends_BT=torch.tensor([[True, False, True], [False, True, False]]),
+    )
+    advantages = GRPO(std_floor=1e-9).advantages(batch).advantages_BT
+    assert advantages is not None
+    # row 0: 0.57735 - 1.15470, then -1.15470 twice; row 1: 0.57735 until its step, then nothing more to come
+    assert advantages.tolist()[0] == pytest.approx([-0.57735, -1.15470, -1.15470], abs=1e-5)
+    assert advantages.tolist()[1] == pytest.approx([0.57735, 0.57735, 0.0], abs=1e-5)
 
 
-def test_completions_without_an_answer_never_win():
-    assert GRPOSelfConsistency().rewards(graded([None, None, None])) == [-0.1, -0.1, -0.1]
+def test_an_outcome_that_is_the_only_reward_gives_the_same_advantages_as_an_event():
+    mask = torch.tensor([[0, 1, 1, 1], [0, 1, 1, 0], [0, 1, 1, 1], [0, 1, 0, 0]], dtype=torch.bool)
+    rewards = torch.tensor([1.0, 0.0, 0.5, 0.0])
+    last = at_last_token(torch.ones(4), mask) > 0
+    plain = batch_of(mask.tolist(), rewards.tolist(), 2)
+    dense = plain.replace(step_rewards_BT=at_last_token(rewards, mask), step_ends_BT=last)
+    one, other = (GRPO().advantages(b).advantages_BT for b in (plain, dense))
+    assert one is not None and other is not None
+    assert torch.allclose(one, other, atol=1e-6)
 
 
-def test_self_consistency_ignores_gold():
-    classes = [0, 1, 1, None]
-    blind = GRPOSelfConsistency().rewards(graded(classes))
-    for correct in [(True, False, False, False), (False, True, True, False)]:
-        assert GRPOSelfConsistency().rewards(graded(classes, correct)) == blind
+def test_equal_step_rewards_and_groups_without_steps_give_exact_zeros():
+    steps = torch.tensor([[0.3, 0.0], [0.3, 0.3], [0.0, 0.0], [0.0, 0.0]])
+    batch = batch_of([[1, 1]] * 4, [0.3] * 4, 2, step_rewards_BT=steps, step_ends_BT=steps > 0)
+    advantages = GRPO().advantages(batch).advantages_BT
+    assert advantages is not None
+    assert (advantages == 0).all()
 
 
-def test_an_algorithm_that_needs_gold_fails_loudly_without_it():
-    for algorithm in (GRPO(), PPO()):
-        with pytest.raises(AssertionError):
-            algorithm.rewards(graded([0, 1]))
+def test_ppo_pays_a_step_where_it_ends():
+    # rewards 0.5 after the first and 1 after the last of three tokens, values 0: returns with lambda = gamma = 1
+    batch = batch_of([[1, 1, 1]], [1.5], 1, values_BT=torch.zeros(1, 3))
+    batch = batch.replace(
+        step_rewards_BT=torch.tensor([[0.5, 0.0, 1.0]]), step_ends_BT=torch.tensor([[True, False, True]])
+    )
+    returns = PPO(kl_beta=0).advantages(batch).returns_BT
+    assert returns is not None
+    assert returns.tolist()[0] == pytest.approx([1.5, 1.0, 1.0], abs=1e-6)

@@ -12,12 +12,22 @@ from types import ModuleType
 import pytest
 
 from harness import plugins
-from harness.interfaces import Algorithm, RolloutEngine, Task
+from harness.interfaces import Algorithm, Reward, RolloutEngine, Task
 from harness.spec import load_run
 
 ROOT = Path(__file__).resolve().parents[1]
-BASES: dict[plugins.Kind, type] = {"algorithm": Algorithm, "task": Task, "engine": RolloutEngine}
-FOLDERS: dict[plugins.Kind, str] = {"algorithm": "algorithms", "task": "tasks", "engine": "harness/engines"}
+BASES: dict[plugins.Kind, type] = {
+    "algorithm": Algorithm,
+    "task": Task,
+    "reward": Reward,
+    "engine": RolloutEngine,
+}
+FOLDERS: dict[plugins.Kind, str] = {
+    "algorithm": "algorithms",
+    "task": "tasks",
+    "reward": "harness/rewards",
+    "engine": "harness/engines",
+}
 
 THIRD_PARTY = """
 from typing import Literal
@@ -28,16 +38,22 @@ class Elsewhere(GRPO):
 """
 
 
-def install(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, source: str, class_name: str) -> None:
-    """Put a distribution with one algorithm on the path, as an installer would."""
+def install(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, source: str, class_name: str, kind: str = "algorithm"
+) -> None:
+    """Put a distribution with one plugin on the path, as an installer would."""
     module = f"plugin_{name}"
     (folder / f"{module}.py").write_text(source)
     info = folder / f"{module}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[cohort.algorithms]\n{name} = {module}:{class_name}\n")
+    (info / "entry_points.txt").write_text(f"[cohort.{kind}s]\n{name} = {module}:{class_name}\n")
     monkeypatch.syspath_prepend(str(folder))
     importlib.invalidate_caches()
+
+
+def python_of_the_readme(number: int) -> str:
+    return list(re.finditer(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S))[number][1]
 
 
 @pytest.mark.parametrize("kind", BASES)
@@ -52,6 +68,9 @@ def test_every_plugin_loads_and_carries_its_files_name(kind: plugins.Kind, name:
     cls = plugins.load(kind, name)
     assert issubclass(cls, BASES[kind])
     settings = cls.Settings if issubclass(cls, RolloutEngine) else cls
+    if kind == "reward":  # named by its key in a spec
+        assert "weight" in settings.model_fields  # pyright: ignore[reportAttributeAccessIssue]
+        return
     assert settings.model_fields["name"].default == name  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -66,8 +85,9 @@ def test_listing_names_imports_no_plugin():
 @pytest.mark.parametrize(
     ("kind", "name", "hint"),
     [
-        ("algorithm", "gpro", "did you mean 'grpo'?"),
+        ("algorithm", "grpoo", "did you mean 'grpo'?"),
         ("task", "arithmatic", "did you mean 'arithmetic'?"),
+        ("reward", "acuracy", "did you mean 'accuracy'?"),
         ("engine", "transformer", "did you mean 'transformers'?"),
     ],
 )
@@ -99,17 +119,27 @@ def test_an_installed_package_adds_its_algorithm(tmp_path: Path, monkeypatch: py
 
 
 def test_the_readmes_algorithm_works_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from harness.types import GradedGroup
+    import torch
+    from test_objectives import batch_of
 
-    source = next(re.finditer(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S))[1]
-    install(tmp_path, monkeypatch, "short_grpo", source, "ShortGRPO")
-    algorithm = load_run(None, ["task=arithmetic", "algorithm=short_grpo", "algorithm.length_penalty=0.01"]).algorithm
-    group = GradedGroup(
-        prompt_id="p", completions=("a", "b"), num_tokens=(10, 20), truncated=(False, False), answers=("1", "2"),
-        classes=(0, 1), correct=(True, False),
-    )  # fmt: skip
-    # 1 - 0.01 * 10 and 0 - 0.01 * 20
-    assert algorithm.rewards(group) == pytest.approx([0.9, -0.2], abs=1e-9)
+    source = python_of_the_readme(0)
+    install(tmp_path, monkeypatch, "positive_grpo", source, "PositiveGRPO")
+    settings = ["algorithm=positive_grpo", "algorithm.negative_scale=0.5", "algorithm.std_floor=1e-9"]
+    algorithm = load_run(None, ["task=arithmetic", *settings]).algorithm
+    # rewards 1 and 0: standardised +-1/sqrt(2), the negative one halved
+    advantages = algorithm.advantages(batch_of([[1], [1]], [1.0, 0.0], 2)).advantages_BT
+    assert advantages is not None
+    assert torch.allclose(advantages[:, 0], torch.tensor([0.70711, -0.35355]), atol=1e-5)
+
+
+def test_the_readmes_reward_works_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from fakes import graded_group
+
+    install(tmp_path, monkeypatch, "brevity", python_of_the_readme(1), "Brevity", kind="reward")
+    spec = load_run(None, ["task=arithmetic", "algorithm=grpo", "rewards.brevity=0.5"])
+    assert {name: reward.weight for name, reward in spec.rewards.items()} == {"accuracy": 1.0, "brevity": 0.5}
+    group = graded_group([0, 1], num_tokens=(10, 20), max_tokens=40)
+    assert spec.rewards["brevity"].score(group) == [-0.25, -0.5]
 
 
 def test_the_readmes_study_is_valid(tmp_path: Path):

@@ -1,13 +1,22 @@
 """What every algorithm must hold to, for each one found."""
 
+import math
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from harness import plugins
+from harness.learner import Learner
 from harness.model import tiny_model
+from harness.scoring import score
 from harness.spec import parse_run
 from harness.tensors import token_logprobs
-from harness.types import Batch, GradedGroup, PolicyOutput
+from harness.types import Batch, PolicyOutput
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from fakes import graded_group
 
 GROUP_SIZE = 4
 CLASSES = (0, 0, 1, None, 2, 2, 2, 0, None, None, None, None)
@@ -30,9 +39,8 @@ def graded(correct=CORRECT):
     for start in range(0, len(CLASSES), GROUP_SIZE):
         part = slice(start, start + GROUP_SIZE)
         classes = CLASSES[part]
-        answers = tuple(None if c is None else str(c) for c in classes)
         right = None if correct is None else tuple(correct[part])
-        groups.append(GradedGroup(f"p{start}", ("",) * 4, (3,) * 4, (False,) * 4, answers, classes, right))
+        groups.append(graded_group(classes, right, prompt_id=f"p{start}", num_tokens=(3,) * 4))
     return groups
 
 
@@ -57,12 +65,33 @@ def make_batch(rewards):
     )
 
 
+def without_divergence(algorithm, **changes):
+    """The algorithm with no KL term, where it can do without."""
+    free = algorithm if "implied" in algorithm.objective["kl"] else algorithm.model_copy(update={"kl_beta": 0.0})
+    return free.model_copy(update=changes)
+
+
+def for_algorithm(algorithm, batch):
+    """The batch as the learner would hand it over: reference log-probs only where they are needed."""
+    return batch if algorithm.needs_reference else batch.replace(ref_logprobs_BT=None)
+
+
+def policy_gradient(algorithm, batch, logprobs):
+    """[B, T]: gradient of the loss by the log-probs."""
+    leaf = logprobs.clone().requires_grad_()
+    algorithm.loss(batch, PolicyOutput(leaf, torch.zeros_like(leaf), batch.values_BT))[0].backward()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
 def weighted(algorithm, batch):
     return batch.replace(loss_weight_BT=algorithm.loss_weights(batch.completion_mask_BT))
 
 
 def rewards_of(algorithm, groups):
-    return [value for group in groups for value in algorithm.rewards(group)]
+    """What a run of the algorithm pays by default for these groups."""
+    spec = parse_run({"task": "arithmetic", "algorithm": algorithm}, "test")
+    return [value for group in score(spec.rewards, groups).totals for value in group]
 
 
 def test_the_name_is_the_file_and_settings_round_trip(name, algorithm):
@@ -72,21 +101,23 @@ def test_the_name_is_the_file_and_settings_round_trip(name, algorithm):
     assert all(field.description for key, field in type(algorithm).model_fields.items() if key != "name")
 
 
-def test_rewards_are_one_finite_number_per_completion(algorithm):
-    for group in graded(CORRECT if algorithm.sees_gold else None):
-        rewards = algorithm.rewards(group)
-        assert len(rewards) == GROUP_SIZE
-        assert torch.isfinite(torch.tensor(rewards)).all()
+def test_the_default_rewards_see_gold_only_where_the_algorithm_declares_it(algorithm):
+    paid = rewards_of(algorithm, graded())
+    assert len(paid) == len(CLASSES)
+    assert torch.isfinite(torch.tensor(paid)).all()
+    permuted = rewards_of(algorithm, graded(tuple(not c for c in CORRECT)))
+    assert (paid != permuted) == algorithm.sees_gold
 
 
-def test_gold_reaches_only_the_algorithms_that_declare_it(algorithm):
-    if algorithm.sees_gold:
-        with pytest.raises(AssertionError):
-            rewards_of(algorithm, graded(None))
-        assert rewards_of(algorithm, graded()) != rewards_of(algorithm, graded(tuple(not c for c in CORRECT)))
-    else:
-        blind = rewards_of(algorithm, graded(None))
-        assert blind == rewards_of(algorithm, graded()) == rewards_of(algorithm, graded(tuple(not c for c in CORRECT)))
+def test_rewards_of_steps_reach_the_tokens_before_them(algorithm):
+    batch = make_batch([1.0, 0, 0, 1] * 3)
+    ends = torch.zeros(12, 7, dtype=torch.bool)
+    ends[:, 2] = True  # a step ends at the first completion token of every row
+    rewards = torch.where(ends, torch.tensor([1.0, 0, 0, 1] * 3)[:, None], torch.zeros(12, 7))
+    batch = algorithm.advantages(batch.replace(step_rewards_BT=rewards, step_ends_BT=ends))
+    assert batch.advantages_BT is not None
+    assert torch.isfinite(batch.advantages_BT).all()
+    assert (batch.advantages_BT[:, 2] != 0).any()
 
 
 def test_advantages_are_finite_and_zero_outside_the_completions(algorithm):
@@ -100,13 +131,58 @@ def test_advantages_are_finite_and_zero_outside_the_completions(algorithm):
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -0.1])
 def test_equal_rewards_give_no_policy_gradient_without_a_divergence_term(algorithm, value):
-    plain = algorithm.model_copy(update={"kl_beta": 0.0})
-    batch = make_batch([value] * 12)
-    batch = weighted(plain, plain.advantages(batch.replace(values_BT=torch.zeros(12, 7), ref_logprobs_BT=None)))
-    logprobs = batch.sampler_logprobs_BT.clone().requires_grad_()
-    plain.loss(batch, PolicyOutput(logprobs, torch.zeros(12, 7), batch.values_BT))[0].backward()
-    assert logprobs.grad is not None
-    assert logprobs.grad.abs().max() < 1e-6
+    plain = without_divergence(algorithm)
+    one_group = make_batch([value] * 12).replace(group_size=12)  # the float32 mean of 12 times -0.1 is not -0.1
+    batch = for_algorithm(plain, one_group.replace(values_BT=torch.zeros(12, 7)))
+    batch = weighted(plain, plain.advantages(batch))
+    gradient = policy_gradient(plain, batch, batch.sampler_logprobs_BT)
+    exactly = plain.min_group_size > 1  # a baseline of the group; whitening the batch leaves its rounding
+    assert gradient.abs().max() <= (0 if exactly else 1e-6)
+
+
+def test_before_the_first_update_nothing_is_clipped_and_no_ratio_has_moved(algorithm):
+    batch = weighted(algorithm, algorithm.advantages(make_batch([1.0, 0, 0, 1] * 3)))
+    _, metrics = algorithm.loss(batch, PolicyOutput(batch.old_logprobs_BT, torch.zeros(12, 7), batch.values_BT))
+    assert metrics["policy/clip_fraction"].item() == 0
+    assert metrics["kl/old"].item() == 0
+
+
+def test_a_large_divergence_weight_outweighs_the_reward(algorithm):
+    # Two answers to one prompt. The better one is already 2 nats likelier than in the reference, the other 2 nats less
+    # likely: with a large kl_beta the step goes back to the reference, or (in the margin of a pair) no further.
+    heavy = algorithm.model_copy(update={"kl_beta": 100.0})
+    mask = torch.tensor([[False, True, True]] * 2)
+    old = torch.tensor([[0.0, -1.0, -1.0]] * 2)
+    batch = Batch(
+        tokens_BT=torch.zeros(2, 3, dtype=torch.int64),
+        completion_mask_BT=mask,
+        lengths_B=torch.tensor([3, 3]),
+        truncated_B=torch.zeros(2, dtype=torch.bool),
+        sampler_logprobs_BT=old,
+        rewards_B=torch.tensor([1.0, 0.0]),
+        group_size=2,
+        old_logprobs_BT=old,
+        ref_logprobs_BT=old - torch.tensor([[1.0], [-1.0]]) * mask,
+        values_BT=torch.zeros(2, 3),
+    )
+    gradient = policy_gradient(heavy, weighted(heavy, heavy.advantages(batch)), old).sum(dim=1)
+    if "implied" in heavy.objective["kl"]:
+        assert gradient.abs().max() < 1e-6
+    else:
+        assert gradient[0] > 0 > gradient[1]  # descent makes the first less likely
+
+
+def test_a_row_without_completion_is_harmless(algorithm):
+    batch = make_batch([1.0, 0, 0, 1] * 3)
+    mask = batch.completion_mask_BT.clone()
+    mask[0] = False
+    tensors = ("sampler_logprobs_BT", "old_logprobs_BT", "ref_logprobs_BT", "values_BT")
+    batch = batch.replace(completion_mask_BT=mask, **{name: getattr(batch, name) * mask for name in tensors})
+    batch = weighted(algorithm, algorithm.advantages(batch))
+    gradient = policy_gradient(algorithm, batch, batch.old_logprobs_BT - 0.05 * mask)
+    assert torch.isfinite(gradient).all()
+    assert gradient[~mask].abs().sum() == 0
+    assert gradient.abs().sum() > 0
 
 
 def test_loss_weights_sum_to_one_on_the_completions(algorithm):
@@ -138,7 +214,7 @@ def test_loss_and_metrics_of_the_parts_add_up_to_the_whole(algorithm):
 
 def test_a_step_along_the_gradient_makes_better_answers_likelier(algorithm):
     # two answers to one prompt, the first is right: its log-prob must rise against the other's
-    plain = algorithm.model_copy(update={"kl_beta": 0.0, "group_size": 2})
+    plain = without_divergence(algorithm, group_size=2)
     policy = tiny_model(0)
     tokens = torch.tensor([[10, 11, 12, 1], [10, 11, 40, 1]])
     mask = torch.tensor([[False, False, True, True]] * 2)
@@ -153,7 +229,8 @@ def test_a_step_along_the_gradient_makes_better_answers_likelier(algorithm):
         values_BT=torch.zeros(2, 4),
     )
     logprobs, entropy = token_logprobs(policy, tokens, mask, 1.0)
-    batch = plain.advantages(batch.replace(old_logprobs_BT=logprobs.detach()))
+    old = logprobs.detach()
+    batch = plain.advantages(for_algorithm(plain, batch.replace(old_logprobs_BT=old, ref_logprobs_BT=old)))
     loss, _ = plain.loss(weighted(plain, batch), PolicyOutput(logprobs, entropy, torch.zeros(2, 4)))
     loss.backward()
     before = logprobs[0].sum() - logprobs[1].sum()
@@ -162,3 +239,117 @@ def test_a_step_along_the_gradient_makes_better_answers_likelier(algorithm):
             parameter -= 0.01 * parameter.grad
         after, _ = token_logprobs(policy, tokens, mask, 1.0)
     assert after[0].sum() - after[1].sum() > before
+
+
+# What the strings of `objective` claim, as formulas that the loss must follow.
+
+EFFECTIVE_WEIGHTS = {
+    "mean over a row's tokens, then over rows": lambda a, mask: mask / mask.sum(1, keepdim=True) / len(mask),
+    "mean over all tokens": lambda a, mask: mask / mask.sum(),
+    "sum over all tokens / (rows * loss_denominator)": lambda a, mask: mask / (len(mask) * a.loss_denominator),
+    "sum over a row's tokens, then mean over rows": lambda a, mask: mask / len(mask),
+    # an advantage of 1/2 on every row, which is the push of a pair whose margin is 0
+    "sum over a row's tokens, one pair per group, mean over groups": lambda a, mask: (
+        a.kl_beta * GROUP_SIZE / len(mask) * mask
+    ),
+}
+
+
+def test_the_objective_is_told_by_five_facts(algorithm):
+    assert list(algorithm.objective) == ["advantage", "aggregation", "clip", "kl", "correction"]
+    assert all(text and text.isascii() for text in algorithm.objective.values())
+
+
+def test_tokens_weigh_in_the_loss_as_the_objective_says(algorithm):
+    plain = without_divergence(algorithm)
+    batch = make_batch([0.0] * 12)
+    mask, old = batch.completion_mask_BT, batch.old_logprobs_BT
+    half = 0.5 * mask
+    batch = weighted(plain, for_algorithm(plain, batch).replace(advantages_BT=half, returns_BT=torch.zeros(12, 7)))
+    expected = EFFECTIVE_WEIGHTS[plain.objective["aggregation"]](plain, mask.double())
+    assert torch.allclose(-policy_gradient(plain, batch, old).double(), 0.5 * expected, atol=1e-6, rtol=0)
+
+
+def test_a_token_that_moved_far_is_clipped_as_the_objective_says(algorithm):
+    # the first of a row's three tokens became a hundred times likelier, its advantage is positive
+    plain = without_divergence(algorithm)
+    mask = torch.tensor([[False, True, True, True]])
+    old = -1.0 * mask
+    batch = Batch(
+        tokens_BT=torch.zeros(1, 4, dtype=torch.int64),
+        completion_mask_BT=mask,
+        lengths_B=torch.tensor([4]),
+        truncated_B=torch.zeros(1, dtype=torch.bool),
+        sampler_logprobs_BT=old,
+        rewards_B=torch.zeros(1),
+        group_size=1,
+        old_logprobs_BT=old,
+        ref_logprobs_BT=old if plain.needs_reference else None,
+        values_BT=torch.zeros(1, 4),
+        advantages_BT=0.5 * mask,
+        returns_BT=torch.zeros(1, 4),
+    )
+    moved = old + math.log(100) * torch.tensor([[0, 1, 0, 0]])
+    clip = plain.objective["clip"]
+    kinds = {
+        "ratio of each token, ": [0, 1, 1],
+        "ratio of each row (geometric mean": [0, 0, 0],
+        "weight of each token, ": [1, 1, 1],
+        "ratio of each row (product": [1, 1, 1],
+        "none": [1, 1, 1],
+    }
+    (expected,) = [pattern for start, pattern in kinds.items() if clip.startswith(start)]
+
+    def learned_from(variant):
+        return (policy_gradient(variant, weighted(variant, batch), moved)[0, 1:] != 0).int().tolist()
+
+    assert learned_from(plain) == expected
+    if clip.endswith("none by default"):
+        assert learned_from(plain.model_copy(update={"clip_epsilon": 0.2})) == [0, 0, 0]
+
+
+def test_the_divergence_acts_where_the_objective_says(algorithm):
+    told = algorithm.objective["kl"]
+    heavy = algorithm.model_copy(update={"kl_beta": 0.5})
+    assert heavy.needs_reference
+    if "implied" not in told:
+        assert not algorithm.model_copy(update={"kl_beta": 0.0}).needs_reference
+    batch = make_batch([1.0, 0, 0, 1] * 3)
+    other = batch.replace(ref_logprobs_BT=batch.ref_logprobs_BT - 0.1 * torch.arange(7) * batch.completion_mask_BT)
+    credit = [heavy.advantages(b).advantages_BT for b in (batch, other)]
+    assert (not torch.equal(*credit)) == ("reward" in told or "implied" in told)
+    same = [weighted(heavy, b.replace(advantages_BT=credit[0], returns_BT=credit[0])) for b in (batch, other)]
+    gradients = [policy_gradient(heavy, b, batch.old_logprobs_BT) for b in same]
+    assert (not torch.equal(*gradients)) == ("in the loss" in told)
+
+
+def test_without_a_correction_the_samplers_own_logprobs_do_not_matter(algorithm):
+    assert algorithm.objective["correction"] == "none"
+    batch = make_batch([1.0, 0, 0, 1] * 3)
+    other = batch.replace(sampler_logprobs_BT=batch.sampler_logprobs_BT - 1.0)
+    one, two = (weighted(algorithm, algorithm.advantages(b)) for b in (batch, other))
+    moved = (batch.old_logprobs_BT - 0.05) * batch.completion_mask_BT
+    assert torch.equal(policy_gradient(algorithm, one, moved), policy_gradient(algorithm, two, moved))
+
+
+def test_a_learner_step_does_not_depend_on_the_split_into_microbatches(name):
+    def gradient(budget):
+        raw = {
+            "task": "arithmetic",
+            "algorithm": {"name": name, "group_size": GROUP_SIZE},
+            "rollouts_per_step": 12,
+            "optimizer": {"tokens_per_microbatch": budget},
+        }
+        spec = parse_run(raw, "test")
+        policy = tiny_model(0).double()
+        learner = Learner(spec, policy)
+        batch = learner.annotate(make_batch([1.0, 0, 0, 1] * 3), sampler_is_exact=False)
+        batch = weighted(spec.algorithm, spec.algorithm.advantages(batch))
+        learner.optimizers = {}  # gradients only
+        metrics = learner._optimizer_step(batch, first=True)
+        return metrics, torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+
+    metrics, whole = gradient(8192)
+    assert (metrics["policy/ratio_max"], metrics["policy/clip_fraction"]) == (1.0, 0.0)
+    assert whole.norm() > 0
+    assert (gradient(13)[1] - whole).norm() <= 1e-6 * whole.norm()

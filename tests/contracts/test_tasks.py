@@ -1,40 +1,73 @@
-"""What every task must keep; tasks are found by name, so that a new one is tested without a word here."""
+"""What every task must keep; tasks are found by name, so that a new one is tested without a word here.
+
+The task that docs/tasks.md shows is one of them.
+"""
 
 import hashlib
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 import time
 from functools import cache
+from itertools import product
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from harness import plugins
 from harness.interfaces import Task
+from tasks._data import DatasetTask
+from tasks._formats import AnswerFormat
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(TESTS))
 import hostile  # noqa: E402
 
-TASKS = plugins.names("task")
+DOCUMENTED = "my_problems"
+TASKS = [*plugins.names("task"), DOCUMENTED]
+FORMATS = get_args(AnswerFormat)
 SPLITS = ("train", "validation", "test")
 
 
 @cache
-def make(name: str) -> Task:
+def load(name: str) -> type[Task]:
+    """The class of a task, or that of the example in docs/tasks.md."""
+    if name != DOCUMENTED:
+        return plugins.load("task", name)
+    blocks = re.findall(r"```python\n(.*?)```", (TESTS.parent / "docs" / "tasks.md").read_text("utf-8"), re.S)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / f"{name}.py"
+        file.write_text("\n".join(blocks))
+        spec = importlib.util.spec_from_file_location(f"documented_{name}", file)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    return plugins._only_plugin(module, "task")
+
+
+@cache
+def make(name: str, answer_format: str | None = None) -> Task:
     """The task with its defaults, or on its rows in tests/fixtures where it reads data."""
-    cls = plugins.load("task", name)
+    cls = load(name)
     fields = {"path": str(TESTS / "fixtures" / name), "validation_fraction": 0.25} if "path" in cls.model_fields else {}
-    return cls(**fields)
+    if "train_path" in cls.model_fields:
+        fields["train_path"] = str(TESTS / "fixtures" / "math")
+    return cls(**fields) if answer_format is None else cls(**fields, answer_format=answer_format)
 
 
 def fingerprint(task: Task) -> str:
     """A hash of all problems and worked solutions of the task, in order."""
-    everything = [[(p.id, p.text, p.gold) for p in task.prompts(split)] for split in SPLITS]
+    everything = [[(p.id, p.text, p.gold, p.tags) for p in task.prompts(split)] for split in SPLITS]
     everything += [[(d.prompt, d.completion) for d in task.demonstrations()]]
     return hashlib.sha256(json.dumps(everything).encode()).hexdigest()
+
+
+every_format = pytest.mark.parametrize(("name", "answer_format"), list(product(TASKS, FORMATS)))
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -44,9 +77,9 @@ def test_the_plugin_is_a_task_of_its_own_name(name):
     assert task.name == name
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_the_settings_survive_json_and_refuse_unknown_keys(name):
-    task = make(name)
+@every_format
+def test_the_settings_survive_json_and_refuse_unknown_keys(name, answer_format):
+    task = make(name, answer_format)
     assert type(task).model_validate(json.loads(task.model_dump_json())) == task
     with pytest.raises(ValueError, match="no_such_field"):
         type(task).model_validate({"no_such_field": 1})
@@ -62,6 +95,15 @@ def test_every_split_has_problems_with_ids_of_their_own(name):
 
 
 @pytest.mark.parametrize("name", TASKS)
+def test_every_tag_has_a_name_and_a_value_and_tells_some_problems_apart(name):
+    prompts = [prompt for split in SPLITS for prompt in make(name).prompts(split)]
+    assert all(key and value and value == value.strip() for prompt in prompts for key, value in prompt.tags)
+    assert all(len(dict(prompt.tags)) == len(prompt.tags) for prompt in prompts)
+    if name in plugins.names("task"):
+        assert len({prompt.tags for prompt in prompts}) > 1 or not prompts[0].tags
+
+
+@pytest.mark.parametrize("name", TASKS)
 def test_splits_are_disjoint_and_demonstrations_avoid_the_held_out_ones(name):
     task = make(name)
     train, validation, test = ({p.text for p in task.prompts(split)} for split in SPLITS)
@@ -71,25 +113,48 @@ def test_splits_are_disjoint_and_demonstrations_avoid_the_held_out_ones(name):
     assert not {d.prompt for d in task.demonstrations()} & (validation | test)
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_demonstrations_state_an_answer_within_the_token_limit(name):
-    task = make(name)
+@every_format
+def test_the_format_changes_neither_the_problems_nor_their_answers(name, answer_format):
+    for split in SPLITS:
+        assert [(p.id, p.gold, p.tags) for p in make(name, answer_format).prompts(split)] == [
+            (p.id, p.gold, p.tags) for p in make(name).prompts(split)
+        ]
+
+
+@every_format
+def test_demonstrations_state_an_answer_in_the_format_and_within_the_token_limit(name, answer_format):
+    task = make(name, answer_format)
     assert task.max_completion_tokens > 0
     for demonstration in task.demonstrations()[:500]:
         # One token per character is the built-in tokenizer, the longest there is; one more ends the sequence.
         assert len(demonstration.completion) + 1 <= task.max_completion_tokens
         assert task.extract(demonstration.completion) is not None
+        assert task.format_score(demonstration.completion) == 1.0
+        assert 0 < len(task.reasoning(demonstration.completion)) < len(demonstration.completion)
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_a_demonstration_of_a_training_problem_states_its_gold_answer(name):
-    task = make(name)
+@every_format
+def test_a_demonstration_of_a_training_problem_states_its_gold_answer(name, answer_format):
+    task = make(name, answer_format)
     gold = {p.text: p.gold for p in task.prompts("train")}
     for demonstration in task.demonstrations()[:500]:
         if demonstration.prompt in gold:
             stated = task.extract(demonstration.completion)
             assert stated is not None
             assert task.equivalent(stated, gold[demonstration.prompt])
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_an_answer_in_any_format_is_read_whatever_the_configured_one_and_scores_below_it(name):
+    for gold in [prompt.gold for prompt in make(name).prompts("test")][:3]:
+        completions = (f"so\n#### {gold}", rf"so \boxed{{{gold}}}", f"<think>so</think><answer>{gold}</answer>")
+        for answer_format, completion in product(FORMATS, completions):
+            task = make(name, answer_format)
+            stated = task.extract(completion)
+            assert stated is not None
+            assert task.equivalent(stated, gold)
+            is_own = completion == completions[FORMATS.index(answer_format)]
+            assert task.format_score(completion) == float(is_own)
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -112,13 +177,48 @@ def test_problems_are_the_same_in_another_process_with_another_hash_seed():
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_no_completion_makes_extraction_raise_or_take_long(name):
+def test_no_completion_makes_grading_raise_or_take_long(name):
     task = make(name)
     for completion in hostile.COMPLETIONS:
         start = time.process_time()
-        answer = task.extract(completion)
-        assert time.process_time() - start < 1.0, completion[:60]
+        answer, lenient = task.extract(completion), task.extract_lenient(completion)
+        score, reasoning = task.format_score(completion), task.reasoning(completion)
+        assert time.process_time() - start < 2.0, completion[:60]
         assert answer is None or (isinstance(answer, str) and answer)
+        assert lenient is None or (isinstance(lenient, str) and lenient)
+        assert answer is None or lenient == answer
+        assert 0.0 <= score <= 1.0
+        assert reasoning in completion
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_last_sentence_without_a_marker_counts_for_lenient_extraction_only(name):
+    task = make(name)
+    for gold in [prompt.gold for prompt in task.prompts("test")][:3]:
+        completion = f"Let us see. The answer is ${gold}$."
+        assert task.extract(completion) is None
+        lenient = task.extract_lenient(completion)
+        assert lenient is not None
+        assert task.equivalent(lenient, gold)
+
+
+@pytest.mark.parametrize("name", [name for name in TASKS if issubclass(load(name), DatasetTask)])
+def test_worked_examples_come_from_train_and_never_show_the_problem_itself(name):
+    plain = make(name)
+    worked = {d.prompt: d for d in plain.demonstrations()}
+    if len(worked) < 3:
+        with pytest.raises(ValueError, match=r"task\.shots must be below the number of worked solutions"):
+            plain.model_copy(update={"shots": 2}).prompts("test")
+        return
+    task = type(plain)(**{**plain.model_dump(), "shots": 2})
+    for split in SPLITS:
+        for bare, prompt in zip(plain.prompts(split), task.prompts(split), strict=True):
+            assert (prompt.id, prompt.gold, prompt.tags) == (bare.id, bare.gold, bare.tags)
+            others = [d for text, d in worked.items() if text != bare.text][:2]
+            shown = [f"{d.prompt}{d.completion}" for d in others]
+            assert prompt.text == "\n\n".join([*shown, bare.text])
+    gold = {p.text: p.gold for p in task.prompts("train")}
+    assert {d.prompt for d in task.demonstrations()} <= set(gold)
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -1,0 +1,96 @@
+"""Pure functions from rewards to advantages that algorithms share: within a group, to go, GAE, rewards per token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from algorithms._losses import KLEstimator, kl_estimate
+from harness.types import Batch
+
+
+def group_centred(rewards_PG: Tensor, mask_PG: Tensor | None = None) -> Tensor:
+    """[P, G]: r - mean within each group.
+
+    A group of equal rewards (or of one) gives exact zeros, whatever the rounding of its mean. With `mask_PG` only the
+    rewards there count, and the rest is 0.
+    """
+    mask = torch.ones_like(rewards_PG, dtype=torch.bool) if mask_PG is None else mask_PG
+    mean = (rewards_PG * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    lowest = rewards_PG.masked_fill(~mask, torch.inf).amin(dim=1, keepdim=True)
+    highest = rewards_PG.masked_fill(~mask, -torch.inf).amax(dim=1, keepdim=True)
+    return torch.where(mask & (highest > lowest), rewards_PG - mean, torch.zeros_like(rewards_PG))
+
+
+def group_standardised(rewards_PG: Tensor, std_floor: float, mask_PG: Tensor | None = None) -> Tensor:
+    """[P, G]: (r - mean) / (std + std_floor) within each group, std with count - 1 in the denominator.
+
+    DeepSeekMath, arXiv:2402.03300, section 4.1.2; equal rewards and `mask_PG` as in `group_centred`.
+    """
+    centred = group_centred(rewards_PG, mask_PG)
+    mask = torch.ones_like(rewards_PG, dtype=torch.bool) if mask_PG is None else mask_PG
+    count = mask.sum(dim=1, keepdim=True)
+    std = ((centred**2).sum(dim=1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
+    return centred / (std + std_floor)
+
+
+def leave_one_out(rewards_PG: Tensor) -> Tensor:
+    """[P, G]: each reward minus the mean of the others in its group, which is G / (G - 1) * (r - mean)."""
+    size = rewards_PG.shape[1]
+    return group_centred(rewards_PG) * (size / (size - 1))
+
+
+def group_advantages(batch: Batch, normalise: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
+    """[B, T]: the rewards of each group as `normalise(rewards_PG, mask_PG)` makes them comparable, on every token.
+
+    With rewards of steps a token gets the sum of the normalised rewards that its row earns from there on (process
+    supervision, arXiv:2402.03300, section 4.1.3; an outcome is one more reward, on the last token).
+    """
+    if batch.step_rewards_BT is None:
+        return normalise(batch.rewards_PG, None).reshape(-1, 1) * batch.completion_mask_BT
+    assert batch.step_ends_BT is not None
+    shape = (-1, batch.group_size * batch.step_rewards_BT.shape[1])
+    normalised = normalise(batch.step_rewards_BT.view(shape), batch.step_ends_BT.view(shape))
+    return to_go(normalised.view_as(batch.step_rewards_BT)) * batch.completion_mask_BT
+
+
+def to_go(values_BT: Tensor) -> Tensor:
+    """[B, T]: the sum of a row's values from each token on."""
+    return values_BT.flip(1).cumsum(1).flip(1)
+
+
+def generalised_advantages(
+    rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, gamma: float, gae_lambda: float
+) -> Tensor:
+    """[B, T] GAE(gamma, lambda) on the tokens in the mask, 0 elsewhere; a row's last token is terminal.
+
+    arXiv:1506.02438, eq. 16: delta_t = r_t + gamma * V_{t+1} - V_t, A_t = delta_t + gamma * lambda * A_{t+1}.
+    """
+    advantages = torch.zeros_like(rewards_BT)
+    running = next_value = torch.zeros_like(rewards_BT[:, 0])
+    for t in reversed(range(rewards_BT.shape[1])):
+        mask = mask_BT[:, t]
+        delta = rewards_BT[:, t] + gamma * next_value - values_BT[:, t]
+        running = torch.where(mask, delta + gamma * gae_lambda * running, torch.zeros_like(running))
+        next_value = torch.where(mask, values_BT[:, t], torch.zeros_like(next_value))
+        advantages[:, t] = running
+    return advantages
+
+
+def at_last_token(rewards_B: Tensor, mask_BT: Tensor) -> Tensor:
+    """[B, T]: each row's reward on its last token in the mask, 0 elsewhere."""
+    later = to_go(mask_BT)
+    return torch.where(mask_BT & (later == 1), rewards_B[:, None], torch.zeros_like(rewards_B[:, None]))
+
+
+def token_rewards(batch: Batch, kl_beta: float, kl_estimator: KLEstimator) -> Tensor:
+    """[B, T]: rewards where they are earned (an outcome on the last token, a step at its end), minus kl_beta times the
+    KL of each token to the reference, where there is one (Ouyang et al. 2022, arXiv:2203.02155)."""
+    mask = batch.completion_mask_BT
+    rewards_BT = at_last_token(batch.rewards_B, mask) if batch.step_rewards_BT is None else batch.step_rewards_BT
+    if batch.ref_logprobs_BT is None:
+        return rewards_BT
+    assert batch.old_logprobs_BT is not None
+    return rewards_BT - kl_beta * kl_estimate(kl_estimator, batch.old_logprobs_BT, batch.ref_logprobs_BT) * mask

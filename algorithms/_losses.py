@@ -1,0 +1,81 @@
+"""Pure functions from log-probs to losses that algorithms share: ratios, clipping, aggregation, KL, what is reported.
+
+An aggregation mode is the weight of each token in the loss of a minibatch. The learner asks for weights that sum to 1,
+so that metrics are means; the mean over a row's tokens, then over rows, is `Algorithm.loss_weights`. A mode that does
+not sum to 1 (`row_sum_weights`) is that one times what a row knows about itself, so that micro-batches still add up.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from harness.tensors import kl_k1, kl_k3
+from harness.types import Batch, PolicyOutput
+
+KLEstimator = Literal["k1", "k2", "k3"]
+
+
+def token_ratio(batch: Batch, policy: PolicyOutput) -> Tensor:
+    """[B, T]: how much likelier each token is now than when it was sampled; 1 outside the completion."""
+    assert batch.old_logprobs_BT is not None
+    return torch.exp(policy.logprobs_BT - batch.old_logprobs_BT)
+
+
+def row_log_ratio(batch: Batch, policy: PolicyOutput) -> Tensor:
+    """[B, 1] nats: the sum of a completion's token log-ratios."""
+    assert batch.old_logprobs_BT is not None
+    return ((policy.logprobs_BT - batch.old_logprobs_BT) * batch.completion_mask_BT).sum(dim=1, keepdim=True)
+
+
+def clipped_surrogate(
+    ratio: Tensor, advantages_BT: Tensor, clip_low: float, clip_high: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """(per-token loss, per-token bool of where the clip cuts the gradient), both [B, T]; `ratio` is [B, T] or [B, 1].
+
+    PPO, arXiv:1707.06347, eq. 7, negated: -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A); clip_high is
+    clip_low where it is None.
+    """
+    free = ratio * advantages_BT
+    clipped = ratio.clamp(1 - clip_low, 1 + (clip_low if clip_high is None else clip_high)) * advantages_BT
+    return -torch.minimum(free, clipped), clipped < free
+
+
+def token_mean_weights(completion_mask_BT: Tensor) -> Tensor:
+    """[B, T] loss weights of the mean over all tokens of a minibatch (DAPO, arXiv:2503.14476, eq. 12)."""
+    return completion_mask_BT / completion_mask_BT.sum().clamp(min=1)
+
+
+def row_sum_weights(batch: Batch) -> Tensor:
+    """[B, T] loss weights of the sum over a row's tokens, then the mean over rows, where `loss_weight_BT` is the mean
+    over a row's tokens, then over rows. They sum to the mean completion length, not to 1."""
+    assert batch.loss_weight_BT is not None
+    return batch.loss_weight_BT * batch.completion_mask_BT.sum(dim=1, keepdim=True)
+
+
+def kl_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """(log p - log q)^2 / 2: a biased value, but its gradient is that of KL(p || q) under samples of p (Schulman 2020,
+    k2), where k3's gradient is that of KL(q || p) and k1's is 0 in expectation."""
+    return 0.5 * (logprobs - ref_logprobs) ** 2
+
+
+def kl_estimate(estimator: KLEstimator, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Nats per token, by the named estimator."""
+    return {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}[estimator](logprobs, ref_logprobs)
+
+
+def policy_metrics(batch: Batch, policy: PolicyOutput, clipped_BT: Tensor) -> dict[str, Tensor]:
+    """Weighted sums that every objective reports: clip fraction, entropy, KL to the sampling policy, and KL to the
+    reference where there is one (k3 estimates, nats per token)."""
+    assert batch.loss_weight_BT is not None and batch.old_logprobs_BT is not None
+    weight, logprobs = batch.loss_weight_BT, policy.logprobs_BT.detach()
+    metrics = {
+        "policy/clip_fraction": (weight * clipped_BT).sum(),
+        "policy/entropy": (weight * policy.entropy_BT.detach()).sum(),
+        "kl/old": (weight * kl_k3(logprobs, batch.old_logprobs_BT)).sum(),
+    }
+    if batch.ref_logprobs_BT is not None:
+        metrics["kl/reference"] = (weight * kl_k3(logprobs, batch.ref_logprobs_BT)).sum()
+    return metrics

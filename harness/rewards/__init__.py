@@ -1,0 +1,1 @@
+"""Rewards, one file each; `_`-prefixed files are shared helpers."""

@@ -1,0 +1,158 @@
+"""Which calculations a text writes down, where each ends, and whether it holds: exact rationals, no `eval`.
+
+A calculation is an expression with at least one operator, `=`, and a number: `48/2=24`, `<<0.2*50=10>>`, `(1+2) x 3 =
+9`, `$5 * 4 = $20`. In a chain `2+3=5*2=10` each `=` closes a calculation whose left side is what stands between it and
+the `=` before. Numbers may have thousands separators and decimals, a currency sign before and a percent sign (one
+hundredth) behind. A result holds if it is exact, or if it has decimals and is the exact value rounded to them.
+
+The text is cut into runs of such characters in one pass; a run longer than MAX_CHARS is not read. Within a run each
+side is parsed by recursive descent with a bounded depth, so that time is linear in the text.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from fractions import Fraction
+from functools import lru_cache
+
+MAX_CHARS = 400  # of one run of calculations
+MAX_DIGITS = 30  # of one number
+MAX_DEPTH = 10  # of nested brackets
+MAX_CALCULATIONS = 200  # per completion; what follows is not checked
+
+_OPERATORS = {"+": "+", "-": "-", "*": "*", "/": "/", "x": "*", "X": "*", "\u00d7": "*", "\u00f7": "/", "\u2212": "-",
+              "\u00b7": "*"}  # fmt: skip
+_RUN = re.compile(r"[-+*/xX=()$%.,\d \u00d7\u00f7\u2212\u00b7\u20ac\u00a3]+")
+_NUMBER = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
+_QUANTITY = rf"[$\u20ac\u00a3]?(?P<number>{_NUMBER})(?P<percent>\s?%)?"
+_TOKEN = re.compile(rf"\s*(?:{_QUANTITY}|(?P<symbol>[-+*/xX()\u00d7\u00f7\u2212\u00b7]))")
+_RESULT = re.compile(rf"\s*(?P<sign>[-\u2212]?)\s*{_QUANTITY}")
+
+
+@lru_cache(maxsize=1024)
+def calculations(text: str) -> tuple[tuple[int, bool], ...]:
+    """(position just after the calculation, whether it holds) for each calculation in the text, in order."""
+    found: list[tuple[int, bool]] = []
+    for run in _RUN.finditer(text):
+        if "=" not in run[0] or run.end() - run.start() > MAX_CHARS:
+            continue
+        continues = run.start() > 0 and _continues(text[run.start() - 1], run[0])
+        found += [(run.start() + end, holds) for end, holds in _in_run(run[0], continues)]
+        if len(found) >= MAX_CALCULATIONS:
+            break
+    return tuple(found[:MAX_CALCULATIONS])
+
+
+def _continues(before: str, run: str) -> bool:
+    """Whether the run is the rest of something that is no number, such as `y + 3 + 4 = 9` after its `y`."""
+    return (before.isalnum() or before in "_)]}'") and (run[0] != " " or run.lstrip()[:1] in _OPERATORS)
+
+
+def _in_run(run: str, continues: bool) -> Iterator[tuple[int, bool]]:
+    sides = run.split("=")
+    start = 0
+    for place, (left, right) in enumerate(itertools.pairwise(sides)):
+        start += len(left) + 1
+        result = _RESULT.match(right)
+        value = None if continues and place == 0 else _value(left)
+        if result is not None and value is not None:
+            yield start + result.end(), _holds(value, result) or value == _value(right)
+
+
+def _holds(value: Fraction, result: re.Match[str]) -> bool:
+    stated = _number(result["number"], result["percent"]) * (-1 if result["sign"] else 1)
+    if value == stated:
+        return True
+    places = len(result["number"].partition(".")[2]) + (2 if result["percent"] else 0)
+    return "." in result["number"] and abs(value - stated) <= Fraction(1, 2 * 10**places)
+
+
+def _value(side: str) -> Fraction | None:
+    """The value of the longest expression with an operator that ends the text, None without one.
+
+    `costs 5. 3 + 4` ends in `3 + 4`: what cannot be part of it is cut off at the front.
+    """
+    tokens: list[str | Fraction] = []
+    position = 0
+    while position < len(side):
+        match = _TOKEN.match(side, position)
+        if match is None:  # a stray point, comma, space or currency sign: the expression begins after it
+            tokens, position = ([] if side[position:].strip() else tokens), position + 1
+            continue
+        if match["symbol"]:
+            tokens.append(_OPERATORS.get(match["symbol"], match["symbol"]))
+        elif len(match["number"]) > MAX_DIGITS:
+            return None
+        else:
+            if tokens and isinstance(tokens[-1], Fraction):  # two numbers in a row: a list before the calculation
+                tokens = []
+            tokens.append(_number(match["number"], match["percent"]))
+        position = match.end()
+    return _evaluate(tokens)
+
+
+def _evaluate(tokens: list[str | Fraction]) -> Fraction | None:
+    while tokens and (tokens[0] in ("*", "/", ")", "+") or (tokens[0] == "-" and len(tokens) == 2)):
+        tokens = tokens[1:]  # a bullet, or the end of something else
+    has_operator = any(token in ("+", "-", "*", "/") for token in tokens[1:])
+    if not has_operator:
+        return None
+    parser = _Parser(tokens)
+    try:
+        value = parser.sum(0)
+    except (_NoExpression, ZeroDivisionError):
+        return None
+    return value if parser.position == len(tokens) else None
+
+
+class _NoExpression(Exception):
+    pass
+
+
+class _Parser:
+    """sum = product (+|- product)*; product = factor (*|/ factor)*; factor = -factor | (sum) | number."""
+
+    def __init__(self, tokens: list[str | Fraction]):
+        self.tokens = tokens
+        self.position = 0
+
+    def next(self) -> str | Fraction | None:
+        return self.tokens[self.position] if self.position < len(self.tokens) else None
+
+    def sum(self, depth: int) -> Fraction:
+        value = self.product(depth)
+        while (sign := self.next()) in ("+", "-"):
+            self.position += 1
+            other = self.product(depth)
+            value = value + other if sign == "+" else value - other
+        return value
+
+    def product(self, depth: int) -> Fraction:
+        value = self.factor(depth)
+        while (sign := self.next()) in ("*", "/"):
+            self.position += 1
+            other = self.factor(depth)
+            value = value * other if sign == "*" else value / other
+        return value
+
+    def factor(self, depth: int) -> Fraction:
+        token = self.next()
+        self.position += 1
+        if isinstance(token, Fraction):
+            return token
+        if depth >= MAX_DEPTH or token not in ("-", "("):
+            raise _NoExpression
+        if token == "-":
+            return -self.factor(depth + 1)
+        value = self.sum(depth + 1)
+        if self.next() != ")":
+            raise _NoExpression
+        self.position += 1
+        return value
+
+
+def _number(digits: str, percent: str | None) -> Fraction:
+    whole, _, places = digits.replace(",", "").partition(".")
+    return Fraction(int(f"{whole}{places}"), 10 ** len(places) * (100 if percent else 1))

@@ -1,0 +1,55 @@
+"""Answers that agree with the group's majority are rewarded; the gold answer is never seen.
+
+Self-consistency (Wang et al. 2022, arXiv:2203.11171) as a reward: test-time reinforcement learning (TTRL, Zuo et al.
+2025, arXiv:2504.16084, section 2.2). Departures: votes are counted over classes of answers that are equal under the
+task's own equality, not over strings; completions without an answer neither vote nor win; every class that ties for
+the most votes wins, so that the reward does not depend on the order of the completions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from math import nan
+
+from pydantic import Field
+
+from harness.interfaces import Reward
+from harness.types import GradedGroup
+
+
+class MajorityVote(Reward):
+    """One value for an answer of a class with the most votes, another for every other completion (TTRL)."""
+
+    majority_reward: float = Field(default=1.0, description="for an answer of a class with the most votes")
+    minority_reward: float = Field(default=-0.1, description="for any other completion")
+
+    def score(self, group: GradedGroup) -> list[float]:
+        won = winners(group)
+        return [self.majority_reward if c in won else self.minority_reward for c in group.classes]
+
+    def metrics(self, group: GradedGroup, scores: Sequence[float]) -> Mapping[str, float]:
+        """Whether the voted label is right, how clear the vote was, and what it got wrong.
+
+        `vote/label_accuracy` is the share of winning classes that are correct (NaN without votes), `vote/margin` the
+        votes of the first class minus those of the second, over G; `vote/false_positive_rate` the share of wrong
+        completions that are rewarded as right (NaN where none is wrong).
+        """
+        assert group.correct is not None
+        won = winners(group)
+        right = {c for c, correct in zip(group.classes, group.correct, strict=True) if correct}
+        first, second = [*sorted(Counter(c for c in group.classes if c is not None).values(), reverse=True), 0, 0][:2]
+        wrong = [c in won for c, correct in zip(group.classes, group.correct, strict=True) if not correct]
+        return {
+            "vote/label_accuracy": len(won & right) / len(won) if won else nan,
+            "vote/margin": (first - second) / len(group.classes),
+            "vote/answered": sum(c is not None for c in group.classes) / len(group.classes),
+            "vote/false_positive_rate": sum(wrong) / len(wrong) if wrong else nan,
+        }
+
+
+def winners(group: GradedGroup) -> set[int | None]:
+    """The classes with the most votes; more than one in a tie, none where no completion has an answer."""
+    votes = Counter(c for c in group.classes if c is not None)
+    most = max(votes.values(), default=0)
+    return {c for c, count in votes.items() if count == most}

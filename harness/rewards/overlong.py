@@ -1,0 +1,30 @@
+"""A soft penalty for completions that come close to the token limit: 0 up to a buffer, then linear down to -1.
+
+DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 13, with L_max = the run's token limit and L_cache = a fraction of it (the
+paper has 4,096 of 20,480). A completion cannot exceed the limit here; one that was cut gets -1.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from harness.interfaces import Reward
+from harness.types import GradedGroup
+
+
+class Overlong(Reward):
+    """0 for a short completion, falling to -1 over the last part of the token limit (DAPO)."""
+
+    buffer_fraction: float = Field(
+        default=0.2, gt=0, le=1, description="share of the token limit over which the penalty grows"
+    )
+
+    def score(self, group: GradedGroup) -> list[float]:
+        return [
+            -1.0 if cut else self._penalty(tokens, group.max_tokens)
+            for tokens, cut in zip(group.num_tokens, group.truncated, strict=True)
+        ]
+
+    def _penalty(self, tokens: int, limit: int) -> float:
+        buffer = self.buffer_fraction * limit
+        return min(0.0, max(-1.0, (limit - buffer - tokens) / buffer))

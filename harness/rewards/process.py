@@ -1,0 +1,38 @@
+"""Credit for every written calculation that is right: a verifiable stand-in for a process reward model.
+
+DeepSeekMath, Shao et al. 2024 (arXiv:2402.03300, section 4.1.3) scores the steps of a completion and turns the scores
+into per-token advantages. Here a step is a calculation such as `48/2=24`, bare or as `<<48/2=24>>`, and its score says
+whether it holds; see `harness.rewards._calculations`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import nan
+
+from pydantic import Field
+
+from harness.interfaces import StepReward
+from harness.rewards._calculations import calculations
+from harness.types import GradedGroup
+
+
+class Process(StepReward):
+    """One value for a calculation that holds, another for one that does not, each where it ends."""
+
+    right: float = Field(default=1.0, description="for a calculation that holds")
+    wrong: float = Field(default=0.0, description="for one that does not")
+
+    def steps(self, group: GradedGroup) -> list[list[tuple[int, float]]]:
+        return [
+            [(end, self.right if holds else self.wrong) for end, holds in calculations(text)]
+            for text in group.completions
+        ]
+
+    def metrics(self, group: GradedGroup, scores: Sequence[float]) -> Mapping[str, float]:
+        """Calculations per completion, and the share of them that hold (NaN without any)."""
+        checked = [holds for text in group.completions for _, holds in calculations(text)]
+        return {
+            "process/calculations": len(checked) / len(group.completions),
+            "process/right": sum(checked) / len(checked) if checked else nan,
+        }

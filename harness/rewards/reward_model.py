@@ -1,0 +1,31 @@
+"""A learned reward: the scalar head of any sequence classifier, read after the last token of prompt and completion.
+
+RLHF's reward model (Ouyang et al. 2022, arXiv:2203.02155, section 3.5). `cohort reward-model train` fits one on ranked
+rollouts. The model is loaded once per process, frozen, and reads text through its own tokenizer (its chat template
+where it has one), so it need not share the policy's vocabulary.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from harness.interfaces import Reward
+from harness.types import GradedGroup
+
+
+class RewardModel(Reward):
+    """The score of a `AutoModelForSequenceClassification` with one label."""
+
+    path: str = Field(min_length=1, description="Hub id, or a local folder")
+    batch_rows: int = Field(default=32, ge=1, description="completions scored at once; memory only, no effect")
+
+    def score(self, group: GradedGroup) -> list[float]:
+        from harness.reward_model import load_scorer
+
+        rows = [(group.prompt, completion) for completion in group.completions]
+        return load_scorer(self.path).score(rows, self.batch_rows)
+
+    def check(self) -> None:
+        from harness.model import check_model
+
+        check_model(self.path, "rewards.reward_model.path")

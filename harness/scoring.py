@@ -1,0 +1,107 @@
+"""What a step's completions are paid: the weighted sum of the run's rewards, and where in a completion each is earned.
+
+A reward that does not see gold gets a group without correctness, so that label leakage fails loudly. Outcome rewards
+are earned by the last token of a completion, those of a `StepReward` by the token that ends the step.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from harness.interfaces import Reward, StepReward
+from harness.types import GradedGroup, Group, Rollout
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Rewards of P groups of G completions.
+
+    totals    [P][G] sum of all weighted rewards, those of steps included
+    outcomes  [P][G] the part that the whole completion earned; None where no outcome is rewarded
+    steps     [P][G] (character, weighted value) of each rewarded step; None where no steps are rewarded
+    parts     reward name -> [P][G] values before the weight
+    metrics   `reward/<name>` (mean before the weight) and what the rewards report themselves
+    """
+
+    totals: list[list[float]]
+    outcomes: list[list[float]] | None
+    steps: list[list[list[tuple[int, float]]]] | None
+    parts: dict[str, list[list[float]]]
+    metrics: dict[str, float]
+
+
+def score(rewards: Mapping[str, Reward], graded: Sequence[GradedGroup]) -> Scores:
+    """What each completion earns; `graded` carries correctness."""
+    seen = {True: graded, False: [group.blind() for group in graded]}
+    parts = {name: [reward.score(group) for group in seen[reward.sees_gold]] for name, reward in rewards.items()}
+    outcome = {n: r.weight for n, r in rewards.items() if r.weight and not isinstance(r, StepReward)}
+    dense = [r for r in rewards.values() if r.weight and isinstance(r, StepReward)]
+    outcomes = [
+        [sum(weight * parts[name][p][i] for name, weight in outcome.items()) for i in range(len(group.completions))]
+        for p, group in enumerate(graded)
+    ]
+    steps = _all_steps(dense, seen) if dense else None
+    totals = outcomes
+    if steps is not None:
+        totals = [
+            [total + sum(value for _, value in row) for total, row in zip(*pair, strict=True)]
+            for pair in zip(outcomes, steps, strict=True)
+        ]
+    return Scores(totals, outcomes if outcome else None, steps, parts, _metrics(rewards, graded, parts))
+
+
+def events(
+    groups: Sequence[Group], scores: Scores, tokenizer: PreTrainedTokenizerBase
+) -> list[dict[int, float]] | None:
+    """For each of the P * G rows {completion token: reward earned there}; None where only outcomes are rewarded."""
+    if scores.steps is None:
+        return None
+    rows: list[dict[int, float]] = []
+    for p, group in enumerate(groups):
+        for i, rollout in enumerate(group.rollouts):
+            earned: dict[int, float] = defaultdict(float)
+            for character, value in scores.steps[p][i]:
+                earned[token_at(rollout, character, tokenizer)] += value
+            if scores.outcomes is not None:
+                earned[len(rollout.token_ids) - 1] += scores.outcomes[p][i]
+            rows.append(dict(earned))
+    return rows
+
+
+def token_at(rollout: Rollout, character: int, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The first completion token by which at least `character` characters of the text are written."""
+    ids = list(rollout.token_ids)
+    count = bisect.bisect_left(
+        range(1, len(ids)), character, key=lambda n: len(tokenizer.decode(ids[:n], skip_special_tokens=True))
+    )
+    return count
+
+
+def _all_steps(
+    rewards: Sequence[StepReward], seen: Mapping[bool, Sequence[GradedGroup]]
+) -> list[list[list[tuple[int, float]]]]:
+    result: list[list[list[tuple[int, float]]]] = [[[] for _ in group.completions] for group in seen[True]]
+    for reward in rewards:
+        for p, group in enumerate(seen[reward.sees_gold]):
+            for i, row in enumerate(reward.steps(group)):
+                result[p][i] += [(character, reward.weight * value) for character, value in row]
+    return result
+
+
+def _metrics(
+    rewards: Mapping[str, Reward], graded: Sequence[GradedGroup], parts: Mapping[str, list[list[float]]]
+) -> dict[str, float]:
+    metrics = {f"reward/{name}": float(np.mean([v for row in values for v in row])) for name, values in parts.items()}
+    collected: dict[str, list[float]] = defaultdict(list)
+    for name, reward in rewards.items():
+        for group, values in zip(graded, parts[name], strict=True):
+            for key, value in reward.metrics(group, values).items():
+                collected[key].append(value)
+    known = {key: [v for v in values if not np.isnan(v)] for key, values in collected.items()}
+    return metrics | {key: float(np.mean(values)) if values else float("nan") for key, values in known.items()}

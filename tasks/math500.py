@@ -1,0 +1,28 @@
+"""MATH-500 (Lightman et al. 2023, arXiv:2305.20050): 500 test problems of MATH, with MATH's training problems.
+
+The test split is `path` (or `test_path`), which needs no other split; training, validation and worked examples come
+from `train_path`, which an evaluation without them never touches. Departure: the paper trains on the 4,500 other test
+problems too, here they are left alone.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from tasks._data import SourceSplit
+from tasks._math import MathTask
+
+
+class Math500(MathTask):
+    """By default the Hub's `HuggingFaceH4/MATH-500` and `EleutherAI/hendrycks_math`."""
+
+    name: Literal["math500"] = "math500"
+    path: str = Field("HuggingFaceH4/MATH-500", min_length=1, description="test: Hub id, or a local file or folder")
+    train_path: str = Field(
+        "EleutherAI/hendrycks_math", min_length=1, description="train and validation: Hub id, local file or folder"
+    )
+
+    def source(self, split: SourceSplit) -> tuple[str, str | None]:
+        return (self.train_path, None) if split == "train" else super().source(split)

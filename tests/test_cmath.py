@@ -1,0 +1,161 @@
+"""CMATH: rows, the names of its splits, and answers in Chinese."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+from real_data import real_data
+
+from tasks.cmath import CMATH
+from tasks.gsm8k import GSM8K
+
+FIXTURE = Path(__file__).parent / "fixtures" / "cmath"
+ROW = {"grade": 3, "question": "\u4e00\u52a0\u4e00\u662f\u591a\u5c11\uff1f", "golden": "2"}
+
+
+def task(path: Path = FIXTURE, **fields) -> CMATH:
+    return CMATH(path=str(path), **{"validation_fraction": 0.25, **fields})
+
+
+def num_train(task: CMATH) -> int:
+    return sum(len(task.prompts(split)) for split in ("train", "validation"))
+
+
+@pytest.mark.parametrize("word", ["dev", "validation", "train"])
+@pytest.mark.parametrize("layout", ["file", "folder", "saved"])
+def test_the_development_part_is_the_training_source(tmp_path, word, layout):
+    rows = [json.loads(line) for line in (FIXTURE / "dev.jsonl").read_text().splitlines()]
+    if layout == "file":
+        shutil.copy(FIXTURE / "dev.jsonl", tmp_path / f"cmath_{word}.jsonl")
+        shutil.copy(FIXTURE / "test.jsonl", tmp_path / "cmath_test.jsonl")
+    elif layout == "folder":
+        for name, source in ((word, "dev"), ("test", "test")):
+            (tmp_path / name).mkdir()
+            shutil.copy(FIXTURE / f"{source}.jsonl", tmp_path / name / "part.jsonl")
+    else:
+        parts = {word: datasets.Dataset.from_list(rows), "test": datasets.Dataset.from_list([ROW])}
+        datasets.DatasetDict(parts).save_to_disk(tmp_path)
+    assert num_train(task(tmp_path)) == len(rows) == 10
+    assert len(task(tmp_path).prompts("test")) == (1 if layout == "saved" else 3)
+
+
+def test_a_single_development_file_is_train():
+    assert num_train(task(FIXTURE / "dev.jsonl", test_path=str(FIXTURE / "test.jsonl"))) == 10
+
+
+def test_other_tasks_know_no_development_part(tmp_path):
+    row = {"question": "Why?", "answer": "#### 1"}
+    (tmp_path / "dev.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match="no folder with one, is called train"):
+        GSM8K(path=str(tmp_path)).prompts("train")
+    with pytest.raises(ValueError, match="no folder with one, is called train or dev or validation"):
+        task(FIXTURE.parent / "math_answers").prompts("train")
+
+
+class FakeHub:
+    """Stands for the `datasets` module: CMATH's two splits."""
+
+    def get_dataset_config_names(self, path):
+        return ["default"]
+
+    def load_dataset(self, path, config):
+        rows = [{**ROW, "question": f"{ROW['question']} {number}"} for number in range(21)]
+        return {"validation": rows[:20], "test": rows[20:]}
+
+
+def test_the_hub_calls_the_training_source_validation(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", FakeHub())
+    assert num_train(CMATH(path="some/cmath", validation_fraction=0.25)) == 20
+    assert len(CMATH(path="some/cmath", validation_fraction=0.25).prompts("test")) == 1
+
+
+def test_the_grade_is_a_tag_and_there_are_no_demonstrations():
+    assert {dict(p.tags)["grade"] for p in task().prompts("test")} == {"2", "3", "5"}
+    assert CMATH().parse_row({**ROW, "grade": None}).tags == ()
+    assert task().demonstrations() == []
+
+
+def test_the_prompt_asks_in_chinese_for_the_configured_format():
+    texts = [task(answer_format=name).prompts("test")[0].text for name in ("hash", "boxed", "think_answer")]
+    assert [("####" in t, r"\boxed{}" in t, "<answer>" in t) for t in texts] == [
+        (True, False, False),
+        (False, True, False),
+        (False, False, True),
+    ]
+    assert all(text.endswith("\u89e3\u7b54\uff1a\n") and "{question}" not in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("golden", "gold"),
+    [
+        ("8", "8"),
+        ("3.5", "3.5"),
+        ("3/4", "0.75"),
+        ("\uff17", "7"),
+        ("\u4e5d\u5341\u516d", "96"),
+        ("12.5%", "12.5"),
+        ("1,200", "1200"),
+        ("450\u5398\u7c73", "450"),
+    ],
+)
+def test_gold_is_a_plain_number_however_it_is_written(golden, gold):
+    assert CMATH().parse_row({**ROW, "golden": golden}).answer == gold
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold"),
+    [
+        ("\u6bcf\u76d2\u5341\u4e8c\u652f\u3002\n#### \u4e5d\u5341\u516d\u652f", "96"),
+        ("#### \uff19\uff16\u3002", "96"),
+        ("#### \u7b54\u6848\uff1a96\u652f", "96"),
+        (r"\boxed{96\text{\u652f}}".replace(r"\u652f", "\u652f"), "96"),
+        ("<think>\u4e58\u6cd5</think><answer>96 \u652f</answer>", "96"),
+        ("#### 3\u4e07\u5143", "30000"),
+    ],
+)
+def test_answers_in_chinese_are_read(completion, gold):
+    assert CMATH().extract(completion) == gold
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold"),
+    [
+        ("#### 450\u5343\u7c73", "450"),
+        ("#### 3.5\u5343\u514b", "3.5"),
+        ("#### \u4e8c\u5341\u5343\u7c73", "20"),
+        ("#### \u8d1f5", "-5"),
+        ("#### \u4e94\u5206\u4e4b\u4e09", "0.6"),
+        ("#### \u767e\u5206\u4e4b\u4e8c\u5341", "20"),
+        ("#### \u4e09\u70b9\u4e94", "3.5"),
+        ("#### \u8d1f\u4e94", "-5"),
+        ("#### 3\u53c81/2", "3.5"),
+        ("#### 5\u5343", "5000"),
+        ("#### \u4e8c\u5343\u4e09\u767e\u4e94\u5341", "2350"),
+        ("#### 5\u5206\u4e4b3\u5343\u7c73", "0.6"),
+    ],
+)
+def test_chinese_units_signs_and_fractions_are_read(completion, gold):
+    assert CMATH().extract(completion) == gold
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"question": None}, "field 'question' is missing"),
+        ({"golden": None}, "field 'golden' is missing"),
+        ({"golden": "\u5f88\u591a"}, "field 'golden' must be a number"),
+    ],
+)
+def test_a_bad_row_is_an_error_that_names_file_row_and_field(tmp_path, changes, message):
+    file = tmp_path / "test.jsonl"
+    file.write_text(json.dumps(ROW) + "\n" + json.dumps({**ROW, **changes}) + "\n")
+    with pytest.raises(ValueError, match=rf"test\.jsonl, row 2: {message}"):
+        task(file).prompts("test")
+
+
+def test_real_cmath_loads_in_full():
+    cmath = CMATH(path=str(real_data("cmath")))
+    assert num_train(cmath) + len(cmath.prompts("test")) > 1600

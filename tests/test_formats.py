@@ -1,0 +1,239 @@
+"""Where a completion states its answer, how well it keeps the format, and how it is written and taken apart."""
+
+import time
+from itertools import product
+from typing import get_args
+
+import hostile
+import pytest
+
+from tasks import _formats, _numbers
+from tasks._formats import AnswerFormat
+
+FORMATS = get_args(AnswerFormat)
+
+FLOODS = [
+    "<think>" * 300_000,
+    "<answer>" * 100_000,
+    "</answer>" * 100_000,
+    "<answer>" * 100_000 + "</answer>",
+    "<answer>" + "</answer>" * 100_000,
+    "<answer></answer>" * 60_000,
+    "<answer>\\boxed{" * 60_000 + "}" * 60_000 + "</answer>",
+    "<think>" + "x" * 2_000_000,
+    "<think>" + "</think" * 200_000,
+    "<" * 10**6,
+    "the answer is " * 80_000,
+    "= " * 500_000,
+    "answer" + " " * 10**6 + "is 5",
+    "$" * 10**6,
+    "$x" * 500_000,
+    "1," * 500_000,
+    "1/" * 500_000,
+    "-" * 10**6,
+]
+
+
+def stated(completion: str, answer_format: AnswerFormat) -> list[str]:
+    return list(_formats.stated(completion, answer_format))
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer_format", "texts"),
+    [
+        (r"<answer>1</answer> \boxed{2} #### 3", "hash", ["3", "2", "1"]),
+        (r"<answer>1</answer> \boxed{2} #### 3", "boxed", ["2", "1", "3"]),
+        (r"<answer>1</answer> \boxed{2} #### 3", "think_answer", ["1", "2", "3"]),
+        ("no marker: 5", "hash", []),
+        (r"\boxed{} #### ", "boxed", []),
+        ("<answer> \n </answer>", "think_answer", []),
+        # The last complete pair counts, whatever is left open or closed around it.
+        ("<answer>1</answer> no: <answer>2</answer>", "think_answer", ["2"]),
+        ("<answer>1</answer> no: <answer>2", "think_answer", ["1"]),
+        ("<answer>1</answer> 2</answer>", "think_answer", ["1"]),
+        ("<answer><answer>1</answer></answer>", "think_answer", ["1"]),
+        ("</answer>1<answer>", "think_answer", []),
+        ("1</answer>", "think_answer", []),
+        ("<Answer>1</Answer>", "think_answer", []),
+        # A box inside the tags is the answer; a marker inside them is no part of it.
+        (r"<answer>It is $\boxed{\frac{1}{2}}$.</answer>", "think_answer", [r"\frac{1}{2}", r"\frac{1}{2}"]),
+        ("<answer>#### 4</answer>", "hash", ["4", "#### 4"]),
+    ],
+)
+def test_the_configured_marker_comes_first_and_then_the_others(completion, answer_format, texts):
+    assert stated(completion, answer_format) == texts
+
+
+def test_the_first_text_that_can_be_read_counts():
+    assert _formats.first_readable(["many", "4", "5"], _numbers.canonical) == "4"
+    assert _formats.first_readable(["many"], _numbers.canonical) is None
+
+
+@pytest.mark.parametrize(
+    ("answer_format", "separator", "completion"),
+    [
+        ("hash", "\n", "1+1=2\n#### 2"),
+        ("boxed", "\n", "1+1=2\n\\boxed{2}"),
+        ("think_answer", "\n", "<think>\n1+1=2\n</think>\n<answer>2</answer>"),
+        ("hash", "", "1+1=2#### 2"),
+        ("boxed", "", r"1+1=2\boxed{2}"),
+        ("think_answer", "", "<think>1+1=2</think><answer>2</answer>"),
+    ],
+)
+def test_what_is_written_is_read_back_and_scores_one(answer_format, separator, completion):
+    assert _formats.write(answer_format, "1+1=2", "2", separator=separator) == completion
+    assert stated(completion, answer_format) == ["2"]
+    assert _formats.score(completion, answer_format) == 1.0
+    assert _formats.reasoning(completion, answer_format).strip() == "1+1=2"
+
+
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [
+        ("<think>a</think><answer>1</answer>", 1.0),
+        (" \n<think>a</think>\n\n<answer>1</answer>\n", 1.0),
+        ("<think></think><answer>1</answer>", 1.0),
+        # Both pairs are there, but not as they should be.
+        ("so <think>a</think><answer>1</answer>", 0.5),
+        ("<think>a</think> so <answer>1</answer>", 0.5),
+        ("<think>a</think><answer>1</answer> done", 0.5),
+        ("<answer>1</answer><think>a</think>", 0.5),
+        ("<think>a<answer>1</answer></think>", 0.5),
+        ("<think>a<answer>1</think></answer>", 0.5),
+        # One pair is.
+        ("<think>a</think>1", 0.5),
+        ("<answer>1</answer>", 0.5),
+        ("<think>a</think><answer> </answer>", 0.5),
+        ("<think>a</think><answer>1</answer><answer>2</answer>", 0.5),
+        ("<think>a<think></think><answer>1</answer>", 0.5),
+        ("<think>a<answer>1</answer>", 0.5),
+        ("a</think><answer>1</answer>", 0.5),
+        # None is.
+        ("</think>a<think> </answer>1<answer>", 0.0),
+        ("<think>a", 0.0),
+        ("#### 1", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_tags_score_one_in_order_half_for_a_pair_and_else_nothing(completion, score):
+    assert _formats.score(completion, "think_answer") == score
+
+
+@pytest.mark.parametrize(
+    ("answer_format", "completion", "score"),
+    [
+        ("hash", "so #### 4", 1.0),
+        ("hash", "so #### \n", 0.0),
+        ("hash", r"\boxed{4}", 0.0),
+        ("hash", "4", 0.0),
+        ("boxed", r"so \boxed{4}.", 1.0),
+        ("boxed", r"\boxed{}", 0.0),
+        ("boxed", r"\boxed{4", 0.0),
+        ("boxed", "#### 4", 0.0),
+    ],
+)
+def test_a_marker_scores_one_with_something_at_it(answer_format, completion, score):
+    assert _formats.score(completion, answer_format) == score
+
+
+@pytest.mark.parametrize(
+    ("answer_format", "completion", "reasoning"),
+    [
+        ("hash", "a #### 1 b #### 2", "a #### 1 b "),
+        ("hash", "all of it", "all of it"),
+        ("boxed", r"a \boxed{1} b \boxed{2} c", r"a \boxed{1} b "),
+        ("boxed", "all of it", "all of it"),
+        ("think_answer", "x<think>a</think>b<think>c</think>", "a"),
+        ("think_answer", "x</think><think>a</think>", "a"),
+        ("think_answer", "<think>a", ""),
+        ("think_answer", "a</think>", ""),
+        ("think_answer", "a", ""),
+    ],
+)
+def test_reasoning_is_what_comes_before_the_answer_or_stands_in_the_tags(answer_format, completion, reasoning):
+    assert _formats.reasoning(completion, answer_format) == reasoning
+
+
+@pytest.mark.parametrize(
+    ("completion", "number"),
+    [
+        ("The answer is 18.", "18"),
+        ("3 + 4 = 7, so the ANSWER IS **$1,800** in 2 years", "1800"),
+        ("Answer: 18\nI checked it 3 times.", "18"),
+        ("**Final answer:** 18", "18"),
+        ("The answer is 1. Wait, the answer is 2. Check 1+1 = 3", "2"),
+        ("The answer is that each of them pays 18 dollars and 5 stay", "18"),
+        ("The answer is 3 million", "3000000"),
+        (r"the answer is $\frac{1}{2}$", "0.5"),
+        ("The answer is:\n-5", "-5"),
+        ("The answer is plain. 20 - 2 = 18 clips", "18"),
+        ("So 4 bags = 18 clips, 2 of them torn", "18"),
+        ("It is 5 or 6", "6"),
+        ("10-3", "3"),
+        ("it fell to -3", "-3"),
+        ("costs $1,200.50.", "1200.5"),
+        ("about 3/4 of it", "0.75"),
+        ("\u7b54\u6848\u662f18\u5143", "18"),
+        ("\u7b54\uff1a\u5341\u516b\u4e2a", "18"),
+        ("none", None),
+        ("5" + " " * _formats.TAIL_CHARS, None),
+    ],
+)
+def test_an_unmarked_number_is_the_one_after_the_phrase_or_else_the_last(completion, number):
+    assert _formats.first_readable(_formats.last_resort(completion), _numbers.canonical) == number
+
+
+@pytest.mark.parametrize(
+    ("completion", "texts"),
+    [
+        (r"So the answer is $\frac{1}{2}$, as $x=3$.", [r"\frac{1}{2}", "x=3", "3"]),
+        (r"The answer is (2, 3). Done.", ["(2, 3)", "3"]),
+        ("The answer is:\n$$x+1$$", ["x+1", "x+1", "1"]),
+        ("The answer is 3.5.", ["3.5", "3.5"]),
+        (r"Hence $x = \sqrt{5}$ is all", [r"x = \sqrt{5}", "5"]),
+        ("It costs $5 and then $6", ["6"]),
+        ("nothing", []),
+    ],
+)
+def test_unmarked_mathematics_is_the_rest_of_the_sentence_the_last_formula_or_the_last_number(completion, texts):
+    found = [text.removeprefix("$") for text in _formats.last_resort_latex(completion)]
+    assert found == texts
+
+
+@pytest.mark.parametrize("answer_format", FORMATS)
+def test_no_text_makes_a_format_raise_or_take_long(answer_format):
+    for completion in [*FLOODS, *hostile.COMPLETIONS]:
+        start = time.process_time()
+        texts = [*stated(completion, answer_format), *_formats.last_resort(completion)]
+        texts += _formats.last_resort_latex(completion)
+        score = _formats.score(completion, answer_format)
+        assert time.process_time() - start < 2.0, completion[:40]
+        assert all(isinstance(text, str) and text for text in texts)
+        assert score in (0.0, 0.5, 1.0)
+        assert _formats.reasoning(completion, answer_format) in completion
+
+
+@pytest.mark.parametrize("answer_format", FORMATS)
+@pytest.mark.parametrize("unit", ["<think>", "<answer>", "</answer>", "<answer></answer>", "answer is ", "$x$ = 1 "])
+def test_the_time_grows_with_the_text_and_not_with_its_square(answer_format, unit):
+    def seconds(text: str) -> float:
+        start = time.process_time()
+        list(_formats.stated(text, answer_format))
+        list(_formats.last_resort(text))
+        _formats.score(text, answer_format)
+        _formats.reasoning(text, answer_format)
+        return time.process_time() - start
+
+    # Sixteen times the text takes about 16 times as long; squares would take 256 times. Below 50 ms nothing is told.
+    short = min(seconds(unit * 20_000) for _ in range(3))
+    assert min(seconds(unit * 320_000) for _ in range(3)) < max(0.05, 64 * short)
+
+
+@pytest.mark.parametrize(("answer_format", "separator"), list(product(FORMATS, ["", "\n"])))
+def test_a_cut_completion_never_scores_as_whole(answer_format, separator):
+    whole = _formats.write(answer_format, "1+1=2", "24", separator=separator)
+    marker = {"hash": "#### ", "boxed": r"\boxed{24", "think_answer": "<answer>24</answer"}[answer_format]
+    for end in range(whole.index(marker) + len(marker) + 1):
+        assert _formats.score(whole[:end], answer_format) < 1.0 or whole[:end].rstrip() == whole
+        if answer_format == "hash" and whole[:end].endswith("#### "):
+            break

@@ -1,0 +1,141 @@
+"""A reward model fitted on a run's own rollouts, and a run that is paid by it."""
+
+import json
+import math
+
+import pytest
+import torch
+from fakes import MemoryLog, graded_group
+
+from harness import reward_model
+from harness.model import tiny_model, tiny_tokenizer
+from harness.reward_model import Ranked, Scorer, load_scorer, pair_loss, read_ranked, train_reward_model
+from harness.rewards.reward_model import RewardModel
+from harness.spec import parse_run
+from harness.train import train
+
+
+def line(prompt, completion, reward, step=1, **more):
+    row = {"prompt_id": prompt, "prompt": f"{prompt}=", "completion": completion, "step": step, "reward": reward}
+    return json.dumps({**row, "correct": reward > 0.5, "rewards": {"format": 1 - reward}, **more}) + "\n"
+
+
+@pytest.fixture
+def rollouts(tmp_path):
+    """40 prompts, each with a right answer `y`, a wrong one `n`, and a repeated one."""
+    folder = tmp_path / "run" / "rollouts"
+    folder.mkdir(parents=True)
+    text = "".join(line(f"{i}+1", c, r) for i in range(40) for c, r in (("y", 1.0), ("n", 0.0), ("n", 0.0)))
+    (folder / "step-000001.jsonl").write_text(text + line("all equal", "y", 1.0))
+    return tmp_path / "run"
+
+
+def test_the_loss_is_the_mean_over_the_pairs_of_a_prompt():
+    # scores 2, 0, 1 ranked 1st, 2nd, 2nd: pairs (0, 1) and (0, 2), differences 2 and 1
+    better = torch.tensor([[False, True, True], [False, False, False], [False, False, False]])
+    expected = (math.log1p(math.exp(-2)) + math.log1p(math.exp(-1))) / 2
+    assert float(pair_loss(torch.tensor([2.0, 0.0, 1.0]), better)) == pytest.approx(expected, abs=1e-6)
+
+
+def test_ranked_rollouts_keep_distinct_completions_and_count_prompts_that_rank_nothing(rollouts):
+    ranked, dropped = read_ranked([rollouts], "reward")
+    assert ranked[0] == Ranked("0+1=", ("y", "n"), (1.0, 0.0))
+    assert (len(ranked), dropped) == (40, 1)
+    assert read_ranked([rollouts / "rollouts" / "step-000001.jsonl"], "format")[0][0].ranks == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("content", "by", "message"),
+    [
+        ("", "reward", "has no rollouts|must hold a prompt"),
+        ("not json\n", "reward", r"line 1: must be a JSON object"),
+        ("{}\n", "reward", "line 1: field 'prompt_id' is missing"),
+        (line("a", "y", 1.0), "nothing", "--by must be one of reward, correct, format, got 'nothing'"),
+        (
+            line("a", "y", 1.0),
+            "reward",
+            "whose completions differ in 'reward', got 1 prompts without",
+        ),
+    ],
+)
+def test_rollouts_that_cannot_be_used_are_refused_before_a_model_loads(tmp_path, monkeypatch, content, by, message):
+    monkeypatch.setattr(reward_model, "load_classifier", lambda *_: pytest.fail("a model was loaded"))
+    file = tmp_path / "x.jsonl"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        train_reward_model([file], "tiny", tmp_path / "out", by=by)
+
+
+def test_a_folder_without_rollouts_and_an_existing_target_are_refused(tmp_path, rollouts):
+    with pytest.raises(ValueError, match="has no rollouts"):
+        train_reward_model([tmp_path], "tiny", tmp_path / "out")
+    with pytest.raises(ValueError, match="--out must be a new folder"):
+        train_reward_model([rollouts], "tiny", rollouts)
+
+
+def test_a_fit_ranks_held_out_prompts_and_loads_as_a_reward(tmp_path, rollouts):
+    fit = train_reward_model([rollouts], "tiny", tmp_path / "rm", epochs=8, learning_rate=3e-3)
+    assert fit.num_prompts + fit.held_out_prompts == 40
+    assert fit.held_out_prompts == fit.held_out_pairs > 0
+    assert fit.dropped_prompts == 1
+    assert fit.accuracy == 1.0
+    assert fit.held_out_accuracy == 1.0
+    assert not list(tmp_path.glob(".partial*"))
+    reward = RewardModel(path=str(tmp_path / "rm"))
+    reward.check()
+    right, wrong = reward.score(graded_group([0, 1], prompt="77+1=", completions=("y", "n")))
+    assert right > wrong
+
+
+def test_the_same_seed_gives_the_same_reward_model(tmp_path, rollouts):
+    for name in ("a", "b"):
+        train_reward_model([rollouts], "tiny", tmp_path / name, epochs=1, seed=3)
+    rows = [("1+1=", "y"), ("1+1=", "n")]
+    assert load_scorer(str(tmp_path / "a")).score(rows) == load_scorer(str(tmp_path / "b")).score(rows)
+
+
+def test_a_score_does_not_depend_on_the_padding_of_its_batch(tmp_path):
+    model, tokenizer = reward_model.load_classifier("tiny", seed=0)
+    scorer = Scorer(model.eval(), tokenizer)
+    rows = [("1+1=", "2"), ("1+2+3+4+5=", "a much longer completion"), ("1", "")]
+    alone = [scorer.score([row])[0] for row in rows]
+    assert scorer.score(rows) == pytest.approx(alone, abs=1e-6)
+    assert len(set(alone)) == 3
+
+
+def test_a_language_model_is_no_reward_model(tmp_path):
+    tiny_model(0).save_pretrained(tmp_path / "policy")
+    tiny_tokenizer().save_pretrained(tmp_path / "policy")
+    with pytest.raises(ValueError, match=r"must be a sequence classifier with one label.*cohort reward-model train"):
+        load_scorer(str(tmp_path / "policy"))
+    with pytest.raises(ValueError, match=r"rewards\.reward_model\.path must be a Hub id or an existing folder"):
+        RewardModel(path=str(tmp_path / "nowhere")).check()
+
+
+def test_a_runs_rollouts_make_a_reward_model_that_pays_the_next_run(tmp_path):
+    base = {
+        "task": {"name": "arithmetic", "min_operands": 2, "max_operands": 3},
+        "algorithm": {"name": "grpo", "group_size": 8},
+        "cold_start": {"steps": 60},
+        "evaluation": {"every": 4, "num_prompts": 8, "num_test_prompts": 8, "num_samples": 2},
+        "checkpoints": {"rollouts_every": 1},
+        "rollouts_per_step": 64,
+        "steps": 4,
+    }
+    first = tmp_path / "first"
+    assert train(parse_run(base, "test"), first, MemoryLog(), cache=tmp_path).state == "complete"
+    files = sorted((first / "rollouts").glob("*.jsonl"))
+    assert [file.name for file in files] == [f"step-{step:06d}.jsonl" for step in (1, 2, 3, 4)]
+    rows = [json.loads(row) for row in files[0].read_text().splitlines()]
+    assert len(rows) == 64
+    assert all(row["rewards"] == {"accuracy": row["reward"]} for row in rows)
+    fit = train_reward_model([first], "tiny", tmp_path / "rm", epochs=2, learning_rate=1e-3)
+    assert fit.num_pairs > 50
+    paid = {**base, "rewards": {"accuracy": 0, "reward_model": {"path": str(tmp_path / "rm")}}, "steps": 1}
+    log = MemoryLog()
+    assert train(parse_run(paid, "test"), tmp_path / "second", log, cache=tmp_path).state == "complete"
+    ((_, learned),) = log.history("reward/reward_model")
+    ((_, total),) = log.history("reward/mean")
+    assert total == pytest.approx(learned, abs=1e-5)
+    ((_, accuracy),) = log.history("reward/accuracy")
+    assert accuracy == pytest.approx(log.history("train/accuracy")[0][1])

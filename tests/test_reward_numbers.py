@@ -1,0 +1,229 @@
+"""The numbers of every reward, what a run is paid in all, and where in a completion it is earned."""
+
+import math
+import time
+
+import pytest
+from fakes import graded_group
+
+from harness.model import tiny_tokenizer
+from harness.rewards._calculations import MAX_CALCULATIONS, MAX_CHARS, calculations
+from harness.rewards.accuracy import Accuracy
+from harness.rewards.format import Format
+from harness.rewards.majority_vote import MajorityVote
+from harness.rewards.overlong import Overlong
+from harness.rewards.process import Process
+from harness.rewards.reasoning_length import ReasoningLength
+from harness.rewards.repetition import Repetition, repeated_fraction
+from harness.scoring import events, score, token_at
+from harness.spec import SpecError, parse_run
+from harness.types import Group, Prompt, Rollout
+
+
+def test_votes_are_counted_over_classes_and_every_tied_class_wins():
+    reward = MajorityVote()
+    assert reward.score(graded_group([0, 0, 1, None])) == [1.0, 1.0, -0.1, -0.1]
+    assert reward.score(graded_group([0, 0, 1, 1, 2])) == [1.0, 1.0, 1.0, 1.0, -0.1]
+    assert reward.score(graded_group([None, None, None, 3])) == [-0.1, -0.1, -0.1, 1.0]
+
+
+def test_completions_without_an_answer_never_win():
+    assert MajorityVote().score(graded_group([None, None, None])) == [-0.1, -0.1, -0.1]
+
+
+def test_the_vote_reports_its_label_its_margin_and_what_it_wrongly_rewards():
+    # class 1 wins with 3 of 6 votes against 2 for class 0, which is right; one completion has no answer
+    group = graded_group([0, 0, 1, 1, 1, None], [True, True, False, False, False, False])
+    metrics = MajorityVote().metrics(group, [])
+    # 4 are wrong, 3 of them in the winning class
+    assert metrics == {
+        "vote/label_accuracy": 0.0,
+        "vote/margin": pytest.approx(1 / 6),
+        "vote/answered": pytest.approx(5 / 6),
+        "vote/false_positive_rate": 0.75,
+    }
+    tie = MajorityVote().metrics(graded_group([0, 1], [True, False]), [])
+    assert (tie["vote/label_accuracy"], tie["vote/margin"], tie["vote/false_positive_rate"]) == (0.5, 0.0, 1.0)
+    silent = MajorityVote().metrics(graded_group([None, None], [False, False]), [])
+    assert math.isnan(silent["vote/label_accuracy"])
+    assert silent["vote/false_positive_rate"] == 0.0
+    assert math.isnan(MajorityVote().metrics(graded_group([0, 0], [True, True]), [])["vote/false_positive_rate"])
+
+
+def test_reasoning_pays_by_its_length_up_to_saturation_and_only_in_the_right_format():
+    group = graded_group([0] * 4, reasoning_chars=(250, 1000, 4000, 4000), format_scores=(1.0, 1.0, 1.0, 0.5))
+    assert ReasoningLength().score(group) == [0.25, 1.0, 1.0, 0.0]
+    assert ReasoningLength(saturation_chars=500).score(group) == [0.5, 1.0, 1.0, 0.0]
+
+
+def test_the_overlong_penalty_grows_over_the_buffer_and_a_cut_completion_gets_all_of_it():
+    # limit 100, buffer 20: nothing up to 80, then -(n - 80) / 20
+    group = graded_group([0] * 5, max_tokens=100, num_tokens=(1, 80, 90, 100, 100), truncated=(False,) * 4 + (True,))
+    assert Overlong().score(group) == pytest.approx([0, 0, -0.5, -1, -1])
+
+
+def test_repetition_counts_ngrams_that_occurred_before():
+    # a b a b a: 2-grams ab ba ab ba, of which 2 of 4 are repeats
+    assert repeated_fraction("a b a b a", 2) == 0.5
+    assert repeated_fraction("a b c d", 2) == 0.0
+    assert repeated_fraction("a", 2) == repeated_fraction("", 2) == 0.0
+    assert Repetition(ngram=2).score(graded_group([0], completions=("a b a b a",))) == [-0.5]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("4+4=8;8+5=13#### 13", [(5, True), (12, True)]),
+        ("4+4=9;9+5=14", [(5, False), (12, True)]),
+        ("<<48/2=24>>24 clips", [(9, True)]),
+        ("She has 2 x 3 = 6 apples", [(17, True)]),
+        ("cost: $5 * 4 = $20.", [(18, True)]),
+        ("2+3=5*2=10", [(5, True), (10, True)]),
+        ("2+3=4+1", [(5, True)]),
+        ("(1+2)*3=9", [(9, True)]),
+        ("1,200+300=1,500", [(15, True)]),
+        ("0.2*50=10.0", [(11, True)]),
+        ("50*20%=10", [(9, True)]),
+        ("10/50=20%", [(9, True)]),
+        ("10/3=3.33", [(9, True)]),
+        ("10/3=3.34", [(9, False)]),
+        ("10/3=3", [(6, False)]),
+        ("3-5=-2", [(6, True)]),
+        ("-3+5=2", [(6, True)]),
+        ("2/0=5", []),
+        ("7=7", []),
+        ("x=5", []),
+        ("2x+3=7", []),
+        ("x - 5 = 3", []),
+        ("y - 3 + 4 = 10", []),
+        ("2y+3+4=7", []),
+        ("5. 3 + 4 = 7", [(12, True)]),
+        ("- 3 + 4 = 7", [(11, False)]),
+        ("9**9**9=1", []),
+        ("6 \u00d7 7 = 42, 8\u00f72=4", [(10, True), (17, True)]),
+        ("1+" * 300 + "1=301", []),
+        ("9" * 40 + "+1=2", []),
+        ("(" * 50 + "1+1" + ")" * 50 + "=2", []),
+    ],
+)
+def test_a_written_calculation_is_found_and_checked(text, expected):
+    assert list(calculations(text)) == expected
+
+
+def test_checking_calculations_is_bounded_on_hostile_text():
+    assert len(calculations("1+1=2;" * 10**5)) == MAX_CALCULATIONS
+    for text in (
+        "(" * 10**6,
+        "1+" * 10**6 + "=",
+        "1=" * 10**6,
+        "$" * 10**6 + "1+1=2",
+        "1 " * (MAX_CHARS // 2 - 9) + "+1=2",
+    ):
+        start = time.process_time()
+        calculations(text)
+        assert time.process_time() - start < 2.0
+
+
+def test_process_rewards_sit_at_the_end_of_their_calculation():
+    group = graded_group([0, 0], completions=("4+4=8;8+5=14", "no step"))
+    assert Process(wrong=-0.5).steps(group) == [[(5, 1.0), (12, -0.5)], []]
+    assert Process(wrong=-0.5).score(group) == [0.25, 0.0]
+    assert Process().metrics(group, []) == {"process/calculations": 1.0, "process/right": 0.5}
+
+
+def test_a_total_is_the_weighted_sum_and_a_weight_of_zero_only_measures():
+    group = graded_group([0, None], [True, False], format_scores=(0.5, 0.0))
+    rewards = {"accuracy": Accuracy(weight=2.0), "format": Format(weight=0.1), "majority_vote": MajorityVote(weight=0)}
+    scores = score(rewards, [group])
+    assert scores.totals == [[pytest.approx(2.05), 0.0]]
+    assert scores.outcomes == scores.totals
+    assert scores.steps is None
+    assert scores.parts["majority_vote"] == [[1.0, -0.1]]
+    assert scores.metrics["reward/accuracy"] == 0.5
+    assert scores.metrics["reward/format"] == 0.25
+    assert scores.metrics["reward/majority_vote"] == pytest.approx(0.45)
+    assert scores.metrics["vote/label_accuracy"] == 1.0
+
+
+def test_metrics_average_over_the_groups_in_which_they_are_defined():
+    groups = [graded_group([None], [False]), graded_group([0], [True])]
+    metrics = score({"majority_vote": MajorityVote()}, groups).metrics
+    assert metrics["vote/label_accuracy"] == 1.0  # the group without votes has no label
+    assert metrics["vote/answered"] == 0.5
+
+
+def rollout(text: str) -> Rollout:
+    ids = (*tiny_tokenizer()(text, add_special_tokens=False)["input_ids"], tiny_tokenizer().eos_token_id)
+    return Rollout(text, ids, (0.0,) * len(ids), "stop")
+
+
+def test_step_rewards_are_earned_by_the_token_that_ends_the_step_and_the_outcome_by_the_last():
+    texts = ("4+4=8;8+5=14", "no step")
+    group = graded_group([0, None], [True, False], completions=texts)
+    sampled = [Group(Prompt("p", "p?", "8"), (5,), tuple(rollout(text) for text in texts))]
+    both = score({"accuracy": Accuracy(), "process": Process(weight=0.5, wrong=-1.0)}, [group])
+    # one token per character, so the character before the end; the last token is the end of the sequence
+    assert events(sampled, both, tiny_tokenizer()) == [{4: 0.5, 11: -0.5, 12: 1.0}, {7: 0.0}]
+    assert both.totals == [[1.0, 0.0]]
+    alone = score({"accuracy": Accuracy(weight=0), "process": Process()}, [group])
+    assert events(sampled, alone, tiny_tokenizer()) == [{4: 1.0, 11: 0.0}, {}]
+    assert events(sampled, score({"accuracy": Accuracy()}, [group]), tiny_tokenizer()) is None
+
+
+class PairTokenizer:
+    """Two characters per token."""
+
+    def decode(self, ids, skip_special_tokens):
+        return "".join(f"{i:02d}" for i in ids)
+
+
+def test_a_token_of_several_characters_earns_what_ends_inside_it():
+    word = Rollout("102030", (10, 20, 30), (0.0,) * 3, "stop")
+    places = [token_at(word, end, PairTokenizer()) for end in range(1, 8)]  # pyright: ignore
+    assert places == [0, 0, 1, 1, 2, 2, 2]
+
+
+def run(**changes):
+    return parse_run({"task": "arithmetic", "algorithm": "grpo", **changes}, "test")
+
+
+def test_a_run_is_paid_by_its_algorithms_reward_and_by_what_the_spec_adds():
+    assert {n: r.weight for n, r in run().rewards.items()} == {"accuracy": 1.0}
+    assert {n: r.weight for n, r in run(algorithm="grpo_self_consistency").rewards.items()} == {"majority_vote": 1.0}
+    rewards = run(rewards={"format": 0.2, "overlong": {"buffer_fraction": 0.5}, "accuracy": 0}).rewards
+    assert {n: r.weight for n, r in rewards.items()} == {"accuracy": 0.0, "format": 0.2, "overlong": 1.0}
+    assert rewards["overlong"].model_dump()["buffer_fraction"] == 0.5
+
+
+def test_a_spec_with_rewards_survives_json_with_the_same_digest():
+    spec = run(rewards={"overlong": {"buffer_fraction": 0.5}, "format": 0.3})
+    again = type(spec).model_validate_json(spec.model_dump_json())
+    assert again == spec
+    assert again.digest() == spec.digest()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rewards": {"acuracy": 1}}, "did you mean 'accuracy'"),
+        ({"rewards": {"accuracy": "much"}}, "rewards.accuracy must be a weight or a mapping of settings, got 'much'"),
+        ({"rewards": ["accuracy"]}, "rewards must be a mapping"),
+        ({"rewards": {"accuracy": 0}}, "rewards must have a weight other than 0"),
+        ({"rewards": {"overlong": {"bufer_fraction": 1}}}, "did you mean 'buffer_fraction'"),
+        (
+            {"algorithm": "grpo_self_consistency", "rewards": {"accuracy": 0.5}},
+            "rewards.accuracy sees gold answers, and grpo_self_consistency must not",
+        ),
+    ],
+)
+def test_rewards_that_cannot_be_paid_are_refused(changes, message):
+    with pytest.raises(SpecError, match=message):
+        run(**changes)
+
+
+def test_a_self_consistency_run_may_measure_what_it_must_not_be_paid_for():
+    spec = run(algorithm="grpo_self_consistency", rewards={"accuracy": 0})
+    group = graded_group([0, 0, 1], [False, False, True])
+    scores = score(spec.rewards, [group])
+    assert scores.totals == [[1.0, 1.0, -0.1]]
+    assert scores.metrics["reward/accuracy"] == pytest.approx(1 / 3)

@@ -1,0 +1,112 @@
+"""SVAMP: rows, and worked solutions from equations."""
+
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from real_data import real_data
+
+from tasks.svamp import SVAMP, _worked
+
+FIXTURE = Path(__file__).parent / "fixtures" / "svamp"
+ROW = {
+    "ID": "made-1",
+    "Body": "Ann had 8 figs and ate 2 of them.",
+    "Question": "How many are left?",
+    "Equation": "( 8.0 - 2.0 )",
+    "Answer": "6.0",
+    "Type": "Subtraction",
+}
+
+
+def problem(changes: dict[str, object] | None = None, **fields):
+    return SVAMP(**fields).parse_row({**ROW, **(changes or {})})
+
+
+def test_a_row_is_its_body_and_question_with_the_answer_as_a_plain_number():
+    assert problem().question == "Ann had 8 figs and ate 2 of them. How many are left?"
+    assert problem().answer == problem({"Answer": 6.0}).answer == problem({"Answer": 6}).answer == "6"
+    assert problem({"Answer": "145.0"}).answer == "145"
+    assert problem({"Body": None, "question_concat": "Ann had 8?"}).question == "Ann had 8?"
+
+
+def test_the_type_is_a_tag_in_lower_case_where_the_row_has_one():
+    assert problem().tags == (("type", "subtraction"),)
+    assert problem({"Type": "Common-Division"}).tags == (("type", "common-division"),)
+    assert problem({"Type": None}).tags == problem({"Type": " "}).tags == ()
+
+
+@pytest.mark.parametrize(
+    ("answer_format", "solution"),
+    [
+        ("hash", "8 - 2 = 6\n#### 6"),
+        ("boxed", "8 - 2 = 6\n\\boxed{6}"),
+        ("think_answer", "<think>\n8 - 2 = 6\n</think>\n<answer>6</answer>"),
+    ],
+)
+def test_the_worked_solution_is_the_equation_in_the_answer_format(answer_format, solution):
+    assert problem(answer_format=answer_format).solution == solution
+
+
+@pytest.mark.parametrize("equation", ["( 8.0 - 3.0 )", "( 8.0 - ", "x - 2", "6.0", "", None, "8.0 / 0.0"])
+def test_an_equation_that_is_none_or_disagrees_with_the_answer_demonstrates_nothing(equation):
+    assert problem({"Equation": equation}).solution is None
+
+
+@pytest.mark.parametrize(
+    ("equation", "steps", "value"),
+    [
+        ("( 8.0 - 2.0 )", ["8 - 2 = 6"], 6),
+        ("( ( 8.0 + 2.5 ) * 3.0 )", ["8 + 2.5 = 10.5", "10.5 * 3 = 31.5"], Fraction(63, 2)),
+        ("2+3*4", ["3 * 4 = 12", "2 + 12 = 14"], 14),
+        ("9-2-3", ["9 - 2 = 7", "7 - 3 = 4"], 4),
+        ("9-(2-3)", ["2 - 3 = -1", "9 - -1 = 10"], 10),
+        ("( 8.0 / 3.0 ) * 3.0", ["8 / 3 = 8/3", "8/3 * 3 = 8"], 8),
+        ("0.1+0.2", ["0.1 + 0.2 = 0.3"], Fraction(3, 10)),
+        ("((5))", [], 5),
+    ],
+)
+def test_an_equation_is_worked_out_exactly_one_operation_at_a_time(equation, steps, value):
+    assert _worked(equation) == (steps, value)
+
+
+@pytest.mark.parametrize(
+    "equation",
+    ["", "(", ")", "()", "1+", "+1", "-1", "1 2", "(1", "1)", "1)(2", "(1)(2)", "2(3)", "1//2", "2**3", "1,000+1",
+     "__import__('os')", "1e5", "x=3", "1/0", "1/(2-2)", "(" * 10**6, "1+" * 10**6 + "1", "9" * 10**6, "\ud800"],
+)  # fmt: skip
+def test_what_is_no_equation_has_no_value(equation):
+    assert _worked(equation) == ([], None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"Body": None}, "field 'Body' or 'question_concat' is missing"),
+        ({"Question": None}, "field 'Question' is missing"),
+        ({"Body": " "}, "field 'Body' is empty"),
+        ({"Answer": None}, "field 'Answer' is missing"),
+        ({"Answer": "six"}, "field 'Answer' must be a number, got 'six'"),
+        ({"Answer": "nan"}, "field 'Answer' must be a number, got 'nan'"),
+    ],
+)
+def test_a_bad_row_is_an_error_that_names_file_row_and_field(tmp_path, changes, message):
+    file = tmp_path / "test.jsonl"
+    file.write_text(json.dumps(ROW) + "\n" + json.dumps({**ROW, **changes}) + "\n")
+    with pytest.raises(ValueError, match=rf"test\.jsonl, row 2: {message}.*on_bad_row=skip"):
+        SVAMP(path=str(file)).prompts("test")
+    assert SVAMP(path=str(file), on_bad_row="skip").num_skipped_rows("test") == 1
+
+
+def test_every_fixture_row_has_a_worked_solution():
+    task = SVAMP(path=str(FIXTURE), validation_fraction=0.25)
+    assert len(task.demonstrations()) == len(task.prompts("train"))
+    assert {p.gold for p in task.prompts("test")} == {"7", "39", "145"}
+
+
+def test_real_svamp_loads_in_full_and_nearly_every_row_has_a_worked_solution():
+    task = SVAMP(path=str(real_data("svamp")))
+    train = [*task.prompts("train"), *task.prompts("validation")]
+    assert len(train) > 600
+    assert len(task.demonstrations()) > 0.95 * len(task.prompts("train"))
