@@ -1,0 +1,121 @@
+"""Stale weights are noticed: engines that hold the learner's weights, the last step's, or all but one tensor."""
+
+import copy
+
+import pytest
+import torch
+
+from harness._probe import check_sync, probe
+from harness.engines.transformers import TransformersEngine
+from harness.model import encode_prompt, tiny_model, tiny_tokenizer
+from harness.spec import Sampling
+from harness.tensors import token_logprobs
+from harness.types import InvalidRun, Prompt
+
+PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-", "7+7=", "8-3+2="])]
+
+
+class EngineWithACopy(TransformersEngine):
+    """Samples from weights of its own, which it takes over only where `takes` says so."""
+
+    def __init__(self, policy, takes=lambda name: True, rounding=0.0):
+        super().__init__(TransformersEngine.Settings(), copy.deepcopy(policy), tiny_tokenizer())
+        self.takes, self.rounding = takes, rounding
+
+    def load_weights(self, weights, version):
+        super().load_weights({name: value for name, value in weights.items() if self.takes(name)}, version)
+
+    def score(self, rows):
+        result = []
+        for ids, n in rows:
+            tokens = torch.tensor([ids])
+            mask = torch.arange(len(ids))[None] >= n
+            with torch.no_grad():
+                result.append((token_logprobs(self.policy, tokens, mask, 1.0)[0][0, n:] + self.rounding).tolist())
+        return result
+
+
+def update_and_check(engine, policy, size=1e-4, **settings):
+    """One optimiser step of about `size` per weight, as AdamW's first is, then the sync and the check."""
+    groups = engine.generate(PROMPTS, 2, Sampling(max_tokens=12), seed=0, step=0)
+    before = probe(engine, policy, groups)
+    with torch.no_grad():
+        for i, parameter in enumerate(policy.parameters()):
+            signs = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(i)).sub(0.5).sign()
+            parameter.add_(size * signs.to(parameter.dtype))
+    engine.load_weights(policy.state_dict(), 1)
+    return check_sync(engine, policy, before, **settings)
+
+
+def test_an_engine_that_takes_the_weights_over_passes():
+    policy = tiny_model(0)
+    assert update_and_check(EngineWithACopy(policy), policy) < 1e-4
+
+
+def test_an_engine_that_keeps_the_last_weights_makes_the_run_invalid():
+    policy = tiny_model(0)
+    with pytest.raises(InvalidRun, match=r"stale weights: .* differ by"):
+        update_and_check(EngineWithACopy(policy, takes=lambda name: False), policy, size=1e-3)
+
+
+def test_an_update_within_the_bound_is_noticed_by_the_engine_that_does_not_move():
+    policy = tiny_model(0)
+    with pytest.raises(InvalidRun, match="stale weights: the update moved"):
+        update_and_check(EngineWithACopy(policy, takes=lambda name: False), policy, size=1e-3, bound=1.0)
+    policy = tiny_model(0)
+    assert update_and_check(EngineWithACopy(policy), policy, size=1e-3, bound=1.0) < 1e-4
+
+
+def test_a_stale_bfloat16_engine_is_noticed_although_the_bound_allows_for_its_rounding():
+    policy = tiny_model(0).to(torch.bfloat16)
+    with pytest.raises(InvalidRun, match="stale weights: the update moved"):
+        update_and_check(EngineWithACopy(policy, takes=lambda name: False), policy, size=2e-3)
+    policy = tiny_model(0).to(torch.bfloat16)
+    assert update_and_check(EngineWithACopy(policy, rounding=0.2), policy, size=2e-3) < 0.3
+
+
+def test_one_tensor_left_behind_is_noticed():
+    policy = tiny_model(0)
+    with pytest.raises(InvalidRun, match="stale weights"):
+        update_and_check(EngineWithACopy(policy, takes=lambda name: "layers.1.mlp.up_proj" not in name), policy, 1e-2)
+
+
+def test_a_score_that_is_not_a_number_makes_the_run_invalid():
+    policy = tiny_model(0)
+    with pytest.raises(InvalidRun, match="differ by nan"):
+        update_and_check(EngineWithACopy(policy, rounding=float("nan")), policy)
+
+
+def test_no_update_is_no_reason_to_doubt_an_engine_that_did_not_move():
+    policy = tiny_model(0)
+    engine = EngineWithACopy(policy, takes=lambda name: False)
+    assert update_and_check(engine, policy, size=0.0) < 1e-5
+    assert update_and_check(engine, policy, size=1e-7) < 1e-4  # rounding is about 1e-5
+
+
+def test_rows_are_the_prompt_and_the_first_tokens_of_completions_of_different_groups():
+    policy = tiny_model(0)
+    engine = EngineWithACopy(policy)
+    groups = engine.generate(PROMPTS, 2, Sampling(max_tokens=12), seed=0, step=0)
+    found = probe(engine, policy, groups, num_rows=2, max_tokens=3)
+    first, third = (tuple(encode_prompt(tiny_tokenizer(), PROMPTS[i].text)) for i in (0, 2))  # i * 5 // 2
+    assert found.rows == (
+        (first + groups[0].rollouts[0].token_ids[:3], len(first)),
+        (third + groups[2].rollouts[0].token_ids[:3], len(third)),
+    )
+    assert found.learner == pytest.approx([*groups[0].rollouts[0].logprobs[:3], *groups[2].rollouts[0].logprobs[:3]])
+
+
+def test_more_rows_than_groups_are_not_asked_for():
+    policy = tiny_model(0)
+    engine = EngineWithACopy(policy)
+    groups = engine.generate(PROMPTS[:2], 2, Sampling(max_tokens=4), seed=0, step=0)
+    assert len(probe(engine, policy, groups).rows) == 2
+
+
+def test_an_engine_that_shares_the_learners_weights_is_not_probed():
+    policy = tiny_model(0)
+    engine = TransformersEngine(TransformersEngine.Settings(), policy, tiny_tokenizer())
+    groups = engine.generate(PROMPTS, 2, Sampling(max_tokens=4), seed=0, step=0)
+    assert probe(engine, policy, groups) is None
+    assert check_sync(engine, policy, None) == 0.0

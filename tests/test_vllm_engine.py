@@ -1,0 +1,301 @@
+"""The vLLM engine against the learner's own log-probs and the transformers engine; needs vllm (`make test-vllm`)."""
+
+import os
+import random
+from collections import Counter
+from functools import cache
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+from fakes import MemoryLog
+
+from harness._probe import check_sync, probe
+from harness.engines.transformers import TransformersEngine
+from harness.engines.vllm import VLLMEngine, _check_sampling, _write_weights, request_seed
+from harness.model import encode_prompt, tiny_model, tiny_tokenizer
+from harness.spec import Sampling, parse_run
+from harness.tensors import token_logprobs
+from harness.train import train
+from harness.types import InvalidRun, Prompt
+
+PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-", "7+7=", "8-3+2="])]
+
+needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
+
+
+def start(policy, **settings):
+    return VLLMEngine(VLLMEngine.Settings(**settings), policy, tiny_tokenizer())
+
+
+@pytest.fixture
+def engine():
+    """An engine with the weights of tiny_model(0); the same one as long as no test started another."""
+    running = _running()
+    if running.closed:
+        _running.cache_clear()
+        running = _running()
+    running.load_weights(tiny_model(0).state_dict(), 0)
+    return running
+
+
+@cache
+def _running():
+    return start(tiny_model(0))
+
+
+def rows_of(groups):
+    return [(g.prompt_token_ids + r.token_ids, len(g.prompt_token_ids)) for g in groups for r in g.rollouts]
+
+
+def sampled_logprobs(groups):
+    return [value for g in groups for r in g.rollouts for value in r.logprobs]
+
+
+def learner_logprobs(policy, rows, temperature=1.0):
+    values = []
+    for ids, n in rows:
+        mask = torch.arange(len(ids))[None] >= n
+        with torch.no_grad():
+            values += token_logprobs(policy, torch.tensor([ids]), mask, temperature)[0][0, n:].tolist()
+    return values
+
+
+def flat(scores):
+    return [value for row in scores for value in row]
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vllm is installed")
+def test_without_vllm_the_error_says_what_to_install():
+    with pytest.raises(ValueError, match="pip install 'cohort-rl\\[vllm\\]'"):
+        VLLMEngine(VLLMEngine.Settings(), None, None)  # pyright: ignore
+    with pytest.raises(ValueError, match="engine=transformers"):
+        VLLMEngine.Settings().check(Sampling())
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0, "top_k": 3}, {"temperature": 2}, {"top_p": 0.5}, {"temperature": 0.01}]
+)
+def test_sampling_whose_logprobs_vllm_can_state_is_accepted(sampling):
+    _check_sampling(Sampling(**sampling))
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.7, "top_k": 5}, {"temperature": 2.1},
+                 {"temperature": 0.005}]
+)  # fmt: skip
+def test_other_sampling_is_refused_with_a_fix(sampling):
+    with pytest.raises(ValueError, match="engine=transformers"):
+        _check_sampling(Sampling(**sampling))
+
+
+def test_every_part_of_the_key_changes_a_requests_seed():
+    base = [(0, 0, "a", 0), (1, 0, "a", 0), (0, 1, "a", 0), (0, 0, "b", 0), (0, 0, "a", 1)]
+    alike = [(0, 0, "1/a", 0), (0, 1, "a", 10), (0, 11, "a", 0), (0, 1, "0/a", 1)]
+    seeds = [request_seed(*key) for key in base + alike]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_file_of_weights_names_tied_weights_twice(tmp_path):
+    from safetensors.torch import load_file
+
+    weights = tiny_model(0).state_dict()
+    assert weights["lm_head.weight"].data_ptr() == weights["model.embed_tokens.weight"].data_ptr()
+    _write_weights(tmp_path, weights)
+    (file,) = tmp_path.iterdir()
+    loaded = load_file(file)
+    assert loaded.keys() == weights.keys()
+    assert all(torch.equal(loaded[name], weights[name]) for name in weights)
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    "sampling",
+    [{"temperature": 1.0}, {"temperature": 0.7}, {"temperature": 1.5}, {"temperature": 0.0}, {"top_p": 0.5},
+     {"top_k": 3}, {"temperature": 0.0, "top_k": 3}],
+)  # fmt: skip
+def test_logprobs_are_the_learners_at_the_sampling_temperature_before_any_cut(engine, sampling):
+    sampling = Sampling(max_tokens=12, **sampling)
+    groups = engine.generate(PROMPTS, 3, sampling, seed=1, step=2)
+    expected = learner_logprobs(tiny_model(0), rows_of(groups), sampling.temperature)
+    assert sampled_logprobs(groups) == pytest.approx(expected, abs=1e-5)
+
+
+@needs_vllm
+def test_top_k_keeps_the_most_likely_tokens_only(engine):
+    groups = engine.generate(PROMPTS, 8, Sampling(max_tokens=6, top_k=2), seed=0, step=0)
+    for ids, n in rows_of(groups):
+        with torch.no_grad():
+            best = tiny_model(0)(input_ids=torch.tensor([ids])).logits[0].topk(2).indices
+        assert all(ids[t] in best[t - 1] for t in range(n, len(ids)))
+
+
+@needs_vllm
+def test_greedy_completions_are_those_of_the_transformers_engine(engine):
+    other = TransformersEngine(TransformersEngine.Settings(), tiny_model(0), tiny_tokenizer())
+    sampling = Sampling(max_tokens=16, temperature=0)
+    ours, theirs = (e.generate(PROMPTS, 1, sampling, seed=0, step=0) for e in (engine, other))
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.prompt_token_ids == b.prompt_token_ids
+        assert [(r.token_ids, r.text, r.finish_reason) for r in a.rollouts] == [
+            (r.token_ids, r.text, r.finish_reason) for r in b.rollouts
+        ]
+
+
+@needs_vllm
+def test_first_tokens_of_many_samples_follow_the_tempered_distribution(engine):
+    (group,) = engine.generate(PROMPTS[:1], 4000, Sampling(max_tokens=1, temperature=0.5), seed=0, step=0)
+    with torch.no_grad():
+        logits = tiny_model(0)(input_ids=torch.tensor([group.prompt_token_ids])).logits[0, -1]
+    expected = 4000 * torch.softmax(logits / 0.5, -1).double().numpy()
+    counts = Counter(r.token_ids[0] for r in group.rollouts)
+    seen = np.array([counts[i] for i in range(len(expected))])
+    common = expected >= 5
+    chi2 = ((seen - expected) ** 2 / expected)[common].sum() + (
+        seen[~common].sum() - expected[~common].sum()
+    ) ** 2 / max(1.0, expected[~common].sum())
+    # Chi-squared with k degrees of freedom has mean k and standard deviation sqrt(2 k); four above: 1 in 10^4.
+    k = common.sum()
+    assert k > 20
+    assert chi2 < k + 4 * np.sqrt(2 * k)
+
+
+@needs_vllm
+def test_scores_are_the_learners_logprobs_whatever_prefixes_are_cached(engine):
+    rows = rows_of(engine.generate(PROMPTS, 2, Sampling(max_tokens=40), seed=0, step=0))
+    shared = tuple(range(3, 98)) * 3  # longer than two blocks of 128 tokens, which are what vLLM caches on a CPU
+    rows += [(shared, 1), (shared, 280), ((*shared, 20, 21), 200)]
+    expected = learner_logprobs(tiny_model(0), rows)
+    for _ in range(2):
+        assert flat(engine.score(rows)) == pytest.approx(expected, abs=2e-5)
+
+
+@needs_vllm
+def test_prompts_longer_than_a_cache_block_are_sampled_from_new_weights_after_a_sync(engine):
+    prompts = [Prompt("long", "1+2+3+4+5+6+7+8+9-" * 16, "0")]  # 288 tokens: two full blocks stay cached
+    engine.generate(prompts, 4, Sampling(max_tokens=8), seed=0, step=0)
+    engine.load_weights(tiny_model(1).state_dict(), 1)
+    groups = engine.generate(prompts, 4, Sampling(max_tokens=8), seed=0, step=0)
+    assert sampled_logprobs(groups) == pytest.approx(learner_logprobs(tiny_model(1), rows_of(groups)), abs=1e-5)
+
+
+@needs_vllm
+def test_weights_through_a_file_as_other_ranks_get_them_are_the_same(engine, tmp_path):
+    rows = rows_of(engine.generate(PROMPTS, 1, Sampling(max_tokens=8), seed=0, step=0))
+    _write_weights(tmp_path, tiny_model(1).state_dict())
+    engine._reload({"weights_path": str(tmp_path)})
+    engine.llm.reset_prefix_cache()
+    assert flat(engine.score(rows)) == pytest.approx(learner_logprobs(tiny_model(1), rows), abs=1e-5)
+
+
+@needs_vllm
+def test_bfloat16_weights_are_sampled_as_bfloat16():
+    policy = tiny_model(0).to(torch.bfloat16)
+    engine = start(policy)
+    groups = engine.generate(PROMPTS, 2, Sampling(max_tokens=12), seed=0, step=0)
+    expected = learner_logprobs(policy, rows_of(groups))
+    assert sampled_logprobs(groups) == pytest.approx(expected, abs=0.1)
+    engine.load_weights(policy.state_dict(), 1)
+    assert flat(engine.score(rows_of(groups))) == pytest.approx(expected, abs=0.1)
+
+
+@needs_vllm
+def test_the_probe_passes_a_sync_and_notices_a_missing_one_and_a_partial_one(engine):
+    policy, newer = tiny_model(0), tiny_model(0)
+    with torch.no_grad():
+        for parameter in newer.parameters():
+            parameter.add_(1e-3 * parameter.sign())
+    groups = engine.generate(PROMPTS, 2, Sampling(max_tokens=12), seed=0, step=0)
+    before = probe(engine, policy, groups)
+    with pytest.raises(InvalidRun, match="stale weights"):
+        check_sync(engine, newer, before)
+    # Without the second name of the tied weights vLLM 0.32 keeps the old language-model head.
+    engine.load_weights({k: v for k, v in newer.state_dict().items() if k != "lm_head.weight"}, 1)
+    with pytest.raises(InvalidRun, match="stale weights"):
+        check_sync(engine, newer, before)
+    engine.load_weights(newer.state_dict(), 1)
+    assert check_sync(engine, newer, before) < 1e-5
+
+
+@needs_vllm
+def test_a_completion_that_the_model_has_no_room_for_is_refused():
+    engine = start(tiny_model(0), max_model_len=32)
+    longest = len(encode_prompt(tiny_tokenizer(), "1+2+3+4="))
+    engine.generate(PROMPTS, 1, Sampling(max_tokens=31 - longest), seed=0, step=0)
+    with pytest.raises(ValueError, match=r"engine.max_model_len must exceed .* \(8 \+ 24\), got 32"):
+        engine.generate(PROMPTS, 1, Sampling(max_tokens=32 - longest), seed=0, step=0)
+
+
+@needs_vllm
+def test_process_wide_state_is_left_as_it_was(monkeypatch):
+    def state():
+        numpy = np.random.get_state()
+        return [random.getstate(), numpy[1].tolist(), numpy[2], torch.random.get_rng_state().tolist(),
+                dict(os.environ), torch.get_num_threads(), torch.set_num_threads]  # fmt: skip
+
+    for name in list(os.environ):  # what an engine of another test would have left behind
+        if name == "LD_PRELOAD" or name.startswith("VLLM_"):
+            monkeypatch.delenv(name)
+    torch.manual_seed(5)
+    policy = tiny_model(0)
+    before = state()
+    engine = start(policy)
+    engine.generate(PROMPTS, 2, Sampling(max_tokens=4), seed=0, step=0)
+    engine.load_weights(policy.state_dict(), 1)
+    engine.sleep()
+    engine.wake()
+    engine.close()
+    assert state() == before
+
+
+@needs_vllm
+def test_a_new_engine_takes_the_place_of_the_last_one():
+    first = start(tiny_model(0))
+    second = start(tiny_model(1))
+    with pytest.raises(AssertionError, match="newer"):
+        first.generate(PROMPTS, 1, Sampling(max_tokens=4), seed=0, step=0)
+    del first
+    groups = second.generate(PROMPTS, 1, Sampling(max_tokens=4), seed=0, step=0)
+    assert sampled_logprobs(groups) == pytest.approx(learner_logprobs(tiny_model(1), rows_of(groups)), abs=1e-5)
+
+
+@needs_vllm
+@pytest.mark.timeout(600)
+def test_training_reaches_the_accuracy_of_the_transformers_engine(tmp_path):
+    """The quickstart's GRPO for 30 of its 100 steps. Accuracies are of 256 problems, 4 samples each."""
+    fractions, initial, final, states = {}, {}, {}, {}
+    for name in ("transformers", "vllm"):
+        log = MemoryLog()
+        spec = parse_run(
+            {
+                "task": "arithmetic",
+                "cold_start": {"steps": 400},
+                "algorithm": {"name": "grpo", "group_size": 8, "kl_beta": 0.01},
+                "optimizer": {"learning_rate": 1e-4},
+                "engine": name,
+                "rollouts_per_step": 128,
+                "steps": 30,
+                "evaluation": {"every": 30, "num_test_prompts": 256},
+                "device": "cpu",
+            },
+            where="test",
+        )
+        (tmp_path / name).mkdir()
+        result = train(spec, tmp_path / name, log, cache=tmp_path / "cache")
+        states[name] = (result.state, result.reason)
+        initial[name], final[name] = (result.summary[f"accuracy_{when}"] for when in ("initial", "final"))
+        fractions[name] = log.fractions
+        if name == "vllm":
+            assert max(value for _, value in log.history("mismatch/max_ratio")) < 1.001
+    assert states == dict.fromkeys(states, ("complete", None))
+    # The same cold start, sampled by both: 40 % with a standard error of 2 points (0.35 between problems / sqrt(256)).
+    # 30 steps gain about 17 points, and 10 are five standard errors.
+    assert all(final[name] > initial[name] + 0.1 for name in final)
+    # Paired by problem. Three times the standard error of the mean difference and the spread of training itself, 1.5
+    # points between the quickstart's seeds (63.9, 66.5, 63.9 %), once for each engine.
+    differences = np.array([fractions["vllm"][p] - fractions["transformers"][p] for p in fractions["transformers"]])
+    noise = np.sqrt(differences.var() / len(differences) + 2 * 0.015**2)
+    assert len(differences) == 256
+    assert abs(differences.mean()) < 3 * noise
