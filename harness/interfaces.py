@@ -59,7 +59,8 @@ class Algorithm(Section, ABC):
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         """A scalar to minimise and metrics (`area/quantity`), each a sum over tokens weighted by `loss_weight_BT`.
 
-        Being weighted sums, the values of the micro-batches of a minibatch add up to the minibatch's own.
+        Being weighted sums, the values of the micro-batches of a minibatch add up to the minibatch's own. The loss may
+        weigh rows otherwise (Dr. GRPO does), as long as its parts add up too.
         """
 
     def loss_weights(self, completion_mask_BT: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from harness.lora import adapter_off, adapter_weights, has_adapter, load_adapter, merged_weights
+from harness.model import mixed_precision
 from harness.spec import RunSpec
 from harness.tensors import backbone, kl_k3, token_logprobs, token_values
 from harness.types import Batch, InvalidRun, PolicyOutput
@@ -26,11 +28,14 @@ class Critic(nn.Module):
 
     def __init__(self, policy: nn.Module):
         super().__init__()
-        self.backbone = deepcopy(backbone(policy))
+        body = backbone(policy)
+        frozen = {id(p): p for p in body.parameters() if not p.requires_grad}  # under an adapter: shared, not copied
+        self.backbone = deepcopy(body, frozen)
         self.head = nn.Linear(policy.config.hidden_size, 1)  # pyright: ignore
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        self.head.to(next(policy.parameters()))
+        first = next(policy.parameters())
+        self.head.to(device=first.device, dtype=torch.float32 if frozen else first.dtype)
 
     def forward(self, tokens_BT: Tensor, mask_BT: Tensor) -> Tensor:
         return token_values(self.backbone, self.head, tokens_BT, mask_BT)
@@ -43,7 +48,8 @@ class Learner:
         self.spec = spec
         self.algorithm = spec.algorithm
         self.policy = policy
-        self.reference = _frozen(policy) if self.algorithm.needs_reference else None
+        self.adapted = has_adapter(policy)
+        self.reference = _frozen(policy) if self.algorithm.needs_reference and not self.adapted else None
         self.critic = Critic(policy) if self.algorithm.needs_critic else None
         self.optimizers = {"policy": self._adamw(policy, spec.optimizer.learning_rate)}
         if self.critic is not None:
@@ -59,8 +65,8 @@ class Learner:
             if self.algorithm.needs_old_logprobs or several_updates:
                 old = batch.sampler_logprobs_BT if sampler_is_exact else self._logprobs(self.policy, batch)
                 batch = batch.replace(old_logprobs_BT=old)
-            if self.reference is not None:
-                batch = batch.replace(ref_logprobs_BT=self._logprobs(self.reference, batch))
+            if self.algorithm.needs_reference:
+                batch = batch.replace(ref_logprobs_BT=self._reference_logprobs(batch))
             if self.critic is not None:
                 batch = batch.replace(values_BT=self._forward_rows(batch, self.critic))
         return batch
@@ -79,24 +85,31 @@ class Learner:
             metrics["critic/explained_variance"] = explained_variance(batch)
         return metrics
 
-    def weights(self) -> Mapping[str, Tensor]:
-        return self.policy.state_dict()
+    def weights(self, *, merged: bool) -> Mapping[str, Tensor]:
+        """The policy's state; `merged` adds an adapter to its weights, for an engine with a copy of its own."""
+        return merged_weights(self.policy) if merged and self.adapted else self.policy.state_dict()
 
     def state(self) -> dict[str, Any]:
-        """Optimiser states and the critic: what a resumed run needs besides the policy's own folder."""
+        """Optimiser states, critic and adapter: what a resumed run needs besides the policy's own folder."""
         state: dict[str, Any] = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
         if self.critic is not None:
-            state["critic_parameters"] = self.critic.state_dict()
+            frozen = {name for name, p in self.critic.named_parameters() if not p.requires_grad}
+            state["critic_parameters"] = {k: v for k, v in self.critic.state_dict().items() if k not in frozen}
+        if self.adapted:
+            state["adapter"] = adapter_weights(self.policy)
         return state
 
     def load_state(self, policy: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Continue from a saved policy and `state()`; ValueError where they do not fit this model."""
         try:
-            self.policy.load_state_dict(policy)
+            if self.adapted:
+                load_adapter(self.policy, state["adapter"])
+            else:
+                self.policy.load_state_dict(policy)
             for name, optimizer in self.optimizers.items():
                 optimizer.load_state_dict(state[name])
             if self.critic is not None:
-                self.critic.load_state_dict(state["critic_parameters"])
+                self.critic.load_state_dict(state["critic_parameters"], strict=not self.adapted)
         except (RuntimeError, KeyError) as error:
             raise ValueError(f"the checkpoint does not fit this run's model and algorithm: {error}") from error
 
@@ -106,8 +119,10 @@ class Learner:
         ratio_max = mismatch_max = 1.0
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
+        self._train_mode(self.spec.gradient_checkpointing)
         for micro in self._microbatches(minibatch):
-            output = self._output(micro)
+            with mixed_precision(micro.tokens_BT.device, self.spec.autocast):
+                output = self._output(micro)
             if self.spec.updates_per_step == 1:  # on-policy: the ratio is 1 exactly, with its gradient
                 micro = micro.replace(old_logprobs_BT=output.logprobs_BT.detach())
             loss, metrics = self.algorithm.loss(micro, output)
@@ -121,6 +136,7 @@ class Learner:
                 mismatch_max = max(mismatch_max, _ratio_max(logprobs, sampler, mask))
                 assert micro.loss_weight_BT is not None
                 totals["mismatch/kl"] += float((micro.loss_weight_BT * kl_k3(logprobs, sampler)).sum())
+        self._train_mode(False)
         if first:
             totals["mismatch/max_ratio"] = mismatch_max
         totals["policy/ratio_max"] = ratio_max
@@ -136,6 +152,12 @@ class Learner:
             optimizer.step()
         return totals
 
+    def _train_mode(self, on: bool) -> None:
+        """transformers recomputes activations in training mode only, which changes nothing else: no dropout."""
+        for module in (self.policy, self.critic):
+            if module is not None:
+                module.train(on)
+
     def _output(self, micro: Batch) -> PolicyOutput:
         logprobs, entropy = token_logprobs(
             self.policy,
@@ -147,6 +169,12 @@ class Learner:
         values = None if self.critic is None else self.critic(micro.tokens_BT, micro.completion_mask_BT)
         return PolicyOutput(logprobs, entropy, values)
 
+    def _reference_logprobs(self, batch: Batch) -> Tensor:
+        if self.reference is not None:
+            return self._logprobs(self.reference, batch)
+        with adapter_off(self.policy):
+            return self._logprobs(self.policy, batch)
+
     def _logprobs(self, model: nn.Module, batch: Batch) -> Tensor:
         temperature = self.spec.sampling.temperature
         return self._forward_rows(batch, lambda tokens, mask: token_logprobs(model, tokens, mask, temperature)[0])
@@ -156,7 +184,8 @@ class Learner:
         result = torch.empty(0)
         for rows in self._rows_by_length(batch):
             part = batch.rows(rows)
-            values = forward(part.tokens_BT, part.completion_mask_BT)
+            with mixed_precision(part.tokens_BT.device, self.spec.autocast):
+                values = forward(part.tokens_BT, part.completion_mask_BT)
             if not len(result):
                 result = values.new_zeros(batch.tokens_BT.shape)
             result[rows, : values.shape[1]] = values
@@ -191,7 +220,7 @@ class Learner:
     def _adamw(self, module: nn.Module, learning_rate: float) -> torch.optim.AdamW:
         settings = self.spec.optimizer
         return torch.optim.AdamW(
-            module.parameters(),
+            [p for p in module.parameters() if p.requires_grad],
             lr=learning_rate,
             betas=(settings.beta1, settings.beta2),
             weight_decay=settings.weight_decay,

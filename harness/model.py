@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import nn
 
+from harness.lora import has_adapter, merged_weights
 from harness.plugins import nearest
 
 if TYPE_CHECKING:
@@ -175,9 +176,10 @@ def end_token_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[
 
 
 def save_model(folder: Path, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load (safetensors)."""
+    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load (safetensors), an adapter merged."""
     _no_progress_bars()
-    model.save_pretrained(folder)  # pyright: ignore
+    weights = merged_weights(model) if has_adapter(model) else None
+    model.save_pretrained(folder, state_dict=weights)  # pyright: ignore
     tokenizer.save_pretrained(str(folder))
 
 
@@ -190,6 +192,11 @@ def resolve_device(device: str) -> torch.device:
             "device must be available, got 'cuda' on a machine without CUDA; use device=cpu or device=auto"
         )
     return torch.device(device)
+
+
+def mixed_precision(device: torch.device, enabled: bool) -> torch.autocast:
+    """A context in which matrix products run in bfloat16; one that changes nothing where it is not enabled."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
 
 
 def model_identity(name: str) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from types import UnionType
+from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
 import yaml
 from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
@@ -63,6 +64,14 @@ class Optimizer(Section):
     tokens_per_microbatch: int = Field(
         default=8192, ge=1, description="padded tokens in one forward; memory only, no effect"
     )
+
+
+class LoRA(Section):
+    """Train low-rank adapters instead of all weights (arXiv:2106.09685); the reference is the model without them."""
+
+    rank: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32.0, gt=0, description="the update is scaled by alpha / rank")
+    targets: tuple[str, ...] = Field(default=(), description="names of layers; by default all linear ones but the head")
 
 
 class Evaluation(Section):
@@ -130,6 +139,7 @@ class RunSpec(Section):
     sampling: Sampling = Sampling()
     cold_start: ColdStart = ColdStart()
     optimizer: Optimizer = Optimizer()
+    lora: LoRA | None = Field(default=None, description="low-rank adapters; none by default")
     evaluation: Evaluation = Evaluation()
     checkpoints: Checkpoints = Checkpoints()
     rollouts_per_step: int = Field(default=128, ge=1)
@@ -139,6 +149,8 @@ class RunSpec(Section):
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="of weights and optimiser too: bfloat16 saves memory and loses small updates"
     )
+    autocast: bool = Field(default=False, description="forward passes in bfloat16 over float32 weights and optimiser")
+    gradient_checkpointing: bool = Field(default=False, description="less memory for a second forward pass")
 
     plugin_fields: ClassVar[tuple[plugins.Kind, ...]] = ("task", "algorithm", "engine")
 
@@ -501,6 +513,8 @@ def _class_at(model: type[Section], raw: Mapping[str, Any], keys: Sequence[str])
             owner = _settings_class(kind, plugins.load(kind, str(name)))
             continue
         annotation = owner.model_fields[key].annotation
+        if get_origin(annotation) in (UnionType, Union):  # `LoRA | None`
+            annotation = next(kind for kind in get_args(annotation) if kind is not type(None))
         if not (isinstance(annotation, type) and issubclass(annotation, Section)):
             return None
         owner = annotation

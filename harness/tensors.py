@@ -41,12 +41,13 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 def whiten(values: Tensor, mask: Tensor, floor: float = 1e-8) -> Tensor:
     """`values` shifted and scaled to mean 0 and variance 1 (population) over `mask`, 0 outside it.
 
-    In float64, or the rounding of the mean of equal values would be scaled up to advantages of 1e-5.
+    In float64, and exact zeros for equal values: the rounding of their mean would be scaled up to advantages.
     """
     exact = values.double()
     centred = exact - masked_mean(exact, mask)
     variance = masked_mean(centred**2, mask)
-    return (centred * torch.rsqrt(variance + floor) * mask).to(values.dtype)
+    varies = values.masked_fill(~mask, torch.inf).amin() < values.masked_fill(~mask, -torch.inf).amax()
+    return torch.where(varies & mask, centred * torch.rsqrt(variance + floor), 0.0).to(values.dtype)
 
 
 def hidden_states(model: nn.Module, tokens_BT: Tensor) -> Tensor:
@@ -90,10 +91,10 @@ def token_logprobs(
     return _scatter(logprobs, mask_BT), _scatter(entropies, mask_BT)
 
 
-def token_values(backbone: nn.Module, head: nn.Module, tokens_BT: Tensor, mask_BT: Tensor) -> Tensor:
+def token_values(backbone: nn.Module, head: nn.Linear, tokens_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """[B, T], at least float32: the value of the state in which each token in `mask_BT` was chosen, 0 elsewhere."""
     hidden = backbone(input_ids=tokens_BT, use_cache=False).last_hidden_state[:, :-1][mask_BT[:, 1:]]
-    return _scatter([_at_least_float32(head(hidden))[:, 0]], mask_BT)
+    return _scatter([_at_least_float32(head(hidden.to(head.weight.dtype)))[:, 0]], mask_BT)
 
 
 def _at_least_float32(values: Tensor) -> Tensor:

@@ -143,6 +143,7 @@ class RunLog:
         if identity is None or (identity.parent_run_id, identity.spec) != (parent_run_id, document):
             identity = _Identity(experiment, run_name, parent_run_id, spec=document)
         identity.tags = dict(tags)
+        identity.objective = dict(spec.algorithm.objective)
         identity.synced = False
         identity.save(directory)
         return cls(directory, _Copier(runs, directory, identity))
@@ -281,6 +282,7 @@ class _Identity:
     parent_run_id: str | None
     tags: dict[str, str] = field(default_factory=dict)
     spec: dict[str, Any] = field(default_factory=dict)
+    objective: dict[str, str] = field(default_factory=dict)
     token: str = ""
     run_id: str | None = None
     superseded: str | None = None
@@ -462,7 +464,8 @@ class _Copier:
         from mlflow.entities import Param
 
         run_id = self._run_id()
-        params = [Param(key, str(value)) for key, value in _flatten(self.identity.spec)]
+        settings = [*_flatten(self.identity.spec), *_flatten(self.identity.objective, "objective.")]
+        params = [Param(key, str(value)) for key, value in settings]
         for start in range(0, len(params), 100):  # MLflow's limit per request
             client.log_batch(run_id, params=params[start : start + 100])
         _set_tags(client, run_id, {"cohort.state": "running", "cohort.reason": ""})

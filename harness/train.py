@@ -32,7 +32,8 @@ from harness.evaluate import evaluate, majority_correct
 from harness.grading import all_rows, grade, sample_rows
 from harness.interfaces import RolloutEngine, RunLogger
 from harness.learner import Learner
-from harness.model import resolve_device
+from harness.lora import add_adapter
+from harness.model import mixed_precision, resolve_device
 from harness.scoring import Scores, events, score
 from harness.spec import RunSpec
 from harness.tensors import pad_right
@@ -130,6 +131,10 @@ def _prepare(
 
     policy, tokenizer = start_policy(spec, cache, watch_cold_start)
     policy = policy.to(device=device, dtype=getattr(torch, spec.dtype))
+    if spec.lora is not None:
+        add_adapter(policy, spec.lora, spec.seed)
+    if spec.gradient_checkpointing:
+        policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
     learner = Learner(spec, policy)
     engine_class = cast(type[RolloutEngine], plugins.load("engine", spec.engine.name))
     engine = engine_class(spec.engine, policy, tokenizer)
@@ -149,8 +154,9 @@ def _prepare(
     run = Run(spec, engine, learner, log, directory, tokenizer, save)
     if checkpoint is None:
         return run, 0
-    learner.load_state(checkpoint.policy_weights(policy), checkpoint.learner_state())
-    engine.load_weights(learner.weights(), checkpoint.step)
+    weights = {} if spec.lora else checkpoint.policy_weights(policy)  # an adapter is in the learner's state
+    learner.load_state(weights, checkpoint.learner_state())
+    engine.load_weights(learner.weights(merged=not engine.exact_logprobs), checkpoint.step)
     run.totals = Totals(**checkpoint.progress["totals"])
     run.accuracies = dict(checkpoint.progress["accuracies"])
     return run, checkpoint.step
@@ -188,21 +194,23 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
     spec, algorithm, clock = run.spec, run.spec.algorithm, Clock()
     chosen = step_prompts(prompts, spec.seed, step, spec.prompts_per_step)
     sampling = spec.sampling_with_limit()
-    groups = run.engine.generate(chosen, algorithm.group_size, sampling, seed=spec.seed, step=step)
+    device = resolve_device(spec.device)
+    with mixed_precision(device, spec.autocast):
+        groups = run.engine.generate(chosen, algorithm.group_size, sampling, seed=spec.seed, step=step)
     before = probe(run.engine, run.learner.policy, groups)
     run.engine.sleep()
     clock.lap("generate")
     graded = grade(spec.task, groups, sampling.max_tokens or 0)
     scores = score(spec.rewards, graded)
     clock.lap("grade")
-    batch = collate(groups, scores.totals, events(groups, scores, run.tokenizer)).to(resolve_device(spec.device))
+    batch = collate(groups, scores.totals, events(groups, scores, run.tokenizer)).to(device)
     batch = run.learner.annotate(batch, sampler_is_exact=run.engine.exact_logprobs)
     batch = algorithm.advantages(batch)
     clock.lap("annotate")
     metrics = run.learner.update(batch, step)
     clock.lap("update")
     run.engine.wake()
-    run.engine.load_weights(run.learner.weights(), step + 1)
+    run.engine.load_weights(run.learner.weights(merged=not run.engine.exact_logprobs), step + 1)
     if before is not None:
         metrics["mismatch/after_sync"] = check_sync(run.engine, run.learner.policy, before)
     clock.lap("sync")
@@ -353,16 +361,17 @@ def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
 def _evaluate(run: Run, split: Split, step: int) -> None:
     """Evaluate, log, and keep the accuracies that the summary needs."""
     start = time.perf_counter()
-    result = evaluate(
-        run.spec.task,
-        run.engine,
-        split,
-        run.spec.evaluation,
-        max_tokens=run.spec.sampling_with_limit().max_tokens or 0,
-        seed=run.spec.seed,
-        step=step,
-        on_progress=lambda done, total: run.log.progress(split, done, total),
-    )
+    with mixed_precision(resolve_device(run.spec.device), run.spec.autocast):
+        result = evaluate(
+            run.spec.task,
+            run.engine,
+            split,
+            run.spec.evaluation,
+            max_tokens=run.spec.sampling_with_limit().max_tokens or 0,
+            seed=run.spec.seed,
+            step=step,
+            on_progress=lambda done, total: run.log.progress(split, done, total),
+        )
     run.totals.seconds += time.perf_counter() - start
     run.log.metrics(step, evaluation_metrics(result))
     run.log.samples(result.samples)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from harness import plugins
 from harness.learner import Learner, explained_variance
 from harness.model import tiny_model
 from harness.spec import parse_run
@@ -58,7 +59,7 @@ def gradients(spec, batch):
     return torch.cat([p.grad.flatten() for m in modules for p in m.parameters() if p.grad is not None])
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "grpo_self_consistency"])
+@pytest.mark.parametrize("algorithm", plugins.names("algorithm"))
 def test_gradient_does_not_depend_on_the_split_into_microbatches(algorithm):
     whole = gradients(make_spec(algorithm), make_batch())
     for budget in (1, 13, 30):
@@ -79,7 +80,7 @@ def test_gradient_does_not_depend_on_the_order_of_groups():
     assert (plain - other).norm() <= 1e-6 * plain.norm()
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.parametrize("algorithm", plugins.names("algorithm"))
 def test_first_update_on_policy_has_ratio_one_and_clips_nothing(algorithm):
     policy = tiny_model(0)
     learner = Learner(make_spec(algorithm), policy)

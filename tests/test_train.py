@@ -7,6 +7,7 @@ import torch
 from fakes import MemoryLog
 from safetensors.torch import load_file
 
+from harness import plugins
 from harness.spec import parse_run
 from harness.train import step_prompts, train
 from harness.types import Prompt
@@ -52,7 +53,7 @@ def assert_same_weights(one, other):
         assert torch.equal(one[name], other[name]), name
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "grpo_self_consistency"])
+@pytest.mark.parametrize("algorithm", plugins.names("algorithm"))
 def test_a_run_completes_and_accounts_for_its_budget(algorithm, tmp_path, cache):
     log = MemoryLog()
     result = train(make_spec(algorithm), tmp_path, log, cache=cache)

@@ -1,0 +1,50 @@
+"""Credit goes to answers that beat their group, and no token ever loses its gradient to a clip.
+
+Clipped Importance-Sampling Policy Optimization: MiniMax 2025 (MiniMax-M1, arXiv:2506.13585), eq. 4 (log-prob times a
+stop-gradient weight times GRPO's standardised advantage, mean over all tokens) and eq. 5 (the weight: the ratio of the
+token, clipped). What is clipped is the weight, where PPO drops the token: rare tokens on which an answer turns keep
+being learned from after the first update. No KL and no lower bound, as in the paper. Departures: the paper tunes the
+upper bound and gives no value, here a weight is cut at 5; the mean is over the tokens of a minibatch, not of a group;
+the standard deviation has GRPO's G - 1 and floor. Process rewards are credited as in GRPO.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from algorithms._group import GroupRelative
+from algorithms._losses import token_mean_weights, token_ratio
+from harness.types import Batch, PolicyOutput
+
+
+class CISPO(GroupRelative):
+    """REINFORCE on group-standardised rewards with clipped importance weights (CISPO)."""
+
+    objective: ClassVar[Mapping[str, str]] = {
+        **GroupRelative.objective,
+        "aggregation": "mean over all tokens",
+        "clip": "weight of each token, 1 - clip_epsilon to 1 + clip_epsilon_high; its gradient stays",
+    }
+
+    name: Literal["cispo"] = "cispo"
+    clip_epsilon: float = Field(default=1.0, gt=0, le=1, description="lowest weight is 1 - clip_epsilon; 1: no bound")
+    clip_epsilon_high: float | None = Field(
+        default=4.0, gt=0, description="highest weight is 1 + clip_epsilon_high; null: 1 + clip_epsilon"
+    )
+    kl_beta: float = Field(
+        default=0.0, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none"
+    )
+
+    def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
+        assert batch.advantages_BT is not None
+        ratio_BT = token_ratio(batch, policy).detach()
+        high = self.clip_epsilon if self.clip_epsilon_high is None else self.clip_epsilon_high
+        weight_BT = ratio_BT.clamp(1 - self.clip_epsilon, 1 + high)
+        return -weight_BT * batch.advantages_BT * policy.logprobs_BT, weight_BT != ratio_BT
+
+    def loss_weights(self, completion_mask_BT: Tensor) -> Tensor:
+        return token_mean_weights(completion_mask_BT)

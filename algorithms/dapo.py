@@ -1,0 +1,40 @@
+"""Credit goes to answers that beat their group, equally to every token of the batch, with more room upwards.
+
+Decoupled Clip and Dynamic sAmpling Policy Optimization: Yu et al. 2025 (arXiv:2503.14476). From the paper: eq. 9
+(GRPO's standardised advantage), eq. 10 (clip-higher: unlikely tokens may gain more probability than the symmetric clip
+allows), eq. 12 (mean over all tokens, so that a token of a long answer counts as much as any other), section 2.3 (no
+KL) and eq. 13 (soft penalty for overlong answers: the reward `overlong`, paid by default). Departures: dynamic sampling
+(eq. 11) is not here, because which prompts are drawn is the harness' business and not an algorithm's: a group of equal
+rewards stays in the batch, with no gradient; the mean is over the tokens of a minibatch, not of each group; the reward
+is 1 / 0 for right / wrong where the paper pays 1 / -1, and the standard deviation has GRPO's G - 1 and floor. Process
+rewards are credited as in GRPO.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from algorithms._group import GroupRelative
+from algorithms._losses import token_mean_weights
+
+
+class DAPO(GroupRelative):
+    """GRPO with a higher upper clip, a mean over all tokens, an overlong penalty and no KL (DAPO)."""
+
+    default_rewards: ClassVar[Mapping[str, float]] = {"accuracy": 1.0, "overlong": 1.0}
+    objective: ClassVar[Mapping[str, str]] = {**GroupRelative.objective, "aggregation": "mean over all tokens"}
+
+    name: Literal["dapo"] = "dapo"
+    clip_epsilon_high: float | None = Field(
+        default=0.28, gt=0, description="how far the ratio may rise above 1; null: clip_epsilon"
+    )
+    kl_beta: float = Field(
+        default=0.0, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none"
+    )
+
+    def loss_weights(self, completion_mask_BT: Tensor) -> Tensor:
+        return token_mean_weights(completion_mask_BT)

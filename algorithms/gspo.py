@@ -1,0 +1,49 @@
+"""Credit goes to answers that beat their group; an answer is kept or dropped as a whole when the policy has moved.
+
+Group Sequence Policy Optimization: Zheng et al. 2025 (arXiv:2507.18071), eq. 5 (clipped surrogate on a ratio of the
+sequence, mean over completions), eq. 6 (GRPO's standardised advantage), eq. 7 (the ratio: geometric mean of the token
+ratios). Written in the paper's GSPO-token form (section 4.3): each token carries the value of its sequence's ratio and
+the gradient of its own log-prob, which has the same value, clip and gradient as eq. 5 where all tokens of a row share
+one advantage, and lets process rewards be credited as in GRPO. Departures: the standard deviation has GRPO's G - 1 and
+floor. No KL by default: eq. 5 has none; one in the loss can be set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from algorithms._group import GroupRelative
+from algorithms._losses import clipped_surrogate, row_log_ratio
+from harness.types import Batch, PolicyOutput
+
+
+class GSPO(GroupRelative):
+    """GRPO whose ratio and clip belong to the whole completion (GSPO)."""
+
+    objective: ClassVar[Mapping[str, str]] = {
+        **GroupRelative.objective,
+        "clip": "ratio of each row (geometric mean of its tokens'), 1 - clip_epsilon to 1 + clip_epsilon_high",
+    }
+
+    name: Literal["gspo"] = "gspo"
+    clip_epsilon: float = Field(
+        default=3e-4, gt=0, lt=1, description="how far a completion's ratio may fall below 1; binds from the 2nd update"
+    )
+    clip_epsilon_high: float | None = Field(
+        default=4e-4, gt=0, description="how far a completion's ratio may rise above 1; null: clip_epsilon"
+    )
+    kl_beta: float = Field(
+        default=0.0, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none"
+    )
+
+    def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
+        assert batch.advantages_BT is not None
+        num_tokens_B1 = batch.completion_mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
+        row_ratio_B1 = torch.exp(row_log_ratio(batch, policy).detach() / num_tokens_B1)
+        ratio_BT = row_ratio_B1 * torch.exp(policy.logprobs_BT - policy.logprobs_BT.detach())
+        return clipped_surrogate(ratio_BT, batch.advantages_BT, self.clip_epsilon, self.clip_epsilon_high)

@@ -1,0 +1,80 @@
+"""Credit goes to the best answer of a group against the worst; the others, and groups without a difference, get none.
+
+Direct Preference Optimization: Rafailov et al. 2023 (arXiv:2305.18290), eq. 7, on pairs that the policy itself has just
+sampled: -log sigmoid(kl_beta * (d_best - d_worst)), d = a completion's log-prob minus the reference's. Ties: the first
+of the best and the first of the worst in the group's order. Process rewards count with their total. The mean is over
+all groups, those without a pair adding exactly 0.
+
+The two rows of a pair reach the loss apart (micro-batches, minibatches), so each row's loss is eq. 7 with the partner's
+log-prob held where it was sampled; a constant (half of the pair's loss then) makes the two add up to eq. 7. What a row
+must know for that is one number, its advantage: +-sigmoid(-kl_beta * (d_best - d_worst)) at the sampling policy. Value
+and gradient are those of eq. 7 at the first update of a batch. Departure: in later updates of the same batch the loss
+follows a row's own movement but not its partner's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from algorithms._losses import policy_metrics, row_log_ratio
+from harness.interfaces import Algorithm
+from harness.types import Batch, PolicyOutput
+
+SMALLEST = 2.0**-24  # a probability of float32 below 1; bounds the reported loss of a hopeless pair
+
+
+class OnlineDPO(Algorithm):
+    """DPO on the best against the worst of each group, sampled from the current policy."""
+
+    min_group_size: ClassVar[int] = 2
+    objective: ClassVar[Mapping[str, str]] = {
+        "advantage": "+-sigmoid(-kl_beta * margin) for the best and the worst of the group, 0 for the others",
+        "aggregation": "sum over a row's tokens, one pair per group, mean over groups",
+        "clip": "none",
+        "kl": "kl_beta, implied by the loss",
+        "correction": "none",
+    }
+
+    name: Literal["online_dpo"] = "online_dpo"
+    kl_beta: float = Field(
+        default=0.1, gt=0, description="DPO's beta: weight of the KL to the frozen reference in what it solves for"
+    )
+
+    @property
+    def needs_reference(self) -> bool:
+        return True
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        return True
+
+    def advantages(self, batch: Batch) -> Batch:
+        assert batch.old_logprobs_BT is not None and batch.ref_logprobs_BT is not None
+        mask = batch.completion_mask_BT
+        gain_B = ((batch.old_logprobs_BT - batch.ref_logprobs_BT) * mask).sum(dim=1)
+        gain_PG, rewards_PG = gain_B.view(-1, batch.group_size), batch.rewards_PG
+        best_P1, worst_P1 = rewards_PG.argmax(dim=1, keepdim=True), rewards_PG.argmin(dim=1, keepdim=True)
+        margin_P1 = gain_PG.gather(1, best_P1) - gain_PG.gather(1, worst_P1)
+        push_P1 = torch.sigmoid(-self.kl_beta * margin_P1)
+        # Of equal rewards the first is best and worst at once, and its two signs cancel to exactly 0.
+        signed_PG = torch.zeros_like(gain_PG).scatter(1, best_P1, push_P1).scatter_add(1, worst_P1, -push_P1)
+        return batch.replace(advantages_BT=signed_PG.reshape(-1, 1) * mask)
+
+    def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
+        assert batch.advantages_BT is not None and batch.loss_weight_BT is not None
+        first_B1 = batch.completion_mask_BT.int().argmax(dim=1, keepdim=True)
+        signed_B1 = batch.advantages_BT.gather(1, first_B1)
+        push_B1 = signed_B1.abs()
+        # -log sigmoid(margin + moved) + log sigmoid(margin), with sigmoid(-margin) = push; 0 where push is 0.
+        moved_B1 = self.kl_beta * signed_B1.sign() * row_log_ratio(batch, policy)
+        change_B1 = torch.logaddexp(torch.log1p(-push_B1), torch.log(push_B1) - moved_B1)
+        per_row_B1 = change_B1 - 0.5 * torch.log((1 - push_B1).clamp(min=SMALLEST))
+        # Weights of a row add up to 1 / rows; one group has group_size rows.
+        loss = (batch.loss_weight_BT * per_row_B1).sum() * batch.group_size
+        clipped = torch.zeros_like(batch.completion_mask_BT)
+        return loss, {"policy/loss": loss.detach(), **policy_metrics(batch, policy, clipped)}

@@ -1,0 +1,71 @@
+"""Credit goes to whole answers that beat the mean of the other answers to the same prompt; no critic.
+
+REINFORCE leave-one-out: Ahmadian et al. 2024 (arXiv:2402.14740, the RLOO estimator), after Kool et al. 2019. One action
+is one completion: its reward is its total reward minus kl_beta times the log-ratio of the whole completion to the
+reference (k1 summed over tokens), its baseline the mean reward of the other G - 1, and its log-prob the sum over its
+tokens. The gradient of the expected reward is thereby estimated without bias. Process rewards count with their total.
+Departure: the paper takes one step per batch; from the second update on the completion's gradient is multiplied by its
+ratio (the product of its token ratios), which keeps the estimate unbiased and lets its variance grow with length;
+`clip_epsilon` clips that ratio as PPO does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from algorithms._advantages import leave_one_out
+from algorithms._losses import clipped_surrogate, kl_estimate, policy_metrics, row_log_ratio
+from harness.interfaces import Algorithm
+from harness.types import Batch, PolicyOutput
+
+
+class RLOO(Algorithm):
+    """REINFORCE on whole completions with a leave-one-out baseline, KL in the reward (RLOO)."""
+
+    min_group_size: ClassVar[int] = 2
+    objective: ClassVar[Mapping[str, str]] = {
+        "advantage": "r - mean of the others in the group",
+        "aggregation": "sum over a row's tokens, then mean over rows",
+        "clip": "ratio of each row (product of its tokens'), 1 -+ clip_epsilon; none by default",
+        "kl": "kl_beta * k1 to the reference summed over the row, in the reward",
+        "correction": "none",
+    }
+
+    name: Literal["rloo"] = "rloo"
+    clip_epsilon: float | None = Field(
+        default=None, gt=0, description="how far a completion's ratio may move from 1; null: as far as it does"
+    )
+    kl_beta: float = Field(
+        default=0.01, ge=0, description="weight of the KL to the frozen reference, in the reward; 0: none"
+    )
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_beta > 0
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        return self.kl_beta > 0
+
+    def advantages(self, batch: Batch) -> Batch:
+        rewards_B, mask = batch.rewards_B, batch.completion_mask_BT
+        if batch.ref_logprobs_BT is not None:
+            assert batch.old_logprobs_BT is not None
+            divergence_BT = kl_estimate("k1", batch.old_logprobs_BT, batch.ref_logprobs_BT) * mask
+            rewards_B = rewards_B - self.kl_beta * divergence_BT.sum(dim=1)
+        return batch.replace(advantages_BT=leave_one_out(rewards_B.view(-1, batch.group_size)).reshape(-1, 1) * mask)
+
+    def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
+        assert batch.advantages_BT is not None and batch.loss_weight_BT is not None
+        ratio_B1 = torch.exp(row_log_ratio(batch, policy))
+        clip = math.inf if self.clip_epsilon is None else self.clip_epsilon
+        # A row's tokens all carry the row's loss; their weights add up to 1 / rows.
+        per_token, clipped = clipped_surrogate(ratio_B1, batch.advantages_BT, clip)
+        loss = (batch.loss_weight_BT * per_token).sum()
+        return loss, {"policy/loss": loss.detach(), **policy_metrics(batch, policy, clipped)}

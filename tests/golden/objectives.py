@@ -1,0 +1,368 @@
+"""Writes objectives.json: what every objective must give on small batches, edge cases included.
+
+The references are plain Python in float64, one loop per formula of the papers, and use nothing of the library.
+Gradients by log-probs are central differences of the written loss (a stop-gradient is a second argument that stays
+fixed). `python tests/golden/objectives.py` writes the file anew; the test compares it with what is written here.
+"""
+
+import json
+import math
+import random
+from pathlib import Path
+
+FILE = Path(__file__).with_suffix(".json")
+STEP = 1e-5  # of the central differences, whose error is then near 1e-9
+
+# Settings that are exercised; keys are field names of the algorithm.
+SETTINGS = {
+    "grpo": {"name": "grpo", "kl_beta": 0.1, "std_floor": 0.01},
+    "grpo_no_kl": {"name": "grpo", "kl_beta": 0.0},
+    "grpo_k1": {"name": "grpo", "kl_beta": 0.1, "kl_estimator": "k1"},
+    "grpo_k2_clip_higher": {"name": "grpo", "kl_beta": 0.1, "kl_estimator": "k2", "clip_epsilon_high": 0.4},
+    "grpo_self_consistency": {"name": "grpo_self_consistency"},
+    "dr_grpo": {"name": "dr_grpo", "loss_denominator": 16.0},
+    "dr_grpo_kl": {"name": "dr_grpo", "kl_beta": 0.1},
+    "dapo": {"name": "dapo"},
+    "gspo": {"name": "gspo"},
+    "gspo_wide": {"name": "gspo", "clip_epsilon": 0.3, "clip_epsilon_high": 0.4, "kl_beta": 0.05},
+    "cispo": {"name": "cispo", "clip_epsilon_high": 0.2},
+    "cispo_two_sided": {"name": "cispo", "clip_epsilon": 0.1, "clip_epsilon_high": 0.2},
+    "rloo": {"name": "rloo", "kl_beta": 0.05},
+    "rloo_clipped": {"name": "rloo", "kl_beta": 0.0, "clip_epsilon": 0.2},
+    "ppo": {"name": "ppo", "kl_beta": 0.05},
+    "ppo_gae": {"name": "ppo", "kl_beta": 0.05, "kl_estimator": "k3", "gamma": 0.9, "gae_lambda": 0.8,
+                "whiten_advantages": False, "entropy_bonus": 0.01},
+    "reinforce_plus_plus": {"name": "reinforce_plus_plus", "kl_beta": 0.05},
+    "reinforce_plus_plus_kl_in_loss": {"name": "reinforce_plus_plus", "kl_beta": 0.05, "kl_placement": "loss",
+                                       "kl_estimator": "k2"},
+    "online_dpo": {"name": "online_dpo", "kl_beta": 0.5},
+}  # fmt: skip
+
+# The defaults of the library that the formulas below need, as their papers or docstrings give them.
+DEFAULTS = {
+    "grpo": {"clip_epsilon": 0.2, "clip_epsilon_high": None, "kl_beta": 0.04, "kl_estimator": "k3", "std_floor": 1e-4},
+    "dr_grpo": {"clip_epsilon": 0.2, "clip_epsilon_high": None, "kl_beta": 0.0, "kl_estimator": "k3",
+                "loss_denominator": 128.0},
+    "dapo": {"clip_epsilon": 0.2, "clip_epsilon_high": 0.28, "kl_beta": 0.0, "kl_estimator": "k3", "std_floor": 1e-4},
+    "gspo": {"clip_epsilon": 3e-4, "clip_epsilon_high": 4e-4, "kl_beta": 0.0, "kl_estimator": "k3", "std_floor": 1e-4},
+    "cispo": {"clip_epsilon": 1.0, "clip_epsilon_high": 4.0, "kl_beta": 0.0, "kl_estimator": "k3", "std_floor": 1e-4},
+    "rloo": {"clip_epsilon": None, "kl_beta": 0.01},
+    "ppo": {"clip_epsilon": 0.2, "kl_beta": 0.01, "kl_estimator": "k1", "gamma": 1.0, "gae_lambda": 1.0,
+            "value_clip": 0.2, "entropy_bonus": 0.0, "whiten_advantages": True},
+    "reinforce_plus_plus": {"clip_epsilon": 0.2, "kl_beta": 0.01, "kl_estimator": "k1", "kl_placement": "reward"},
+    "online_dpo": {"kl_beta": 0.1},
+}  # fmt: skip
+DEFAULTS["grpo_self_consistency"] = DEFAULTS["grpo"]
+
+
+def batch(lengths, rewards, group_size, *, moved=0.3, steps=None, truncated=(), seed=0):
+    """Inputs as nested lists over each row's own completion tokens; `steps` is {token: reward} for each row."""
+    draw = random.Random(seed)
+
+    def numbers(spread, shift=0.0):
+        return [[round(shift + draw.gauss(0, spread), 3) for _ in range(n)] for n in lengths]
+
+    old = [[-abs(x) - 0.1 for x in row] for row in numbers(1.0)]
+    change, away = numbers(moved), numbers(0.4)
+    return {
+        "lengths": lengths,
+        "rewards": rewards,
+        "group_size": group_size,
+        "truncated": [i in truncated for i in range(len(lengths))],
+        "steps": None if steps is None else [{str(t): r for t, r in row.items()} for row in steps],
+        "old": old,
+        "now": [[round(o + c, 3) for o, c in zip(*pair, strict=True)] for pair in zip(old, change, strict=True)],
+        "ref": [[round(o + a, 3) for o, a in zip(*pair, strict=True)] for pair in zip(old, away, strict=True)],
+        "old_values": numbers(0.3, 0.4),
+        "values": numbers(0.3, 0.4),
+        "entropy": [[abs(x) for x in row] for row in numbers(1.0)],
+    }
+
+
+def inputs():
+    steps = [{0: 0.5, 2: 1.0}, {1: 0.25}, {0: -1.0, 3: 0.5}, {}]
+    return {
+        "two_groups": batch([3, 1, 4, 2, 2, 5], [1.0, 0.0, 0.25, 0.0, 1.0, 1.0], 3),
+        "moved_far": batch([3, 2, 4, 1], [1.0, 0.0, 0.0, 1.0], 4, moved=1.5, seed=1),
+        "on_policy": batch([3, 2, 4, 1], [1.0, 0.0, 0.0, 1.0], 2, moved=0.0, seed=2),
+        "length_one": batch([1, 1, 1, 1], [1.0, 0.0, 0.0, 0.5], 4, seed=3),
+        "an_empty_row": batch([2, 0, 3, 1], [1.0, 0.0, 0.0, 1.0], 2, seed=4),
+        "truncated": batch([4, 4, 2, 4], [-1.0, 0.2, 1.0, -1.0], 2, truncated=(0, 3), seed=5),
+        "equal_rewards": batch([2, 3, 1], [0.5, 0.5, 0.5], 3, seed=6),
+        "one_sample_each": batch([2, 3, 1], [1.0, 0.0, 1.0], 1, seed=7),
+        "steps": batch([3, 2, 4, 2], [1.5, 0.25, -0.5, 0.0], 2, steps=steps, seed=8),
+    }
+
+
+def answers(label, given):
+    """What the objective must give: advantages, loss, gradient by log-probs, and what is reported."""
+    setting = SETTINGS[label]
+    s = DEFAULTS[setting["name"]] | setting
+    advantages, returns = advantages_of(s, given)
+    now, values = given["now"], given["values"]
+
+    def policy_loss(logprobs):
+        return loss_of(s, given, logprobs, advantages, fixed=now)
+
+    result = {
+        "advantages": advantages,
+        "policy_loss": policy_loss(now),
+        "gradient": differences(policy_loss, now),
+        "clip_fraction": clip_fraction(s, given, advantages),
+        "kl_old": weighted(s, given, lambda b, t: k("k3", now[b][t], given["old"][b][t])),
+    }
+    if returns is not None:
+        result["returns"] = returns
+        result["critic_loss"] = value_loss(s, given, values, returns)
+        result["value_gradient"] = differences(lambda moved: value_loss(s, given, moved, returns), values)
+    if s["kl_beta"] > 0:
+        result["kl_reference"] = weighted(s, given, lambda b, t: k("k3", now[b][t], given["ref"][b][t]))
+    return result
+
+
+def differences(function, rows):
+    """Central differences of `function` by every number of `rows`."""
+    result = [[0.0] * len(row) for row in rows]
+    for b, row in enumerate(rows):
+        for t in range(len(row)):
+            sides = []
+            for sign in (1, -1):
+                moved = [list(r) for r in rows]
+                moved[b][t] += sign * STEP
+                sides.append(function(moved))
+            result[b][t] = (sides[0] - sides[1]) / (2 * STEP)
+    return result
+
+
+def k(estimator, logp, logq):
+    d = logq - logp
+    return {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}[estimator]
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+def groups_of(rows, size):
+    return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+
+def centred(values):
+    return [v - mean(values) for v in values] if len(set(values)) > 1 else [0.0] * len(values)
+
+
+def standardised(values, floor):
+    if len(set(values)) <= 1:
+        return [0.0] * len(values)
+    spread = math.sqrt(sum((v - mean(values)) ** 2 for v in values) / (len(values) - 1))
+    return [(v - mean(values)) / (spread + floor) for v in values]
+
+
+def earned(given, b):
+    """Rewards of row b on its tokens."""
+    rewards = [0.0] * given["lengths"][b]
+    if given["steps"] is not None:
+        for t, r in given["steps"][b].items():
+            rewards[int(t)] += r
+    elif rewards:
+        rewards[-1] = given["rewards"][b]
+    return rewards
+
+
+def advantages_of(s, given):
+    name, size, lengths = s["name"], given["group_size"], given["lengths"]
+    if name in ("ppo", "reinforce_plus_plus"):
+        return token_advantages(s, given)
+    if name == "rloo":
+        totals = list(given["rewards"])
+        for b, n in enumerate(lengths):
+            totals[b] -= s["kl_beta"] * sum(given["old"][b][t] - given["ref"][b][t] for t in range(n))
+        rows = []
+        for group in groups_of(totals, size):
+            rows += [r - (sum(group) - r) / (size - 1) for r in group] if len(set(group)) > 1 else [0.0] * size
+        return [[a] * n for a, n in zip(rows, lengths, strict=True)], None
+    if name == "online_dpo":
+        return [[a] * n for a, n in zip(pushes(s, given), lengths, strict=True)], None
+    normal = centred if name == "dr_grpo" else lambda values: standardised(values, s["std_floor"])
+    if given["steps"] is None:
+        rows = [a for group in groups_of(given["rewards"], size) for a in normal(group)]
+        return [[a] * n for a, n in zip(rows, lengths, strict=True)], None
+    result = []
+    for first in range(0, len(lengths), size):
+        events = [(b, int(t), r) for b in range(first, first + size) for t, r in given["steps"][b].items()]
+        scores = normal([r for _, _, r in events])
+        result += [
+            [sum(a for (row, at, _), a in zip(events, scores, strict=True) if row == b and at >= t)
+             for t in range(lengths[b])]
+            for b in range(first, first + size)
+        ]  # fmt: skip
+    return result, None
+
+
+def token_advantages(s, given):
+    """Advantages (and, with a critic, returns) per token: GAE of PPO, reward to go of REINFORCE++."""
+    advantages, returns = [], []
+    for b, n in enumerate(given["lengths"]):
+        rewards = earned(given, b)
+        if s["kl_beta"] > 0 and s.get("kl_placement", "reward") == "reward":
+            rewards = [
+                r - s["kl_beta"] * k(s["kl_estimator"], given["old"][b][t], given["ref"][b][t])
+                for t, r in enumerate(rewards)
+            ]
+        if s["name"] == "ppo":
+            v = [*given["old_values"][b], 0.0]
+            deltas = [rewards[t] + s["gamma"] * v[t + 1] - v[t] for t in range(n)]
+            decay = s["gamma"] * s["gae_lambda"]
+            row = [sum(decay ** (u - t) * deltas[u] for u in range(t, n)) for t in range(n)]
+            returns.append([a + v[t] for t, a in enumerate(row)])
+        else:
+            row = [sum(rewards[t:]) for t in range(n)]
+        advantages.append(row)
+    if s.get("whiten_advantages", True):
+        flat = [a for row in advantages for a in row]
+        scale = math.sqrt(mean([(a - mean(flat)) ** 2 for a in flat]) + 1e-8)
+        advantages = [[(a - mean(flat)) / scale for a in row] for row in advantages]
+    return advantages, returns if s["name"] == "ppo" else None
+
+
+def pushes(s, given):
+    """DPO: the derivative of the pair's loss by its margin (times kl_beta) at the sampling policy, signed."""
+    gains = [sum(o - r for o, r in zip(*pair, strict=True)) for pair in zip(given["old"], given["ref"], strict=True)]
+    result = []
+    for first in range(0, len(gains), given["group_size"]):
+        rewards = given["rewards"][first : first + given["group_size"]]
+        row = [0.0] * len(rewards)
+        if max(rewards) > min(rewards):
+            best, worst = rewards.index(max(rewards)), rewards.index(min(rewards))
+            margin = s["kl_beta"] * (gains[first + best] - gains[first + worst])
+            row[best], row[worst] = 1 / (1 + math.exp(margin)), -1 / (1 + math.exp(margin))
+        result += row
+    return result
+
+
+def weighted(s, given, value):
+    """The mean of value(row, token) as the objective aggregates; of Dr. GRPO and RLOO, what is reported."""
+    lengths = given["lengths"]
+    if s["name"] in ("dapo", "cispo", "ppo", "reinforce_plus_plus"):
+        return sum(value(b, t) for b, n in enumerate(lengths) for t in range(n)) / sum(lengths)
+    return sum(sum(value(b, t) for t in range(n)) / n for b, n in enumerate(lengths) if n) / len(lengths)
+
+
+def loss_of(s, given, logprobs, advantages, fixed):
+    name, lengths, old = s["name"], given["lengths"], given["old"]
+    if name == "rloo":
+        return -mean([surrogate(s, row_ratio(given, logprobs, b), advantages[b][0]) if n else 0.0
+                      for b, n in enumerate(lengths)])  # fmt: skip
+    if name == "online_dpo":
+        return dpo_loss(s, given, logprobs)
+
+    def per_token(b, t):
+        a = advantages[b][t]
+        if name == "cispo":
+            weight = min(max(math.exp(fixed[b][t] - old[b][t]), 1 - s["clip_epsilon"]), 1 + s["clip_epsilon_high"])
+            value = -weight * a * logprobs[b][t]
+        elif name == "gspo":  # section 4.3: the sequence's ratio, with the gradient of the token's own log-prob
+            ratio = row_ratio(given, fixed, b) ** (1 / lengths[b]) * math.exp(logprobs[b][t] - fixed[b][t])
+            value = -surrogate(s, ratio, a)
+        else:
+            value = -surrogate(s, math.exp(logprobs[b][t] - old[b][t]), a)
+        if s["kl_beta"] > 0 and (name not in ("ppo", "reinforce_plus_plus") or s.get("kl_placement") == "loss"):
+            value += s["kl_beta"] * k(s["kl_estimator"], logprobs[b][t], given["ref"][b][t])
+        if name == "ppo":
+            value -= s["entropy_bonus"] * given["entropy"][b][t]
+        return value
+
+    if name == "dr_grpo":
+        total = sum(per_token(b, t) for b, n in enumerate(lengths) for t in range(n))
+        return total / len(lengths) / s["loss_denominator"]
+    return weighted(s, given, per_token)
+
+
+def surrogate(s, ratio, a):
+    low = s["clip_epsilon"]
+    if low is None:
+        return ratio * a
+    high = low if s.get("clip_epsilon_high") is None else s["clip_epsilon_high"]
+    return min(ratio * a, min(max(ratio, 1 - low), 1 + high) * a)
+
+
+def row_ratio(given, logprobs, b):
+    return math.exp(sum(n - o for n, o in zip(logprobs[b], given["old"][b], strict=True)))
+
+
+def dpo_loss(s, given, logprobs):
+    """Each row of a pair: -log sigmoid of the margin with the partner where it was sampled, less half of the same at
+    the sampling policy; the mean over groups. At the sampling policy that is the DPO loss."""
+    total, push = 0.0, pushes(s, given)
+    for b, p in enumerate(push):
+        if p and given["lengths"][b]:  # a row without tokens weighs nothing
+            margin = math.log(1 / abs(p) - 1)
+            moved = math.copysign(s["kl_beta"], p) * math.log(row_ratio(given, logprobs, b))
+            total += math.log(1 + math.exp(-margin - moved)) - 0.5 * math.log(1 + math.exp(-margin))
+    return total / (len(push) / given["group_size"])
+
+
+def clip_fraction(s, given, advantages):
+    now, old = given["now"], given["old"]
+
+    def cut(b, t):
+        token = math.exp(now[b][t] - old[b][t])
+        if s["name"] == "online_dpo" or s["clip_epsilon"] is None:
+            return 0.0
+        if s["name"] == "cispo":
+            return float(not 1 - s["clip_epsilon"] <= token <= 1 + s["clip_epsilon_high"])
+        if s["name"] == "gspo":
+            token = row_ratio(given, now, b) ** (1 / given["lengths"][b])
+        if s["name"] == "rloo":
+            token = row_ratio(given, now, b)
+        return float(surrogate(s, token, advantages[b][t]) < token * advantages[b][t] - 1e-12)
+
+    return weighted(s, given, cut)
+
+
+def value_loss(s, given, values, returns):
+    def per_token(b, t):
+        v, before, target = values[b][t], given["old_values"][b][t], returns[b][t]
+        near = before + min(max(v - before, -s["value_clip"]), s["value_clip"])
+        return 0.5 * max((v - target) ** 2, (near - target) ** 2)
+
+    return weighted(s, given, per_token)
+
+
+def golden():
+    """All cases: for each batch its inputs and, for each setting that may see it, the answers."""
+    needs_group = [label for label, s in SETTINGS.items() if s["name"] not in ("ppo", "reinforce_plus_plus")]
+    return {
+        case: {
+            "inputs": given,
+            "answers": {
+                label: answers(label, given)
+                for label in SETTINGS
+                if given["group_size"] > 1 or label not in needs_group
+            },
+        }
+        for case, given in inputs().items()
+    }
+
+
+def rounded(value):
+    """The same JSON value with 12 significant digits."""
+    if isinstance(value, dict):
+        return {key: rounded(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [rounded(part) for part in value]
+    return float(f"{value:.12g}") if isinstance(value, float) else value
+
+
+def text(value, depth=0):
+    """JSON with one line for each batch and each setting's answers."""
+    if depth == 3 or not isinstance(value, dict) or (depth == 2 and "lengths" in value):
+        return json.dumps(value)
+    inner = (",\n" + " " * (depth + 1)).join(
+        f"{json.dumps(key)}: {text(part, depth + 1)}" for key, part in value.items()
+    )
+    return "{\n" + " " * (depth + 1) + inner + "\n" + " " * depth + "}"
+
+
+if __name__ == "__main__":
+    FILE.write_text(text(rounded(golden())) + "\n")

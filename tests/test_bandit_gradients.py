@@ -1,0 +1,278 @@
+"""The expected gradient of every estimator, enumerated exactly on a problem small enough to list all its groups.
+
+The policy is a table of logits, one row for each prefix. All groups of G completions are enumerated with their
+probabilities, so that an expectation is a finite sum in float64. True gradients come from autograd of the enumerated
+expected reward, and an estimator that is biased by design is compared with its own expectation, written out here.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from algorithms.cispo import CISPO
+from algorithms.dapo import DAPO
+from algorithms.dr_grpo import DrGRPO
+from algorithms.grpo import GRPO
+from algorithms.gspo import GSPO
+from algorithms.online_dpo import OnlineDPO
+from algorithms.ppo import PPO
+from algorithms.reinforce_plus_plus import ReinforcePlusPlus
+from algorithms.rloo import RLOO
+from harness.types import Batch, PolicyOutput
+
+STOP = 2
+
+
+class Bandit:
+    """Completions over the tokens 0 and 1 and, if they may differ in length, STOP; rewards are drawn, or 0 1 0 ..."""
+
+    def __init__(self, length, *, stops=False, binary=False, seed=0):
+        self.vocabulary = 3 if stops else 2
+        self.completions = [
+            y
+            for n in range(1, length + 1)
+            for y in itertools.product(range(self.vocabulary), repeat=n)
+            if STOP not in y[:-1] and (n == length or y[-1] == STOP)
+        ]
+        prefixes = sorted({y[:t] for y in self.completions for t in range(len(y))})
+        self.row_of = {prefix: i for i, prefix in enumerate(prefixes)}
+        generator = torch.Generator().manual_seed(seed)
+
+        def table():
+            return torch.randn(len(prefixes), self.vocabulary, generator=generator, dtype=torch.float64)
+
+        self.logits, self.other_logits, self.ref_logits = table().requires_grad_(), table(), table()
+        self.rewards = torch.rand(len(self.completions), generator=generator, dtype=torch.float64)
+        if binary:
+            self.rewards = torch.arange(len(self.completions)).remainder(2).double()
+
+    def token_logprobs(self, logits, y):
+        logp = F.log_softmax(logits, dim=-1)
+        return torch.stack([logp[self.row_of[y[:t]], y[t]] for t in range(len(y))])
+
+    def logprobs(self, logits):
+        """Log-prob of every completion."""
+        return torch.stack([self.token_logprobs(logits, y).sum() for y in self.completions])
+
+    def gradient(self, objective):
+        return torch.autograd.grad(objective, self.logits, retain_graph=True)[0]
+
+    def expected_reward(self, kl_beta=0.0):
+        """E[r] - kl_beta * KL(policy, reference), with its gradient."""
+        logp = self.logprobs(self.logits)
+        return (logp.exp() * (self.rewards - kl_beta * (logp - self.logprobs(self.ref_logits)))).sum()
+
+    def groups(self, size, logits=None):
+        """(completion numbers, probability) of every group that `logits` (by default the policy's) can sample."""
+        p = self.logprobs(self.logits if logits is None else logits).detach().exp().tolist()
+        for chosen in itertools.product(range(len(p)), repeat=size):
+            yield chosen, math.prod(p[i] for i in chosen)
+
+    def padded(self, logits, chosen):
+        """[G, T] token log-probs; column 0 is the prompt."""
+        width = 1 + max(map(len, self.completions))
+        rows = [self.token_logprobs(logits, self.completions[i]) for i in chosen]
+        return torch.stack([F.pad(row, (1, width - 1 - len(row))) for row in rows])
+
+    def batch(self, chosen, old, algorithm):
+        lengths = torch.tensor([1 + len(self.completions[i]) for i in chosen])
+        column = torch.arange(1 + max(map(len, self.completions)))
+        mask = (column >= 1) & (column < lengths[:, None])
+        batch = Batch(
+            tokens_BT=torch.zeros(mask.shape, dtype=torch.int64),
+            completion_mask_BT=mask,
+            lengths_B=lengths,
+            truncated_B=torch.zeros(len(chosen), dtype=torch.bool),
+            sampler_logprobs_BT=old,
+            rewards_B=self.rewards[list(chosen)],
+            group_size=len(chosen),
+            old_logprobs_BT=old,
+            ref_logprobs_BT=self.padded(self.ref_logits, chosen) if algorithm.needs_reference else None,
+            values_BT=torch.zeros(mask.shape, dtype=torch.float64) if algorithm.needs_critic else None,
+        )
+        batch = algorithm.advantages(batch)
+        return batch.replace(loss_weight_BT=algorithm.loss_weights(mask.double()))
+
+    def expected_update(self, algorithm, size, sampled_from=None):
+        """Minus the expected gradient of the algorithm's loss over all groups: where a small step goes on average."""
+        total = torch.zeros_like(self.logits)
+        for chosen, p in self.groups(size, sampled_from):
+            logprobs = self.padded(self.logits, chosen)
+            old = logprobs.detach() if sampled_from is None else self.padded(sampled_from, chosen)
+            batch = self.batch(chosen, old, algorithm)
+            loss, _ = algorithm.loss(batch, PolicyOutput(logprobs, torch.zeros_like(logprobs), batch.values_BT))
+            total -= p * self.gradient(loss)
+        return total
+
+    def expectation(self, coefficients, size):
+        """Sum over groups of probability * sum over rows and tokens of coefficient * gradient of the log-prob;
+        `coefficients(rewards, lengths)` gives one number for each row."""
+        total = torch.zeros_like(self.logits)
+        scores = [self.gradient(logp) for logp in self.logprobs(self.logits)]
+        for chosen, p in self.groups(size):
+            rewards = [self.rewards[i].item() for i in chosen]
+            lengths = [len(self.completions[i]) for i in chosen]
+            for i, coefficient in zip(chosen, coefficients(rewards, lengths), strict=True):
+                total += p * coefficient * scores[i]
+        return total
+
+
+def close(one, other, tolerance=1e-9):
+    return torch.allclose(one, other, rtol=0, atol=tolerance)
+
+
+def cosine(one, other):
+    return F.cosine_similarity(one.flatten(), other.flatten(), dim=0).item()
+
+
+def standardised(rewards, floor=1e-4):
+    if len(set(rewards)) == 1:
+        return [0.0] * len(rewards)
+    mean = sum(rewards) / len(rewards)
+    std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
+    return [(r - mean) / (std + floor) for r in rewards]
+
+
+def test_the_probabilities_of_all_completions_sum_to_one():
+    for bandit in (Bandit(1), Bandit(2), Bandit(2, stops=True), Bandit(3, stops=True)):
+        assert bandit.logprobs(bandit.logits).exp().sum().item() == pytest.approx(1, abs=1e-12)
+        assert sum(p for _, p in bandit.groups(2)) == pytest.approx(1, abs=1e-12)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_rloo_is_unbiased_whatever_the_lengths(size):
+    bandit = Bandit(2, stops=True)
+    truth = bandit.gradient(bandit.expected_reward())
+    assert truth.norm() > 0.01
+    assert close(bandit.expected_update(RLOO(kl_beta=0.0), size), truth)
+
+
+def test_rloo_with_its_divergence_in_the_reward_climbs_reward_minus_divergence():
+    bandit = Bandit(2, stops=True)
+    truth = bandit.gradient(bandit.expected_reward(kl_beta=0.3))
+    assert close(bandit.expected_update(RLOO(kl_beta=0.3), 2), truth)
+    assert not close(truth, bandit.gradient(bandit.expected_reward()), 1e-3)
+
+
+def test_rloo_stays_unbiased_when_another_policy_sampled():
+    bandit = Bandit(2, stops=True)
+    truth = bandit.gradient(bandit.expected_reward())
+    assert close(bandit.expected_update(RLOO(kl_beta=0.0), 2, sampled_from=bandit.other_logits), truth)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_dr_grpo_is_the_true_gradient_times_what_its_own_mean_and_constant_take_away(size):
+    # a reward is part of the mean it is compared with: (G - 1) / G; the sum over tokens is divided by 16
+    bandit = Bandit(2, stops=True)
+    truth = bandit.gradient(bandit.expected_reward())
+    expected = (size - 1) / size * truth / 16
+    assert close(bandit.expected_update(DrGRPO(loss_denominator=16), size), expected)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_grpo_keeps_the_direction_for_binary_rewards_of_single_tokens(size):
+    # Groups of 2 or 3 with mixed 0 / 1 rewards all have the same deviation: sqrt(1/2) or sqrt(1/3).
+    bandit = Bandit(1, stops=True, binary=True)
+    truth = bandit.gradient(bandit.expected_reward())
+    expected = (size - 1) / size * truth / (math.sqrt(1 / size) + 1e-4)
+    assert truth.norm() > 0.01
+    assert close(bandit.expected_update(GRPO(kl_beta=0.0), size), expected)
+
+
+def test_grpo_is_biased_by_deviation_and_length():
+    bandit = Bandit(2, stops=True)
+    update = bandit.expected_update(GRPO(kl_beta=0.0), 3)
+
+    def coefficients(rewards, lengths):
+        return [a / n / len(rewards) for a, n in zip(standardised(rewards), lengths, strict=True)]
+
+    assert close(update, bandit.expectation(coefficients, 3))
+    assert cosine(update, bandit.gradient(bandit.expected_reward())) < 0.999
+
+
+@pytest.mark.parametrize("algorithm", [DAPO(), CISPO()], ids=lambda a: a.name)
+def test_token_level_losses_weigh_every_token_of_a_minibatch_alike(algorithm):
+    bandit = Bandit(2, stops=True)
+
+    def coefficients(rewards, lengths):
+        return [a / sum(lengths) for a in standardised(rewards)]
+
+    assert close(bandit.expected_update(algorithm, 3), bandit.expectation(coefficients, 3))
+
+
+def test_gspo_on_policy_is_grpo():
+    # At a ratio of 1 the geometric mean's gradient is the mean of the tokens' gradients.
+    bandit = Bandit(2, stops=True)
+    assert close(bandit.expected_update(GSPO(), 2), bandit.expected_update(GRPO(kl_beta=0.0), 2))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_ppo_with_zero_values_and_plain_advantages_is_reinforce(size):
+    # all completions have two tokens, over which the loss is averaged: half of the true gradient
+    bandit = Bandit(2)
+    truth = bandit.gradient(bandit.expected_reward())
+    update = bandit.expected_update(PPO(kl_beta=0.0, whiten_advantages=False), size)
+    assert close(update, truth / 2)
+
+
+def test_the_per_token_divergence_in_the_reward_climbs_reward_minus_divergence():
+    bandit = Bandit(2)
+    truth = bandit.gradient(bandit.expected_reward(kl_beta=0.3))
+    update = bandit.expected_update(PPO(kl_beta=0.3, whiten_advantages=False), 1)
+    assert close(update, truth / 2)
+
+
+def test_reinforce_plus_plus_is_ppo_with_zero_values():
+    bandit = Bandit(2, stops=True)
+    one, other = (bandit.expected_update(a, 2) for a in (ReinforcePlusPlus(kl_beta=0.2), PPO(kl_beta=0.2)))
+    assert one.norm() > 0.01
+    assert close(one, other)
+
+
+def test_reinforce_plus_plus_is_biased_by_its_deviation_as_stated():
+    # Two completions of one token, sampled twice: normalised rewards are +-1 wherever they differ.
+    bandit = Bandit(1)
+
+    def coefficients(rewards, lengths):
+        mean = sum(rewards) / len(rewards)
+        variance = sum((r - mean) ** 2 for r in rewards) / len(rewards)
+        return [(r - mean) / math.sqrt(variance + 1e-8) / len(rewards) for r in rewards]
+
+    update = bandit.expected_update(ReinforcePlusPlus(kl_beta=0.0), 2)
+    assert close(update, bandit.expectation(coefficients, 2))
+    truth = bandit.gradient(bandit.expected_reward())
+    assert cosine(update, truth) == pytest.approx(1, abs=1e-9)  # one free logit: the bias is all in the length
+    assert not close(update, truth, 1e-3)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_online_dpo_is_the_gradient_of_the_dpo_loss(size):
+    bandit, beta = Bandit(2, stops=True), 0.7
+    logp = bandit.logprobs(bandit.logits)
+    gain = logp - bandit.logprobs(bandit.ref_logits)
+    loss = torch.zeros((), dtype=torch.float64)
+    for chosen, p in bandit.groups(size):
+        rewards = [bandit.rewards[i].item() for i in chosen]
+        best, worst = chosen[rewards.index(max(rewards))], chosen[rewards.index(min(rewards))]
+        if max(rewards) > min(rewards):
+            loss = loss - p * F.logsigmoid(beta * (gain[best] - gain[worst]))
+    truth = -bandit.gradient(loss)
+    assert truth.norm() > 0.01
+    assert close(bandit.expected_update(OnlineDPO(kl_beta=beta), size), truth)
+
+
+def test_only_k2_in_the_loss_has_the_gradient_of_the_divergence_it_estimates():
+    # Equal rewards, single tokens: what is left is the KL term. k1: 0, k2: KL(policy, ref), k3: KL(ref, policy).
+    bandit = Bandit(1)
+    bandit.rewards = torch.ones_like(bandit.rewards)
+    logp, ref = F.log_softmax(bandit.logits, dim=-1), F.log_softmax(bandit.ref_logits, dim=-1)
+    reverse = -bandit.gradient((logp.exp() * (logp - ref)).sum())
+    logp = F.log_softmax(bandit.logits, dim=-1)
+    forward = -bandit.gradient((ref.exp() * (ref - logp)).sum())
+    assert close(bandit.expected_update(GRPO(kl_beta=1.0, kl_estimator="k1"), 2), torch.zeros_like(reverse))
+    assert close(bandit.expected_update(GRPO(kl_beta=1.0, kl_estimator="k2"), 2), reverse)
+    assert close(bandit.expected_update(GRPO(kl_beta=1.0, kl_estimator="k3"), 2), forward)
+    assert not close(reverse, forward, 1e-3)

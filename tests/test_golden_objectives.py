@@ -1,0 +1,128 @@
+"""Every objective on recorded batches, edge cases included, against float64 references in plain Python."""
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness import plugins
+from harness.tensors import pad_right
+from harness.types import Batch, PolicyOutput
+
+FILE = Path(__file__).parent / "golden" / "objectives.json"
+GOLDEN = json.loads(FILE.read_text())
+CASES = [(case, label) for case, record in GOLDEN.items() for label in record["answers"]]
+PROMPT = 2  # tokens before each completion
+
+
+def reference():
+    spec = importlib.util.spec_from_file_location("golden_objectives", FILE.with_suffix(".py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+REFERENCE = reference()
+
+
+def column(rows):
+    """[B, T] float64 with each row after its prompt."""
+    width = PROMPT + max(map(len, rows)) + 1  # one column of padding
+    return pad_right([[0.0] * PROMPT + row for row in rows], torch.float64, width)
+
+
+def make_batch(given, algorithm):
+    mask = column([[1.0] * n for n in given["lengths"]]) > 0
+    step_rewards = step_ends = None
+    if given["steps"] is not None:
+        rows = [
+            [row.get(str(t), 0.0) for t in range(n)] for row, n in zip(given["steps"], given["lengths"], strict=True)
+        ]
+        ends = [
+            [float(str(t) in row) for t in range(n)] for row, n in zip(given["steps"], given["lengths"], strict=True)
+        ]
+        step_rewards, step_ends = column(rows), column(ends) > 0
+    return Batch(
+        tokens_BT=torch.zeros(mask.shape, dtype=torch.int64),
+        completion_mask_BT=mask,
+        lengths_B=torch.tensor([PROMPT + n for n in given["lengths"]]),
+        truncated_B=torch.tensor(given["truncated"]),
+        sampler_logprobs_BT=column(given["old"]),
+        rewards_B=torch.tensor(given["rewards"], dtype=torch.float64),
+        group_size=given["group_size"],
+        step_rewards_BT=step_rewards,
+        step_ends_BT=step_ends,
+        old_logprobs_BT=column(given["old"]),
+        ref_logprobs_BT=column(given["ref"]) if algorithm.needs_reference else None,
+        values_BT=column(given["old_values"]) if algorithm.needs_critic else None,
+        loss_weight_BT=algorithm.loss_weights(mask.double()),
+    )
+
+
+def flatten(value):
+    return [x for part in value for x in flatten(part)] if isinstance(value, list) else [value]
+
+
+def equal(one, other, tolerance):
+    """Whether two JSON values have the same shape and numbers."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key], tolerance) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(equal(a, b, tolerance) for a, b in zip(one, other, strict=True))
+    return math.isclose(one, other, abs_tol=tolerance, rel_tol=0) if isinstance(one, float) else one == other
+
+
+def test_the_recorded_numbers_are_those_of_the_written_references():
+    assert equal(json.loads(json.dumps(REFERENCE.golden())), GOLDEN, 1e-9)
+
+
+def test_every_algorithm_is_recorded():
+    assert {setting["name"] for setting in REFERENCE.SETTINGS.values()} == set(plugins.names("algorithm"))
+
+
+@pytest.mark.parametrize("name", plugins.names("algorithm"))
+def test_the_references_assume_the_defaults_of_the_library(name):
+    defaults = {key: field.default for key, field in plugins.load("algorithm", name).model_fields.items()}
+    assert {key: defaults[key] for key in REFERENCE.DEFAULTS[name]} == REFERENCE.DEFAULTS[name]
+
+
+@pytest.mark.parametrize(("case", "label"), CASES)
+def test_an_objective_gives_the_recorded_numbers(case, label):
+    given, expected = GOLDEN[case]["inputs"], GOLDEN[case]["answers"][label]
+    setting = REFERENCE.SETTINGS[label]
+    algorithm = plugins.load("algorithm", setting["name"])(**setting, group_size=given["group_size"])
+    batch = algorithm.advantages(make_batch(given, algorithm))
+    logprobs = column(given["now"]).requires_grad_()
+    values = column(given["values"]).requires_grad_() if algorithm.needs_critic else None
+    loss, metrics = algorithm.loss(batch, PolicyOutput(logprobs, column(given["entropy"]), values))
+    loss.backward()
+
+    def on_completions(tensor):
+        """The numbers of the completion tokens; everything else must be 0."""
+        assert tensor is not None and tensor[~batch.completion_mask_BT].abs().sum() == 0
+        return tensor[batch.completion_mask_BT].tolist()
+
+    found = {
+        "advantages": on_completions(batch.advantages_BT),
+        "policy_loss": [metrics["policy/loss"].item()],
+        "gradient": on_completions(logprobs.grad),
+        "clip_fraction": [metrics["policy/clip_fraction"].item()],
+        "kl_old": [metrics["kl/old"].item()],
+    }
+    if values is not None:
+        found |= {
+            "returns": on_completions(batch.returns_BT),
+            "critic_loss": [metrics["critic/loss"].item()],
+            "value_gradient": on_completions(values.grad),
+        }
+    if algorithm.needs_reference:
+        found["kl_reference"] = [metrics["kl/reference"].item()]
+    assert found.keys() == expected.keys()
+    for key, numbers in found.items():
+        assert numbers == pytest.approx(flatten(expected[key]), abs=1e-6, rel=0), key
+    if case == "equal_rewards" and "kl_reference" not in expected and algorithm.min_group_size > 1:
+        assert found["gradient"] == [0.0] * sum(given["lengths"])

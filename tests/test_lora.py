@@ -1,0 +1,191 @@
+"""Adapters, mixed precision and recomputed activations: what is trained, what stays, and that a run resumes."""
+
+import pytest
+import torch
+from fakes import MemoryLog
+from safetensors.torch import load_file
+from test_learner import make_batch
+from test_train import BASE, StopAfter
+
+from harness.learner import Learner
+from harness.lora import adapter_off, adapter_weights, add_adapter, merged_weights
+from harness.model import load_policy, save_model, tiny_model, tiny_tokenizer
+from harness.spec import SpecError, parse_run
+from harness.tensors import token_logprobs
+from harness.train import train
+
+LORA = {"rank": 4, "alpha": 8.0}
+
+
+def spec_of(algorithm="grpo", **changes):
+    raw = {"task": "arithmetic", "algorithm": {"name": algorithm, "group_size": 2}, "rollouts_per_step": 8}
+    return parse_run({**raw, "lora": LORA, "optimizer": {"learning_rate": 1e-2}, **changes}, "test")
+
+
+def adapted(algorithm="grpo", **changes):
+    """(spec, policy with an adapter, learner)."""
+    spec, policy = spec_of(algorithm, **changes), tiny_model(0)
+    assert spec.lora is not None
+    add_adapter(policy, spec.lora, spec.seed)
+    return spec, policy, Learner(spec, policy)
+
+
+def logprobs(policy, batch):
+    with torch.no_grad():
+        return token_logprobs(policy, batch.tokens_BT, batch.completion_mask_BT, 1.0)[0]
+
+
+def updated(spec, learner, batch):
+    batch = spec.algorithm.advantages(learner.annotate(batch, sampler_is_exact=True))
+    return learner.update(batch, 0)
+
+
+def test_a_new_adapter_changes_nothing_and_only_it_is_trained():
+    batch = make_batch(tiny_model(0))
+    spec, policy, learner = adapted()
+    before = logprobs(tiny_model(0), batch)
+    assert torch.equal(logprobs(policy, batch), before)
+    updated(spec, learner, batch)
+    after = logprobs(policy, batch)
+    assert (after - before).abs().max() > 1e-3
+    with adapter_off(policy):
+        assert torch.equal(logprobs(policy, batch), before)
+    assert torch.equal(logprobs(policy, batch), after)
+    trained = {name for name, p in policy.named_parameters() if p.requires_grad}
+    # 7 linear layers (q, k, v, o, gate, up, down) in each of 3 blocks, two matrices each; the head has none
+    assert len(trained) == 7 * 3 * 2
+    assert trained == adapter_weights(policy).keys()
+
+
+def test_the_reference_is_the_model_without_its_adapter():
+    batch = make_batch(tiny_model(0))
+    spec, policy, learner = adapted()
+    assert learner.reference is None
+    updated(spec, learner, batch)
+    annotated = learner.annotate(batch, sampler_is_exact=True)
+    assert annotated.ref_logprobs_BT is not None
+    assert torch.allclose(annotated.ref_logprobs_BT, logprobs(tiny_model(0), batch), atol=1e-6)
+    assert not torch.allclose(logprobs(policy, batch), annotated.ref_logprobs_BT, atol=1e-3)
+
+
+def test_merged_weights_are_those_of_a_plain_model_that_does_the_same(tmp_path):
+    batch = make_batch(tiny_model(0))
+    spec, policy, learner = adapted()
+    updated(spec, learner, batch)
+    plain = tiny_model(1)
+    weights = merged_weights(policy)
+    assert weights.keys() == plain.state_dict().keys()
+    plain.load_state_dict(weights)
+    assert torch.allclose(logprobs(plain, batch), logprobs(policy, batch), atol=1e-5)
+    save_model(tmp_path, policy, tiny_tokenizer())
+    assert torch.allclose(logprobs(load_policy(str(tmp_path), seed=0), batch), logprobs(policy, batch), atol=1e-5)
+    assert not [name for name in load_file(tmp_path / "model.safetensors") if "lora" in name]
+
+
+def test_the_same_seed_draws_the_same_adapter_and_no_random_state_is_touched():
+    before = torch.random.get_rng_state()
+    one, same, other = (adapter_weights(adapted(seed=seed)[1]) for seed in (0, 0, 1))
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert any(not torch.equal(one[name], other[name]) for name in one)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_the_critic_shares_the_frozen_weights_and_has_an_adapter_of_its_own():
+    spec, policy, learner = adapted("ppo")
+    assert learner.critic is not None
+    shared = {p.data_ptr() for p in policy.parameters() if not p.requires_grad}
+    for name, parameter in learner.critic.named_parameters():
+        assert (parameter.data_ptr() in shared) == (not parameter.requires_grad), name
+    state = learner.state()["critic_parameters"]
+    assert {"head.weight", "head.bias"} < state.keys()
+    assert all("lora_" in name or name.startswith("head.") for name in state)
+    batch = make_batch(tiny_model(0))
+    updated(spec, learner, batch)
+    with adapter_off(policy):
+        assert torch.equal(logprobs(policy, batch), logprobs(tiny_model(0), batch))
+
+
+def test_a_bfloat16_model_gets_a_float32_adapter():
+    policy = tiny_model(0).bfloat16()
+    spec = spec_of("ppo", dtype="bfloat16")
+    assert spec.lora is not None
+    add_adapter(policy, spec.lora, 0)
+    assert {p.dtype for p in policy.parameters() if p.requires_grad} == {torch.float32}
+    learner = Learner(spec, policy)
+    metrics = updated(spec, learner, make_batch().replace(sampler_logprobs_BT=logprobs(policy, make_batch())))
+    assert metrics["policy/grad_norm"] > 0
+    assert learner.critic is not None
+    assert learner.critic.head.weight.dtype == torch.float32
+
+
+def test_chosen_layers_get_the_adapter_and_unknown_names_are_refused():
+    policy = tiny_model(0)
+    targeted = spec_of(lora={"targets": ["q_proj", "v_proj"]}).lora
+    assert targeted is not None
+    add_adapter(policy, targeted, 0)
+    assert {name.split(".")[-4] for name in adapter_weights(policy)} == {"q_proj", "v_proj"}
+    wrong = spec_of(lora={"targets": ["query"]}).lora
+    assert wrong is not None
+    with pytest.raises(ValueError, match=r"lora\.targets must name linear layers of the model \(down_proj, .*query"):
+        add_adapter(tiny_model(0), wrong, 0)
+
+
+def test_a_mistyped_setting_of_the_adapter_is_explained():
+    with pytest.raises(SpecError, match=r"lora\.rnak: unknown key 'rnak'; did you mean 'rank'\?"):
+        spec_of(lora={"rnak": 3})
+    assert parse_run({"task": "arithmetic", "algorithm": "grpo", "lora": {}}, "test").lora is not None
+
+
+def gradient(**changes):
+    spec, policy = spec_of(lora=None, **changes), tiny_model(0).double()
+    if spec.gradient_checkpointing:
+        policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    learner = Learner(spec, policy)
+    batch = spec.algorithm.advantages(learner.annotate(make_batch(), sampler_is_exact=False))
+    calls = []
+    policy.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    learner.optimizers = {}
+    weighted = batch.replace(loss_weight_BT=spec.algorithm.loss_weights(batch.completion_mask_BT))
+    learner._optimizer_step(weighted, first=True)
+    assert not policy.training
+    return torch.cat([p.grad.flatten() for p in policy.parameters()]), len(calls)
+
+
+def test_recomputed_activations_give_the_same_gradient_with_a_second_forward_pass():
+    plain, once = gradient()
+    recomputed, twice = gradient(gradient_checkpointing=True)
+    assert (recomputed - plain).norm() <= 1e-12 * plain.norm()
+    assert twice == 2 * once
+
+
+def test_mixed_precision_keeps_float32_weights_and_stays_near_the_full_precision():
+    batch = make_batch(tiny_model(0))
+    spec, policy = spec_of(lora=None, autocast=True), tiny_model(0)
+    learner = Learner(spec, policy)
+    with torch.no_grad():
+        mixed = learner._logprobs(policy, batch)
+    difference = (mixed - logprobs(policy, batch)).abs().max()
+    assert 0 < difference < 0.1
+    metrics = updated(spec, learner, batch.replace(sampler_logprobs_BT=mixed))
+    assert metrics["mismatch/kl"] < 1e-6
+    assert {p.dtype for p in policy.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_a_run_with_an_adapter_resumes_bit_for_bit_and_its_checkpoint_is_a_plain_model(algorithm, tmp_path):
+    raw = {**BASE, "algorithm": {"name": algorithm, "group_size": 4, "kl_beta": 0.02}, "lora": LORA}
+    spec = parse_run({**raw, "optimizer": {"learning_rate": 1e-2}}, "test")
+    whole, parts = MemoryLog(), MemoryLog()
+    train(spec, tmp_path / "whole", whole, cache=tmp_path / "cache")
+    train(spec, tmp_path / "parts", parts, cache=tmp_path / "cache", should_stop=StopAfter(3))
+    assert train(spec, tmp_path / "parts", parts, cache=tmp_path / "cache").state == "complete"
+    assert parts.without_clocks() == whole.without_clocks()
+    assert all(value < 1e-6 for _, value in whole.history("mismatch/kl"))
+    assert whole.history("kl/reference")[0][1] == pytest.approx(0, abs=1e-7) if algorithm == "grpo" else True
+    folder = sorted((tmp_path / "whole/checkpoints").glob("step-*"))[-1] / "policy"
+    again = MemoryLog()
+    train(parse_run({**BASE, "algorithm": raw["algorithm"], "model": str(folder), "steps": 0, "cold_start": {}}, "t"),
+          tmp_path / "eval", again, cache=tmp_path / "cache")  # fmt: skip
+    assert again.history("validation/accuracy")[0][1] == pytest.approx(
+        whole.history("validation/accuracy")[-1][1], abs=0.2
+    )
