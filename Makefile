@@ -4,10 +4,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
+BENCH_VENV ?= .venv-bench
+BENCH_BIN := $(BENCH_VENV)/bin
 # One thread per worker, and threads that sleep instead of spinning: spinning threads were seen 15x slower on busy cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: quickstart test test-vllm check format clean
+.PHONY: quickstart test test-vllm bench check format clean
 
 $(BIN)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +37,17 @@ $(VLLM_BIN)/.installed: pyproject.toml constraints-vllm.txt
 test-vllm: $(VLLM_BIN)/.installed
 	OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest tests/contracts/test_engines.py tests/test_probe.py tests/test_vllm_engine.py
 
+# This project and TRL, in an environment of its own, so that one torch runs both.
+$(BENCH_BIN)/.installed: pyproject.toml constraints-bench.txt
+	$(PYTHON) -m venv $(BENCH_VENV)
+	$(BENCH_BIN)/python -m pip install --quiet --upgrade "pip>=24"
+	$(BENCH_BIN)/python -m pip install --quiet --constraint constraints-bench.txt torch
+	$(BENCH_BIN)/python -m pip install --quiet --constraint constraints-bench.txt "trl==1.16.*" --editable .
+	touch $@
+
+bench: $(BENCH_BIN)/.installed
+	$(BENCH_BIN)/python benchmarks/speed.py
+
 check: $(BIN)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -45,4 +58,4 @@ format: $(BIN)/.installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(BENCH_VENV) build *.egg-info .pytest_cache .ruff_cache

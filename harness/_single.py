@@ -71,6 +71,7 @@ def _evaluate(spec: RunSpec, split: Split, runs: Path) -> EvaluationResult:
             split,
             spec.evaluation,
             max_tokens=spec.sampling_with_limit().max_tokens or 0,
+            stop=spec.sampling.stop,
             seed=spec.seed,
             step=0,
             on_progress=lambda done, total: show(split, done, total),

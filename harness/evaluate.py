@@ -21,6 +21,7 @@ def evaluate(
     settings: Evaluation,
     *,
     max_tokens: int,
+    stop: tuple[str, ...] = (),
     seed: int,
     step: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -32,8 +33,8 @@ def evaluate(
     """
     limit = settings.num_test_prompts if split == "test" else settings.num_prompts
     prompts = task.prompts(split)[:limit]
-    sampled = Sampling(temperature=settings.temperature, max_tokens=max_tokens)
-    greedy = Sampling(temperature=0, max_tokens=max_tokens)
+    sampled = Sampling(temperature=settings.temperature, max_tokens=max_tokens, stop=stop)
+    greedy = sampled.model_copy(update={"temperature": 0.0})
     groups: list[Group] = []
     greedy_groups: list[Group] = []
     for start in range(0, len(prompts), 64):

@@ -16,7 +16,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
 import yaml
 from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
@@ -39,6 +39,9 @@ class Sampling(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0, description="0 keeps all tokens")
     max_tokens: int | None = Field(default=None, ge=1, description="completion limit; by default the task's own")
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(), description="texts that end a completion, evaluations included; kept in it"
+    )
 
 
 class ColdStart(Section):

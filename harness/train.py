@@ -368,6 +368,7 @@ def _evaluate(run: Run, split: Split, step: int) -> None:
             split,
             run.spec.evaluation,
             max_tokens=run.spec.sampling_with_limit().max_tokens or 0,
+            stop=run.spec.sampling.stop,
             seed=run.spec.seed,
             step=step,
             on_progress=lambda done, total: run.log.progress(split, done, total),

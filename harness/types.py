@@ -68,8 +68,9 @@ class Demonstration:
 class Rollout:
     """One sampled completion.
 
-    `token_ids` includes the end-of-sequence token when `finish_reason` is "stop"; `logprobs` (nats, one per token)
-    are the policy's at the sampling temperature, before any top-p or top-k cut; `text` excludes special tokens.
+    `token_ids` includes the end-of-sequence token, or the tokens of a stop text, when `finish_reason` is "stop";
+    `logprobs` (nats, one per token) are the policy's at the sampling temperature, before any top-p or top-k cut; `text`
+    excludes special tokens.
     """
 
     text: str

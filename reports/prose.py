@@ -366,9 +366,8 @@ def _same_but_for_clipping(trials: dict[str, TrialRecord]) -> list[list[str]]:
 
 
 def _reward_notes(trials: dict[str, TrialRecord]) -> list[tuple[str, str]]:
-    names = {arm: str(name) for arm, name in _values(trials, "algorithm.name", "").items()}
     found = []
-    if any(name.startswith("grpo") for name in names.values()):
+    if any(floor is not None for floor in _values(trials, "algorithm.std_floor").values()):
         found.append(
             (
                 "Reward scale cancels",
@@ -377,7 +376,8 @@ def _reward_notes(trials: dict[str, TrialRecord]) -> list[tuple[str, str]]:
                 "group of equal rewards teaches nothing.",
             )
         )
-    blind = [arm for arm, name in names.items() if "self_consistency" in name]
+    paid = {arm: _paid(rewards) for arm, rewards in _values(trials, "rewards", {}).items()}
+    blind = [arm for arm, names in paid.items() if "majority_vote" in names and "accuracy" not in names]
     if blind:
         found.append(
             (
@@ -387,7 +387,19 @@ def _reward_notes(trials: dict[str, TrialRecord]) -> list[tuple[str, str]]:
                 "compared between arms with different rewards.",
             )
         )
+    elif len({repr(names) for names in paid.values()}) > 1:
+        each = "; ".join(
+            f"{arm}: {', '.join(f'{w:g} {name}' for name, w in names.items())}" for arm, names in paid.items()
+        )
+        found.append(("Different rewards", f"Mean reward cannot be compared between arms ({each}); accuracy can."))
     return found
+
+
+def _paid(rewards: object) -> dict[str, float]:
+    """Name -> weight of the rewards that a run is paid by; none where its record does not say."""
+    if not isinstance(rewards, dict):
+        return {}
+    return {name: settings["weight"] for name, settings in rewards.items() if settings.get("weight")}
 
 
 def _cold_start_note(trials: dict[str, TrialRecord]) -> tuple[str, str] | None:

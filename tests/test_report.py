@@ -346,6 +346,18 @@ def test_shared_cold_start_budget_and_reward_scale_are_noted() -> None:
     assert notes["Rewards that are not accuracy"].startswith("grpo_self_consistency is rewarded for agreeing")
 
 
+def test_arms_that_are_paid_differently_are_told_apart_and_only_standardised_rewards_cancel() -> None:
+    arms = [
+        dataclasses.replace(arm, algorithm="rloo", settings={"rewards": {"accuracy": {"weight": 1.0}, **more}})
+        for arm, more in zip(
+            two_arms(0.4, 0.7), ({}, {"format": {"weight": 0.1}, "overlong": {"weight": 0}}), strict=True
+        )
+    ]
+    notes = topics(fake_study(arms))
+    assert f"{arms[1].label}: 1 accuracy, 0.1 format)" in notes["Different rewards"]
+    assert "Reward scale cancels" not in notes
+
+
 def test_unequal_budgets_and_cold_starts_are_warned_about() -> None:
     arms = two_arms(0.4, 0.7)
     arms[1] = dataclasses.replace(arms[1], settings={"rollouts_per_step": 64, "cold_start.steps": 800})

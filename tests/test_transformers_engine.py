@@ -100,3 +100,26 @@ def test_noise_is_uniform_and_every_part_of_the_key_matters():
 def test_noise_of_a_row_is_independent_of_the_other_rows_and_of_the_length_asked_for():
     wide, narrow = uniforms(0, 3, ["a", "b"], 4, 50), uniforms(0, 3, ["b"], 2, 10)
     assert (wide[4:6, :10] == narrow).all()
+
+
+def test_a_stop_text_ends_a_completion_and_stays_in_it():
+    engine = TransformersEngine(TransformersEngine.Settings(), tiny_model(0), tiny_tokenizer())
+    prompts = [Prompt(f"p{i}", f"{i}+1=", "0") for i in range(4)]
+    free = engine.generate(prompts, 4, Sampling(max_tokens=20), seed=0, step=0)
+    texts = [r.text for g in free for r in g.rollouts]
+    stop = max({text[5:7] for text in texts if len(text) > 8}, key=lambda two: sum(two in text for text in texts))
+    stopped = engine.generate(prompts, 4, Sampling(max_tokens=20, stop=(stop, "\0never")), seed=0, step=0)
+    reached = 0
+    for before, after in zip(
+        (r for g in free for r in g.rollouts), (r for g in stopped for r in g.rollouts), strict=True
+    ):
+        cut = before.text.find(stop)
+        if cut < 0:
+            assert after == before
+            continue
+        reached += 1
+        assert after.text == before.text[: cut + len(stop)]
+        assert after.finish_reason == "stop"
+        assert after.token_ids == before.token_ids[: len(after.token_ids)]
+        assert len(after.logprobs) == len(after.token_ids)
+    assert 0 < reached < 16

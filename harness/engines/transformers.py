@@ -14,6 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.generation.stopping_criteria import StopStringCriteria
 
 from harness.engines._noise import uniforms
 from harness.interfaces import RolloutEngine
@@ -82,6 +83,7 @@ class TransformersEngine(RolloutEngine):
         cache.batch_repeat_interleave(group_size)
         logits = logits.repeat_interleave(group_size, dim=0)
         mask = mask.repeat_interleave(group_size, dim=0)
+        is_stopped = StopStringCriteria(self.tokenizer, list(sampling.stop)) if sampling.stop else None
         active = torch.arange(rows, device=device)  # row of each line of the decode batch
         running = torch.ones(rows, dtype=torch.bool, device=device)  # lines not yet ended
 
@@ -90,6 +92,8 @@ class TransformersEngine(RolloutEngine):
             tokens[active[running], position] = chosen[running]
             logprobs[active[running], position] = logprob[running]
             ended = running & torch.isin(chosen, end_ids)
+            if is_stopped is not None:
+                ended |= running & is_stopped(tokens[active, : position + 1], None)  # pyright: ignore
             lengths[active[ended]] = position + 1
             stopped[active[ended]] = True
             running &= ~ended

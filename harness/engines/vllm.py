@@ -215,7 +215,9 @@ def _check_installed() -> None:
 
 
 def _check_sampling(sampling: Sampling) -> None:
-    """vLLM refuses temperatures above 2, and silently raises those below 0.01."""
+    """vLLM refuses temperatures above 2, and silently raises those below 0.01; it runs without a tokenizer here."""
+    if sampling.stop:
+        raise ValueError(f"sampling.stop must be empty for engine vllm, got {list(sampling.stop)}; or use transformers")
     temperature = sampling.temperature
     if temperature != 0 and not 0.01 <= temperature <= 2:
         raise ValueError(
