@@ -32,6 +32,7 @@ class OnlineDPO(Algorithm):
     """DPO on the best against the worst of each group, sampled from the current policy."""
 
     min_group_size: ClassVar[int] = 2
+    linear_in_advantages: ClassVar[bool] = False
     objective: ClassVar[Mapping[str, str]] = {
         "advantage": "+-sigmoid(-kl_beta * margin) for the best and the worst of the group, 0 for the others",
         "aggregation": "sum over a row's tokens, one pair per group, mean over groups",

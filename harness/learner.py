@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from harness.lora import adapter_off, adapter_weights, has_adapter, load_adapter, merged_weights
 from harness.model import mixed_precision
-from harness.spec import RunSpec
+from harness.schedules import learning_rate_factor
+from harness.spec import Mismatch, RunSpec
 from harness.tensors import backbone, kl_k3, token_logprobs, token_values
 from harness.types import Batch, InvalidRun, PolicyOutput
 
@@ -61,15 +62,38 @@ class Learner:
         With `sampler_is_exact` the engine's log-probs serve as old log-probs, which saves a forward pass.
         """
         several_updates = self.spec.updates_per_step > 1
+        corrects = self.spec.mismatch.correction != "none" and not sampler_is_exact
         with torch.no_grad():
-            if self.algorithm.needs_old_logprobs or several_updates:
+            if self.algorithm.needs_old_logprobs or several_updates or corrects:
                 old = batch.sampler_logprobs_BT if sampler_is_exact else self._logprobs(self.policy, batch)
                 batch = batch.replace(old_logprobs_BT=old)
-            if self.algorithm.needs_reference:
+            if self.spec.algorithm.needs_reference:
                 batch = batch.replace(ref_logprobs_BT=self._reference_logprobs(batch))
             if self.critic is not None:
                 batch = batch.replace(values_BT=self._forward_rows(batch, self.critic))
         return batch
+
+    def begin_step(self, step: int, kl_beta: float | None) -> dict[str, float]:
+        """Set what changes over the run for training step `step`: rates, KL weight (None: as it is), reference.
+
+        What was set comes back as metrics, where it is not constant.
+        """
+        metrics: dict[str, float] = {}
+        settings = self.spec.optimizer
+        if settings.schedule != "constant" or settings.warmup_steps:
+            factor = learning_rate_factor(settings, step, self.spec.steps)
+            rates = {"policy": settings.learning_rate, "critic": settings.critic_learning_rate}
+            for name, optimizer in self.optimizers.items():
+                for group in optimizer.param_groups:
+                    group["lr"] = factor * rates[name]
+            metrics["optimizer/learning_rate"] = factor * settings.learning_rate
+        if kl_beta is not None:
+            self.algorithm = self.spec.algorithm.model_copy(update={"kl_beta": kl_beta})
+            metrics["kl/beta"] = kl_beta
+        every = self.spec.kl.refresh_reference_every
+        if every and step and step % every == 0 and self.reference is not None:
+            self.reference.load_state_dict(self.policy.state_dict())
+        return metrics
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         """mu passes over the batch; metrics are means over the optimiser steps, except that `mismatch/` is the first
@@ -95,6 +119,8 @@ class Learner:
         if self.critic is not None:
             frozen = {name for name, p in self.critic.named_parameters() if not p.requires_grad}
             state["critic_parameters"] = {k: v for k, v in self.critic.state_dict().items() if k not in frozen}
+        if self.spec.kl.refresh_reference_every and self.reference is not None:
+            state["reference"] = self.reference.state_dict()
         if self.adapted:
             state["adapter"] = adapter_weights(self.policy)
         return state
@@ -106,6 +132,8 @@ class Learner:
                 load_adapter(self.policy, state["adapter"])
             else:
                 self.policy.load_state_dict(policy)
+            if self.reference is not None and "reference" in state:
+                self.reference.load_state_dict(state["reference"])
             for name, optimizer in self.optimizers.items():
                 optimizer.load_state_dict(state[name])
             if self.critic is not None:
@@ -226,6 +254,33 @@ class Learner:
             weight_decay=settings.weight_decay,
             fused=True,
         )
+
+
+def correct_mismatch(batch: Batch, settings: Mismatch) -> tuple[Batch, dict[str, float]]:
+    """The batch with advantages times the importance weights learner / engine, and what the weights were like.
+
+    The policy term of an objective that is linear in its advantages is thereby weighed, and its KL left as it is.
+    Truncated: weights above the bound count as the bound (truncated importance sampling); masked: those outside
+    [1 / bound, bound] count as 0. The weight of a completion is the product over its tokens.
+    """
+    assert batch.old_logprobs_BT is not None and batch.advantages_BT is not None
+    mask = batch.completion_mask_BT
+    log_weight_BT = (batch.old_logprobs_BT - batch.sampler_logprobs_BT) * mask
+    if settings.level == "sequence":
+        log_weight_BT = log_weight_BT.sum(dim=1, keepdim=True).expand_as(log_weight_BT)
+    raw_BT = torch.exp(log_weight_BT.clamp(-20, 20))
+    outside_BT = (raw_BT > settings.bound) & mask
+    if settings.correction == "truncated":
+        weight_BT = raw_BT.clamp(max=settings.bound)
+    else:
+        outside_BT |= (raw_BT < 1 / settings.bound) & mask
+        weight_BT = raw_BT.masked_fill(outside_BT, 0.0)
+    count = mask.sum()
+    metrics = {
+        "mismatch/weight": float((weight_BT * mask).sum() / count),
+        "mismatch/outside": float(outside_BT.sum() / count),
+    }
+    return batch.replace(advantages_BT=batch.advantages_BT * weight_BT), metrics
 
 
 def explained_variance(batch: Batch) -> float:

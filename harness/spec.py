@@ -58,6 +58,10 @@ class Optimizer(Section):
 
     learning_rate: float = Field(default=1e-4, gt=0)
     critic_learning_rate: float = Field(default=3e-4, gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="of both learning rates after the warm-up; linear and cosine end at 0"
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="training steps over which the rates rise linearly")
     weight_decay: float = Field(default=0.0, ge=0)
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.999, ge=0, lt=1)
@@ -67,6 +71,39 @@ class Optimizer(Section):
     tokens_per_microbatch: int = Field(
         default=8192, ge=1, description="padded tokens in one forward; memory only, no effect"
     )
+
+
+class KLControl(Section):
+    """How `algorithm.kl_beta` and the reference change over a run."""
+
+    schedule: Literal["constant", "cosine", "adaptive"] = Field(
+        default="constant", description="cosine: from kl_beta down; adaptive: towards a target KL"
+    )
+    hold: float = Field(default=0.1, ge=0, lt=1, description="cosine: share of the steps before it falls")
+    end: float = Field(default=0.8, gt=0, le=1, description="cosine: share of the steps after which it stays")
+    final_scale: float = Field(default=0.0, ge=0, description="cosine: share of kl_beta that is left at the end")
+    target: float | None = Field(default=None, gt=0, description="adaptive: KL to the reference in nats per token")
+    refresh_reference_every: int = Field(
+        default=0, ge=0, description="training steps after which the policy becomes the reference; 0: never"
+    )
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.end <= self.hold:
+            raise ValueError(f"kl.end must exceed kl.hold ({self.hold}), got {self.end}")
+        if (self.schedule == "adaptive") != (self.target is not None):
+            raise ValueError(f"kl.target belongs to kl.schedule=adaptive, got {self.target} with {self.schedule}")
+        return self
+
+
+class Mismatch(Section):
+    """What is done where the engine's probabilities differ from the learner's; nothing is with the learner's own."""
+
+    correction: Literal["none", "truncated", "masked"] = Field(
+        default="none", description="importance weights, cut at the bound, or 0 outside [1 / bound, bound]"
+    )
+    level: Literal["token", "sequence"] = Field(default="token", description="one weight per token, or per completion")
+    bound: float = Field(default=2.0, gt=1)
 
 
 class LoRA(Section):
@@ -142,6 +179,8 @@ class RunSpec(Section):
     sampling: Sampling = Sampling()
     cold_start: ColdStart = ColdStart()
     optimizer: Optimizer = Optimizer()
+    kl: KLControl = KLControl()
+    mismatch: Mismatch = Mismatch()
     lora: LoRA | None = Field(default=None, description="low-rank adapters; none by default")
     evaluation: Evaluation = Evaluation()
     checkpoints: Checkpoints = Checkpoints()
@@ -192,6 +231,23 @@ class RunSpec(Section):
                 )
         if not any(reward.weight for reward in self.rewards.values()):
             raise ValueError(f"rewards must have a weight other than 0, got 0 for {', '.join(self.rewards)}")
+        return self
+
+    @model_validator(mode="after")
+    def _fits_the_algorithm(self) -> Self:
+        if self.kl.schedule != "constant" and not getattr(self.algorithm, "kl_beta", 0):
+            raise ValueError(
+                f"kl.schedule must be constant for {self.algorithm.name} without kl_beta, got {self.kl.schedule}"
+            )
+        if self.mismatch.correction != "none" and not self.algorithm.linear_in_advantages:
+            raise ValueError(
+                f"mismatch.correction must be none for {self.algorithm.name}, whose loss is not linear in its advantages, "
+                f"got {self.mismatch.correction}"
+            )
+        if self.kl.refresh_reference_every and self.lora is not None:
+            raise ValueError(
+                "kl.refresh_reference_every must be 0 with lora, whose reference is the model without adapter"
+            )
         return self
 
     @model_validator(mode="after")

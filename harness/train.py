@@ -31,9 +31,10 @@ from harness.cold_start import start_policy
 from harness.evaluate import evaluate, majority_correct
 from harness.grading import all_rows, grade, sample_rows
 from harness.interfaces import RolloutEngine, RunLogger
-from harness.learner import Learner
+from harness.learner import Learner, correct_mismatch
 from harness.lora import add_adapter
 from harness.model import mixed_precision, resolve_device
+from harness.schedules import adapted_kl_beta, kl_beta_factor
 from harness.scoring import Scores, events, score
 from harness.spec import RunSpec
 from harness.tensors import pad_right
@@ -76,6 +77,7 @@ class Run:
     save: Callable[[int, dict[str, Any]], None]
     totals: Totals = field(default_factory=Totals)
     accuracies: dict[str, float] = field(default_factory=dict)
+    kl_beta: float = 0.0  # of the next step, where it is adaptive
 
     def summary(self) -> dict[str, float]:
         return {**self.accuracies, **{k: float(v) for k, v in vars(self.totals).items()}}
@@ -151,7 +153,7 @@ def _prepare(
             keep=spec.checkpoints.keep,
         )
 
-    run = Run(spec, engine, learner, log, directory, tokenizer, save)
+    run = Run(spec, engine, learner, log, directory, tokenizer, save, kl_beta=getattr(spec.algorithm, "kl_beta", 0.0))
     if checkpoint is None:
         return run, 0
     weights = {} if spec.lora else checkpoint.policy_weights(policy)  # an adapter is in the learner's state
@@ -159,6 +161,7 @@ def _prepare(
     engine.load_weights(learner.weights(merged=not engine.exact_logprobs), checkpoint.step)
     run.totals = Totals(**checkpoint.progress["totals"])
     run.accuracies = dict(checkpoint.progress["accuracies"])
+    run.kl_beta = checkpoint.progress["kl_beta"]
     return run, checkpoint.step
 
 
@@ -182,7 +185,7 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
             _evaluate(run, "validation", step)
         stop = should_stop()
         if step % spec.checkpoints.every == 0 or step == spec.steps or stop:
-            run.save(step, {"totals": vars(run.totals), "accuracies": run.accuracies})
+            run.save(step, {"totals": vars(run.totals), "accuracies": run.accuracies, "kl_beta": run.kl_beta})
         if stop and step < spec.steps:
             return RunResult("stopped", None, run.summary())
     _evaluate(run, "test", step)
@@ -204,10 +207,16 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
     scores = score(spec.rewards, graded)
     clock.lap("grade")
     batch = collate(groups, scores.totals, events(groups, scores, run.tokenizer)).to(device)
+    changed = run.learner.begin_step(step, _kl_beta(run, step))
     batch = run.learner.annotate(batch, sampler_is_exact=run.engine.exact_logprobs)
-    batch = algorithm.advantages(batch)
+    batch = run.learner.algorithm.advantages(batch)
+    if spec.mismatch.correction != "none" and not run.engine.exact_logprobs:
+        batch, weights = correct_mismatch(batch, spec.mismatch)
+        changed |= weights
     clock.lap("annotate")
-    metrics = run.learner.update(batch, step)
+    metrics = run.learner.update(batch, step) | changed
+    if spec.kl.schedule == "adaptive":
+        run.kl_beta = adapted_kl_beta(spec.kl, run.kl_beta, metrics["kl/reference"])
     clock.lap("update")
     run.engine.wake()
     run.engine.load_weights(run.learner.weights(merged=not run.engine.exact_logprobs), step + 1)
@@ -233,6 +242,16 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
     if spec.checkpoints.rollouts_every and step % spec.checkpoints.rollouts_every == 0:
         _keep_rollouts(run.directory, step + 1, all_rows(groups, graded, scores.totals, step=step + 1), scores)
     return metrics, sample_rows(groups, graded, scores.totals, step=step + 1, split="train", limit=8)
+
+
+def _kl_beta(run: Run, step: int) -> float | None:
+    """The KL weight of a step; None where it is the algorithm's own throughout."""
+    settings = run.spec.kl
+    if settings.schedule == "adaptive":
+        return run.kl_beta
+    if settings.schedule == "cosine":
+        return kl_beta_factor(settings, step, run.spec.steps) * getattr(run.spec.algorithm, "kl_beta", 0.0)
+    return None
 
 
 def step_prompts(prompts: Sequence[Prompt], seed: int, step: int, count: int) -> list[Prompt]:
