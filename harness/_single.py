@@ -20,6 +20,7 @@ from harness._terminal import say
 from harness.cold_start import start_policy
 from harness.evaluate import evaluate
 from harness.interfaces import RolloutEngine
+from harness.memory import check_memory
 from harness.model import check_model, resolve_device
 from harness.spec import RunSpec, SpecError
 from harness.tracking import RunLog, check_runs, read_result
@@ -33,6 +34,8 @@ def train_once(spec: RunSpec, runs: Path, name: str) -> RunResult:
     ValueError, before any model loads, for what cannot run and for a folder with another run.
     """
     check_inputs(spec, runs, ("train", "validation", "test") if spec.steps else ("validation", "test"))
+    if spec.steps:
+        check_memory(spec)
     directory = runs / "train" / name
     with _own_folder(directory, spec):
         ended = read_result(directory)

@@ -443,11 +443,32 @@ def ui(
     raise typer.Exit(1)
 
 
-@_command(app, "doctor", "cohort doctor", "cohort doctor --json")
-def doctor(runs: Runs = RUNS, as_json: Json = False) -> None:
-    """Check versions, device, cores, threads and the runs folder; exit code 1 on a problem."""
-    from harness import doctor as checks
+@_command(
+    app,
+    "doctor",
+    "cohort doctor",
+    "cohort doctor --json",
+    "cohort doctor --run my_run.yaml --set model=Qwen/Qwen2.5-0.5B --set optimizer.tokens_per_microbatch=4096",
+)
+def doctor(
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="SPEC.yaml", help="Estimate the memory of a run, or a study's arms.")
+    ] = None,
+    sets: Sets = None,
+    runs: Runs = RUNS,
+    as_json: Json = False,
+) -> None:
+    """Check versions, device, cores, threads and the runs folder; exit code 1 on a problem.
 
+    With --run, estimate instead what that run, or each arm of that study, needs; exit code 2 where it cannot fit.
+    """
+    from harness import doctor as checks
+    from harness.spec import SpecError
+
+    if run is not None:
+        return _show_estimates(run, sets or (), as_json)
+    if sets:
+        raise SpecError("--set changes a run: name its file with --run")
     found = checks.check_machine(runs)
     if as_json:
         terminal.print_json(found)
@@ -457,10 +478,58 @@ def doctor(runs: Runs = RUNS, as_json: Json = False) -> None:
     raise typer.Exit(1 if any(check.state == "problem" for check in found) else 0)
 
 
+@_command(
+    app,
+    "memory",
+    "cohort memory --model-config Qwen2.5-0.5B --algorithms ppo,grpo",
+    "cohort memory --model-config tiny --algorithms ppo,grpo --rollouts 64 --set algorithm.kl_beta=0 --json",
+)
+def memory(
+    config: Annotated[
+        str,
+        typer.Option("--model-config", metavar="NAME", help="'tiny', Qwen2.5-0.5B, ..., or a folder with config.json."),
+    ],
+    algorithms: Annotated[str, typer.Option(metavar="A,B,...", help="Algorithms; ratios are to the first.")],
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Training steps; the first is not timed.")] = 3,
+    rollouts: Annotated[int, typer.Option(min=1, metavar="N", help="Completions per step.")] = 32,
+    prompt_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of each prompt.")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of each completion.")] = 128,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16, of weights and optimiser too.")] = "float32",
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Measure memory and time of training steps on a random model of a known shape; nothing is downloaded.
+
+    Each algorithm runs in a process of its own, on completions of equal length.
+    """
+    from harness._progress import phase_bar
+    from harness.memory import as_documents, measure
+    from harness.spec import parse_overrides
+
+    with phase_bar(f"memory of {config}") as show:
+        results = measure(
+            config,
+            [word.strip() for word in algorithms.split(",")],
+            steps=steps,
+            rollouts=rollouts,
+            prompt_tokens=prompt_tokens,
+            max_tokens=max_tokens,
+            dtype=dtype,
+            overrides=parse_overrides(sets or ()),
+            on_progress=show,
+        )
+    documents = as_documents(results)
+    if as_json:
+        terminal.print_json({"model_config": config, "dtype": dtype, "measured": documents})
+    else:
+        title = f"{config}, {dtype}, {rollouts} rollouts of {prompt_tokens}+{max_tokens} tokens"
+        terminal.show_measured(title, documents)
+
+
 @_command(list_app, "algorithms", "cohort list algorithms", "cohort list algorithms --json")
 def list_algorithms(as_json: Json = False) -> None:
-    """List the algorithms with their settings, defaults and ranges."""
-    _show_plugins("algorithm", as_json, facts=("needs_critic", "sees_gold", "min_group_size"))
+    """List the algorithms: the objective of each, then its settings with defaults and ranges."""
+    _show_plugins("algorithm", as_json, facts=("needs_critic", "sees_gold", "min_group_size"), tables=("objective",))
 
 
 @_command(list_app, "tasks", "cohort list tasks")
@@ -547,6 +616,23 @@ def _run_study(study: StudySpec, runs: Path, workers: int | None, command: str, 
     raise typer.Exit(0 if status.all_valid else 1)
 
 
+def _show_estimates(run: str, sets: Sequence[str], as_json: bool) -> None:
+    """Print what the runs of a file need; SpecError where one of them cannot fit or cannot be estimated."""
+    from harness.memory import judge, runs_of
+    from harness.spec import SpecError
+
+    found = [
+        {"run": label, "algorithm": spec.algorithm.name, **judge(spec)} for label, spec in runs_of(run, sets).items()
+    ]
+    if as_json:
+        terminal.print_json(found)
+    else:
+        terminal.show_estimates(run, found)
+    for document in found:
+        if document["problem"]:
+            raise SpecError(f"{document['run']}: {document['problem']}")
+
+
 def _write_report(name: str, runs: Path) -> tuple[Any, Any]:
     """(StudyRecord, ReportFiles) of a study; the report is logged to its MLflow run too."""
     from harness import tracking
@@ -582,15 +668,20 @@ def _started_study(name: str, runs: Path, sets: list[str] | None, seeds: str | N
     )
 
 
-def _show_plugins(kind: Kind, as_json: bool, facts: Sequence[str] = ()) -> None:
+def _show_plugins(kind: Kind, as_json: bool, facts: Sequence[str] = (), tables: Sequence[str] = ()) -> None:
+    """`facts` are class attributes for the first table, `tables` mappings that each get a table of their own."""
     from harness._listing import describe_plugins
 
-    documents = describe_plugins(kind, facts)
+    documents = describe_plugins(kind, [*facts, *tables])
     if as_json:
         terminal.print_json(documents)
         return
     rows = [(d["name"], *(str(d[fact]) for fact in facts), d["summary"]) for d in documents]
     terminal.show_table("", [kind, *facts, "summary"], rows)
+    for table in tables:
+        columns = list(dict.fromkeys(key for document in documents for key in document[table]))
+        cells = [(d["name"], *(d[table].get(column, "") for column in columns)) for d in documents]
+        terminal.show_table(table.capitalize(), [kind, *columns], cells)
     keys = ("name", "default", "range", "description")
     settings = [
         (document["name"] if i == 0 else "", *(str(field[key]) for key in keys))

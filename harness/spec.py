@@ -241,8 +241,8 @@ class RunSpec(Section):
             )
         if self.mismatch.correction != "none" and not self.algorithm.linear_in_advantages:
             raise ValueError(
-                f"mismatch.correction must be none for {self.algorithm.name}, whose loss is not linear in its advantages, "
-                f"got {self.mismatch.correction}"
+                f"mismatch.correction must be none for {self.algorithm.name}, got {self.mismatch.correction}: "
+                "its loss is not linear in its advantages"
             )
         if self.kl.refresh_reference_every and self.lora is not None:
             raise ValueError(

@@ -492,6 +492,7 @@ def _validate(study: StudySpec, plan: _Plan, runs: Path, workers: int | None, ex
             raise SpecError(f"task '{task.name}' has no worked solutions; set cold_start.steps to 0")
     if execute == EXECUTE:
         from harness.evaluate import metric_names
+        from harness.memory import check_memory
         from harness.model import check_model, resolve_device
 
         for spec in specs:
@@ -508,6 +509,10 @@ def _validate(study: StudySpec, plan: _Plan, runs: Path, workers: int | None, ex
             spec.engine.check(spec.sampling_with_limit())
             for reward in spec.rewards.values():
                 reward.check()
+            if spec.steps:  # without a GPU for each worker all of them share the machine's memory
+                trials = len(specs) * len(study.seeds)
+                on_gpu = resolve_device(spec.device).type == "cuda"
+                check_memory(spec, copies=1 if on_gpu else min(workers or default_workers(), trials))
 
 
 def _splits(spec: RunSpec) -> Sequence[Split]:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from harness import plugins
+from harness import memory, plugins
 from harness._files import write_text
 from harness._probe import check_sync, probe
 from harness.checkpoint import latest_checkpoint, save_checkpoint
@@ -75,6 +75,7 @@ class Run:
     directory: Path
     tokenizer: PreTrainedTokenizerBase
     save: Callable[[int, dict[str, Any]], None]
+    memory_before: int = 0  # bytes in use before the models were loaded
     totals: Totals = field(default_factory=Totals)
     accuracies: dict[str, float] = field(default_factory=dict)
     kl_beta: float = 0.0  # of the next step, where it is adaptive
@@ -121,6 +122,7 @@ def _prepare(
 ) -> tuple[Run, int]:
     """The run with its models loaded, and the number of training steps already done."""
     _reset_peak_memory()
+    memory_before = memory.resident_bytes()
     device = resolve_device(spec.device)
     checkpoints = directory / "checkpoints"
     checkpoint = latest_checkpoint(checkpoints, spec.digest())
@@ -153,7 +155,8 @@ def _prepare(
             keep=spec.checkpoints.keep,
         )
 
-    run = Run(spec, engine, learner, log, directory, tokenizer, save, kl_beta=getattr(spec.algorithm, "kl_beta", 0.0))
+    run = Run(spec, engine, learner, log, directory, tokenizer, save, memory_before)
+    run.kl_beta = getattr(spec.algorithm, "kl_beta", 0.0)
     if checkpoint is None:
         return run, 0
     weights = {} if spec.lora else checkpoint.policy_weights(policy)  # an adapter is in the learner's state
@@ -169,6 +172,7 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
     spec = run.spec
     if step == 0:
         _log_skipped_rows(run)
+        _log_estimate(run)
         _evaluate(run, "validation", 0)
     while step < spec.steps:
         start = time.perf_counter()
@@ -357,6 +361,13 @@ def _reset_peak_memory() -> None:
         with contextlib.suppress(AttributeError):  # glibc only: give what the last run freed back to the system
             ctypes.CDLL(None).malloc_trim(0)
         control.write_text("5")
+
+
+def _log_estimate(run: Run) -> None:
+    """`memory/estimate_bytes`, beside the measured `memory/peak_bytes`, which also counts what was there before."""
+    needed, _ = memory.estimate_run(run.spec) if run.spec.steps else (None, None)
+    if needed is not None:
+        run.log.metrics(0, {"memory/estimate_bytes": float(run.memory_before + memory.peak_bytes(needed))})
 
 
 def _log_skipped_rows(run: Run) -> None:

@@ -1,0 +1,286 @@
+"""Memory told before a run: counts by hand, the activation formula against what autograd saves, refusals; and after."""
+
+import json
+
+import pytest
+import torch
+import transformers
+
+from harness import _terminal as terminal
+from harness import cli, memory
+from harness.learner import Critic
+from harness.lora import add_adapter
+from harness.model import mixed_precision, tiny_model
+from harness.spec import SpecError, parse_run
+from harness.tensors import token_logprobs
+
+# Of the built-in model: 100 x 64 embeddings, tied; per layer 4 x 64 x 64 of attention, 3 x 64 x 192 of the MLP and two
+# norms of 64; one norm at the end: 6400 + 3 x (16384 + 36864 + 128) + 64 = 166592.
+TINY = 166_592
+
+
+def make_spec(algorithm="grpo", **changes):
+    return parse_run({"task": "arithmetic", "algorithm": algorithm, **changes}, "test")
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    (tmp_path / "run.yaml").write_text(json.dumps({"task": "arithmetic", "algorithm": "ppo"}))
+    return str(tmp_path / "run.yaml")
+
+
+def parts(algorithm="grpo", prompt_tokens=20, **changes):
+    spec = make_spec(algorithm, **changes)
+    return memory.estimate(spec, memory.model_config(spec.model), prompt_tokens, torch.device("cpu"))
+
+
+def model_of(kind, vocab_size=1000, **sizes):
+    config = {"llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config}[kind](
+        vocab_size=vocab_size, tie_word_embeddings=True, **sizes
+    )
+    return config, transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),  # as the model cards say
+    [("Qwen2.5-0.5B", 494_032_768), ("Qwen2.5-1.5B", 1_543_714_304), ("Qwen2.5-3B", 3_085_938_688),
+     ("Llama-3.2-1B", 1_235_814_400), ("SmolLM2-135M", 134_515_008)],
+)  # fmt: skip
+def test_a_known_shape_has_the_published_number_of_parameters(name, parameters):
+    found = memory.estimate(make_spec(dtype="bfloat16"), memory.shape(name), 20, torch.device("cpu"))
+    assert found["policy"] == 2 * parameters
+
+
+def test_weights_gradients_and_moments_of_the_tiny_model_are_counted_by_hand():
+    assert tiny_model(0).num_parameters() == TINY
+    found = parts("grpo")
+    assert found["policy"] == found["reference"] == found["gradients"] == 4 * TINY
+    assert found["critic"] == 0
+    assert found["optimizer"] == 2 * 4 * TINY
+    halved = parts("grpo", dtype="bfloat16")
+    assert halved["policy"] == 2 * TINY and halved["optimizer"] == 2 * 2 * TINY
+
+
+def test_a_critic_is_a_backbone_and_a_head_that_are_trained_too():
+    found = parts("ppo")
+    critic = TINY + 64 + 1  # the tied head belongs to the embeddings, which the backbone has
+    assert found["critic"] == 4 * critic
+    assert found["gradients"] == 4 * (TINY + critic)
+    assert found["optimizer"] == 2 * 4 * (TINY + critic)
+
+
+def test_there_is_no_reference_without_a_kl_term_or_under_an_adapter():
+    assert parts(algorithm={"name": "grpo", "kl_beta": 0})["reference"] == 0
+    adapted = parts(lora={"rank": 8})
+    # Per layer 4 x 8 x (64 + 64) of attention and 3 x 8 x (64 + 192) of the MLP, times 3: 30720.
+    assert adapted["reference"] == 0
+    assert adapted["gradients"] == 4 * 30_720
+    assert adapted["policy"] == 4 * (TINY + 30_720)
+
+
+def test_the_cache_and_the_distributions_of_sampling_are_counted_by_hand():
+    found = parts(rollouts_per_step=64, sampling={"max_tokens": 30}, evaluation={"num_samples": 1})
+    # 64 rows x 50 tokens x 2 heads x 32 wide x (4 + 4) bytes, 3 layers and the copy of one
+    assert found["kv_cache"] == 64 * 50 * 2 * 32 * 8 * 4
+    assert found["sampling"] == 64 * 100 * 25
+    fewer = parts(
+        rollouts_per_step=64, sampling={"max_tokens": 30}, engine={"name": "transformers", "max_batch_rows": 16}
+    )
+    assert fewer["kv_cache"] == 16 * 50 * 2 * 32 * 8 * 4
+    held_out = parts(rollouts_per_step=8, sampling={"max_tokens": 30}, evaluation={"num_samples": 4})
+    assert held_out["sampling"] == 64 * 4 * 100 * 25
+
+
+def test_an_engine_of_its_own_holds_a_copy_of_the_weights_and_its_cache_all_the_time():
+    found = parts(engine={"name": "vllm", "cpu_cache_gib": 0.5})
+    assert (found["engine"], found["kv_cache"], found["sampling"]) == (4 * TINY + 2**29, 0, 0)
+
+
+def test_checkpointing_keeps_layer_inputs_and_one_layer_while_it_is_computed_again():
+    settings = {"rollouts_per_step": 16, "sampling": {"max_tokens": 2}}
+    found = parts(gradient_checkpointing=True, **settings)  # 16 x 22 = 352 tokens, 32 of them scored
+    norm = 4 * (2 * 64 + 1)
+    layer = 2 * 4 * (3 * 64 + 1) + 4 * (2 * 64 + 2 * 64 + 2) + 4 * 4 * 192
+    assert found["activations"] == 352 * (3 * 4 * 64 + norm + layer) + 32 * 4 * 64
+
+
+def test_activations_of_the_tiny_model_are_counted_by_hand():
+    # Rows of 50 tokens; 500 // 50 = 10 of the 16 rows at once, so 500 tokens, 300 of them scored.
+    found = parts(rollouts_per_step=16, sampling={"max_tokens": 30}, optimizer={"tokens_per_microbatch": 500})
+    norm = 4 * (3 * 64 + 1)
+    layer = 2 * norm + 4 * (2 * 64 + 2 * 64 + 2) + 4 * 4 * 192
+    kept = 500 * (3 * layer + 4 * (2 * 64 + 1)) + 300 * 4 * (64 + 100)
+    assert found["activations"] == kept + 3 * 4 * 300 * 100
+
+
+def test_sampling_and_learning_take_turns():
+    components = {"policy": 10, "gradients": 5, "activations": 7, "kv_cache": 3, "sampling": 5}
+    assert memory.peak_bytes(components) == 10 + 5 + 8
+
+
+SIZES = {
+    "llama": {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2,
+              "intermediate_size": 192},
+    "qwen2": {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
+              "intermediate_size": 640},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"dtype": "bfloat16"}, {"autocast": True}, {"gradient_checkpointing": True}, {"lora": {"rank": 8}},
+     {"lora": {"rank": 8}, "dtype": "bfloat16"}, {"lora": {"rank": 8}, "autocast": True}],
+    ids=lambda settings: " ".join(settings) or "plain",
+)  # fmt: skip
+def test_the_activation_formula_is_within_5_percent_of_what_autograd_saves(kind, settings):
+    spec = make_spec(**settings)
+    config, policy = model_of(kind, **SIZES[kind])
+    policy.to(getattr(torch, spec.dtype))
+    if spec.lora is not None:
+        add_adapter(policy, spec.lora, 0)
+    if spec.gradient_checkpointing:
+        policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    critic = Critic(policy)
+    policy.train(), critic.train()
+    tokens = torch.randint(3, 100, (4, 128))
+    mask = torch.zeros_like(tokens, dtype=torch.bool)
+    mask[:, -100:] = True
+    saved = bytes_saved(policy, spec, lambda: token_logprobs(policy, tokens, mask, 1.0))
+    assert memory.saved_bytes(spec, config, policy, 512, 400) == pytest.approx(saved, rel=0.05)
+    saved = bytes_saved(critic, spec, lambda: critic(tokens, mask))
+    assert memory.saved_bytes(spec, config, policy, 512, 400, critic=True) == pytest.approx(saved, rel=0.05)
+
+
+def bytes_saved(module, spec, forward):
+    """Bytes of all storages that autograd saves in a forward pass, parameters apart."""
+    own = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    storages = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            storages[storage.data_ptr()] = storage
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks, mixed_precision(torch.device("cpu"), spec.autocast):
+        kept = forward()  # what it returns holds the graph, or storages would be freed and their addresses used again
+    assert kept is not None
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def test_a_run_that_cannot_fit_is_refused_with_what_is_needed_and_what_to_do():
+    spec = make_spec("ppo", rollouts_per_step=800_000, optimizer={"tokens_per_microbatch": 10**8})
+    with pytest.raises(SpecError) as refused:
+        memory.check_memory(spec)
+    message = str(refused.value)
+    assert message.startswith("the run must fit in memory: this machine has ")
+    assert "(activations " in message and "GiB" in message
+    assert "lower optimizer.tokens_per_microbatch or set gradient_checkpointing=true" in message
+    assert "lora" not in message  # adapters would save a megabyte
+
+
+def test_the_advice_is_for_what_is_large_and_leaves_out_what_is_done():
+    full = {"policy": 10, "reference": 10, "critic": 10, "gradients": 20, "optimizer": 40, "activations": 10,
+            "kv_cache": 1, "sampling": 1, "engine": 0}  # fmt: skip
+    spec = make_spec("ppo", dtype="bfloat16", gradient_checkpointing=True)
+    advice = list(memory._fixes(full, spec, copies=2))
+    assert advice == [
+        "use fewer --workers", "train adapters (lora.rank=16)", "use a smaller model",
+        "set algorithm.kl_beta=0 (no reference)", "use an algorithm without a critic",
+        "lower optimizer.tokens_per_microbatch",
+    ]  # fmt: skip
+    sampling = {**full, "kv_cache": 100}
+    assert next(memory._fixes(sampling, spec, copies=1)) == "lower engine.max_batch_rows"
+
+
+def test_workers_share_the_memory_of_a_machine():
+    spec, free = make_spec(), memory.device_bytes(torch.device("cpu"))
+    found, _ = memory.estimate_run(spec)
+    assert found is not None
+    memory.check_memory(spec, copies=1)
+    with pytest.raises(SpecError, match="workers must fit in memory"):
+        memory.check_memory(spec, copies=2 * free // memory.peak_bytes(found))
+
+
+def test_a_model_of_another_kind_has_a_reason_instead_of_an_estimate(tmp_path):
+    transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2).save_pretrained(tmp_path)
+    found, reason = memory.estimate_run(make_spec(model=str(tmp_path)))
+    assert found is None
+    assert reason == "the configuration of a gpt2 has no intermediate_size"
+    memory.check_memory(make_spec(model=str(tmp_path)))
+
+
+def test_an_unknown_shape_is_refused_with_a_near_name():
+    with pytest.raises(SpecError, match=r"did you mean 'Qwen2\.5-0\.5B'"):
+        memory.shape("Qwen2.5-0.5")
+
+
+def test_algorithms_to_measure_are_distinct():
+    with pytest.raises(SpecError, match="distinct names, as ppo,grpo, got 'ppo,ppo'"):
+        memory.measure("tiny", ["ppo", "ppo"])
+
+
+def test_a_file_may_hold_a_run_or_a_study(run_file):
+    assert list(memory.runs_of(run_file)) == ["ppo"]
+    assert list(memory.runs_of("quickstart")) == ["ppo", "grpo", "grpo_self_consistency"]
+    found = memory.runs_of(run_file, ["dtype=bfloat16"])
+    assert found["ppo"].dtype == "bfloat16"
+
+
+def cohort(*arguments):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    return int(ended.value.code or 0)
+
+
+def test_doctor_tells_what_a_run_needs_and_ends_with_2_where_it_cannot_fit(run_file, capsys):
+    assert cohort("doctor", "--run", run_file, "--json") == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    assert (told["run"], told["algorithm"], told["problem"]) == ("ppo", "ppo", None)
+    assert told["peak_bytes"] == memory.peak_bytes(told["components"]) < told["device_bytes"]
+    huge = ["--set", "rollouts_per_step=800000", "--set", "optimizer.tokens_per_microbatch=100000000"]
+    assert cohort("doctor", "--run", run_file, *huge) == 2
+    shown = capsys.readouterr()
+    assert "critic" in shown.out and "activations" in shown.out
+    assert shown.err.startswith("Error: ppo: the run must fit in memory")
+
+
+def test_doctor_tells_every_arm_of_a_study(capsys):
+    assert cohort("doctor", "--run", "quickstart") == 0
+    assert "grpo_self_consisten" in capsys.readouterr().out
+
+
+def test_doctor_refuses_settings_without_a_run(capsys):
+    assert cohort("doctor", "--set", "steps=3") == 2
+    assert "--set changes a run: name its file with --run" in capsys.readouterr().err
+
+
+def test_what_was_measured_is_shown_with_ratios_to_the_first_algorithm(capsys):
+    told = {**dict.fromkeys(("reference", "critic", "kv_cache", "sampling"), 0), "policy": 2**30, "activations": 2**29}
+    results = [
+        memory.Measured("ppo", 4 * 2**30, told, {"generate": 1.0, "step": 5.0}),
+        memory.Measured("grpo", 2 * 2**30, told, {"generate": 1.0, "step": 3.0}),
+    ]
+    documents = memory.as_documents(results)
+    assert [(d["memory_ratio"], d["time_ratio"]) for d in documents] == [(1, 1), (0.5, 0.6)]
+    terminal.show_measured("a model", documents)
+    (grpo,) = (line for line in capsys.readouterr().out.splitlines() if "0.60" in line)
+    assert [cell.strip() for cell in grpo.strip("\u2502").split("\u2502")] == [
+        "grpo", "2,048", "1,536", "0.50", "3", "0.60"
+    ]  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures resident memory")
+def test_ppo_is_measured_to_need_more_than_grpo_and_both_what_was_told(tmp_path):
+    sizes = {"hidden_size": 384, "num_hidden_layers": 8, "num_attention_heads": 6, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, intermediate_size=1536, vocab_size=8192, tie_word_embeddings=True)
+    config.save_pretrained(tmp_path)
+    ppo, grpo = memory.measure(
+        str(tmp_path), ["ppo", "grpo"], steps=2, rollouts=8, prompt_tokens=16, max_tokens=16
+    )  # 20 M parameters; weights alone: GRPO 5, PPO 9 times 78 MiB
+    assert grpo.peak_bytes < 0.7 * ppo.peak_bytes
+    for found in (ppo, grpo):
+        assert found.peak_bytes == pytest.approx(memory.peak_bytes(found.estimate), rel=0.15)
+        assert set(found.seconds) == {"generate", "grade", "annotate", "update", "sync", "step"}
