@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from harness.lora import adapter_off, adapter_weights, has_adapter, load_adapter, merged_weights
 from harness.model import mixed_precision
 from harness.schedules import learning_rate_factor
-from harness.spec import Mismatch, RunSpec
-from harness.tensors import backbone, kl_k3, token_logprobs, token_values
+from harness.spec import Mismatch, Optimizer, RunSpec
+from harness.tensors import PromptStates, backbone, kl_k3, prompt_states, token_logprobs, token_values
 from harness.types import Batch, InvalidRun, PolicyOutput
 
 
@@ -70,7 +70,7 @@ class Learner:
             if self.spec.algorithm.needs_reference:
                 batch = batch.replace(ref_logprobs_BT=self._reference_logprobs(batch))
             if self.critic is not None:
-                batch = batch.replace(values_BT=self._forward_rows(batch, self.critic))
+                batch = batch.replace(values_BT=self._values(batch, self.critic))
         return batch
 
     def begin_step(self, step: int, kl_beta: float | None) -> dict[str, float]:
@@ -148,9 +148,12 @@ class Learner:
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
         self._train_mode(self.spec.gradient_checkpointing)
-        for micro in self._microbatches(minibatch):
+        with mixed_precision(minibatch.tokens_BT.device, self.spec.autocast):
+            prompts = prompt_states(self.policy, minibatch.tokens_BT, minibatch.completion_mask_BT)
+        for rows in self._rows_by_length(minibatch):
+            micro = minibatch.rows(rows)
             with mixed_precision(micro.tokens_BT.device, self.spec.autocast):
-                output = self._output(micro)
+                output = self._output(micro, prompts and prompts.rows(rows))
             if self.spec.updates_per_step == 1:  # on-policy: the ratio is 1 exactly, with its gradient
                 micro = micro.replace(old_logprobs_BT=output.logprobs_BT.detach())
             loss, metrics = self.algorithm.loss(micro, output)
@@ -164,6 +167,8 @@ class Learner:
                 mismatch_max = max(mismatch_max, _ratio_max(logprobs, sampler, mask))
                 assert micro.loss_weight_BT is not None
                 totals["mismatch/kl"] += float((micro.loss_weight_BT * kl_k3(logprobs, sampler)).sum())
+        if prompts is not None:
+            prompts.backward()
         self._train_mode(False)
         if first:
             totals["mismatch/max_ratio"] = mismatch_max
@@ -186,12 +191,13 @@ class Learner:
             if module is not None:
                 module.train(on)
 
-    def _output(self, micro: Batch) -> PolicyOutput:
+    def _output(self, micro: Batch, prompts: PromptStates | None) -> PolicyOutput:
         logprobs, entropy = token_logprobs(
             self.policy,
             micro.tokens_BT,
             micro.completion_mask_BT,
             self.spec.sampling.temperature,
+            prompts=prompts,
             entropy_gradient=self.algorithm.entropy_needs_gradient,
         )
         values = None if self.critic is None else self.critic(micro.tokens_BT, micro.completion_mask_BT)
@@ -204,16 +210,26 @@ class Learner:
             return self._logprobs(self.policy, batch)
 
     def _logprobs(self, model: nn.Module, batch: Batch) -> Tensor:
+        with mixed_precision(batch.tokens_BT.device, self.spec.autocast):
+            prompts = prompt_states(model, batch.tokens_BT, batch.completion_mask_BT)
         temperature = self.spec.sampling.temperature
-        return self._forward_rows(batch, lambda tokens, mask: token_logprobs(model, tokens, mask, temperature)[0])
+
+        def forward(part: Batch, rows: Tensor) -> Tensor:
+            shared = prompts and prompts.rows(rows)
+            return token_logprobs(model, part.tokens_BT, part.completion_mask_BT, temperature, prompts=shared)[0]
+
+        return self._forward_rows(batch, forward)
+
+    def _values(self, batch: Batch, critic: Critic) -> Tensor:
+        return self._forward_rows(batch, lambda part, rows: critic(part.tokens_BT, part.completion_mask_BT))
 
     def _forward_rows(self, batch: Batch, forward: Any) -> Tensor:
-        """[B, T] from a function of (tokens, mask), micro-batch by micro-batch, in the batch's own row order."""
+        """[B, T] from a function of (micro-batch, its row indices), put together in the batch's own row order."""
         result = torch.empty(0)
         for rows in self._rows_by_length(batch):
             part = batch.rows(rows)
             with mixed_precision(part.tokens_BT.device, self.spec.autocast):
-                values = forward(part.tokens_BT, part.completion_mask_BT)
+                values = forward(part, rows)
             if not len(result):
                 result = values.new_zeros(batch.tokens_BT.shape)
             result[rows, : values.shape[1]] = values
@@ -229,13 +245,9 @@ class Learner:
             part = batch.rows(torch.from_numpy(rows).to(batch.tokens_BT.device))
             yield part.replace(loss_weight_BT=self.algorithm.loss_weights(part.completion_mask_BT))
 
-    def _microbatches(self, batch: Batch) -> Iterator[Batch]:
-        for rows in self._rows_by_length(batch):
-            yield batch.rows(rows)
-
     def _rows_by_length(self, batch: Batch) -> list[Tensor]:
         """Row indices, longest rows first, each part within the token budget once padded to its longest row."""
-        budget = self.spec.optimizer.tokens_per_microbatch
+        budget = microbatch_tokens(self.spec.optimizer, batch.tokens_BT.device)
         order = torch.argsort(batch.lengths_B, descending=True, stable=True)
         lengths = batch.lengths_B[order].tolist()
         parts, start = [], 0
@@ -281,6 +293,11 @@ def correct_mismatch(batch: Batch, settings: Mismatch) -> tuple[Batch, dict[str,
         "mismatch/outside": float(outside_BT.sum() / count),
     }
     return batch.replace(advantages_BT=batch.advantages_BT * weight_BT), metrics
+
+
+def microbatch_tokens(settings: Optimizer, device: torch.device) -> int:
+    """Padded tokens in one forward pass: short passes stay in a processor's caches, long ones fill a GPU."""
+    return settings.tokens_per_microbatch or (8192 if device.type == "cuda" else 1024)
 
 
 def explained_variance(batch: Batch) -> float:

@@ -322,9 +322,11 @@ def _setting(spec: RunSpec, name: str) -> Any:
 
 def _activation_bytes(spec: RunSpec, config: PretrainedConfig, policy: Any, prompt_tokens: int) -> int:
     """What one micro-batch keeps for its backward pass, and what the pass adds to it at its worst moment."""
+    from harness.learner import microbatch_tokens
+
     length = prompt_tokens + (spec.sampling_with_limit().max_tokens or 0)
     rows = spec.rollouts_per_step // spec.optimizer.num_minibatches
-    at_once = min(rows, max(1, spec.optimizer.tokens_per_microbatch // length))
+    at_once = min(rows, max(1, microbatch_tokens(spec.optimizer, resolve_device(spec.device)) // length))
     tokens, completion = at_once * length, at_once * (length - prompt_tokens)
     kept = saved_bytes(spec, config, policy, tokens, completion)
     log_probs = 4 * completion * config.vocab_size

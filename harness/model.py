@@ -7,6 +7,7 @@ character tokenizer for printable ASCII; other characters are mapped to their cl
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model, with an end-of-sequence and a padding token."""
     if name == TINY:
         return tiny_tokenizer()
+    _import_generation()
     from transformers import AutoTokenizer  # seconds to import, and a spec is checked without it
 
     tokenizer = AutoTokenizer.from_pretrained(_local(name), trust_remote_code=False)
@@ -86,6 +88,7 @@ def load_policy(name: str, *, seed: int, dtype: torch.dtype = torch.float32) -> 
     if name == TINY:
         model = tiny_model(seed)
     else:
+        _import_generation()
         from transformers import AutoModelForCausalLM
 
         _no_progress_bars()
@@ -103,6 +106,7 @@ def load_policy(name: str, *, seed: int, dtype: torch.dtype = torch.float32) -> 
 
 def tiny_model(seed: int) -> LlamaForCausalLM:
     """The built-in model with freshly initialised weights; leaves the global random state as it was."""
+    _import_generation()
     from transformers import LlamaForCausalLM
 
     with torch.random.fork_rng(devices=[]):
@@ -208,6 +212,17 @@ def model_identity(name: str) -> dict[str, Any]:
         return {"name": name}
     files = {f.name: [f.stat().st_size, f.stat().st_mtime_ns] for f in sorted(path.iterdir()) if f.is_file()}
     return {"name": os.path.realpath(path), "files": files}
+
+
+def _import_generation() -> None:
+    """Import transformers' generation without scikit-learn, which only its assisted decoding wants: 105 MB, 1.7 s."""
+    if "transformers.generation.utils" in sys.modules or "sklearn" in sys.modules:
+        return
+    sys.modules["sklearn"] = None  # pyright: ignore
+    try:
+        import transformers.generation.utils  # noqa: F401
+    finally:
+        del sys.modules["sklearn"]
 
 
 def _no_progress_bars() -> None:

@@ -6,11 +6,15 @@ Column t of every `_BT` tensor describes token t of its row; the logits that pro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import DynamicCache
 
 
 def pad_right(rows: Sequence[Sequence[Any]], dtype: torch.dtype, width: int | None = None) -> Tensor:
@@ -69,16 +73,18 @@ def token_logprobs(
     mask_BT: Tensor,
     temperature: float,
     *,
+    prompts: PromptStates | None = None,
     entropy_gradient: bool = False,
     chunk: int = 4096,
 ) -> tuple[Tensor, Tensor]:
     """(log-probs, entropies), both [B, T] nats, at least float32: of the tokens in `mask_BT`, and 0 elsewhere.
 
     The language-model head runs on the masked positions only, `chunk` at a time, so that [B, T, V] never exists.
+    With `prompts` the rows' prompts are not read again.
     Logits are divided by `temperature` (taken as 1 when it is 0), as the sampler does. Entropies carry a gradient
     only if asked.
     """
-    hidden = hidden_states(model, tokens_BT)[:, :-1][mask_BT[:, 1:]]  # the state before each masked token
+    hidden = completion_states(model, tokens_BT, mask_BT, prompts)
     targets = tokens_BT[:, 1:][mask_BT[:, 1:]]
     head = model.get_output_embeddings()  # pyright: ignore
     logprobs, entropies = [], []
@@ -89,6 +95,81 @@ def token_logprobs(
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropies.append(-(all_logprobs.exp() * all_logprobs).sum(-1))
     return _scatter(logprobs, mask_BT), _scatter(entropies, mask_BT)
+
+
+@dataclass
+class PromptStates:
+    """Keys and values of a batch's distinct prompts, all tokens but the last, which rows of one prompt share.
+
+    `states` holds (keys, values) per layer, each [U, heads, T, width], right-padded; `lengths_U` the tokens of each,
+    `prompt_B` the prompt of each row. With gradients the states are leaves: micro-batches add to their gradient, and
+    `backward` sends the sum through the prompts once.
+    """
+
+    states: list[tuple[Tensor, Tensor]]
+    computed: list[Tensor]
+    lengths_U: Tensor
+    prompt_B: Tensor
+
+    def rows(self, index: Tensor) -> PromptStates:
+        return replace(self, prompt_B=self.prompt_B[index])
+
+    def backward(self) -> None:
+        leaves = [x for pair in self.states for x in pair]
+        reached = [(x, leaf.grad) for x, leaf in zip(self.computed, leaves, strict=True) if leaf.grad is not None]
+        if reached:
+            torch.autograd.backward([x for x, _ in reached], [gradient for _, gradient in reached])
+
+    def cache(self, model: nn.Module) -> DynamicCache:
+        """A cache in which every row finds its prompt."""
+        from transformers.cache_utils import DynamicCache
+
+        cache = DynamicCache(config=model.config)  # pyright: ignore
+        for layer, (keys, values) in enumerate(self.states):
+            cache.update(keys[self.prompt_B], values[self.prompt_B], layer)
+        return cache
+
+
+def prompt_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor) -> PromptStates | None:
+    """The shared states of the rows' prompts, or None where no prompt is shared or the model keeps other states."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer  # seconds to import, and objectives do without
+
+    if model.training and getattr(backbone(model), "gradient_checkpointing", False):
+        return None  # transformers recomputes activations then, and keeps no states
+    cache: Any = DynamicCache(config=model.config)  # pyright: ignore
+    starts_B = mask_BT.int().argmax(dim=1)
+    if any(type(layer) is not DynamicLayer for layer in cache.layers) or int(starts_B.min()) < 2:
+        return None
+    width = int(starts_B.max())  # of the longest prompt
+    before = torch.arange(width, device=tokens_BT.device) < starts_B[:, None]
+    prompts_UT, prompt_B = torch.unique(tokens_BT[:, :width].masked_fill(~before, -1), dim=0, return_inverse=True)
+    if len(prompts_UT) == len(tokens_BT):
+        return None
+    lengths_U = (prompts_UT >= 0).sum(dim=1) - 1
+    backbone(model)(input_ids=prompts_UT[:, :-1].clamp(min=0), use_cache=True, past_key_values=cache)
+    computed: list[Any] = [x for layer in cache.layers for x in (layer.keys, layer.values)]
+    leaves = [x.detach().requires_grad_(x.requires_grad) for x in computed]
+    return PromptStates(list(zip(leaves[::2], leaves[1::2], strict=True)), computed, lengths_U, prompt_B)
+
+
+def completion_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor, prompts: PromptStates | None) -> Tensor:
+    """[N, H]: the hidden state before each of the N tokens in `mask_BT`, row by row."""
+    if prompts is None:
+        return hidden_states(model, tokens_BT)[:, :-1][mask_BT[:, 1:]]
+    lengths_B = prompts.lengths_U[prompts.prompt_B]
+    counts_B = mask_BT.sum(dim=1)
+    offsets = torch.arange(int(counts_B.max()), device=tokens_BT.device)
+    positions = lengths_B[:, None] + offsets
+    inputs = tokens_BT.gather(1, positions.clamp(max=tokens_BT.shape[1] - 1))
+    filled = torch.arange(prompts.states[0][0].shape[2], device=tokens_BT.device) < lengths_B[:, None]
+    output = backbone(model)(
+        input_ids=inputs,
+        attention_mask=None if bool(filled.all()) else torch.cat([filled, torch.ones_like(inputs).bool()], dim=1),
+        position_ids=positions,
+        past_key_values=prompts.cache(model),
+        use_cache=True,
+    )
+    return output.last_hidden_state[offsets < counts_B[:, None]]
 
 
 def token_values(backbone: nn.Module, head: nn.Linear, tokens_BT: Tensor, mask_BT: Tensor) -> Tensor:

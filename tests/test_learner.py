@@ -7,6 +7,7 @@ from harness import plugins
 from harness.learner import Learner, explained_variance
 from harness.model import tiny_model
 from harness.spec import parse_run
+from harness.tensors import prompt_states, token_logprobs
 from harness.types import Batch, InvalidRun
 
 
@@ -160,3 +161,63 @@ def test_explained_variance_is_one_for_perfect_values_and_zero_for_constant_ones
     batch = make_batch().replace(returns_BT=torch.randn(8, 12, generator=torch.Generator().manual_seed(0)))
     assert explained_variance(batch.replace(values_BT=batch.returns_BT)) == pytest.approx(1.0)
     assert explained_variance(batch.replace(values_BT=torch.zeros(8, 12))) == pytest.approx(0.0)
+
+
+def shared_prompts():
+    """8 rows of 3 prompts with 4, 6 and 3 tokens; rows of a prompt are not neighbours, completions differ in length."""
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(3, 100, (n,), generator=generator) for n in (4, 6, 3)]
+    which, extra = [0, 1, 0, 2, 1, 0, 2, 0], [5, 3, 1, 7, 2, 4, 6, 3]
+    rows = [torch.cat([prompts[p], torch.randint(3, 100, (n,), generator=generator)])
+            for p, n in zip(which, extra, strict=True)]  # fmt: skip
+    width = max(map(len, rows))
+    tokens = torch.stack([torch.nn.functional.pad(row, (0, width - len(row))) for row in rows])
+    lengths = torch.tensor([len(row) for row in rows])
+    starts = torch.tensor([len(prompts[p]) for p in which])
+    column = torch.arange(width)
+    return make_batch().replace(
+        tokens_BT=tokens,
+        lengths_B=lengths,
+        completion_mask_BT=(column >= starts[:, None]) & (column < lengths[:, None]),
+        sampler_logprobs_BT=torch.zeros(tokens.shape),
+    )
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.parametrize("budget", [1, 20, 1000])
+def test_prompts_that_rows_share_are_read_once_with_the_same_gradient(algorithm, budget, monkeypatch):
+    spec, batch = make_spec(algorithm, tokens_per_microbatch=budget, num_inner_epochs=2), shared_prompts()
+    assert prompt_states(tiny_model(0), batch.tokens_BT, batch.completion_mask_BT) is not None
+    shared = gradients(spec, batch)
+    monkeypatch.setattr("harness.learner.prompt_states", lambda *_: None)
+    apart = gradients(spec, batch)
+    assert (shared - apart).norm() <= 1e-6 * apart.norm()  # the norms inside the model are in float32
+    assert apart.norm() > 0
+
+
+def test_shared_prompts_give_the_same_logprobs_and_cost_one_reading():
+    policy, batch = tiny_model(0).double(), shared_prompts()
+    states = prompt_states(policy, batch.tokens_BT, batch.completion_mask_BT)
+    assert states is not None
+    assert sorted(states.lengths_U.tolist()) == [2, 3, 5]
+    read: list[int] = []
+    handle = policy.model.embed_tokens.register_forward_hook(lambda module, args, output: read.append(args[0].numel()))
+    arguments = (policy, batch.tokens_BT, batch.completion_mask_BT, 0.7)
+    shared = token_logprobs(*arguments, prompts=states)
+    whole = token_logprobs(*arguments)
+    handle.remove()
+    assert torch.allclose(shared[0], whole[0], atol=1e-12)
+    assert torch.allclose(shared[1], whole[1], atol=1e-12)
+    assert read == [8 * 7, 8 * 10]  # the longest completion has 7 tokens, the longest row 10
+
+
+def test_rows_that_share_no_prompt_or_recompute_activations_are_read_whole():
+    batch, policy = make_batch(), tiny_model(0)
+    assert prompt_states(policy, batch.tokens_BT, batch.completion_mask_BT) is None
+    batch = shared_prompts()
+    policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert prompt_states(policy, batch.tokens_BT, batch.completion_mask_BT) is None
+    assert prompt_states(policy.eval(), batch.tokens_BT, batch.completion_mask_BT) is not None
+    empty = batch.completion_mask_BT.clone()
+    empty[0] = False
+    assert prompt_states(tiny_model(0), batch.tokens_BT, empty) is None

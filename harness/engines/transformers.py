@@ -100,8 +100,8 @@ class TransformersEngine(RolloutEngine):
             num_running = int(running.sum())
             if num_running == 0 or position + 1 == limit:
                 break
-            if num_running <= 0.875 * len(running):  # each compaction copies the cache: not worth it for a row or two
-                keep = running.nonzero()[:, 0]
+            if num_running <= 0.9375 * len(running):  # moves about as many lines as have ended
+                keep = _fill_holes(running)
                 cache.batch_select_indices(keep)
                 active, running, mask, chosen = active[keep], running[keep], mask[keep], chosen[keep]
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
@@ -159,6 +159,15 @@ def _draw(logits: Tensor, sampling: Sampling, noise: Tensor) -> tuple[Tensor, Te
     return chosen, logprobs.gather(-1, chosen[:, None])[:, 0]
 
 
+def _fill_holes(running: Tensor) -> Tensor:
+    """The lines that still run, those of the tail moved into the places of ended ones and all others where they are."""
+    lines = running.nonzero()[:, 0]
+    count = len(lines)
+    keep = torch.arange(count, device=lines.device)
+    keep[~running[:count]] = lines[lines >= count]
+    return keep
+
+
 def _cut(probabilities: Tensor, top_p: float, top_k: int) -> Tensor:
     """Probabilities outside the nucleus (Holtzman et al. 2020) or the k most likely tokens set to 0."""
     if top_p >= 1 and not top_k:
@@ -195,18 +204,21 @@ class _PreallocatedLayer(DynamicLayer):
         return self._view(end)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._reindex(torch.arange(len(self._keys), device=self._keys.device).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._reindex(indices)
-
-    def _reindex(self, rows: Tensor) -> None:
         keys, values = self.keys, self.values
         assert keys is not None and values is not None
-        self._allocate(keys, values, len(rows))
+        self._allocate(keys, values, len(keys) * repeats)
         length = keys.shape[-2]
-        self._keys[:, :, :length] = keys[rows]
-        self._values[:, :, :length] = values[rows]
+        for own, given in ((self._keys, keys), (self._values, values)):
+            own.view(len(keys), repeats, *own.shape[1:])[:, :, :, :length] = given[:, None]
+        self._view(length)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these lines. Lines that stay in their place are not touched; others must come from beyond the end."""
+        length, count = self.keys.shape[-2], len(indices)  # pyright: ignore
+        places = (indices != torch.arange(count, device=indices.device)).nonzero()[:, 0]
+        for states in (self._keys, self._values):
+            states[places, :, :length] = states[indices[places], :, :length]
+        self._keys, self._values = self._keys[:count], self._values[:count]
         self._view(length)
 
     def _allocate(self, keys: Tensor, values: Tensor, rows: int | None = None) -> None:

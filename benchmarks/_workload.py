@@ -1,0 +1,173 @@
+"""What both sides of the speed comparison train: model folders made in code, prompts, reward, and the work in FLOPs.
+
+The models are untrained Llamas whose chance to end is set by construction: every embedding shares one constant
+coordinate that no layer writes to, so the end token's own value there (embeddings are tied) is a bias on its logit. It
+is set so that a token ends the text with a probability of 1/25 for natural stops, and never for suppressed ones. With
+a learning rate of 1e-6 the lengths stay those of the first step, on both sides.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import torch
+
+from harness.interfaces import Task
+from harness.model import save_model, tiny_config, tiny_tokenizer
+from harness.types import Demonstration, Prompt, Split
+
+END_PROBABILITY = 1 / 25
+LEARNING_RATE = 1e-6
+GROUP_SIZE = 8
+NUM_PROMPTS = 512  # distinct, read in turn
+_CONSTANT = 0.5  # the coordinate that all embeddings share
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the comparison."""
+
+    name: str
+    shape: Literal["168k", "3.4M"]
+    prompts_per_step: int
+    prompt_tokens: int
+    max_tokens: int
+    natural_stops: bool = True
+    kl_beta: float = 0.04
+    num_inner_epochs: int = 1
+
+    @property
+    def rollouts(self) -> int:
+        return self.prompts_per_step * GROUP_SIZE
+
+
+def _larger(stops: str, beta: float, epochs: int) -> Setting:
+    name = f"b: 3.4M, {stops} stops, beta {beta:g}, mu {epochs}"
+    return Setting(name, "3.4M", 32, 24, 48, stops == "natural", beta, epochs)
+
+
+SETTINGS = [
+    Setting("a: 168k, natural stops, beta 0.04, mu 1", "168k", 16, 12, 40),
+    *(_larger(stops, beta, mu) for mu in (1, 4) for stops in ("natural", "suppressed") for beta in (0.04, 0.0)),
+]
+
+
+class DigitSum(Task):
+    """Whether the digits of a completion sum to an even number: cheap, and about half of all texts earn it."""
+
+    name: Literal["digit_sum"] = "digit_sum"
+    prompt_tokens: int
+    max_tokens: int
+
+    splits: ClassVar[tuple[Split, ...]] = ("train",)
+
+    @property
+    def max_completion_tokens(self) -> int:
+        return self.max_tokens
+
+    def prompts(self, split: Split) -> list[Prompt]:
+        texts = prompt_texts(self.prompt_tokens) if split in self.splits else []
+        return [Prompt(f"{i:04d}", text, "0") for i, text in enumerate(texts)]
+
+    def demonstrations(self) -> list[Demonstration]:
+        return []
+
+    def extract(self, completion: str) -> str:
+        return str(digit_sum(completion) % 2)
+
+    def equivalent(self, answer: str, other: str) -> bool:
+        return answer == other
+
+
+def prompt_texts(num_tokens: int) -> list[str]:
+    """Distinct sums of exactly `num_tokens` characters, each of which is one token."""
+    draw = random.Random(0)
+    texts = {"".join(draw.choice("0123456789+-") for _ in range(num_tokens - 1)) + "=" for _ in range(2 * NUM_PROMPTS)}
+    return sorted(texts)[:NUM_PROMPTS]
+
+
+def digit_sum(text: str) -> int:
+    return sum(int(c) for c in text if c in "0123456789")
+
+
+def write_model(setting: Setting, folder: Path) -> None:
+    """Save the setting's model with its tokenizer where both sides load it."""
+    from transformers import LlamaForCausalLM
+
+    tokenizer = tiny_tokenizer()
+    config = tiny_config()
+    if setting.shape == "3.4M":
+        config.update(
+            {
+                "hidden_size": 256,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+                "head_dim": 64,
+                "intermediate_size": 768,
+                "initializer_range": 0.02,
+            }
+        )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[0] = 0
+            layer.mlp.down_proj.weight[0] = 0
+        model.model.embed_tokens.weight[:, 0] = _CONSTANT
+        _set_end_probability(model, END_PROBABILITY if setting.natural_stops else 1e-9)
+    save_model(folder, model, tokenizer)
+
+
+def _set_end_probability(model: torch.nn.Module, wanted: float) -> None:
+    """Bisect the end token's value in the constant coordinate until its mean probability on random text is `wanted`."""
+    tokens = torch.randint(3, 100, (64, 64), generator=torch.Generator().manual_seed(1))
+    hidden = model.model(input_ids=tokens).last_hidden_state  # pyright: ignore
+    embedding, end = model.model.embed_tokens.weight, model.config.eos_token_id  # pyright: ignore
+    low, high = -20.0, 20.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        embedding[end, 0] = middle
+        probability = torch.softmax(hidden @ embedding.T, dim=-1)[..., end].mean()
+        low, high = (middle, high) if probability < wanted else (low, middle)
+
+
+def num_parameters(folder: Path) -> int:
+    """Parameters that multiply: all of them, the tied embedding once, as the head."""
+    from transformers import AutoModelForCausalLM
+
+    return sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
+
+
+def step_flops(setting: Setting, parameters: int, config: dict, mean_tokens: float) -> float:
+    """Floating-point operations that one step of the method needs, whatever an implementation does.
+
+    2 per parameter and token forward plus 4 * layers * hidden per pair of a query and a key that it sees (a mean of
+    half the row); the backward pass costs twice the forward. A prompt is read once per group for sampling, each sampled
+    token once; the reference reads whole rows forward, each of mu epochs forward and backward.
+    """
+    attention = 4 * config["num_hidden_layers"] * config["hidden_size"]
+
+    def forward(first: float, last: float) -> float:
+        return 2 * parameters * (last - first) + attention * (last**2 - first**2) / 2
+
+    prompt, row = setting.prompt_tokens, setting.prompt_tokens + mean_tokens
+    sampling = setting.prompts_per_step * forward(0, prompt) + setting.rollouts * forward(prompt, row)
+    passes = 3 * setting.num_inner_epochs + (setting.kl_beta > 0)
+    return sampling + passes * setting.rollouts * forward(0, row)
+
+
+def gemm_peak(size: int = 1024, repeats: int = 9) -> float:
+    """FLOP/s of a float32 matrix product at this process's thread count: the median of a few."""
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        torch.mm(a, b)
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / statistics.median(seconds)

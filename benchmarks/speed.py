@@ -1,0 +1,200 @@
+"""How fast a training step is beside TRL's GRPOTrainer: same tiny Llama, prompts, lengths, reward and threads.
+
+    make bench                                  (or, in its environment: python benchmarks/speed.py)
+    python benchmarks/speed.py --only "a:" --rounds 3
+
+Each side runs in a process of its own, in turn (ours, TRL, ours, TRL, ...), so that a busy spell of the machine meets
+both; medians are over the steps of all rounds, warm-up left out. TRL first tries attention, cache and micro-batch and
+keeps the fastest. Prints a table and writes `benchmarks/results/latest.json`. `benchmarks/README.md` explains figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from _workload import SETTINGS, Setting, num_parameters, step_flops, write_model
+
+HERE = Path(__file__).parent
+PAIRS = {"step": ("ours", "trl"), "generate": ("ours_generate", "trl_generate")}
+FIRST_GUESS = {"attention": "sdpa", "cache": None}
+
+
+class Driver:
+    """Starts the sides of the comparison and keeps what TRL runs fastest with."""
+
+    def __init__(self, options: argparse.Namespace, workplace: Path):
+        self.options = options
+        self.workplace = workplace
+        self.fastest: dict[str, dict[str, Any]] = {}
+
+    def compare(self, setting: Setting) -> dict[str, Any]:
+        """Both sides of a setting: end to end and, where nothing but the sampling matters, generation alone."""
+        folder = self._model(setting)
+        tuned = self._tuned(setting, folder)
+        result = self._measure(setting, folder, "step", tuned)
+        peak = statistics.median(run["gemm_flops"] for runs in result.values() for run in runs)
+        ours, trl = (_summary(setting, runs) for runs in result.values())
+        for side in (ours, trl):
+            flops = step_flops(setting, num_parameters(folder), _config(folder), side["completion_length"])
+            side["mfu"] = flops / side["seconds_per_step"] / peak
+        entry = {"name": setting.name, "ours": ours, "trl": trl | {"settings": tuned}, **_ratios(ours, trl)}
+        entry |= {"mfu": ours["mfu"], "gemm_gflops": peak / 1e9}
+        if setting.kl_beta and setting.num_inner_epochs == 1:
+            alone = self._measure(setting, folder, "generate", tuned)
+            mine, theirs = (_summary(setting, runs) for runs in alone.values())
+            entry["generate"] = {"ours": mine, "trl": theirs, **_ratios(mine, theirs)}
+        return entry
+
+    def _measure(self, setting: Setting, folder: Path, what: str, tuned: dict[str, Any]) -> dict[str, list[Any]]:
+        steps = self.options.steps if setting.num_inner_epochs == 1 else max(2, self.options.steps // 2)
+        runs: dict[str, list[Any]] = {side: [] for side in PAIRS[what]}
+        for _ in range(self.options.rounds):
+            for side in runs:
+                runs[side].append(self._run(side, setting, folder, self.options.warm_up, steps, tuned))
+        return runs
+
+    def _tuned(self, setting: Setting, folder: Path) -> dict[str, Any]:
+        """The attention, cache and micro-batch with which TRL's own step is fastest, tried once per model shape."""
+        if setting.shape not in self.fastest:
+            tried: list[tuple[float, dict[str, Any]]] = []
+            rows = min(128, setting.rollouts)
+            best: dict[str, Any] = {**FIRST_GUESS, "micro_batch": rows}
+            for change in ({}, {"attention": "eager"}, {"cache": "static"}, {"micro_batch": 64}):
+                run = self._run("trl", setting, folder, 1, self.options.tuning_steps, {**best, **change})
+                tried.append((statistics.median(s["seconds"] for s in run["steps"]), {**best, **change}))
+                print(f"  TRL with {tried[-1][1]}: {tried[-1][0]:.2f} s/step", flush=True)
+                best = min(tried, key=lambda pair: pair[0])[1]
+            self.fastest[setting.shape] = best
+        return self.fastest[setting.shape]
+
+    def _model(self, setting: Setting) -> Path:
+        folder = self.workplace / f"{setting.shape}-{setting.natural_stops}"
+        if not folder.is_dir():
+            write_model(setting, folder)
+        return folder
+
+    def _run(
+        self, side: str, setting: Setting, folder: Path, warm_up: int, steps: int, tuned: dict[str, Any]
+    ) -> dict[str, Any]:
+        job = {"side": side, "setting": dataclasses.asdict(setting), "folder": str(folder), **tuned}
+        job |= {"warm_up": warm_up, "steps": steps, "threads": self.options.threads}
+        job_file, result_file = self.workplace / "job.json", self.workplace / "result.json"
+        job_file.write_text(json.dumps(job))
+        done = subprocess.run(
+            [sys.executable, str(HERE / "_sides.py"), str(job_file), str(result_file)],
+            env={**os.environ, **self._environment()},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if done.returncode:
+            raise SystemExit(f"{side} failed in setting '{setting.name}':\n{done.stdout[-4000:]}")
+        return json.loads(result_file.read_text())
+
+    def _environment(self) -> dict[str, str]:
+        threads = str(self.options.threads)
+        return {
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "DISABLE_MLFLOW_INTEGRATION": "TRUE",  # TRL would import mlflow, which its users need not have
+            "TRL_EXPERIMENTAL_SILENCE": "1",
+        }
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def _summary(setting: Setting, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over all steps of a side; the highest peak of its processes."""
+    steps = [step for run in runs for step in run["steps"]]
+    seconds = statistics.median(step["seconds"] for step in steps)
+    tokens = statistics.mean(step["tokens"] for step in steps)
+    phases = {p: statistics.median(step["phases"].get(p, 0.0) for step in steps) for p in steps[0]["phases"]}
+    return {
+        "seconds_per_step": seconds,
+        "samples_per_second": setting.rollouts / seconds,
+        "tokens_per_second": tokens / seconds,
+        "completion_length": tokens / setting.rollouts,
+        "user_seconds_per_step": statistics.median(step["user_seconds"] for step in steps),
+        "phases": phases,
+        "peak_memory_bytes": max(run["peak_memory_bytes"] for run in runs),
+        "step_seconds": [round(step["seconds"], 4) for step in steps],
+        "load": max(run["load"] for run in runs),
+    }
+
+
+def _ratios(ours: dict[str, Any], trl: dict[str, Any]) -> dict[str, float]:
+    return {
+        "speed_ratio": ours["samples_per_second"] / trl["samples_per_second"],
+        "token_speed_ratio": ours["tokens_per_second"] / trl["tokens_per_second"],
+        "rss_ratio": ours["peak_memory_bytes"] / trl["peak_memory_bytes"],
+    }
+
+
+def _print(entry: dict[str, Any]) -> None:
+    print(f"\n{entry['name']}   (GEMM peak {entry['gemm_gflops']:.0f} GFLOP/s)")
+    _print_pair("step", entry)
+    if "generate" in entry:
+        _print_pair("generation alone", entry["generate"])
+
+
+def _print_pair(title: str, pair: dict[str, Any]) -> None:
+    print(f"  {title:<18} s/step  samples/s  tokens/s  tokens/row  user s  peak MB  MFU")
+    for name in ("ours", "trl"):
+        x = pair[name]
+        mfu = f"{x['mfu']:4.0%}" if "mfu" in x else ""
+        phases = ", ".join(f"{k} {v:.3g}" for k, v in x["phases"].items())
+        print(
+            f"    {name:<16} {x['seconds_per_step']:6.3f} {x['samples_per_second']:10.1f} {x['tokens_per_second']:9.0f}"
+            f" {x['completion_length']:11.2f} {x['user_seconds_per_step']:7.2f} {x['peak_memory_bytes'] / 1e6:8.0f}"
+            f" {mfu}  {phases}"
+        )
+    print(
+        f"    ours / TRL: {pair['speed_ratio']:.2f}x samples/s, {pair['token_speed_ratio']:.2f}x tokens/s, "
+        f"{pair['rss_ratio']:.2f}x peak memory",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--only", default="", help="settings whose name contains this")
+    parser.add_argument("--rounds", type=int, default=2, help="how often the sides take turns")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps left out at the start of every process")
+    parser.add_argument("--steps", type=int, default=5, help="measured steps of every process; half with mu > 1")
+    parser.add_argument("--tuning-steps", type=int, default=2, help="steps of each of TRL's settings that are tried")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "latest.json")
+    options = parser.parse_args()
+    entries = []
+    with tempfile.TemporaryDirectory() as workplace:
+        driver = Driver(options, Path(workplace))
+        for setting in SETTINGS:
+            if options.only in setting.name:
+                print(f"{setting.name}: ...", flush=True)
+                entries.append(driver.compare(setting))
+                _print(entries[-1])
+    machine = {"platform": platform.platform(), "cores": os.cpu_count(), "threads": options.threads}
+    versions = {name: version(name) for name in ("torch", "transformers", "trl")}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps({"machine": machine, "versions": versions, "settings": entries}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
