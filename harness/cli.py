@@ -428,7 +428,8 @@ def ui(
     """Serve the MLflow pages of the runs folder on 127.0.0.1 until Ctrl-C."""
     from harness import tracking
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server ends with this process
+    for ending_signal in (signal.SIGINT, signal.SIGTERM):  # a shell's background job inherits SIGINT as ignored
+        signal.signal(ending_signal, signal.default_int_handler)  # so that the server ends with this process
     try:
         with tracking.serve_ui(runs, port) as server:
             terminal.say(f"MLflow: {server.url} (Ctrl-C ends it)")
