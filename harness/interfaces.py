@@ -160,6 +160,10 @@ class Task(Section, ABC):
         """Rows of the split's source that are no problem and were left out because the settings allow it."""
         return 0
 
+    def num_unparsable(self) -> int | None:
+        """Comparisons of this process so far that ended without a verdict; None where none can."""
+        return None
+
     def use_processes(self, count: int) -> None:
         """Let that many threads compare answers at once, where comparisons run in processes of their own."""
 

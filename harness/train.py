@@ -207,7 +207,10 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
     before = probe(run.engine, run.learner.policy, groups)
     run.engine.sleep()
     clock.lap("generate")
+    unparsable = spec.task.num_unparsable()
     graded = grade(spec.task, groups, sampling.max_tokens or 0)
+    if unparsable is not None:
+        unparsable = (spec.task.num_unparsable() or 0) - unparsable
     scores = score(spec.rewards, graded)
     clock.lap("grade")
     batch = collate(groups, scores.totals, events(groups, scores, run.tokenizer)).to(device)
@@ -237,6 +240,8 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
     run.totals.generated_tokens += generated
     run.totals.optimizer_steps += spec.updates_per_step
     metrics |= rollout_metrics(graded, batch) | scores.metrics | clock.metrics()
+    if unparsable is not None:
+        metrics["grading/unparsable"] = unparsable
     metrics |= {
         "train/rollouts": run.totals.rollouts,
         "train/generated_tokens": run.totals.generated_tokens,

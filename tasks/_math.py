@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, field_validator
 
-from tasks import _formats, _latex
+from tasks import _formats, _latex, _symbolic
 from tasks._data import BadRow, DatasetTask, Problem, Row, text_field
 from tasks._formats import AnswerFormat
 
@@ -81,6 +81,9 @@ class MathTask(DatasetTask):
 
     def read_unmarked(self, completion: str) -> Iterator[str]:
         return _formats.last_resort_latex(completion)
+
+    def num_unparsable(self) -> int:
+        return _symbolic.checker().counts["unparsable"]
 
     def equivalent(self, answer: str, other: str) -> bool:
         return _latex.equivalent(answer, other)

@@ -429,3 +429,12 @@ def test_every_gold_of_real_math500_equals_itself_in_a_box_and_through_the_check
     # And as the checker itself judges what the cheap rules would have decided.
     texts = [_latex._exact(_latex._tidy(gold)) for gold in golds if not _latex._is_literal(_latex._tidy(gold))]
     assert [text for text in texts if _symbolic.checker().compare(text, f"{text} ") != "equal"] == []
+
+
+def test_comparisons_without_a_verdict_are_counted():
+    task = Math()
+    before = task.num_unparsable()
+    assert not task.equivalent(r"\frac{1}{", r"x+\notacommand{2")  # broken braces are told apart before the checker
+    assert task.num_unparsable() == before
+    assert not task.equivalent("9^{9^{9^9}}", "x+1")
+    assert task.num_unparsable() == before + 1
