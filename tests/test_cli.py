@@ -448,9 +448,7 @@ def test_ui_prints_its_address_serves_it_and_ends_with_ctrl_c(runs: Path):
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=30) as answer:
         assert answer.status == 200
     err = ""
-    for _ in range(
-        6
-    ):  # as a person would: an interrupt can be lost in a library's callback while the page list is read
+    for _ in range(6):  # as a person would: an interrupt can be lost in a callback of a library
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             _, err = process.communicate(timeout=20)
