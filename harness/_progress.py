@@ -20,8 +20,8 @@ from rich.text import Text
 from harness._terminal import console, duration, percent, plain
 
 if TYPE_CHECKING:
+    from harness._queue import StudyStatus, TrialStatus
     from harness.interfaces import RunLogger
-    from harness.study import StudyStatus, TrialStatus
     from harness.types import SampleRow
 
 
@@ -197,7 +197,7 @@ class WatchedLog:
     def __init__(
         self, log: RunLogger, name: str, seed: int, directory: Path, show: Callable[[StudyStatus], None]
     ) -> None:
-        from harness.study import TrialStatus
+        from harness._queue import TrialStatus
 
         self._log, self._name, self._show = log, name, show
         self._started = time.monotonic()
@@ -225,7 +225,7 @@ class WatchedLog:
         self._log.per_problem(fractions)
 
     def _changed(self, **changes: Any) -> None:
-        from harness.study import StudyStatus
+        from harness._queue import StudyStatus
 
         self._trial = dataclasses.replace(self._trial, seconds=time.monotonic() - self._started, **changes)
         self._show(StudyStatus(name=self._name, question="", metric="validation/accuracy", trials=(self._trial,)))

@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from harness._queue import StudyStatus
     from harness.regrade import Regraded
     from harness.reward_model import RewardModelFit
-    from harness.study import StudyStatus
     from harness.types import EvaluationResult, SampleRow, StudyRecord
 
 LOG_WIDTH = 120

@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 
 from harness import _progress, _terminal, cli
-from harness.study import StudyStatus, TrialStatus
+from harness._queue import StudyStatus, TrialStatus
 from harness.tracking import read_progress
 from harness.types import SampleRow, TrialState
 

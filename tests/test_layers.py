@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "studies": (),
     "reports": ("harness.types", "harness.tracking"),
 }
-ONLY_IMPORTER = {"mlflow": "harness/tracking.py", "optuna": "harness/study.py"}
+ONLY_IMPORTER = {"mlflow": "harness/tracking.py", "optuna": "harness/_queue.py"}
 HEAVY = {"torch", "transformers", "datasets", "mlflow", "optuna", "matplotlib", "pandas", "scipy"}
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "__import__", "os.system", "os.popen", "yaml.load", "yaml.load_all", "yaml.unsafe_load",
@@ -185,7 +185,7 @@ def test_a_planted_violation_is_seen(rule: str, path: str, source: str):
         ("algorithms/ppo.py", "from algorithms._surrogate import loss\nfrom harness.tensors import masked_mean"),
         ("reports/render.py", "from harness import tracking\nfrom harness.types import StudyRecord\nx = row.gold"),
         ("harness/tracking.py", "import mlflow"),
-        ("harness/study.py", "import optuna\nfrom harness import tracking"),
+        ("harness/_queue.py", "import optuna\nfrom harness import tracking"),
         (
             "harness/cli.py",
             "def f():\n    import torch\n    importlib.import_module('reports.render')",

@@ -27,8 +27,9 @@ from harness import study as runner
 from harness._events import read_events
 from harness._files import read_json, write_json
 from harness._lease import GRACE_SECONDS, is_held
+from harness._queue import MAX_LOST, Claim, Outcome, Plan, Queue, StudyStatus
 from harness.spec import SpecError, StudySpec, load_study, parse_study, shipped_studies
-from harness.study import StudyStatus, run_study, study_status
+from harness.study import run_study, study_status
 from harness.types import TrialRecord
 
 METRIC = "validation/accuracy"
@@ -78,8 +79,8 @@ def run(
     )
 
 
-def a_queue(study: StudySpec, runs: Path) -> runner._Queue:
-    queue = runner._Queue(runner._Plan(study, runs))
+def a_queue(study: StudySpec, runs: Path) -> Queue:
+    queue = Queue(Plan(study, runs))
     queue.plan.folder.mkdir(parents=True)
     queue.enqueue_missing()
     return queue
@@ -327,7 +328,7 @@ def test_the_status_of_an_unknown_study_names_the_nearest(runs: Path):
 # The queue, without processes -----------------------------------------------------------------------------------------
 
 
-def die(claim: runner._Claim) -> None:
+def die(claim: Claim) -> None:
     """What a kill of its worker leaves of a claim: a lease that names a process which is gone."""
     claim.lease._released.set()
     ended = subprocess.Popen([sys.executable, "-c", ""])
@@ -338,7 +339,7 @@ def die(claim: runner._Claim) -> None:
 
 def test_trials_are_claimed_seed_by_seed_and_none_is_invented(runs: Path):
     queue = a_queue(a_study(), runs)
-    other = runner._Queue(queue.plan)  # as another process would have it
+    other = Queue(queue.plan)  # as another process would have it
     claims = [queue.claim(), other.claim(), other.claim(), queue.claim()]
     assert [claim.key for claim in claims if claim] == [
         ("group_size=2", 0), ("group_size=4", 0), ("group_size=2", 1), ("group_size=4", 1)
@@ -356,10 +357,10 @@ def test_enqueueing_twice_adds_nothing(runs: Path):
     queue = a_queue(a_study(), runs)
     claim = queue.claim()
     assert claim is not None
-    queue.finish(claim, runner._Outcome("complete", metrics={METRIC: 0.5}))
+    queue.finish(claim, Outcome("complete", metrics={METRIC: 0.5}))
     queue.claim()
     queue.enqueue_missing()
-    runner._Queue(queue.plan).enqueue_missing()
+    Queue(queue.plan).enqueue_missing()
     assert len(journal(runs)) == 4
 
 
@@ -374,15 +375,15 @@ def test_a_dead_workers_trial_goes_to_the_next_claim_and_a_living_ones_does_not(
     again = queue.claim()
     assert again is not None
     assert (again.key, again.number) == (claim.key, 1)
-    queue.finish(claim, runner._Outcome("complete", metrics={METRIC: 0.1}))  # it was only slow: too late
-    queue.finish(again, runner._Outcome("complete", metrics={METRIC: 0.2}))
+    queue.finish(claim, Outcome("complete", metrics={METRIC: 0.1}))  # it was only slow: too late
+    queue.finish(again, Outcome("complete", metrics={METRIC: 0.2}))
     assert [trial.value for trial in journal(runs)] == [None, 0.2]
 
 
 def test_a_trial_that_keeps_killing_its_worker_fails_with_a_reason(runs: Path):
     queue = a_queue(a_study(factors={"algorithm.group_size": [2]}, seeds=[0]), runs)
     progress = queue.plan.directory(queue.plan.keys[0]) / "progress.json"
-    for attempt in range(runner.MAX_LOST + 3):
+    for attempt in range(MAX_LOST + 3):
         claim = queue.claim()
         assert claim is not None, attempt
         write_json(progress, {"step": min(attempt, 3)})  # the first three attempts get further each time
@@ -414,9 +415,9 @@ def test_half_a_line_of_a_killed_writer_does_not_spoil_the_journal(runs: Path):
     queue = a_queue(a_study(), runs)
     with (queue.plan.folder / "optuna.journal").open("a") as file:
         file.write('{"op_code": 6, "trial_')
-    claim = runner._Queue(queue.plan).claim()
+    claim = Queue(queue.plan).claim()
     assert claim is not None
-    queue.finish(claim, runner._Outcome("complete", metrics={METRIC: 0.5}))
+    queue.finish(claim, Outcome("complete", metrics={METRIC: 0.5}))
     assert [trial.value for trial in journal(runs)] == [0.5, None, None, None]
 
 
