@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from harness.grading import problem_rows
@@ -17,9 +18,8 @@ def inspect_task(task: Task, split: Split, count: int, model: str | None) -> dic
     prompts = task.prompts(split)
     problems = problem_rows(prompts[:count])
     if model is not None:
-        for problem in problems:
-            problem["prompt"], problem["prompt_tokens"] = _as_encoded(model, problem["prompt"])
-    demonstrations = _or_reason(lambda: task.demonstrations())
+        _encode(problems, model)
+    demonstrations = _or_reason(task.demonstrations)
     shown = demonstrations[0] if demonstrations and not isinstance(demonstrations, str) else None
     return {
         "task": task.name,
@@ -38,7 +38,7 @@ def _size(task: Task, split: Split) -> int | str:
     return found if isinstance(found, str) else len(found)
 
 
-def _or_reason(read: Any) -> Any:
+def _or_reason(read: Callable[[], Any]) -> Any:
     """What `read` gives, or the message of its ValueError."""
     try:
         return read()
@@ -46,10 +46,12 @@ def _or_reason(read: Any) -> Any:
         return str(error)
 
 
-def _as_encoded(model: str, text: str) -> tuple[str, int]:
-    """A prompt as the model's tokenizer hands it on, and its length in tokens."""
+def _encode(problems: Sequence[dict[str, Any]], model: str) -> None:
+    """Replace each prompt by what the model's tokenizer hands on, and add its length in tokens."""
     from harness.model import encode_prompt, load_tokenizer
 
     tokenizer = load_tokenizer(model)
-    ids = encode_prompt(tokenizer, text)
-    return str(tokenizer.decode(ids, skip_special_tokens=False)), len(ids)
+    for problem in problems:
+        ids = encode_prompt(tokenizer, problem["prompt"])
+        problem["prompt"] = str(tokenizer.decode(ids, skip_special_tokens=False))
+        problem["prompt_tokens"] = len(ids)
