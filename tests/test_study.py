@@ -149,7 +149,7 @@ def test_every_arm_and_seed_completes_exactly_once_while_workers_are_killed(
     ]
     for trial in record.trials:
         check_history(trial)
-    assert len(tracking._search(tracking.connect(runs), "1", "")) == 31  # one MLflow run each, and the parent
+    assert len(tracking.search_runs(tracking.connect(runs), "1", "")) == 31  # one MLflow run each, and the parent
 
 
 def test_a_study_whose_process_was_killed_is_finished_by_the_same_command(runs: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,191 @@
+"""Studies in the MLflow store: a parent run with its trials as children, written here and read back as records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from harness._files import FORMAT, read_json, write_json
+from harness._mlflow_store import (
+    NOTE,
+    STATUS,
+    SUMMARY,
+    TRAINING_PAGES,
+    active_run,
+    artifact,
+    connect,
+    existing_store,
+    experiment_of,
+    from_stored,
+    newest_parent,
+    search_runs,
+    set_tags,
+    source_tags,
+)
+from harness._provenance import versions
+from harness.plugins import nearest
+from harness.types import SampleRow, StudyRecord, TrialRecord, TrialState
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+
+    from harness.spec import StudySpec
+
+
+def open_study(runs: Path, study: StudySpec, command: str) -> str:
+    """The id of the study's parent run, created or brought up to date; the same one as long as its folder stays."""
+    client = connect(runs)
+    file = _study_run_file(runs, study.name)
+    known = study_run_id(runs, study.name) if file.exists() else None
+    run = active_run(client, known)
+    if run is None:
+        experiment = experiment_of(client, runs, study.name)
+        tags = {"cohort.kind": "study", "cohort.study": study.name, **source_tags()}
+        run = client.create_run(experiment.experiment_id, tags=tags, run_name=study.name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, {"run_id": run.info.run_id})
+    run_id = run.info.run_id
+    arms = study.design_arms()
+    document = {
+        "format": FORMAT,
+        "spec": study.model_dump(mode="json"),
+        "arms": [arm.label for arm in arms],
+        "baseline": study.baseline or arms[0].label,
+        "command": command,
+        "versions": versions(),
+    }
+    client.log_dict(run_id, document, "study.json")
+    client.set_experiment_tag(run.info.experiment_id, NOTE, study.question)
+    client.set_experiment_tag(run.info.experiment_id, "mlflow.experiment.primaryMetric.name", study.metric)
+    set_tags(client, run_id, {"cohort.state": "running", "cohort.command": command, NOTE: study.question})
+    client.update_run(run_id, status="RUNNING")
+    return run_id
+
+
+def study_run_id(runs: Path, name: str) -> str:
+    """The id of the parent run that `open_study` made for the study in this runs folder."""
+    return read_json(_study_run_file(runs, name))["run_id"]
+
+
+def close_study(runs: Path, run_id: str, state: TrialState) -> None:
+    """Record in the study's parent run how the study ended."""
+    client = connect(runs)
+    set_tags(client, run_id, {"cohort.state": state})
+    client.set_terminated(run_id, STATUS[state])
+
+
+def log_report(runs: Path, name: str, folder: Path, answer: str | None = None) -> None:
+    """Attach a written report to the study's parent run, and the answer to the note that the UI shows there."""
+    client = connect(runs)
+    parent = newest_parent(client, name)
+    if parent is None:
+        raise ValueError(f"the MLflow store in '{runs}' has no study '{name}'")
+    client.log_artifacts(parent.info.run_id, str(folder), "report")
+    if answer:
+        document = artifact(runs, parent, "study.json") or {"spec": {"question": name}}
+        client.set_tag(parent.info.run_id, NOTE, f"{document['spec']['question']}\n\n{answer}")
+
+
+def read_study(runs: Path, name: str) -> StudyRecord:
+    """The study rebuilt from the MLflow store: one record for each (arm, seed) that has begun.
+
+    Where an (arm, seed) has several MLflow runs, the newest complete one counts, or else the newest. ValueError for a
+    study that the store does not have.
+    """
+    client = existing_store(runs)
+    parent = newest_parent(client, name) if client else None
+    if client is None or parent is None:
+        near = nearest(name, known := list_studies(runs))
+        hint = f"did you mean '{near}'? " if near else ""
+        raise ValueError(
+            f"the MLflow store in '{runs}' has no study '{name}'; {hint}"
+            + (f"it has: {', '.join(known)}" if known else "run one with: cohort study run NAME")
+        )
+    document = artifact(runs, parent, "study.json")
+    if document is None or document.get("format") != FORMAT:
+        raise ValueError(f"study '{name}' in '{runs}' is incomplete or of another version; run the study again")
+    spec = document["spec"]
+    children = search_runs(client, parent.info.experiment_id, f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")
+    trials: dict[tuple[str, int], Run] = {}
+    for run in children:  # newest first
+        key = (run.data.tags["cohort.arm"], int(run.data.tags["cohort.seed"]))
+        if key not in trials or (_state(run) == "complete" and _state(trials[key]) != "complete"):
+            trials[key] = run
+    wanted = [(arm, seed) for arm in document["arms"] for seed in spec["seeds"]]
+    return StudyRecord(
+        name=name,
+        question=spec["question"],
+        metric=spec["metric"],
+        baseline=document["baseline"],
+        arms=document["arms"],
+        seeds=spec["seeds"],
+        expected=len(wanted),
+        spec=spec,
+        trials=[_trial_record(client, runs, trials[key]) for key in wanted if key in trials],
+        command=document["command"],
+        versions=document["versions"],
+    )
+
+
+def list_studies(runs: Path) -> list[str]:
+    """Names of the studies in the store, sorted; empty where there is no store yet."""
+    client = existing_store(runs)
+    if client is None:
+        return []
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    parents = search_runs(client, experiments, "tags.`cohort.kind` = 'study'")
+    return sorted({run.data.tags["cohort.study"] for run in parents})
+
+
+def study_url(runs: Path, name: str, address: str) -> str:
+    """The page of a study's trials, best first, on the MLflow server at `address`.
+
+    Sorted by a metric MLflow lists all runs; sorted by date it would hide the trials behind their parent run.
+    """
+    parent = newest_parent(connect(runs), name)
+    document = artifact(runs, parent, "study.json") if parent else None
+    if parent is None or document is None:
+        raise ValueError(f"the MLflow store in '{runs}' has no study '{name}'")
+    order = quote(f"metrics.`{document['spec']['metric']}`", safe="")
+    page = f"{address}/#/experiments/{parent.info.experiment_id}/runs?{TRAINING_PAGES}"
+    return f"{page}&orderByKey={order}&orderByAsc=false"
+
+
+def _study_run_file(runs: Path, name: str) -> Path:
+    return runs / "studies" / name / "mlflow.json"
+
+
+def _trial_record(client: MlflowClient, runs: Path, run: Run) -> TrialRecord:
+    tags, run_id = run.data.tags, run.info.run_id
+    table = artifact(runs, run, "samples.json") or {"columns": [], "data": []}
+    samples = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    return TrialRecord(
+        trial=tags["cohort.trial"],
+        arm=tags["cohort.arm"],
+        seed=int(tags["cohort.seed"]),
+        state=_state(run),
+        reason=tags.get("cohort.reason") or None,
+        spec=artifact(runs, run, "config.yaml") or {},
+        factors=json.loads(tags["cohort.factors"]),
+        history={key: _history(client, run_id, key) for key in sorted(run.data.metrics) if not key.startswith(SUMMARY)},
+        summary={key: float(value) for key, value in json.loads(tags.get("cohort.summary", "{}")).items()},
+        per_problem=artifact(runs, run, "per_problem.json") or {},
+        samples=[SampleRow(**{**row, "reward": _number(row["reward"])}) for row in samples],
+    )
+
+
+def _state(run: Run) -> Any:
+    return run.data.tags.get("cohort.state", "running")
+
+
+def _history(client: MlflowClient, run_id: str, key: str) -> list[tuple[int, float]]:
+    """(step, value), steps rising; the newest value of a step counts."""
+    points = sorted(client.get_metric_history(run_id, key), key=lambda metric: metric.timestamp)
+    return sorted({metric.step: from_stored(metric.value) for metric in points}.items())
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)

@@ -1,0 +1,101 @@
+"""Serves the MLflow pages of a runs folder on this machine only."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from harness._mlflow_store import TRAINING_PAGES, check_runs, connect, tracking_uri
+
+
+@dataclass(frozen=True)
+class UIServer:
+    """A running `mlflow server`; closing it ends its processes."""
+
+    address: str
+    process: subprocess.Popen[bytes]
+
+    @property
+    def url(self) -> str:
+        """The page that lists the experiments."""
+        return f"{self.address}/#/experiments?{TRAINING_PAGES}"
+
+    def wait(self) -> int:
+        """Block until the server ends; its exit status."""
+        return self.process.wait()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGTERM)
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def serve_ui(runs: Path, port: int, timeout_seconds: float = 120.0) -> UIServer:
+    """A server of the MLflow pages of `runs` on 127.0.0.1 that answers already; an empty store is created if needed.
+
+    ValueError where the port is in use, RuntimeError with the server's last words where it does not come up.
+    """
+    check_port(port)
+    check_runs(runs)
+    connect(runs)
+    artifacts = (runs / "mlartifacts").resolve().as_uri()
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", tracking_uri(runs)]
+    command += ["--default-artifact-root", artifacts, "--artifacts-destination", artifacts]
+    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+        server = UIServer(f"http://127.0.0.1:{port}", process)
+        deadline = time.monotonic() + timeout_seconds
+        while not _answers(f"{server.address}/health"):
+            if process.poll() is not None or time.monotonic() > deadline:
+                server.close()
+                output.seek(0)
+                raise RuntimeError(
+                    f"the MLflow server did not start:\n{output.read().decode(errors='replace')[-2000:]}"
+                )
+            time.sleep(0.2)
+    return server
+
+
+def check_port(port: int) -> None:
+    """ValueError where 127.0.0.1:port cannot be listened on."""
+    with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ValueError(
+                f"port {port} on 127.0.0.1 cannot be used ({error.strerror}); choose another with --port"
+            ) from None
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as response:
+            return response.status == 200
+    except (urllib.error.URLError, OSError):
+        return False

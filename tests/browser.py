@@ -1,0 +1,97 @@
+"""A headless Chromium for tests of pages: `session` opens one, `errors` and `requests` say what a page did.
+
+Use it as `with browser.session() as chromium:` in a fixture of the test module, which skips with the reason where
+there is no Chromium, no driver or no selenium. A session takes seconds to start: one for each module is enough.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+Found = TypeVar("Found")
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+DRIVER = "chromedriver"
+
+
+@contextmanager
+def session(width: int = 1440, height: int = 900) -> Iterator[Any]:
+    """A selenium driver of a fresh browser profile; it and all it wrote are gone afterwards.
+
+    Nothing is downloaded: without a local browser and driver the test is skipped.
+    """
+    webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium (pip install 'cohort-rl[dev]')")
+    binary = next(filter(None, map(shutil.which, CHROMIUM)), None)
+    driver = shutil.which(DRIVER)
+    if binary is None or driver is None:
+        pytest.skip("needs chromium and chromedriver (apt-get install chromium chromium-driver)")
+    options = webdriver.ChromeOptions()
+    options.binary_location = binary
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        options.add_argument("--headless=new")
+        options.add_argument(f"--user-data-dir={profile}")
+        options.add_argument(f"--window-size={width},{height}")
+        for flag in ("--disable-dev-shm-usage", "--disable-gpu", "--no-first-run", "--hide-scrollbars"):
+            options.add_argument(flag)
+        if hasattr(os, "geteuid") and os.geteuid() == 0:
+            options.add_argument("--no-sandbox")  # Chromium's own sandbox refuses to run as root
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+        chromium = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+        try:
+            chromium.set_page_load_timeout(60)
+            yield chromium
+        finally:
+            chromium.quit()
+
+
+def errors(chromium: Any) -> list[str]:
+    """What the console said at level SEVERE since the last call: errors of scripts, failed and blocked requests."""
+    return [entry["message"] for entry in chromium.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+def requests(chromium: Any) -> list[str]:
+    """The addresses that pages asked for since the last call, the pages themselves included, the browser's own not."""
+    events = [json.loads(entry["message"])["message"] for entry in chromium.get_log("performance")]
+    urls = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+    return [url for url in urls if not url.startswith("chrome://")]
+
+
+def resize(chromium: Any, width: int, height: int = 900) -> None:
+    """Lay pages out as in a window of this inner size, which may be narrower than a window can be (a phone)."""
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+
+def screenshot(chromium: Any, file: Path, *, whole_page: bool = False) -> None:
+    """Write a PNG of what the window shows, or of the whole page."""
+    shot = chromium.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": whole_page})
+    file.write_bytes(base64.b64decode(shot["data"]))
+
+
+def pdf(chromium: Any) -> bytes:
+    """The page as it is printed."""
+    return base64.b64decode(chromium.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})["data"])
+
+
+def text(chromium: Any) -> str:
+    """The text that a reader sees on the page."""
+    return chromium.execute_script("return document.body.innerText")
+
+
+def wait_for(find: Callable[[], Found], what: str, timeout_seconds: float = 30.0) -> Found:
+    """What `find` returns as soon as it is true; AssertionError naming `what` where it stays false."""
+    deadline = time.monotonic() + timeout_seconds
+    while not (found := find()):
+        assert time.monotonic() < deadline, f"{what} did not appear within {timeout_seconds:.0f} s"
+        time.sleep(0.1)
+    return found
