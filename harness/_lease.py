@@ -18,7 +18,7 @@ BEAT_SECONDS = 2.0
 GRACE_SECONDS = 60.0  # how old the last heartbeat of a worker on another machine may be
 
 
-class Lease:
+class FileLease:
     """A file in a trial's folder that says who runs the trial, touched every few seconds from a thread.
 
     A worker that finds another's name in it ends at once: both writing to one folder would spoil the run.

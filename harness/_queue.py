@@ -1,21 +1,20 @@
 """The queue of a study: every (arm, seed) is handed to exactly one worker, and handed on when that one dies.
 
-Optuna's journal file is the queue and the record: one Optuna trial is one attempt at an (arm, seed). Three things are
-added to it. `ask()` invents a trial when the queue is empty and two processes may enqueue the same work, so queue
-operations happen under one file lock. The journal knows no heartbeat, so a claimed trial has a lease: a file that its
-worker touches; a trial whose worker is gone goes back to the queue and continues from its own folder's checkpoints.
-And a killed writer may leave half a line, which the next writer cuts off.
+Optuna's storage is the record: one Optuna trial is one attempt at an (arm, seed), made when a worker claims it. What
+waits follows from the plan and the record, so nothing is put in a queue. Operations happen under one lock, and a
+claimed trial has a lease that its worker renews (`_storage.py`): Optuna's own `ask()` may hand one trial to two
+workers, and its journal knows no heartbeat. A trial whose worker is gone is claimed again and continues from its own
+folder's checkpoints.
 
 An attempt ends COMPLETE with the study's metric as value, or FAIL with the attribute `result`: "invalid" (the result
 must not be used; never repeated), "failed" (a crash; repeated when the study is started again), "stopped" (asked to
-stop) or "lost" (its worker died), both repeated at once. This module is the only importer of optuna.
+stop) or "lost" (its worker died), both repeated at once. This module and `_storage.py` alone import optuna.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -27,19 +26,16 @@ from typing import Any, Literal
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.samplers import RandomSampler
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial
 from optuna.trial import TrialState as OptunaState
 
-from harness import tracking
-from harness._files import file_lock
-from harness._lease import Lease, is_held
+from harness._storage import Lease, LocalStorage, Storage
 from harness.spec import Arm, RunSpec, StudySpec
 from harness.types import TrialState
 
 MAX_LOST = 10  # attempts at a trial that may lose their worker without a step's progress
 ENDED = ("complete", "invalid", "failed")
+RETRY_BELOW = "retry_failed_below"  # attribute of the Optuna study: failed attempts with lower numbers are repeated
 
 Key = tuple[str, int]  # arm label, seed
 log = logging.getLogger(__name__)
@@ -99,6 +95,9 @@ class Plan:
     def _spec(self, key: Key) -> RunSpec:
         return self.study.run_spec(self.arms[key[0]], key[1])
 
+    def __contains__(self, key: Key) -> bool:
+        return key[0] in self.arms and key[1] in self.study.seeds
+
     def directory(self, key: Key) -> Path:
         slug = re.sub(r"[^A-Za-z0-9._=-]+", "-", key[0])[:60].strip("-.")
         return self.folder / "trials" / f"{slug}-seed{key[1]}-{self.spec(key).digest()[:8]}"
@@ -134,43 +133,40 @@ class Outcome:
 
 
 class Queue:
-    """The Optuna study behind a plan. The last attempt at an (arm, seed) says where it stands."""
+    """The Optuna study behind a plan. The last attempt at an (arm, seed) says where it stands.
 
-    def __init__(self, plan: Plan) -> None:
+    Operations raise OSError while the storage cannot be reached; they can be called again then.
+    """
+
+    def __init__(self, plan: Plan, storage: Storage | None = None) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.plan = plan
-        self._journal = plan.folder / "optuna.journal"
-        self._lock = plan.folder / "lock"
-        self._distributions = plan.distributions()
+        self.storage = storage or LocalStorage(plan.folder)
+        self._record = _Record()
+        self._distributions = lru_cache(maxsize=1)(lambda num_arms: plan.distributions())  # a plan may gain arms
 
-    def enqueue_missing(self) -> None:
-        """Put in the queue what is neither done, nor waiting, nor being run. The caller holds the lock."""
-        attempts = self._attempts()
-        self._requeue(attempts)
-        for key in self.plan.keys:
-            if key not in attempts or _state(attempts[key][-1]) == "failed":
-                self._enqueue(key)
+    def retry_failed(self) -> None:
+        """Let the trials that have failed so far be claimed again. The caller holds the lock."""
+        self._study.set_user_attr(RETRY_BELOW, len(self._study.get_trials(deepcopy=False)))
 
     def claim(self) -> Claim | None:
         """The next waiting trial, ours alone from now on; None where none waits."""
-        with file_lock(self._lock):
-            if self._requeue(attempts := self._attempts()):
-                attempts = self._attempts()
-            waiting = {tried[-1].number: key for key, tried in attempts.items() if _state(tried[-1]) == "waiting"}
-            if not waiting:
+        with self.storage.lock():
+            record = self._read()
+            self._end_lost(record)
+            key = self._next(record)
+            lease = self.storage.take_lease(self.plan.directory(key)) if key else None
+            if key is None or lease is None:
                 return None
-            key = waiting[min(waiting)]
-            lease = Lease(self.plan.directory(key))  # before the claim: a running trial always has one
-            trial = self._study.ask()
-            if trial.number == min(waiting):
-                return Claim(key, trial.number, lease)
-            lease.release()  # Optuna gave something else; it is lost, and comes back if it is ours
-            self._study.tell(trial.number, state=OptunaState.FAIL)
-            return None
+            try:
+                return Claim(key, self._begin(key), lease)
+            except BaseException:
+                lease.release()
+                raise
 
     def finish(self, claim: Claim, outcome: Outcome) -> None:
         """Record how a claimed trial ended and give up its lease."""
-        with file_lock(self._lock):
+        with self.storage.lock():
             trial = self._study.get_trials(deepcopy=False)[claim.number]
             if trial.state == OptunaState.RUNNING:
                 self._tell(trial, outcome)
@@ -180,96 +176,102 @@ class Queue:
 
     def unfinished(self) -> bool:
         """Whether a trial waits, runs or has to be repeated."""
-        attempts = self._attempts()
-        return any(key not in attempts or _state(attempts[key][-1]) not in ENDED for key in self.plan.keys)
+        record = self._read()
+        return any(record.state(key) not in ENDED for key in self.plan.keys)
 
     def num_claims(self) -> int:
         """Number of attempts that were ever begun."""
-        return sum(t.state != OptunaState.WAITING for all_ in self._attempts().values() for t in all_)
+        return self._read().size
 
     def status(self) -> StudyStatus:
-        attempts = self._attempts()
-        running = {key: tried[-1].number for key, tried in attempts.items() if _state(tried[-1]) == "running"}
-        dead = {number for key, number in running.items() if not is_held(self.plan.directory(key))}
-        if dead:  # or just ended: the lease is given up after the journal has it
-            attempts = self._attempts()
-        trials = [self._trial_status(key, attempts.get(key, []), dead) for key in self.plan.keys]
+        record = self._read()
+        dead = self._dead(record)
+        if dead:  # or just ended: the lease is given up after the record has it
+            record = self._read()
+        states = {key: record.state(key) for key in self.plan.keys}
+        shown = self.storage.progress(
+            [self.plan.directory(key) for key, state in states.items() if state not in ("waiting", "complete")]
+        )
+        trials = [self._trial_status(key, record, dead, shown) for key in self.plan.keys]
         study = self.plan.study
         return StudyStatus(study.name, study.question, study.metric, tuple(trials))
 
     @cached_property
-    def _storage(self) -> JournalStorage:
-        return JournalStorage(JournalFileBackend(str(self._journal), lock_obj=_JournalLock(self._journal)))
-
-    @cached_property
     def _study(self) -> optuna.Study:
-        return optuna.create_study(
-            storage=self._storage,
-            study_name=self.plan.study.name,
-            direction="maximize",
-            sampler=RandomSampler(seed=0),
-            load_if_exists=True,
-        )
+        storage, name, sampler = self.storage.optuna, self.plan.study.name, RandomSampler(seed=0)
+        try:
+            return optuna.load_study(study_name=name, storage=storage, sampler=sampler)
+        except KeyError:
+            return optuna.create_study(
+                storage=storage, study_name=name, direction="maximize", sampler=sampler, load_if_exists=True
+            )
 
-    def _attempts(self) -> dict[Key, list[FrozenTrial]]:
-        """The attempts at each (arm, seed) of the plan that has any, in order."""
-        found: dict[Key, list[FrozenTrial]] = {}
-        if not self._journal.exists():
-            return found
-        wanted = set(self.plan.keys)
-        for trial in self._study.get_trials(deepcopy=False):
-            key = _key(trial.user_attrs)
-            if key in wanted:
-                found.setdefault(key, []).append(trial)
-        return found
+    def _read(self) -> _Record:
+        """The record of all attempts, brought up to date."""
+        if "_study" in self.__dict__ or self.storage.exists():
+            trials = self._study.get_trials(deepcopy=False)
+            self._record.update(trials, self._study.user_attrs.get(RETRY_BELOW, 0))
+        return self._record
 
-    def _enqueue(self, key: Key) -> None:
+    def _next(self, record: _Record) -> Key | None:
+        """The trial to run next: the first of the plan that was never begun, then what was begun longest ago."""
+        again = []
+        for key in self.plan.keys:
+            if key not in record.attempts:
+                return key
+            if record.state(key) in ("waiting", "lost", "stopped"):
+                again.append(key)
+        return min(again, key=lambda key: record.attempts[key][-1].number, default=None)
+
+    def _begin(self, key: Key) -> int:
+        """The number of a new attempt at a trial. The caller holds the lock."""
         trial = optuna.create_trial(
-            state=OptunaState.WAITING,
+            state=OptunaState.RUNNING,
             params=self.plan.parameters(key),
-            distributions=self._distributions,
+            distributions=self._distributions(len(self.plan.arms)),
             user_attrs={"arm": key[0], "seed": key[1]},
         )
-        self._study.add_trial(trial)
+        storage, study = self._study._storage, self._study._study_id
+        return storage.get_trial_number_from_id(storage.create_new_trial(study, template_trial=trial))
 
-    def _requeue(self, attempts: Mapping[Key, list[FrozenTrial]]) -> bool:
-        """Put stopped trials and those whose worker died back in the queue; whether there were any."""
-        again = []
-        for key, tried in attempts.items():
-            state = _state(tried[-1])
-            if state == "running" and not is_held(self.plan.directory(key)):
-                step = tracking.read_progress(self.plan.directory(key)).get("step", 0)
-                lost = _lost_in_vain(tried[:-1], step) + 1
-                if lost >= MAX_LOST:
-                    reason = f"the worker died {lost} times at step {step}, the last time without saying why"
-                    self._tell(tried[-1], Outcome("failed", reason))
-                    continue
-                self._tell(tried[-1], Outcome("lost", summary={"step": step}))
-                state = "lost"
-            if state in ("lost", "stopped"):
-                again.append(key)
-        for key in again:
-            self._enqueue(key)
-        return bool(again)
+    def _dead(self, record: _Record) -> set[int]:
+        """Numbers of the running attempts at the plan's trials whose worker is gone."""
+        directories = {self.plan.directory(key): number for key, number in record.running().items() if key in self.plan}
+        held = self.storage.held(directories)
+        return {number for directory, number in directories.items() if directory not in held}
+
+    def _end_lost(self, record: _Record) -> None:
+        """Record the end of attempts whose worker died, so that they are repeated, or failed where that is vain."""
+        dead = self._dead(record)
+        for key in [key for key, number in record.running().items() if number in dead]:
+            directory, tried = self.plan.directory(key), record.attempts[key]
+            step = self.storage.progress([directory]).get(directory, {}).get("step", 0)
+            lost = _lost_in_vain(tried[:-1], step) + 1
+            outcome = Outcome("lost", summary={"step": step})
+            if lost >= MAX_LOST:
+                reason = f"the worker died {lost} times at step {step}, the last time without saying why"
+                outcome = Outcome("failed", reason)
+            self._tell(tried[-1], outcome)
+        if dead:
+            self._read()
 
     def _tell(self, trial: FrozenTrial, outcome: Outcome) -> None:
         result = {"state": outcome.state, "reason": outcome.reason, "summary": dict(outcome.summary)}
-        study_id = self._storage.get_study_id_from_name(self.plan.study.name)
-        trial_id = self._storage.get_trial_id_from_study_id_trial_number(study_id, trial.number)
-        self._storage.set_trial_user_attr(trial_id, "result", result)
+        self._study._storage.set_trial_user_attr(trial._trial_id, "result", result)
         if outcome.state == "complete":
             self._study.tell(trial.number, outcome.metrics[self.plan.study.metric])
         else:
             self._study.tell(trial.number, state=OptunaState.FAIL)
 
-    def _trial_status(self, key: Key, tried: Sequence[FrozenTrial], dead: set[int]) -> TrialStatus:
-        directory = self.plan.directory(key)
-        state = _state(tried[-1]) if tried else "waiting"
-        result = tried[-1].user_attrs.get("result", {}) if tried else {}
+    def _trial_status(
+        self, key: Key, record: _Record, dead: set[int], progress: Mapping[Path, Mapping[str, Any]]
+    ) -> TrialStatus:
+        directory, state, tried = self.plan.directory(key), record.state(key), record.attempts.get(key)
+        result = tried[-1].user_attrs.get("result", {}) if tried and state != "waiting" else {}
         reason, summary = result.get("reason"), result.get("summary", {})
-        if state == "lost" or (state == "running" and tried[-1].number in dead):
+        if state == "lost" or (state == "running" and tried and tried[-1].number in dead):
             state, reason = "stopped", "its worker died; the study continues it when it is started again"
-        shown = {} if state in ("waiting", "complete") else tracking.read_progress(directory)
+        shown = progress.get(directory, {})
         return TrialStatus(
             arm=key[0],
             seed=key[1],
@@ -283,6 +285,46 @@ class Queue:
             seconds=summary.get("seconds", shown.get("seconds")),
             directory=directory,
         )
+
+
+class _Record:
+    """The attempts at each (arm, seed), kept between reads: only new trials and those that ran are looked at again."""
+
+    def __init__(self) -> None:
+        self.attempts: dict[Key, list[FrozenTrial]] = {}
+        self.size = 0  # trials seen
+        self._places: dict[int, tuple[Key, int]] = {}  # of unfinished attempts: number -> key, position in its list
+        self._retry_below = 0
+
+    def update(self, trials: Sequence[FrozenTrial], retry_below: int) -> None:
+        """Take in all trials of the Optuna study, in their order."""
+        self._retry_below = retry_below
+        for number, (key, position) in list(self._places.items()):
+            self.attempts[key][position] = trials[number]
+            if trials[number].state.is_finished():
+                del self._places[number]
+        for trial in itertools.islice(trials, self.size, None):
+            key = _key(trial.user_attrs)
+            if key is None:
+                continue
+            tried = self.attempts.setdefault(key, [])
+            tried.append(trial)
+            if not trial.state.is_finished():
+                self._places[trial.number] = (key, len(tried) - 1)
+        self.size = len(trials)
+
+    def state(self, key: Key) -> str:
+        """waiting, running, complete, invalid, failed, lost or stopped: what the last attempt says."""
+        if key not in self.attempts:
+            return "waiting"
+        last = self.attempts[key][-1]
+        state = _state(last)
+        return "waiting" if state == "failed" and last.number < self._retry_below else state
+
+    def running(self) -> dict[Key, int]:
+        """The number of the last attempt at each trial where that one runs."""
+        keys = (key for key, _ in self._places.values() if self.state(key) == "running")
+        return {key: self.attempts[key][-1].number for key in keys}
 
 
 def _key(attributes: Mapping[str, Any]) -> Key | None:
@@ -304,25 +346,3 @@ def _lost_in_vain(tried: Sequence[FrozenTrial], step: int) -> int:
             break
         steps.append(trial.user_attrs.get("result", {}).get("summary", {}).get("step", 0))
     return len(list(itertools.takewhile(lambda s: s >= step, steps)))
-
-
-class _JournalLock(JournalFileOpenLock):
-    """The journal's lock: freed by the operating system when its holder dies, and on taking it half a line that a
-    killed writer left at the end is cut off."""
-
-    def __init__(self, journal: Path) -> None:
-        super().__init__(str(journal))
-        self._journal = journal
-        self._lock = file_lock(journal.with_name(journal.name + ".lock"))
-
-    def acquire(self) -> bool:
-        self._lock.acquire()
-        with self._journal.open("rb+") as file:
-            size = file.seek(0, os.SEEK_END)
-            if size and (file.seek(size - 1), file.read(1))[1] != b"\n":
-                file.seek(0)
-                file.truncate(file.read().rfind(b"\n") + 1)
-        return True
-
-    def release(self) -> None:
-        self._lock.release()

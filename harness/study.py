@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from harness import tracking
-from harness._files import file_lock, read_json, write_json
+from harness._files import read_json
 from harness._queue import ENDED, Claim, Outcome, Plan, Queue, StudyStatus
+from harness._storage import Storage, open_storage
 from harness._workers import WorkerPool, usable_cores, usable_gpus
 from harness.plugins import nearest
 from harness.spec import RunSpec, SpecError, StudySpec, parse_study
@@ -42,24 +43,25 @@ def run_study(
     on_status: Callable[[StudyStatus], None] | None = None,
     report: bool = True,
     execute: str = EXECUTE,
+    storage: str | None = None,
 ) -> StudyStatus:
     """Run what the study still lacks with `workers` processes, write the report, and return what was reached.
 
     Ctrl-C (or SIGTERM) lets each worker finish its step and write a checkpoint; a second one stops at once. Bad input
     raises ValueError before anything is written. `execute` names the function that runs a trial (`module:function`,
-    called as `harness.train.train`).
+    called as `harness.train.train`), `storage` where the queue lives (`_storage.open_storage`).
     """
     runs = runs.resolve()
     plan = Plan(study, runs)
+    queue = Queue(plan, open_storage(plan.folder, study.name, storage))
     _validate(study, plan, runs, workers, execute)
     digest = study.digest()
-    _check_unchanged(study, digest, plan.folder)
-    queue = Queue(plan)
-    with file_lock(plan.folder / "lock"):
-        _check_unchanged(study, digest, plan.folder)
+    _check_unchanged(study, digest, queue.storage)
+    with queue.storage.lock():
+        _check_unchanged(study, digest, queue.storage)
         parent_run_id = tracking.open_study(runs, study, command)
-        write_json(plan.folder / "study.json", {"digest": digest, **study.model_dump(mode="json")})
-        queue.enqueue_missing()
+        queue.storage.write_document({"digest": digest, **study.model_dump(mode="json")})
+        queue.retry_failed()
     arguments = [study.name, "--runs", str(runs), "--parent", str(os.getpid()), "--execute", execute]
     pool = WorkerPool("harness.study", arguments, workers or default_workers(), plan.folder / "logs")
     with pool.signals():
@@ -210,17 +212,16 @@ def _splits(spec: RunSpec) -> Sequence[Split]:
     return ("train", "validation", "test") if spec.steps else ("validation", "test")
 
 
-def _check_unchanged(study: StudySpec, digest: str, folder: Path) -> None:
+def _check_unchanged(study: StudySpec, digest: str, storage: Storage) -> None:
     """SpecError where the study was started with other settings, or with seeds that are missing now."""
-    file = folder / "study.json"
-    if not file.exists():
+    started = storage.read_document()
+    if started is None:
         return
-    started = read_json(file)
     if started["digest"] != digest:
         raise SpecError(
             f"a started study cannot change, for its results would mix: '{study.name}' was started with other settings "
-            f"or by another version of Cohort; restore the settings ({file} holds those it was started with), choose "
-            f"another name (--name NAME), or delete '{folder}' to start anew"
+            f"or by another version of Cohort; restore the settings ({storage.document_place} holds those it was "
+            f"started with), or choose another name (--name NAME)"
         )
     missing = sorted(set(started["seeds"]) - set(study.seeds))
     if missing:

@@ -30,7 +30,7 @@ MAY_IMPORT = {
 }
 ONLY_IMPORTER = {
     "mlflow": ("harness/_mlflow_store.py", "harness/_mlflow_copy.py", "harness/_mlflow_studies.py"),
-    "optuna": ("harness/_queue.py",),
+    "optuna": ("harness/_queue.py", "harness/_storage.py", "harness/_postgres.py", "harness/_search.py"),
 }
 HEAVY = {"torch", "transformers", "datasets", "mlflow", "optuna", "matplotlib", "pandas", "scipy"}
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}

@@ -26,7 +26,7 @@ from harness import _workers, tracking
 from harness import study as runner
 from harness._events import read_events
 from harness._files import read_json, write_json
-from harness._lease import GRACE_SECONDS, is_held
+from harness._lease import GRACE_SECONDS, FileLease, is_held
 from harness._queue import MAX_LOST, Claim, Outcome, Plan, Queue, StudyStatus
 from harness.spec import SpecError, StudySpec, load_study, parse_study, shipped_studies
 from harness.study import run_study, study_status
@@ -82,7 +82,7 @@ def run(
 def a_queue(study: StudySpec, runs: Path) -> Queue:
     queue = Queue(Plan(study, runs))
     queue.plan.folder.mkdir(parents=True)
-    queue.enqueue_missing()
+    queue.retry_failed()
     return queue
 
 
@@ -330,6 +330,7 @@ def test_the_status_of_an_unknown_study_names_the_nearest(runs: Path):
 
 def die(claim: Claim) -> None:
     """What a kill of its worker leaves of a claim: a lease that names a process which is gone."""
+    assert isinstance(claim.lease, FileLease)
     claim.lease._released.set()
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
@@ -353,15 +354,32 @@ def test_trials_are_claimed_seed_by_seed_and_none_is_invented(runs: Path):
     assert queue.unfinished()
 
 
-def test_enqueueing_twice_adds_nothing(runs: Path):
+def test_what_is_complete_or_runs_is_not_claimed_again_when_the_study_is_started_again(runs: Path):
     queue = a_queue(a_study(), runs)
     claim = queue.claim()
     assert claim is not None
     queue.finish(claim, Outcome("complete", metrics={METRIC: 0.5}))
-    queue.claim()
-    queue.enqueue_missing()
-    Queue(queue.plan).enqueue_missing()
+    running = queue.claim()
+    queue.retry_failed()
+    other = Queue(queue.plan)
+    other.retry_failed()
+    assert [claim.key for claim in (other.claim(), queue.claim()) if claim] == queue.plan.keys[2:]
+    assert queue.claim() is None
+    assert running is not None
     assert len(journal(runs)) == 4
+
+
+def test_a_failed_trial_waits_for_the_next_start_and_comes_last(runs: Path):
+    queue = a_queue(a_study(seeds=[0]), runs)
+    claim = queue.claim()
+    assert claim is not None
+    queue.finish(claim, Outcome("failed", "no memory"))
+    assert [trial.state for trial in queue.status().trials] == ["failed", "waiting"]
+    other = Queue(queue.plan)
+    other.retry_failed()
+    assert [trial.state for trial in queue.status().trials] == ["waiting", "waiting"]
+    assert queue.status().trials[0].reason is None
+    assert [claim.key for claim in (queue.claim(), other.claim()) if claim] == [queue.plan.keys[1], queue.plan.keys[0]]
 
 
 def test_a_dead_workers_trial_goes_to_the_next_claim_and_a_living_ones_does_not(runs: Path):
@@ -418,7 +436,7 @@ def test_half_a_line_of_a_killed_writer_does_not_spoil_the_journal(runs: Path):
     claim = Queue(queue.plan).claim()
     assert claim is not None
     queue.finish(claim, Outcome("complete", metrics={METRIC: 0.5}))
-    assert [trial.value for trial in journal(runs)] == [0.5, None, None, None]
+    assert [trial.value for trial in journal(runs)] == [0.5]
 
 
 def test_a_worker_ends_at_once_when_another_has_its_lease(tmp_path: Path):
@@ -426,7 +444,7 @@ def test_a_worker_ends_at_once_when_another_has_its_lease(tmp_path: Path):
 import pathlib, sys, time
 from harness import _lease
 _lease.BEAT_SECONDS = 0.05
-_lease.Lease(pathlib.Path(sys.argv[1]))
+_lease.FileLease(pathlib.Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(30)
 """
