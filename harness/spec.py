@@ -136,6 +136,31 @@ class Checkpoints(Section):
     )
 
 
+class Gates(Section):
+    """Bounds on what every step measures, beyond which the run ends INVALID; null turns one off. A non-finite loss or
+    gradient ends a run in any case."""
+
+    mismatch_kl: float | None = Field(
+        default=0.1, gt=0, description="nats per token between engine and learner, in any step"
+    )
+    stuck_groups: float | None = Field(
+        default=0.98, ge=0, lt=1, description="share of groups without any advantage that do not earn the best reward"
+    )
+    stuck_groups_steps: int = Field(default=20, ge=1, description="steps in a row with more of them")
+    weights_changed: float | None = Field(
+        default=0.001, gt=0, le=1, description="share of the weights that an update with a gradient changes at all"
+    )
+    weights_changed_steps: int = Field(default=5, ge=1, description="such steps in a row that change fewer")
+    entropy: float | None = Field(
+        default=None, ge=0, description="nats per token; off, because a task that is solved has little entropy left"
+    )
+    entropy_steps: int = Field(default=20, ge=1, description="steps in a row with less")
+    answered: float | None = Field(
+        default=0.25, ge=0, le=1, description="answered completions, as a share of those of the first step"
+    )
+    answered_steps: int = Field(default=20, ge=1, description="steps in a row with fewer")
+
+
 def _plugin(kind: plugins.Kind, value: Any) -> Any:
     """A plugin's settings from a name, from a mapping with a name, or as they are."""
     if isinstance(value, Section):
@@ -184,6 +209,7 @@ class RunSpec(Section):
     lora: LoRA | None = Field(default=None, description="low-rank adapters; none by default")
     evaluation: Evaluation = Evaluation()
     checkpoints: Checkpoints = Checkpoints()
+    gates: Gates = Gates()
     rollouts_per_step: int = Field(default=128, ge=1)
     steps: int = Field(default=100, ge=0)
     seed: int = Field(default=0, ge=0)

@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from harness import memory, plugins
 from harness._files import write_text
+from harness._gates import GateState, check_gates, group_metrics, weight_sample, weights_metric
 from harness._probe import check_sync, probe
 from harness.checkpoint import latest_checkpoint, save_checkpoint
 from harness.cold_start import start_policy
@@ -41,7 +42,6 @@ from harness.tensors import pad_right
 from harness.types import Batch, EvaluationResult, GradedGroup, Group, InvalidRun, Prompt, SampleRow, Split, TrialState
 
 ROLLOUTS = "rollouts"  # folder of whole batches, one file per kept step
-MAX_MISMATCH_KL = 0.1  # nats per token between engine and learner, above which the engine samples another policy
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,21 @@ class Run:
     log: RunLogger
     directory: Path
     tokenizer: PreTrainedTokenizerBase
-    save: Callable[[int, dict[str, Any]], None]
+    save: Callable[[int, Mapping[str, Any]], None]
     memory_before: int = 0  # bytes in use before the models were loaded
     totals: Totals = field(default_factory=Totals)
     accuracies: dict[str, float] = field(default_factory=dict)
     kl_beta: float = 0.0  # of the next step, where it is adaptive
+    gates: GateState = field(default_factory=GateState)
+
+    def progress(self) -> dict[str, Any]:
+        """What a checkpoint must hold besides weights and optimisers, as JSON holds it."""
+        return {
+            "totals": vars(self.totals),
+            "accuracies": self.accuracies,
+            "kl_beta": self.kl_beta,
+            "gates": vars(self.gates),
+        }
 
     def summary(self) -> dict[str, float]:
         return {**self.accuracies, **{k: float(v) for k, v in vars(self.totals).items()}}
@@ -143,7 +153,7 @@ def _prepare(
     engine_class = cast(type[RolloutEngine], plugins.load("engine", spec.engine.name))
     engine = engine_class(spec.engine, policy, tokenizer)
 
-    def save(step: int, progress: dict[str, Any]) -> None:
+    def save(step: int, progress: Mapping[str, Any]) -> None:
         save_checkpoint(
             checkpoints,
             step,
@@ -165,6 +175,7 @@ def _prepare(
     run.totals = Totals(**checkpoint.progress["totals"])
     run.accuracies = dict(checkpoint.progress["accuracies"])
     run.kl_beta = checkpoint.progress["kl_beta"]
+    run.gates = GateState(**checkpoint.progress["gates"])
     return run, checkpoint.step
 
 
@@ -184,12 +195,13 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
         metrics["memory/peak_bytes"] = run.totals.peak_memory_bytes
         run.log.metrics(step, metrics)
         run.log.progress("train", step, spec.steps)
+        check_gates(spec.gates, run.gates, metrics, step)
         if step % spec.evaluation.every == 0 or step == spec.steps:
             run.log.samples(rows)
             _evaluate(run, "validation", step)
         stop = should_stop()
         if step % spec.checkpoints.every == 0 or step == spec.steps or stop:
-            run.save(step, {"totals": vars(run.totals), "accuracies": run.accuracies, "kl_beta": run.kl_beta})
+            run.save(step, run.progress())
         if stop and step < spec.steps:
             return RunResult("stopped", None, run.summary())
     _evaluate(run, "test", step)
@@ -221,6 +233,7 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
         batch, weights = correct_mismatch(batch, spec.mismatch)
         changed |= weights
     clock.lap("annotate")
+    weights_before = weight_sample(run.learner.policy)
     metrics = run.learner.update(batch, step) | changed
     if spec.kl.schedule == "adaptive":
         run.kl_beta = adapted_kl_beta(spec.kl, run.kl_beta, metrics["kl/reference"])
@@ -230,16 +243,13 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
     if before is not None:
         metrics["mismatch/after_sync"] = check_sync(run.engine, run.learner.policy, before)
     clock.lap("sync")
-    if metrics["mismatch/kl"] > MAX_MISMATCH_KL:
-        raise InvalidRun(
-            f"engine and learner disagree by {metrics['mismatch/kl']:.3g} nats per token (at most {MAX_MISMATCH_KL}): "
-            "the engine samples another policy than the one that is trained"
-        )
     generated = int(batch.completion_mask_BT.sum())
     run.totals.rollouts += len(batch)
     run.totals.generated_tokens += generated
     run.totals.optimizer_steps += spec.updates_per_step
-    metrics |= rollout_metrics(graded, batch) | scores.metrics | clock.metrics()
+    metrics |= rollout_metrics(graded, batch) | scores.metrics | group_metrics(batch, run.gates) | clock.metrics()
+    rate = run.learner.optimizers["policy"].param_groups[0]["lr"]
+    metrics |= weights_metric(run.learner.policy, weights_before, gradient_norm=metrics["policy/grad_norm"], rate=rate)
     if unparsable is not None:
         metrics["grading/unparsable"] = unparsable
     metrics |= {
