@@ -60,8 +60,8 @@ def check_gates(settings: Gates, state: GateState, metrics: Mapping[str, float],
         if state.counts[name] >= gate.steps:
             row = f"{gate.steps} steps in a row" if gate.steps > 1 else "a step"
             raise InvalidRun(
-                f"{gate.metric} was {gate.side} {gate.bound:.3g} for {row} ({value:.3g} at step {step}): {gate.meaning} "
-                f"(gates.{name})"
+                f"{gate.metric} was {gate.side} {gate.bound:.3g} for {row} ({value:.3g} at step {step}): "
+                f"{gate.meaning} (gates.{name})"
             )
 
 
@@ -75,8 +75,8 @@ def _bounds(settings: Gates, state: GateState) -> dict[str, _Bound]:
             "the engine samples another policy than the one that is trained",
         ),
         "stuck_groups": _Bound(
-            "train/stuck_groups", settings.stuck_groups, settings.stuck_groups_steps, lambda x, bound: x > bound, "above",
-            "the rewards tell no completions of a prompt apart, so that nothing is learnt",
+            "train/stuck_groups", settings.stuck_groups, settings.stuck_groups_steps, lambda x, bound: x > bound,
+            "above", "the rewards tell no completions of a prompt apart, so that nothing is learnt",
         ),
         "weights_changed": _Bound(
             "policy/weights_changed", settings.weights_changed, settings.weights_changed_steps,

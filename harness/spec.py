@@ -73,6 +73,15 @@ class Optimizer(Section):
     )
 
 
+class DynamicSampling(Section):
+    """Replace groups of equal rewards by further prompts' groups (DAPO, arXiv:2503.14476, eq. 11), within a budget; all
+    that is generated is charged."""
+
+    max_batches: int = Field(
+        default=1, ge=1, description="batches of prompts_per_step prompts that a step may sample; 1: none is replaced"
+    )
+
+
 class KLControl(Section):
     """How `algorithm.kl_beta` and the reference change over a run."""
 
@@ -202,6 +211,7 @@ class RunSpec(Section):
     )
     engine: SerializeAsAny[RolloutEngine.Settings] = Field(default="transformers")  # pyright: ignore
     sampling: Sampling = Sampling()
+    dynamic_sampling: DynamicSampling = DynamicSampling()
     cold_start: ColdStart = ColdStart()
     optimizer: Optimizer = Optimizer()
     kl: KLControl = KLControl()
@@ -269,6 +279,11 @@ class RunSpec(Section):
             raise ValueError(
                 f"mismatch.correction must be none for {self.algorithm.name}, got {self.mismatch.correction}: "
                 "its loss is not linear in its advantages"
+            )
+        if self.dynamic_sampling.max_batches > 1 and self.algorithm.group_size == 1:
+            raise ValueError(
+                "dynamic_sampling.max_batches must be 1 with algorithm.group_size=1, whose groups never differ, got "
+                f"{self.dynamic_sampling.max_batches}"
             )
         if self.kl.refresh_reference_every and self.lora is not None:
             raise ValueError(

@@ -5,7 +5,6 @@ import torch
 from fakes import MemoryLog
 
 from harness._gates import GateState, check_gates, group_metrics, weight_sample, weights_metric
-from harness.model import tiny_model
 from harness.spec import Gates, parse_run
 from harness.train import train
 from harness.types import Batch, InvalidRun

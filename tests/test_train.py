@@ -8,8 +8,9 @@ from fakes import MemoryLog
 from safetensors.torch import load_file
 
 from harness import plugins
+from harness._draw import step_prompts
 from harness.spec import parse_run
-from harness.train import step_prompts, train
+from harness.train import train
 from harness.types import Prompt
 
 BASE = {
