@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fakes import MemoryLog
+from fakes import MemoryLog, StopAfter
 
 from harness._gates import GateState, check_gates, group_metrics, weight_sample, weights_metric
 from harness.spec import Gates, parse_run
@@ -55,17 +55,6 @@ def make_spec(gates, *, engine="scripted", **changes):
         },
         "test",
     )
-
-
-class StopAfter:
-    """A should_stop that turns true when asked for the n-th time."""
-
-    def __init__(self, n):
-        self.n = n
-
-    def __call__(self):
-        self.n -= 1
-        return self.n == 0
 
 
 def test_a_gate_counts_steps_in_a_row_only():
