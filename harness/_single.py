@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import cast
 
@@ -21,7 +21,7 @@ from harness.cold_start import start_policy
 from harness.evaluate import evaluate
 from harness.interfaces import RolloutEngine
 from harness.memory import check_memory
-from harness.model import check_model, resolve_device
+from harness.model import check_model, mixed_precision, resolve_device
 from harness.spec import RunSpec, SpecError
 from harness.tracking import RunLog, check_runs, read_result
 from harness.train import RunResult, evaluation_metrics, train
@@ -66,20 +66,23 @@ def evaluate_once(spec: RunSpec, split: Split, runs: Path, name: str) -> Evaluat
 def _evaluate(spec: RunSpec, split: Split, runs: Path) -> EvaluationResult:
     with phase_bar(f"{spec.model} on {spec.task.name}") as show:
         policy, tokenizer = start_policy(spec, runs / "cache", lambda done, total: show("cold start", done, total))
-        policy = policy.to(device=resolve_device(spec.device), dtype=getattr(torch, spec.dtype))
+        device = resolve_device(spec.device)
+        policy = policy.to(device=device, dtype=getattr(torch, spec.dtype))
         engine_class = cast(type[RolloutEngine], plugins.load("engine", spec.engine.name))
-        return evaluate(
-            spec.task,
-            engine_class(spec.engine, policy, tokenizer),
-            split,
-            spec.evaluation,
-            max_tokens=spec.sampling_with_limit().max_tokens or 0,
-            stop=spec.sampling.stop,
-            seed=spec.seed,
-            step=0,
-            on_progress=lambda done, total: show(split, done, total),
-            num_shown=sys.maxsize,
-        )
+        engine = engine_class(spec.engine, policy, tokenizer)
+        with closing(engine), mixed_precision(device, spec.autocast):
+            return evaluate(
+                spec.task,
+                engine,
+                split,
+                spec.evaluation,
+                max_tokens=spec.sampling_with_limit().max_tokens or 0,
+                stop=spec.sampling.stop,
+                seed=spec.seed,
+                step=0,
+                on_progress=lambda done, total: show(split, done, total),
+                num_shown=sys.maxsize,
+            )
 
 
 def check_inputs(spec: RunSpec, runs: Path, splits: Sequence[Split]) -> None:

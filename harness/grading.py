@@ -21,17 +21,6 @@ def grade(task: Task, groups: Sequence[Group], max_tokens: int) -> list[GradedGr
     return [_grade_group(task, group, max_tokens) for group in groups]
 
 
-def all_rows(
-    groups: Sequence[Group], graded: Sequence[GradedGroup], rewards: Sequence[Sequence[float]], *, step: int
-) -> list[SampleRow]:
-    """Every rollout of a training step, group by group."""
-    return [
-        _sample_row(group, graded[p], i, rewards[p][i], step, "train")
-        for p, group in enumerate(groups)
-        for i in range(len(group.rollouts))
-    ]
-
-
 def problem_rows(prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
     """Problems as they are shown to a reader: id, prompt, gold answer, tags."""
     return [{"id": p.id, "prompt": p.text, "gold": p.gold, "tags": dict(p.tags)} for p in prompts]
@@ -44,19 +33,20 @@ def sample_rows(
     *,
     step: int,
     split: Split,
-    limit: int,
+    limit: int | None = None,
 ) -> list[SampleRow]:
-    """At most `limit` rollouts for a reader: the first one of each prompt, then the second ones, and so on.
+    """Every rollout, group by group; with a `limit` so many at most, for a reader: the first one of each prompt, then
+    the second ones, and so on.
 
     `graded` carries correctness; `rewards` is None where none were assigned (an evaluation).
     """
     assert len(graded) == len(groups)
     assert rewards is None or len(rewards) == len(groups)
-    deepest = max((len(group.rollouts) for group in groups), default=0)
-    places = [(p, i) for i in range(deepest) for p, group in enumerate(groups) if i < len(group.rollouts)]
+    places = [(p, i) for p, group in enumerate(groups) for i in range(len(group.rollouts))]
+    if limit is not None:
+        places = sorted(places, key=lambda place: (place[1], place[0]))[:limit]
     return [
-        _sample_row(groups[p], graded[p], i, None if rewards is None else rewards[p][i], step, split)
-        for p, i in places[:limit]
+        _sample_row(groups[p], graded[p], i, None if rewards is None else rewards[p][i], step, split) for p, i in places
     ]
 
 

@@ -36,7 +36,16 @@ import psutil
 import torch
 from torch import nn
 
-from harness.model import TINY, check_model, encode_prompt, load_tokenizer, resolve_device, tiny_config, tiny_tokenizer
+from harness.model import (
+    TINY,
+    check_model,
+    encode_prompt,
+    load_tokenizer,
+    local_or_hub,
+    resolve_device,
+    tiny_config,
+    tiny_tokenizer,
+)
 from harness.plugins import nearest
 from harness.spec import RunSpec, SpecError, load_run, load_study, parse_run, read_yaml, with_overrides
 
@@ -181,8 +190,7 @@ def model_config(name: str) -> PretrainedConfig:
         return tiny_config()
     from transformers import AutoConfig
 
-    path = Path(name).expanduser()
-    return AutoConfig.from_pretrained(str(path) if path.is_dir() else name, trust_remote_code=False)
+    return AutoConfig.from_pretrained(local_or_hub(name), trust_remote_code=False)
 
 
 def shape(name: str) -> PretrainedConfig:

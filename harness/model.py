@@ -75,7 +75,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     _import_generation()
     from transformers import AutoTokenizer  # seconds to import, and a spec is checked without it
 
-    tokenizer = AutoTokenizer.from_pretrained(_local(name), trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(local_or_hub(name), trust_remote_code=False)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of '{name}' has no end-of-sequence token; set tokenizer.eos_token and save it")
     if tokenizer.pad_token_id is None:
@@ -93,7 +93,7 @@ def load_policy(name: str, *, seed: int, dtype: torch.dtype = torch.float32) -> 
 
         _no_progress_bars()
         model = AutoModelForCausalLM.from_pretrained(
-            _local(name), dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+            local_or_hub(name), dtype=torch.float32, trust_remote_code=False, use_safetensors=True
         )
     for key in ("attention_dropout", "hidden_dropout", "dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
         if getattr(model.config, key, None):
@@ -232,6 +232,7 @@ def _no_progress_bars() -> None:
     logging.disable_progress_bar()
 
 
-def _local(name: str) -> str:
+def local_or_hub(name: str) -> str:
+    """What transformers loads a model from: the folder of that name, `~` expanded, or else the Hub id as it is."""
     path = Path(name).expanduser()
     return str(path) if path.is_dir() else name

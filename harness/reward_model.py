@@ -31,6 +31,7 @@ from harness.model import (
     encode_completion,
     encode_prompt,
     load_tokenizer,
+    local_or_hub,
     resolve_device,
     save_model,
     tiny_config,
@@ -110,7 +111,7 @@ def load_classifier(name: str, seed: int | None = None) -> tuple[nn.Module, PreT
             config.num_labels = 1
             model: Any = LlamaForSequenceClassification(config)
         else:
-            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+            config = AutoConfig.from_pretrained(local_or_hub(name), trust_remote_code=False)
             is_scorer = any("SequenceClassification" in kind for kind in config.architectures or [])
             if seed is None and not (is_scorer and config.num_labels == 1):
                 found = f"{config.num_labels} labels" if is_scorer else " and ".join(config.architectures or ["none"])
@@ -119,7 +120,7 @@ def load_classifier(name: str, seed: int | None = None) -> tuple[nn.Module, PreT
                     "fit one with `cohort reward-model train`"
                 )
             model = AutoModelForSequenceClassification.from_pretrained(
-                name, num_labels=1, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+                local_or_hub(name), num_labels=1, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
             )
     model.config.pad_token_id = tokenizer.pad_token_id  # the head reads the last token that is no padding
     return model, tokenizer

@@ -35,6 +35,28 @@ class Scores:
     parts: dict[str, list[list[float]]]
     metrics: dict[str, float]
 
+    def pick(self, index: Sequence[int]) -> Scores:
+        """Those of the groups at `index`; the metrics stay those of all."""
+        outcomes, steps = self.outcomes, self.steps
+        return Scores(
+            [self.totals[p] for p in index],
+            None if outcomes is None else [outcomes[p] for p in index],
+            None if steps is None else [steps[p] for p in index],
+            {name: [values[p] for p in index] for name, values in self.parts.items()},
+            self.metrics,
+        )
+
+    def then(self, rewards: Mapping[str, Reward], other: Scores, graded: Sequence[GradedGroup]) -> Scores:
+        """These and `other` after them, both by `rewards`; `graded` are the groups of both."""
+        parts = {name: [*values, *other.parts[name]] for name, values in self.parts.items()}
+        return Scores(
+            [*self.totals, *other.totals],
+            None if self.outcomes is None else [*self.outcomes, *(other.outcomes or ())],
+            None if self.steps is None else [*self.steps, *(other.steps or ())],
+            parts,
+            _metrics(rewards, graded, parts),
+        )
+
 
 def score(rewards: Mapping[str, Reward], graded: Sequence[GradedGroup]) -> Scores:
     """What each completion earns; `graded` carries correctness."""

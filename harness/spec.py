@@ -73,6 +73,15 @@ class Optimizer(Section):
     )
 
 
+class DynamicSampling(Section):
+    """Replace groups of equal rewards by further prompts' groups (DAPO, arXiv:2503.14476, eq. 11), within a budget; all
+    that is generated is charged."""
+
+    max_batches: int = Field(
+        default=1, ge=1, description="batches of prompts_per_step prompts that a step may sample; 1: none is replaced"
+    )
+
+
 class KLControl(Section):
     """How `algorithm.kl_beta` and the reference change over a run."""
 
@@ -136,6 +145,31 @@ class Checkpoints(Section):
     )
 
 
+class Gates(Section):
+    """Bounds on what every step measures, beyond which the run ends INVALID; null turns one off. A non-finite loss or
+    gradient ends a run in any case."""
+
+    mismatch_kl: float | None = Field(
+        default=0.1, gt=0, description="nats per token between engine and learner, in any step"
+    )
+    stuck_groups: float | None = Field(
+        default=0.98, ge=0, lt=1, description="share of groups without any advantage that do not earn the best reward"
+    )
+    stuck_groups_steps: int = Field(default=20, ge=1, description="steps in a row with more of them")
+    weights_changed: float | None = Field(
+        default=0.001, gt=0, le=1, description="share of the weights that an update with a gradient changes at all"
+    )
+    weights_changed_steps: int = Field(default=5, ge=1, description="such steps in a row that change fewer")
+    entropy: float | None = Field(
+        default=None, ge=0, description="nats per token; off, because a task that is solved has little entropy left"
+    )
+    entropy_steps: int = Field(default=20, ge=1, description="steps in a row with less")
+    answered: float | None = Field(
+        default=0.25, ge=0, le=1, description="answered completions, as a share of those of the first step"
+    )
+    answered_steps: int = Field(default=20, ge=1, description="steps in a row with fewer")
+
+
 def _plugin(kind: plugins.Kind, value: Any) -> Any:
     """A plugin's settings from a name, from a mapping with a name, or as they are."""
     if isinstance(value, Section):
@@ -177,6 +211,7 @@ class RunSpec(Section):
     )
     engine: SerializeAsAny[RolloutEngine.Settings] = Field(default="transformers")  # pyright: ignore
     sampling: Sampling = Sampling()
+    dynamic_sampling: DynamicSampling = DynamicSampling()
     cold_start: ColdStart = ColdStart()
     optimizer: Optimizer = Optimizer()
     kl: KLControl = KLControl()
@@ -184,6 +219,7 @@ class RunSpec(Section):
     lora: LoRA | None = Field(default=None, description="low-rank adapters; none by default")
     evaluation: Evaluation = Evaluation()
     checkpoints: Checkpoints = Checkpoints()
+    gates: Gates = Gates()
     rollouts_per_step: int = Field(default=128, ge=1)
     steps: int = Field(default=100, ge=0)
     seed: int = Field(default=0, ge=0)
@@ -243,6 +279,11 @@ class RunSpec(Section):
             raise ValueError(
                 f"mismatch.correction must be none for {self.algorithm.name}, got {self.mismatch.correction}: "
                 "its loss is not linear in its advantages"
+            )
+        if self.dynamic_sampling.max_batches > 1 and self.algorithm.group_size == 1:
+            raise ValueError(
+                "dynamic_sampling.max_batches must be 1 with algorithm.group_size=1, whose groups never differ, got "
+                f"{self.dynamic_sampling.max_batches}"
             )
         if self.kl.refresh_reference_every and self.lora is not None:
             raise ValueError(

@@ -24,24 +24,25 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from harness import memory, plugins
+from harness._draw import Drawn, further_prompts, step_prompts
 from harness._files import write_text
-from harness._probe import check_sync, probe
+from harness._gates import GateState, check_gates, group_metrics, weight_sample, weights_metric
+from harness._probe import Probe, check_sync, probe
 from harness.checkpoint import latest_checkpoint, save_checkpoint
 from harness.cold_start import start_policy
 from harness.evaluate import evaluate, majority_correct
-from harness.grading import all_rows, grade, sample_rows
-from harness.interfaces import RolloutEngine, RunLogger
+from harness.grading import grade, sample_rows
+from harness.interfaces import RolloutEngine, RunLogger, Task
 from harness.learner import Learner, correct_mismatch
 from harness.lora import add_adapter
 from harness.model import mixed_precision, resolve_device
 from harness.schedules import adapted_kl_beta, kl_beta_factor
-from harness.scoring import Scores, events, score
+from harness.scoring import Scores, events
 from harness.spec import RunSpec
 from harness.tensors import pad_right
 from harness.types import Batch, EvaluationResult, GradedGroup, Group, InvalidRun, Prompt, SampleRow, Split, TrialState
 
 ROLLOUTS = "rollouts"  # folder of whole batches, one file per kept step
-MAX_MISMATCH_KL = 0.1  # nats per token between engine and learner, above which the engine samples another policy
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,21 @@ class Run:
     log: RunLogger
     directory: Path
     tokenizer: PreTrainedTokenizerBase
-    save: Callable[[int, dict[str, Any]], None]
+    save: Callable[[int, Mapping[str, Any]], None]
     memory_before: int = 0  # bytes in use before the models were loaded
     totals: Totals = field(default_factory=Totals)
     accuracies: dict[str, float] = field(default_factory=dict)
     kl_beta: float = 0.0  # of the next step, where it is adaptive
+    gates: GateState = field(default_factory=GateState)
+
+    def progress(self) -> dict[str, Any]:
+        """What a checkpoint must hold besides weights and optimisers, as JSON holds it."""
+        return {
+            "totals": vars(self.totals),
+            "accuracies": self.accuracies,
+            "kl_beta": self.kl_beta,
+            "gates": vars(self.gates),
+        }
 
     def summary(self) -> dict[str, float]:
         return {**self.accuracies, **{k: float(v) for k, v in vars(self.totals).items()}}
@@ -143,7 +154,7 @@ def _prepare(
     engine_class = cast(type[RolloutEngine], plugins.load("engine", spec.engine.name))
     engine = engine_class(spec.engine, policy, tokenizer)
 
-    def save(step: int, progress: dict[str, Any]) -> None:
+    def save(step: int, progress: Mapping[str, Any]) -> None:
         save_checkpoint(
             checkpoints,
             step,
@@ -165,14 +176,15 @@ def _prepare(
     run.totals = Totals(**checkpoint.progress["totals"])
     run.accuracies = dict(checkpoint.progress["accuracies"])
     run.kl_beta = checkpoint.progress["kl_beta"]
+    run.gates = GateState(**checkpoint.progress["gates"])
     return run, checkpoint.step
 
 
 def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[[], bool]) -> RunResult:
     spec = run.spec
     if step == 0:
-        _log_skipped_rows(run)
-        _log_estimate(run)
+        if facts := _facts(run):
+            run.log.metrics(0, facts)
         _evaluate(run, "validation", 0)
     while step < spec.steps:
         start = time.perf_counter()
@@ -184,12 +196,13 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
         metrics["memory/peak_bytes"] = run.totals.peak_memory_bytes
         run.log.metrics(step, metrics)
         run.log.progress("train", step, spec.steps)
+        check_gates(spec.gates, run.gates, metrics, step)
         if step % spec.evaluation.every == 0 or step == spec.steps:
             run.log.samples(rows)
             _evaluate(run, "validation", step)
         stop = should_stop()
         if step % spec.checkpoints.every == 0 or step == spec.steps or stop:
-            run.save(step, {"totals": vars(run.totals), "accuracies": run.accuracies, "kl_beta": run.kl_beta})
+            run.save(step, run.progress())
         if stop and step < spec.steps:
             return RunResult("stopped", None, run.summary())
     _evaluate(run, "test", step)
@@ -198,59 +211,99 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
 
 def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str, float], list[SampleRow]]:
     """One step, from prompts to new weights: its metrics and a few of its rollouts."""
-    spec, algorithm, clock = run.spec, run.spec.algorithm, Clock()
-    chosen = step_prompts(prompts, spec.seed, step, spec.prompts_per_step)
-    sampling = spec.sampling_with_limit()
-    device = resolve_device(spec.device)
-    with mixed_precision(device, spec.autocast):
-        groups = run.engine.generate(chosen, algorithm.group_size, sampling, seed=spec.seed, step=step)
-    before = probe(run.engine, run.learner.policy, groups)
-    run.engine.sleep()
-    clock.lap("generate")
+    spec, learner, engine, clock = run.spec, run.learner, run.engine, Clock()
     unparsable = spec.task.num_unparsable()
-    graded = grade(spec.task, groups, sampling.max_tokens or 0)
-    if unparsable is not None:
-        unparsable = (spec.task.num_unparsable() or 0) - unparsable
-    scores = score(spec.rewards, graded)
-    clock.lap("grade")
-    batch = collate(groups, scores.totals, events(groups, scores, run.tokenizer)).to(device)
-    changed = run.learner.begin_step(step, _kl_beta(run, step))
-    batch = run.learner.annotate(batch, sampler_is_exact=run.engine.exact_logprobs)
-    batch = run.learner.algorithm.advantages(batch)
-    if spec.mismatch.correction != "none" and not run.engine.exact_logprobs:
-        batch, weights = correct_mismatch(batch, spec.mismatch)
-        changed |= weights
+    drawn, before = _draw(run, prompts, step, clock)  # generate, grade, score
+    chosen = drawn.trained_on(spec.prompts_per_step)
+    batch = collate(chosen.groups, chosen.scores.totals, events(chosen.groups, chosen.scores, run.tokenizer))
+    batch = batch.to(resolve_device(spec.device))
+    changed = learner.begin_step(step, _kl_beta(run, step))
+    batch = learner.annotate(batch, sampler_is_exact=engine.exact_logprobs)
+    batch = learner.algorithm.advantages(batch)
+    batch, corrected = _correct(run, batch)
     clock.lap("annotate")
-    metrics = run.learner.update(batch, step) | changed
+    weights = weight_sample(learner.policy)
+    metrics = learner.update(batch, step) | changed | corrected
+    clock.lap("update")
+    engine.wake()
+    engine.load_weights(learner.weights(merged=not engine.exact_logprobs), step + 1)
+    if before is not None:
+        metrics["mismatch/after_sync"] = check_sync(engine, learner.policy, before)
+    clock.lap("sync")
     if spec.kl.schedule == "adaptive":
         run.kl_beta = adapted_kl_beta(spec.kl, run.kl_beta, metrics["kl/reference"])
-    clock.lap("update")
-    run.engine.wake()
-    run.engine.load_weights(run.learner.weights(merged=not run.engine.exact_logprobs), step + 1)
-    if before is not None:
-        metrics["mismatch/after_sync"] = check_sync(run.engine, run.learner.policy, before)
-    clock.lap("sync")
-    if metrics["mismatch/kl"] > MAX_MISMATCH_KL:
-        raise InvalidRun(
-            f"engine and learner disagree by {metrics['mismatch/kl']:.3g} nats per token (at most {MAX_MISMATCH_KL}): "
-            "the engine samples another policy than the one that is trained"
-        )
-    generated = int(batch.completion_mask_BT.sum())
-    run.totals.rollouts += len(batch)
-    run.totals.generated_tokens += generated
-    run.totals.optimizer_steps += spec.updates_per_step
-    metrics |= rollout_metrics(graded, batch) | scores.metrics | clock.metrics()
-    if unparsable is not None:
-        metrics["grading/unparsable"] = unparsable
-    metrics |= {
-        "train/rollouts": run.totals.rollouts,
-        "train/generated_tokens": run.totals.generated_tokens,
-        "train/optimizer_steps": run.totals.optimizer_steps,
-        "throughput/tokens_per_second": generated / metrics["seconds/step"],
-    }
+    metrics |= rollout_metrics(drawn.graded, drawn.scores.totals) | drawn.scores.metrics | drawn.metrics
+    metrics |= group_metrics(batch, run.gates) | _unparsable_since(unparsable, spec.task)
+    rate = learner.optimizers["policy"].param_groups[0]["lr"]
+    metrics |= weights_metric(learner.policy, weights, gradient_norm=metrics["policy/grad_norm"], rate=rate)
+    metrics |= clock.metrics() | _charge(run, drawn.groups, clock)
+    rows = (drawn.groups, drawn.graded, drawn.scores.totals)
     if spec.checkpoints.rollouts_every and step % spec.checkpoints.rollouts_every == 0:
-        _keep_rollouts(run.directory, step + 1, all_rows(groups, graded, scores.totals, step=step + 1), scores)
-    return metrics, sample_rows(groups, graded, scores.totals, step=step + 1, split="train", limit=8)
+        _keep_rollouts(run.directory, step + 1, sample_rows(*rows, step=step + 1, split="train"), drawn.scores)
+    return metrics, sample_rows(*rows, step=step + 1, split="train", limit=8)
+
+
+def _draw(run: Run, prompts: Sequence[Prompt], step: int, clock: Clock) -> tuple[Drawn, Probe | None]:
+    """The groups of a step, graded and scored, and what the engine said of a few of them before the update.
+
+    With dynamic sampling further batches of prompts follow, until enough groups have unequal rewards or the budget is
+    spent. The engine rests afterwards; before grading where no more can follow, since rewards may need the device.
+    """
+    spec, engine, budget = run.spec, run.engine, run.spec.dynamic_sampling.max_batches
+    sampling, count = spec.sampling_with_limit(), spec.prompts_per_step
+    drawn, before, resting = Drawn(), None, False
+    for attempt in range(budget):
+        chosen = step_prompts(prompts, spec.seed, step, count)
+        if attempt:
+            chosen = further_prompts(prompts, spec.seed, step, attempt, count, [g.prompt.id for g in drawn.groups])
+        with mixed_precision(resolve_device(spec.device), spec.autocast):
+            groups = engine.generate(chosen, spec.algorithm.group_size, sampling, seed=spec.seed, step=step)
+        if attempt == budget - 1:
+            before, resting = _rest(run, groups), True
+        clock.lap("generate")
+        graded = grade(spec.task, groups, sampling.max_tokens or 0)
+        drawn = drawn.with_batch(spec.rewards, groups, graded)
+        clock.lap("grade")
+        if drawn.num_kept >= count or len(drawn.groups) >= len(prompts):
+            break
+    if not resting:
+        before = _rest(run, drawn.groups)
+        clock.lap("generate")
+    return drawn if budget == 1 else drawn.with_metrics(count), before
+
+
+def _rest(run: Run, groups: Sequence[Group]) -> Probe | None:
+    """Let the engine sleep, after it was asked what the check of its next weights needs."""
+    before = probe(run.engine, run.learner.policy, groups)
+    run.engine.sleep()
+    return before
+
+
+def _correct(run: Run, batch: Batch) -> tuple[Batch, dict[str, float]]:
+    """The batch with the importance weights that the spec asks for, where the engine's log-probs are not exact."""
+    if run.spec.mismatch.correction == "none" or run.engine.exact_logprobs:
+        return batch, {}
+    return correct_mismatch(batch, run.spec.mismatch)
+
+
+def _unparsable_since(before: int | None, task: Task) -> dict[str, float]:
+    """`grading/unparsable`: the comparisons without a verdict since there were `before`; nothing where none can be."""
+    return {} if before is None else {"grading/unparsable": (task.num_unparsable() or 0) - before}
+
+
+def _charge(run: Run, groups: Sequence[Group], clock: Clock) -> dict[str, float]:
+    """Add a step's costs, all that was generated, to the run's totals, and tell them."""
+    generated = sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
+    totals = run.totals
+    totals.rollouts += sum(len(group.rollouts) for group in groups)
+    totals.generated_tokens += generated
+    totals.optimizer_steps += run.spec.updates_per_step
+    return {
+        "train/rollouts": totals.rollouts,
+        "train/generated_tokens": totals.generated_tokens,
+        "train/optimizer_steps": totals.optimizer_steps,
+        "throughput/tokens_per_second": generated / clock.metrics()["seconds/step"],
+    }
 
 
 def _kl_beta(run: Run, step: int) -> float | None:
@@ -261,16 +314,6 @@ def _kl_beta(run: Run, step: int) -> float | None:
     if settings.schedule == "cosine":
         return kl_beta_factor(settings, step, run.spec.steps) * getattr(run.spec.algorithm, "kl_beta", 0.0)
     return None
-
-
-def step_prompts(prompts: Sequence[Prompt], seed: int, step: int, count: int) -> list[Prompt]:
-    """The prompts of a training step: consecutive parts of an endless stream that is reshuffled on every pass."""
-    result: list[Prompt] = []
-    while len(result) < count:
-        epoch, offset = divmod(step * count + len(result), len(prompts))
-        order = np.random.default_rng([seed, epoch]).permutation(len(prompts))
-        result += [prompts[i] for i in order[offset : offset + count - len(result)]]
-    return result
 
 
 def collate(
@@ -302,18 +345,18 @@ def collate(
     )
 
 
-def rollout_metrics(graded: Sequence[GradedGroup], batch: Batch) -> dict[str, float]:
-    """What the sampled completions were like, gold included: for the reader, not for the algorithm."""
-    rewards = batch.rewards_PG
+def rollout_metrics(graded: Sequence[GradedGroup], rewards: Sequence[Sequence[float]]) -> dict[str, float]:
+    """What the sampled completions were like, gold included: for the reader, not for the algorithm; rewards [P][G]."""
+    rewards_PG = torch.tensor(rewards, dtype=torch.float32)
     return {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()) if rewards.numel() > 1 else 0.0,
+        "reward/mean": float(rewards_PG.mean()),
+        "reward/std": float(rewards_PG.std()) if rewards_PG.numel() > 1 else 0.0,
         "train/accuracy": float(np.mean([c for g in graded for c in g.correct or ()])),
         "train/answered": float(np.mean([a is not None for g in graded for a in g.answers])),
         "train/majority_accuracy": float(np.mean([majority_correct(g) for g in graded])),
-        "train/zero_variance_groups": float((rewards == rewards[:, :1]).all(dim=1).float().mean()),
+        "train/zero_variance_groups": float((rewards_PG == rewards_PG[:, :1]).all(dim=1).float().mean()),
         "completion/length": float(np.mean([n for g in graded for n in g.num_tokens])),
-        "completion/truncated": float(batch.truncated_B.float().mean()),
+        "completion/truncated": float(np.mean([t for g in graded for t in g.truncated])),
     }
 
 
@@ -337,7 +380,7 @@ class Clock:
 
     def lap(self, phase: str) -> None:
         now = time.perf_counter()
-        self.seconds[phase], self.last = now - self.last, now
+        self.seconds[phase], self.last = self.seconds.get(phase, 0.0) + now - self.last, now
 
     def metrics(self) -> dict[str, float]:
         return {**{f"seconds/{k}": v for k, v in self.seconds.items()}, "seconds/step": self.last - self.start}
@@ -368,19 +411,16 @@ def _reset_peak_memory() -> None:
         control.write_text("5")
 
 
-def _log_estimate(run: Run) -> None:
-    """`memory/estimate_bytes`, beside the measured `memory/peak_bytes`, which also counts what was there before."""
-    needed, _ = memory.estimate_run(run.spec) if run.spec.steps else (None, None)
+def _facts(run: Run) -> dict[str, float]:
+    """What is known before the first step: `memory/estimate_bytes`, beside the measured `memory/peak_bytes`, which also
+    counts what was there before; `data/skipped_rows_<split>` where the task left out rows that are no problem."""
+    spec, facts = run.spec, {}
+    needed, _ = memory.estimate_run(spec) if spec.steps else (None, None)
     if needed is not None:
-        run.log.metrics(0, {"memory/estimate_bytes": float(run.memory_before + memory.peak_bytes(needed))})
-
-
-def _log_skipped_rows(run: Run) -> None:
-    """`data/skipped_rows_<split>` where the task left out rows that are no problem."""
-    splits: tuple[Split, ...] = ("train", "test") if run.spec.steps else ("test",)
-    skipped = {f"data/skipped_rows_{split}": float(run.spec.task.num_skipped_rows(split)) for split in splits}
-    if any(skipped.values()):
-        run.log.metrics(0, skipped)
+        facts["memory/estimate_bytes"] = float(run.memory_before + memory.peak_bytes(needed))
+    splits: tuple[Split, ...] = ("train", "test") if spec.steps else ("test",)
+    skipped = {f"data/skipped_rows_{split}": float(spec.task.num_skipped_rows(split)) for split in splits}
+    return facts | (skipped if any(skipped.values()) else {})
 
 
 def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:

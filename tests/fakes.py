@@ -1,4 +1,7 @@
-"""Small named fakes that several tests share."""
+"""Small named fakes that several tests share, and what they look at in a run's folder."""
+
+import torch
+from safetensors.torch import load_file
 
 from harness.types import GradedGroup, SampleRow
 
@@ -55,3 +58,24 @@ class MemoryLog:
         """Everything logged except what depends on the wall clock or the machine's memory."""
         clocks = ("seconds/", "throughput/", "memory/")
         return [(s, {k: v for k, v in values.items() if not k.startswith(clocks)}) for s, values in self.events]
+
+
+class StopAfter:
+    """A should_stop that turns true when asked for the n-th time."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __call__(self):
+        self.n -= 1
+        return self.n == 0
+
+
+def final_weights(directory):
+    return load_file(sorted((directory / "checkpoints").glob("step-*"))[-1] / "policy" / "model.safetensors")
+
+
+def assert_same_weights(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name

@@ -3,13 +3,12 @@
 import shutil
 
 import pytest
-import torch
-from fakes import MemoryLog
-from safetensors.torch import load_file
+from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
 
 from harness import plugins
+from harness._draw import step_prompts
 from harness.spec import parse_run
-from harness.train import step_prompts, train
+from harness.train import train
 from harness.types import Prompt
 
 BASE = {
@@ -30,27 +29,6 @@ def make_spec(algorithm="grpo", **changes):
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cold-starts")
-
-
-class StopAfter:
-    """A should_stop that turns true when asked for the n-th time."""
-
-    def __init__(self, n):
-        self.n = n
-
-    def __call__(self):
-        self.n -= 1
-        return self.n == 0
-
-
-def final_weights(directory):
-    return load_file(sorted((directory / "checkpoints").glob("step-*"))[-1] / "policy" / "model.safetensors")
-
-
-def assert_same_weights(one, other):
-    assert one.keys() == other.keys()
-    for name in one:
-        assert torch.equal(one[name], other[name]), name
 
 
 @pytest.mark.parametrize("algorithm", plugins.names("algorithm"))

@@ -1,0 +1,134 @@
+"""Dynamic sampling: what is replaced, what it costs, that it ends, and that a resumed run draws the same prompts."""
+
+import pytest
+from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
+
+from harness import train as loop
+from harness._draw import further_prompts
+from harness.scoring import score
+from harness.spec import SpecError, parse_run
+from harness.train import Clock, train
+from harness.types import Prompt
+
+
+def make_spec(max_batches, **changes):
+    return parse_run(
+        {
+            "task": {"name": "arithmetic", "min_operands": 3, "max_operands": 3, "num_train": 60},
+            "algorithm": {"name": "grpo", "group_size": 2, "kl_beta": 0.0},
+            "engine": "scripted",
+            "rollouts_per_step": 8,
+            "steps": 3,
+            "evaluation": {"every": 9, "num_prompts": 4, "num_test_prompts": 4, "num_samples": 1},
+            "dynamic_sampling": {"max_batches": max_batches},
+            "gates": {"mismatch_kl": None},
+            **changes,
+        },
+        "test",
+    )
+
+
+def scripted_run(tmp_path, max_batches, mixed, **changes):
+    """A run whose engine answers right and wrong in turn where `mixed(place of the prompt)`, else always wrong."""
+    spec = make_spec(max_batches, **changes)
+    run, _ = loop._prepare(spec, tmp_path, MemoryLog(), tmp_path, lambda: False)
+    prompts = spec.task.prompts("train")
+    place = {prompt.id: i for i, prompt in enumerate(prompts)}
+    answers = {prompt.id: prompt.gold for prompt in prompts}
+
+    def script(prompt, sample):
+        right = mixed(place[prompt.id]) and sample == 0
+        return f"#### {answers[prompt.id]}" if right else "#### none"
+
+    run.engine.script = script  # pyright: ignore
+    return run, prompts, place
+
+
+def test_groups_of_equal_rewards_are_replaced_and_all_that_was_sampled_is_charged(tmp_path):
+    run, prompts, place = scripted_run(tmp_path, 8, lambda i: i % 3 == 0)
+    drawn, _ = loop._draw(run, prompts, 0, Clock())
+    assert drawn.num_batches > 1
+    assert len(drawn.groups) == 4 * drawn.num_batches
+    assert len({g.prompt.id for g in drawn.groups}) == len(drawn.groups)  # no prompt is asked twice in a step
+    chosen = drawn.trained_on(4)
+    assert [place[g.prompt.id] % 3 for g in chosen.groups] == [0] * 4
+    assert chosen.scores.totals == [[1.0, 0.0]] * 4
+    assert [g.prompt_id for g in chosen.graded] == [g.prompt.id for g in chosen.groups]
+    first_mixed = [g.prompt.id for g in drawn.groups if place[g.prompt.id] % 3 == 0][:4]
+    assert [g.prompt.id for g in chosen.groups] == first_mixed
+    metrics, _ = loop.train_step(run, prompts, 0)
+    assert metrics["sampling/batches"] == drawn.num_batches
+    assert (metrics["sampling/kept_groups"], metrics["sampling/filled_groups"]) == (4, 0)
+    assert metrics["train/rollouts"] == run.totals.rollouts == 8 * drawn.num_batches
+    tokens = sum(len(r.token_ids) for g in drawn.groups for r in g.rollouts)
+    assert metrics["train/generated_tokens"] == run.totals.generated_tokens == tokens
+    share = sum(place[g.prompt.id] % 3 > 0 for g in drawn.groups) / len(drawn.groups)
+    assert metrics["train/zero_variance_groups"] == pytest.approx(share, abs=1e-6)  # of all that was sampled
+    assert metrics["train/zero_advantage_groups"] == 0  # of what was trained on
+    assert metrics["train/accuracy"] == pytest.approx((1 - share) / 2, abs=1e-6)
+
+
+def test_a_step_whose_budget_is_spent_is_filled_and_says_so(tmp_path):
+    run, prompts, place = scripted_run(tmp_path, 3, lambda i: i == 0, rollouts_per_step=40)  # 20 prompts a batch, of 60
+    metrics, _ = loop.train_step(run, prompts, 0)
+    assert metrics["sampling/batches"] == 3
+    assert (metrics["sampling/kept_groups"], metrics["sampling/filled_groups"]) == (1, 19)
+    assert metrics["train/rollouts"] == 3 * 40
+    drawn, _ = loop._draw(run, prompts, 0, Clock())
+    assert 0 in [place[g.prompt.id] for g in drawn.trained_on(20).groups]
+
+
+def test_sampling_ends_when_the_task_has_no_more_prompts(tmp_path):
+    run, prompts, _ = scripted_run(tmp_path, 50, lambda i: False)
+    metrics, _ = loop.train_step(run, prompts, 0)
+    assert metrics["sampling/batches"] == 60 / 4
+    assert metrics["sampling/filled_groups"] == 4
+
+
+def test_a_step_with_enough_unequal_groups_samples_one_batch_as_without_dynamic_sampling(tmp_path):
+    steps = []
+    for name, budget in (("off", 1), ("on", 5)):
+        run, prompts, _ = scripted_run(tmp_path / name, budget, lambda i: True)
+        metrics, rows = loop.train_step(run, prompts, 0)
+        steps.append(rows)
+        assert metrics["train/rollouts"] == 8
+        assert ("sampling/batches" in metrics) == (budget > 1)
+    assert steps[0] == steps[1]
+
+
+def test_further_prompts_are_new_and_keyed_by_seed_step_and_attempt():
+    prompts = [Prompt(str(i), str(i), "") for i in range(12)]
+    drawn = [str(i) for i in range(5)]
+    first = further_prompts(prompts, 0, 3, 1, 4, drawn)
+    assert first == further_prompts(prompts, 0, 3, 1, 4, drawn)
+    assert len(first) == 4 and not {p.id for p in first} & set(drawn)
+    others = [further_prompts(prompts, *key, 4, drawn) for key in ((1, 3, 1), (0, 4, 1), (0, 3, 2))]
+    assert all(other != first for other in others)
+    assert len(further_prompts(prompts, 0, 3, 1, 40, drawn)) == 7
+
+
+def test_scores_of_two_batches_are_those_of_both_at_once(tmp_path):
+    run, prompts, _ = scripted_run(tmp_path, 9, lambda i: i % 3 == 0, rewards={"format": 0.5, "process": 1.0})
+    drawn, _ = loop._draw(run, prompts, 0, Clock())
+    assert drawn.num_batches > 1
+    assert repr(drawn.scores) == repr(score(run.spec.rewards, drawn.graded))  # NaN is not equal to itself
+
+
+@pytest.mark.parametrize("name", ["dapo"])
+def test_a_stopped_run_with_dynamic_sampling_resumes_bit_for_bit(name, tmp_path):
+    spec = make_spec(
+        3, engine="transformers", algorithm={"name": name, "group_size": 2}, cold_start={"steps": 60},
+        sampling={"max_tokens": 24}, task={"name": "arithmetic", "min_operands": 2, "max_operands": 2},
+    )  # fmt: skip
+    whole, parts = MemoryLog(), MemoryLog()
+    train(spec, tmp_path / "whole", whole, cache=tmp_path)
+    train(spec, tmp_path / "parts", parts, cache=tmp_path, should_stop=StopAfter(1))
+    assert train(spec, tmp_path / "parts", parts, cache=tmp_path).state == "complete"
+    assert parts.without_clocks() == whole.without_clocks()
+    assert max(value for _, value in whole.history("sampling/batches")) > 1
+    assert_same_weights(final_weights(tmp_path / "whole"), final_weights(tmp_path / "parts"))
+
+
+def test_groups_of_one_cannot_differ():
+    with pytest.raises(SpecError, match=r"dynamic_sampling.max_batches must be 1 with algorithm.group_size=1.*got 4"):
+        make_spec(4, algorithm={"name": "ppo", "group_size": 1})

@@ -1,0 +1,200 @@
+"""Gates end a run that measures nothing, at the step they name, whether or not it was interrupted; others go on."""
+
+import pytest
+import torch
+from fakes import MemoryLog, StopAfter
+
+from harness._gates import GateState, check_gates, group_metrics, weight_sample, weights_metric
+from harness.spec import Gates, parse_run
+from harness.train import train
+from harness.types import Batch, InvalidRun
+
+FINE = {"mismatch/kl": 0.0, "train/stuck_groups": 0.0, "policy/entropy": 1.0, "train/answered": 0.8}
+
+
+def run_gates(settings, *steps):
+    """The step at which the gates end a run with these metrics, and why; (None, "") where they do not."""
+    state = GateState()
+    for step, changes in enumerate(steps, start=1):
+        try:
+            check_gates(settings, state, {**FINE, **changes}, step)
+        except InvalidRun as invalid:
+            return step, str(invalid)
+    return None, ""
+
+
+def batch_of(rewards, advantages):
+    rewards, advantages = torch.tensor(rewards), torch.tensor(advantages)
+    mask = torch.ones(rewards.numel(), 2, dtype=torch.bool)
+    return Batch(
+        tokens_BT=torch.zeros(mask.shape, dtype=torch.int64),
+        completion_mask_BT=mask,
+        lengths_B=mask.sum(dim=1),
+        truncated_B=torch.zeros(len(mask), dtype=torch.bool),
+        sampler_logprobs_BT=torch.zeros(mask.shape),
+        rewards_B=rewards.flatten(),
+        group_size=rewards.shape[1],
+        advantages_BT=advantages.flatten()[:, None] * mask,
+    )
+
+
+def make_spec(gates, *, engine="scripted", **changes):
+    """A run whose completions are all empty, with the engine's own log-probs: every reward is 0."""
+    return parse_run(
+        {
+            "task": {"name": "arithmetic", "min_operands": 2, "max_operands": 2, "num_train": 64},
+            "algorithm": {"name": "grpo", "group_size": 4, "kl_beta": 0.0},
+            "engine": engine,
+            "sampling": {"max_tokens": 4},
+            "rollouts_per_step": 8,
+            "steps": 8,
+            "evaluation": {"every": 8, "num_prompts": 4, "num_test_prompts": 4, "num_samples": 1},
+            "checkpoints": {"every": 100},
+            "gates": {"mismatch_kl": None, **gates},
+            **changes,
+        },
+        "test",
+    )
+
+
+def test_a_gate_counts_steps_in_a_row_only():
+    stuck, free = {"train/stuck_groups": 1.0}, {}
+    settings = Gates(stuck_groups_steps=3)
+    assert run_gates(settings, stuck, stuck, free, stuck, stuck) == (None, "")
+    step, reason = run_gates(settings, stuck, free, stuck, stuck, stuck, stuck)
+    assert step == 5
+    assert "train/stuck_groups was above 0.98 for 3 steps in a row (1 at step 5)" in reason
+    assert "gates.stuck_groups" in reason
+
+
+def test_the_bound_itself_is_allowed():
+    assert run_gates(Gates(stuck_groups_steps=1), {"train/stuck_groups": 0.98}) == (None, "")
+    assert run_gates(Gates(entropy=1.0, entropy_steps=1), {}) == (None, "")
+
+
+def test_an_engine_that_samples_another_policy_ends_the_run_in_one_step():
+    assert run_gates(Gates(), {"mismatch/kl": 0.1}) == (None, "")
+    step, reason = run_gates(Gates(), {}, {"mismatch/kl": 0.35})
+    assert step == 2
+    assert "mismatch/kl was above 0.1 for a step (0.35 at step 2)" in reason
+    assert run_gates(Gates(), {"mismatch/kl": float("nan")})[0] == 1
+    assert run_gates(Gates(mismatch_kl=None), {"mismatch/kl": 9.0}) == (None, "")
+
+
+def test_answers_that_go_missing_are_compared_with_the_first_step():
+    few = {"train/answered": 0.19}  # 0.25 x 0.8 = 0.2
+    settings = Gates(answered_steps=2)
+    assert run_gates(settings, {}, few, {"train/answered": 0.2}, few) == (None, "")
+    step, reason = run_gates(settings, {}, few, few)
+    assert step == 3
+    assert "train/answered was below 0.2 for 2 steps in a row (0.19 at step 3)" in reason
+    assert "0.8 did at the start" in reason
+    never = {"train/answered": 0.0}
+    assert run_gates(settings, never, never, never) == (None, "")  # it never answered, so there is no collapse
+
+
+def test_entropy_is_not_bounded_unless_asked():
+    gone = {"policy/entropy": 0.0}
+    assert run_gates(Gates(), *[gone] * 60) == (None, "")
+    step, reason = run_gates(Gates(entropy=0.01, entropy_steps=4), *[gone] * 5)
+    assert step == 4
+    assert "policy/entropy was below 0.01 for 4 steps in a row (0 at step 4)" in reason
+
+
+def test_every_gate_can_be_turned_off():
+    off = Gates(mismatch_kl=None, stuck_groups=None, weights_changed=None, entropy=None, answered=None)
+    worst = {"mismatch/kl": 9.0, "train/stuck_groups": 1.0, "policy/weights_changed": 0.0, "policy/entropy": 0.0}
+    assert run_gates(off, {}, *[{**worst, "train/answered": 0.0}] * 50) == (None, "")
+
+
+def test_steps_without_a_gradient_say_nothing_about_the_weights():
+    same, moved, silent = {"policy/weights_changed": 0.0004}, {"policy/weights_changed": 0.001}, {}
+    settings = Gates(weights_changed_steps=3)
+    assert run_gates(settings, same, same, moved, same, same) == (None, "")
+    assert run_gates(settings, same, silent, same, silent, same)[0] == 5  # the third time that it counts
+
+
+def test_groups_without_advantage_are_stuck_unless_they_earn_the_best_reward():
+    state = GateState()
+    # Of four groups one has advantages; of the others one earns 1, the best so far, and two earn 0.
+    found = group_metrics(
+        batch_of([[0.0, 1], [1, 1], [0, 0], [0, 0]], [[-0.5, 0.5], [0, 0], [0, 0], [0, 0]]), state
+    )  # fmt: skip
+    assert found == {"train/zero_advantage_groups": 0.75, "train/stuck_groups": 0.5}
+    found = group_metrics(batch_of([[0.5, 0.5], [1, 1]], [[0.0, 0], [0, 0]]), state)  # the run has seen 1
+    assert found == {"train/zero_advantage_groups": 1.0, "train/stuck_groups": 0.5}
+
+
+def test_while_all_rewards_of_a_run_are_equal_every_group_is_stuck():
+    state = GateState()
+    nothing = batch_of([[0.0, 0], [0, 0]], [[0.0, 0], [0, 0]])
+    assert group_metrics(nothing, state)["train/stuck_groups"] == 1.0
+    group_metrics(batch_of([[0.0, 1]], [[-1.0, 1]]), state)
+    assert group_metrics(nothing, state)["train/stuck_groups"] == 1.0
+    solved = batch_of([[1.0, 1], [1, 1]], [[0.0, 0], [0, 0]])
+    assert group_metrics(solved, state) == {"train/zero_advantage_groups": 1.0, "train/stuck_groups": 0.0}
+
+
+def test_equal_rewards_with_a_gradient_are_not_stuck():
+    critic = batch_of([[0.0, 0]], [[0.2, -0.2]])  # PPO's advantages come from its critic
+    assert group_metrics(critic, GateState()) == {"train/zero_advantage_groups": 0.0, "train/stuck_groups": 0.0}
+
+
+def test_the_share_of_changed_weights_is_counted():
+    model = torch.nn.Linear(10, 8)  # 80 weights and 8 biases
+    before = weight_sample(model)
+    with torch.no_grad():
+        model.weight[0, :4] += 1e-6
+        model.bias[2] = torch.nextafter(model.bias[2], torch.tensor(9.0))
+    found = weights_metric(model, before, gradient_norm=1.0, rate=1e-4)
+    assert found == {"policy/weights_changed": pytest.approx(5 / 88, abs=1e-12)}
+    assert weights_metric(model, before, gradient_norm=1.0, rate=0.0) == {}
+    assert weights_metric(model, before, gradient_norm=1e-9, rate=1e-4) == {}
+
+
+def test_of_a_large_matrix_weights_of_every_column_are_looked_at():
+    model = torch.nn.Linear(64, 4096, bias=False)
+    (sample,) = weight_sample(model)  # every 65th of 262144: one column further each time
+    assert len(sample) == 4033
+    before = [sample]
+    with torch.no_grad():
+        model.weight[:, 3] += 1.0
+    assert weights_metric(model, before, gradient_norm=1.0, rate=1.0)["policy/weights_changed"] == pytest.approx(
+        1 / 64, rel=0.02
+    )
+
+
+def test_frozen_weights_are_not_expected_to_change():
+    model = torch.nn.Linear(10, 8)
+    model.weight.requires_grad_(False)
+    assert [len(part) for part in weight_sample(model)] == [8]
+
+
+def test_a_run_without_any_signal_is_invalid_at_the_same_step_after_a_stop(tmp_path):
+    spec, whole, parts = make_spec({"stuck_groups_steps": 6}), MemoryLog(), MemoryLog()
+    result = train(spec, tmp_path / "whole", whole, cache=tmp_path)
+    assert result.state == "invalid"
+    assert "train/stuck_groups was above 0.98 for 6 steps in a row (1 at step 6)" in (result.reason or "")
+    assert result.summary["rollouts"] == 6 * 8
+    assert whole.history("train/stuck_groups")[-1] == (6, 1.0)  # the step that ended it is on record
+    stopped = train(spec, tmp_path / "parts", parts, cache=tmp_path, should_stop=StopAfter(4))
+    assert stopped.state == "stopped"
+    again = train(spec, tmp_path / "parts", parts, cache=tmp_path)
+    assert parts.resumed_at == [-1, 4]
+    assert (again.state, again.reason) == (result.state, result.reason)
+    assert parts.without_clocks() == whole.without_clocks()
+
+
+@pytest.mark.parametrize(("rate", "state"), [(1e-30, "invalid"), (1e-5, "complete")])
+def test_an_update_that_is_lost_in_rounding_makes_the_run_invalid(rate, state, tmp_path):
+    gates = {"weights_changed_steps": 2, "stuck_groups": None}
+    spec = make_spec(gates, engine="transformers", optimizer={"learning_rate": rate}, steps=3,
+                     algorithm={"name": "ppo", "group_size": 4})  # fmt: skip
+    log = MemoryLog()
+    result = train(spec, tmp_path, log, cache=tmp_path)
+    assert result.state == state
+    if state == "invalid":  # the one row of the embeddings that is exactly 0 did change: 64 of the sampled weights
+        assert "policy/weights_changed was below 0.001 for 2 steps in a row" in (result.reason or "")
+        assert len(log.history("policy/weights_changed")) == 2
+    else:
+        assert min(value for _, value in log.history("policy/weights_changed")) > 0.5
