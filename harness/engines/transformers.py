@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation.stopping_criteria import StopStringCriteria
 
+from harness._llama import recognised
+from harness.engines._lean_llama import LeanDecoder
 from harness.engines._noise import uniforms
 from harness.interfaces import RolloutEngine
 from harness.model import encode_prompt, end_token_ids
@@ -71,53 +73,45 @@ class TransformersEngine(RolloutEngine):
         encoded = [self._encode(prompt) for prompt in prompts]
         limit = sampling.max_tokens or 0
         rows = len(prompts) * group_size
-        tokens = torch.zeros(rows, limit, dtype=torch.int64, device=device)
-        logprobs = torch.zeros(rows, limit, device=device)
+        tokens = torch.zeros(limit, rows, dtype=torch.int64, device=device)  # what follows a row's end is cut off below
+        logprobs = torch.zeros(limit, rows, device=device)
         lengths = torch.full((rows,), limit, device=device)
         stopped = torch.zeros(rows, dtype=torch.bool, device=device)
-        noise, end_ids = noise.to(device), self.end_ids.to(device)
+        noise = noise.t().contiguous().to(device)
 
         prompt_tokens, mask = (x.to(device) for x in pad_left(encoded))
-        cache = _preallocated_cache(self.policy, prompt_tokens.shape[1] + limit)
-        logits = self._forward(prompt_tokens, mask, (mask.cumsum(-1) - 1).clamp(min=0), cache)
-        cache.batch_repeat_interleave(group_size)
-        logits = logits.repeat_interleave(group_size, dim=0)
-        mask = mask.repeat_interleave(group_size, dim=0)
+        decoder = self._decoder(prompt_tokens.shape[1] + limit)
+        logits = decoder.prefill(prompt_tokens, mask).repeat_interleave(group_size, dim=0)
+        decoder.expand(group_size)
+        is_end = torch.zeros(logits.shape[-1], dtype=torch.bool, device=device)
+        is_end[self.end_ids[self.end_ids < len(is_end)]] = True
         is_stopped = StopStringCriteria(self.tokenizer, list(sampling.stop)) if sampling.stop else None
         active = torch.arange(rows, device=device)  # row of each line of the decode batch
         running = torch.ones(rows, dtype=torch.bool, device=device)  # lines not yet ended
 
         for position in range(limit):
-            chosen, logprob = _draw(logits, sampling, noise[active, position])
-            tokens[active[running], position] = chosen[running]
-            logprobs[active[running], position] = logprob[running]
-            ended = running & torch.isin(chosen, end_ids)
+            chosen, logprob = _draw(logits, sampling, noise[position, active])
+            tokens[position, active] = chosen
+            logprobs[position, active] = logprob.float()
+            ended = running & is_end[chosen]
             if is_stopped is not None:
-                ended |= running & is_stopped(tokens[active, : position + 1], None)  # pyright: ignore
-            lengths[active[ended]] = position + 1
-            stopped[active[ended]] = True
-            running &= ~ended
-            num_running = int(running.sum())
-            if num_running == 0 or position + 1 == limit:
-                break
-            if num_running <= 0.9375 * len(running):  # moves about as many lines as have ended
-                keep = _fill_holes(running)
-                cache.batch_select_indices(keep)
-                active, running, mask, chosen = active[keep], running[keep], mask[keep], chosen[keep]
-            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-            logits = self._forward(chosen[:, None], mask, mask.sum(-1, keepdim=True) - 1, cache)
-        return self._groups(prompts, encoded, group_size, tokens, logprobs, lengths, stopped)
+                ended |= running & is_stopped(tokens[: position + 1, active].t(), None)  # pyright: ignore
+            if position + 1 == limit or bool(ended.any()):
+                lengths[active[ended]] = position + 1
+                stopped[active[ended]] = True
+                running &= ~ended
+                num_running = int(running.sum())
+                if num_running == 0 or position + 1 == limit:
+                    break
+                if num_running <= 0.9375 * len(running):  # moves about as many lines as have ended
+                    keep = _fill_holes(running)
+                    decoder.select(keep)
+                    active, running, chosen = active[keep], running[keep], chosen[keep]
+            logits = decoder.step(chosen)
+        return self._groups(prompts, encoded, group_size, tokens.t(), logprobs.t(), lengths, stopped)
 
-    def _forward(self, tokens: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
-        output = self.policy(
-            input_ids=tokens,
-            attention_mask=mask if not mask.all() else None,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return output.logits[:, -1].float()
+    def _decoder(self, capacity: int) -> LeanDecoder | LibraryDecoder:
+        return LeanDecoder(self.policy, capacity) if recognised(self.policy) else LibraryDecoder(self.policy, capacity)
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
         if prompt.text not in self.prompt_tokens:
@@ -147,15 +141,58 @@ class TransformersEngine(RolloutEngine):
         ]
 
 
+class LibraryDecoder:
+    """Decodes one batch with the model's own forward pass and its own cache; the model may be of any kind."""
+
+    def __init__(self, model: nn.Module, capacity: int):
+        """`capacity` is the number of tokens, prompt and completion, that a row can have."""
+        self.model = model
+        self.cache = _preallocated_cache(model, capacity)
+
+    def prefill(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """[P, V] logits after the left-padded prompts, [P, T] with a mask of what is no padding."""
+        self.mask = mask
+        self.padded = not bool(mask.all())
+        return self._forward(tokens, (mask.cumsum(-1) - 1).clamp(min=0))
+
+    def expand(self, group_size: int) -> None:
+        """Repeat every row `group_size` times, in place of the row."""
+        self.cache.batch_repeat_interleave(group_size)
+        self.mask = self.mask.repeat_interleave(group_size, dim=0)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """[R, V] logits after one more token of every row."""
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], dim=1)
+        return self._forward(tokens[:, None], self.mask.sum(-1, keepdim=True) - 1)
+
+    def select(self, lines: Tensor) -> None:
+        """Keep these lines, as `_fill_holes` orders them."""
+        self.cache.batch_select_indices(lines)
+        self.mask = self.mask[lines]
+
+    def _forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        output = self.model(
+            input_ids=tokens,
+            attention_mask=self.mask if self.padded else None,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1].float()
+
+
 def _draw(logits: Tensor, sampling: Sampling, noise: Tensor) -> tuple[Tensor, Tensor]:
     """(token, log-prob) per line: the first token whose cumulative probability exceeds the line's uniform."""
-    logprobs = torch.log_softmax(logits / (sampling.temperature or 1.0), dim=-1)
+    if sampling.temperature not in (0, 1):
+        logits = logits / sampling.temperature
+    logprobs = torch.log_softmax(logits, dim=-1)
     if sampling.temperature == 0:
         chosen = logits.argmax(-1)
     else:
-        probabilities = _cut(logprobs.exp().double(), sampling.top_p, sampling.top_k)
-        cumulative = probabilities.cumsum(-1)
-        chosen = (cumulative <= noise[:, None] * cumulative[:, -1:]).sum(-1).clamp(max=logits.shape[-1] - 1)
+        cumulative = _cut(logprobs.exp().double(), sampling.top_p, sampling.top_k).cumsum(-1)
+        found = torch.searchsorted(cumulative, noise[:, None] * cumulative[:, -1:], right=True)
+        chosen = found[:, 0].clamp(max=logits.shape[-1] - 1)
     return chosen, logprobs.gather(-1, chosen[:, None])[:, 0]
 
 

@@ -1,0 +1,156 @@
+"""The arithmetic of plain Llama-shaped models over fused weights, for models whose cost is the library's overhead.
+
+Llama, Qwen2 and Qwen3 without anything unusual (`recognised`): RMSNorm, rotary positions, grouped-query attention,
+SwiGLU. Three rewritings, all exact but for rounding: query, key and value (gate and up) are one product; the weight
+of a norm and the scale of attention are multiplied into the product that follows; the rows of queries and keys are
+reordered so that the two numbers which a rotation mixes stand side by side, and one complex product rotates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+MAX_PARAMETERS = 50_000_000  # fused weights are copies; in larger models arithmetic outweighs what they save
+_FAMILIES = ("llama", "qwen2", "qwen3")
+_PARTS = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
+_PLAIN = (nn.Linear, nn.Embedding, nn.ModuleList)
+_ROTARY = ("default", "linear", "llama3")  # whose angles do not depend on the length of the text
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's weights, each [in, out]; `head_norm` is Qwen3's, [Hq + Hkv, D], queries first."""
+
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    head_norm: Tensor | None
+    out: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Query heads, key-value heads, width of a head, epsilon of the norms."""
+
+    query_heads: int
+    kv_heads: int
+    head_width: int
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A model's weights as this module computes with them; they follow the model's parameters only when made anew."""
+
+    shape: Shape
+    embedding: Tensor
+    layers: list[Layer]
+    head: Tensor
+
+
+def recognised(model: nn.Module) -> bool:
+    """Whether `model` is of a class and configuration that this module is known to equal: everything else is not."""
+    family = type(model).__name__.removesuffix("ForCausalLM").lower()
+    if family not in _FAMILIES or not all(_is_plain(module, family) for module in model.modules()):
+        return False
+    config: Any = model.config
+    parameters = list(model.parameters())
+    first: Any = model.model.layers[0]  # pyright: ignore
+    attention = first.self_attn
+    return (
+        config.hidden_act == "silu"
+        and config.rope_parameters["rope_type"] in _ROTARY
+        and set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+        and attention.o_proj.bias is None
+        and all(p.bias is None for p in (first.mlp.gate_proj, first.mlp.up_proj, first.mlp.down_proj))
+        and attention.head_dim % 2 == 0
+        and {p.dtype for p in parameters} in ({torch.float32}, {torch.float64})
+        and sum(p.numel() for p in parameters) <= MAX_PARAMETERS
+        and not torch.is_autocast_enabled(parameters[0].device.type)
+    )
+
+
+def fuse(model: nn.Module) -> Fused:
+    """The weights of a recognised model; gradients flow back to its parameters."""
+    decoder, config = model.model, model.config  # pyright: ignore
+    attention: Any = decoder.layers[0].self_attn  # pyright: ignore
+    shape = Shape(config.num_attention_heads, config.num_key_value_heads, attention.head_dim, config.rms_norm_eps)  # pyright: ignore
+    head: Any = model.get_output_embeddings()  # pyright: ignore
+    return Fused(
+        shape,
+        decoder.embed_tokens.weight,  # pyright: ignore
+        [_layer(layer, shape) for layer in decoder.layers],  # pyright: ignore
+        (head.weight * decoder.norm.weight).t(),  # pyright: ignore
+    )
+
+
+@torch.no_grad()
+def rotations(model: nn.Module, length: int) -> Tensor:
+    """[length, D / 2] complex: the factor by which each pair of a query or key at a position is turned."""
+    parameter = next(model.parameters())
+    positions = torch.arange(length, device=parameter.device)[None]
+    cosine, sine = model.model.rotary_emb(parameter, positions)  # pyright: ignore
+    half = cosine.shape[-1] // 2
+    return torch.complex(cosine[0, :, :half].contiguous(), sine[0, :, :half].contiguous())
+
+
+def rotate(pairs: Tensor, turns: Tensor) -> Tensor:
+    """`pairs` [..., D] turned by `turns` [..., D / 2]."""
+    turned = torch.view_as_complex(pairs.unflatten(-1, (-1, 2))) * turns
+    return torch.view_as_real(turned).flatten(-2)
+
+
+def normalise(x: Tensor, epsilon: float) -> Tensor:
+    """`x` over the root of its mean square in the last axis."""
+    return x * reciprocal_root(x, epsilon)
+
+
+def reciprocal_root(x: Tensor, epsilon: float) -> Tensor:
+    """[..., 1]: one over the root of the mean square of the last axis."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return (norm * norm).div_(x.shape[-1]).add_(epsilon).rsqrt_()
+
+
+def _layer(layer: Any, shape: Shape) -> Layer:
+    attention, before, after = layer.self_attn, layer.input_layernorm.weight, layer.post_attention_layernorm.weight
+    has_head_norm = hasattr(attention, "q_norm")
+    scale = shape.head_width**-0.5
+    queries, keys, values = attention.q_proj, attention.k_proj, attention.v_proj
+    query_scale = 1.0 if has_head_norm else scale
+    weights = [_paired(queries.weight, shape) * query_scale, _paired(keys.weight, shape), values.weight]
+    bias = head_norm = None
+    if queries.bias is not None:
+        bias = torch.cat([_paired(queries.bias, shape) * query_scale, _paired(keys.bias, shape), values.bias])
+    if has_head_norm:
+        query_norm = _paired(attention.q_norm.weight, shape) * scale
+        key_norm = _paired(attention.k_norm.weight, shape)
+        head_norm = torch.cat([query_norm.expand(shape.query_heads, -1), key_norm.expand(shape.kv_heads, -1)])
+    gate_up = torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
+    return Layer(
+        (torch.cat(weights) * before).t(),
+        bias,
+        head_norm,
+        attention.o_proj.weight.t(),
+        (gate_up * after).t(),
+        layer.mlp.down_proj.weight.t(),
+    )
+
+
+def _paired(rows: Tensor, shape: Shape) -> Tensor:
+    """Rows of all heads in the order 0, D/2, 1, D/2 + 1, ...: transformers turns number i with number i + D/2."""
+    halves = rows.unflatten(0, (-1, 2, shape.head_width // 2))
+    return halves.transpose(1, 2).reshape(rows.shape)
+
+
+def _is_plain(module: nn.Module, family: str) -> bool:
+    """Whether a module is of a class known here, and nobody changes what goes in or comes out."""
+    kind = type(module)
+    own = kind.__module__ == f"transformers.models.{family}.modeling_{family}" and kind.__name__.endswith(_PARTS)
+    activation = kind.__module__ == "transformers.activations" and kind.__name__ == "SiLUActivation"
+    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+    return (own or activation or kind in _PLAIN or kind is nn.SiLU) and not hooked

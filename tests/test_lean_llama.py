@@ -1,0 +1,175 @@
+"""The lean decoder against the library's own forward pass, and which models it must leave alone."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from harness import _llama
+from harness.engines._lean_llama import LeanDecoder
+from harness.engines.transformers import LibraryDecoder, TransformersEngine
+from harness.lora import add_adapter
+from harness.model import tiny_model, tiny_tokenizer
+from harness.spec import LoRA, Sampling
+from harness.tensors import pad_left
+from harness.types import Prompt
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+def config(kind, **changes):
+    return kind(
+        **{
+            "vocab_size": 50,
+            "hidden_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 40,
+            "max_position_embeddings": 64,
+            "bos_token_id": None,
+            "eos_token_id": 1,
+            "pad_token_id": 0,
+            **changes,
+        }
+    )
+
+
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(config(LlamaConfig)),
+    "llama, tied, one head per key": lambda: LlamaForCausalLM(
+        config(LlamaConfig, tie_word_embeddings=True, num_key_value_heads=4)
+    ),
+    "llama, wide heads, other angles": lambda: LlamaForCausalLM(
+        config(LlamaConfig, head_dim=10, rope_parameters=LLAMA3, rms_norm_eps=1e-3)
+    ),
+    "qwen2, biases": lambda: Qwen2ForCausalLM(config(Qwen2Config)),
+    "qwen3, norms of heads": lambda: Qwen3ForCausalLM(config(Qwen3Config, head_dim=8)),
+}
+
+
+def randomised(model):
+    """Norms away from 1 and biases away from 0, so that leaving one out shows."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = (parameter.data if parameter.dim() == 1 else 0) + 0.2 * noise
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_lean_decoder_gives_the_logits_of_the_library(name):
+    model = randomised(MODELS[name]())
+    assert _llama.recognised(model)
+    tokens, mask = pad_left([[5, 6, 7, 8, 9], [10, 11], [12, 13, 14]])
+    with torch.inference_mode():
+        lean, library = LeanDecoder(model, 12), LibraryDecoder(model, 12)
+        pairs = [(lean.prefill(tokens, mask), library.prefill(tokens, mask))]
+        for decoder in (lean, library):
+            decoder.expand(2)
+        for step, kept in enumerate([None, torch.tensor([0, 1, 5, 3]), None, torch.tensor([3, 1])]):
+            if kept is not None:
+                for decoder in (lean, library):
+                    decoder.select(kept)
+            chosen = torch.arange(len(lean.positions)) + 20 + step
+            pairs.append((lean.step(chosen), library.step(chosen)))
+    for mine, theirs in pairs:
+        assert mine.shape == theirs.shape
+        assert theirs.std() > 0.1
+        assert mine == pytest.approx(theirs, abs=1e-5)
+
+
+class LibraryEngine(TransformersEngine):
+    """The engine as it is for a model that is not recognised."""
+
+    def _decoder(self, capacity):
+        return LibraryDecoder(self.policy, capacity)
+
+
+def test_rollouts_are_those_of_the_library_with_stop_texts_ended_rows_and_prompts_of_two_lengths():
+    prompts = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-"])]
+    model: Any = tiny_model(0)
+    with torch.no_grad():  # end-of-sequence about every tenth token
+        model.get_input_embeddings().weight[1] = model.get_input_embeddings().weight.mean(0) * 25
+
+    def rollouts(kind):
+        engine = kind(TransformersEngine.Settings(), model, tiny_tokenizer())
+        sampling = Sampling(max_tokens=16, stop=("a", "7"), temperature=0.8, top_p=0.95)
+        return [r for g in engine.generate(prompts, 8, sampling, seed=1, step=2) for r in g.rollouts]
+
+    lean, library = rollouts(TransformersEngine), rollouts(LibraryEngine)
+    assert [r.text for r in lean] == [r.text for r in library]
+    assert [r.finish_reason for r in lean] == [r.finish_reason for r in library]
+    assert len({len(r.token_ids) for r in lean}) > 5
+    for mine, theirs in zip(lean, library, strict=True):
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+
+
+def adapted():
+    model = tiny_model(0)
+    add_adapter(model, LoRA(rank=2), seed=0)
+    return model
+
+
+def hooked():
+    model: Any = tiny_model(0)
+    model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: output)
+    return model
+
+
+def replaced():
+    model: Any = tiny_model(0)
+    model.model.layers[0].mlp.act_fn = nn.GELU()
+    return model
+
+
+class Derived(LlamaForCausalLM):
+    """A model that may compute anything."""
+
+
+UNKNOWN = {
+    "adapter": adapted,
+    "hook": hooked,
+    "replaced activation": replaced,
+    "other class": lambda: Derived(config(LlamaConfig)),
+    "activation": lambda: LlamaForCausalLM(config(LlamaConfig, hidden_act="gelu")),
+    "biases behind attention": lambda: LlamaForCausalLM(config(LlamaConfig, attention_bias=True)),
+    "biases in the feed-forward part": lambda: LlamaForCausalLM(config(LlamaConfig, mlp_bias=True)),
+    "angles that depend on the length": lambda: LlamaForCausalLM(
+        config(LlamaConfig, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    ),
+    "sliding window": lambda: Qwen2ForCausalLM(
+        config(Qwen2Config, use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    ),
+    "bfloat16": lambda: nn.Module.to(tiny_model(0), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_model_with_anything_unusual_is_left_to_the_library(name):
+    assert not _llama.recognised(UNKNOWN[name]())
+
+
+def test_autocast_and_large_models_are_left_to_the_library():
+    model = tiny_model(0)
+    assert _llama.recognised(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not _llama.recognised(model)
+    with torch.device("meta"):  # 2 * 100,000 * 300 = 60 M parameters in embedding and head
+        assert not _llama.recognised(LlamaForCausalLM(config(LlamaConfig, vocab_size=100_000, hidden_size=300)))
