@@ -407,14 +407,17 @@ def study_status(
     raise typer.Exit(0 if status.finished and status.all_valid else 1)
 
 
-@_command(app, "report", "cohort report quickstart", "cohort report quickstart --open")
+@_command(app, "report", "cohort report quickstart --open", "cohort report group_size kl_beta")
 def report(
-    study: Annotated[str, typer.Argument(metavar="STUDY", help="Name of a study in the runs folder.")],
+    studies: Annotated[list[str], typer.Argument(metavar="STUDY...", help="Names of studies in the runs folder.")],
     browser: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
     runs: Runs = RUNS,
 ) -> None:
-    """Write a study's report again, from the MLflow store alone."""
-    _, files = _write_report(study, runs)
+    """Write a study's report again, from the MLflow store alone; several studies of one task give one report.
+
+    That of several lies in RUNS/reports, its arms named `study: arm`.
+    """
+    files = _write_report(studies[0], runs)[1] if len(studies) == 1 else _write_joined_report(studies, runs)
     terminal.say(files.answer)
     terminal.say(f"Report: {files.html}")
     if browser:
@@ -643,6 +646,14 @@ def _write_report(name: str, runs: Path) -> tuple[Any, Any]:
     files = importlib.import_module("reports.render").write_report(record, folder)
     tracking.log_report(runs, name, folder, files.answer)
     return record, files
+
+
+def _write_joined_report(names: Sequence[str], runs: Path) -> Any:
+    """The ReportFiles of several studies in one report; ValueError where they measure different things."""
+    from harness import tracking
+
+    record = importlib.import_module("reports.join").join([tracking.read_study(runs, name) for name in names])
+    return importlib.import_module("reports.render").write_report(record, runs / "reports" / "+".join(names))
 
 
 def _load_study(name: str, sets: list[str] | None, seeds: str | None, rename: str | None = None) -> StudySpec:

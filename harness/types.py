@@ -269,6 +269,8 @@ class StudyRecord:
     expected  number of (arm, seed) pairs that the study asks for
     command   the shell command that reproduces the study
     versions  package -> version, with `python` and `git_commit` among them
+    search    what a search found, None for other designs: objectives; importances (method, values); arms, each with
+              label, parameters, values and state; pareto, the labels of the arms that no other beats in every objective
     """
 
     name: str
@@ -282,3 +284,4 @@ class StudyRecord:
     trials: Sequence[TrialRecord]
     command: str
     versions: Mapping[str, str]
+    search: Mapping[str, Any] | None = None

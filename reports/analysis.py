@@ -17,10 +17,12 @@ from numpy.random import Generator
 
 from harness.types import StudyRecord, TrialRecord, TrialState
 from reports import statistics
-from reports.statistics import CrossedVariance, Effect, Floats, Interval
+from reports.join import JoinedStudy
+from reports.statistics import CrossedVariance, Effect, Floats, Interval, McNemar
 
 ALPHA = 0.05
 POWER = 0.8
+PLANNED_DIFFERENCES = (0.01, 0.02, 0.05, 0.10)
 _FRACTIONS = ("accuracy", "answered", "truncated", "clip_fraction", "zero_variance_groups")
 
 
@@ -79,7 +81,9 @@ class Comparison:
 
     detectable    the true difference that this design finds with probability 0.8 after Holm's first step
     seeds_needed  seeds per arm to find the observed difference with that probability; None where 200 would not do
+    seeds_for     the same for each of the planned differences (fractions); empty where no variance is known
     sign_flip_p   exact and free of normality, but never below 2 / 2^seeds
+    mcnemar       majority verdicts on single problems, where those are known
     """
 
     arm: str
@@ -92,13 +96,28 @@ class Comparison:
     p: float
     p_adjusted: float
     sign_flip_p: float
-    improvement: float
+    improvement: Interval
+    mcnemar: McNemar | None
     detectable: float
     seeds_needed: int | None
+    seeds_for: Mapping[float, int | None]
 
     @property
     def is_detected(self) -> bool:
         return self.p_adjusted < ALPHA
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """A weighted sum of arms over the seeds that all of them completed; `interval` is the one that reports state."""
+
+    differences: Mapping[int, float]
+    interval: Interval | None
+    p: float
+
+    @property
+    def estimate(self) -> float:
+        return float(np.mean(list(self.differences.values())))
 
 
 @dataclass(frozen=True)
@@ -161,7 +180,7 @@ def analyse(record: StudyRecord, rng: Generator) -> Analysis:
     labels = list(dict.fromkeys([*record.arms, *(trial.arm for trial in record.trials)]))
     arms = [_summarise(label, record, outcome, usable, rng) for label in labels]
     comparisons = _compare(arms, outcome, rng)
-    return Analysis(record, outcome, arms, comparisons, _gaps(record, labels, usable), _grid(record, arms))
+    return Analysis(record, outcome, arms, comparisons, _gaps(record, usable), _grid(record, arms))
 
 
 def choose_outcome(record: StudyRecord) -> Outcome:
@@ -194,6 +213,35 @@ def usable_trials(record: StudyRecord, outcome: Outcome) -> dict[tuple[str, int]
     return found
 
 
+def contrast(values: Mapping[str, Mapping[int, float]], weights: Mapping[str, float]) -> Contrast:
+    """The weighted sum of arms for each seed, with t interval and test over seeds; `values`: arm -> seed -> value."""
+    seeds = [seed for seed in values[next(iter(weights))] if all(seed in values[arm] for arm in weights)]
+    sums = {seed: sum(weight * values[arm][seed] for arm, weight in weights.items()) for seed in seeds}
+    interval = statistics.t_interval(list(sums.values()))
+    return Contrast(sums, interval, statistics.t_test(interval) if interval is not None else math.nan)
+
+
+def outcome_contrast(arms: Mapping[str, ArmSummary], weights: Mapping[str, float]) -> Contrast:
+    """The same for the study's outcome, over seeds and problems where those are known."""
+    found = contrast({arm: arms[arm].scores for arm in weights}, weights)
+    cells = [(weight, arms[arm], arms[arm].cells) for arm, weight in weights.items()]
+    if found.interval is None or any(one is None for _, _, one in cells):
+        return found
+    rows = [
+        weight * one[[list(arm.scores).index(seed) for seed in found.differences]]
+        for weight, arm, one in cells
+        if one is not None
+    ]
+    summed = np.sum(rows, axis=0)
+    return Contrast(found.differences, statistics.cautious_interval(summed), _p_value(None, found.differences, summed))
+
+
+def wanted_pairs(record: StudyRecord) -> list[tuple[str, int]]:
+    """The (arm, seed) pairs that a study asks for, in its order."""
+    seeds = record.arm_seeds if isinstance(record, JoinedStudy) else dict.fromkeys(record.arms, record.seeds)
+    return [(arm, seed) for arm in record.arms for seed in seeds[arm]]
+
+
 def level_means(analysis: Analysis, factor: str) -> dict[Any, float]:
     """Level -> mean outcome over the arms at that level, each arm counting once; empty where an arm has no result."""
     if analysis.grid is None:
@@ -203,6 +251,18 @@ def level_means(analysis: Analysis, factor: str) -> dict[Any, float]:
     if any(math.isnan(mean) for values in means.values() for mean in values):
         return {}
     return {level: float(np.mean(values)) for level, values in means.items()}
+
+
+def marginal(analysis: Analysis, levels: Mapping[str, Any]) -> Contrast | None:
+    """The mean outcome of the grid's arms at these levels, over what else varies; None where an arm has no result."""
+    arms = {
+        arm.label: arm
+        for arm in analysis.arms
+        if arm.factors and all(arm.factors.get(factor) == level for factor, level in levels.items())
+    }
+    if not arms or not set.intersection(*(set(arm.scores) for arm in arms.values())):
+        return None
+    return outcome_contrast(arms, dict.fromkeys(arms, 1 / len(arms)))
 
 
 def score(trial: TrialRecord, metric: str) -> float | None:
@@ -216,7 +276,7 @@ def score(trial: TrialRecord, metric: str) -> float | None:
 def is_fraction(metric: str) -> bool:
     """Whether a metric is a fraction in [0, 1], shown in percent."""
     quantity = metric.rpartition("/")[2]
-    return quantity.endswith(_FRACTIONS) or quantity.startswith(("pass_at_", "maj_at_"))
+    return quantity.endswith(_FRACTIONS) or quantity.startswith(("accuracy_", "pass_at_", "maj_at_"))
 
 
 def setting(trial_spec: Mapping[str, Any], dotted: str, default: Any = None) -> Any:
@@ -317,13 +377,15 @@ def _compare(arms: Sequence[ArmSummary], outcome: Outcome, rng: Generator) -> li
                 p=p,
                 p_adjusted=adjusted,
                 sign_flip_p=statistics.sign_flip_test(values) if exact else math.nan,
-                improvement=statistics.probability_of_improvement(
-                    list(arm.scores.values()), list(baseline.scores.values())
-                ),
+                improvement=_improvement(arm, baseline),
+                mcnemar=_mcnemar(arm, baseline, tuple(differences)),
                 detectable=statistics.minimum_detectable_difference(interval.error, interval.df, ALPHA / family, POWER)
                 if interval is not None and testable
                 else math.nan,
-                seeds_needed=_seeds_needed(values, cells, family) if testable else None,
+                seeds_needed=_seeds_needed(float(np.mean(values)), values, cells, family) if testable else None,
+                seeds_for={size: _seeds_needed(size, values, cells, family) for size in PLANNED_DIFFERENCES}
+                if testable and outcome.is_fraction
+                else {},
             )
         )
     return result
@@ -362,23 +424,44 @@ def _p_value(interval: Interval | None, differences: Mapping[int, float], cells:
     return max((statistics.t_test(test) for test in tests if test is not None), default=math.nan)
 
 
-def _seeds_needed(values: Sequence[float], cells: Floats | None, family: int) -> int | None:
+def _seeds_needed(difference: float, values: Sequence[float], cells: Floats | None, family: int) -> int | None:
     if cells is not None:
         variance, problems = statistics.crossed_variance(cells), cells.shape[1]
     else:
         variance, problems = CrossedVariance(float(np.var(values, ddof=1)), 0.0, 0.0), 1
-    return statistics.seeds_needed(float(np.mean(values)), variance, problems, ALPHA / family, POWER)
+    return statistics.seeds_needed(difference, variance, problems, ALPHA / family, POWER)
 
 
-def _gaps(record: StudyRecord, labels: Sequence[str], usable: Mapping[tuple[str, int], TrialRecord]) -> list[Gap]:
+def _improvement(arm: ArmSummary, baseline: ArmSummary) -> Interval:
+    probability = statistics.probability_of_improvement(list(arm.scores.values()), list(baseline.scores.values()))
+    return statistics.improvement_interval(probability, len(arm.scores), len(baseline.scores))
+
+
+def _mcnemar(arm: ArmSummary, baseline: ArmSummary, seeds: Sequence[int]) -> McNemar | None:
+    """Majority verdicts of both arms over the seeds that they share."""
+    if arm.cells is None or baseline.cells is None:
+        return None
+    verdicts = [
+        statistics.majority_verdicts(one.cells[[list(one.scores).index(seed) for seed in seeds]])
+        for one in (arm, baseline)
+        if one.cells is not None
+    ]
+    return statistics.mcnemar_test(*verdicts)
+
+
+def _gaps(record: StudyRecord, usable: Mapping[tuple[str, int], TrialRecord]) -> list[Gap]:
     by_pair = {(trial.arm, trial.seed): trial for trial in record.trials}
-    pairs = dict.fromkeys([*((arm, seed) for arm in labels for seed in record.seeds), *by_pair])
+    pairs = dict.fromkeys([*wanted_pairs(record), *by_pair])
+    searched = {arm["label"]: arm.get("state") for arm in (record.search or {}).get("arms", ())}
     gaps = []
     for arm, seed in pairs:
         if (arm, seed) in usable:
             continue
         trial = by_pair.get((arm, seed))
-        if trial is None:
+        if searched.get(arm) == "pruned":
+            reason = trial.reason if trial else None
+            gaps.append(Gap(arm, seed, "pruned", reason or "the search gave this arm up early"))
+        elif trial is None:
             gaps.append(Gap(arm, seed, "not started", "no trial yet"))
         elif trial.state == "complete":
             gaps.append(Gap(arm, seed, "no value", trial.reason or "complete, but without a finite outcome"))

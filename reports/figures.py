@@ -28,7 +28,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from harness.types import TrialRecord, short_path
 from reports import prose
-from reports.analysis import Analysis, ArmSummary, is_fraction, setting
+from reports.analysis import ALPHA, Analysis, ArmSummary, is_fraction, marginal, setting
 from reports.statistics import Floats, Interval
 
 INK, MUTED, RULE, GREY = "#1d2126", "#5c6570", "#e4e7eb", "#b9bfc6"
@@ -62,6 +62,7 @@ _STYLE: dict[str, Any] = {
     "axes.unicode_minus": False,
     "svg.fonttype": "none",
     "svg.hashsalt": "cohort",
+    "pdf.fonttype": 3,  # five times faster than 42
     "path.simplify": True,
 }
 
@@ -84,13 +85,13 @@ DYNAMICS = (
 
 @dataclass(frozen=True)
 class Drawing:
-    """One figure: `name` is its file stem, `caption` how to read it, `svg` an inline SVG element, `png` its bitmap."""
+    """One figure: `name` is its file stem, `caption` how to read it, `svg` an inline SVG element, `files` by suffix."""
 
     name: str
     title: str
     caption: str
     svg: str
-    png: bytes
+    files: Mapping[str, bytes]
 
 
 @dataclass(frozen=True)
@@ -144,16 +145,15 @@ def differences(analysis: Analysis) -> Drawing | None:
 
 
 def learning_curves(analysis: Analysis) -> list[Drawing]:
-    """The study's metric against steps, tokens and seconds (and rollouts where arms draw unequal numbers)."""
+    """The study's metric against steps, rollouts, tokens and seconds."""
     metric = analysis.record.metric
     trials = curve_trials(analysis)
     axes_of_cost = [
         ("steps", None, "training steps"),
+        ("rollouts", "train/rollouts", "sampled rollouts"),
         ("tokens", "train/generated_tokens", "generated tokens"),
         ("seconds", "seconds/total", "seconds"),
     ]
-    if len({setting(trial.spec, "rollouts_per_step") for trial in analysis.record.trials}) > 1:
-        axes_of_cost.insert(1, ("rollouts", "train/rollouts", "rollouts"))
     drawings = []
     for name, cost, label in axes_of_cost:
         series = {arm: aligned(found, metric, cost) for arm, found in trials.items()}
@@ -182,26 +182,109 @@ def dynamics(analysis: Analysis) -> list[Drawing]:
 
 
 def label_quality(analysis: Analysis) -> list[Drawing]:
-    """For each self-consistency arm: how often the majority answer, its training label, is right."""
-    lines = (
-        ("train/majority_accuracy", "majority label", PALETTE[0]),
+    """For each arm that is paid by a majority vote: how often its labels are right, how clear the votes are."""
+    right = (
+        ("vote/label_accuracy", "majority label", PALETTE[0]),
         ("train/accuracy", "single rollouts", PALETTE[1]),
         ("validation/accuracy", "validation", PALETTE[2]),
     )
+    votes = (
+        ("vote/margin", "margin", PALETTE[0]),
+        ("vote/false_positive_rate", "wrong, but rewarded", PALETTE[1]),
+        ("vote/answered", "with an answer", PALETTE[2]),
+    )
+    trials = curve_trials(analysis)
     drawings = []
-    chosen = [arm for arm in analysis.arms if "self_consistency" in arm.algorithm]
-    for number, arm in enumerate(chosen):
-        found = curve_trials(analysis).get(arm.label, [])
-        series = {name: aligned(found, metric, None) for metric, name, _ in lines}
-        known = {name: one if name == "validation" else smoothed(one) for name, one in series.items() if one}
-        if "majority label" in known:
-            colors = {name: color for _, name, color in lines}
-            draw = _line_chart(known, {name: name for name in known}, colors, {}, 100.0, "training steps", "% right")
-            title = f"Majority labels of {_cut(arm.label, 26)}"
-            caption = (
-                "A group's majority answer is its training label. Falling lines under a rising reward are collapse."
-            )
-            drawings.append(_drawing(f"labels_{number}", title, caption, draw, _NARROW, 2.8))
+    for number, arm in enumerate(arm for arm in analysis.arms if _is_paid_by_vote(trials.get(arm.label, ()))):
+        found = trials[arm.label]
+        shown = _cut(arm.label, 40)
+        for name, lines, title, unit, caption in (
+            (
+                f"labels_{number}",
+                right,
+                f"Are the majority labels right? {shown}",
+                "% right",
+                "A group's majority answer is its training label. Labels that stay above single rollouts can teach; "
+                "falling lines under a rising reward are collapse.",
+            ),
+            (
+                f"votes_{number}",
+                votes,
+                f"How clear are the votes? {shown}",
+                "%",
+                "Margin: votes of the first answer minus those of the second, over the group. Wrong, but rewarded: "
+                "share of wrong completions that agree with the majority.",
+            ),
+        ):
+            series = {line: aligned(found, metric, None) for metric, line, _ in lines}
+            known = {line: one if line == "validation" else smoothed(one) for line, one in series.items() if one}
+            if lines[0][1] not in known and lines is right:  # studies that did not record the votes themselves
+                majority = aligned(found, "train/majority_accuracy", None)
+                known |= {"majority label": smoothed(majority)} if majority else {}
+            if lines[0][1] in known:
+                colors = {line: color for _, line, color in lines}
+                draw = _line_chart(known, {n: n for n in known}, colors, {}, 100.0, "training steps", unit)
+                drawings.append(_drawing(name, title, caption, draw, _NARROW, 2.8))
+    return drawings
+
+
+def interactions(analysis: Analysis) -> list[Drawing]:
+    """For each two factors of a grid: the outcome over one, a line per level of the other.
+
+    At most six pairs, those with the smallest p first. Parallel lines do not interact.
+    """
+    grid = analysis.grid
+    if grid is None or len(grid.factors) < 2:
+        return []
+    effects = {effect.factors: effect for effect in grid.effects}
+    pairs = [(a, b) for i, a in enumerate(grid.factors) for b in grid.factors[i + 1 :]]
+    pairs.sort(key=lambda pair: effects[pair].p if pair in effects else 1.0)
+    drawings = []
+    for number, pair in enumerate(pairs[:6]):
+        levels = dict(zip(grid.factors, grid.levels, strict=True))
+        across, lines = sorted(pair, key=lambda factor: -len(levels[factor]))
+        if len(levels[lines]) > len(PALETTE):
+            continue
+        effect = effects.get(pair)
+        found = "" if effect is None else f": {_interaction_found(effect.p_adjusted)}"
+        title = f"{prose.factor_title((across, lines))}{found}"
+        others = len(grid.factors) - 2
+        caption = (
+            f"{_sentence(analysis.outcome.label)} with its 95 % interval"
+            f"{', averaged over the other ' + ('factor' if others == 1 else 'factors') if others else ''}. "
+            "Parallel lines: the two can be chosen each on its own."
+        )
+        draw = _interaction(analysis, across, levels[across], lines, levels[lines])
+        drawings.append(_drawing(f"interaction_{number}", title, caption, draw, _NARROW, 2.8))
+    return drawings
+
+
+def importances(analysis: Analysis) -> list[Drawing]:
+    """What a search's objectives depend on: the share of each parameter, one figure per objective."""
+    found = (analysis.record.search or {}).get("importances") or {}
+    values = found.get("values") or {}
+    if not values:
+        return []
+    nested = all(isinstance(value, Mapping) for value in values.values())
+    by_objective = values if nested else {_objective(analysis): values}
+    drawings = []
+    for number, (objective, shares) in enumerate(by_objective.items()):
+        ranked = sorted(shares.items(), key=lambda item: -item[1])
+        names = [short_path(str(name)) for name, _ in ranked]
+
+        def draw(figure: Figure, names: list[str] = names, ranked: Any = ranked) -> None:
+            axes = _rows(figure, names)
+            axes.barh(range(len(ranked)), [100 * share for _, share in ranked], height=0.5, color=PALETTE[0])
+            axes.set_xlim(0, None)
+            for row, (_, share) in enumerate(ranked):
+                axes.text(
+                    1.03, row, f"{100 * share:.0f}", transform=axes.get_yaxis_transform(), va="center", weight="bold"
+                )
+            axes.set_xlabel("% of importance")
+
+        title = f"What {_cut(str(objective).replace('/', ' ').replace('_', ' '), 40)} depends on"
+        caption = f"Importance by {found.get('method', 'an unknown method')}, over the arms that the search finished."
+        drawings.append(_drawing(f"importance_{number}", title, caption, draw, _WIDE, _height(names)))
     return drawings
 
 
@@ -226,17 +309,33 @@ def heat_maps(analysis: Analysis) -> list[Drawing]:
 
 
 def cost_against_accuracy(analysis: Analysis) -> list[Drawing]:
-    """Each arm's outcome against what it cost: up and left is better."""
+    """Each arm's outcome against what it cost, with the front of arms that no other beats in both."""
     drawings = []
-    for key, label, unit in (("seconds", "seconds per run", 1.0), ("peak_memory_bytes", "peak memory, GiB", 2.0**30)):
+    for key, label, unit in (
+        ("seconds", "seconds per run", 1.0),
+        ("generated_tokens", "generated tokens per run", 1.0),
+        ("peak_memory_bytes", "peak memory, GiB", 2.0**30),
+    ):
         arms = [arm for arm in analysis.finished_arms if key in arm.costs]
         spent = [arm.costs[key] for arm in arms]
         if len(arms) > 1 and max(spent) > 1.05 * min(spent):
             draw = _scatter(analysis, [(arm, arm.costs[key] / unit) for arm in arms], label)
             title = f"{_sentence(analysis.outcome.label)} against {label.partition(',')[0]}"
-            caption = "Mean over seeds with 95 % interval. Up is more accurate, left is cheaper."
+            caption = (
+                "Mean over seeds with 95 % interval; up is more accurate, left is cheaper. Dashed: arms whose means no "
+                "other arm beats in both."
+            )
             drawings.append(_drawing(f"cost_{key}", title, caption, draw, _NARROW, 2.8))
     return drawings
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Indices of the (cost, value) points that no other matches in both and beats in one, cheapest first."""
+    front: list[int] = []
+    for index in sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1])):
+        if not front or points[index][1] > points[front[-1]][1]:
+            front.append(index)
+    return front
 
 
 def curve_trials(analysis: Analysis) -> dict[str, list[TrialRecord]]:
@@ -288,12 +387,14 @@ def smoothed(series: Series) -> Series:
 
 
 def write_files(drawings: Sequence[Drawing], folder: Path) -> None:
-    """Each drawing as an SVG and a PNG file of its name."""
+    """Each drawing as an SVG, a PNG and a PDF file of its name; files of an earlier report are removed."""
     folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.iterdir():
+        if old.suffix in (".svg", ".png", ".pdf"):
+            old.unlink()
     for drawing in drawings:
-        header = '<?xml version="1.0" encoding="utf-8"?>\n'
-        (folder / f"{drawing.name}.svg").write_text(header + drawing.svg + "\n", encoding="utf-8")
-        (folder / f"{drawing.name}.png").write_bytes(drawing.png)
+        for suffix, content in drawing.files.items():
+            (folder / f"{drawing.name}.{suffix}").write_bytes(content)
 
 
 def arm_colors(analysis: Analysis) -> dict[str, str]:
@@ -348,6 +449,9 @@ def _scatter(analysis: Analysis, costs: Sequence[tuple[ArmSummary, float]], labe
     def draw(figure: Figure) -> None:
         axes = figure.add_axes(_PLOT)
         ends = []
+        front = pareto_front([(cost, arm.mean) for arm, cost in costs])
+        steps = [(costs[i][1], scale * costs[i][0].mean) for i in front]
+        axes.step(*zip(*steps, strict=True), where="post", color=MUTED, lw=0.9, ls=(0, (4, 3)), zorder=1)
         for arm, cost in costs:
             color = _color(analysis, arm.label)
             if arm.interval is not None:
@@ -363,6 +467,59 @@ def _scatter(analysis: Analysis, costs: Sequence[tuple[ArmSummary, float]], labe
         _label_ends(axes, ends)
 
     return draw
+
+
+def _interaction(
+    analysis: Analysis, across: str, positions: Sequence[Any], lines: str, levels: Sequence[Any]
+) -> Callable[[Figure], None]:
+    metric = analysis.outcome.name
+    scale = _scale(metric)
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_axes(_PLOT)
+        ends = []
+        for number, level in enumerate(levels):
+            color, mean = PALETTE[number], math.nan
+            shift = 0.05 * (number - (len(levels) - 1) / 2)  # so that intervals do not hide each other
+            points = []
+            for place, position in enumerate(positions):
+                found = marginal(analysis, {across: position, lines: level})
+                if found is None:
+                    continue
+                mean = scale * found.estimate
+                points.append((place + shift, mean))
+                if found.interval is not None:
+                    limits = [scale * found.interval.low, scale * found.interval.high]
+                    axes.plot([place + shift] * 2, limits, color=color, lw=1.2, alpha=0.55)
+            if points:
+                axes.plot(*zip(*points, strict=True), color=color, lw=1.7, marker=MARKERS[number], ms=5, mec="white")
+                ends.append((mean, f"{short_path(lines)} {_cut(str(level), 14)}", color))
+        axes.set_xlim(-0.3, len(positions) - 0.7)
+        axes.set_xlabel(short_path(across))
+        _unit(axes, _axis_label(metric, ""))
+        _tidy(axes)
+        axes.set_xticks(range(len(positions)), [_cut(str(position), 12) for position in positions])
+        _label_ends(axes, ends)
+
+    return draw
+
+
+def _interaction_found(p: float) -> str:
+    if math.isnan(p):
+        return "no test possible"
+    text = prose.p_value(p)
+    found = "they interact" if p < ALPHA else "no interaction detected"
+    return f"{found} (p {'' if text[0] == '<' else '= '}{text})"
+
+
+def _is_paid_by_vote(trials: Sequence[TrialRecord]) -> bool:
+    return any(setting(trial.spec, "rewards.majority_vote.weight") for trial in trials)
+
+
+def _objective(analysis: Analysis) -> str:
+    objectives = (analysis.record.search or {}).get("objectives") or [analysis.record.metric]
+    first = objectives[0] if isinstance(objectives, list | tuple) else next(iter(objectives))
+    return str(first.get("metric", first) if isinstance(first, Mapping) else first)
 
 
 def _curves(
@@ -524,12 +681,19 @@ def _drawing(
             box = axes.get_position()
             axes.set_position((box.x0, box.y0, box.width, box.height - 0.16 * (len(lines) - 1) / height))
         figure.text(0, 1 - 0.06 / height, "\n".join(lines), va="top", weight="bold", size=9.5, linespacing=1.15)
-        vector, bitmap = io.StringIO(), io.BytesIO()
-        no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        figure.savefig(vector, format="svg", metadata=no_metadata, transparent=True)
-        figure.savefig(bitmap, format="png", dpi=150, metadata={"Software": None}, facecolor="white")
-    svg = _inline(vector.getvalue(), name, f"{title}. {caption}".strip())
-    return Drawing(name, title, caption, svg, bitmap.getvalue())
+        files = {suffix: _saved(figure, suffix) for suffix in ("svg", "png", "pdf")}
+    svg = _inline(files["svg"].decode("utf-8"), name, f"{title}. {caption}".strip())
+    files["svg"] = f'<?xml version="1.0" encoding="utf-8"?>\n{svg}\n'.encode()
+    return Drawing(name, title, caption, svg, files)
+
+
+def _saved(figure: Figure, suffix: str) -> bytes:
+    """The figure in a format, without the time at which it was made."""
+    unwanted = {"svg": ("Date", "Creator", "Format", "Type"), "png": ("Software",), "pdf": ("CreationDate", "Producer")}
+    options: dict[str, Any] = {"transparent": True} if suffix == "svg" else {"facecolor": "white"}
+    content = io.BytesIO()
+    figure.savefig(content, format=suffix, dpi=150, metadata=dict.fromkeys(unwanted[suffix]), **options)
+    return content.getvalue()
 
 
 def _inline(svg: str, name: str, description: str) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from harness.types import TrialRecord, short_path
 from reports.analysis import ALPHA, Analysis, ArmSummary, Comparison, is_fraction, level_means, setting
+from reports.join import JoinedStudy
 from reports.statistics import Interval
 
 NEAR_ZERO = 0.02
@@ -142,6 +143,7 @@ def notes(analysis: Analysis) -> list[tuple[str, str]]:
     if not specs:
         return [("Nothing has run", "The notes on comparability appear with the first trial.")]
     found = [
+        _join_note(analysis),
         *_clip_notes(analysis, specs),
         *_reward_notes(specs),
         _cold_start_note(specs),
@@ -298,16 +300,16 @@ def _seeds(count: int) -> str:
 
 
 def _caveat(analysis: Analysis) -> str:
-    unfinished = [gap for gap in analysis.gaps if gap.state not in ("invalid", "no value")]
+    unfinished = [gap for gap in analysis.gaps if gap.state not in ("invalid", "no value", "pruned")]
     done = f"{analysis.num_complete} of {_expected(analysis)} trials complete"
     return f"Preliminary ({done}): " if unfinished else ""
 
 
 def _left_out(analysis: Analysis) -> str:
     invalid = sum(gap.state in ("invalid", "no value") for gap in analysis.gaps)
-    if not invalid:
-        return ""
-    return f"{plural(invalid, 'invalid trial')} {'is' if invalid == 1 else 'are'} left out"
+    pruned = sum(gap.state == "pruned" for gap in analysis.gaps)
+    counts = [plural(count, f"{kind} trial") for count, kind in ((invalid, "invalid"), (pruned, "pruned")) if count]
+    return f"{' and '.join(counts)} {'is' if invalid + pruned == 1 else 'are'} left out" if counts else ""
 
 
 def _progress(analysis: Analysis) -> str:
@@ -332,6 +334,29 @@ def _values(trials: dict[str, TrialRecord], dotted: str, default: object = None)
 def _updates(trial: TrialRecord) -> int:
     epochs = int(setting(trial.spec, "optimizer.num_inner_epochs", 1))
     return epochs * int(setting(trial.spec, "optimizer.num_minibatches", 1))
+
+
+def _join_note(analysis: Analysis) -> tuple[str, str] | None:
+    """What differs between the studies besides their arms, for a page of several."""
+    record = analysis.record
+    if not isinstance(record, JoinedStudy):
+        return None
+    studies = _listed(list(dict.fromkeys(record.studies.values())))
+    if not record.warnings:
+        return (
+            "Studies that share all but their arms",
+            f"{studies} have the same task, test problems, base run and versions, so their arms differ as those of one "
+            "study do. They were not planned together: p is corrected over all arms of this page.",
+        )
+    shown = [
+        f"{key} ({', '.join(f'{name}: {value}' for name, value in values.items())})"
+        for key, values in list(record.warnings.items())[:6]
+    ]
+    more = f", and {len(record.warnings) - 6} more" if len(record.warnings) > 6 else ""
+    return (
+        "Base runs differ between the studies",
+        f"A difference between arms of {studies} is also one of: {'; '.join(shown)}{more}.",
+    )
 
 
 def _clip_notes(analysis: Analysis, trials: dict[str, TrialRecord]) -> list[tuple[str, str]]:

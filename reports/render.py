@@ -24,8 +24,10 @@ from markupsafe import Markup, escape
 
 from harness.types import SampleRow, StudyRecord, TrialRecord
 from reports import figures, prose
-from reports.analysis import Analysis, ArmSummary, analyse, setting
+from reports.analysis import PLANNED_DIFFERENCES, Analysis, ArmSummary, analyse, setting, wanted_pairs
+from reports.claims import check_claims
 from reports.figures import Drawing
+from reports.join import JoinedStudy
 from reports.statistics import SIMULATED_COVERAGE, Interval
 
 BOOTSTRAP_SEED = 0
@@ -86,12 +88,13 @@ def results_csv(record: StudyRecord) -> str:
     A text cell that a spreadsheet would run as a formula starts with an apostrophe.
     """
     factors = list(dict.fromkeys(name for trial in record.trials for name in trial.factors if name not in COLUMNS))
+    studies = record.studies if isinstance(record, JoinedStudy) else {}
     table = io.StringIO()
     writer = csv.writer(table, lineterminator="\n")
     writer.writerow([*COLUMNS, *map(_cell, factors)])
     for trial in record.trials:
         fixed = {
-            "study": record.name,
+            "study": studies.get(trial.arm, record.name),
             "trial": trial.trial,
             "arm": trial.arm,
             "seed": trial.seed,
@@ -142,7 +145,10 @@ def _drawings(analysis: Analysis) -> dict[str, list[Drawing]]:
         "top": [*maps, *outcome[:num_top]],
         "outcome": outcome[num_top:],
         "curves": figures.learning_curves(analysis),
-        "cost": [*figures.label_quality(analysis), *figures.cost_against_accuracy(analysis)],
+        "interactions": figures.interactions(analysis),
+        "importance": figures.importances(analysis),
+        "cost": figures.cost_against_accuracy(analysis),
+        "labels": figures.label_quality(analysis),
         "dynamics": figures.dynamics(analysis),
     }
 
@@ -159,7 +165,9 @@ def _context(analysis: Analysis, drawings: Mapping[str, Sequence[Drawing]]) -> d
         "details": [_detail(arm, analysis) for arm in analysis.arms if arm.scores],
         "effects": _effects(analysis),
         "outcome": analysis.outcome.label,
-        "cost_title": _cost_title(drawings["cost"]),
+        "search": _search(analysis),
+        "claims": check_claims(analysis),
+        "planned": [f"{100 * size:g}" for size in PLANNED_DIFFERENCES],
         "unit": " (%)" if analysis.outcome.is_fraction else "",
         "method": prose.interval_method(analysis),
         "reading": prose.interval_reading(analysis),
@@ -189,12 +197,37 @@ def _facts(analysis: Analysis) -> list[str]:
     return facts + ([f"model {', '.join(models)}"] if models else [])
 
 
-def _cost_title(drawings: Sequence[Drawing]) -> str:
-    """The section's name after what it holds: label quality, cost, or both."""
-    kinds = {drawing.name.partition("_")[0] for drawing in drawings}
-    if kinds == {"labels", "cost"}:
-        return "Label quality and cost"
-    return "Label quality" if kinds == {"labels"} else "Accuracy against cost"
+def _search(analysis: Analysis) -> dict[str, Any] | None:
+    """What a search did, as text: its objectives, and every arm with parameters, values and state."""
+    search = analysis.record.search
+    if not search:
+        return None
+    objectives = search.get("objectives") or [analysis.record.metric]
+    names = [str(one.get("metric", one) if isinstance(one, Mapping) else one) for one in objectives]
+    front = set(search.get("pareto") or ())
+    rows = [
+        {
+            "label": str(arm.get("label", "?")),
+            "parameters": ", ".join(f"{key} = {value}" for key, value in (arm.get("parameters") or {}).items()),
+            "values": [_objective_text(value, name) for value, name in _objective_values(arm.get("values"), names)],
+            "state": str(arm.get("state", "?")),
+            "is_pareto": arm.get("label") in front,
+        }
+        for arm in search.get("arms") or ()
+    ]
+    return {"objectives": names, "rows": rows, "several": len(names) > 1}
+
+
+def _objective_values(values: Any, names: Sequence[str]) -> list[tuple[Any, str]]:
+    """(value, objective), whether they are stored by name or in order; None where an arm reached none."""
+    if isinstance(values, Mapping):
+        return [(values.get(name), name) for name in names]
+    found = list(values) if isinstance(values, list | tuple) else []
+    return [(found[i] if i < len(found) else None, name) for i, name in enumerate(names)]
+
+
+def _objective_text(value: Any, name: str) -> str:
+    return prose.number(float(value), name) if isinstance(value, int | float) else "n/a"
 
 
 def _shown(drawing: Drawing) -> dict[str, Any]:
@@ -206,11 +239,12 @@ def _row(arm: ArmSummary, analysis: Analysis) -> dict[str, Any]:
     metric = analysis.outcome.name
     comparison = analysis.comparison(arm.label)
     costs = arm.costs
+    wanted = sum(label == arm.label for label, _ in wanted_pairs(analysis.record))
     return {
         "label": arm.label,
         "color": figures.arm_colors(analysis)[arm.label],
         "is_baseline": arm.is_baseline,
-        "seeds": f"{len(arm.scores)}/{max(len(analysis.record.seeds), len(arm.scores))}",
+        "seeds": f"{len(arm.scores)}/{max(wanted, len(arm.scores))}",
         "initial": prose.number(costs.get("accuracy_initial", math.nan), "accuracy"),
         "final": prose.number(costs.get("accuracy_final", math.nan), "accuracy"),
         "outcome": prose.number(arm.mean, metric),
@@ -255,11 +289,22 @@ def _detail(arm: ArmSummary, analysis: Analysis) -> dict[str, Any]:
             "p": prose.p_value(comparison.p),
             "p_adjusted": prose.p_value(comparison.p_adjusted),
             "sign_flip_p": prose.p_value(comparison.sign_flip_p),
-            "improvement": f"{100 * comparison.improvement:.0f} %",
+            "improvement": f"{100 * comparison.improvement.estimate:.0f}",
+            "improvement_limits": f"[{100 * comparison.improvement.low:.0f}, {100 * comparison.improvement.high:.0f}]",
+            "mcnemar": f"{comparison.mcnemar.only_arm} / {comparison.mcnemar.only_baseline}"
+            if comparison.mcnemar
+            else "n/a",
+            "mcnemar_p": prose.p_value(comparison.mcnemar.p if comparison.mcnemar else math.nan),
             "detectable": prose.points(comparison.detectable, metric) if testable else "n/a",
-            "seeds_needed": ("more than 200" if needed is None else str(needed)) if testable else "n/a",
+            "seeds_needed": _seeds(needed) if testable else "n/a",
+            "seeds_for": [_seeds(count) for count in comparison.seeds_for.values()]
+            or ["n/a"] * len(PLANNED_DIFFERENCES),
         }
     return shown
+
+
+def _seeds(count: int | None) -> str:
+    return "> 200" if count is None else str(count)
 
 
 def _effects(analysis: Analysis) -> list[dict[str, str]]:
@@ -361,7 +406,7 @@ def _html() -> Environment:
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"typeset": _typeset, "sentence": _mark_limits}
+    environment.filters |= {"typeset": _typeset, "sentence": _mark_limits, "p_value": prose.p_value}
     return environment
 
 
@@ -389,7 +434,7 @@ def _markdown() -> Environment:
         keep_trailing_newline=True,
         finalize=lambda value: value if isinstance(value, _Raw) else _escape_markdown(str(value)),
     )
-    environment.filters |= {"fenced": _fenced, "raw": _Raw}
+    environment.filters |= {"fenced": _fenced, "raw": _Raw, "p_value": prose.p_value}
     return environment
 
 

@@ -152,6 +152,8 @@ def _trial(
             "accuracy_final": history["validation/accuracy"][-1][1],
             "test_accuracy": float(fractions.mean()),
         }
+        history["test/accuracy_level_1"] = [(last, min(1.0, float(fractions.mean()) + 0.1))]
+        history["test/accuracy_level_2"] = [(last, max(0.0, float(fractions.mean()) - 0.1))]
         history["test/accuracy"] = [(last, float(fractions.mean()))]
     per_problem = {f"problem-{i:04d}": float(value) for i, value in enumerate(fractions)} if complete else {}
     return TrialRecord(
@@ -212,6 +214,7 @@ def _history(arm: FakeArm, final: float, last: int, rng: np.random.Generator) ->
         "train/zero_variance_groups": curve(0.1, 0.8 if blind else 0.4, 0.02),
         "train/generated_tokens": [(step, float(total)) for step, total in enumerate(tokens, start=1)],
         "train/rollouts": [(step, 128.0 * step) for step in range(1, last + 1)],
+        "seconds/step": [(step, 1.0 if arm.algorithm == "ppo" else 0.7) for step in range(1, last + 1)],
         "policy/entropy": curve(0.5, 0.15, 0.01),
         "policy/clip_fraction": [(step, 0.0) for step in range(1, last + 1)],
         "policy/grad_norm": curve(1.2, 0.5, 0.05),
@@ -223,6 +226,11 @@ def _history(arm: FakeArm, final: float, last: int, rng: np.random.Generator) ->
             for step in range(0, last + 1, 10)
         ],
     }
+    if blind:
+        history["vote/label_accuracy"] = curve(0.55, final + 0.05, 0.02)
+        history["vote/margin"] = curve(0.3, 0.7, 0.02)
+        history["vote/false_positive_rate"] = curve(0.2, 0.6, 0.02)
+        history["vote/answered"] = curve(0.9, 0.99, 0.001)
     if arm.algorithm == "ppo":
         history["critic/explained_variance"] = curve(0.0, 0.6, 0.03)
     return history

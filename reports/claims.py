@@ -1,0 +1,362 @@
+"""Decides what a study says about published claims on GRPO: supported, contradicted, undecided, or not tested here.
+
+A claim is tested only where arms differ in what it speaks about and in nothing else (up to seeds). It is supported or
+contradicted only by a contrast over seeds whose p-value, Holm-adjusted over the claims tested, is below 0.05; a
+difference in the claimed direction that is not significant leaves it undecided. A verdict holds for the model, task and
+machine of the study, which is rarely what the claim was made about: the page says so.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from harness.types import TrialRecord
+from reports import prose, statistics
+from reports.analysis import ALPHA, Analysis, Contrast, contrast, outcome_contrast, score, setting, usable_trials
+from reports.statistics import Interval
+
+Verdict = Literal["supported", "contradicted", "undecided", "not tested"]
+Weights = dict[str, float]
+
+MEMORY_RATIO = 1.7
+TIME_SAVED = 0.35
+STABLE_GROUP = 8
+BETA_RANGE = (0.02, 0.06)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A published claim beside what this study measured; `p_adjusted` is NaN where nothing could be tested."""
+
+    statement: str
+    source: str
+    measured: str
+    verdict: Verdict
+    p_adjusted: float = math.nan
+
+
+@dataclass(frozen=True)
+class _Evidence:
+    """What was measured, and the verdict that it gives if its p-value stays below 0.05 after correction."""
+
+    measured: str
+    verdict: Verdict = "not tested"
+    p: float = math.nan
+
+
+def check_claims(analysis: Analysis) -> list[Claim]:
+    """Every claim with its verdict, in a fixed order; p-values form one Holm family."""
+    trials = usable_trials(analysis.record, analysis.outcome)
+    evidence = [test(analysis, trials) for _, _, test in _CLAIMS]
+    adjusted = statistics.holm([one.p for one in evidence])
+    return [
+        Claim(statement, source, one.measured, _decide(one.verdict, p), p)
+        for (statement, source, _), one, p in zip(_CLAIMS, evidence, adjusted, strict=True)
+    ]
+
+
+def _decide(if_significant: Verdict, p_adjusted: float) -> Verdict:
+    if if_significant == "not tested" or math.isnan(p_adjusted):
+        return "not tested"
+    return if_significant if p_adjusted < ALPHA else "undecided"
+
+
+def _memory(analysis: Analysis, trials: _Trials) -> _Evidence:
+    """Peak memory of PPO over that of GRPO, against 1.7.
+
+    Source: practitioners' guides; the reason, a critic as large as the policy, is given without a figure by
+    DeepSeekMath (Shao et al. 2024, arXiv:2402.03300, section 4.1). Not tested with the built-in model `tiny`, whose
+    peak is mostly what the libraries take.
+    """
+    weights = _ppo_minus_grpo(trials)
+    if not weights:
+        return _Evidence(_NO_PAIR)
+    values = _per_seed(trials, lambda trial: _log(trial.summary.get("peak_memory_bytes")))
+    found = contrast(values, weights)
+    if not found.differences:
+        return _Evidence("No shared seed of ppo and grpo has a peak of memory.")
+    text = f"ppo's peak is {_ratio(found)} times that of grpo"
+    if any(trial.spec.get("model") == "tiny" for (arm, _), trial in trials.items() if arm in weights):
+        return _Evidence(f"{text}, but with the model tiny a peak is mostly the libraries'.")
+    return _against(found, math.log(MEMORY_RATIO), text)
+
+
+def _time(analysis: Analysis, trials: _Trials) -> _Evidence:
+    """Seconds of GRPO's training steps over those of PPO's, against 0.65.
+
+    Source: practitioners' guides, which report 35 to 50 % less; DeepSeekMath (arXiv:2402.03300) gives no figure.
+    """
+    weights = _ppo_minus_grpo(trials)
+    if not weights:
+        return _Evidence(_NO_PAIR)
+    found = contrast(_per_seed(trials, _log_seconds), weights)
+    if not found.differences:
+        return _Evidence("No shared seed of ppo and grpo has timed steps.")
+    text = f"a training step of grpo takes {_ratio(found, inverse=True)} times as long as one of ppo"
+    return _against(found, -math.log(1 - TIME_SAVED), text)
+
+
+def _accuracy(analysis: Analysis, trials: _Trials) -> _Evidence:
+    """Accuracy of GRPO minus that of PPO.
+
+    Source: stated widely since DeepSeek-R1 (2025, arXiv:2501.12948) was trained with GRPO. "At least as accurate"
+    counts as supported where GRPO is detectably above: failing to find a difference shows no equality.
+    """
+    weights = {arm: -weight for arm, weight in _ppo_minus_grpo(trials).items()}
+    if not weights:
+        return _Evidence(_NO_PAIR)
+    found = outcome_contrast({arm.label: arm for arm in analysis.arms}, weights)
+    if not found.differences:
+        return _Evidence("ppo and grpo share no complete seed.")
+    return _signed(found, f"grpo is {_points(found, analysis)} ppo", positive="supported", negative="contradicted")
+
+
+def _group_size(analysis: Analysis, trials: _Trials) -> _Evidence:
+    """How far below its own best validation accuracy a run ends, with G >= 8 against G < 8.
+
+    Source: a rule of thumb of practitioners' guides, and the default of TRL's trainer. "Stable" is made measurable
+    here: a run that collapses ends below its best. An invalid run with G >= 8 forbids support.
+    """
+    blocks = [
+        ([arm for size, arm in found if size >= STABLE_GROUP], [arm for size, arm in found if size < STABLE_GROUP])
+        for found in _levels(trials, "algorithm.group_size").values()
+    ]
+    weights = _block_weights(blocks)
+    if not weights:
+        return _Evidence(f"No arms with group sizes on both sides of {STABLE_GROUP} that differ in nothing else.")
+    found = contrast(_per_seed(trials, lambda trial: _drawdown(trial, analysis.record.metric)), weights)
+    if not found.differences:
+        return _Evidence("No shared seed of such arms has a learning curve.")
+    metric = analysis.record.metric
+    text = (
+        f"runs with G >= {STABLE_GROUP} end {prose.points(found.estimate, metric)}{_bounds(found, analysis)} "
+        f"{'further' if found.estimate >= 0 else 'less far'} below their own best than those with G < {STABLE_GROUP}"
+    )
+    broken = sum(
+        trial.state == "invalid" and (setting(trial.spec, "algorithm.group_size") or 0) >= STABLE_GROUP
+        for trial in analysis.record.trials
+    )
+    if broken:
+        text += f"; {prose.plural(broken, 'run')} with G >= {STABLE_GROUP} became invalid"
+    supported: Verdict = "undecided" if broken else "supported"
+    return _signed(found, text, positive="contradicted", negative=supported)
+
+
+def _kl_weight(analysis: Analysis, trials: _Trials) -> _Evidence:
+    """The arms with beta from 0.02 to 0.06 against each other beta.
+
+    Source: DeepSeekMath (arXiv:2402.03300, section 4.2) trains with 0.04; the range is that of practitioners' guides.
+    Supported where the range is detectably above every other beta (the largest p, an intersection-union test, Berger
+    1982), contradicted where one beta outside is detectably above it (the smallest, Holm-adjusted).
+    """
+    low, high = BETA_RANGE
+    blocks = list(_levels(trials, "algorithm.kl_beta").values())
+    outside = sorted({beta for found in blocks for beta, _ in found if not low <= beta <= high})
+    contrasts: dict[float, Contrast] = {}
+    for level in outside:
+        pairs = [([a for b, a in found if low <= b <= high], [a for b, a in found if b == level]) for found in blocks]
+        weights = _block_weights(pairs)
+        if weights:
+            found = outcome_contrast({arm.label: arm for arm in analysis.arms}, weights)
+            if found.differences:
+                contrasts[level] = found
+    if not contrasts:
+        return _Evidence(f"No arms with beta inside and outside of {low} to {high} that differ in nothing else.")
+    parts = [f"{_points(found, analysis)} beta = {level:g}" for level, found in contrasts.items()]
+    text = f"arms with beta from {low} to {high} are {'; '.join(parts)}"
+    below = [level for level, found in contrasts.items() if found.estimate < 0]
+    if not below:
+        return _tested(text, "supported", max((found.p for found in contrasts.values()), key=_nan_last))
+    adjusted = dict(zip(contrasts, statistics.holm([found.p for found in contrasts.values()]), strict=True))
+    return _tested(text, "contradicted", min((adjusted[level] for level in below), key=_nan_last))
+
+
+def _hard_tasks(analysis: Analysis, trials: _Trials) -> _Evidence:
+    """What the largest group gains over the smallest on the hardest problems, minus what it gains on the easiest.
+
+    Source: practitioners' guides; the reason is that a group without any right answer teaches nothing (DAPO, Yu et al.
+    2025, arXiv:2503.14476, section 3.2). Difficulty is a tag of the task; hardest is the tag with the lowest mean.
+    """
+    pairs = []
+    for found in _levels(trials, "algorithm.group_size").values():
+        sizes = [size for size, _ in found]
+        pairs.append(([a for s, a in found if s == max(sizes)], [a for s, a in found if s == min(sizes)]))
+    weights = _block_weights([pair for pair in pairs if set(pair[0]).isdisjoint(pair[1])])
+    if not weights:
+        return _Evidence("No arms with two group sizes that differ in nothing else.")
+    tags = _difficulty(trials, analysis.outcome.name)
+    if tags is None:
+        return _Evidence("The task has no tags of difficulty.")
+    easy, hard = tags
+
+    def gap(trial: TrialRecord) -> float | None:
+        ends = [score(trial, metric) for metric in (hard, easy)]
+        return None if ends[0] is None or ends[1] is None else ends[0] - ends[1]
+
+    found = contrast(_per_seed(trials, gap), weights)
+    if not found.differences:
+        return _Evidence("No shared seed of such arms has accuracy by difficulty.")
+    names = [metric.rpartition("accuracy_")[2].replace("_", " ") for metric in (hard, easy)]
+    text = (
+        f"from the smallest to the largest group, accuracy on {names[0]} changes by "
+        f"{prose.points(found.estimate, analysis.outcome.name)}{_bounds(found, analysis)} "
+        f"{'more' if found.estimate >= 0 else 'less'} than on {names[1]}"
+    )
+    return _signed(found, text, positive="supported", negative="contradicted")
+
+
+_Trials = Mapping[tuple[str, int], TrialRecord]
+_NO_PAIR = "No ppo arm and grpo arm that differ in nothing else."
+_GUIDES = "practitioners' guides"
+_CLAIMS: tuple[tuple[str, str, Callable[[Analysis, _Trials], _Evidence]], ...] = (
+    ("GRPO needs 1.7 to 2 times less memory than PPO", f"{_GUIDES}; arXiv:2402.03300, section 4.1", _memory),
+    ("GRPO takes 35 to 50 % less time than PPO", _GUIDES, _time),
+    ("GRPO is at least as accurate as PPO", f"{_GUIDES}; arXiv:2501.12948", _accuracy),
+    ("Groups of 8 or more train stably", _GUIDES, _group_size),
+    ("A KL weight of 0.02 to 0.06 works best", f"{_GUIDES}; arXiv:2402.03300, section 4.2", _kl_weight),
+    ("Harder tasks want larger groups", f"{_GUIDES}; arXiv:2503.14476, section 3.2", _hard_tasks),
+)
+
+
+def _ppo_minus_grpo(trials: _Trials) -> Weights:
+    """Arms named ppo and grpo whose runs differ in nothing but the algorithm and its settings."""
+    blocks: dict[str, tuple[list[str], list[str]]] = {}
+    for arm, spec in _specs(trials).items():
+        name = setting(spec, "algorithm.name")
+        if name in ("ppo", "grpo"):
+            blocks.setdefault(_key(spec, "algorithm"), ([], []))[name == "grpo"].append(arm)
+    return _block_weights(blocks.values())
+
+
+def _levels(trials: _Trials, dotted: str) -> dict[str, list[tuple[float, str]]]:
+    """Arms that differ in one setting alone -> its values and their arms."""
+    blocks: dict[str, list[tuple[float, str]]] = {}
+    for arm, spec in _specs(trials).items():
+        value = setting(spec, dotted)
+        if isinstance(value, int | float):
+            blocks.setdefault(_key(spec, dotted), []).append((value, arm))
+    return blocks
+
+
+def _block_weights(blocks: Iterable[tuple[Sequence[str], Sequence[str]]]) -> Weights:
+    """Mean of the first arms minus mean of the second, averaged over the blocks that have both; empty without any."""
+    whole = [(first, second) for first, second in blocks if first and second]
+    weights: Weights = {}
+    for first, second in whole:
+        weights |= {arm: 1 / len(first) / len(whole) for arm in first}
+        weights |= {arm: -1 / len(second) / len(whole) for arm in second}
+    return weights
+
+
+def _specs(trials: _Trials) -> dict[str, Mapping[str, Any]]:
+    return {arm: trial.spec for (arm, _), trial in trials.items() if trial.spec}
+
+
+def _key(spec: Mapping[str, Any], dotted: str) -> str:
+    """A run's settings without its seed and the one at `dotted`, as text."""
+    kept = json.loads(json.dumps({key: value for key, value in spec.items() if key != "seed"}, default=str))
+    *parents, last = dotted.split(".")
+    node = kept
+    for parent in parents:
+        node = node[parent]
+    del node[last]
+    return json.dumps(kept, sort_keys=True)
+
+
+def _per_seed(trials: _Trials, value: Callable[[TrialRecord], float | None]) -> dict[str, dict[int, float]]:
+    """Arm -> seed -> value, for the trials that have one."""
+    found: dict[str, dict[int, float]] = {arm: {} for arm, _ in trials}
+    for (arm, seed), trial in trials.items():
+        number = value(trial)
+        if number is not None and math.isfinite(number):
+            found[arm][seed] = number
+    return found
+
+
+def _difficulty(trials: _Trials, outcome: str) -> tuple[str, str] | None:
+    """The metrics of the easiest and the hardest tag that all trials share: `test/accuracy_level_5`."""
+    prefix = f"{outcome.partition('/')[0]}/accuracy_"
+    shared = set.intersection(*({key for key in trial.history if key.startswith(prefix)} for trial in trials.values()))
+    families: dict[str, list[str]] = {}
+    for key in sorted(shared):
+        families.setdefault(key.rpartition("_")[0], []).append(key)
+    families = {name: keys for name, keys in families.items() if len(keys) > 1}
+    if not families:
+        return None
+    keys = families[min(families)]
+    means = {key: float(np.mean([score(trial, key) or 0.0 for trial in trials.values()])) for key in keys}
+    return max(keys, key=lambda key: means[key]), min(keys, key=lambda key: means[key])
+
+
+def _log_seconds(trial: TrialRecord) -> float | None:
+    """Log of the mean seconds of a training step, evaluations left out; the first step, which warms up, too."""
+    steps = [value for _, value in trial.history.get("seconds/step", ())][1:]
+    return _log(float(np.mean(steps))) if steps else None
+
+
+def _log(value: float | None) -> float | None:
+    return math.log(value) if value is not None and value > 0 else None
+
+
+def _drawdown(trial: TrialRecord, metric: str) -> float | None:
+    values = [value for _, value in trial.history.get(metric, ()) if math.isfinite(value)]
+    return max(values) - values[-1] if len(values) > 1 else None
+
+
+def _against(found: Contrast, bound: float, text: str) -> _Evidence:
+    """A contrast of logarithms against the bound of a claim: above it supports."""
+    interval = found.interval
+    if interval is None:
+        return _tested(text, "undecided", math.nan)
+    shifted = Interval(
+        interval.estimate - bound, interval.low - bound, interval.high - bound, interval.error, interval.df
+    )
+    return _tested(text, "supported" if shifted.estimate >= 0 else "contradicted", statistics.t_test(shifted), found)
+
+
+def _signed(found: Contrast, text: str, positive: Verdict, negative: Verdict) -> _Evidence:
+    return _tested(text, positive if found.estimate >= 0 else negative, found.p, found)
+
+
+def _tested(text: str, verdict: Verdict, p: float, found: Contrast | None = None) -> _Evidence:
+    seeds = f" ({prose.plural(len(found.differences), 'seed')})" if found is not None else ""
+    text = text[:1].upper() + text[1:]
+    if math.isnan(p):
+        return _Evidence(f"{text}; with one shared seed no test is possible.")
+    return _Evidence(f"{text}{seeds}.", verdict, p)
+
+
+def _ratio(found: Contrast, inverse: bool = False) -> str:
+    """`1.52 [1.40, 1.65]`, from logarithms."""
+    sign = -1 if inverse else 1
+    text = f"{math.exp(sign * found.estimate):.2f}"
+    if found.interval is None:
+        return text
+    low, high = sorted(math.exp(sign * end) for end in (found.interval.low, found.interval.high))
+    return f"{text} [{low:.2f}, {high:.2f}]"
+
+
+def _points(found: Contrast, analysis: Analysis) -> str:
+    """`2.1 points [0.3, 3.9] below`: the interval has the sign of the stated direction."""
+    side = "above" if found.estimate >= 0 else "below"
+    return f"{prose.points(found.estimate, analysis.outcome.name)}{_bounds(found, analysis)} {side}"
+
+
+def _bounds(found: Contrast, analysis: Analysis) -> str:
+    if found.interval is None:
+        return ""
+    sign = 1 if found.estimate >= 0 else -1
+    low, high = sorted((sign * found.interval.low, sign * found.interval.high))
+    text = prose.limits(Interval(abs(found.estimate), low, high), analysis.outcome.name, signed=True)
+    return f" {text.replace('+', '')}"
+
+
+def _nan_last(p: float) -> float:
+    """A key under which an unknown p is the largest, so that it never decides."""
+    return 2.0 if math.isnan(p) else p

@@ -1,0 +1,170 @@
+"""Decides whether several studies may be read as one, and joins those that may: same task, same test problems.
+
+Arms keep their trials and are named `study: arm`; differences are taken to the first study's baseline. Settings of the
+task and of the evaluation must be equal, because they define what accuracy means. All else may differ, and each
+difference between the base runs is a warning of the report: such studies differ in more than their arms.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.types import StudyRecord, TrialRecord
+
+_MEASURED_BY = ("num_test_prompts", "num_samples", "temperature", "top_p", "top_k")
+_EACH_RUNS_OWN = ("seed", "algorithm", "rewards")
+
+
+@dataclass(frozen=True)
+class JoinedStudy(StudyRecord):
+    """Several studies as one.
+
+    arm_seeds  arm -> the seeds that its own study asks for
+    studies    arm -> the name of its study
+    warnings   dotted setting -> study -> its values, where base runs differ
+    """
+
+    arm_seeds: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    studies: Mapping[str, str] = field(default_factory=dict)
+    warnings: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+
+def join(records: Sequence[StudyRecord]) -> JoinedStudy:
+    """One record of at least two studies; ValueError that names what keeps them apart."""
+    names = [record.name for record in records]
+    if len(records) < 2 or len(set(names)) != len(names):
+        raise ValueError(f"a comparison needs at least two different studies, got {', '.join(names) or 'none'}")
+    _check_metric(records)
+    _check_settings(records)
+    _check_problems(records)
+    first = records[0]
+    questions = dict.fromkeys(record.question for record in records)
+    return JoinedStudy(
+        name=" + ".join(names),
+        question=f"How do the arms of {_listed(names)} compare? ({' / '.join(questions)})",
+        metric=first.metric,
+        baseline=_label(first, first.baseline),
+        arms=[_label(record, arm) for record in records for arm in record.arms],
+        seeds=sorted({seed for record in records for seed in record.seeds}),
+        expected=sum(record.expected for record in records),
+        spec={record.name: record.spec for record in records},
+        trials=[_trial(record, trial) for record in records for trial in record.trials],
+        command="\n".join(
+            [*(record.command for record in records), f"cohort report {' '.join(record.name for record in records)}"]
+        ),
+        versions=_versions(records),
+        arm_seeds={_label(record, arm): record.seeds for record in records for arm in record.arms},
+        studies={
+            _label(record, arm): record.name for record in records for arm in [*record.arms, *_unlisted_arms(record)]
+        },
+        warnings=_warnings(records),
+    )
+
+
+def _label(record: StudyRecord, arm: str) -> str:
+    return f"{record.name}: {arm}"
+
+
+def _unlisted_arms(record: StudyRecord) -> list[str]:
+    return list(dict.fromkeys(trial.arm for trial in record.trials if trial.arm not in record.arms))
+
+
+def _trial(record: StudyRecord, trial: TrialRecord) -> TrialRecord:
+    return dataclasses.replace(trial, arm=_label(record, trial.arm), factors={})
+
+
+def _check_metric(records: Sequence[StudyRecord]) -> None:
+    first, *others = records
+    for other in others:
+        if other.metric != first.metric:
+            raise ValueError(
+                f"studies must share their metric to be compared: '{first.name}' has {first.metric}, '{other.name}' "
+                f"{other.metric}; compare studies of one metric"
+            )
+
+
+def _check_settings(records: Sequence[StudyRecord]) -> None:
+    """The task and how accuracy is measured must be one for all trials of all studies."""
+    settings: dict[str, dict[str, str]] = {}
+    for record in records:
+        for trial in record.trials:
+            found = dict(_flat(trial.spec.get("task", {}), "task"))
+            evaluation = trial.spec.get("evaluation", {})
+            found |= {f"evaluation.{key}": _text(evaluation[key]) for key in _MEASURED_BY if key in evaluation}
+            for key, value in found.items():
+                settings.setdefault(key, {})[value] = record.name
+    apart = {key: values for key, values in settings.items() if len(values) > 1}
+    if apart:
+        key, values = next(iter(apart.items()))
+        shown = ", ".join(f"{value} in '{name}'" for value, name in values.items())
+        more = f" (and {len(apart) - 1} more settings)" if len(apart) > 1 else ""
+        raise ValueError(
+            f"studies must share the task and how accuracy is measured to be compared: {key} is {shown}{more}; "
+            "run one of them again with the other's setting (--set)"
+        )
+
+
+def _check_problems(records: Sequence[StudyRecord]) -> None:
+    """The test problems must be the same ones: a data set may have changed under equal settings."""
+    problems = {
+        record.name: next((frozenset(trial.per_problem) for trial in record.trials if trial.per_problem), None)
+        for record in records
+    }
+    known = {name: found for name, found in problems.items() if found is not None}
+    if len(set(known.values())) > 1:
+        (first, here), (other, there) = next(
+            (one, two) for one in known.items() for two in known.items() if one[1] != two[1]
+        )
+        raise ValueError(
+            f"studies must share their test problems to be compared: '{first}' has {len(here)}, "
+            f"'{other}' {len(there)}, {len(here & there)} of them in both; the data or the split changed between them"
+        )
+
+
+def _warnings(records: Sequence[StudyRecord]) -> dict[str, dict[str, str]]:
+    """Settings that differ between the base runs, without those that a study varies itself."""
+    varied = {path for record in records for trial in record.trials for path in trial.factors}
+    values: dict[str, dict[str, dict[str, None]]] = {}
+    for record in records:
+        for trial in record.trials:
+            for key, value in _flat({k: v for k, v in trial.spec.items() if k not in _EACH_RUNS_OWN}, ""):
+                values.setdefault(key, {}).setdefault(record.name, {})[value] = None
+    found = {}
+    for key, by_study in values.items():
+        texts = {
+            name: ", ".join(by_study.get(name, {"not set": None})) for name in (r.name for r in records if r.trials)
+        }
+        if key not in varied and len(set(texts.values())) > 1:
+            found[key] = texts
+    versions = {key for record in records for key in record.versions}
+    for key in sorted(versions):
+        texts = {record.name: record.versions.get(key, "unknown") for record in records}
+        if len(set(texts.values())) > 1:
+            found[f"version of {key}"] = texts
+    return found
+
+
+def _versions(records: Sequence[StudyRecord]) -> dict[str, str]:
+    names = dict.fromkeys(name for record in records for name in record.versions)
+    return {
+        name: " / ".join(dict.fromkeys(record.versions.get(name, "unknown") for record in records)) for name in names
+    }
+
+
+def _flat(settings: Any, prefix: str) -> list[tuple[str, str]]:
+    """(dotted path, value as text) of every leaf."""
+    if isinstance(settings, Mapping) and settings:
+        return [pair for key, value in settings.items() for pair in _flat(value, f"{prefix}.{key}" if prefix else key)]
+    return [(prefix, _text(settings))]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]])
