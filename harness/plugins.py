@@ -2,7 +2,7 @@
 
 `algorithms/x.py`, `tasks/x.py`, `harness/rewards/x.py` and `harness/engines/x.py` each hold one public class; a third
 party declares the same under the entry-point groups `cohort.algorithms`, `cohort.tasks`, `cohort.rewards` and
-`cohort.engines`.
+`cohort.engines`. A name means one class: two that share a name are refused, because a study would not say which it ran.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib
 import pkgutil
 from difflib import get_close_matches
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Literal
 
@@ -25,22 +25,27 @@ _BASE: dict[str, type] = {"algorithm": Algorithm, "task": Task, "reward": Reward
 
 def names(kind: Kind) -> list[str]:
     """Names of all plugins of a kind, sorted, without importing them."""
-    package = importlib.import_module(_PACKAGE[kind])
-    files = [m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_")]
-    return sorted({*files, *_external(kind)})
+    return sorted({*_files(kind), *(point.name for point in _external(kind))})
 
 
 @cache
 def load(kind: Kind, name: str) -> type:
-    """The plugin's class. ValueError with the nearest name for an unknown one."""
+    """The plugin's class. ValueError with the nearest name for an unknown one, and where a name or a class is wrong."""
     known = names(kind)
     if name not in known:
         near = get_close_matches(name, known, n=1)
         hint = f"did you mean '{near[0]}'? " if near else ""
         raise ValueError(f"unknown {kind} '{name}'; {hint}available: {', '.join(known)}")
-    external = _external(kind)
-    if name in external:
-        return external[name].load()
+    points = [point for point in _external(kind) if point.name == name]
+    if len(points) + (name in _files(kind)) > 1:
+        built_in = ["Cohort itself"] if name in _files(kind) else []
+        owners = " and ".join([*built_in, *sorted(_package(point) for point in points)])
+        raise ValueError(
+            f"{kind} '{name}' is declared by {owners}; a name means one {kind}, so rename the entry point "
+            f"under cohort.{kind}s or uninstall its package"
+        )
+    if points:
+        return _installed_plugin(points[0], kind)
     return _only_plugin(importlib.import_module(f"{_PACKAGE[kind]}.{name}"), kind)
 
 
@@ -50,8 +55,34 @@ def nearest(word: str, known: list[str]) -> str | None:
     return near[0] if near else None
 
 
-def _external(kind: Kind) -> dict:
-    return {point.name: point for point in entry_points(group=f"cohort.{kind}s")}
+def _files(kind: Kind) -> list[str]:
+    package = importlib.import_module(_PACKAGE[kind])
+    return [m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_")]
+
+
+def _external(kind: Kind) -> list[EntryPoint]:
+    return list(entry_points(group=f"cohort.{kind}s"))
+
+
+def _package(point: EntryPoint) -> str:
+    return f"package {point.dist.name}" if point.dist is not None else point.value
+
+
+def _installed_plugin(point: EntryPoint, kind: Kind) -> type:
+    """The class of an entry point, which must be what a file of that name would have to be."""
+    where = f"{kind} '{point.name}' of {_package(point)} ({point.value})"
+    try:
+        cls = point.load()
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{where} cannot be loaded: {error}; install it again, or uninstall it") from error
+    if not (isinstance(cls, type) and issubclass(cls, _BASE[kind])):
+        raise ValueError(f"{where} must be a class that inherits from harness.interfaces.{_BASE[kind].__name__}")
+    settings = cls.Settings if issubclass(cls, RolloutEngine) else cls
+    field = getattr(settings, "model_fields", {}).get("name")
+    if kind != "reward" and (field is None or field.default != point.name):  # a reward is named by its key in a spec
+        declared = None if field is None else field.default
+        raise ValueError(f"{where} must declare name: Literal['{point.name}'] with that default, got {declared!r}")
+    return cls
 
 
 def _only_plugin(module: ModuleType, kind: Kind) -> type:

@@ -170,3 +170,46 @@ def test_a_file_without_exactly_one_public_class_is_refused(count: int):
 def test_nearest_finds_a_typing_mistake_and_nothing_far_away():
     assert plugins.nearest("lerning_rate", ["learning_rate", "weight_decay"]) == "learning_rate"
     assert plugins.nearest("zzz", ["learning_rate", "weight_decay"]) is None
+
+
+def test_an_entry_point_with_the_name_of_a_built_in_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    install(tmp_path, monkeypatch, "shadow", THIRD_PARTY.format(name="dr_grpo"), "Elsewhere")
+    (tmp_path / "plugin_shadow-1.0.dist-info" / "entry_points.txt").write_text(
+        "[cohort.algorithms]\ndr_grpo = plugin_shadow:Elsewhere\n"
+    )
+    plugins.load.cache_clear()
+    with pytest.raises(ValueError) as caught:
+        plugins.load("algorithm", "dr_grpo")
+    assert str(caught.value) == (
+        "algorithm 'dr_grpo' is declared by Cohort itself and package plugin_shadow; a name means one algorithm, "
+        "so rename the entry point under cohort.algorithms or uninstall its package"
+    )
+    assert plugins.load("algorithm", "grpo").__module__ == "algorithms.grpo"  # what is not ambiguous still works
+
+
+def test_two_packages_with_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for package in ("first", "second"):
+        install(tmp_path, monkeypatch, package, THIRD_PARTY.format(name="twice"), "Elsewhere")
+        info = tmp_path / f"plugin_{package}-1.0.dist-info"
+        (info / "entry_points.txt").write_text(f"[cohort.algorithms]\ntwice = plugin_{package}:Elsewhere\n")
+    with pytest.raises(ValueError, match="is declared by package plugin_first and package plugin_second; "):
+        plugins.load("algorithm", "twice")
+
+
+@pytest.mark.parametrize(
+    ("source", "class_name", "complaint"),
+    [
+        (THIRD_PARTY.format(name="other"), "Elsewhere", r"must declare name: Literal\['wrong'\] .*, got 'other'$"),
+        ("class Elsewhere: pass", "Elsewhere", "must be a class that inherits from harness.interfaces.Algorithm$"),
+        ("", "Elsewhere", "cannot be loaded: .*Elsewhere"),
+        ("import no_such_module", "Elsewhere", "cannot be loaded: No module named 'no_such_module'"),
+    ],
+)
+def test_an_entry_point_that_is_no_plugin_says_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, class_name: str, complaint: str
+):
+    install(tmp_path, monkeypatch, "wrong", source, class_name)
+    monkeypatch.delitem(sys.modules, "plugin_wrong", raising=False)
+    start = r"^algorithm 'wrong' of package plugin_wrong \(plugin_wrong:Elsewhere\) "
+    with pytest.raises(ValueError, match=start + complaint):
+        plugins.load("algorithm", "wrong")
