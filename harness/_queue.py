@@ -8,7 +8,8 @@ And a killed writer may leave half a line, which the next writer cuts off.
 
 An attempt ends COMPLETE with the study's metric as value, or FAIL with the attribute `result`: "invalid" (the result
 must not be used; never repeated), "failed" (a crash; repeated when the study is started again), "stopped" (asked to
-stop) or "lost" (its worker died), both repeated at once. This module is the only importer of optuna.
+stop) or "lost" (its worker died), both repeated at once; or PRUNED, given up with its arm. `_search.py` says which arms
+a search runs; it and this module are the only importers of optuna.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ from optuna.trial import TrialState as OptunaState
 from harness import tracking
 from harness._files import file_lock
 from harness._lease import Lease, is_held
+from harness._search import Result, Searches
 from harness.spec import Arm, RunSpec, StudySpec
 from harness.types import TrialState
 
 MAX_LOST = 10  # attempts at a trial that may lose their worker without a step's progress
-ENDED = ("complete", "invalid", "failed")
+ENDED = ("complete", "invalid", "failed", "pruned")
 
 Key = tuple[str, int]  # arm label, seed
 log = logging.getLogger(__name__)
@@ -64,12 +66,16 @@ class TrialStatus:
 
 @dataclass(frozen=True)
 class StudyStatus:
-    """What a study has reached; trials in the order in which they run."""
+    """What a study has reached; trials in the order in which they run.
+
+    `to_come` is the number of trials, at most, that a search has not thought of yet.
+    """
 
     name: str
     question: str
     metric: str
     trials: tuple[TrialStatus, ...]
+    to_come: int = 0
 
     def counts(self) -> dict[str, int]:
         """Number of trials in each state that occurs."""
@@ -78,23 +84,32 @@ class StudyStatus:
     @property
     def finished(self) -> bool:
         """Whether nothing is left to run (failed trials are tried again when the study is started again)."""
-        return all(trial.state in ENDED for trial in self.trials)
+        return not self.to_come and all(trial.state in ENDED for trial in self.trials)
 
     @property
     def all_valid(self) -> bool:
-        return all(trial.state == "complete" for trial in self.trials)
+        return all(trial.state in ("complete", "pruned") for trial in self.trials)
 
 
 class Plan:
     """The trials of a study in the order in which they run: all arms of the first seed, then of the next, so that a
-    study that is stopped early is balanced."""
+    study that is stopped early is balanced. The arms of a search come later, one by one, each with all its seeds."""
 
     def __init__(self, study: StudySpec, runs: Path) -> None:
         self.study, self.runs = study, runs
         self.folder = runs / "studies" / study.name
         self.arms: dict[str, Arm] = {arm.label: arm for arm in study.design_arms()}
         self.keys: list[Key] = [(arm, seed) for seed in study.seeds for arm in self.arms]
+        self._searched: dict[str, list[int]] = {}  # arm label -> seeds
         self.spec = lru_cache(maxsize=None)(self._spec)
+
+    def add(self, searched: Sequence[tuple[Arm, Sequence[int]]]) -> None:
+        """Take over the arms that searches have found, with the seeds that they may run."""
+        for arm, seeds in searched:
+            known = self._searched.setdefault(arm.label, [])
+            self.arms[arm.label] = arm
+            self.keys += [(arm.label, seed) for seed in seeds if seed not in known]
+            known += [seed for seed in seeds if seed not in known]
 
     def _spec(self, key: Key) -> RunSpec:
         return self.study.run_spec(self.arms[key[0]], key[1])
@@ -104,7 +119,8 @@ class Plan:
         return self.folder / "trials" / f"{slug}-seed{key[1]}-{self.spec(key).digest()[:8]}"
 
     def parameters(self, key: Key) -> dict[str, Any]:
-        return {**self.arms[key[0]].levels, "seed": key[1]}
+        levels = {} if key[0] in self._searched else self.arms[key[0]].levels  # a search's study has them
+        return {**levels, "seed": key[1]}
 
     def distributions(self) -> dict[str, BaseDistribution]:
         """Optuna's description of what varies: the levels of each factor, and the seed as a plain number, because
@@ -145,6 +161,7 @@ class Queue:
 
     def enqueue_missing(self) -> None:
         """Put in the queue what is neither done, nor waiting, nor being run. The caller holds the lock."""
+        self._searches.create()
         attempts = self._attempts()
         self._requeue(attempts)
         for key in self.plan.keys:
@@ -154,9 +171,15 @@ class Queue:
     def claim(self) -> Claim | None:
         """The next waiting trial, ours alone from now on; None where none waits."""
         with file_lock(self._lock):
-            if self._requeue(attempts := self._attempts()):
+            if self._requeue(attempts := self._attempts()) or self._advance(attempts):
                 attempts = self._attempts()
             waiting = {tried[-1].number: key for key, tried in attempts.items() if _state(tried[-1]) == "waiting"}
+            if not waiting and (asked := self._searches.ask()):
+                self.plan.add(self._searches.arms())
+                for key in asked:
+                    self._enqueue(key)
+                attempts = self._attempts()
+                waiting = {attempts[key][-1].number: key for key in asked}
             if not waiting:
                 return None
             key = waiting[min(waiting)]
@@ -177,11 +200,28 @@ class Queue:
             else:
                 log.warning("%s | seed %d: another worker has taken over, this result is dropped", *claim.key)
             claim.lease.release()
+            self._advance(self._attempts())
+
+    def report(self, key: Key, step: int, value: float) -> str | None:
+        """Note a validation of a running trial; why a search gives its arm up now, or None."""
+        with file_lock(self._lock):
+            return self._searches.report(key[0], key[1], step, value)
+
+    @property
+    def prunes(self) -> bool:
+        """Whether `report` may ever give an arm up."""
+        return self._searches.prunes()
+
+    def search_record(self) -> dict[str, Any]:
+        """What the study's searches have found so far: see `_search.py`."""
+        return self._searches.record(_results(self._attempts()))
 
     def unfinished(self) -> bool:
-        """Whether a trial waits, runs or has to be repeated."""
+        """Whether a trial waits, runs or has to be repeated, or a search has another to come."""
         attempts = self._attempts()
-        return any(key not in attempts or _state(attempts[key][-1]) not in ENDED for key in self.plan.keys)
+        if any(key not in attempts or _state(attempts[key][-1]) not in ENDED for key in self.plan.keys):
+            return True
+        return self._searches.to_come(_results(attempts)) > 0
 
     def num_claims(self) -> int:
         """Number of attempts that were ever begun."""
@@ -195,7 +235,20 @@ class Queue:
             attempts = self._attempts()
         trials = [self._trial_status(key, attempts.get(key, []), dead) for key in self.plan.keys]
         study = self.plan.study
-        return StudyStatus(study.name, study.question, study.metric, tuple(trials))
+        to_come = self._searches.to_come(_results(attempts)) if self._journal.exists() else 0
+        return StudyStatus(study.name, study.question, study.metric, tuple(trials), to_come)
+
+    @cached_property
+    def _searches(self) -> Searches:
+        return Searches(self.plan.study, self._storage)
+
+    def _advance(self, attempts: Mapping[Key, list[FrozenTrial]]) -> bool:
+        """Queue what the searches need next; whether there was anything. The caller holds the lock."""
+        keys = self._searches.advance(_results(attempts))
+        self.plan.add(self._searches.arms())
+        for key in keys:
+            self._enqueue(key)
+        return bool(keys)
 
     @cached_property
     def _storage(self) -> JournalStorage:
@@ -216,6 +269,7 @@ class Queue:
         found: dict[Key, list[FrozenTrial]] = {}
         if not self._journal.exists():
             return found
+        self.plan.add(self._searches.arms())
         wanted = set(self.plan.keys)
         for trial in self._study.get_trials(deepcopy=False):
             key = _key(trial.user_attrs)
@@ -254,13 +308,16 @@ class Queue:
 
     def _tell(self, trial: FrozenTrial, outcome: Outcome) -> None:
         result = {"state": outcome.state, "reason": outcome.reason, "summary": dict(outcome.summary)}
+        if outcome.state == "complete":
+            result["values"] = {name: outcome.metrics[name] for name in self.plan.study.objectives()}
         study_id = self._storage.get_study_id_from_name(self.plan.study.name)
         trial_id = self._storage.get_trial_id_from_study_id_trial_number(study_id, trial.number)
         self._storage.set_trial_user_attr(trial_id, "result", result)
         if outcome.state == "complete":
             self._study.tell(trial.number, outcome.metrics[self.plan.study.metric])
         else:
-            self._study.tell(trial.number, state=OptunaState.FAIL)
+            ending = OptunaState.PRUNED if outcome.state == "pruned" else OptunaState.FAIL
+            self._study.tell(trial.number, state=ending)
 
     def _trial_status(self, key: Key, tried: Sequence[FrozenTrial], dead: set[int]) -> TrialStatus:
         directory = self.plan.directory(key)
@@ -294,6 +351,15 @@ def _state(trial: FrozenTrial) -> str:
     if trial.state == OptunaState.FAIL:
         return trial.user_attrs.get("result", {"state": "lost"})["state"]
     return trial.state.name.lower()
+
+
+def _results(attempts: Mapping[Key, Sequence[FrozenTrial]]) -> dict[Key, Result]:
+    """Where each (arm, seed) stands, for the searches."""
+    found = {}
+    for key, tried in attempts.items():
+        said = tried[-1].user_attrs.get("result", {})
+        found[key] = Result(_state(tried[-1]), said.get("reason"), said.get("values", {}))
+    return found
 
 
 def _lost_in_vain(tried: Sequence[FrozenTrial], step: int) -> int:

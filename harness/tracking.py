@@ -62,7 +62,8 @@ SUMMARY = "summary/"
 NOTE = "mlflow.note.content"
 _TRAINING_PAGES = "workflowType=machine_learning"  # the UI has others, for chat agents
 _LARGEST = sys.float_info.max  # how MLflow stores infinity
-_STATUS = {"running": "RUNNING", "complete": "FINISHED", "invalid": "FAILED", "failed": "FAILED", "stopped": "KILLED"}
+_STATUS = {"running": "RUNNING", "complete": "FINISHED", "invalid": "FAILED", "failed": "FAILED", "stopped": "KILLED",
+           "pruned": "KILLED"}  # fmt: skip
 
 _Key = tuple[str, int]  # metric, step
 log = logging.getLogger(__name__)
@@ -402,7 +403,7 @@ class _Copier:
 
     def _went_further(self, finish: Mapping[str, Any]) -> bool:
         """Whether the store has values of steps that this ended run, not to be continued, never reached."""
-        if finish["state"] not in ("complete", "invalid"):
+        if finish["state"] not in ("complete", "invalid", "pruned"):
             return False
         with self._lock:
             return any(
@@ -532,12 +533,12 @@ def open_study(runs: Path, study: StudySpec, command: str) -> str:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, {"run_id": run.info.run_id})
     run_id = run.info.run_id
-    arms = study.design_arms()
+    labels = study.arm_labels()
     document = {
         "format": FORMAT,
         "spec": study.model_dump(mode="json"),
-        "arms": [arm.label for arm in arms],
-        "baseline": study.baseline or arms[0].label,
+        "arms": labels,
+        "baseline": study.baseline or next(iter(labels), ""),
         "command": command,
         "versions": versions(),
     }
@@ -552,6 +553,11 @@ def open_study(runs: Path, study: StudySpec, command: str) -> str:
 def study_run_id(runs: Path, name: str) -> str:
     """The id of the parent run that `open_study` made for the study in this runs folder."""
     return read_json(_study_run_file(runs, name))["run_id"]
+
+
+def log_search(runs: Path, run_id: str, document: Mapping[str, Any]) -> None:
+    """Attach what a study's search has found to its parent run, where `read_study` finds it."""
+    connect(runs).log_dict(run_id, {"format": FORMAT, **document}, "search.json")
 
 
 def close_study(runs: Path, run_id: str, state: TrialState) -> None:
@@ -586,20 +592,33 @@ def read_study(runs: Path, name: str) -> StudyRecord:
         key = (run.data.tags["cohort.arm"], int(run.data.tags["cohort.seed"]))
         if key not in trials or (_state(run) == "complete" and _state(trials[key]) != "complete"):
             trials[key] = run
-    wanted = [(arm, seed) for arm in document["arms"] for seed in spec["seeds"]]
+    search = _artifact(runs, parent, "search.json")
+    arms = document["arms"] or sorted({arm for arm, _ in trials})  # those of a search are numbered
+    wanted = [(arm, seed) for arm in arms for seed in spec["seeds"]]
+    found = {key: _trial_record(client, runs, trials[key]) for key in wanted if key in trials}
+    for arm in (search or {}).get("arms", []):
+        if arm["state"] == "pruned":  # no mean over fewer seeds than the others have
+            found |= {key: _given_up(trial, arm["reason"]) for key, trial in found.items() if key[0] == arm["label"]}
+            wanted = [key for key in wanted if key in found or key[0] != arm["label"]]
     return StudyRecord(
         name=name,
         question=spec["question"],
         metric=spec["metric"],
-        baseline=document["baseline"],
-        arms=document["arms"],
+        baseline=document["baseline"] or next(iter(arms), ""),
+        arms=arms,
         seeds=spec["seeds"],
         expected=len(wanted),
         spec=spec,
-        trials=[_trial_record(client, runs, trials[key]) for key in wanted if key in trials],
+        trials=list(found.values()),
         command=document["command"],
         versions=document["versions"],
+        search=search,
     )
+
+
+def _given_up(trial: TrialRecord, reason: str) -> TrialRecord:
+    """A complete trial of an arm that was pruned later, marked as pruned."""
+    return dataclasses.replace(trial, state="pruned", reason=reason) if trial.state == "complete" else trial
 
 
 def list_studies(runs: Path) -> list[str]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "validation", "test"]
 FinishReason = Literal["stop", "length"]
-TrialState = Literal["running", "complete", "invalid", "failed", "stopped"]
+TrialState = Literal["running", "complete", "invalid", "failed", "stopped", "pruned"]
 
 
 class Section(BaseModel):
@@ -268,6 +268,7 @@ class StudyRecord:
     arms      arm labels in the study's order, the baseline being `baseline`
     expected  number of (arm, seed) pairs that the study asks for
     command   the shell command that reproduces the study
+    search    what `search.json` holds (see `harness/_search.py`), once a search has been run
     versions  package -> version, with `python` and `git_commit` among them
     """
 
@@ -282,3 +283,4 @@ class StudyRecord:
     trials: Sequence[TrialRecord]
     command: str
     versions: Mapping[str, str]
+    search: Mapping[str, Any] | None = None
