@@ -175,7 +175,7 @@ class Copier:
 
     def _went_further(self, finish: Mapping[str, Any]) -> bool:
         """Whether the store has values of steps that this ended run, not to be continued, never reached."""
-        if finish["state"] not in ("complete", "invalid"):
+        if finish["state"] not in ("complete", "invalid", "pruned"):
             return False
         with self._lock:
             return any(

@@ -34,7 +34,8 @@ NOTE = "mlflow.note.content"
 SUMMARY = "summary/"
 TRAINING_PAGES = "workflowType=machine_learning"  # the UI has others, for chat agents
 STATUS: Mapping[TrialState, str] = {
-    "running": "RUNNING", "complete": "FINISHED", "invalid": "FAILED", "failed": "FAILED", "stopped": "KILLED"
+    "running": "RUNNING", "complete": "FINISHED", "invalid": "FAILED", "failed": "FAILED", "stopped": "KILLED",
+    "pruned": "KILLED",
 }  # fmt: skip
 _LARGEST = sys.float_info.max  # how MLflow stores infinity
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -48,12 +50,12 @@ def open_study(runs: Path, study: StudySpec, command: str) -> str:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, {"run_id": run.info.run_id})
     run_id = run.info.run_id
-    arms = study.design_arms()
+    labels = study.arm_labels()
     document = {
         "format": FORMAT,
         "spec": study.model_dump(mode="json"),
-        "arms": [arm.label for arm in arms],
-        "baseline": study.baseline or arms[0].label,
+        "arms": labels,
+        "baseline": study.baseline or next(iter(labels), ""),
         "command": command,
         "versions": versions(),
     }
@@ -68,6 +70,11 @@ def open_study(runs: Path, study: StudySpec, command: str) -> str:
 def study_run_id(runs: Path, name: str) -> str:
     """The id of the parent run that `open_study` made for the study in this runs folder."""
     return read_json(_study_run_file(runs, name))["run_id"]
+
+
+def log_search(runs: Path, run_id: str, document: Mapping[str, Any]) -> None:
+    """Attach what a study's search has found to its parent run, where `read_study` finds it."""
+    connect(runs).log_dict(run_id, {"format": FORMAT, **document}, "search.json")
 
 
 def close_study(runs: Path, run_id: str, state: TrialState) -> None:
@@ -114,20 +121,33 @@ def read_study(runs: Path, name: str) -> StudyRecord:
         key = (run.data.tags["cohort.arm"], int(run.data.tags["cohort.seed"]))
         if key not in trials or (_state(run) == "complete" and _state(trials[key]) != "complete"):
             trials[key] = run
-    wanted = [(arm, seed) for arm in document["arms"] for seed in spec["seeds"]]
+    search = artifact(runs, parent, "search.json")
+    arms = document["arms"] or sorted({arm for arm, _ in trials})  # those of a search are numbered
+    wanted = [(arm, seed) for arm in arms for seed in spec["seeds"]]
+    found = {key: _trial_record(client, runs, trials[key]) for key in wanted if key in trials}
+    for arm in (search or {}).get("arms", []):
+        if arm["state"] == "pruned":  # no mean over fewer seeds than the others have
+            found |= {key: _given_up(trial, arm["reason"]) for key, trial in found.items() if key[0] == arm["label"]}
+            wanted = [key for key in wanted if key in found or key[0] != arm["label"]]
     return StudyRecord(
         name=name,
         question=spec["question"],
         metric=spec["metric"],
-        baseline=document["baseline"],
-        arms=document["arms"],
+        baseline=document["baseline"] or next(iter(arms), ""),
+        arms=arms,
         seeds=spec["seeds"],
         expected=len(wanted),
         spec=spec,
-        trials=[_trial_record(client, runs, trials[key]) for key in wanted if key in trials],
+        trials=list(found.values()),
         command=document["command"],
         versions=document["versions"],
+        search=search,
     )
+
+
+def _given_up(trial: TrialRecord, reason: str) -> TrialRecord:
+    """A complete trial of an arm that was pruned later, marked as pruned."""
+    return dataclasses.replace(trial, state="pruned", reason=reason) if trial.state == "complete" else trial
 
 
 def list_studies(runs: Path) -> list[str]:

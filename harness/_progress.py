@@ -61,7 +61,7 @@ class StudyTracker:
 
     def fraction(self, trial: TrialStatus) -> float:
         """Share of the trial's training steps that are done; 1 for a trial that has ended."""
-        if trial.state in ("complete", "invalid", "failed"):
+        if trial.state in ("complete", "invalid", "failed", "pruned"):
             return 1.0
         phase, done, total = self.bar(trial)
         return done / total if phase == "train" and total else 0.0
@@ -73,7 +73,7 @@ class StudyTracker:
     def study_remaining(self, status: StudyStatus) -> float | None:
         """Seconds that the study still needs, or None where unknown."""
         done = sum(map(self.fraction, status.trials))
-        return self._remaining("study", done / max(len(status.trials), 1))
+        return self._remaining("study", done / max(len(status.trials) + status.to_come, 1))
 
     def _remaining(self, key: object, fraction: float) -> float | None:
         return self._paces.setdefault(key, Pace()).remaining(self._clock(), fraction)
@@ -113,7 +113,7 @@ class LiveView:
 
     def update(self, status: StudyStatus) -> None:
         left = duration(self._tracker.study_remaining(status))
-        fraction = sum(map(self._tracker.fraction, status.trials)) / max(len(status.trials), 1)
+        fraction = sum(map(self._tracker.fraction, status.trials)) / max(len(status.trials) + status.to_come, 1)
         text = f"{_counts(status)}, {left} left"
         self._study.update(self._overall, completed=fraction, text=text)
         running = {(t.arm, t.seed): t for t in status.trials if t.state == "running"}
@@ -186,9 +186,9 @@ def _line(trial: TrialStatus, tracker: StudyTracker) -> str:
 
 def _counts(status: StudyStatus) -> str:
     counts = status.counts()
-    done = sum(counts.get(state, 0) for state in ("complete", "invalid", "failed"))
-    bad = [f"{counts[state]} {state}" for state in ("invalid", "failed") if counts.get(state)]
-    return ", ".join([f"{done}/{len(status.trials)} trials done", *bad])
+    done = sum(counts.get(state, 0) for state in ("complete", "invalid", "failed", "pruned"))
+    bad = [f"{counts[state]} {state}" for state in ("invalid", "failed", "pruned") if counts.get(state)]
+    return ", ".join([f"{done}/{len(status.trials) + status.to_come} trials done", *bad])
 
 
 class WatchedLog:

@@ -8,7 +8,8 @@ folder's checkpoints.
 
 An attempt ends COMPLETE with the study's metric as value, or FAIL with the attribute `result`: "invalid" (the result
 must not be used; never repeated), "failed" (a crash; repeated when the study is started again), "stopped" (asked to
-stop) or "lost" (its worker died), both repeated at once. This module and `_storage.py` alone import optuna.
+stop) or "lost" (its worker died), both repeated at once; or PRUNED, given up with its arm. `_search.py` says which arms
+a search runs; it, this module and the storages alone import optuna.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from optuna.samplers import RandomSampler
 from optuna.trial import FrozenTrial
 from optuna.trial import TrialState as OptunaState
 
+from harness._search import Result, Searches
 from harness._storage import Lease, LocalStorage, Storage
 from harness.spec import Arm, RunSpec, StudySpec
 from harness.types import TrialState
 
 MAX_LOST = 10  # attempts at a trial that may lose their worker without a step's progress
-ENDED = ("complete", "invalid", "failed")
+ENDED = ("complete", "invalid", "failed", "pruned")
 RETRY_BELOW = "retry_failed_below"  # attribute of the Optuna study: failed attempts with lower numbers are repeated
 
 Key = tuple[str, int]  # arm label, seed
@@ -60,12 +62,16 @@ class TrialStatus:
 
 @dataclass(frozen=True)
 class StudyStatus:
-    """What a study has reached; trials in the order in which they run."""
+    """What a study has reached; trials in the order in which they run.
+
+    `to_come` is the number of trials, at most, that a search has not thought of yet.
+    """
 
     name: str
     question: str
     metric: str
     trials: tuple[TrialStatus, ...]
+    to_come: int = 0
 
     def counts(self) -> dict[str, int]:
         """Number of trials in each state that occurs."""
@@ -74,42 +80,52 @@ class StudyStatus:
     @property
     def finished(self) -> bool:
         """Whether nothing is left to run (failed trials are tried again when the study is started again)."""
-        return all(trial.state in ENDED for trial in self.trials)
+        return not self.to_come and all(trial.state in ENDED for trial in self.trials)
 
     @property
     def all_valid(self) -> bool:
-        return all(trial.state == "complete" for trial in self.trials)
+        return all(trial.state in ("complete", "pruned") for trial in self.trials)
 
 
 class Plan:
     """The trials of a study in the order in which they run: all arms of the first seed, then of the next, so that a
-    study that is stopped early is balanced."""
+    study that is stopped early is balanced. The arms of a search come later, one by one, each with all its seeds."""
 
     def __init__(self, study: StudySpec, runs: Path) -> None:
         self.study, self.runs = study, runs
         self.folder = runs / "studies" / study.name
         self.arms: dict[str, Arm] = {arm.label: arm for arm in study.design_arms()}
         self.keys: list[Key] = [(arm, seed) for seed in study.seeds for arm in self.arms]
+        self._searched: dict[str, list[int]] = {}  # arm label -> seeds
         self.spec = lru_cache(maxsize=None)(self._spec)
+
+    def add(self, searched: Sequence[tuple[Arm, Sequence[int]]]) -> None:
+        """Take over the arms that searches have found, with the seeds that they may run."""
+        for arm, seeds in searched:
+            known = self._searched.setdefault(arm.label, [])
+            self.arms[arm.label] = arm
+            self.keys += [(arm.label, seed) for seed in seeds if seed not in known]
+            known += [seed for seed in seeds if seed not in known]
 
     def _spec(self, key: Key) -> RunSpec:
         return self.study.run_spec(self.arms[key[0]], key[1])
 
     def __contains__(self, key: Key) -> bool:
-        return key[0] in self.arms and key[1] in self.study.seeds
+        return key[0] in self.arms and key[1] in self._searched.get(key[0], self.study.seeds)
 
     def directory(self, key: Key) -> Path:
         slug = re.sub(r"[^A-Za-z0-9._=-]+", "-", key[0])[:60].strip("-.")
         return self.folder / "trials" / f"{slug}-seed{key[1]}-{self.spec(key).digest()[:8]}"
 
     def parameters(self, key: Key) -> dict[str, Any]:
-        return {**self.arms[key[0]].levels, "seed": key[1]}
+        levels = {} if key[0] in self._searched else self.arms[key[0]].levels  # a search's study has them
+        return {**levels, "seed": key[1]}
 
     def distributions(self) -> dict[str, BaseDistribution]:
         """Optuna's description of what varies: the levels of each factor, and the seed as a plain number, because
         seeds may be added later."""
         levels: dict[str, list[Any]] = {}
-        for arm in self.arms.values():
+        for arm in (arm for label, arm in self.arms.items() if label not in self._searched):
             for path, level in arm.levels.items():
                 if level not in levels.setdefault(path, []):
                     levels[path].append(level)
@@ -147,6 +163,7 @@ class Queue:
 
     def retry_failed(self) -> None:
         """Let the trials that have failed so far be claimed again. The caller holds the lock."""
+        self._searches.create()
         self._study.set_user_attr(RETRY_BELOW, len(self._study.get_trials(deepcopy=False)))
 
     def claim(self) -> Claim | None:
@@ -154,7 +171,8 @@ class Queue:
         with self.storage.lock():
             record = self._read()
             self._end_lost(record)
-            key = self._next(record)
+            self._advance(record)
+            key = self._next(record) or self._ask()
             lease = self.storage.take_lease(self.plan.directory(key)) if key else None
             if key is None or lease is None:
                 return None
@@ -173,11 +191,26 @@ class Queue:
             else:
                 log.warning("%s | seed %d: another worker has taken over, this result is dropped", *claim.key)
             claim.lease.release()
+            self._advance(self._read())
+
+    def report(self, key: Key, step: int, value: float) -> str | None:
+        """Note a validation of a running trial; why a search gives its arm up now, or None."""
+        with self.storage.lock():
+            return self._searches.report(key[0], key[1], step, value)
+
+    @property
+    def prunes(self) -> bool:
+        """Whether `report` may ever give an arm up."""
+        return self._searches.prunes()
+
+    def search_record(self) -> dict[str, Any]:
+        """What the study's searches have found so far: see `_search.py`."""
+        return self._searches.record(self._results(self._read()))
 
     def unfinished(self) -> bool:
-        """Whether a trial waits, runs or has to be repeated."""
+        """Whether a trial waits, runs or has to be repeated, or a search has another to come."""
         record = self._read()
-        return any(record.state(key) not in ENDED for key in self.plan.keys)
+        return any(record.state(key) not in ENDED for key in self.plan.keys) or self._to_come(record) > 0
 
     def num_claims(self) -> int:
         """Number of attempts that were ever begun."""
@@ -194,7 +227,36 @@ class Queue:
         )
         trials = [self._trial_status(key, record, dead, shown) for key in self.plan.keys]
         study = self.plan.study
-        return StudyStatus(study.name, study.question, study.metric, tuple(trials))
+        return StudyStatus(study.name, study.question, study.metric, tuple(trials), self._to_come(record))
+
+    @cached_property
+    def _searches(self) -> Searches:
+        return Searches(self.plan.study, self.storage.optuna)
+
+    def _advance(self, record: _Record) -> None:
+        """Let the searches go on: arms that have ended are recorded, more of their seeds join the plan."""
+        if self.plan.study.searches():
+            self._searches.advance(self._results(record))
+            self.plan.add(self._searches.arms())
+
+    def _ask(self) -> Key | None:
+        """The first trial of a new arm of a search; None where no arm is due."""
+        asked = self._searches.ask()
+        self.plan.add(self._searches.arms() if asked else [])
+        return asked[0] if asked else None
+
+    def _to_come(self, record: _Record) -> int:
+        if not self.plan.study.searches() or not self.storage.exists():
+            return 0
+        return self._searches.to_come(self._results(record))
+
+    def _results(self, record: _Record) -> dict[Key, Result]:
+        """Where each (arm, seed) stands that was ever begun, for the searches."""
+        found = {}
+        for key, tried in record.attempts.items():
+            said = tried[-1].user_attrs.get("result", {})
+            found[key] = Result(record.state(key), said.get("reason"), said.get("values", {}))
+        return found
 
     @cached_property
     def _study(self) -> optuna.Study:
@@ -211,6 +273,8 @@ class Queue:
         if "_study" in self.__dict__ or self.storage.exists():
             trials = self._study.get_trials(deepcopy=False)
             self._record.update(trials, self._study.user_attrs.get(RETRY_BELOW, 0))
+            if self.plan.study.searches():
+                self.plan.add(self._searches.arms())
         return self._record
 
     def _next(self, record: _Record) -> Key | None:
@@ -256,12 +320,15 @@ class Queue:
             self._read()
 
     def _tell(self, trial: FrozenTrial, outcome: Outcome) -> None:
-        result = {"state": outcome.state, "reason": outcome.reason, "summary": dict(outcome.summary)}
+        result: dict[str, Any] = {"state": outcome.state, "reason": outcome.reason, "summary": dict(outcome.summary)}
+        if outcome.state == "complete":
+            result["values"] = {name: outcome.metrics[name] for name in self.plan.study.objectives()}
         self._study._storage.set_trial_user_attr(trial._trial_id, "result", result)
         if outcome.state == "complete":
             self._study.tell(trial.number, outcome.metrics[self.plan.study.metric])
         else:
-            self._study.tell(trial.number, state=OptunaState.FAIL)
+            ending = OptunaState.PRUNED if outcome.state == "pruned" else OptunaState.FAIL
+            self._study.tell(trial.number, state=ending)
 
     def _trial_status(
         self, key: Key, record: _Record, dead: set[int], progress: Mapping[Path, Mapping[str, Any]]

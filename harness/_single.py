@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import cast
@@ -14,6 +14,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from harness import plugins
+from harness._checks import check_inputs
 from harness._files import read_json
 from harness._progress import WatchedLog, phase_bar, study_view
 from harness._terminal import say
@@ -21,9 +22,9 @@ from harness.cold_start import start_policy
 from harness.evaluate import evaluate
 from harness.interfaces import RolloutEngine
 from harness.memory import check_memory
-from harness.model import check_model, mixed_precision, resolve_device
+from harness.model import mixed_precision, resolve_device
 from harness.spec import RunSpec, SpecError
-from harness.tracking import RunLog, check_runs, read_result
+from harness.tracking import RunLog, read_result
 from harness.train import RunResult, evaluation_metrics, train
 from harness.types import EvaluationResult, Split
 
@@ -33,7 +34,7 @@ def train_once(spec: RunSpec, runs: Path, name: str) -> RunResult:
 
     ValueError, before any model loads, for what cannot run and for a folder with another run.
     """
-    check_inputs(spec, runs, ("train", "validation", "test") if spec.steps else ("validation", "test"))
+    check_inputs([spec], runs)
     if spec.steps:
         check_memory(spec)
     directory = runs / "train" / name
@@ -49,7 +50,7 @@ def evaluate_once(spec: RunSpec, split: Split, runs: Path, name: str) -> Evaluat
 
     Metrics and every graded completion go to `runs/evaluate/name` and to MLflow's experiment `evaluate`.
     """
-    check_inputs(spec, runs, (split,))
+    check_inputs([spec], runs, (split,))
     directory = runs / "evaluate" / name
     with (
         _own_folder(directory, spec),
@@ -83,21 +84,6 @@ def _evaluate(spec: RunSpec, split: Split, runs: Path) -> EvaluationResult:
                 on_progress=lambda done, total: show(split, done, total),
                 num_shown=sys.maxsize,
             )
-
-
-def check_inputs(spec: RunSpec, runs: Path, splits: Sequence[Split]) -> None:
-    """ValueError for a runs folder, device, model or data that cannot be used; reads no weights, writes nothing."""
-    check_runs(runs)
-    resolve_device(spec.device)
-    check_model(spec.model)
-    spec.engine.check(spec.sampling_with_limit())
-    for reward in spec.rewards.values():
-        reward.check()
-    for split in splits:
-        if not spec.task.prompts(split):
-            raise SpecError(f"task '{spec.task.name}' must have problems in its {split} split, it has none")
-    if spec.cold_start.steps and not spec.task.demonstrations():
-        raise SpecError(f"task '{spec.task.name}' has no worked solutions; set cold_start.steps to 0")
 
 
 def model_folder(model: str) -> str:

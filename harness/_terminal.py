@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LOG_WIDTH = 120
 SHOWN_CHARACTERS = 400
 _STYLE = {"complete": "green", "ok": "green", "running": "cyan", "invalid": "red", "failed": "red", "problem": "red",
-          "stopped": "yellow", "advice": "yellow"}  # fmt: skip
+          "stopped": "yellow", "pruned": "yellow", "advice": "yellow"}  # fmt: skip
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -142,7 +142,8 @@ def show_status(status: StudyStatus) -> None:
             [t.arm, t.seed, state_text(t.state), t.phase, done, percent(t.accuracy), duration(t.seconds), t.reason]
         )
     show_table(f"{status.name}: {status.question}", headers, rows, numeric=["seed", "done", "accuracy", "time"])
-    say(", ".join(f"{count} {state}" for state, count in status.counts().items() if count))
+    counts = {**status.counts(), "to come": status.to_come}
+    say(", ".join(f"{count} {state}" for state, count in counts.items() if count))
 
 
 def show_evaluation(title: str, result: EvaluationResult) -> None:

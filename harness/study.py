@@ -16,22 +16,27 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from harness import tracking
-from harness._files import read_json
+from harness._checks import check_inputs
+from harness._files import read_json, write_json
 from harness._queue import ENDED, Claim, Outcome, Plan, Queue, StudyStatus
 from harness._storage import Storage, open_storage
 from harness._workers import WorkerPool, usable_cores, usable_gpus
+from harness.interfaces import RunLogger
 from harness.plugins import nearest
 from harness.spec import RunSpec, SpecError, StudySpec, parse_study
-from harness.types import Split
 
 EXECUTE = "harness.train:train"
 ORPHAN_SECONDS = 120.0  # how long a worker whose parent died may take to stop after its current step
 POLL_SECONDS = 0.5
+COSTS = (
+    "train/generated_tokens", "completion/length", "seconds/total", "throughput/tokens_per_second", "memory/peak_bytes"
+)  # fmt: skip
 
 
 def run_study(
@@ -54,7 +59,7 @@ def run_study(
     runs = runs.resolve()
     plan = Plan(study, runs)
     queue = Queue(plan, open_storage(plan.folder, study.name, storage))
-    _validate(study, plan, runs, workers, execute)
+    _validate(study, runs, workers, execute)
     digest = study.digest()
     _check_unchanged(study, digest, queue.storage)
     with queue.storage.lock():
@@ -67,6 +72,7 @@ def run_study(
     with pool.signals():
         _watch(pool, queue, on_status)
     status = queue.status()
+    _write_search(queue, runs, parent_run_id)
     for trial in status.trials:
         if trial.state != "running":
             tracking.replay(runs, trial.directory, parent_run_id)
@@ -112,12 +118,12 @@ def default_workers() -> int:
 
 def _run_claim(claim: Claim, queue: Queue, plan: Plan, run_trial: Callable[..., Any], stop: threading.Event) -> None:
     """Run a claimed trial to its end, whatever that is, and record it."""
-    directory, metric = plan.directory(claim.key), plan.study.metric
+    directory, objectives = plan.directory(claim.key), list(plan.study.objectives())
     ended = tracking.read_result(directory)  # a worker that died just before it could record the end
-    if ended is not None and ended["state"] in ("complete", "invalid"):
+    if ended is not None and ended["state"] in ("complete", "invalid", "pruned"):
         metrics = {key: float(value) for key, value in ended["metrics"].items()}
         outcome = Outcome(ended["state"], ended["reason"], ended["summary"], metrics)
-        queue.finish(claim, _with_metric(outcome, metric))
+        queue.finish(claim, _with_metrics(outcome, objectives))
         return
     arm, seed = claim.key
     run_log = tracking.RunLog.open(
@@ -133,24 +139,55 @@ def _run_claim(claim: Claim, queue: Queue, plan: Plan, run_trial: Callable[..., 
             "cohort.arm": arm,
             "cohort.seed": str(seed),
             "cohort.factors": json.dumps(plan.arms[arm].levels),
+            "cohort.phase": plan.arms[arm].phase,
         },
     )
+    judged = _JudgedLog(run_log, plan.study.metric, queue, claim) if queue.prunes else None
+
+    def should_stop() -> bool:
+        return stop.is_set() or (judged is not None and judged.is_behind())
+
     try:
-        result = run_trial(plan.spec(claim.key), directory, run_log, cache=plan.runs / "cache", should_stop=stop.is_set)
+        cache = plan.runs / "cache"
+        result = run_trial(plan.spec(claim.key), directory, judged or run_log, cache=cache, should_stop=should_stop)
         outcome = Outcome(result.state, result.reason, dict(result.summary), dict(run_log.latest))
+        if outcome.state == "stopped" and judged is not None and judged.reason is not None:
+            outcome = replace(outcome, state="pruned", reason=judged.reason)
     except Exception as error:
         traceback.print_exc()
         outcome = Outcome("failed", traceback.format_exception_only(error)[-1].strip()[:500])
-    outcome = _with_metric(outcome, metric)
+    outcome = _with_metrics(outcome, objectives)
     run_log.finish(outcome.state, outcome.reason, outcome.summary)  # pyright: ignore[reportArgumentType]
     queue.finish(claim, outcome)
 
 
-def _with_metric(outcome: Outcome, metric: str) -> Outcome:
-    """The same outcome, or a failure where a complete run lacks a finite value of the study's metric."""
-    if outcome.state != "complete" or math.isfinite(outcome.metrics.get(metric, math.nan)):
+class _JudgedLog:
+    """A run's log that shows the search every validation after training has begun: a `RunLogger` around another."""
+
+    def __init__(self, log: RunLogger, metric: str, queue: Queue, claim: Claim) -> None:
+        self._log, self._metric, self._queue, self._claim = log, metric, queue, claim
+        self._new: tuple[int, float] | None = None
+        self.reason: str | None = None  # why the arm is given up
+        self.resume, self.progress = log.resume, log.progress
+        self.samples, self.per_problem = log.samples, log.per_problem
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._log.metrics(step, values)
+        if step and math.isfinite(values.get(self._metric, math.nan)):
+            self._new = (step, float(values[self._metric]))
+
+    def is_behind(self) -> bool:
+        if self._new is not None:
+            self.reason, self._new = self._queue.report(self._claim.key, *self._new), None
+        return self.reason is not None
+
+
+def _with_metrics(outcome: Outcome, objectives: Sequence[str]) -> Outcome:
+    """The same outcome, or a failure where a complete run lacks a finite value of what decides the study."""
+    lacking = [name for name in objectives if not math.isfinite(outcome.metrics.get(name, math.nan))]
+    if outcome.state != "complete" or not lacking:
         return outcome
-    got = outcome.metrics.get(metric, "nothing")
+    metric, got = lacking[0], outcome.metrics.get(lacking[0], "nothing")
     reason = f"metric must be a finite number that runs log, '{metric}' was {got}; logged: {', '.join(outcome.metrics)}"
     return Outcome("failed", reason, outcome.summary, outcome.metrics)
 
@@ -159,7 +196,7 @@ def _watch(pool: WorkerPool, queue: Queue, on_status: Callable[[StudyStatus], No
     """Keep workers at work and the caller informed until nothing is left to do."""
     while True:
         alive, status = pool.collect(queue.num_claims()), queue.status()
-        unfinished = sum(trial.state not in ENDED for trial in status.trials)
+        unfinished = sum(trial.state not in ENDED for trial in status.trials) + status.to_come
         if on_status is not None:
             on_status(status)
         if not alive and (pool.stopping or not unfinished):
@@ -168,48 +205,39 @@ def _watch(pool: WorkerPool, queue: Queue, on_status: Callable[[StudyStatus], No
         time.sleep(POLL_SECONDS)
 
 
-def _validate(study: StudySpec, plan: Plan, runs: Path, workers: int | None, execute: str) -> None:
+def _validate(study: StudySpec, runs: Path, workers: int | None, execute: str) -> None:
     """ValueError for what cannot run; reads no weights and writes nothing."""
     if workers is not None and workers < 1:
         raise SpecError(f"the number of workers must be at least 1, got {workers}")
-    tracking.check_runs(runs)
-    specs = [plan.spec((arm, study.seeds[0])) for arm in plan.arms]
-    splits = {spec.task.model_dump_json(): (spec.task, _splits(spec)) for spec in specs}
-    for task, names in splits.values():
-        for split in names:
-            if not task.prompts(split):
-                raise SpecError(f"task '{task.name}' must have problems in its {split} split, it has none")
-    cold = {spec.task.model_dump_json(): spec.task for spec in specs if spec.cold_start.steps}
-    for task in cold.values():
-        if not task.demonstrations():
-            raise SpecError(f"task '{task.name}' has no worked solutions; set cold_start.steps to 0")
+    specs = [study.run_spec(arm, study.seeds[0]) for arm in study.checked_arms()]
+    check_inputs(specs, runs, models=execute == EXECUTE)
     if execute == EXECUTE:
-        from harness.evaluate import metric_names
         from harness.memory import check_memory
-        from harness.model import check_model, resolve_device
+        from harness.model import resolve_device
 
+        _check_metrics(study, specs)
         for spec in specs:
-            known = [f"{split}/{name}" for split in ("validation", "test") for name in metric_names(spec.evaluation)]
-            if study.metric not in known:
-                near = nearest(study.metric, known)
-                hint = f"did you mean '{near}'? " if near else ""
-                raise SpecError(f"metric must be one of an evaluation, got '{study.metric}'; {hint}{', '.join(known)}")
-        for device in dict.fromkeys(spec.device for spec in specs):
-            resolve_device(device)
-        for model in dict.fromkeys(spec.model for spec in specs):
-            check_model(model)
-        for spec in specs:
-            spec.engine.check(spec.sampling_with_limit())
-            for reward in spec.rewards.values():
-                reward.check()
             if spec.steps:  # without a GPU for each worker all of them share the machine's memory
                 trials = len(specs) * len(study.seeds)
                 on_gpu = resolve_device(spec.device).type == "cuda"
                 check_memory(spec, copies=1 if on_gpu else min(workers or default_workers(), trials))
 
 
-def _splits(spec: RunSpec) -> Sequence[Split]:
-    return ("train", "validation", "test") if spec.steps else ("validation", "test")
+def _check_metrics(study: StudySpec, specs: Sequence[RunSpec]) -> None:
+    """SpecError for a metric that no evaluation gives, or an objective of a search that no run logs."""
+    from harness.evaluate import metric_names
+
+    for spec in specs:
+        known = [f"{split}/{name}" for split in ("validation", "test") for name in metric_names(spec.evaluation)]
+        for metric in study.objectives():
+            if metric in known or (metric != study.metric and metric in COSTS):
+                continue
+            near = nearest(metric, known)
+            hint = f"did you mean '{near}'? " if near else ""
+            if metric == study.metric:
+                raise SpecError(f"metric must be one of an evaluation, got '{metric}'; {hint}{', '.join(known)}")
+            raise SpecError(f"search.objectives must be metrics that runs log, got '{metric}'; {hint}"
+                            f"{', '.join([*known, *COSTS])}")  # fmt: skip
 
 
 def _check_unchanged(study: StudySpec, digest: str, storage: Storage) -> None:
@@ -244,6 +272,14 @@ def _load(name: str, runs: Path) -> StudySpec:
     file = folder / name / "study.json"
     fields = read_json(file)
     return parse_study({key: fields[key] for key in fields if key not in ("format", "digest")}, where=str(file))
+
+
+def _write_search(queue: Queue, runs: Path, parent_run_id: str) -> None:
+    """Keep what the study's searches have found beside `study.json`, and with the parent run."""
+    if queue.plan.study.searches():
+        found = queue.search_record()
+        write_json(queue.plan.folder / "search.json", found)
+        tracking.log_search(runs, parent_run_id, found)
 
 
 def _write_report(name: str, runs: Path) -> None:

@@ -29,6 +29,7 @@ from harness._mlflow_studies import (
     close_study,
     list_studies,
     log_report,
+    log_search,
     open_study,
     read_study,
     study_run_id,
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RunLog", "UIServer", "check_port", "check_runs", "close_study", "connect", "list_studies", "log_report",
-    "open_study", "read_progress", "read_result", "read_study", "replay", "search_runs", "serve_ui", "study_run_id",
+    "log_search", "open_study", "read_progress", "read_result", "read_study", "replay", "search_runs", "serve_ui", "study_run_id",
     "study_url", "tracking_uri",
 ]  # fmt: skip
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "validation", "test"]
 FinishReason = Literal["stop", "length"]
-TrialState = Literal["running", "complete", "invalid", "failed", "stopped"]
+TrialState = Literal["running", "complete", "invalid", "failed", "stopped", "pruned"]
 
 
 class Section(BaseModel):
@@ -269,7 +269,7 @@ class StudyRecord:
     expected  number of (arm, seed) pairs that the study asks for
     command   the shell command that reproduces the study
     versions  package -> version, with `python` and `git_commit` among them
-    search    what a search found, None for other designs: objectives; importances (method, values); arms, each with
+    search    what a search found (`search.json`), None for other designs: objectives; importances; arms, each with
               label, parameters, values and state; pareto, the labels of the arms that no other beats in every objective
     """
 
