@@ -28,7 +28,7 @@ class Drawn:
     graded: tuple[GradedGroup, ...] = ()
     scores: Scores = field(default_factory=lambda: Scores([], None, None, {}, {}))
     num_batches: int = 0
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def with_batch(
         self, rewards: Mapping[str, Reward], groups: Sequence[Group], graded: Sequence[GradedGroup]

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RunLog", "UIServer", "check_port", "check_runs", "close_study", "connect", "list_studies", "log_report",
-    "log_search", "open_study", "read_progress", "read_result", "read_study", "replay", "search_runs", "serve_ui", "study_run_id",
-    "study_url", "tracking_uri",
+    "log_search", "open_study", "read_progress", "read_result", "read_study", "replay", "search_runs", "serve_ui",
+    "study_run_id", "study_url", "tracking_uri",
 ]  # fmt: skip
 
 FLUSH_STEPS = 20
