@@ -54,6 +54,7 @@ class Fused:
 
     shape: Shape
     embedding: Tensor
+    padding_id: int | None  # read as any other token, but its embedding learns nothing from being read
     layers: list[Layer]
     norm: Tensor
     head: Tensor
@@ -103,6 +104,7 @@ def fuse(model: nn.Module) -> Fused:
     return Fused(
         shape,
         decoder.embed_tokens.weight,  # pyright: ignore
+        decoder.embed_tokens.padding_idx,  # pyright: ignore
         [_layer(layer, shape) for layer in decoder.layers],  # pyright: ignore
         decoder.norm.weight,  # pyright: ignore
         model.get_output_embeddings().weight,  # pyright: ignore
@@ -141,7 +143,7 @@ def hidden_states(
     shape, (rows, columns) = model.shape, tokens_RC.shape
     heads, kv_heads = shape.query_heads, shape.kv_heads
     bias = _bias(tokens_RC, past, filled_RT, model.embedding.dtype)
-    x = F.embedding(tokens_RC.flatten(), model.embedding)
+    x = F.embedding(tokens_RC.flatten(), model.embedding, model.padding_id)
     states: list[States] = []
     for i, layer in enumerate(model.layers):
         read = _Normalise.apply(x, shape.epsilon)
@@ -182,11 +184,9 @@ def _attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> T
             queries, keys, values, attn_mask=bias, scale=1.0, enable_gqa=heads != kv_heads
         )
     group = heads // kv_heads
-    bias = (
-        bias.expand(rows, heads, -1, -1).reshape(rows * kv_heads, group * columns, length)
-        if len(bias) > 1
-        else (bias[0].repeat(1, group, 1))
-    )
+    bias = bias.expand(-1, group, -1, -1).flatten(1, 2)
+    if len(bias) > 1:
+        bias = bias.repeat_interleave(kv_heads, dim=0)
     queries = queries.reshape(rows * kv_heads, group * columns, width)
     scores = torch.baddbmm(bias, queries, keys.reshape(-1, length, width).transpose(1, 2))
     read = torch.bmm(torch.softmax(scores, dim=-1), values.reshape(-1, length, width))
