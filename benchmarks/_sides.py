@@ -40,7 +40,7 @@ def ours(setting: Setting, folder: Path, num_steps: int, job: dict[str, Any]) ->
     """Training steps of this project, through the loop's own `train_step`."""
     from harness.train import train_step
 
-    run, prompts = _run(setting, folder)
+    run, prompts = make_run(setting, folder)
     steps: list[Step] = []
     meter = Meter()
     for number in range(num_steps):
@@ -56,7 +56,7 @@ def ours_generate(setting: Setting, folder: Path, num_steps: int, job: dict[str,
     """Our engine alone, texts and log-probs included."""
     from harness.train import step_prompts
 
-    run, prompts = _run(setting, folder)
+    run, prompts = make_run(setting, folder)
     steps: list[Step] = []
     for number in range(num_steps):
         chosen = step_prompts(prompts, 0, number, setting.prompts_per_step)
@@ -67,7 +67,8 @@ def ours_generate(setting: Setting, folder: Path, num_steps: int, job: dict[str,
     return steps
 
 
-def _run(setting: Setting, folder: Path) -> tuple[Any, Any]:
+def make_run(setting: Setting, folder: Path, group_size: int = GROUP_SIZE) -> tuple[Any, Any]:
+    """A run of this project before its first step, and its prompts."""
     from harness.spec import parse_run
     from harness.train import _prepare
 
@@ -75,10 +76,10 @@ def _run(setting: Setting, folder: Path) -> tuple[Any, Any]:
     raw = {
         "model": str(folder),
         "task": task,
-        "algorithm": {"name": "grpo", "group_size": GROUP_SIZE, "kl_beta": setting.kl_beta, "clip_epsilon": 0.2},
+        "algorithm": {"name": "grpo", "group_size": group_size, "kl_beta": setting.kl_beta, "clip_epsilon": 0.2},
         "optimizer": {"learning_rate": LEARNING_RATE, "num_inner_epochs": setting.num_inner_epochs},
         "checkpoints": {"rollouts_every": 0},
-        "rollouts_per_step": setting.rollouts,
+        "rollouts_per_step": setting.prompts_per_step * group_size,
         "device": "cpu",
     }
     spec = parse_run(raw, "benchmark")

@@ -8,17 +8,22 @@ reordered so that the two numbers which a rotation mixes stand side by side, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 MAX_PARAMETERS = 50_000_000  # fused weights are copies; in larger models arithmetic outweighs what they save
 _FAMILIES = ("llama", "qwen2", "qwen3")
 _PARTS = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
 _PLAIN = (nn.Linear, nn.Embedding, nn.ModuleList)
+_SHORT = 128  # tokens in a row, prompt included
 _ROTARY = ("default", "linear", "llama3")  # whose angles do not depend on the length of the text
+
+
+States = tuple[Tensor, Tensor]  # keys and values of a layer
 
 
 @dataclass(frozen=True)
@@ -49,8 +54,24 @@ class Fused:
 
     shape: Shape
     embedding: Tensor
+    padding_id: int | None  # read as any other token, but its embedding learns nothing from being read
     layers: list[Layer]
+    norm: Tensor
     head: Tensor
+
+    def leaves(self) -> tuple[Fused, list[tuple[Tensor, Tensor]]]:
+        """The same weights as leaves of their own, and (computed, leaf) of each: gradients reach the model's
+        parameters when those of the leaves are sent on, once for all that was computed with them."""
+        pairs: list[tuple[Tensor, Tensor]] = []
+
+        def leaf(weight: Tensor | None) -> Any:
+            if weight is None or not weight.requires_grad:
+                return weight
+            pairs.append((weight, weight.detach().requires_grad_()))
+            return pairs[-1][1]
+
+        layers = [Layer(**{name: leaf(value) for name, value in vars(layer).items()}) for layer in self.layers]
+        return replace(self, layers=layers), pairs
 
 
 def recognised(model: nn.Module) -> bool:
@@ -80,12 +101,13 @@ def fuse(model: nn.Module) -> Fused:
     decoder, config = model.model, model.config  # pyright: ignore
     attention: Any = decoder.layers[0].self_attn  # pyright: ignore
     shape = Shape(config.num_attention_heads, config.num_key_value_heads, attention.head_dim, config.rms_norm_eps)  # pyright: ignore
-    head: Any = model.get_output_embeddings()  # pyright: ignore
     return Fused(
         shape,
         decoder.embed_tokens.weight,  # pyright: ignore
+        decoder.embed_tokens.padding_idx,  # pyright: ignore
         [_layer(layer, shape) for layer in decoder.layers],  # pyright: ignore
-        (head.weight * decoder.norm.weight).t(),  # pyright: ignore
+        decoder.norm.weight,  # pyright: ignore
+        model.get_output_embeddings().weight,  # pyright: ignore
     )
 
 
@@ -106,11 +128,109 @@ def rotate(pairs: Tensor, turns: Tensor) -> Tensor:
 
 
 def normalise(x: Tensor, epsilon: float) -> Tensor:
-    """`x` over the root of its mean square in the last axis."""
-    return x * reciprocal_root(x, epsilon)
+    """`x` over the root of its mean square in the last axis; without gradient (`hidden_states` has one)."""
+    return x * _reciprocal_root(x, epsilon)
 
 
-def reciprocal_root(x: Tensor, epsilon: float) -> Tensor:
+def hidden_states(
+    model: Fused, tokens_RC: Tensor, turns: Tensor, past: list[States] | None = None, filled_RT: Tensor | None = None
+) -> tuple[Tensor, list[States]]:
+    """([R, C, H] last hidden states before the final norm's weight, keys and values per layer), with gradients.
+
+    `turns` [R or 1, C, D / 2] are the tokens' rotations. Token c of a row reads the tokens up to c and its row of
+    `past`, [R, Hkv, T, D] each, where `filled_RT` is True (None: everywhere).
+    """
+    shape, (rows, columns) = model.shape, tokens_RC.shape
+    heads, kv_heads = shape.query_heads, shape.kv_heads
+    bias = _bias(tokens_RC, past, filled_RT, model.embedding.dtype)
+    x = F.embedding(tokens_RC.flatten(), model.embedding, model.padding_id)
+    states: list[States] = []
+    for i, layer in enumerate(model.layers):
+        read = _Normalise.apply(x, shape.epsilon)
+        flat = torch.mm(read, layer.qkv) if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, read, layer.qkv)
+        parts = flat.view(rows, columns, -1, shape.head_width)
+        turned, values = parts.split([heads + kv_heads, kv_heads], dim=2)
+        if layer.head_norm is not None:
+            turned = _Normalise.apply(turned, shape.epsilon) * layer.head_norm
+        queries, keys = rotate(turned, turns[:, :, None]).transpose(1, 2).split([heads, kv_heads], dim=1)
+        values = values.transpose(1, 2)
+        states.append((keys, values))
+        if past is not None:
+            keys, values = torch.cat([past[i][0], keys], dim=2), torch.cat([past[i][1], values], dim=2)
+        x = torch.addmm(x, _attention(queries, keys, values, bias).transpose(1, 2).reshape(len(x), -1), layer.out)
+        x = torch.addmm(x, _Swiglu.apply(torch.mm(_Normalise.apply(x, shape.epsilon), layer.gate_up)), layer.down)
+    return _Normalise.apply(x, shape.epsilon).view(rows, columns, -1), states
+
+
+def _bias(tokens_RC: Tensor, past: list[States] | None, filled_RT: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """[R or 1, 1, C, T + C]: what is added to the scores, minus infinity where a token must not be read."""
+    columns = tokens_RC.shape[1]
+    causal = torch.ones(columns, columns, dtype=torch.bool, device=tokens_RC.device).tril()[None]
+    if past is not None:
+        if filled_RT is None:
+            before = causal.new_ones(1, columns, past[0][0].shape[2])
+        else:
+            before = filled_RT[:, None].expand(-1, columns, -1)
+        causal = torch.cat([before, causal.expand(len(before), -1, -1)], dim=2)
+    return torch.zeros(causal.shape, dtype=dtype, device=causal.device).masked_fill_(~causal, -torch.inf)[:, None]
+
+
+def _attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+    """[R, Hq, C, D]; plain products for short rows, where they take 55 to 75 % of the library's kernel on a CPU."""
+    rows, heads, columns, width = queries.shape
+    kv_heads, length = keys.shape[1:3]
+    if length > _SHORT:
+        return F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=bias, scale=1.0, enable_gqa=heads != kv_heads
+        )
+    group = heads // kv_heads
+    bias = bias.expand(-1, group, -1, -1).flatten(1, 2)
+    if len(bias) > 1:
+        bias = bias.repeat_interleave(kv_heads, dim=0)
+    queries = queries.reshape(rows * kv_heads, group * columns, width)
+    scores = torch.baddbmm(bias, queries, keys.reshape(-1, length, width).transpose(1, 2))
+    read = torch.bmm(torch.softmax(scores, dim=-1), values.reshape(-1, length, width))
+    return read.view(rows, heads, columns, width)
+
+
+class _Normalise(torch.autograd.Function):
+    """`normalise` with its gradient in one pass; saves what it returns."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, epsilon: float) -> Tensor:
+        root = _reciprocal_root(x, epsilon)
+        result = x * root
+        ctx.save_for_backward(result, root)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
+        result, root = ctx.saved_tensors
+        share = (gradient * result).mean(dim=-1, keepdim=True)
+        return torch.addcmul(gradient, result, share, value=-1).mul_(root), None
+
+
+class _Swiglu(torch.autograd.Function):
+    """SiLU of the first half of the last axis times the second half."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        active = F.silu(gate)
+        ctx.save_for_backward(gate_up, active)
+        return active * up
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore
+        gate_up, active = ctx.saved_tensors
+        result = torch.empty_like(gate_up)
+        (gate, up), (gate_result, up_result) = gate_up.chunk(2, dim=-1), result.chunk(2, dim=-1)
+        torch.mul(gradient, active, out=up_result)
+        torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=gate_result)
+        return result
+
+
+def _reciprocal_root(x: Tensor, epsilon: float) -> Tensor:
     """[..., 1]: one over the root of the mean square of the last axis."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return (norm * norm).div_(x.shape[-1]).add_(epsilon).rsqrt_()

@@ -13,8 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from harness import _llama
+
 if TYPE_CHECKING:
     from transformers.cache_utils import DynamicCache
+
+    from harness._llama import Fused
 
 
 def pad_right(rows: Sequence[Sequence[Any]], dtype: torch.dtype, width: int | None = None) -> Tensor:
@@ -103,22 +107,23 @@ class PromptStates:
 
     `states` holds (keys, values) per layer, each [U, heads, T, width], right-padded; `lengths_U` the tokens of each,
     `prompt_B` the prompt of each row. With gradients the states are leaves: micro-batches add to their gradient, and
-    `backward` sends the sum through the prompts once.
+    `backward` sends the sum through the prompts once; `computed` pairs what each leaf stands for with it. `lean` is
+    there for models that `harness._llama` recognises, whose fused weights are leaves in the same way.
     """
 
     states: list[tuple[Tensor, Tensor]]
-    computed: list[Tensor]
+    computed: list[tuple[Tensor, Tensor]]
     lengths_U: Tensor
     prompt_B: Tensor
+    lean: Lean | None = None
 
     def rows(self, index: Tensor) -> PromptStates:
         return replace(self, prompt_B=self.prompt_B[index])
 
     def backward(self) -> None:
-        leaves = [x for pair in self.states for x in pair]
-        reached = [(x, leaf.grad) for x, leaf in zip(self.computed, leaves, strict=True) if leaf.grad is not None]
-        if reached:
-            torch.autograd.backward([x for x, _ in reached], [gradient for _, gradient in reached])
+        _send(self.computed)
+        if self.lean is not None:
+            _send(self.lean.computed)  # the prompts have added to it
 
     def cache(self, model: nn.Module) -> DynamicCache:
         """A cache in which every row finds its prompt."""
@@ -128,6 +133,19 @@ class PromptStates:
         for layer, (keys, values) in enumerate(self.states):
             cache.update(keys[self.prompt_B], values[self.prompt_B], layer)
         return cache
+
+
+@dataclass
+class Lean:
+    """A recognised model's fused weights, as leaves where there are gradients, and the rotations of its positions."""
+
+    weights: Fused
+    computed: list[tuple[Tensor, Tensor]]
+    turns: Tensor
+
+    def hidden_states(self, tokens_BT: Tensor, positions_BT: Tensor, *past: Any) -> tuple[Tensor, list[Any]]:
+        hidden, states = _llama.hidden_states(self.weights, tokens_BT, self.turns[positions_BT], *past)
+        return hidden * self.weights.norm, states
 
 
 def prompt_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor) -> PromptStates | None:
@@ -146,10 +164,28 @@ def prompt_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor) -> Promp
     if len(prompts_UT) == len(tokens_BT):
         return None
     lengths_U = (prompts_UT >= 0).sum(dim=1) - 1
-    backbone(model)(input_ids=prompts_UT[:, :-1].clamp(min=0), use_cache=True, past_key_values=cache)
-    computed: list[Any] = [x for layer in cache.layers for x in (layer.keys, layer.values)]
-    leaves = [x.detach().requires_grad_(x.requires_grad) for x in computed]
-    return PromptStates(list(zip(leaves[::2], leaves[1::2], strict=True)), computed, lengths_U, prompt_B)
+    inputs = prompts_UT[:, :-1].clamp(min=0)
+    lean = _lean(model, tokens_BT.shape[1]) if _llama.recognised(model) else None
+    if lean is None:
+        backbone(model)(input_ids=inputs, use_cache=True, past_key_values=cache)
+        states = [(layer.keys, layer.values) for layer in cache.layers]
+    else:
+        _, states = lean.hidden_states(inputs, torch.arange(inputs.shape[1], device=inputs.device)[None])
+    computed = [(x, x.detach().requires_grad_(x.requires_grad)) for pair in states for x in pair]
+    leaves = [leaf for _, leaf in computed]
+    return PromptStates(list(zip(leaves[::2], leaves[1::2], strict=True)), computed, lengths_U, prompt_B, lean)
+
+
+def _lean(model: nn.Module, length: int) -> Lean:
+    weights, computed = _llama.fuse(model).leaves()
+    return Lean(weights, computed, _llama.rotations(model, length))
+
+
+def _send(computed: list[tuple[Tensor, Tensor]]) -> None:
+    """Send the gradients that leaves have gathered through what they stand for."""
+    reached = [(x, leaf.grad) for x, leaf in computed if leaf.grad is not None]
+    if reached:
+        torch.autograd.backward([x for x, _ in reached], [gradient for _, gradient in reached])
 
 
 def completion_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor, prompts: PromptStates | None) -> Tensor:
@@ -159,17 +195,22 @@ def completion_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor, prom
     lengths_B = prompts.lengths_U[prompts.prompt_B]
     counts_B = mask_BT.sum(dim=1)
     offsets = torch.arange(int(counts_B.max()), device=tokens_BT.device)
-    positions = lengths_B[:, None] + offsets
-    inputs = tokens_BT.gather(1, positions.clamp(max=tokens_BT.shape[1] - 1))
+    positions = (lengths_B[:, None] + offsets).clamp(max=tokens_BT.shape[1] - 1)
+    inputs = tokens_BT.gather(1, positions)
     filled = torch.arange(prompts.states[0][0].shape[2], device=tokens_BT.device) < lengths_B[:, None]
-    output = backbone(model)(
-        input_ids=inputs,
-        attention_mask=None if bool(filled.all()) else torch.cat([filled, torch.ones_like(inputs).bool()], dim=1),
-        position_ids=positions,
-        past_key_values=prompts.cache(model),
-        use_cache=True,
-    )
-    return output.last_hidden_state[offsets < counts_B[:, None]]
+    all_filled = bool(filled.all())
+    if prompts.lean is not None:
+        past = [(keys[prompts.prompt_B], values[prompts.prompt_B]) for keys, values in prompts.states]
+        hidden, _ = prompts.lean.hidden_states(inputs, positions, past, None if all_filled else filled)
+    else:
+        hidden = backbone(model)(
+            input_ids=inputs,
+            attention_mask=None if all_filled else torch.cat([filled, torch.ones_like(inputs).bool()], dim=1),
+            position_ids=positions,
+            past_key_values=prompts.cache(model),
+            use_cache=True,
+        ).last_hidden_state
+    return hidden[offsets < counts_B[:, None]]
 
 
 def token_values(backbone: nn.Module, head: nn.Linear, tokens_BT: Tensor, mask_BT: Tensor) -> Tensor:

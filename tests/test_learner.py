@@ -197,18 +197,19 @@ def test_prompts_that_rows_share_are_read_once_with_the_same_gradient(algorithm,
 
 def test_shared_prompts_give_the_same_logprobs_and_cost_one_reading():
     policy, batch = tiny_model(0).double(), shared_prompts()
+    read: list[int] = []
+    handle = policy.model.embed_tokens.register_forward_hook(lambda module, args, output: read.append(args[0].numel()))
     states = prompt_states(policy, batch.tokens_BT, batch.completion_mask_BT)
     assert states is not None
     assert sorted(states.lengths_U.tolist()) == [2, 3, 5]
-    read: list[int] = []
-    handle = policy.model.embed_tokens.register_forward_hook(lambda module, args, output: read.append(args[0].numel()))
     arguments = (policy, batch.tokens_BT, batch.completion_mask_BT, 0.7)
     shared = token_logprobs(*arguments, prompts=states)
     whole = token_logprobs(*arguments)
     handle.remove()
     assert torch.allclose(shared[0], whole[0], atol=1e-12)
     assert torch.allclose(shared[1], whole[1], atol=1e-12)
-    assert read == [8 * 7, 8 * 10]  # the longest completion has 7 tokens, the longest row 10
+    # three prompts of at most 5 tokens besides their last; the longest completion has 7 tokens, the longest row 10
+    assert read == [3 * 5, 8 * 7, 8 * 10]
 
 
 def test_rows_that_share_no_prompt_or_recompute_activations_are_read_whole():

@@ -6,6 +6,8 @@ Attention of a single token is two batched products, which on a CPU take a third
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -121,7 +123,7 @@ def _finish(x: Tensor, read: Tensor, layer: Layer, shape: Shape) -> Tensor:
 
 
 def _contiguous(model: Fused) -> Fused:
-    """The same weights laid out for products with few rows."""
+    """The same weights laid out for products with few rows, the last norm's in the head."""
     layers = [
         Layer(
             layer.qkv.contiguous(),
@@ -133,4 +135,4 @@ def _contiguous(model: Fused) -> Fused:
         )
         for layer in model.layers
     ]
-    return Fused(model.shape, model.embedding, layers, model.head.contiguous())
+    return replace(model, layers=layers, head=(model.head * model.norm).t().contiguous())
