@@ -28,7 +28,10 @@ MAY_IMPORT = {
     "studies": (),
     "reports": ("harness.types", "harness.tracking"),
 }
-ONLY_IMPORTER = {"mlflow": ("harness/tracking.py",), "optuna": ("harness/_queue.py", "harness/_storage.py")}
+ONLY_IMPORTER = {
+    "mlflow": ("harness/tracking.py",),
+    "optuna": ("harness/_queue.py", "harness/_storage.py", "harness/_postgres.py"),
+}
 HEAVY = {"torch", "transformers", "datasets", "mlflow", "optuna", "matplotlib", "pandas", "scipy"}
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "__import__", "os.system", "os.popen", "yaml.load", "yaml.load_all", "yaml.unsafe_load",
