@@ -30,7 +30,8 @@ from typing import Any
 import sqlalchemy
 from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, RDBStorage
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy import event
+from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from harness import _lease, tracking
@@ -174,7 +175,7 @@ class PostgresStorage(Storage):
                           "prepare_threshold": None},
         )  # fmt: skip
 
-        @sqlalchemy.event.listens_for(engine, "connect")
+        @event.listens_for(engine, "connect")
         def prepare(connection: Any, _: object) -> None:
             connection.autocommit = True
             for statement in SESSION:
@@ -278,7 +279,7 @@ def _with_driver(url: str) -> str:
     """The URL as SQLAlchemy takes it. SpecError for a URL that cannot be parsed, or without the driver."""
     try:
         parsed = sqlalchemy.make_url(re.sub(r"^postgres(ql)?(\+psycopg)?://", "postgresql+psycopg://", url))
-    except (sqlalchemy.exc.ArgumentError, ValueError):
+    except (ArgumentError, ValueError):
         parsed = None
     if parsed is None or parsed.drivername != "postgresql+psycopg" or not parsed.database:
         raise SpecError(

@@ -39,7 +39,8 @@ MAX_LOST = 10  # attempts at a trial that may lose their worker without a step's
 ENDED = ("complete", "invalid", "failed")
 RETRY_BELOW = "retry_failed_below"  # attribute of the Optuna study: failed attempts with lower numbers are repeated
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 Key = tuple[str, int]  # arm label, seed
 log = logging.getLogger(__name__)
 

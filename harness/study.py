@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from harness import tracking
-from harness._files import file_lock
+from harness._files import file_lock, write_json
 from harness._queue import ENDED, Claim, Outcome, Plan, Queue, StudyStatus
 from harness._ray import Cluster, RayPool
 from harness._storage import Storage, StorageUnavailable, open_storage
@@ -73,7 +73,9 @@ def run_study(
         with queue.storage.lock():
             _check_unchanged(study, digest, queue.storage)
             parent_run_id = tracking.open_study(runs, study, command)
-            queue.storage.write_document({"digest": digest, **study.model_dump(mode="json")})
+            document = {"digest": digest, **study.model_dump(mode="json")}
+            queue.storage.write_document(document)
+            write_json(plan.folder / "study.json", document)  # what is here is listed here, wherever the queue lives
             queue.retry_failed()
         with pool.signals():
             status = _watch(pool, queue, on_status)
