@@ -51,8 +51,8 @@ TABLES = (
         PRIMARY KEY (study, trial))""",
 )
 # A dead host's session, and with it its lock, is noticed after 10 + 3 x 5 s, not after the system's two hours.
-SESSION = (f"SET lock_timeout = '{LOCK_SECONDS}s'", "SET tcp_keepalives_idle = 10",
-           "SET tcp_keepalives_interval = 5", "SET tcp_keepalives_count = 3")  # fmt: skip
+SESSION = f"""SET lock_timeout = '{LOCK_SECONDS}s'; SET tcp_keepalives_idle = 10;
+    SET tcp_keepalives_interval = 5; SET tcp_keepalives_count = 3"""
 
 log = logging.getLogger(__name__)
 
@@ -167,9 +167,9 @@ class PostgresStorage(Storage):
 
     @cached_property
     def _engine(self) -> sqlalchemy.Engine:
-        """One connection at rest for each process, more for moments."""
+        """Two connections at rest for each process: that of the lock, and that of what is done under it."""
         engine = sqlalchemy.create_engine(
-            self._url, pool_size=1, max_overflow=4, pool_pre_ping=True,
+            self._url, pool_size=2, max_overflow=3, pool_pre_ping=True,
             connect_args={"connect_timeout": CONNECT_SECONDS, "application_name": f"cohort {self._study}"[:63],
                           "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3,
                           "prepare_threshold": None},
@@ -178,8 +178,7 @@ class PostgresStorage(Storage):
         @event.listens_for(engine, "connect")
         def prepare(connection: Any, _: object) -> None:
             connection.autocommit = True
-            for statement in SESSION:
-                connection.execute(statement)
+            connection.execute(SESSION)
             connection.autocommit = False
 
         return engine.execution_options(isolation_level="AUTOCOMMIT")  # of ours; Optuna has its transactions

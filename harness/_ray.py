@@ -7,6 +7,7 @@ leases. Ray is imported when a study asks for it.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -28,12 +29,23 @@ POLL_SECONDS = 0.5
 PROBE_SECONDS = 60.0
 
 
-def import_ray() -> Any:
-    """The module. SpecError where it is not installed."""
-    try:
-        import ray
-    except ImportError:
-        raise SpecError("--launcher ray needs Ray; pip install 'cohort-rl[ray]'") from None
+def check_ray() -> None:
+    """SpecError where Ray is not installed; imports nothing."""
+    if importlib.util.find_spec("ray") is None:
+        raise SpecError("--launcher ray needs Ray; pip install 'cohort-rl[ray]'")
+
+
+def import_ray(address: str) -> Any:
+    """The module, made ready for a cluster on this machine where `address` is "local".
+
+    Ray replaces 127.0.0.1 by the address of a network interface unless it is told before its import, by a variable
+    named after the systems where that is its default, that clusters of several machines are not wanted.
+    """
+    check_ray()
+    if address == "local":
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    import ray
+
     return ray
 
 
@@ -63,9 +75,9 @@ class RayPool:
         *,
         cluster: Cluster,
     ) -> None:
-        self._ray = import_ray()
         self._command, self._logs, self._environment = worker_command(module, arguments), logs, dict(environment)
         self._address = cluster.address or os.environ.get("RAY_ADDRESS") or "local"
+        self._ray = import_ray(self._address)
         self._wanted_size, self._num_cpus, self._num_gpus = size, cluster.num_cpus, cluster.num_gpus
         self.size, self.stopping = size or 0, False
         self._tasks: dict[Any, None] = {}
@@ -83,8 +95,7 @@ class RayPool:
             "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}},
         }
         if here:  # never on another interface than the loopback
-            options |= {"_node_ip_address": "127.0.0.1", "include_dashboard": False, "num_cpus": usable_cores()}
-            options |= {"num_gpus": len(usable_gpus())}
+            options |= {"include_dashboard": False, "num_cpus": usable_cores(), "num_gpus": len(usable_gpus())}
         try:
             self._ray.init(address=self._address, **options)
         except (ConnectionError, ValueError) as error:
@@ -212,7 +223,8 @@ def run_worker(command: Sequence[str], environment: Mapping[str, str], logs: str
 
     It has the GPUs that Ray gave this task (CUDA_VISIBLE_DEVICES), and stops after its step when the flag is set.
     """
-    ray = import_ray()
+    import ray
+
     folder = Path(logs)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"worker-ray-{os.getpid()}-{uuid.uuid4().hex[:6]}.log"

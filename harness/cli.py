@@ -641,7 +641,7 @@ def _num_workers(text: str) -> int | None:
 
 def _cluster(launcher: str, address: str | None, num_cpus: float, num_gpus: float | None) -> Cluster | None:
     """The Ray cluster that the options name; None for the local launcher. SpecError where Ray is not installed."""
-    from harness._ray import Cluster, import_ray
+    from harness._ray import Cluster, check_ray
     from harness.spec import SpecError
 
     if launcher not in ("local", "ray"):
@@ -650,7 +650,7 @@ def _cluster(launcher: str, address: str | None, num_cpus: float, num_gpus: floa
         if address is not None:
             raise SpecError("--ray-address names a Ray cluster; add --launcher ray")
         return None
-    import_ray()
+    check_ray()
     return Cluster(address, num_cpus, num_gpus)
 
 

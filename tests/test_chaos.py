@@ -27,7 +27,7 @@ import pytest
 from harness import tracking
 from harness._events import read_events
 from harness._queue import Plan, Queue, StudyStatus
-from harness._ray import Cluster
+from harness._ray import Cluster, import_ray
 from harness._storage import open_storage
 from harness.spec import StudySpec, parse_study
 from harness.study import run_study, study_status
@@ -254,14 +254,13 @@ def test_two_hosts_that_share_only_a_database_share_the_work(
 @contextmanager
 def two_ray_nodes() -> Iterator[str]:
     """The address of a Ray cluster of two nodes on this machine, with one core each."""
+    import_ray("local")
     from ray.cluster_utils import Cluster as RayCluster
 
-    cluster = RayCluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 1, "node_ip_address": "127.0.0.1", "include_dashboard": False},
-    )
+    cluster = RayCluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
-        cluster.add_node(num_cpus=1, node_ip_address="127.0.0.1")
+        assert cluster.address.startswith("127.0.0.1:")
+        cluster.add_node(num_cpus=1)
         yield cluster.address
     finally:
         cluster.shutdown()
