@@ -167,12 +167,15 @@ class PostgresStorage(Storage):
 
     @cached_property
     def _engine(self) -> sqlalchemy.Engine:
-        """Two connections at rest for each process: that of the lock, and that of what is done under it."""
+        """Two connections at rest for each process: that of the lock, and that of what is done under it.
+
+        A connection is not asked whether it lives before each use: that costs a third of a claim, and every operation
+        can be tried again.
+        """
         engine = sqlalchemy.create_engine(
-            self._url, pool_size=2, max_overflow=3, pool_pre_ping=True,
+            self._url, pool_size=2, max_overflow=3,
             connect_args={"connect_timeout": CONNECT_SECONDS, "application_name": f"cohort {self._study}"[:63],
-                          "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3,
-                          "prepare_threshold": None},
+                          "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3},
         )  # fmt: skip
 
         @event.listens_for(engine, "connect")

@@ -5,6 +5,7 @@ Short here, with a run that trains nothing and a real store; `make chaos` makes 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -38,6 +39,7 @@ GROUP_SIZES, WEIGHTS, SEEDS = [2, 4, 8, 16], [0.0, 0.01, 0.02], [0, 1]  # 12 arm
 METRIC = "validation/accuracy"
 
 needs_postgres = pytest.mark.skipif(postgres_server.missing() is not None, reason=str(postgres_server.missing()))
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray")  # import_ray comes first
 only_long = pytest.mark.skipif(not LONG, reason="takes minutes: make chaos")
 
 
@@ -177,9 +179,9 @@ def check_once_each(study: StudySpec, queue: Queue) -> None:
 def test_a_grid_under_fire_ends_as_an_undisturbed_one(
     tmp_path: Path, url: str | None, new_runs: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.1")
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.05")
     study, runs = a_grid(), new_runs(tmp_path / "runs")
-    chaos = Chaos(runs, kills=3, period=1.0)
+    chaos = Chaos(runs, kills=3, period=0.7)
     try:
         status = run_study(study, runs, workers=3, command="", on_status=chaos, report=False,
                            execute=fake_trials.EXECUTE, storage=url)  # fmt: skip
@@ -230,7 +232,7 @@ def two_hosts(folder: Path, url: str, kind: str, new_runs: Callable[[Path], Path
 def test_two_hosts_that_share_only_a_database_share_the_work(
     tmp_path: Path, server: postgres_server.Server, new_runs: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.1")
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.05")
     url = server.new_database()
     places = two_hosts(tmp_path, url, "fake", new_runs)
     study = a_grid()
@@ -267,11 +269,11 @@ def two_ray_nodes() -> Iterator[str]:
 
 
 @only_long
+@needs_ray
 def test_a_grid_on_two_ray_nodes_ends_as_a_local_one(
     tmp_path: Path, url: str | None, new_runs: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
 ):
-    pytest.importorskip("ray")
-    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.1")
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.05")
     study, runs = a_grid(), new_runs(tmp_path / "runs")
     with two_ray_nodes() as address:
         status = run_study(study, runs, workers=None, command="", report=False, execute=fake_trials.EXECUTE,
@@ -288,10 +290,10 @@ def test_a_grid_on_two_ray_nodes_ends_as_a_local_one(
 
 
 @only_long
+@needs_ray
 def test_an_interrupt_on_ray_lets_the_step_end(
     tmp_path: Path, new_runs: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
 ):
-    pytest.importorskip("ray")
     monkeypatch.setenv("FAKE_STEP_SECONDS", "0.5")
     study, runs, pressed = a_grid(), new_runs(tmp_path / "runs"), []
 
@@ -310,6 +312,7 @@ def test_an_interrupt_on_ray_lets_the_step_end(
 
 
 @only_long
+@needs_ray
 def test_real_runs_under_fire_on_hosts_and_on_ray_equal_undisturbed_ones(
     tmp_path: Path, new_runs: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
 ):
@@ -336,7 +339,6 @@ def test_real_runs_under_fire_on_hosts_and_on_ray_equal_undisturbed_ones(
             assert north and south
             assert {**north, **south} == want
 
-    pytest.importorskip("ray")
     runs = new_runs(tmp_path / "ray")
     with two_ray_nodes() as address:
         run_study(study, runs, workers=2, command="", report=False, cluster=Cluster(address))
