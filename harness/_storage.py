@@ -8,9 +8,10 @@ disk can share a study. `open_storage` chooses; nothing else knows which of the 
 from __future__ import annotations
 
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +24,10 @@ from harness._files import file_lock, read_json, write_json
 from harness._lease import FileLease, is_held
 
 
+class StorageUnavailable(ConnectionError):
+    """The storage cannot be reached now."""
+
+
 class Lease(Protocol):
     """That this process runs a trial; it ends the process at once where another one has taken over."""
 
@@ -32,7 +37,15 @@ class Lease(Protocol):
 class Storage(ABC):
     """What the queue of one study asks of the place where it lives. Trials are named by their folders' names."""
 
-    document_place: str  # in words
+    place: str  # in words, without a password
+    document_place: str
+
+    def check(self) -> None:  # noqa: B027
+        """StorageUnavailable where it cannot be used; writes nothing."""
+
+    def errors(self) -> AbstractContextManager[None]:
+        """Turns the loss of a connection inside into StorageUnavailable: what was asked can be asked again."""
+        return nullcontext()
 
     @abstractmethod
     def exists(self) -> bool:
@@ -72,6 +85,7 @@ class LocalStorage(Storage):
 
     def __init__(self, folder: Path) -> None:
         self._journal, self._lock, self._document = folder / "optuna.journal", folder / "lock", folder / "study.json"
+        self.place = f"'{folder}'"
         self.document_place = f"'{self._document}'; delete '{folder}' to start anew"
 
     def exists(self) -> bool:
@@ -104,11 +118,19 @@ class LocalStorage(Storage):
 def open_storage(folder: Path, name: str, url: str | None = None) -> Storage:
     """The storage of the study `name`, whose folder on this host is `folder`; connects to nothing yet.
 
-    ValueError for a URL that is not a PostgreSQL one.
+    ValueError for a URL that is not a PostgreSQL one, or without its driver.
     """
-    if url is None:
+    if not url:
         return LocalStorage(folder)
-    raise ValueError("the storage must be a file")
+    from harness._postgres import PostgresStorage
+
+    return PostgresStorage(name, url)
+
+
+def masked(url: str) -> str:
+    """The URL without its password, however it is written."""
+    url = url.replace("+psycopg", "")
+    return re.sub(r"(password=)[^&]*", r"\1***", re.sub(r"(//[^:/@]*):.*@", r"\1:***@", url))
 
 
 class _JournalLock(JournalFileOpenLock):

@@ -146,6 +146,46 @@ def show_status(status: StudyStatus) -> None:
     say(", ".join(f"{count} {state}" for state, count in counts.items() if count))
 
 
+def cost_text(cost: Mapping[str, float]) -> str:
+    """Time of trials and of GPUs, and generated tokens, in one line."""
+    gpu = f", {duration(cost['gpu_seconds'])} of them with a GPU" if cost["gpu_seconds"] else ""
+    return f"{duration(cost['trial_seconds'])} of trials{gpu}; {cost['generated_tokens']:,.0f} tokens in ended trials"
+
+
+def show_dry_run(name: str, question: str, document: Mapping[str, Any]) -> None:
+    """What a study would do and need, as `harness.study.dry_run` says it."""
+    memory = document["memory"]
+    rows = []
+    for arm in document["arms"]:
+        needed = memory.get(arm["arm"], {}).get("peak_bytes")
+        rows.append(
+            [
+                arm["arm"],
+                ", ".join(f"{key}={value}" for key, value in arm["overrides"].items()) or "the base run",
+                arm["steps"],
+                f"{arm['rollouts']:,}",
+                f"{arm['generated_tokens_bound']:,}",
+                "-" if needed is None else mebibytes(needed),
+                duration(arm["seconds"]),
+            ]
+        )
+    headers = ["arm", "what it changes", "steps", "rollouts", "tokens, at most", "memory, MiB", "time"]
+    show_table(f"{name}: {' '.join(question.split())}", headers, rows, numeric=headers[2:])
+    arms, trials, tokens = len(document["arms"]), document["trials"], document["generated_tokens_bound"]
+    say(
+        f"{arms} arms x seeds {document['seeds']} = {trials} trials: {document['steps']:,} steps, "
+        f"{document['rollouts']:,} rollouts, at most {tokens:,} generated tokens of training."
+    )
+    if document["seconds"] is None:
+        say("Time: unknown, for this runs folder has no complete trial of the same shape for every arm.")
+    else:
+        took, workers = duration(document["seconds"]), document["workers"]
+        say(f"Time: about {took} with {workers} workers, from {document['measured']} trials of the same shape.")
+    for words in document["not_checked"]:
+        say(f"Not checked here: {words}")
+    say("Nothing was run or written.")
+
+
 def show_evaluation(title: str, result: EvaluationResult) -> None:
     """Held-out accuracies with their intervals, then a few of the completions."""
     metrics, count = result.metrics, int(result.metrics["num_prompts"])

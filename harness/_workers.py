@@ -11,21 +11,31 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
 MAX_CRASHES, MAX_KILLS = 3, 20  # workers that may end before any claims a trial: by an error, by a signal
 
+HOME = str(Path(__file__).resolve().parents[1])  # a worker runs this code from any working directory
+
 log = logging.getLogger(__name__)
+
+
+def worker_command(module: str, arguments: Sequence[str]) -> list[str]:
+    """The command of a worker process; `{parent}` in it stands for the process id of the one that starts it."""
+    return [sys.executable, "-P", "-m", module, *arguments]
 
 
 class WorkerPool:
     """At most `size` processes of `python -m MODULE ARGUMENTS`, each with a log file in `logs`."""
 
-    def __init__(self, module: str, arguments: Sequence[str], size: int, logs: Path) -> None:
-        self.module, self.arguments, self.size, self.logs = module, arguments, size, logs
+    def __init__(
+        self, module: str, arguments: Sequence[str], size: int, logs: Path, environment: Mapping[str, str] = {}
+    ) -> None:
+        self.size, self.logs, self.environment = size, logs, environment
+        self._command = [word.replace("{parent}", str(os.getpid())) for word in worker_command(module, arguments)]
         self.stopping = False
         self._alive: dict[int, subprocess.Popen[bytes]] = {}
         self._ended_early: Counter[str] = Counter()
@@ -62,9 +72,12 @@ class WorkerPool:
             slot = next(free)
             self._alive[slot] = self._start(slot)
 
-    def collect(self, claims: int) -> int:
-        """Number of living workers; RuntimeError where they keep dying before they can claim a trial."""
-        if claims != self._claims:
+    def collect(self, claims: int | None) -> int:
+        """Number of living workers; RuntimeError where they keep dying before they can claim a trial.
+
+        `claims` is the number of attempts so far, None where the storage does not say.
+        """
+        if claims is not None and claims != self._claims:
             self._claims = claims
             self._ended_early.clear()
         for slot, process in list(self._alive.items()):
@@ -86,14 +99,13 @@ class WorkerPool:
             raise RuntimeError(f"workers end before they can start a trial; the last one {how}:\n{words}")
 
     def _start(self, slot: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-P", "-m", self.module, *self.arguments]
-        home = str(Path(__file__).resolve().parents[1])  # the worker runs the same code from any working directory
         environment = {
             "OMP_WAIT_POLICY": "PASSIVE",
             "TOKENIZERS_PARALLELISM": "false",
             **os.environ,
+            **self.environment,
             "OMP_NUM_THREADS": str(max(1, usable_cores() // self.size)),  # also when few trials are left: see fill()
-            "PYTHONPATH": os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")])),
+            "PYTHONPATH": os.pathsep.join(filter(None, [HOME, os.environ.get("PYTHONPATH")])),
         }
         gpus = usable_gpus()
         if gpus:
@@ -101,7 +113,7 @@ class WorkerPool:
         self._log_file(slot).parent.mkdir(parents=True, exist_ok=True)
         with self._log_file(slot).open("ab") as output:
             return subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                self._command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                 start_new_session=True,
             )  # fmt: skip
 

@@ -24,6 +24,7 @@ from rich.markup import escape
 from harness import _terminal as terminal
 
 if TYPE_CHECKING:
+    from harness._ray import Cluster
     from harness.plugins import Kind
     from harness.spec import StudySpec
     from harness.types import Split
@@ -58,7 +59,15 @@ Sets = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 Seeds = Annotated[str | None, typer.Option(metavar="0,1,2", help="Replicates of each arm.")]
 Name = Annotated[str | None, typer.Option(metavar="NAME", help="Keep the results under another name.")]
-Workers = Annotated[int | None, typer.Option(min=1, metavar="N", help="Trials at a time; by default from the cores.")]
+Workers = Annotated[
+    str, typer.Option(metavar="N|auto", help="Trials at a time; auto: one per GPU, or else one per core.")
+]
+Storage = Annotated[
+    str | None,
+    typer.Option(
+        envvar="COHORT_STORAGE", metavar="URL", help="postgresql://... for hosts without a common disk; else files."
+    ),
+]
 DataPath = Annotated[
     str | None, typer.Option("--path", metavar="PATH", help="The task's data: a Hub id, a local file or folder.")
 ]
@@ -140,7 +149,7 @@ def compare(
     steps: Annotated[int | None, typer.Option(min=0, metavar="N", help="Training steps of each trial.")] = None,
     sets: Sets = None,
     name: Name = None,
-    workers: Workers = None,
+    workers: Workers = "auto",
     runs: Runs = RUNS,
     as_json: Json = False,
 ) -> None:
@@ -151,7 +160,7 @@ def compare(
     study = comparison(algorithms, task, model, seeds, steps, sets, name)
     options = {"--algorithms": algorithms, "--task": task, "--model": model, "--seeds": seeds, "--steps": steps}
     command = _shell("compare", {**options, "--set": sets, "--name": name})
-    _run_study(study, runs, workers, command, as_json)
+    _run_study(study, runs, _num_workers(workers), command, as_json)
 
 
 @_command(
@@ -319,19 +328,40 @@ def reward_model_train(
     "cohort study run quickstart",
     "cohort study run my_study.yaml --workers 2 --seeds 0,1,2",
     "cohort study run group_size --set model=Qwen/Qwen2.5-0.5B --set task=gsm8k --name group_size_qwen",
+    "cohort study run group_size --dry-run",
+    "cohort study run group_size --launcher ray --ray-address 10.0.0.1:6379 --runs /shared/runs",
+    "COHORT_STORAGE=postgresql://me:secret@db/cohort cohort study run group_size    (the same on each host)",
 )
 def study_run(
     study: Study,
-    workers: Workers = None,
+    workers: Workers = "auto",
     sets: Sets = None,
     seeds: Seeds = None,
     name: Name = None,
+    storage: Storage = None,
+    launcher: Annotated[str, typer.Option(metavar="local|ray", help="Where the workers run.")] = "local",
+    ray_address: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="A running cluster; else RAY_ADDRESS, else one made here.")
+    ] = None,
+    ray_cpus: Annotated[float, typer.Option(min=0, metavar="N", help="Cores of each worker.")] = 1,
+    ray_gpus: Annotated[
+        float | None, typer.Option(min=0, metavar="N", help="GPUs of each worker; 1 where the cluster has any.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and estimate; run and write nothing.")] = False,
     runs: Runs = RUNS,
     as_json: Json = False,
 ) -> None:
-    """Run every arm with every seed, once, then write the report; the same command continues a stopped study."""
+    """Run every arm with every seed, once, then write the report; the same command continues a stopped study.
+
+    Hosts that share only a database run the same command with the same --storage: each takes trials that no other has.
+    A trial whose host died starts anew on another one that has no copy of its folder; it ends the same.
+    """
+    spec, count = _load_study(study, sets, seeds, name), _num_workers(workers)
+    cluster = _cluster(launcher, ray_address, ray_cpus, ray_gpus)
+    if dry_run:
+        return _show_dry_run(spec, runs, count, storage, as_json)
     command = _shell(f"study run {shlex.quote(study)}", {"--seeds": seeds, "--set": sets, "--name": name})
-    _run_study(_load_study(study, sets, seeds, name), runs, workers, command, as_json)
+    _run_study(spec, runs, count, command, as_json, storage=storage, cluster=cluster)
 
 
 @_command(study_app, "list", "cohort study list", "cohort study list --runs /data/runs --json")
@@ -392,18 +422,28 @@ def study_show(
 @_command(study_app, "status", "cohort study status quickstart", "cohort study status quickstart --json")
 def study_status(
     study: Annotated[str, typer.Argument(metavar="STUDY", help="Name of a study in the runs folder.")],
+    storage: Storage = None,
     runs: Runs = RUNS,
     as_json: Json = False,
 ) -> None:
-    """Show what each trial of a study has reached; exit code 0 only when all are complete."""
-    from harness import study as runner
+    """Show what each trial of a study has reached, what it has cost and when it may end.
 
-    status = runner.study_status(study, runs)
+    Exit code 0 only when all trials are complete.
+    """
+    from harness import study as runner
+    from harness._estimates import cost, remaining_seconds
+
+    status = runner.study_status(study, runs, storage)
+    spent, remaining = cost(status), remaining_seconds(status)
     if as_json:
         document = {"study": status.name, "question": status.question, "counts": status.counts()}
-        terminal.print_json({**document, "trials": status.trials})
+        estimates = {"cost": spent, "remaining_seconds": remaining}
+        terminal.print_json({**document, **estimates, "trials": status.trials})
     else:
         terminal.show_status(status)
+        terminal.say(f"Cost so far: {terminal.cost_text(spent)}")
+        if not status.finished:
+            terminal.say(f"Time left with the workers at work: {terminal.duration(remaining)}")
     raise typer.Exit(0 if status.finished and status.all_valid else 1)
 
 
@@ -591,7 +631,52 @@ def comparison(
     return parse_study(raw, where="cohort compare")
 
 
-def _run_study(study: StudySpec, runs: Path, workers: int | None, command: str, as_json: bool) -> None:
+def _num_workers(text: str) -> int | None:
+    """The number that --workers gives; None for auto."""
+    from harness.spec import SpecError
+
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise SpecError(f"--workers must be a number from 1 on, or auto, got '{text}'")
+    return int(text)
+
+
+def _cluster(launcher: str, address: str | None, num_cpus: float, num_gpus: float | None) -> Cluster | None:
+    """The Ray cluster that the options name; None for the local launcher. SpecError where Ray is not installed."""
+    from harness._ray import Cluster, check_ray
+    from harness.spec import SpecError
+
+    if launcher not in ("local", "ray"):
+        raise SpecError(f"--launcher must be local or ray, got '{launcher}'")
+    if launcher == "local":
+        if address is not None:
+            raise SpecError("--ray-address names a Ray cluster; add --launcher ray")
+        return None
+    check_ray()
+    return Cluster(address, num_cpus, num_gpus)
+
+
+def _show_dry_run(study: StudySpec, runs: Path, workers: int | None, storage: str | None, as_json: bool) -> None:
+    from harness import study as runner
+
+    document = runner.dry_run(study, runs, workers=workers, storage=storage)
+    if as_json:
+        terminal.print_json({"study": study.name, "question": study.question, **document})
+    else:
+        terminal.show_dry_run(study.name, study.question, document)
+
+
+def _run_study(
+    study: StudySpec,
+    runs: Path,
+    workers: int | None,
+    command: str,
+    as_json: bool,
+    *,
+    storage: str | None = None,
+    cluster: Cluster | None = None,
+) -> None:
     from harness import study as runner
     from harness._progress import study_view
     from harness.model import resolve_device
@@ -599,10 +684,25 @@ def _run_study(study: StudySpec, runs: Path, workers: int | None, command: str, 
     for arm in study.design_arms():
         resolve_device(study.run_spec(arm, study.seeds[0]).device)
     with study_view() as view:
-        status = runner.run_study(study, runs, workers=workers, command=command, on_status=view.update, report=False)
+        status = runner.run_study(
+            study,
+            runs,
+            workers=workers,
+            command=command,
+            on_status=view.update,
+            report=False,
+            storage=storage,
+            cluster=cluster,
+        )
     if not status.finished:  # asked to stop
         raise KeyboardInterrupt
     record, files = _write_report(study.name, runs)
+    if len(record.trials) < len(status.trials):
+        terminal.say(
+            f"This host's MLflow store has {len(record.trials)} of {len(status.trials)} trials, and so has its report: "
+            "other hosts ran the rest. `cohort study status` shows all of them.",
+            stderr=True,
+        )
     if as_json:
         paths = {"report": files.html, "csv": files.csv, "markdown": files.markdown}
         document = {"study": study.name, "answer": files.answer, **paths, "command": command}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import logging
 import math
 import os
 import signal
@@ -16,16 +17,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from harness import tracking
 from harness._checks import check_inputs
-from harness._files import read_json, write_json
+from harness._files import file_lock, write_json
 from harness._queue import ENDED, Claim, Outcome, Plan, Queue, StudyStatus
-from harness._storage import Storage, open_storage
+from harness._ray import Cluster, RayPool
+from harness._storage import Storage, StorageUnavailable, open_storage
 from harness._workers import WorkerPool, usable_cores, usable_gpus
 from harness.interfaces import RunLogger
 from harness.plugins import nearest
@@ -37,6 +40,11 @@ POLL_SECONDS = 0.5
 COSTS = (
     "train/generated_tokens", "completion/length", "seconds/total", "throughput/tokens_per_second", "memory/peak_bytes"
 )  # fmt: skip
+MAX_WAIT_SECONDS = 15.0  # between attempts to reach a storage
+STORAGE = "COHORT_STORAGE"  # environment variable with the storage's URL
+
+R = TypeVar("R")
+log = logging.getLogger(__name__)
 
 
 def run_study(
@@ -49,32 +57,36 @@ def run_study(
     report: bool = True,
     execute: str = EXECUTE,
     storage: str | None = None,
+    cluster: Cluster | None = None,
 ) -> StudyStatus:
     """Run what the study still lacks with `workers` processes, write the report, and return what was reached.
 
     Ctrl-C (or SIGTERM) lets each worker finish its step and write a checkpoint; a second one stops at once. Bad input
     raises ValueError before anything is written. `execute` names the function that runs a trial (`module:function`,
-    called as `harness.train.train`), `storage` where the queue lives (`_storage.open_storage`).
+    called as `harness.train.train`), `storage` where the queue lives (`_storage.open_storage`),
+    `cluster` the Ray cluster that runs the workers, instead of this machine.
     """
     runs = runs.resolve()
     plan = Plan(study, runs)
     queue = Queue(plan, open_storage(plan.folder, study.name, storage))
+    with queue.storage.errors():
+        queue.storage.check()
     _validate(study, runs, workers, execute)
     digest = study.digest()
     _check_unchanged(study, digest, queue.storage)
-    with queue.storage.lock():
-        _check_unchanged(study, digest, queue.storage)
-        parent_run_id = tracking.open_study(runs, study, command)
-        queue.storage.write_document({"digest": digest, **study.model_dump(mode="json")})
-        queue.retry_failed()
-    arguments = [study.name, "--runs", str(runs), "--parent", str(os.getpid()), "--execute", execute]
-    pool = WorkerPool("harness.study", arguments, workers or default_workers(), plan.folder / "logs")
-    with pool.signals():
-        _watch(pool, queue, on_status)
-    status = queue.status()
+    with _pool(study.name, plan, execute, workers, storage, cluster) as pool:
+        with queue.storage.lock():
+            _check_unchanged(study, digest, queue.storage)
+            parent_run_id = tracking.open_study(runs, study, command)
+            document = {"digest": digest, **study.model_dump(mode="json")}
+            queue.storage.write_document(document)
+            write_json(plan.folder / "study.json", document)  # what is here is listed here, wherever the queue lives
+            queue.retry_failed()
+        with pool.signals():
+            status = _watch(pool, queue, on_status)
     _write_search(queue, runs, parent_run_id)
     for trial in status.trials:
-        if trial.state != "running":
+        if trial.state != "running" and trial.directory.exists():  # other hosts have run the others
             tracking.replay(runs, trial.directory, parent_run_id)
     tracking.close_study(runs, parent_run_id, "complete" if status.finished else "stopped")
     if report:
@@ -82,29 +94,91 @@ def run_study(
     return status
 
 
-def study_status(name: str, runs: Path) -> StudyStatus:
-    """What the study in the runs folder has reached. ValueError for an unknown one."""
-    return Queue(Plan(_load(name, runs), runs.resolve())).status()
+def study_status(name: str, runs: Path, storage: str | None = None) -> StudyStatus:
+    """What the study in the runs folder, or in the storage, has reached. ValueError for an unknown one."""
+    return _open_queue(name, runs.resolve(), storage).status()
 
 
-def worker_main(name: str, runs: Path, *, parent: int | None = None, execute: str = EXECUTE) -> int:
+def dry_run(
+    study: StudySpec, runs: Path, *, workers: int | None, execute: str = EXECUTE, storage: str | None = None
+) -> dict[str, Any]:
+    """What `run_study` would do and need, after all the checks that it makes; writes nothing.
+
+    Adds to `_estimates.budget`: `memory`, the estimate of each arm that can be estimated here; `not_checked`, what only
+    the machine that runs the study can say (its GPU, a model or data that are not here yet). SpecError for what no
+    machine can run.
+    """
+    from harness._estimates import budget
+    from harness.memory import judge
+
+    runs = runs.resolve()
+    plan = Plan(study, runs)
+    queue = Queue(plan, open_storage(plan.folder, study.name, storage))
+    with queue.storage.errors():
+        queue.storage.check()
+        _check_unchanged(study, study.digest(), queue.storage)
+    specs = {arm.label: study.run_spec(arm, study.seeds[0]) for arm in study.checked_arms()}
+    not_checked, memory = _not_here(specs.values()), {}
+    if not not_checked:
+        _validate(study, runs, workers, execute)
+        if execute == EXECUTE:
+            memory = {arm: judge(spec) for arm, spec in specs.items() if spec.steps}
+    elif not any(words.startswith("data") for words in not_checked):
+        _validate(study, runs, workers, execute="")  # all but what needs the model and the device
+    return {**budget(plan, workers or default_workers()), "memory": memory, "not_checked": not_checked}
+
+
+def _not_here(specs: Iterable[RunSpec]) -> list[str]:
+    """What of the runs this machine lacks, in words: a device, a model, data, an engine."""
+    from harness.model import check_model, resolve_device
+
+    missing: dict[str, None] = {}
+    for spec in specs:
+        for subject, check in (
+            (f"device '{spec.device}'", lambda spec=spec: resolve_device(spec.device)),
+            (f"data of task '{spec.task.name}'", lambda spec=spec: spec.task.prompts("train")),
+            (f"engine '{spec.engine.name}'", lambda spec=spec: spec.engine.check(spec.sampling_with_limit())),
+        ):
+            try:
+                check()
+            except (ValueError, OSError, ImportError) as error:
+                missing[f"{subject}: {' '.join(str(error).split())}"] = None
+        check_model(spec.model)
+        if not _is_local(spec.model):
+            missing[f"model '{spec.model}': it is not on this machine, so neither it nor its memory was checked"] = None
+    return list(missing)
+
+
+def _is_local(model: str) -> bool:
+    """Whether a model is built in, a folder, or in the Hub's cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    built_in = model == "tiny" or Path(model).expanduser().is_dir()
+    return built_in or isinstance(try_to_load_from_cache(model, "config.json"), str)
+
+
+def worker_main(
+    name: str, runs: Path, *, parent: int | None = None, execute: str = EXECUTE, storage: str | None = None
+) -> int:
     """Run trials of a started study until none is left or the process is told to stop; the exit status.
 
-    `parent` is the process id of the study's own process: when it dies, the worker stops after its current step.
+    `parent` is the process id of the study's own process: when it dies, the worker stops after its current step. While
+    the storage cannot be reached the worker waits for it, also with the result of a trial.
     """
     runs = runs.resolve()
     stop = threading.Event()
     _stop_on_signal(stop)
     if parent is not None:
         threading.Thread(target=_watch_parent, args=(parent, stop), name="parent", daemon=True).start()
-    plan = Plan(_load(name, runs), runs)
-    queue = Queue(plan)
-    run_trial = _resolve(execute) if queue.unfinished() else None
+    queue = _patiently(lambda: _open_queue(name, runs, storage), stop)
+    run_trial = _resolve(execute) if _patiently(queue.unfinished, stop) else None
+    if run_trial is not None:
+        _ensure_tracked(queue)
     while run_trial is not None and not stop.is_set():
-        claim = queue.claim()
+        claim = _patiently(queue.claim, stop)
         if claim is not None:
-            _run_claim(claim, queue, plan, run_trial, stop)
-        elif not queue.unfinished():
+            _run_claim(claim, queue, queue.plan, run_trial, stop)
+        elif not _patiently(queue.unfinished, stop):
             break
         else:
             stop.wait(2 * POLL_SECONDS)  # a trial that another worker runs may still come back to the queue
@@ -123,7 +197,7 @@ def _run_claim(claim: Claim, queue: Queue, plan: Plan, run_trial: Callable[..., 
     if ended is not None and ended["state"] in ("complete", "invalid", "pruned"):
         metrics = {key: float(value) for key, value in ended["metrics"].items()}
         outcome = Outcome(ended["state"], ended["reason"], ended["summary"], metrics)
-        queue.finish(claim, _with_metrics(outcome, objectives))
+        _patiently(lambda: queue.finish(claim, _with_metrics(outcome, objectives)), stop)
         return
     arm, seed = claim.key
     run_log = tracking.RunLog.open(
@@ -142,7 +216,7 @@ def _run_claim(claim: Claim, queue: Queue, plan: Plan, run_trial: Callable[..., 
             "cohort.phase": plan.arms[arm].phase,
         },
     )
-    judged = _JudgedLog(run_log, plan.study.metric, queue, claim) if queue.prunes else None
+    judged = _JudgedLog(run_log, plan.study.metric, queue, claim, stop) if queue.prunes else None
 
     def should_stop() -> bool:
         return stop.is_set() or (judged is not None and judged.is_behind())
@@ -158,14 +232,37 @@ def _run_claim(claim: Claim, queue: Queue, plan: Plan, run_trial: Callable[..., 
         outcome = Outcome("failed", traceback.format_exception_only(error)[-1].strip()[:500])
     outcome = _with_metrics(outcome, objectives)
     run_log.finish(outcome.state, outcome.reason, outcome.summary)  # pyright: ignore[reportArgumentType]
-    queue.finish(claim, outcome)
+    _patiently(lambda: queue.finish(claim, outcome), stop)
+
+
+def _patiently(operation: Callable[[], R], stop: threading.Event) -> R:
+    """The operation's result, tried until the storage answers; StorageUnavailable only once `stop` is set."""
+    wait = POLL_SECONDS
+    while True:
+        try:
+            return operation()
+        except StorageUnavailable as error:
+            if stop.wait(wait):
+                raise
+            log.warning("%s; trying again", error)
+            wait = min(2 * wait, MAX_WAIT_SECONDS)
+
+
+def _ensure_tracked(queue: Queue) -> None:
+    """Make the study's parent run on a host where only workers run, as a node of a cluster."""
+    plan = queue.plan
+    try:
+        tracking.study_run_id(plan.runs, plan.study.name)
+    except FileNotFoundError:
+        with file_lock(plan.folder / "tracking.lock"):
+            tracking.open_study(plan.runs, plan.study, f"cohort study run {plan.study.name}")
 
 
 class _JudgedLog:
     """A run's log that shows the search every validation after training has begun: a `RunLogger` around another."""
 
-    def __init__(self, log: RunLogger, metric: str, queue: Queue, claim: Claim) -> None:
-        self._log, self._metric, self._queue, self._claim = log, metric, queue, claim
+    def __init__(self, log: RunLogger, metric: str, queue: Queue, claim: Claim, stop: threading.Event) -> None:
+        self._log, self._metric, self._queue, self._claim, self._stop = log, metric, queue, claim, stop
         self._new: tuple[int, float] | None = None
         self.reason: str | None = None  # why the arm is given up
         self.resume, self.progress = log.resume, log.progress
@@ -177,8 +274,9 @@ class _JudgedLog:
             self._new = (step, float(values[self._metric]))
 
     def is_behind(self) -> bool:
-        if self._new is not None:
-            self.reason, self._new = self._queue.report(self._claim.key, *self._new), None
+        new, self._new = self._new, None
+        if new is not None:
+            self.reason = _patiently(lambda: self._queue.report(self._claim.key, *new), self._stop)
         return self.reason is not None
 
 
@@ -192,17 +290,46 @@ def _with_metrics(outcome: Outcome, objectives: Sequence[str]) -> Outcome:
     return Outcome("failed", reason, outcome.summary, outcome.metrics)
 
 
-def _watch(pool: WorkerPool, queue: Queue, on_status: Callable[[StudyStatus], None] | None) -> None:
-    """Keep workers at work and the caller informed until nothing is left to do."""
+@contextmanager
+def _pool(
+    name: str, plan: Plan, execute: str, workers: int | None, storage: str | None, cluster: Cluster | None
+) -> Iterator[WorkerPool | RayPool]:
+    """The workers to be, of this machine or of a cluster. The storage's password is in no process's arguments."""
+    arguments = [name, "--runs", str(plan.runs), "--parent", "{parent}", "--execute", execute]
+    environment = {STORAGE: storage or ""}
+    logs = plan.folder / "logs"
+    if cluster is None:
+        yield WorkerPool("harness.study", arguments, workers or default_workers(), logs, environment)
+        return
+    pool = RayPool("harness.study", arguments, workers, logs, environment, cluster=cluster)
+    with pool.connected():
+        if storage is None:
+            pool.check_shared(plan.runs)
+        yield pool
+
+
+def _watch(pool: WorkerPool | RayPool, queue: Queue, on_status: Callable[[StudyStatus], None] | None) -> StudyStatus:
+    """Keep workers at work and the caller informed until nothing is left to do; what was reached.
+
+    A storage that does not answer stops nothing: the workers go on, and are watched again when it does.
+    """
     while True:
-        alive, status = pool.collect(queue.num_claims()), queue.status()
+        began = time.monotonic()
+        try:
+            alive, status = pool.collect(queue.num_claims()), queue.status()
+        except StorageUnavailable as error:
+            if not pool.collect(None) and pool.stopping:
+                raise
+            log.warning("%s; the workers go on", error)
+            time.sleep(MAX_WAIT_SECONDS if not pool.stopping else POLL_SECONDS)
+            continue
         unfinished = sum(trial.state not in ENDED for trial in status.trials) + status.to_come
         if on_status is not None:
             on_status(status)
         if not alive and (pool.stopping or not unfinished):
-            return
+            return queue.status()
         pool.fill(unfinished)
-        time.sleep(POLL_SECONDS)
+        time.sleep(max(POLL_SECONDS, 9 * (time.monotonic() - began)))  # a large study is watched less often
 
 
 def _validate(study: StudySpec, runs: Path, workers: int | None, execute: str) -> None:
@@ -259,9 +386,14 @@ def _check_unchanged(study: StudySpec, digest: str, storage: Storage) -> None:
         )
 
 
-def _load(name: str, runs: Path) -> StudySpec:
+def _open_queue(name: str, runs: Path, url: str | None) -> Queue:
+    """The queue of a started study. SpecError for an unknown one."""
     folder = runs / "studies"
-    if not (folder / name / "study.json").exists():
+    storage = open_storage(folder / name, name, url)
+    document = storage.read_document()
+    if document is None and url:
+        raise SpecError(f"no study '{name}' was started in {storage.place}; start it with: cohort study run {name}")
+    if document is None:
         known = sorted(file.parent.name for file in folder.glob("*/study.json"))
         near = nearest(name, known)
         hint = f"did you mean '{near}'? " if near else ""
@@ -269,9 +401,8 @@ def _load(name: str, runs: Path) -> StudySpec:
             f"no study '{name}' was started in '{runs}'; {hint}"
             + (f"there are: {', '.join(known)}" if known else "start one with: cohort study run NAME")
         )
-    file = folder / name / "study.json"
-    fields = read_json(file)
-    return parse_study({key: fields[key] for key in fields if key not in ("format", "digest")}, where=str(file))
+    fields = {key: value for key, value in document.items() if key not in ("format", "digest")}
+    return Queue(Plan(parse_study(fields, where=storage.document_place), runs), storage)
 
 
 def _write_search(queue: Queue, runs: Path, parent_run_id: str) -> None:
@@ -320,4 +451,12 @@ if __name__ == "__main__":
     parser.add_argument("--parent", type=int, help="process id of the study's own process")
     parser.add_argument("--execute", default=EXECUTE, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    sys.exit(worker_main(arguments.name, arguments.runs, parent=arguments.parent, execute=arguments.execute))
+    sys.exit(
+        worker_main(
+            arguments.name,
+            arguments.runs,
+            parent=arguments.parent,
+            execute=arguments.execute,
+            storage=os.environ.get(STORAGE),
+        )
+    )

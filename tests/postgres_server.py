@@ -1,0 +1,118 @@
+"""A PostgreSQL server of the tests' own: a new cluster in a temporary folder, on a free port of 127.0.0.1."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+BINARIES = Path("/usr/lib/postgresql")
+
+
+def missing() -> str | None:
+    """Why no server can be started here; None where one can."""
+    try:
+        import psycopg  # noqa: F401
+    except ImportError:
+        return "needs psycopg (pip install 'cohort-rl[postgres]')"
+    if folder() is None:
+        return f"needs a PostgreSQL server's binaries in {BINARIES}/*/bin or on the path (apt-get install postgresql)"
+    return None
+
+
+def folder() -> Path | None:
+    """Where initdb and postgres are; the newest version."""
+    found = sorted(BINARIES.glob("*/bin/postgres"), key=lambda f: [int(n) for n in re.findall(r"\d+", str(f))])
+    on_path = shutil.which("postgres")
+    return found[-1].parent if found else Path(on_path).parent if on_path else None
+
+
+class Server:
+    """A running server; `stop` and `start` are what the machine it runs on may do at any time."""
+
+    def __init__(self, home: Path, port: int, password: str, user: str | None) -> None:
+        self.home, self.port, self.password, self._user = home, port, password, user
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def url(self, database: str = "postgres") -> str:
+        return f"postgresql://cohort:{self.password}@127.0.0.1:{self.port}/{database}"
+
+    def new_database(self) -> str:
+        """The URL of an empty database."""
+        import psycopg
+
+        name = f"db_{secrets.token_hex(6)}"
+        with psycopg.connect(self.url(), autocommit=True) as connection:
+            connection.execute(f"CREATE DATABASE {name}")  # pyright: ignore
+        return self.url(name)
+
+    def start(self) -> None:
+        folder_ = folder()
+        assert folder_ is not None
+        options = ["-D", self.home / "data", "-p", str(self.port), "-h", "127.0.0.1", "-k", self.home]
+        with (self.home / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [folder_ / "postgres", *options, "-c", "fsync=off"], stdout=log, stderr=log, cwd="/", user=self._user
+            )
+        deadline = time.monotonic() + 60
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the PostgreSQL server did not start:\n{(self.home / 'log').read_text()}")
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        """Cut all connections and end."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)  # its "fast" shutdown
+            self._process.wait(60)
+
+    def _answers(self) -> bool:
+        import psycopg
+
+        try:
+            psycopg.connect(self.url(), connect_timeout=2).close()
+        except psycopg.OperationalError:
+            return False
+        return True
+
+
+@contextmanager
+def server() -> Iterator[Server]:
+    """A server that ends, and whose folder goes, with the `with` block. It never runs as root, which it refuses."""
+    binaries, user = folder(), "nobody" if os.geteuid() == 0 else None
+    assert binaries is not None
+    home = Path(tempfile.mkdtemp(prefix="cohort-postgres-"))
+    password = secrets.token_hex(12)
+    try:
+        (home / "password").write_text(password)
+        if user is not None:
+            for path in (home, home / "password"):
+                shutil.chown(path, user)
+        initdb = [binaries / "initdb", "-D", home / "data", "-U", "cohort", "-A", "scram-sha-256", "--no-sync"]
+        subprocess.run(
+            [*initdb, f"--pwfile={home / 'password'}", "-E", "UTF8", "--locale=C"],
+            check=True, capture_output=True, cwd="/", user=user,
+        )  # fmt: skip
+        one = Server(home, _free_port(), password, user)
+        one.start()
+        try:
+            yield one
+        finally:
+            one.stop()
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,345 @@
+"""A study whose workers are killed at random and whose MLflow store goes away twice ends as if nothing had happened.
+
+Short here, with a run that trains nothing and a real store; `make chaos` makes it long, with the real training loop.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fake_trials
+import postgres_server
+import psutil
+import pytest
+
+from harness import tracking
+from harness._events import read_events
+from harness._queue import Plan, Queue, StudyStatus
+from harness._ray import Cluster, import_ray
+from harness._storage import open_storage
+from harness.spec import StudySpec, parse_study
+from harness.study import run_study, study_status
+
+LONG = bool(os.environ.get("COHORT_CHAOS"))
+ROOT = Path(__file__).resolve().parents[1]
+GROUP_SIZES, WEIGHTS, SEEDS = [2, 4, 8, 16], [0.0, 0.01, 0.02], [0, 1]  # 12 arms x 2 seeds
+METRIC = "validation/accuracy"
+
+needs_postgres = pytest.mark.skipif(postgres_server.missing() is not None, reason=str(postgres_server.missing()))
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray")  # import_ray comes first
+only_long = pytest.mark.skipif(not LONG, reason="takes minutes: make chaos")
+
+
+@pytest.fixture(autouse=True)
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_trials.install(tmp_path / "plugins", monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[postgres_server.Server]:
+    with postgres_server.server() as one:
+        yield one
+
+
+@pytest.fixture(params=["files", pytest.param("postgres", marks=needs_postgres)])
+def url(request: pytest.FixtureRequest) -> str | None:
+    return request.getfixturevalue("server").new_database() if request.param == "postgres" else None
+
+
+@pytest.fixture(scope="session")
+def new_runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    """Makes a runs folder with an empty store."""
+    store = fake_trials.empty_store(tmp_path_factory)
+
+    def make(folder: Path) -> Path:
+        folder.mkdir(parents=True)
+        shutil.copy(store, folder / "mlflow.db")
+        return folder
+
+    return make
+
+
+def a_grid(**changes: Any) -> StudySpec:
+    raw = {
+        "name": "chaos",
+        "question": "Does anything get lost?",
+        "run": fake_trials.run_settings(),
+        "factors": {"algorithm.group_size": GROUP_SIZES, "algorithm.kl_beta": WEIGHTS},
+        "seeds": SEEDS,
+        **changes,
+    }
+    return parse_study(raw, "test")
+
+
+def a_trained_grid() -> StudySpec:
+    """The same grid of the real training loop, short runs of the built-in model."""
+    run = {
+        "task": "arithmetic",
+        "algorithm": "grpo",
+        "cold_start": {"steps": 40},
+        "rollouts_per_step": 16,
+        "steps": 6,
+        "evaluation": {"every": 3, "num_prompts": 8, "num_test_prompts": 8, "num_samples": 2},
+        "checkpoints": {"every": 1},
+    }
+    return a_grid(run=run)
+
+
+def workers_of(process: psutil.Process) -> list[psutil.Process]:
+    found = []
+    for child in process.children(recursive=True):
+        try:
+            if "harness.study" in child.cmdline():
+                found.append(child)
+        except psutil.NoSuchProcess:
+            pass
+    return found
+
+
+class Chaos:
+    """Kills a random worker every `period` seconds, `kills` times, and takes the MLflow store away twice."""
+
+    def __init__(self, runs: Path, kills: int, period: float, seed: int = 0) -> None:
+        self.store, self.period = runs / "mlflow.db", period
+        self.kills_left, self.outages_left = kills, 2
+        self.num_killed = self.num_outages = 0
+        self._random, self._next, self._back = random.Random(seed), time.monotonic() + period, 0.0
+
+    def __call__(self, status: StudyStatus) -> None:
+        now = time.monotonic()
+        away = self.store.with_suffix(".away")
+        if away.exists():
+            if now > self._back:
+                self._give_back(away)
+        elif self.outages_left and self.num_killed > self.num_outages:
+            self.store.rename(away)  # who connects now finds nothing, and must not make a new store
+            self.store.mkdir()
+            self.outages_left, self.num_outages, self._back = self.outages_left - 1, self.num_outages + 1, now + 1.0
+        workers = workers_of(psutil.Process())
+        if self.kills_left and now > self._next and workers and status.counts().get("running"):
+            self._random.choice(workers).send_signal(signal.SIGKILL)
+            self.kills_left, self.num_killed, self._next = self.kills_left - 1, self.num_killed + 1, now + self.period
+
+    def _give_back(self, away: Path) -> None:
+        self.store.rmdir()
+        away.rename(self.store)
+
+    def end(self) -> None:
+        away = self.store.with_suffix(".away")
+        if away.exists():
+            self._give_back(away)
+
+
+def finals(queue: Queue) -> dict[tuple[str, int], tuple[str, Any]]:
+    """(arm, seed) -> how it ended and what it reached, as the queue has it: what every host can see."""
+    return {(t.arm, t.seed): (t.state, t.accuracy) for t in queue.status().trials}
+
+
+def values(runs: Path) -> dict[str, dict[str, float]]:
+    """Trial folder -> metric and step -> value, as the runs logged them; clocks and memory apart."""
+    found: dict[str, dict[str, float]] = {}
+    for file in sorted(runs.glob("studies/chaos/trials/*/events.jsonl")):
+        found[file.parent.name] = {
+            f"{key}@{event['step']}": value
+            for event in read_events(file)
+            if event["type"] == "metrics"
+            for key, value in event["values"].items()
+            if not key.startswith(tracking.COST_AREAS)
+        }
+    return found
+
+
+def queue_of(study: StudySpec, runs: Path, url: str | None) -> Queue:
+    plan = Plan(study, runs)
+    return Queue(plan, open_storage(plan.folder, study.name, url))
+
+
+def check_once_each(study: StudySpec, queue: Queue) -> None:
+    """Every (arm, seed) has exactly one attempt that is complete."""
+    status = queue.status()
+    assert status.counts() == {"complete": 24}
+    attempts = queue._read().attempts
+    complete = Counter(key for key, tried in attempts.items() for t in tried if t.state.name == "COMPLETE")
+    assert complete == Counter((arm.label, seed) for arm in study.design_arms() for seed in study.seeds)
+
+
+def test_a_grid_under_fire_ends_as_an_undisturbed_one(
+    tmp_path: Path, url: str | None, new_runs: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.05")
+    study, runs = a_grid(), new_runs(tmp_path / "runs")
+    chaos = Chaos(runs, kills=3, period=0.7)
+    try:
+        status = run_study(study, runs, workers=3, command="", on_status=chaos, report=False,
+                           execute=fake_trials.EXECUTE, storage=url)  # fmt: skip
+    finally:
+        chaos.end()
+    assert (chaos.num_killed, chaos.num_outages) == (3, 2)
+    assert (status.finished, status.all_valid) == (True, True)
+    queue = queue_of(study, runs, url)
+    check_once_each(study, queue)
+    assert queue.num_claims() > 24  # something was lost on the way
+    # What an undisturbed run logs is known: the fake's accuracy is a function of spec and step.
+    for arm in study.design_arms():
+        for seed in study.seeds:
+            spec = study.run_spec(arm, seed)
+            want = {f"{METRIC}@{step}": fake_trials.accuracy(spec, step) for step in range(spec.steps + 1)}
+            assert values(runs)[queue.plan.directory((arm.label, seed)).name] == want
+    record = tracking.read_study(runs, "chaos")
+    assert Counter((t.arm, t.seed, t.state) for t in record.trials) == Counter(
+        (*key, "complete") for key in queue.plan.keys
+    )
+    assert {(t.arm, t.seed): t.history[METRIC][-1][1] for t in record.trials} == {
+        (arm.label, seed): fake_trials.accuracy(study.run_spec(arm, seed), 7)
+        for arm in study.design_arms()
+        for seed in study.seeds
+    }
+
+
+HOST = """
+import os, sys
+from pathlib import Path
+import test_chaos as t
+os.chdir(Path(sys.argv[1]).parent)
+study = t.a_trained_grid() if sys.argv[3] == "trained" else t.a_grid()
+options = {} if sys.argv[3] == "trained" else {"execute": t.fake_trials.EXECUTE}
+t.run_study(study, Path(sys.argv[1]), workers=1, command="", report=False, storage=sys.argv[2], **options)
+"""
+
+
+def two_hosts(folder: Path, url: str, kind: str, new_runs: Callable[[Path], Path]) -> list[Path]:
+    """The runs folders of two study processes with separate working and runs folders, once both have ended."""
+    places = [new_runs(folder / name / "runs") for name in ("north", "south")]
+    processes = [subprocess.Popen([sys.executable, "-c", HOST, str(runs), url, kind]) for runs in places]
+    assert [process.wait(1800) for process in processes] == [0, 0]
+    return places
+
+
+@needs_postgres
+def test_two_hosts_that_share_only_a_database_share_the_work(
+    tmp_path: Path, server: postgres_server.Server, new_runs: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.05")
+    url = server.new_database()
+    places = two_hosts(tmp_path, url, "fake", new_runs)
+    study = a_grid()
+    north, south = (values(runs) for runs in places)
+    assert north and south and not set(north) & set(south)  # each trial ran on one host, and both had some
+    for runs in places:
+        check_once_each(study, queue_of(study, runs, url))
+        assert finals(queue_of(study, runs, url)) == {
+            (arm.label, seed): ("complete", fake_trials.accuracy(study.run_spec(arm, seed), 7))
+            for arm in study.design_arms()
+            for seed in study.seeds
+        }
+        assert json.loads((runs / "studies/chaos/study.json").read_text())["name"] == "chaos"
+    (tmp_path / "third").mkdir()
+    assert study_status("chaos", tmp_path / "third", url).counts() == {"complete": 24}  # no files there at all
+
+
+# Long -----------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def two_ray_nodes() -> Iterator[str]:
+    """The address of a Ray cluster of two nodes on this machine, with one core each."""
+    import_ray("local")
+    from ray.cluster_utils import Cluster as RayCluster
+
+    cluster = RayCluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        assert cluster.address.startswith("127.0.0.1:")
+        cluster.add_node(num_cpus=1)
+        yield cluster.address
+    finally:
+        cluster.shutdown()
+
+
+@only_long
+@needs_ray
+def test_a_grid_on_two_ray_nodes_ends_as_a_local_one(
+    tmp_path: Path, url: str | None, new_runs: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.05")
+    study, runs = a_grid(), new_runs(tmp_path / "runs")
+    with two_ray_nodes() as address:
+        status = run_study(study, runs, workers=None, command="", report=False, execute=fake_trials.EXECUTE,
+                           storage=url, cluster=Cluster(address))  # fmt: skip
+    assert (status.finished, status.all_valid) == (True, True)
+    assert len(list((runs / "studies/chaos/logs").glob("worker-ray-*.log"))) >= 2  # both nodes had a worker
+    queue = queue_of(study, runs, url)
+    check_once_each(study, queue)
+    assert finals(queue) == {
+        (arm.label, seed): ("complete", fake_trials.accuracy(study.run_spec(arm, seed), 7))
+        for arm in study.design_arms()
+        for seed in study.seeds
+    }
+
+
+@only_long
+@needs_ray
+def test_an_interrupt_on_ray_lets_the_step_end(
+    tmp_path: Path, new_runs: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.5")
+    study, runs, pressed = a_grid(), new_runs(tmp_path / "runs"), []
+
+    def interrupt_once(status: StudyStatus) -> None:
+        if not pressed and any(trial.state == "running" and trial.done >= 1 for trial in status.trials):
+            pressed.append(True)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    status = run_study(study, runs, workers=2, command="", on_status=interrupt_once, report=False,
+                       execute=fake_trials.EXECUTE, cluster=Cluster("local"))  # fmt: skip
+    assert not status.finished
+    assert status.counts()["stopped"] >= 1
+    assert "running" not in status.counts()
+    stopped = next(trial for trial in status.trials if trial.state == "stopped")
+    assert json.loads((stopped.directory / "checkpoint.json").read_text())["step"] >= 1
+
+
+@only_long
+@needs_ray
+def test_real_runs_under_fire_on_hosts_and_on_ray_equal_undisturbed_ones(
+    tmp_path: Path, new_runs: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+):
+    """Bit for bit: every logged value but clocks and memory, of every step of every trial."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    study, quiet = a_trained_grid(), new_runs(tmp_path / "quiet")
+    run_study(study, quiet, workers=2, command="", report=False)
+    want = values(quiet)
+    assert len(want) == 24
+
+    runs = new_runs(tmp_path / "fire")
+    chaos = Chaos(runs, kills=8, period=5.0)
+    try:
+        run_study(study, runs, workers=3, command="", on_status=chaos, report=False)
+    finally:
+        chaos.end()
+    assert chaos.num_killed >= 3
+    check_once_each(study, queue_of(study, runs, None))
+    assert values(runs) == want
+
+    if postgres_server.missing() is None:
+        with postgres_server.server() as server:
+            north, south = (values(place) for place in two_hosts(tmp_path, server.new_database(), "trained", new_runs))
+            assert north and south
+            assert {**north, **south} == want
+
+    runs = new_runs(tmp_path / "ray")
+    with two_ray_nodes() as address:
+        run_study(study, runs, workers=2, command="", report=False, cluster=Cluster(address))
+    assert values(runs) == want

@@ -1,0 +1,143 @@
+"""Cost, time left and budget of a study, by hand; a dry run checks what a run checks and writes nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import fake_trials
+import pytest
+from typer.testing import CliRunner
+
+from harness._estimates import budget, cost, remaining_seconds
+from harness._files import write_json
+from harness._queue import Plan, StudyStatus, TrialStatus
+from harness.cli import app
+from harness.spec import SpecError, StudySpec, load_study, parse_study
+from harness.study import dry_run
+
+
+@pytest.fixture(autouse=True)
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_trials.install(tmp_path / "plugins", monkeypatch)
+
+
+def a_study(**changes: object) -> StudySpec:
+    raw = {
+        "name": "sizes",
+        "question": "Do larger groups help?",
+        "run": fake_trials.run_settings(),
+        "factors": {"algorithm.group_size": [2, 4]},
+        "seeds": [0, 1],
+        **changes,
+    }
+    return parse_study(raw, "test")
+
+
+def trial(arm: str, state: Any, seconds: float | None = None, **more: Any) -> TrialStatus:
+    fixed = {"seed": 0, "reason": None, "accuracy": None, "tokens_per_second": None, "directory": Path("t")}
+    values = {"phase": "", "done": 0, "total": 0, **more}
+    return TrialStatus(arm=arm, state=state, seconds=seconds, **fixed, **values)
+
+
+def a_status(*trials: TrialStatus) -> StudyStatus:
+    return StudyStatus("s", "?", "validation/accuracy", trials)
+
+
+def test_cost_is_summed_over_all_trials_and_gpu_time_over_those_that_had_one():
+    status = a_status(
+        trial("a", "complete", 100.0, generated_tokens=1000.0, on_gpu=True),
+        trial("a", "invalid", 20.0, generated_tokens=50.0),
+        trial("b", "running", 5.0, on_gpu=True),
+        trial("b", "waiting"),
+    )
+    assert cost(status) == {"trial_seconds": 125.0, "gpu_seconds": 105.0, "generated_tokens": 1050.0}
+
+
+def test_time_left_takes_each_arms_own_seconds_and_the_workers_alive():
+    trials = [
+        trial("a", "complete", 100.0),
+        trial("b", "complete", 40.0),
+        trial("a", "running", 30.0, phase="loading"),  # 100 - 30 = 70 left
+        trial("b", "running", 10.0, phase="train", done=2, total=10),  # 10 s x 10 / 2 = 50 in all, 40 left
+        trial("a", "waiting"),  # 100
+        trial("b", "stopped", 15.0),  # 40 - 15 = 25
+        trial("c", "waiting"),  # no complete one of its arm: the mean of 100 and 40, 70
+    ]
+    for i, one in enumerate(trials):
+        object.__setattr__(one, "seed", i)
+    # (70 + 40 + 100 + 25 + 70) / 2 workers = 152.5; no single trial needs longer
+    assert remaining_seconds(a_status(*trials)) == pytest.approx(152.5)
+    # Two workers, 100 + 5 s left: the longer trial alone takes 100 s, not (100 + 5) / 2.
+    long, short = trial("a", "running", 0.0, phase="loading"), trial("b", "running", 35.0, phase="loading")
+    assert remaining_seconds(a_status(*trials[:2], long, short)) == pytest.approx(100.0)
+
+
+def test_time_left_is_unknown_where_nothing_runs_or_nothing_was_measured():
+    assert remaining_seconds(a_status(trial("a", "complete", 10.0), trial("a", "waiting"))) is None
+    assert remaining_seconds(a_status(trial("a", "running", 3.0, phase="loading"))) is None
+
+
+def test_a_budget_counts_trials_steps_rollouts_and_tokens(tmp_path: Path):
+    found = budget(Plan(a_study(), tmp_path), workers=3)
+    # 2 arms x 2 seeds = 4 trials of 7 steps of 64 rollouts of at most 8 tokens
+    assert (found["trials"], found["steps"], found["rollouts"]) == (4, 28, 1792)
+    assert found["generated_tokens_bound"] == 14336
+    assert found["seconds"] is None and found["measured"] == 0
+
+
+def test_a_budgets_time_comes_from_complete_runs_of_the_same_shape(tmp_path: Path):
+    plan = Plan(a_study(), tmp_path)
+    for size, seconds in ((2, 14.0), (2, 28.0), (4, 7.0)):  # 2, 4 and 1 s a step
+        folder = tmp_path / "studies" / "earlier" / "trials" / f"{size}-{seconds}"
+        folder.mkdir(parents=True)
+        spec = plan.spec((f"group_size={size}", 0)).model_dump(mode="json")
+        write_json(folder / "run.json", {"spec": spec})
+        write_json(folder / "result.json", {"state": "complete", "summary": {"seconds": seconds}})
+    found = budget(plan, workers=2)
+    # group_size 2: mean 3 s x 7 steps = 21 s, 4: 7 s; (21 + 7) x 2 seeds = 56 s of trials, 28 s with 2 workers
+    assert [arm["seconds"] for arm in found["arms"]] == pytest.approx([21.0, 7.0])
+    assert (found["trial_seconds"], found["seconds"], found["measured"]) == (
+        pytest.approx(56.0),
+        pytest.approx(28.0),
+        3,
+    )
+
+
+def test_a_dry_run_writes_nothing_and_refuses_what_a_run_refuses(tmp_path: Path):
+    found = dry_run(a_study(), tmp_path / "new", workers=2, execute=fake_trials.EXECUTE)
+    assert (found["trials"], found["not_checked"], found["workers"]) == (4, [], 2)
+    assert not (tmp_path / "new").exists()
+    empty = a_study(run=fake_trials.run_settings(task={"name": "fake", "empty_split": "test"}))
+    with pytest.raises(SpecError, match="in its test split"):
+        dry_run(empty, tmp_path / "new", workers=1, execute=fake_trials.EXECUTE)
+    with pytest.raises(SpecError, match="did you mean 'validation/accuracy'"):
+        dry_run(load_study("quickstart", ["metric=validation/acuracy"]), tmp_path / "new", workers=1)
+
+
+def test_a_dry_run_says_what_this_machine_cannot_check(tmp_path: Path):
+    study = load_study("quickstart", ["model=nobody/no-such-model-1B", "task.path=/nowhere", "task.name=gsm8k"])
+    words = "\n".join(dry_run(study, tmp_path / "new", workers=1)["not_checked"])
+    assert "model 'nobody/no-such-model-1B': it is not on this machine" in words
+    assert "data of task 'gsm8k'" in words
+
+
+def test_the_command_line_shows_a_dry_run_and_refuses_bad_options(tmp_path: Path):
+    run = CliRunner().invoke
+    shown = run(app, ["study", "run", "quickstart", "--dry-run", "--json", "--runs", str(tmp_path / "new")])
+    assert shown.exit_code == 0, shown.output
+    document = json.loads(shown.stdout)
+    assert (document["trials"], document["steps"]) == (9, 900)
+    assert all(arm["peak_bytes"] > 0 for arm in document["memory"].values())
+    assert not (tmp_path / "new").exists()
+    for options, message in (
+        (["--workers", "0"], "--workers must be a number from 1 on, or auto"),
+        (["--launcher", "slurm"], "--launcher must be local or ray"),
+        (["--ray-address", "x:1"], "add --launcher ray"),
+        (["--storage", "mysql://me:s3cret@db/x"], "--storage must be a URL as postgresql://"),
+    ):
+        refused = run(app, ["study", "run", "quickstart", *options, "--runs", str(tmp_path / "new")])
+        assert refused.exit_code == 2
+        assert message in " ".join(refused.output.split())
+        assert "s3cret" not in refused.output

@@ -1,0 +1,308 @@
+"""The queue keeps its promises wherever it lives: in files or in PostgreSQL, whose clock and connections it trusts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fake_trials
+import postgres_server
+import pytest
+
+from harness import _storage
+from harness._files import write_json
+from harness._lease import FileLease
+from harness._queue import MAX_LOST, Claim, Outcome, Plan, Queue
+from harness._storage import LocalStorage, StorageUnavailable, masked, open_storage
+from harness.spec import SpecError, StudySpec, parse_study
+from harness.study import run_study, study_status
+
+METRIC = "validation/accuracy"
+DONE = Outcome("complete", summary={"accuracy_final": 0.5, "seconds": 8.0, "generated_tokens": 100.0},
+               metrics={METRIC: 0.5})  # fmt: skip
+
+needs_postgres = pytest.mark.skipif(postgres_server.missing() is not None, reason=str(postgres_server.missing()))
+
+
+@pytest.fixture(autouse=True)
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_trials.install(tmp_path / "plugins", monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[postgres_server.Server]:
+    with postgres_server.server() as one:
+        yield one
+
+
+@pytest.fixture(params=["files", pytest.param("postgres", marks=needs_postgres)])
+def url(request: pytest.FixtureRequest) -> str | None:
+    """Where the queue of the test lives; None for files."""
+    return request.getfixturevalue("server").new_database() if request.param == "postgres" else None
+
+
+@pytest.fixture
+def database(server: postgres_server.Server) -> str:
+    return server.new_database()
+
+
+def a_study(**changes: object) -> StudySpec:
+    raw = {
+        "name": "sizes",
+        "question": "Do larger groups help?",
+        "run": fake_trials.run_settings(),
+        "factors": {"algorithm.group_size": [2, 4]},
+        "seeds": [0, 1],
+        **changes,
+    }
+    return parse_study(raw, "test")
+
+
+def one_trial() -> StudySpec:
+    return a_study(factors={"algorithm.group_size": [2]}, seeds=[0])
+
+
+def open_queue(study: StudySpec, runs: Path, url: str | None) -> Queue:
+    """A queue as another process would open it."""
+    plan = Plan(study, runs)
+    return Queue(plan, open_storage(plan.folder, study.name, url))
+
+
+def new_queue(study: StudySpec, runs: Path, url: str | None) -> Queue:
+    queue = open_queue(study, runs, url)
+    with queue.storage.lock():
+        queue.storage.write_document({"digest": study.digest(), **study.model_dump(mode="json")})
+        queue.retry_failed()
+    return queue
+
+
+def claimed(queue: Queue) -> Claim:
+    claim = queue.claim()
+    assert claim is not None
+    return claim
+
+
+def die(claim: Claim, queue: Queue) -> None:
+    """What a kill of its worker leaves of a claim: a lease that names a process which is gone."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    claim.lease._released.set()  # pyright: ignore
+    if isinstance(claim.lease, FileLease):
+        file = claim.lease._file
+        write_json(file, {**json.loads(file.read_text()), "pid": ended.pid})
+    else:
+        queue.storage._execute("UPDATE cohort_leases SET pid = :pid WHERE study = :study", pid=ended.pid)  # pyright: ignore
+
+
+# On every storage -----------------------------------------------------------------------------------------------------
+
+
+def test_each_trial_is_claimed_once_and_its_end_is_seen_by_all(tmp_path: Path, url: str | None):
+    queue = new_queue(a_study(), tmp_path, url)
+    other = open_queue(a_study(), tmp_path, url)
+    claims = [claimed(queue), claimed(other), claimed(other), claimed(queue)]
+    assert [claim.key for claim in claims] == queue.plan.keys
+    assert queue.claim() is None and other.claim() is None
+    assert queue.status().counts() == {"running": 4}
+    queue.finish(claims[0], DONE)
+    other.finish(claims[1], Outcome("invalid", "policy/loss is NaN"))
+    other.finish(claims[2], Outcome("stopped"))
+    status = open_queue(a_study(), tmp_path, url).status()
+    assert [(t.state, t.reason) for t in status.trials] == [
+        ("complete", None), ("invalid", "policy/loss is NaN"), ("stopped", None), ("running", None)
+    ]  # fmt: skip
+    first = status.trials[0]
+    assert (first.accuracy, first.seconds, first.generated_tokens) == (0.5, 8.0, 100.0)
+    assert claimed(queue).key == claims[2].key  # what was stopped comes again
+    assert queue.num_claims() == other.num_claims() == 5
+
+
+def test_claims_of_many_threads_at_once_never_meet(tmp_path: Path, url: str | None):
+    study = a_study(factors={"algorithm.group_size": [1, 2, 4, 8, 16, 32]}, seeds=[0, 1])
+    new_queue(study, tmp_path, url)
+    keys: list[object] = []
+
+    def work() -> None:
+        queue = open_queue(study, tmp_path, url)
+        while (claim := queue.claim()) is not None:
+            queue.finish(claim, DONE)
+            keys.append(claim.key)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    queue = open_queue(study, tmp_path, url)
+    assert sorted(keys, key=str) == sorted(queue.plan.keys, key=str)  # 6 arms x 2 seeds, none twice
+    assert queue.num_claims() == 12
+
+
+def test_a_dead_workers_trial_is_handed_on_and_its_late_result_dropped(tmp_path: Path, url: str | None):
+    queue = new_queue(one_trial(), tmp_path, url)
+    claim = claimed(queue)
+    assert queue.claim() is None
+    die(claim, queue)
+    assert queue.status().counts() == {"stopped": 1}
+    again = claimed(open_queue(one_trial(), tmp_path, url))
+    assert (again.key, again.number) == (claim.key, 1)
+    queue.finish(again, DONE)
+    queue.finish(claim, Outcome("failed", "too late"))
+    assert queue.status().counts() == {"complete": 1}
+
+
+def test_a_trial_that_keeps_killing_its_worker_fails(tmp_path: Path, url: str | None):
+    queue = new_queue(one_trial(), tmp_path, url)
+    for _ in range(MAX_LOST):
+        die(claimed(queue), queue)
+    assert queue.claim() is None
+    (trial,) = queue.status().trials
+    assert trial.state == "failed"
+    assert str(trial.reason).startswith("the worker died 10 times at step 0")
+    queue.retry_failed()  # the study is started again
+    assert claimed(queue).number == MAX_LOST
+
+
+def test_another_spec_under_the_same_name_is_refused(
+    tmp_path: Path, url: str | None, empty_store: Callable[[Path], Path]
+):
+    here, there = empty_store(tmp_path / "here"), empty_store(tmp_path / "there")
+    new_queue(a_study(), here, url)
+    second = here if url is None else there  # another host knows of it by the database alone
+    with pytest.raises(SpecError, match=r"a started study cannot change.*another name"):
+        run_study(a_study(run=fake_trials.run_settings(steps=8)), second, workers=1, command="",
+                  execute=fake_trials.EXECUTE, storage=url)  # fmt: skip
+    assert study_status("sizes", second, url).counts() == {"waiting": 4}
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    import shutil
+
+    store = fake_trials.empty_store(tmp_path_factory)
+
+    def make(folder: Path) -> Path:
+        folder.mkdir(parents=True)
+        shutil.copy(store, folder / "mlflow.db")
+        return folder
+
+    return make
+
+
+# PostgreSQL -----------------------------------------------------------------------------------------------------------
+
+
+@needs_postgres
+def test_a_worker_elsewhere_lives_as_long_as_the_database_saw_its_heartbeat(
+    tmp_path: Path, database: str, monkeypatch: pytest.MonkeyPatch
+):
+    from harness import _postgres
+
+    queue = new_queue(one_trial(), tmp_path, database)
+    storage, directory = queue.storage, queue.plan.directory(queue.plan.keys[0])
+    claim = claimed(queue)
+    claim.lease._released.set()  # pyright: ignore
+    storage._execute("UPDATE cohort_leases SET host = 'elsewhere'")  # pyright: ignore
+    assert storage.held([directory]) == {directory}
+    storage._execute("UPDATE cohort_leases SET beat = clock_timestamp() - interval '1 day'")  # pyright: ignore
+    # The server started less than an hour ago: until then no heartbeat could be written, so nobody is dead yet.
+    monkeypatch.setattr(_postgres, "GRACE_SECONDS", 3600.0)
+    assert storage.held([directory]) == {directory}
+    monkeypatch.setattr(_postgres, "GRACE_SECONDS", 0.1)
+    time.sleep(0.2)
+    assert storage.held([directory]) == set()
+    assert claimed(queue).key == claim.key
+
+
+@needs_postgres
+def test_a_worker_ends_at_once_when_another_has_its_row(tmp_path: Path, database: str):
+    code = """
+import sys, time
+from pathlib import Path
+from harness import _postgres
+_postgres.BEAT_SECONDS = 0.1
+storage = _postgres.PostgresStorage("sizes", sys.argv[1])
+storage.write_document({})
+assert storage.take_lease(Path(sys.argv[2]))
+print("held", flush=True)
+time.sleep(60)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, database, str(tmp_path / "trial")], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"held\n"
+    storage = open_storage(tmp_path, "sizes", database)
+    storage._execute("UPDATE cohort_leases SET token = 'another'")  # pyright: ignore
+    assert process.wait(20) == 3
+
+
+@needs_postgres
+def test_a_lease_outlives_the_loss_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from harness import _postgres
+
+    monkeypatch.setattr(_postgres, "BEAT_SECONDS", 0.1)
+    with postgres_server.server() as own:
+        queue = new_queue(one_trial(), tmp_path, own.url())
+        claim = claimed(queue)
+        queue.plan.directory(claim.key).mkdir(parents=True)
+        write_json(queue.plan.directory(claim.key) / "progress.json", {"step": 3, "phase": "train", "done": 3})
+        own.stop()
+        with pytest.raises(StorageUnavailable, match=r"postgresql://cohort:\*\*\*@.*cannot be used now"):
+            queue.status()
+        time.sleep(0.5)  # several heartbeats without an answer
+        own.start()
+        south = open_queue(one_trial(), tmp_path / "south", own.url())  # another host: it has no folder of the trial
+        deadline = time.monotonic() + 20
+        while south.status().trials[0].done != 3 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        (trial,) = south.status().trials
+        assert (trial.state, trial.phase, trial.done) == ("running", "train", 3)
+        queue.finish(claim, DONE)
+        assert queue.status().counts() == {"complete": 1}
+
+
+@needs_postgres
+def test_a_server_out_of_reach_is_refused_before_anything_is_written(tmp_path: Path):
+    with pytest.raises(ConnectionError, match=r"postgresql://me:\*\*\*@127.0.0.1:1/x cannot be used now.*--storage"):
+        run_study(a_study(), tmp_path / "new", workers=1, command="", storage="postgresql://me:s3cret@127.0.0.1:1/x")
+    assert not (tmp_path / "new").exists()
+
+
+@needs_postgres
+def test_a_wrong_password_is_not_repeated(server: postgres_server.Server, tmp_path: Path):
+    url = server.url().replace(server.password, "wr0ng")
+    with pytest.raises(ConnectionError, match="authentication failed") as caught:
+        run_study(a_study(), tmp_path / "new", workers=1, command="", storage=url)
+    assert "wr0ng" not in str(caught.value)
+
+
+# URLs -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("url", ["mysql://me:s3cret@db/x", "postgresql://me:s3cret@db", "nonsense", "sqlite:///x.db"])
+def test_a_url_of_another_kind_is_refused_without_its_password(tmp_path: Path, url: str):
+    with pytest.raises(SpecError, match="--storage must be a URL as postgresql://") as caught:
+        open_storage(tmp_path, "sizes", url)
+    assert "s3cret" not in str(caught.value)
+
+
+def test_passwords_are_masked_wherever_they_stand():
+    assert masked("postgresql+psycopg://me:s3:cr@et@db:5432/x") == "postgresql://me:***@db:5432/x"
+    assert masked("postgresql://db/x?user=me&password=s3cret&sslmode=require") == (
+        "postgresql://db/x?user=me&password=***&sslmode=require"
+    )
+    assert masked("postgresql://me@db/x") == "postgresql://me@db/x"
+
+
+def test_no_url_means_files(tmp_path: Path):
+    assert isinstance(open_storage(tmp_path, "sizes"), LocalStorage)
+    assert isinstance(open_storage(tmp_path, "sizes", ""), LocalStorage)
+    assert os.listdir(tmp_path) == ["plugins"]  # nothing was written
+    assert _storage.LocalStorage(tmp_path).read_document() is None
