@@ -126,7 +126,7 @@ class Plan:
         """Optuna's description of what varies: the levels of each factor, and the seed as a plain number, because
         seeds may be added later."""
         levels: dict[str, list[Any]] = {}
-        for arm in self.arms.values():
+        for arm in (arm for label, arm in self.arms.items() if label not in self._searched):
             for path, level in arm.levels.items():
                 if level not in levels.setdefault(path, []):
                     levels[path].append(level)

@@ -135,7 +135,8 @@ def test_a_design_that_cannot_be_run_is_refused(raw: dict[str, Any], words: str)
 def test_a_started_search_may_gain_trials_and_nothing_else():
     digest = parse_study(search(), "toy.yaml").digest()
     assert parse_study(search(trials=9), "toy.yaml").digest() == digest
-    for changed in ({**search(), "seeds": [0, 1, 2]}, search(sampler="gp"), search(space={"optimizer.beta1": {"low": 0.1, "high": 0.9}})):  # fmt: skip
+    other = {"optimizer.beta1": {"low": 0.1, "high": 0.9}}
+    for changed in ({**search(), "seeds": [0, 1, 2]}, search(sampler="gp"), search(space=other)):
         assert parse_study(changed, "toy.yaml").digest() != digest
 
 
