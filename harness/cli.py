@@ -26,7 +26,7 @@ from harness import _terminal as terminal
 if TYPE_CHECKING:
     from harness._ray import Cluster
     from harness.plugins import Kind
-    from harness.spec import StudySpec
+    from harness.spec import Dimension, StudySpec
     from harness.types import Split
 
 app = typer.Typer(
@@ -140,26 +140,32 @@ def train(
     "cohort compare --algorithms ppo,grpo --task arithmetic --steps 50",
     "cohort compare --algorithms ppo,grpo,grpo_self_consistency --task gsm8k --set task.path=data/gsm8k --steps 5",
     "cohort compare --algorithms grpo,ppo --task gsm8k --model Qwen/Qwen2.5-0.5B --seeds 0,1",
+    "cohort compare --algorithms grpo,ppo --task arithmetic --tune 6",
 )
 def compare(
     algorithms: Annotated[str, typer.Option(metavar="A,B,...", help="Algorithms; the first is the baseline.")],
-    task: Annotated[str, typer.Option(help="Task by name.")],
+    task: Annotated[str, typer.Option(metavar="A,B,...", help="Tasks by name; every algorithm learns each.")],
     model: Annotated[str, typer.Option(help="'tiny', a Hub id or a local folder.")] = "tiny",
     seeds: Seeds = None,
     steps: Annotated[int | None, typer.Option(min=0, metavar="N", help="Training steps of each trial.")] = None,
+    tune: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="First tune each learning rate, with N settings each.")
+    ] = None,
     sets: Sets = None,
     name: Name = None,
     workers: Workers = "auto",
     runs: Runs = RUNS,
     as_json: Json = False,
 ) -> None:
-    """Run one study with an arm per algorithm and all else equal.
+    """Run one study with an arm per algorithm (and task) and all else equal.
 
-    The model 'tiny' gets a supervised cold start of 400 steps (--set cold_start.steps=N for another).
+    The model 'tiny' gets a supervised cold start of 400 steps (--set cold_start.steps=N for another). With --tune each
+    algorithm first gets the same search over its learning rate (a fifth to five times the run's own), judged on the
+    validation split with a seed of its own; a study file can search more.
     """
-    study = comparison(algorithms, task, model, seeds, steps, sets, name)
+    study = comparison(algorithms, task, model, seeds, steps, sets, name, tune)
     options = {"--algorithms": algorithms, "--task": task, "--model": model, "--seeds": seeds, "--steps": steps}
-    command = _shell("compare", {**options, "--set": sets, "--name": name})
+    command = _shell("compare", {**options, "--tune": tune, "--set": sets, "--name": name})
     _run_study(study, runs, _num_workers(workers), command, as_json)
 
 
@@ -403,20 +409,31 @@ def study_show(
         budget += rollouts * len(spec.seeds)
         arms.append({"arm": arm.label, "overrides": dict(arm.overrides), "steps": run.steps, "rollouts": rollouts})
     trials = len(arms) * len(spec.seeds)
+    for plan in spec.searches():
+        run = spec.run_spec(plan.base, spec.seeds[0])
+        count = plan.search.trials * len(plan.seeds) + len(plan.final_seeds)
+        trials += count
+        budget += count * run.steps * run.rollouts_per_step
     if as_json:
         document = spec.model_dump(mode="json")
         terminal.print_json({**document, "design_arms": arms, "budget": {"trials": trials, "rollouts": budget}})
         return
     terminal.say(f"{spec.name}: {' '.join(spec.question.split())}\n")
+    for plan in spec.searches():
+        search = plan.search
+        rows = [(path, _values(dimension)) for path, dimension in search.space.items()]
+        title = f"{plan.name or 'search'}: {search.sampler}, {search.trials} arms, pruner {search.pruner}"
+        terminal.show_table(title, ["searched", "values"], rows)
     changes = [", ".join(f"{k}={v}" for k, v in arm["overrides"].items()) or "the base run" for arm in arms]
     rows = [(a["arm"], c, a["steps"], f"{a['rollouts']:,}") for a, c in zip(arms, changes, strict=True)]
     headers = ["arm", "what it changes", "steps", "rollouts per trial"]
-    terminal.show_table("", headers, rows, numeric=headers[2:])
+    if arms:
+        terminal.show_table("", headers, rows, numeric=headers[2:])
     terminal.say(f"\nBase run: {json.dumps(spec.run)}")
-    terminal.say(f"Metric: {spec.metric}. Baseline: {spec.baseline or arms[0]['arm']}. Design: {spec.design}.")
-    terminal.say(
-        f"Budget: arms x seeds = {len(arms)} x {len(spec.seeds)} = {trials} trials; {budget:,} training rollouts."
-    )
+    baseline = spec.baseline or next(iter(spec.arm_labels()), "none beforehand")
+    terminal.say(f"Metric: {spec.metric}. Baseline: {baseline}. Design: {spec.design}.")
+    product = f"arms x seeds = {len(arms)} x {len(spec.seeds)} = " if arms else "at most "
+    terminal.say(f"Budget: {product}{trials} trials; {budget:,} training rollouts.")
 
 
 @_command(study_app, "status", "cohort study status quickstart", "cohort study status quickstart --json")
@@ -608,11 +625,12 @@ def comparison(
     steps: int | None,
     sets: Sequence[str] | None,
     name: str | None,
+    tune: int | None = None,
 ) -> StudySpec:
-    """The study that `cohort compare` runs: one arm for each algorithm, all else equal."""
-    from harness.spec import SpecError, parse_overrides, parse_study, with_overrides
+    """The study that `cohort compare` runs: one arm for each algorithm and task, all else equal."""
+    from harness.spec import Optimizer, SpecError, parse_overrides, parse_study, with_overrides
 
-    run: dict[str, Any] = {"model": model, "task": task}
+    run: dict[str, Any] = {"model": model}
     if model == "tiny":
         run["cold_start"] = {"steps": TINY_COLD_START}
     if steps is not None:
@@ -620,14 +638,23 @@ def comparison(
     names = [word.strip() for word in algorithms.split(",")]
     if len(set(names)) != len(names) or not all(names):
         raise SpecError(f"--algorithms must be distinct names with commas between, as ppo,grpo, got '{algorithms}'")
+    tasks = [word.strip() for word in task.split(",")]
+    if len(set(tasks)) != len(tasks) or not all(tasks):
+        raise SpecError(f"--task must be distinct names with commas between, as gsm8k,svamp, got '{task}'")
+    run = with_overrides(run, parse_overrides(sets or ()))
     raw: dict[str, Any] = {
-        "name": name or f"compare-{task}",
-        "question": f"Which of {', '.join(names)} learns {task} best from the same start with the same rollouts?",
-        "run": with_overrides(run, parse_overrides(sets or ())),
-        "arms": {algorithm: {"algorithm.name": algorithm} for algorithm in names},
+        "name": name or f"compare-{'-'.join(tasks)}",
+        "question": f"Which of {', '.join(names)} learns {' and '.join(tasks)} best from the same start with the same "
+        "rollouts?",
+        "run": run,
+        "design": "compare",
+        "compare": {"algorithms": names, "tasks": tasks},
+        "seeds": [0, 1, 2] if seeds is None else _integers(seeds),
     }
-    if seeds is not None:
-        raw["seeds"] = _integers(seeds)
+    if tune is not None:
+        rate = Optimizer.model_validate(run.get("optimizer", {})).learning_rate
+        space = {"optimizer.learning_rate": {"low": rate / 5, "high": rate * 5, "log": True}}
+        raw["compare"]["tuning"] = {"space": space, "trials": tune, "seeds": [max(raw["seeds"]) + 1]}
     return parse_study(raw, where="cohort compare")
 
 
@@ -681,7 +708,7 @@ def _run_study(
     from harness._progress import study_view
     from harness.model import resolve_device
 
-    for arm in study.design_arms():
+    for arm in study.checked_arms():
         resolve_device(study.run_spec(arm, study.seeds[0]).device)
     with study_view() as view:
         status = runner.run_study(
@@ -801,6 +828,13 @@ def _show_plugins(kind: Kind, as_json: bool, facts: Sequence[str] = (), tables: 
         for i, field in enumerate(document["settings"])
     ]
     terminal.show_table("Settings", [kind, "setting", "default", "range", "meaning"], settings)
+
+
+def _values(dimension: Dimension) -> str:
+    if dimension.choices is not None:
+        return ", ".join(map(str, dimension.choices))
+    step = f", step {dimension.step}" if dimension.step else ""
+    return f"{dimension.low} to {dimension.high}" + (", log" if dimension.log else step)
 
 
 def _checked_name(name: str) -> str:

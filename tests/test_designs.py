@@ -1,0 +1,203 @@
+"""What a study file may ask for: every design becomes the arms that it says, or an error that says what is wrong."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from harness import cli
+from harness.spec import Dimension, SpecError, load_study, parse_study, read_yaml
+
+RUN: dict[str, Any] = {"task": "arithmetic", "algorithm": "grpo"}
+RATE = {"low": 1e-5, "high": 1e-3, "log": True}
+SEARCH = {"space": {"optimizer.learning_rate": RATE, "algorithm.group_size": {"choices": [4, 8]}}, "trials": 5}
+TUNING = {"space": {"optimizer.learning_rate": RATE}, "trials": 3, "seeds": [7]}
+
+
+def study(**changes: Any) -> dict[str, Any]:
+    return {"name": "toy", "question": "Does it?", "run": RUN, "seeds": [0, 1], **changes}
+
+
+def search(**changes: Any) -> dict[str, Any]:
+    return study(design="search", search={**SEARCH, **changes})
+
+
+def compare(**changes: Any) -> dict[str, Any]:
+    return study(
+        run={"algorithm": {"group_size": 4}},
+        design="compare",
+        compare={"algorithms": ["ppo", {"name": "grpo", "kl_beta": 0.5}], "tasks": ["arithmetic"], **changes},
+    )
+
+
+def error_of(raw: dict[str, Any]) -> str:
+    with pytest.raises(SpecError) as caught:
+        parse_study(raw, "toy.yaml")
+    return str(caught.value)
+
+
+def test_a_comparison_has_every_algorithm_on_every_task_with_its_own_settings_and_the_common_ones():
+    tasks = ["arithmetic", {"name": "svamp", "path": "somewhere/svamp"}]
+    parsed = parse_study(compare(tasks=tasks), "toy.yaml")
+    runs = {arm.label: parsed.run_spec(arm, 0) for arm in parsed.design_arms()}
+    assert list(runs) == ["ppo, arithmetic", "ppo, svamp", "grpo, arithmetic", "grpo, svamp"]
+    assert {run.algorithm.group_size for run in runs.values()} == {4}
+    assert runs["grpo, svamp"].algorithm.model_dump()["kl_beta"] == 0.5
+    assert runs["ppo, svamp"].task.model_dump()["path"] == "somewhere/svamp"
+    assert parsed.design_arms()[1].levels == {"algorithm.name": "ppo", "task.name": "svamp"}
+
+
+def test_what_all_arms_of_a_comparison_share_is_no_part_of_their_names():
+    assert parse_study(compare(), "toy.yaml").arm_labels() == ["ppo", "grpo"]
+    one = compare(algorithms=["grpo"], tasks=["arithmetic", {"name": "svamp", "path": "x/y"}])
+    assert parse_study(one, "toy.yaml").arm_labels() == ["arithmetic", "svamp"]
+    assert parse_study(compare(algorithms=["grpo"]), "toy.yaml").arm_labels() == ["grpo"]
+
+
+def test_a_tuned_comparison_gives_every_algorithm_the_same_number_of_trials_on_seeds_of_their_own():
+    spaces = {"ppo": {"optimizer.critic_learning_rate": RATE}}
+    parsed = parse_study({**compare(tuning={**TUNING, "spaces": spaces}), "baseline": "grpo"}, "toy.yaml")
+    assert (parsed.design_arms(), parsed.arm_labels()) == ([], ["ppo", "grpo"])
+    plans = {plan.name: plan for plan in parsed.searches()}
+    assert {(p.search.trials, p.seeds, p.final_seeds) for p in plans.values()} == {(3, (7,), (0, 1))}
+    assert list(plans["ppo"].search.space) == ["optimizer.learning_rate", "optimizer.critic_learning_rate"]
+    assert list(plans["grpo"].search.space) == ["optimizer.learning_rate"]
+
+
+def test_a_search_is_checked_at_its_base_at_both_ends_and_at_every_choice():
+    parsed = parse_study(search(), "toy.yaml")
+    assert [arm.label for arm in parsed.checked_arms()] == [
+        "base", "learning_rate=1e-05", "learning_rate=0.001", "group_size=4", "group_size=8"
+    ]  # fmt: skip
+    assert (parsed.design_arms(), parsed.arm_labels()) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("dimension", "points"),
+    [
+        ({"low": 2, "high": 5}, [2, 3, 4, 5]),
+        ({"low": 2, "high": 8, "step": 3}, [2, 5, 8]),
+        ({"low": 0.0, "high": 0.5, "step": 0.25}, [0.0, 0.25, 0.5]),
+        ({"choices": ["a", None, True]}, ["a", None, True]),
+        ({"low": 0, "high": 0.5}, None),
+    ],
+)
+def test_a_dimension_knows_its_points(dimension: dict[str, Any], points: list[Any] | None):
+    assert Dimension.model_validate(dimension).points() == points
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (study(design="search"), "design search and section 'search' must come together"),
+        (study(search=SEARCH), "design search and section 'search' must come together"),
+        (study(design="compare"), "design compare and section 'compare' must come together"),
+        ({**search(), "factors": {"steps": [1, 2]}}, "design search takes neither factors nor arms"),
+        ({**search(), "baseline": "base"}, "the arms of a search have no names beforehand"),
+        ({**search(), "metric": "test/accuracy"}, "a search must not see the test split, got test/accuracy"),
+        (search(objectives={"test/accuracy": "maximize", "validation/accuracy": "maximize"}), "not see the test split"),
+        (search(objectives={"seconds/total": "minimize"}), "must contain the study's metric, validation/accuracy"),
+        (search(pruner="median", objectives={"validation/accuracy": "maximize", "seconds/total": "minimize"}),
+         "search.pruner must be none with several objectives, got median"),
+        (search(pruner="median", space={"steps": {"low": 5, "high": 9}}), "compares arms at equal steps"),
+        (search(space={}), "search.space"),
+        (search(space={"seed": {"low": 0, "high": 9}}), "'seed' is a replicate, never searched"),
+        (search(space={"steps": {"choices": [1, 2, 3]}}), "at most the points of the space (3), got 5"),
+        (search(space={"algorithm.kl_bta": RATE}), "did you mean 'kl_beta'?"),
+        (search(space={"algorithm.group_size": {"low": 8, "high": 16, "step": 4}}, trials=2), "got 12; use 8 or 16"),
+        (search(space={"steps": {"low": 5, "hihg": 9}}), "did you mean 'high'?"),
+        (search(space={"steps": {"low": 9, "high": 5}}), "low must be below high, got 9 and 5"),
+        (search(space={"steps": {"low": 5}}), "must have low and high, or choices"),
+        (search(space={"steps": {"low": 5, "high": 9, "choices": [1]}}), "choices must stand alone"),
+        (search(space={"steps": {"choices": [1, 1]}}), "choices must be distinct, got [1, 1]"),
+        (search(space={"algorithm.kl_beta": {"low": 0.0, "high": 1.0, "log": True}}), "log must have low above 0"),
+        (search(space={"steps": {"low": 1, "high": 9, "step": 3}}), "got 3 for 9; use high 7"),
+        (search(space={"steps": {"low": 1, "high": 9, "step": 0.5}}), "step must be whole between whole ends"),
+        (compare(algorithms=["ppo", "ppo"]), "compare.algorithms must be distinct, got ppo, ppo"),
+        (compare(algorithms=["ppoo"]), "did you mean 'ppo'?"),
+        (compare(tasks=[{"path": "x"}]), "compare.tasks must be names, or mappings with a 'name'"),
+        (compare(tuning={**TUNING, "seeds": [1, 2]}), "must differ from the study's seeds [0, 1], got [1] in both"),
+        (compare(tuning={**TUNING, "spaces": {"rloo": {}}}), "must name compared algorithms, got 'rloo'"),
+        (compare(tuning={**TUNING, "space": {}}), "must search something for ppo"),
+        (compare(tuning={**TUNING, "space": {"algorithm.std_floor": RATE}}), "std_floor"),  # PPO has none
+        ({**compare(), "baseline": "gpro"}, "did you mean 'grpo'?"),
+        ({**compare(tuning=TUNING), "baseline": "gpro"}, "did you mean 'grpo'?"),
+    ],
+)  # fmt: skip
+def test_a_design_that_cannot_be_run_is_refused(raw: dict[str, Any], words: str):
+    assert words in error_of(raw)
+
+
+def test_a_started_search_may_gain_trials_and_nothing_else():
+    digest = parse_study(search(), "toy.yaml").digest()
+    assert parse_study(search(trials=9), "toy.yaml").digest() == digest
+    other = {"optimizer.beta1": {"low": 0.1, "high": 0.9}}
+    for changed in ({**search(), "seeds": [0, 1, 2]}, search(sampler="gp"), search(space=other)):
+        assert parse_study(changed, "toy.yaml").digest() != digest
+
+
+def test_a_tuned_comparison_may_gain_seeds_but_no_trials():
+    digest = parse_study(compare(tuning=TUNING), "toy.yaml").digest()
+    assert parse_study({**compare(tuning=TUNING), "seeds": [0, 1, 2]}, "toy.yaml").digest() == digest
+    assert parse_study(compare(tuning={**TUNING, "trials": 4}), "toy.yaml").digest() != digest
+
+
+def test_a_study_that_was_written_down_is_read_back_as_the_same():
+    for raw in (search(), compare(tuning=TUNING)):
+        parsed = parse_study(raw, "toy.yaml")
+        assert parse_study(parsed.model_dump(mode="json"), "study.json").digest() == parsed.digest()
+
+
+def test_a_search_can_be_overridden_and_what_it_searches_cannot(tmp_path: Path):
+    file = tmp_path / "toy.yaml"
+    file.write_text(yaml.safe_dump(search()))
+    changed = load_study(str(file), ["search.trials=7", "search.space.optimizer.learning_rate={choices: [1, 2, 3, 4]}"])
+    assert changed.search is not None
+    assert (changed.search.trials, changed.search.space["optimizer.learning_rate"].choices) == (7, [1, 2, 3, 4])
+    with pytest.raises(SpecError, match=r"the study searches it; change the range: --set 'search.space.optimizer"):
+        load_study(str(file), ["optimizer.learning_rate=0.1"])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: 1\nb: 2\na: 3\n", "line 3: key 'a' is already in line 1"),
+        ("run:\n  steps: 1\n  # more\n  steps: 2\n", "line 4: key 'steps' is already in line 2"),
+        ("run: {steps: 1, steps: 2}\n", "line 1: key 'steps' is already in line 1"),
+        ('{"a": 1,\n "a": 2}', "line 2: key 'a' is already in line 1"),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused_with_file_and_line(tmp_path: Path, text: str, words: str):
+    file = tmp_path / "toy.yaml"
+    file.write_text(text)
+    with pytest.raises(SpecError, match=re.escape(f"{file}: not valid YAML: {words}; remove one")):
+        read_yaml(file)
+
+
+def test_a_merged_key_may_be_replaced(tmp_path: Path):
+    file = tmp_path / "toy.yaml"
+    file.write_text("base: &base {a: 1, b: 2}\nmine: {<<: *base, a: 3}\nyours: {<<: *base, b: 4}\n")
+    assert read_yaml(file) == {"base": {"a": 1, "b": 2}, "mine": {"a": 3, "b": 2}, "yours": {"a": 1, "b": 4}}
+
+
+def test_every_example_of_the_documentation_is_a_valid_study():
+    text = (Path(__file__).resolve().parents[1] / "docs" / "studies.md").read_text()
+    examples = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    parsed = [parse_study({"name": f"example-{i}", **yaml.safe_load(e)}, "docs") for i, e in enumerate(examples)]
+    assert {found.design for found in parsed} == {"grid", "one_at_a_time", "search", "compare"}
+    assert sum(bool(found.searches()) for found in parsed) == 3
+
+
+def test_the_command_compares_several_tasks_and_tunes_on_another_seed():
+    settings = ["optimizer.learning_rate=1e-4", "task.path=x/y"]
+    several = cli.comparison("ppo,grpo", "gsm8k,svamp", "some/model", "0,4", 7, settings, None)
+    assert (several.name, several.design) == ("compare-gsm8k-svamp", "compare")
+    assert several.arm_labels() == ["ppo, gsm8k", "ppo, svamp", "grpo, gsm8k", "grpo, svamp"]
+    (plan, _) = cli.comparison("ppo,grpo", "arithmetic", "tiny", "0,4", 7, settings[:1], None, 6).searches()
+    assert (plan.search.trials, plan.seeds, plan.final_seeds) == (6, (5,), (0, 4))
+    rate = plan.search.space["optimizer.learning_rate"]
+    assert (rate.low, rate.high, rate.log) == (pytest.approx(2e-5), pytest.approx(5e-4), True)

@@ -1,0 +1,365 @@
+"""A search finds good arms, judges them by all seeds, loses nothing when workers die, and says what it found."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import fake_trials
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from harness import tracking
+from harness._files import read_json, write_json
+from harness._queue import Claim, Outcome, Plan, Queue
+from harness._search import MIN_FOR_IMPORTANCE
+from harness.spec import StudySpec, parse_study
+from harness.study import run_study
+
+METRIC = "validation/accuracy"
+BETA = {"low": 1e-3, "high": 1.0, "log": True}
+SPACE = {"algorithm.kl_beta": BETA, "algorithm.group_size": {"choices": [2, 4, 8]}}
+
+
+@pytest.fixture(autouse=True)
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_trials.install(tmp_path / "plugins", monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fake_trials.empty_store(tmp_path_factory)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    return tmp_path / "runs"
+
+
+def a_search(seeds: tuple[int, ...] = (0, 1), run: Mapping[str, Any] | None = None, **changes: Any) -> StudySpec:
+    search = {"space": SPACE, "trials": 12, **changes}
+    settings = fake_trials.run_settings(**{"evaluation": {"every": 1}, **(run or {})})
+    raw = {"name": "s", "question": "?", "run": settings, "seeds": list(seeds), "design": "search", "search": search}
+    return parse_study(raw, "test")
+
+
+def a_queue(study: StudySpec, runs: Path) -> Queue:
+    queue = Queue(Plan(study, runs))
+    queue.plan.folder.mkdir(parents=True, exist_ok=True)
+    queue.enqueue_missing()
+    return queue
+
+
+def accuracy(levels: Mapping[str, Any], seed: int) -> float:
+    """Best at kl_beta = 0.01, whatever the group size; a hundredth better with each seed."""
+    return 0.9 - (math.log10(levels["algorithm.kl_beta"]) + 2) ** 2 / 10 + seed / 100
+
+
+def complete(queue: Queue, claim: Claim) -> None:
+    levels = queue.plan.arms[claim.key[0]].levels
+    tokens = float(levels.get("algorithm.group_size", 0))
+    values = {METRIC: accuracy(levels, claim.key[1]), "train/generated_tokens": tokens}
+    queue.finish(claim, Outcome("complete", metrics=values))
+
+
+def drive(queue: Queue, end: Callable[[Queue, Claim], None] = complete) -> list[tuple[str, int]]:
+    """Be the only worker until nothing is left; what was claimed, in order."""
+    claimed = []
+    while queue.unfinished():
+        claim = queue.claim()
+        if claim is None:  # the search refused the last points that were left
+            assert not queue.unfinished()
+            break
+        claimed.append(claim.key)
+        end(queue, claim)
+    return claimed
+
+
+def die(claim: Claim) -> None:
+    """What a kill of its worker leaves of a claim: a lease that names a process which is gone."""
+    claim.lease._released.set()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    file = claim.lease._file
+    write_json(file, {**read_json(file), "pid": ended.pid})
+
+
+def searched(queue: Queue, name: str = "s/search") -> list[optuna.trial.FrozenTrial]:
+    return optuna.load_study(study_name=name, storage=queue._storage).trials
+
+
+@pytest.mark.parametrize("sampler", ["random", "tpe", "gp", "nsga2"])
+def test_every_sampler_runs_each_arm_with_every_seed_and_judges_it_by_the_mean(runs: Path, sampler: str):
+    queue = a_queue(a_search(sampler=sampler), runs)
+    claimed = drive(queue)
+    assert Counter(Counter(arm for arm, _ in claimed).values()) == {2: 12}
+    assert set(Counter(claimed).values()) == {1}
+    status = queue.status()
+    assert (status.counts(), status.to_come, status.finished) == ({"complete": 24}, 0, True)
+    for trial in searched(queue):
+        assert trial.values == [pytest.approx(accuracy(trial.params, 0) + 0.005, abs=1e-9)]  # (0 + 0.01) / 2
+    record = queue.search_record()
+    best = max(record["arms"], key=lambda arm: arm["values"][METRIC])
+    assert (record["best"], record["pareto"]) == (best["label"], [best["label"]])
+    assert best["values"][METRIC] == pytest.approx(sum(s[METRIC] for s in best["seeds"].values()) / 2)
+    assert 1 / 3 < best["parameters"]["algorithm.kl_beta"] / 0.01 < 3
+    assert record["importances"]["method"] == "fANOVA"
+    assert sum(record["importances"]["values"].values()) == pytest.approx(1.0)
+    assert record["importances"]["values"]["algorithm.kl_beta"] > 0.8  # the other setting has no effect
+
+
+def test_samplers_learn_from_the_arms_before_though_each_is_made_afresh(runs: Path):
+    def trials(sampler: str) -> list[optuna.trial.FrozenTrial]:
+        space = {"algorithm.kl_beta": BETA}
+        queue = a_queue(a_search(sampler=sampler, space=space, trials=9, seeds=(0,), population=4), runs / sampler)
+        drive(queue)
+        return searched(queue)
+
+    # |log10(kl_beta) + 2| is the distance to the best; after five random arms a Gaussian process all but knows it.
+    found = {s: trials(s) for s in ("random", "tpe", "gp", "nsga2")}
+    far = {s: [abs(math.log10(t.params["algorithm.kl_beta"]) + 2) for t in ts] for s, ts in found.items()}
+    assert far["tpe"][:5] == far["gp"][:5] == far["random"][:5]
+    assert min(far["gp"][5:]) < 0.05 < min(far["random"][:5])
+    assert far["tpe"][5:] != far["random"][5:]
+    generations = [t.system_attrs["NSGAIISampler:generation"] for t in found["nsga2"]]
+    assert generations == [0, 0, 0, 0, 1, 1, 1, 1, 2]
+
+
+def test_a_search_that_was_killed_goes_on_as_if_it_had_not_been(runs: Path):
+    whole = drive(a_queue(a_search(), runs / "whole"))
+    queue = a_queue(a_search(), runs / "killed")
+    for count in range(7):
+        claim = queue.claim()
+        assert claim is not None
+        if count in (0, 3):
+            die(claim)  # its worker is gone; the next claim gets the same (arm, seed)
+            queue = Queue(queue.plan)
+        else:
+            complete(queue, claim)
+    rest = drive(Queue(Plan(a_search(), runs / "killed")))
+    assert whole[5:] == rest
+    assert len(searched(queue)) == 12
+
+
+def test_an_arm_whose_worker_died_while_handing_it_out_is_neither_lost_nor_counted(runs: Path):
+    queue = a_queue(a_search(trials=3), runs)
+    study = optuna.load_study(study_name="s/search", storage=queue._storage)
+    study.ask()  # asked, and not yet given a label
+    claim = queue.claim()
+    assert claim is not None
+    complete(queue, claim)
+    label = "002: by hand"
+    told = study.ask({"algorithm.kl_beta": optuna.distributions.FloatDistribution(1e-3, 1.0, log=True),
+                      "algorithm.group_size": optuna.distributions.CategoricalDistribution([2, 4, 8])})  # fmt: skip
+    told.set_user_attr("seeds", [0, 1])
+    told.set_user_attr("arm", label)  # labelled, and its seeds not yet queued
+    claimed = [claim.key, *drive(queue)]
+    assert Counter(Counter(arm for arm, _ in claimed).values()) == {2: 3}
+    assert [trial.state for trial in searched(queue)] == [TrialState.FAIL] + [TrialState.COMPLETE] * 3
+    assert (label, 0) in claimed
+
+
+def test_several_workers_never_share_an_arm_and_seed_and_leave_none_out(runs: Path):
+    first = a_queue(a_search(trials=5, seeds=(0, 1, 2)), runs)
+    workers = [first, Queue(Plan(first.plan.study, runs)), Queue(Plan(first.plan.study, runs))]
+    claimed: list[tuple[str, int]] = []
+    while first.unfinished():
+        held = [(worker, claim) for worker in workers if (claim := worker.claim()) is not None]
+        claimed += [claim.key for _, claim in held]
+        for worker, claim in reversed(held):
+            complete(worker, claim)
+    assert (len(claimed), len(set(claimed))) == (15, 15)
+    assert len({arm for arm, _ in claimed}) == 5
+
+
+def test_an_invalid_seed_fails_its_arm_and_a_crashed_one_leaves_it_open_until_the_next_start(runs: Path):
+    queue = a_queue(a_search(trials=3), runs)
+    ends = iter([Outcome("invalid", "loss is NaN"), None, Outcome("failed", "no memory"), None, None, None])
+
+    def end(queue: Queue, claim: Claim) -> None:
+        outcome = next(ends)
+        complete(queue, claim) if outcome is None else queue.finish(claim, outcome)
+
+    drive(queue, end)
+    assert queue.status().finished
+    states = [TrialState.FAIL, TrialState.RUNNING, TrialState.COMPLETE]
+    assert [trial.state for trial in searched(queue)] == states
+    record = queue.search_record()
+    arms = {arm["label"][:3]: arm for arm in record["arms"]}
+    assert [(arms[n]["state"], arms[n]["reason"]) for n in ("001", "002", "003")] == [
+        ("invalid", "seed 0: loss is NaN"), ("failed", "no memory"), ("complete", None)
+    ]  # fmt: skip
+    assert arms["001"]["values"] == {}
+    assert record["importances"]["method"] is None
+    assert f"needs {MIN_FOR_IMPORTANCE} complete arms, there are 1" in record["importances"]["reason"]
+    queue.enqueue_missing()
+    assert drive(queue, complete) == [(arms["002"]["label"], 0)]
+    assert searched(queue)[1].state == TrialState.COMPLETE
+
+
+def test_a_small_space_is_tried_out_without_repeating_a_run(runs: Path):
+    space = {"algorithm.kl_beta": {"choices": [0.01, 0.1]}, "algorithm.group_size": {"choices": [2, 4, 8]}}
+    queue = a_queue(a_search(space=space, trials=6, seeds=(0,)), runs)
+    drive(queue)
+    record = queue.search_record()
+    points = {tuple(arm["parameters"].values()) for arm in record["arms"]}
+    assert points == {(beta, size) for beta in (0.01, 0.1) for size in (2, 4, 8)}
+    assert all(r["reason"].startswith("the same run as arm '00") for r in record["refused"])
+
+
+def test_a_combination_that_is_no_valid_run_is_refused_with_the_reason_and_counts_for_nothing(runs: Path):
+    # A group of 64 does not divide 32 rollouts; each value alone is fine with the base run (64 rollouts, group 8).
+    space = {"algorithm.group_size": {"choices": [2, 64]}, "rollouts_per_step": {"choices": [64, 32]}}
+    queue = a_queue(a_search(space=space, trials=4, seeds=(0,), sampler="random"), runs)
+    drive(queue, lambda queue, claim: queue.finish(claim, Outcome("complete", metrics={METRIC: 0.5})))
+    record = queue.search_record()
+    assert len(record["arms"]) == 3
+    invalid = [refused for refused in record["refused"] if "must divide rollouts_per_step (32)" in refused["reason"]]
+    assert invalid
+    assert all(r["parameters"] == {"algorithm.group_size": 64, "rollouts_per_step": 32} for r in invalid)
+    assert queue.status().finished
+
+
+def test_several_objectives_give_a_pareto_set_and_no_best_arm(runs: Path):
+    objectives = {METRIC: "maximize", "train/generated_tokens": "minimize"}
+    queue = a_queue(a_search(sampler="nsga2", objectives=objectives, seeds=(0,)), runs)
+    drive(queue)
+    record = queue.search_record()
+    values = {a["label"]: (a["values"][METRIC], a["values"]["train/generated_tokens"]) for a in record["arms"]}
+    beaten = {
+        label for label, (gain, cost) in values.items()
+        if any(g >= gain and c <= cost and (g, c) != (gain, cost) for g, c in values.values())
+    }  # fmt: skip
+    assert record["best"] is None
+    assert set(record["pareto"]) == set(values) - beaten
+    assert 0 < len(beaten) < 12
+
+
+@pytest.mark.parametrize(("pruner", "sampler"), [("median", "random"), ("hyperband", "tpe")])
+def test_arms_that_are_behind_are_given_up_at_a_validation_and_seeds_run_in_order(
+    runs: Path, pruner: str, sampler: str
+):
+    """Every run has 7 steps and a validation after each; an arm's accuracy grows evenly to its final one."""
+    queue = a_queue(a_search(pruner=pruner, trials=12, startup=3, sampler=sampler), runs)
+    steps: dict[tuple[str, int], int] = {}
+
+    def end(queue: Queue, claim: Claim) -> None:
+        final = accuracy(queue.plan.arms[claim.key[0]].levels, claim.key[1])
+        for step in range(1, 8):
+            steps[claim.key] = step
+            reason = queue.report(claim.key, step, final * step / 7)
+            if reason is not None and step < 7:
+                return queue.finish(claim, Outcome("pruned", reason))
+        return queue.finish(claim, Outcome("complete", metrics={METRIC: final}))
+
+    claimed = drive(queue, end)
+    trials = searched(queue)
+    states = Counter(trial.state for trial in trials)
+    assert set(states) == {TrialState.COMPLETE, TrialState.PRUNED}
+    assert states[TrialState.PRUNED] >= 3
+    for trial in trials:
+        keys = [key for key in claimed if key[0] == trial.user_attrs["arm"]]
+        assert [seed for _, seed in keys] == [0, 1][: len(keys)]
+        spent = sum(steps[key] for key in keys)
+        assert max(trial.intermediate_values) == spent  # steps are counted on from seed to seed
+        if trial.state == TrialState.COMPLETE:
+            assert spent == 14
+            # At step 7 of the second seed: the mean of two final accuracies.
+            assert trial.intermediate_values[14] == pytest.approx(accuracy(trial.params, 0) + 0.005, abs=1e-9)
+            assert trial.intermediate_values[9] == pytest.approx((accuracy(trial.params, 0) + 0.005) * 2 / 7, abs=1e-9)
+        else:
+            assert spent < 14
+            assert pruner in trial.user_attrs["reason"]
+    best = max(accuracy(trial.params, 0) for trial in trials)
+    kept = [accuracy(trial.params, 0) for trial in trials if trial.state == TrialState.COMPLETE]
+    assert max(kept) > best - 0.05
+    record = queue.search_record()
+    assert all(arm["values"] == {} for arm in record["arms"] if arm["state"] == "pruned")
+    status = queue.status()
+    assert (status.finished, status.all_valid) == (True, True)
+    assert len(status.trials) == len(claimed)  # seeds that were never handed out are no trials
+
+
+def test_a_tuned_comparison_tunes_each_algorithm_and_runs_the_best_setting_with_the_studys_seeds(runs: Path):
+    rate = {"optimizer.learning_rate": {"low": 1e-5, "high": 1e-1, "log": True}}
+    raw = {
+        "name": "c", "question": "?", "run": {}, "seeds": [0, 1], "design": "compare",
+        "compare": {"algorithms": ["grpo", "ppo"], "tasks": ["arithmetic"],
+                    "tuning": {"space": rate, "trials": 4, "seeds": [7, 8]}},
+    }  # fmt: skip
+    queue = a_queue(parse_study(raw, "test"), runs)
+
+    def end(queue: Queue, claim: Claim) -> None:
+        spec = queue.plan.spec(claim.key)
+        wanted = {"grpo": -3, "ppo": -4}[spec.algorithm.name]
+        value = 0.9 - (math.log10(spec.optimizer.learning_rate) - wanted) ** 2 / 100
+        queue.finish(claim, Outcome("complete", metrics={METRIC: value}))
+
+    claimed = drive(queue, end)
+    phases = {label: arm.phase for label, arm in queue.plan.arms.items()}
+    tuning = [key for key in claimed if phases[key[0]] == "tuning"]
+    assert (len(tuning), {seed for _, seed in tuning}) == (2 * 4 * 2, {7, 8})
+    assert Counter(arm.split()[0] for arm, _ in tuning) == {"grpo": 8, "ppo": 8}
+    assert sorted(key for key in claimed if key not in tuning) == [
+        ("grpo", 0), ("grpo", 1), ("ppo", 0), ("ppo", 1)
+    ]  # fmt: skip
+    record = queue.search_record()["tuning"]
+    for name in ("grpo", "ppo"):
+        best = max(record[name]["arms"], key=lambda arm: arm["values"][METRIC])
+        assert record[name]["best"] == best["label"]
+        final = queue.plan.spec((name, 0))
+        assert final.optimizer.learning_rate == best["parameters"]["optimizer.learning_rate"]
+        assert (final.algorithm.name, final.seed) == (name, 0)
+    assert queue.status().finished
+
+
+def test_a_cell_of_a_comparison_without_a_valid_setting_ends_without_a_final_arm(runs: Path):
+    rate = {"optimizer.learning_rate": {"low": 1e-5, "high": 1e-1, "log": True}}
+    tuning = {"space": rate, "trials": 2, "seeds": [7]}
+    compare = {"algorithms": ["grpo", "ppo"], "tasks": ["arithmetic"], "tuning": tuning}
+    raw = {"name": "c", "question": "?", "run": {}, "seeds": [0], "design": "compare", "compare": compare}
+    queue = a_queue(parse_study(raw, "test"), runs)
+
+    def end(queue: Queue, claim: Claim) -> None:
+        valid = queue.plan.spec(claim.key).algorithm.name == "grpo"
+        queue.finish(claim, Outcome("complete", metrics={METRIC: 0.5}) if valid else Outcome("invalid", "NaN"))
+
+    claimed = drive(queue, end)
+    assert [key for key in claimed if queue.plan.arms[key[0]].phase == "final"] == [("grpo", 0)]
+    assert queue.search_record()["tuning"]["ppo"]["best"] is None
+    assert queue.status().finished
+
+
+def test_a_search_with_pruning_runs_resumes_and_is_recorded_with_its_pruned_trials(runs: Path, empty_store: Path):
+    # The fake's accuracy is (group size + seed / 10 + step / 100) / 100: smaller groups are behind at every step.
+    runs.mkdir()
+    shutil.copy(empty_store, runs / "mlflow.db")
+    space = {"algorithm.group_size": {"choices": [1, 2, 4, 8, 16, 32]}}
+    study = a_search(space=space, trials=6, pruner="median", startup=2, sampler="random")
+    status = run_study(study, runs, workers=1, command="cmd", report=False, execute=fake_trials.EXECUTE)
+    counts = status.counts()
+    assert (status.finished, status.all_valid) == (True, True)
+    assert set(counts) == {"complete", "pruned"}
+    record = tracking.read_study(runs, "s")
+    assert (len(record.trials), record.expected) == (len(status.trials), len(status.trials))
+    assert record.search is not None
+    found = json.loads((runs / "studies" / "s" / "search.json").read_text())
+    assert found["arms"] == record.search["arms"]
+    assert found["best"].endswith("group_size=32")
+    kept = {arm["label"] for arm in found["arms"] if arm["state"] == "complete"}
+    assert {trial.arm for trial in record.trials if trial.state == "complete"} == kept
+    assert list(record.arms) == [arm["label"] for arm in found["arms"]]
+    for trial in record.trials:
+        if trial.state == "pruned":
+            assert trial.reason is not None
+            assert "behind the other arms with validation/accuracy" in trial.reason
+            assert trial.arm not in kept
+    assert run_study(study, runs, workers=1, command="cmd", report=False, execute=fake_trials.EXECUTE) == status
