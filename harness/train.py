@@ -232,7 +232,7 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
     clock.lap("sync")
     if spec.kl.schedule == "adaptive":
         run.kl_beta = adapted_kl_beta(spec.kl, run.kl_beta, metrics["kl/reference"])
-    metrics |= rollout_metrics(drawn.graded, drawn.scores.totals) | drawn.scores.metrics | drawn.metrics
+    metrics |= rollout_metrics(drawn.graded, drawn.scores.totals) | drawn.scores.metrics | dict(drawn.metrics)
     metrics |= group_metrics(batch, run.gates) | _unparsable_since(unparsable, spec.task)
     rate = learner.optimizers["policy"].param_groups[0]["lr"]
     metrics |= weights_metric(learner.policy, weights, gradient_norm=metrics["policy/grad_norm"], rate=rate)

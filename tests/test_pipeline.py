@@ -22,10 +22,11 @@ from harness.types import Prompt
 DOCUMENT = Path(__file__).parents[1] / "docs" / "pipelines.md"
 # The documented pipeline in seconds: fewer steps, rollouts and problems, on easier sums.
 SHORT = [
-    "task.min_operands=2", "task.max_operands=2", "cold_start.steps=60", "rollouts_per_step=16",
-    "evaluation.num_prompts=16", "evaluation.num_test_prompts=16", "evaluation.num_samples=2", "evaluation.every=2",
-    "checkpoints.every=1", "stages.reason.steps=3", "stages.polish.steps=2", "stages.distil.fit.steps=4",
-    "stages.distil.rejection.num_prompts=70", "stages.distil.rejection.num_samples=2",
+    "task.min_operands=2", "task.max_operands=3", "task.num_train=70", "cold_start.steps=40", "rollouts_per_step=8",
+    "algorithm.group_size=4", "sampling.max_tokens=24", "evaluation.num_prompts=4", "evaluation.num_test_prompts=4",
+    "evaluation.num_samples=1", "evaluation.every=9", "checkpoints.every=9", "stages.reason.steps=3",
+    "stages.polish.steps=2", "stages.distil.fit.steps=4", "stages.distil.rejection.num_prompts=70",
+    "stages.distil.rejection.num_samples=2",
 ]  # fmt: skip
 
 
@@ -66,7 +67,7 @@ def test_the_documented_pipeline_runs_with_its_stages_as_children_in_mlflow(docu
     assert specs[0]["model"] == "tiny"
     assert specs[1]["model"] == str(policy_folder(stages[0], reason).resolve())
     assert specs[2]["model"] == str((distil / "policy").resolve())
-    assert [spec["cold_start"]["steps"] for spec in specs] == [60, 0, 0]
+    assert [spec["cold_start"]["steps"] for spec in specs] == [40, 0, 0]
     assert list(specs[2]["rewards"]) == ["accuracy", "format"] and list(specs[0]["rewards"]) == ["accuracy"]
     # 70 prompts x 2 samples; the counts agree with the file of kept answers.
     head, *rows = map(json.loads, (distil / "kept.jsonl").read_text().splitlines())
@@ -76,8 +77,8 @@ def test_the_documented_pipeline_runs_with_its_stages_as_children_in_mlflow(docu
     assert head == {name: logged(distil, name)[0] for name in head}
     assert sorted(logged(distil, "fit/loss")) == [1, 2, 3, 4]
     assert sorted(logged(distil, "validation/accuracy")) == [0, 4]
-    # Costs add up: 3 x 16 and 2 x 16 rollouts of training, 140 of rejection sampling.
-    assert result.summary["rollouts"] == 48 + 140 + 32
+    # Costs add up: 3 x 8 and 2 x 8 rollouts of training, 140 of rejection sampling.
+    assert result.summary["rollouts"] == 24 + 140 + 16
     assert result.summary["optimizer_steps"] == 3 + 4 + 2
     assert result.summary["test_accuracy"] == ended[2].result.summary["test_accuracy"]
     assert sorted(logged(runs / "train" / "r1", "test/accuracy")) == [1, 2, 3]
@@ -99,12 +100,12 @@ def test_the_documented_pipeline_runs_with_its_stages_as_children_in_mlflow(docu
 
 
 def test_a_pipeline_that_is_stopped_in_every_stage_ends_as_an_undisturbed_one(documented, tmp_path, monkeypatch):
-    stages = load_pipeline(documented, [*SHORT, "cold_start.steps=30"])
+    stages = load_pipeline(documented, SHORT)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train_pipeline(stages, whole, "r1")
     # Asked after every cold-start, training and fitting step, after every 64 prompts, and after a stage.
-    # Stops: after the 2nd training step; at the end of the 1st stage; in the sampling; in the fit, twice; in the last stage.
-    for times in (32, 1, 1, 4, 2, 6):
+    # Stops: after 2 training steps; at the end of the 1st stage; in the sampling; in the fit, twice; in the last stage.
+    for times in (42, 1, 1, 4, 2, 6):
         stop = StopAfter(times)
         monkeypatch.setattr(pipeline, "stop_after_step", lambda stop=stop: _entered(stop))
         result, _ = train_pipeline(stages, parts, "r1")
