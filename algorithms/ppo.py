@@ -3,10 +3,11 @@
 Proximal Policy Optimization (Schulman et al. 2017, arXiv:1707.06347, eq. 7) with GAE (arXiv:1506.02438) as RLHF uses
 it (Ouyang et al. 2022, arXiv:2203.02155): rewards where they are earned (an outcome on the last token, a step at its
 end), a per-token KL penalty to the frozen reference inside the reward (k1 estimate), advantages whitened over the
-batch's tokens, clipped value loss. The critic is a separate network with its own optimiser, initialised from the policy
-with a zero head. Losses are means over all tokens of a minibatch. A completion cut by the token limit is terminal, as
-every other. Departures: the KL coefficient is fixed (an adaptive one has state, and an algorithm is a pure value), and
-no trunk is shared between policy and critic (the learner owns both networks).
+batch's tokens, clipped value loss. The critic has a zero head and an optimiser of its own; by default it is a separate
+network, initialised from the policy. With `critic: shared` it is a head on the policy's hidden states and eq. 9 of the
+paper holds as it stands: the trunk follows policy loss + value_loss_weight * value loss. Losses are means over all
+tokens of a minibatch. A completion cut by the token limit is terminal, as every other. Departure: an algorithm is a
+pure value without state, so the adaptive KL coefficient of RLHF is a setting of the run (`kl.schedule: adaptive`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from harness.types import Batch, PolicyOutput
 
 
 class PPO(Algorithm):
-    """Clipped surrogate on GAE advantages from a separate critic, KL in the reward (RLHF's PPO)."""
+    """Clipped surrogate on GAE advantages from a critic, KL in the reward (RLHF's PPO)."""
 
     needs_critic: ClassVar[bool] = True
     objective: ClassVar[Mapping[str, str]] = {
@@ -54,6 +55,14 @@ class PPO(Algorithm):
     entropy_bonus: float = Field(
         default=0.0, ge=0, description="weight of the mean token entropy, added to the objective"
     )
+    critic: Literal["separate", "shared"] = Field(
+        default="separate", description="a network of its own, or a value head on the policy's trunk"
+    )
+    value_loss_weight: float = Field(
+        default=1.0,
+        gt=0,
+        description="of half the squared error; matters for a shared trunk, hardly to AdamW otherwise",
+    )
 
     @property
     def needs_reference(self) -> bool:
@@ -66,6 +75,10 @@ class PPO(Algorithm):
     @property
     def entropy_needs_gradient(self) -> bool:
         return self.entropy_bonus > 0
+
+    @property
+    def shares_trunk(self) -> bool:
+        return self.critic == "shared"
 
     def advantages(self, batch: Batch) -> Batch:
         mask, values = batch.completion_mask_BT, batch.values_BT
@@ -89,7 +102,7 @@ class PPO(Algorithm):
         squared = torch.maximum((values - returns) ** 2, (near - returns) ** 2)
         critic_loss = 0.5 * (weight * squared).sum()
         metrics = {"policy/loss": policy_loss.detach(), "critic/loss": critic_loss.detach()}
-        return policy_loss + critic_loss, metrics | policy_metrics(batch, policy, clipped)
+        return policy_loss + self.value_loss_weight * critic_loss, metrics | policy_metrics(batch, policy, clipped)
 
     def loss_weights(self, completion_mask_BT: Tensor) -> Tensor:
         return token_mean_weights(completion_mask_BT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import cast
@@ -38,11 +38,12 @@ def train_once(spec: RunSpec, runs: Path, name: str) -> RunResult:
     if spec.steps:
         check_memory(spec)
     directory = runs / "train" / name
-    with _own_folder(directory, spec):
+    with own_folder(directory, spec):
         ended = read_result(directory)
         if ended is not None and ended["state"] in ("complete", "invalid"):
             return RunResult(ended["state"], ended["reason"], ended["summary"])
-        return _train(spec, runs, directory)
+        with stop_after_step() as should_stop:
+            return run_logged(train, spec, runs, directory, name, should_stop)
 
 
 def evaluate_once(spec: RunSpec, split: Split, runs: Path, name: str) -> EvaluationResult:
@@ -53,7 +54,7 @@ def evaluate_once(spec: RunSpec, split: Split, runs: Path, name: str) -> Evaluat
     check_inputs([spec], runs, (split,))
     directory = runs / "evaluate" / name
     with (
-        _own_folder(directory, spec),
+        own_folder(directory, spec),
         RunLog.open(runs, directory, spec, experiment="evaluate", run_name=name, parent_run_id=None, tags={}) as log,
     ):
         log.resume(-1)
@@ -94,21 +95,30 @@ def model_folder(model: str) -> str:
     return model
 
 
-def _train(spec: RunSpec, runs: Path, directory: Path) -> RunResult:
-    name = directory.name
-    with (
-        RunLog.open(runs, directory, spec, experiment="train", run_name=name, parent_run_id=None, tags={}) as log,
-        _stop_after_step() as should_stop,
-    ):
+def run_logged(
+    execute: Callable[..., RunResult],
+    spec: RunSpec,
+    runs: Path,
+    directory: Path,
+    name: str,
+    should_stop: Callable[[], bool],
+    *,
+    parent_run_id: str | None = None,
+    tags: Mapping[str, str] | None = None,
+) -> RunResult:
+    """What `execute`, called like `harness.train.train`, makes of the run, logged and shown while it lasts."""
+    with RunLog.open(
+        runs, directory, spec, experiment="train", run_name=name, parent_run_id=parent_run_id, tags=tags or {}
+    ) as log:
         with study_view() as view:
             watched = WatchedLog(log, name, spec.seed, directory, view.update)
-            result = train(spec, directory, watched, cache=runs / "cache", should_stop=should_stop)
+            result = execute(spec, directory, watched, cache=runs / "cache", should_stop=should_stop)
         log.finish(result.state, result.reason, result.summary)
     return result
 
 
 @contextmanager
-def _own_folder(directory: Path, spec: RunSpec) -> Iterator[None]:
+def own_folder(directory: Path, spec: RunSpec) -> Iterator[None]:
     """Hold the folder; SpecError where it has a run with other settings, or another process holds it."""
     file = directory / "run.json"
     if file.exists() and read_json(file)["spec"] != spec.model_dump(mode="json"):
@@ -122,7 +132,7 @@ def _own_folder(directory: Path, spec: RunSpec) -> Iterator[None]:
 
 
 @contextmanager
-def _stop_after_step() -> Iterator[Callable[[], bool]]:
+def stop_after_step() -> Iterator[Callable[[], bool]]:
     """Whether Ctrl-C was pressed: the first press lets the step end and a checkpoint be written, the second raises."""
     pressed = threading.Event()
 

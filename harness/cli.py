@@ -107,6 +107,7 @@ def _command(group: typer.Typer, name: str, *examples: str) -> Callable[[Callabl
     "train",
     "cohort train --set task=arithmetic --set algorithm=grpo --set cold_start.steps=400 --set steps=50",
     "cohort train my_run.yaml --set seed=1",
+    "cohort train my_pipeline.yaml --set stages.polish.steps=20",
 )
 def train(
     spec: Annotated[Path | None, typer.Argument(metavar="SPEC.yaml", help="Run file; without it, --set alone.")] = None,
@@ -115,9 +116,11 @@ def train(
     runs: Runs = RUNS,
     as_json: Json = False,
 ) -> None:
-    """Train once, in RUNS/train/NAME; the same command resumes."""
+    """Train once, in RUNS/train/NAME; the same command resumes. A file with `stages` runs them one after another."""
     from harness.spec import load_run
 
+    if spec is not None and _lists_stages(spec):
+        return _train_pipeline(spec, sets, name, runs, as_json)
     run = load_run(None if spec is None else str(spec), sets or ())
     name = _checked_name(name or f"{run.task.name}-{run.algorithm.name}-seed{run.seed}-{run.digest()[:8]}")
     from harness._single import train_once
@@ -129,6 +132,41 @@ def train(
     else:
         rows = [(key, terminal.quantity(key, value)) for key, value in result.summary.items()]
         terminal.show_table("", ["quantity", "value"], rows, numeric=["value"])
+        terminal.say(f"{name}: {result.state}" + (f" ({result.reason})" if result.reason else ""))
+        terminal.say(f"Files: {directory}")
+    raise typer.Exit({"complete": 0, "stopped": 130}.get(result.state, 1))
+
+
+def _lists_stages(spec: Path) -> bool:
+    from harness.spec import read_yaml
+
+    raw = read_yaml(spec)
+    return isinstance(raw, dict) and "stages" in raw
+
+
+def _train_pipeline(spec: Path, sets: list[str] | None, name: str | None, runs: Path, as_json: bool) -> None:
+    """Run a file's stages; exit code as of one run."""
+    from harness.pipeline import load_pipeline, pipeline_digest, train_pipeline
+
+    stages = load_pipeline(spec, sets or ())
+    name = _checked_name(name or f"{spec.stem}-{pipeline_digest(stages)[:8]}")
+    result, ended = train_pipeline(stages, runs, name)
+    directory = runs / "train" / name
+    if as_json:
+        shown = [{"name": s.name, "kind": s.kind, "directory": s.directory, **vars(s.result)} for s in ended]
+        terminal.print_json({"name": name, "directory": directory, **vars(result), "stages": shown})
+    else:
+        keys = ("accuracy_initial", "accuracy_final", "test_accuracy", "rollouts", "seconds")
+        rows = [
+            (
+                s.name,
+                s.kind,
+                s.result.state,
+                *(terminal.quantity(k, v) if (v := s.result.summary.get(k)) is not None else "" for k in keys),
+            )
+            for s in ended
+        ]
+        terminal.show_table("", ["stage", "kind", "state", *keys], rows, numeric=keys)
         terminal.say(f"{name}: {result.state}" + (f" ({result.reason})" if result.reason else ""))
         terminal.say(f"Files: {directory}")
     raise typer.Exit({"complete": 0, "stopped": 130}.get(result.state, 1))

@@ -52,6 +52,11 @@ class Algorithm(Section, ABC):
     def entropy_needs_gradient(self) -> bool:
         return False
 
+    @property
+    def shares_trunk(self) -> bool:
+        """Whether the critic is a head on the policy's own hidden states; else it is a network of its own."""
+        return False
+
     @abstractmethod
     def advantages(self, batch: Batch) -> Batch:
         """The batch with `advantages_BT` (and `returns_BT` for a critic) filled in; 0 outside the completions."""

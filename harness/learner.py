@@ -20,18 +20,28 @@ from harness.lora import adapter_off, adapter_weights, has_adapter, load_adapter
 from harness.model import mixed_precision
 from harness.schedules import learning_rate_factor
 from harness.spec import Mismatch, Optimizer, RunSpec
-from harness.tensors import PromptStates, backbone, kl_k3, prompt_states, token_logprobs, token_values
+from harness.tensors import (
+    PromptStates,
+    backbone,
+    completion_states,
+    kl_k3,
+    prompt_states,
+    state_values,
+    token_logprobs,
+    token_values,
+)
 from harness.types import Batch, InvalidRun, PolicyOutput
 
 
 class Critic(nn.Module):
-    """A value per token: a copy of the policy's backbone under a linear head that starts at zero."""
+    """A value per token: a linear head that starts at zero, on a copy of the policy's backbone, or (`shared`) on the
+    policy's own hidden states, which its loss then moves too."""
 
-    def __init__(self, policy: nn.Module):
+    def __init__(self, policy: nn.Module, *, shared: bool = False):
         super().__init__()
         body = backbone(policy)
         frozen = {id(p): p for p in body.parameters() if not p.requires_grad}  # under an adapter: shared, not copied
-        self.backbone = deepcopy(body, frozen)
+        self.backbone = None if shared else deepcopy(body, frozen)
         self.head = nn.Linear(policy.config.hidden_size, 1)  # pyright: ignore
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
@@ -39,6 +49,7 @@ class Critic(nn.Module):
         self.head.to(device=first.device, dtype=torch.float32 if frozen else first.dtype)
 
     def forward(self, tokens_BT: Tensor, mask_BT: Tensor) -> Tensor:
+        assert self.backbone is not None, "without a backbone of its own: state_values(critic.head, ...)"
         return token_values(self.backbone, self.head, tokens_BT, mask_BT)
 
 
@@ -51,7 +62,7 @@ class Learner:
         self.policy = policy
         self.adapted = has_adapter(policy)
         self.reference = _frozen(policy) if self.algorithm.needs_reference and not self.adapted else None
-        self.critic = Critic(policy) if self.algorithm.needs_critic else None
+        self.critic = Critic(policy, shared=self.algorithm.shares_trunk) if self.algorithm.needs_critic else None
         self.optimizers = {"policy": self._adamw(policy, spec.optimizer.learning_rate)}
         if self.critic is not None:
             self.optimizers["critic"] = self._adamw(self.critic, spec.optimizer.critic_learning_rate)
@@ -192,15 +203,20 @@ class Learner:
                 module.train(on)
 
     def _output(self, micro: Batch, prompts: PromptStates | None) -> PolicyOutput:
+        tokens, mask = micro.tokens_BT, micro.completion_mask_BT
+        hidden = completion_states(self.policy, tokens, mask, prompts)
         logprobs, entropy = token_logprobs(
             self.policy,
-            micro.tokens_BT,
-            micro.completion_mask_BT,
+            tokens,
+            mask,
             self.spec.sampling.temperature,
-            prompts=prompts,
+            hidden=hidden,
             entropy_gradient=self.algorithm.entropy_needs_gradient,
         )
-        values = None if self.critic is None else self.critic(micro.tokens_BT, micro.completion_mask_BT)
+        values = None
+        if self.critic is not None:
+            shared = self.critic.backbone is None
+            values = state_values(self.critic.head, hidden, mask) if shared else self.critic(tokens, mask)
         return PolicyOutput(logprobs, entropy, values)
 
     def _reference_logprobs(self, batch: Batch) -> Tensor:
@@ -221,7 +237,16 @@ class Learner:
         return self._forward_rows(batch, forward)
 
     def _values(self, batch: Batch, critic: Critic) -> Tensor:
-        return self._forward_rows(batch, lambda part, rows: critic(part.tokens_BT, part.completion_mask_BT))
+        if critic.backbone is not None:
+            return self._forward_rows(batch, lambda part, rows: critic(part.tokens_BT, part.completion_mask_BT))
+        with mixed_precision(batch.tokens_BT.device, self.spec.autocast):
+            prompts = prompt_states(self.policy, batch.tokens_BT, batch.completion_mask_BT)
+
+        def forward(part: Batch, rows: Tensor) -> Tensor:
+            shared, mask = prompts and prompts.rows(rows), part.completion_mask_BT
+            return state_values(critic.head, completion_states(self.policy, part.tokens_BT, mask, shared), mask)
+
+        return self._forward_rows(batch, forward)
 
     def _forward_rows(self, batch: Batch, forward: Any) -> Tensor:
         """[B, T] from a function of (micro-batch, its row indices), put together in the batch's own row order."""

@@ -106,7 +106,7 @@ def estimate(
     policy = _meta_policy(spec, config)
     algorithm, adapted = spec.algorithm, _setting(spec, "lora") is not None
     counted = {id(p): p for p in policy.parameters()}
-    critic = _critic_parameters(policy, set(counted)) if algorithm.needs_critic else []
+    critic = _critic_parameters(policy, set(counted), algorithm.shares_trunk) if algorithm.needs_critic else []
     trainable = [p for p in [*counted.values(), *critic] if p.requires_grad]
     policy_bytes = _bytes(counted.values())
     weights = {
@@ -313,11 +313,11 @@ def _meta_policy(spec: RunSpec, config: PretrainedConfig) -> Any:
     return policy
 
 
-def _critic_parameters(policy: Any, shared: set[int]) -> list[nn.Parameter]:
+def _critic_parameters(policy: Any, shared: set[int], shares_trunk: bool) -> list[nn.Parameter]:
     """The parameters that a critic adds to those it shares with the policy."""
     from harness.learner import Critic
 
-    return [p for p in Critic(policy).parameters() if id(p) not in shared]
+    return [p for p in Critic(policy, shared=shares_trunk).parameters() if id(p) not in shared]
 
 
 def _bytes(parameters: Any) -> int:
@@ -338,7 +338,8 @@ def _activation_bytes(spec: RunSpec, config: PretrainedConfig, policy: Any, prom
     tokens, completion = at_once * length, at_once * (length - prompt_tokens)
     kept = saved_bytes(spec, config, policy, tokens, completion)
     log_probs = 4 * completion * config.vocab_size
-    if spec.algorithm.needs_critic:
+    own_trunk = spec.algorithm.needs_critic and not spec.algorithm.shares_trunk
+    if own_trunk:  # a head on the policy's own states reads what the language-model head keeps anyway
         kept += saved_bytes(spec, config, policy, tokens, completion, critic=True)
     chunk = 4 * min(CHUNK, completion) * config.vocab_size
     copies = 3 + (2 if spec.algorithm.entropy_needs_gradient else 0)
@@ -347,7 +348,7 @@ def _activation_bytes(spec: RunSpec, config: PretrainedConfig, policy: Any, prom
     head_gradient = several * head.requires_grad * head.numel() * head.element_size()
     stages = [kept + copies * chunk, kept + chunk + head_gradient]
     if _setting(spec, "gradient_checkpointing"):  # the critic's layers come first, before the log-probs are let go
-        others = kept if spec.algorithm.needs_critic else kept - log_probs
+        others = kept if own_trunk else kept - log_probs
         stages.append(others + tokens * _layer_bytes(spec, config))
     if head is policy.get_input_embeddings().weight:
         stages.append(2 * head_gradient)  # at the end of the backward pass: the head's and the embeddings'

@@ -194,7 +194,7 @@ def _reward(name: str, settings: Any) -> Reward:
     try:
         return cls.model_validate(dict(settings))  # pyright: ignore[reportAttributeAccessIssue]
     except ValidationError as error:
-        raise ValueError(_explain(error, cls, settings, f"rewards.{name}")) from None
+        raise ValueError(explain(error, cls, settings, f"rewards.{name}")) from None
 
 
 def _settings_class(kind: plugins.Kind, cls: type) -> type[Section]:
@@ -686,7 +686,7 @@ def parse_run(raw: Mapping[str, Any], where: str) -> RunSpec:
     try:
         return RunSpec.model_validate(raw)
     except ValidationError as error:
-        raise SpecError(_explain(error, RunSpec, raw, where)) from None
+        raise SpecError(explain(error, RunSpec, raw, where)) from None
 
 
 def parse_study(raw: Mapping[str, Any], where: str) -> StudySpec:
@@ -694,7 +694,7 @@ def parse_study(raw: Mapping[str, Any], where: str) -> StudySpec:
     try:
         study = StudySpec.model_validate(raw)
     except ValidationError as error:
-        raise SpecError(_explain(error, StudySpec, raw, where)) from None
+        raise SpecError(explain(error, StudySpec, raw, where)) from None
     study.checked_arms()
     return study
 
@@ -872,7 +872,8 @@ def _describe(path: str, level: Scalar) -> str:
     return f"{short_path(path)}={level:g}" if isinstance(level, float) else f"{short_path(path)}={level}"
 
 
-def _explain(error: ValidationError, model: type[Section], raw: Mapping[str, Any], where: str) -> str:
+def explain(error: ValidationError, model: type[Section], raw: Mapping[str, Any], where: str) -> str:
+    """One line for each thing wrong with `raw`: where, key, rule, value, and the nearest valid key."""
     lines = []
     for item in error.errors():
         keys = [str(key) for key in item["loc"] if not str(key).startswith("function-")]

@@ -78,17 +78,18 @@ def token_logprobs(
     temperature: float,
     *,
     prompts: PromptStates | None = None,
+    hidden: Tensor | None = None,
     entropy_gradient: bool = False,
     chunk: int = 4096,
 ) -> tuple[Tensor, Tensor]:
     """(log-probs, entropies), both [B, T] nats, at least float32: of the tokens in `mask_BT`, and 0 elsewhere.
 
     The language-model head runs on the masked positions only, `chunk` at a time, so that [B, T, V] never exists.
-    With `prompts` the rows' prompts are not read again.
+    With `prompts` the rows' prompts are not read again; `hidden` are the `completion_states`, where they are known.
     Logits are divided by `temperature` (taken as 1 when it is 0), as the sampler does. Entropies carry a gradient
     only if asked.
     """
-    hidden = completion_states(model, tokens_BT, mask_BT, prompts)
+    hidden = completion_states(model, tokens_BT, mask_BT, prompts) if hidden is None else hidden
     targets = tokens_BT[:, 1:][mask_BT[:, 1:]]
     head = model.get_output_embeddings()  # pyright: ignore
     logprobs, entropies = [], []
@@ -215,7 +216,13 @@ def completion_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor, prom
 
 def token_values(backbone: nn.Module, head: nn.Linear, tokens_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """[B, T], at least float32: the value of the state in which each token in `mask_BT` was chosen, 0 elsewhere."""
-    hidden = backbone(input_ids=tokens_BT, use_cache=False).last_hidden_state[:, :-1][mask_BT[:, 1:]]
+    return state_values(
+        head, backbone(input_ids=tokens_BT, use_cache=False).last_hidden_state[:, :-1][mask_BT[:, 1:]], mask_BT
+    )
+
+
+def state_values(head: nn.Linear, hidden: Tensor, mask_BT: Tensor) -> Tensor:
+    """[B, T], at least float32: the values of `hidden`, the states [N, H] of the N tokens in `mask_BT`, 0 elsewhere."""
     return _scatter([_at_least_float32(head(hidden.to(head.weight.dtype)))[:, 0]], mask_BT)
 
 

@@ -232,7 +232,7 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
     clock.lap("sync")
     if spec.kl.schedule == "adaptive":
         run.kl_beta = adapted_kl_beta(spec.kl, run.kl_beta, metrics["kl/reference"])
-    metrics |= rollout_metrics(drawn.graded, drawn.scores.totals) | drawn.scores.metrics | drawn.metrics
+    metrics |= rollout_metrics(drawn.graded, drawn.scores.totals) | drawn.scores.metrics | dict(drawn.metrics)
     metrics |= group_metrics(batch, run.gates) | _unparsable_since(unparsable, spec.task)
     rate = learner.optimizers["policy"].param_groups[0]["lr"]
     metrics |= weights_metric(learner.policy, weights, gradient_norm=metrics["policy/grad_norm"], rate=rate)
@@ -433,28 +433,37 @@ def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
     return {f"{result.split}/{name}": value for name, value in {**result.metrics, **tags}.items()}
 
 
+def logged_evaluation(
+    spec: RunSpec, engine: RolloutEngine, log: RunLogger, split: Split, step: int
+) -> EvaluationResult:
+    """Evaluate what the engine samples from, and log it; of the test split each problem's fraction too."""
+    with mixed_precision(resolve_device(spec.device), spec.autocast):
+        result = evaluate(
+            spec.task,
+            engine,
+            split,
+            spec.evaluation,
+            max_tokens=spec.sampling_with_limit().max_tokens or 0,
+            stop=spec.sampling.stop,
+            seed=spec.seed,
+            step=step,
+            on_progress=lambda done, total: log.progress(split, done, total),
+        )
+    log.metrics(step, evaluation_metrics(result))
+    log.samples(result.samples)
+    if split == "test":
+        k = result.metrics["num_samples"]
+        log.per_problem({prompt: count / k for prompt, count in result.correct_counts.items()})
+    return result
+
+
 def _evaluate(run: Run, split: Split, step: int) -> None:
     """Evaluate, log, and keep the accuracies that the summary needs."""
     start = time.perf_counter()
-    with mixed_precision(resolve_device(run.spec.device), run.spec.autocast):
-        result = evaluate(
-            run.spec.task,
-            run.engine,
-            split,
-            run.spec.evaluation,
-            max_tokens=run.spec.sampling_with_limit().max_tokens or 0,
-            stop=run.spec.sampling.stop,
-            seed=run.spec.seed,
-            step=step,
-            on_progress=lambda done, total: run.log.progress(split, done, total),
-        )
+    result = logged_evaluation(run.spec, run.engine, run.log, split, step)
     run.totals.seconds += time.perf_counter() - start
-    run.log.metrics(step, evaluation_metrics(result))
-    run.log.samples(result.samples)
     if split == "test":
         run.accuracies["test_accuracy"] = result.metrics["accuracy"]
-        k = result.metrics["num_samples"]
-        run.log.per_problem({prompt: count / k for prompt, count in result.correct_counts.items()})
     else:
         run.accuracies.setdefault("accuracy_initial", result.metrics["accuracy"])
         run.accuracies["accuracy_final"] = result.metrics["accuracy"]

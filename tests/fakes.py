@@ -61,14 +61,14 @@ class MemoryLog:
 
 
 class StopAfter:
-    """A should_stop that turns true when asked for the n-th time."""
+    """A should_stop that is true from the n-th time on that it is asked."""
 
     def __init__(self, n):
         self.n = n
 
     def __call__(self):
         self.n -= 1
-        return self.n == 0
+        return self.n <= 0
 
 
 def final_weights(directory):

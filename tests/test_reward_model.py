@@ -139,3 +139,11 @@ def test_a_runs_rollouts_make_a_reward_model_that_pays_the_next_run(tmp_path):
     assert total == pytest.approx(learned, abs=1e-5)
     ((_, accuracy),) = log.history("reward/accuracy")
     assert accuracy == pytest.approx(log.history("train/accuracy")[0][1])
+
+
+def test_a_reward_model_is_found_under_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    network, tokenizer = reward_model.load_classifier("tiny", 3)
+    reward_model.save_model(tmp_path / "scorer", network, tokenizer)
+    found, _ = reward_model.load_classifier("~/scorer")
+    assert torch.equal(found.score.weight, network.score.weight)  # pyright: ignore
