@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
 from harness._files import FORMAT, read_json, write_json
+from harness._mlflow_address import patient, store_name
 from harness._mlflow_store import (
     NOTE,
     STATUS,
     SUMMARY,
+    SYSTEM,
     TRAINING_PAGES,
     active_run,
     artifact,
@@ -19,6 +21,7 @@ from harness._mlflow_store import (
     existing_store,
     experiment_of,
     from_stored,
+    log_diff,
     newest_parent,
     search_runs,
     set_tags,
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from harness.spec import StudySpec
 
 
+@patient
 def open_study(runs: Path, study: StudySpec, command: str) -> str:
     """The id of the study's parent run, created or brought up to date; the same one as long as its folder stays."""
     client = connect(runs)
@@ -58,6 +62,7 @@ def open_study(runs: Path, study: StudySpec, command: str) -> str:
         "versions": versions(),
     }
     client.log_dict(run_id, document, "study.json")
+    log_diff(client, run_id)
     client.set_experiment_tag(run.info.experiment_id, NOTE, study.question)
     client.set_experiment_tag(run.info.experiment_id, "mlflow.experiment.primaryMetric.name", study.metric)
     set_tags(client, run_id, {"cohort.state": "running", "cohort.command": command, NOTE: study.question})
@@ -70,6 +75,7 @@ def study_run_id(runs: Path, name: str) -> str:
     return read_json(_study_run_file(runs, name))["run_id"]
 
 
+@patient
 def close_study(runs: Path, run_id: str, state: TrialState) -> None:
     """Record in the study's parent run how the study ended."""
     client = connect(runs)
@@ -77,18 +83,20 @@ def close_study(runs: Path, run_id: str, state: TrialState) -> None:
     client.set_terminated(run_id, STATUS[state])
 
 
+@patient
 def log_report(runs: Path, name: str, folder: Path, answer: str | None = None) -> None:
     """Attach a written report to the study's parent run, and the answer to the note that the UI shows there."""
     client = connect(runs)
     parent = newest_parent(client, name)
     if parent is None:
-        raise ValueError(f"the MLflow store in '{runs}' has no study '{name}'")
+        raise ValueError(f"{store_name(runs)} has no study '{name}'")
     client.log_artifacts(parent.info.run_id, str(folder), "report")
     if answer:
-        document = artifact(runs, parent, "study.json") or {"spec": {"question": name}}
+        document = artifact(client, runs, parent, "study.json") or {"spec": {"question": name}}
         client.set_tag(parent.info.run_id, NOTE, f"{document['spec']['question']}\n\n{answer}")
 
 
+@patient
 def read_study(runs: Path, name: str) -> StudyRecord:
     """The study rebuilt from the MLflow store: one record for each (arm, seed) that has begun.
 
@@ -101,12 +109,14 @@ def read_study(runs: Path, name: str) -> StudyRecord:
         near = nearest(name, known := list_studies(runs))
         hint = f"did you mean '{near}'? " if near else ""
         raise ValueError(
-            f"the MLflow store in '{runs}' has no study '{name}'; {hint}"
+            f"{store_name(runs)} has no study '{name}'; {hint}"
             + (f"it has: {', '.join(known)}" if known else "run one with: cohort study run NAME")
         )
-    document = artifact(runs, parent, "study.json")
+    document = artifact(client, runs, parent, "study.json")
     if document is None or document.get("format") != FORMAT:
-        raise ValueError(f"study '{name}' in '{runs}' is incomplete or of another version; run the study again")
+        raise ValueError(
+            f"study '{name}' in {store_name(runs)} is incomplete or of another version; run the study again"
+        )
     spec = document["spec"]
     children = search_runs(client, parent.info.experiment_id, f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")
     trials: dict[tuple[str, int], Run] = {}
@@ -130,25 +140,29 @@ def read_study(runs: Path, name: str) -> StudyRecord:
     )
 
 
-def list_studies(runs: Path) -> list[str]:
-    """Names of the studies in the store, sorted; empty where there is no store yet."""
+@patient
+def list_studies(runs: Path, by: Literal["name", "start"] = "name") -> list[str]:
+    """Names of the studies in the store, sorted, or the newest last; empty where there is no store yet."""
     client = existing_store(runs)
     if client is None:
         return []
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
-    parents = search_runs(client, experiments, "tags.`cohort.kind` = 'study'")
-    return sorted({run.data.tags["cohort.study"] for run in parents})
+    parents = search_runs(client, experiments, "tags.`cohort.kind` = 'study'")  # newest first
+    names = list(dict.fromkeys(run.data.tags["cohort.study"] for run in parents))
+    return sorted(names) if by == "name" else names[::-1]
 
 
+@patient
 def study_url(runs: Path, name: str, address: str) -> str:
     """The page of a study's trials, best first, on the MLflow server at `address`.
 
     Sorted by a metric MLflow lists all runs; sorted by date it would hide the trials behind their parent run.
     """
-    parent = newest_parent(connect(runs), name)
-    document = artifact(runs, parent, "study.json") if parent else None
+    client = connect(runs)
+    parent = newest_parent(client, name)
+    document = artifact(client, runs, parent, "study.json") if parent else None
     if parent is None or document is None:
-        raise ValueError(f"the MLflow store in '{runs}' has no study '{name}'")
+        raise ValueError(f"{store_name(runs)} has no study '{name}'")
     order = quote(f"metrics.`{document['spec']['metric']}`", safe="")
     page = f"{address}/#/experiments/{parent.info.experiment_id}/runs?{TRAINING_PAGES}"
     return f"{page}&orderByKey={order}&orderByAsc=false"
@@ -160,7 +174,7 @@ def _study_run_file(runs: Path, name: str) -> Path:
 
 def _trial_record(client: MlflowClient, runs: Path, run: Run) -> TrialRecord:
     tags, run_id = run.data.tags, run.info.run_id
-    table = artifact(runs, run, "samples.json") or {"columns": [], "data": []}
+    table = artifact(client, runs, run, "samples.json") or {"columns": [], "data": []}
     samples = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
     return TrialRecord(
         trial=tags["cohort.trial"],
@@ -168,13 +182,23 @@ def _trial_record(client: MlflowClient, runs: Path, run: Run) -> TrialRecord:
         seed=int(tags["cohort.seed"]),
         state=_state(run),
         reason=tags.get("cohort.reason") or None,
-        spec=artifact(runs, run, "config.yaml") or {},
+        spec=artifact(client, runs, run, "config.yaml") or {},
         factors=json.loads(tags["cohort.factors"]),
-        history={key: _history(client, run_id, key) for key in sorted(run.data.metrics) if not key.startswith(SUMMARY)},
+        history={
+            key: _history(client, run_id, key)
+            for key in sorted(run.data.metrics)
+            if not key.startswith((SUMMARY, SYSTEM))
+        },
         summary={key: float(value) for key, value in json.loads(tags.get("cohort.summary", "{}")).items()},
-        per_problem=artifact(runs, run, "per_problem.json") or {},
-        samples=[SampleRow(**{**row, "reward": _number(row["reward"])}) for row in samples],
+        per_problem=artifact(client, runs, run, "per_problem.json") or {},
+        samples=[_sample_row(row) for row in samples],
     )
+
+
+def _sample_row(row: Mapping[str, Any]) -> SampleRow:
+    """A row of the samples table; `rewards` is missing where an earlier version wrote it."""
+    rewards = {name: float(value) for name, value in row.get("rewards", {}).items()}
+    return SampleRow(**{**row, "reward": _number(row["reward"]), "rewards": rewards})
 
 
 def _state(run: Run) -> Any:

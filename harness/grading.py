@@ -6,7 +6,8 @@ G completions of a prompt cost one extraction each, one comparison with gold per
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from harness.interfaces import Task
@@ -45,18 +46,26 @@ def sample_rows(
     step: int,
     split: Split,
     limit: int,
+    parts: Mapping[str, Sequence[Sequence[float]]] | None = None,
 ) -> list[SampleRow]:
     """At most `limit` rollouts for a reader: the first one of each prompt, then the second ones, and so on.
 
-    `graded` carries correctness; `rewards` is None where none were assigned (an evaluation).
+    `graded` carries correctness; `rewards` is None where none were assigned (an evaluation); `parts` holds each reward
+    by name, before its weight.
     """
     assert len(graded) == len(groups)
     assert rewards is None or len(rewards) == len(groups)
     deepest = max((len(group.rollouts) for group in groups), default=0)
     places = [(p, i) for i in range(deepest) for p, group in enumerate(groups) if i < len(group.rollouts)]
-    return [
+    rows = [
         _sample_row(groups[p], graded[p], i, None if rewards is None else rewards[p][i], step, split)
         for p, i in places[:limit]
+    ]
+    if parts is None:
+        return rows
+    return [
+        dataclasses.replace(row, rewards={name: values[p][i] for name, values in parts.items()})
+        for row, (p, i) in zip(rows, places[:limit], strict=True)
     ]
 
 

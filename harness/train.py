@@ -250,7 +250,9 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
     }
     if spec.checkpoints.rollouts_every and step % spec.checkpoints.rollouts_every == 0:
         _keep_rollouts(run.directory, step + 1, all_rows(groups, graded, scores.totals, step=step + 1), scores)
-    return metrics, sample_rows(groups, graded, scores.totals, step=step + 1, split="train", limit=8)
+    return metrics, sample_rows(
+        groups, graded, scores.totals, step=step + 1, split="train", limit=8, parts=scores.parts
+    )
 
 
 def _kl_beta(run: Run, step: int) -> float | None:
