@@ -25,7 +25,8 @@ FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 20.0
 _ANSWER_SECONDS = 10.0
 _DRIVERS = {"postgresql": "psycopg2", "postgresql+psycopg2": "psycopg2", "postgresql+psycopg": "psycopg"}
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 log = logging.getLogger(__name__)
 
 
@@ -40,8 +41,7 @@ def remote_uri() -> str | None:
     if not uri:
         return None
     parts = _parts(uri)
-    known = parts is not None and (parts.scheme in ("http", "https") or parts.scheme in _DRIVERS)
-    if not known or not parts.hostname:
+    if parts is None or parts.scheme not in ("http", "https", *_DRIVERS) or not parts.hostname:
         raise ValueError(
             "the tracking URI must be http://HOST:PORT of an MLflow server or postgresql://USER@HOST/DATABASE, got "
             f"'{shown(uri)}'; without --tracking-uri and {TRACKING_URI} results go to a file in the runs folder"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
@@ -175,6 +176,7 @@ def _study_run_file(runs: Path, name: str) -> Path:
 def _trial_record(client: MlflowClient, runs: Path, run: Run) -> TrialRecord:
     tags, run_id = run.data.tags, run.info.run_id
     table = artifact(client, runs, run, "samples.json") or {"columns": [], "data": []}
+    keys = sorted(key for key in run.data.metrics if not key.startswith((SUMMARY, SYSTEM)))
     samples = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
     return TrialRecord(
         trial=tags["cohort.trial"],
@@ -184,11 +186,7 @@ def _trial_record(client: MlflowClient, runs: Path, run: Run) -> TrialRecord:
         reason=tags.get("cohort.reason") or None,
         spec=artifact(client, runs, run, "config.yaml") or {},
         factors=json.loads(tags["cohort.factors"]),
-        history={
-            key: _history(client, run_id, key)
-            for key in sorted(run.data.metrics)
-            if not key.startswith((SUMMARY, SYSTEM))
-        },
+        history={key: _history(client, run_id, key) for key in keys},
         summary={key: float(value) for key, value in json.loads(tags.get("cohort.summary", "{}")).items()},
         per_problem=artifact(client, runs, run, "per_problem.json") or {},
         samples=[_sample_row(row) for row in samples],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
@@ -29,13 +30,11 @@ class SystemSampler:
 
 
 def _gpu(torch: Any) -> dict[str, float]:
-    """Bytes in use on the run's device by all its processes, and its load where NVIDIA's management library is there."""
+    """Bytes in use on the run's device by all its processes, and its load where nvidia-ml-py is installed."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return {}
     free, total = torch.cuda.mem_get_info()
     found = {"system/gpu_memory_bytes": float(total - free)}
-    try:
+    with contextlib.suppress(ImportError, RuntimeError):
         found["system/gpu_percent"] = float(torch.cuda.utilization())
-    except (ImportError, RuntimeError):  # nvidia-ml-py is not installed, or the driver does not tell
-        pass
     return found

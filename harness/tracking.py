@@ -42,9 +42,25 @@ if TYPE_CHECKING:
     from harness.spec import RunSpec
 
 __all__ = [
-    "RunLog", "UIServer", "check_port", "check_runs", "close_study", "connect", "list_studies", "log_report",
-    "open_study", "read_progress", "read_result", "read_study", "replay", "search_runs", "server_address", "serve_ui", "study_run_id",
-    "study_url", "tracking_uri",
+    "RunLog",
+    "UIServer",
+    "check_port",
+    "check_runs",
+    "close_study",
+    "connect",
+    "list_studies",
+    "log_report",
+    "open_study",
+    "read_progress",
+    "read_result",
+    "read_study",
+    "replay",
+    "search_runs",
+    "serve_ui",
+    "server_address",
+    "study_run_id",
+    "study_url",
+    "tracking_uri",
 ]  # fmt: skip
 
 FLUSH_STEPS = 20
