@@ -154,7 +154,8 @@ class Copier:
                 self.flush()
             except Exception as error:  # kept, retried, and reported by stop(): training goes on without the store
                 self._error, self._client = error, None  # what the store has is read again: an answer may be lost
-                wait, retry = retry, min(2 * retry, LONGEST_RETRY_SECONDS)
+                (self._give_up if last else self._stop).wait(retry)  # a new step does not shorten the wait
+                wait, retry = 0.0, min(2 * retry, LONGEST_RETRY_SECONDS)
                 continue
             finally:
                 self.cpu_seconds = time.thread_time()

@@ -43,6 +43,7 @@ _ENVIRONMENT = {
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # outages are waited for here; MLflow's own 7 tries block for minutes
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 _LARGEST = sys.float_info.max  # how MLflow stores infinity
 
@@ -85,6 +86,7 @@ def import_mlflow() -> None:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # its errors are raised too
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it warns of every retry in an outage
     logging.getLogger("alembic").setLevel(logging.WARNING)
     import mlflow  # noqa: F401
 

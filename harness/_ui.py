@@ -66,13 +66,29 @@ def serve_ui(
     check_port(port)
     check_runs(runs)
     connect(runs)
-    artifacts = (runs / "mlartifacts").resolve().as_uri()
+    return start_server(tracking_uri(runs), runs / "mlartifacts", port, timeout_seconds, should_stop)
+
+
+def start_server(
+    uri: str,
+    artifacts: Path,
+    port: int,
+    timeout_seconds: float,
+    should_stop: Callable[[], bool] = lambda: False,
+    *,
+    proxied: bool = False,
+) -> UIServer:
+    """An `mlflow server` over the database at `uri`, on 127.0.0.1, that answers already; errors as of `serve_ui`.
+
+    `proxied` artifacts are written and read through the server, as from another machine.
+    """
+    place = artifacts.resolve().as_uri()
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += ["--default-artifact-root", artifacts, "--artifacts-destination", artifacts]
+    command += ["--default-artifact-root", "mlflow-artifacts:/" if proxied else place, "--artifacts-destination", place]
     environment = {
         **os.environ,
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-        "MLFLOW_BACKEND_STORE_URI": tracking_uri(runs),  # here, because other users can read the arguments of a process
+        "MLFLOW_BACKEND_STORE_URI": uri,  # here, because other users can read the arguments of a process
     }
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
