@@ -11,6 +11,7 @@ import subprocess
 import sys
 import urllib.request
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import fake_trials
@@ -23,6 +24,7 @@ from harness._events import read_events, read_history
 from harness._files import file_lock, read_json
 from harness.spec import RunSpec, StudySpec, parse_run, parse_study
 from harness.tracking import RunLog
+from harness.types import SampleRow
 
 COLUMN = "validation/accuracy"
 
@@ -279,7 +281,9 @@ def a_study(**changes: object) -> StudySpec:
     return parse_study(raw, "test")
 
 
-def log_trial(runs: Path, parent: str, arm: str, seed: int, state: str, folder: str = "") -> RunLog:
+def log_trial(
+    runs: Path, parent: str, arm: str, seed: int, state: str, folder: str = "", rows: Sequence[SampleRow] = ()
+) -> RunLog:
     tags = {"cohort.kind": "trial", "cohort.study": "sizes", "cohort.arm": arm, "cohort.seed": str(seed)}
     tags["cohort.factors"] = json.dumps({"algorithm.group_size": int(arm[-1])})
     directory = f"studies/sizes/trials/{arm}-{seed}{folder}"
@@ -294,7 +298,7 @@ def log_trial(runs: Path, parent: str, arm: str, seed: int, state: str, folder: 
     )
     log.metrics(0, {COLUMN: 0.25})
     log.metrics(1, {COLUMN: 0.5, "policy/loss": math.nan, "kl/old": math.inf})
-    log.samples([fake_trials.sample(1)])
+    log.samples(rows or [fake_trials.sample(1)])
     log.per_problem({"p1": 0.75})
     summary = {"accuracy_final": 0.5, "seconds": 1.5} if state == "complete" else {}
     log.finish(state, None if state == "complete" else f"it was {state}", summary)  # pyright: ignore

@@ -41,6 +41,10 @@ class Server:
     def uri(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def uri_of_store(self) -> str:
+        return f"sqlite:///{self.folder}/mlflow.db"
+
     def start(self) -> None:
         self.process = start_server(
             f"sqlite:///{self.folder}/mlflow.db", self.folder / "mlartifacts", self.port, 120, proxied=True
