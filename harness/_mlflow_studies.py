@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
     from harness.spec import StudySpec
 
+_VIEW = "mlflow.sharedViewState.cohort"  # an experiment tag that holds a view which an address can name
+
 
 @patient
 def open_study(runs: Path, study: StudySpec, command: str) -> str:
@@ -65,6 +67,7 @@ def open_study(runs: Path, study: StudySpec, command: str) -> str:
     client.log_dict(run_id, document, "study.json")
     log_diff(client, run_id)
     client.set_experiment_tag(run.info.experiment_id, NOTE, study.question)
+    client.set_experiment_tag(run.info.experiment_id, _VIEW, json.dumps(_table_view(study.metric)))
     client.set_experiment_tag(run.info.experiment_id, "mlflow.experiment.primaryMetric.name", study.metric)
     set_tags(client, run_id, {"cohort.state": "running", "cohort.command": command, NOTE: study.question})
     client.update_run(run_id, status="RUNNING")
@@ -164,9 +167,45 @@ def study_url(runs: Path, name: str, address: str) -> str:
     document = artifact(client, runs, parent, "study.json") if parent else None
     if parent is None or document is None:
         raise ValueError(f"{store_name(runs)} has no study '{name}'")
-    order = quote(f"metrics.`{document['spec']['metric']}`", safe="")
     page = f"{address}/#/experiments/{parent.info.experiment_id}/runs?{TRAINING_PAGES}"
+    if _VIEW in client.get_experiment(parent.info.experiment_id).tags:
+        return f"{page}&viewStateShareKey={_VIEW.rpartition('.')[2]}"
+    order = quote(f"metrics.`{document['spec']['metric']}`", safe="")
     return f"{page}&orderByKey={order}&orderByAsc=false"
+
+
+def _table_view(metric: str) -> dict[str, Any]:
+    """The runs table as MLflow's UI shares it: best first, with the columns that compare arms.
+
+    MLflow shows no metric in the table by itself. The keys are those that its UI writes when it shares a view.
+    """
+    columns = [metric, f"{SUMMARY}test_accuracy", "train/generated_tokens"]
+    return {
+        "searchFilter": "",
+        "orderByKey": f"metrics.`{metric}`",
+        "orderByAsc": False,
+        "startTime": "ALL",
+        "lifecycleFilter": "Active",
+        "datasetsFilter": [],
+        "modelVersionFilter": "All Runs",
+        "selectedColumns": [f"metrics.`{column}`" for column in dict.fromkeys(columns)],
+        "columnOrder": [],
+        "columnWidths": {},
+        "runsExpanded": {},
+        "runsPinned": [],
+        "runsHidden": [],
+        "runsVisibilityMap": {},
+        "runsHiddenMode": "FIRST_10_RUNS",
+        "viewMaximized": False,
+        "runListHidden": False,
+        "isAccordionReordered": False,
+        "useGroupedValuesInCharts": True,
+        "hideEmptyCharts": True,
+        "groupBy": None,
+        "groupsExpanded": {},
+        "autoRefreshEnabled": True,
+        "globalLineChartConfig": {"xAxisKey": "step", "lineSmoothness": 0, "selectedXAxisMetricKey": ""},
+    }
 
 
 def _study_run_file(runs: Path, name: str) -> Path:

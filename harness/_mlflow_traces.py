@@ -85,7 +85,6 @@ class TraceWriter:
             trace_id=_trace_id(self.run_id, place),
             trace_location=TraceLocation.from_experiment_id(self.experiment_id),
             request_time=milliseconds,
-            execution_duration=0,
             state=TraceState.OK,
             request_preview=_storable(row["prompt"])[:_PREVIEW],
             response_preview=_storable(row["completion"])[:_PREVIEW],

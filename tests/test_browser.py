@@ -9,7 +9,7 @@ import dataclasses
 import json
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,12 @@ HOSTILE = (
 )
 
 
+OPEN_ASSESSMENTS = """
+for (const button of document.querySelectorAll('button, [role=tab]'))
+    if (button.innerText.trim().startsWith('Assess') || /assess/i.test(button.getAttribute('aria-label'))) button.click()
+"""
+
+
 @dataclasses.dataclass
 class Site:
     """A served study, and the browser that looks at it."""
@@ -40,12 +46,16 @@ class Site:
     def text_with(self, page: str, *words: str) -> str:
         """The text of a page as soon as it shows all the words."""
         self.chromium.get(f"{self.address}/#{page}")
+        return browser.wait_for(self.text_if(*words), f"a page with {', '.join(words)}", 90)
+
+    def text_if(self, *words: str) -> Callable[[], str]:
+        """A function that gives the text of the page that is open, empty where a word is missing."""
 
         def shown() -> str:
             found = browser.text(self.chromium)
             return found if all(word in found for word in words) else ""
 
-        return browser.wait_for(shown, f"a page with {', '.join(words)}", 90)
+        return shown
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +97,9 @@ def test_the_runs_table_of_a_study_shows_its_arms_and_its_metric(site: Site):
 
 def test_a_trace_shows_a_rollout_with_its_rewards_and_nothing_of_it_runs(site: Site):
     page = f"/experiments/{site.experiment}/traces?selectedEvaluationId={site.hostile_trace}"
-    text = site.text_with(page, "reward_format", "onerror")
+    site.text_with(page, "Inputs", "onerror")
+    site.chromium.execute_script(OPEN_ASSESSMENTS)
+    text = browser.wait_for(site.text_if("reward_format", "Feedback"), "the assessments")
     assert "What is <b>2+2</b>?" in text  # as text: the page made no element of it
     for name, value in {"correct": "False", "reward": "-0.25", "reward_accuracy": "0", "reward_format": "0.5"}.items():
         assert name in text
