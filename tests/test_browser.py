@@ -29,7 +29,7 @@ HOSTILE = (
 
 OPEN_ASSESSMENTS = """
 for (const button of document.querySelectorAll('button, [role=tab]'))
-    if (button.innerText.trim().startsWith('Assess') || /assess/i.test(button.getAttribute('aria-label'))) button.click()
+    if (/^assess/i.test(button.innerText.trim() || button.getAttribute('aria-label'))) button.click()
 """
 
 

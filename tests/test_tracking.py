@@ -472,7 +472,7 @@ def test_the_number_of_traces_can_be_set_and_a_wrong_one_is_refused(runs: Path, 
     log.finish("complete", None, {})
     assert traces_of(runs, str(log.run_id)) == []
     monkeypatch.setenv("COHORT_TRACES", "-1")
-    with pytest.raises(ValueError, match="COHORT_TRACES must be a whole number .* got '-1'"):
+    with pytest.raises(ValueError, match=r"COHORT_TRACES must be a whole number .* got '-1'"):
         tracking.check_runs(runs)
 
 
