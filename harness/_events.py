@@ -26,6 +26,7 @@ class RunHistory:
 
     history: dict[str, dict[int, tuple[float, int]]] = field(default_factory=dict)
     samples: dict[tuple[int, str], tuple[int, list[dict[str, Any]]]] = field(default_factory=dict)
+    sample_times: dict[tuple[int, str], int] = field(default_factory=dict)
     per_problem: dict[str, float] = field(default_factory=dict)
     attempts: list[dict[str, Any]] = field(default_factory=list)
     finish: list[dict[str, Any]] = field(default_factory=list)
@@ -40,6 +41,7 @@ class RunHistory:
         elif event["type"] == "samples":
             for row in event["rows"]:
                 self._add_sample(row)
+                self.sample_times[row["step"], row["split"]] = event["time"]
         elif event["type"] == "per_problem":
             self.per_problem.clear()
             self.per_problem.update(event["fractions"])

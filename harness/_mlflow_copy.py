@@ -19,17 +19,22 @@ import yaml
 
 from harness._events import EVENTS, RunHistory
 from harness._files import file_lock, read_json, strict, write_json
+from harness._mlflow_address import is_outage, tracking_uri
 from harness._mlflow_store import (
     STATUS,
     SUMMARY,
+    SYSTEM,
     active_run,
     as_stored,
     connect,
     experiment_of,
     import_mlflow,
+    log_diff,
     set_tags,
     source_tags,
 )
+from harness._mlflow_traces import TraceWriter, delete_traces, traces_per_split
+from harness._system import SystemSampler
 from harness.types import SampleRow
 
 if TYPE_CHECKING:
@@ -39,7 +44,9 @@ if TYPE_CHECKING:
 FLUSH_SECONDS = 5.0
 RETRY_SECONDS = 1.0
 SAMPLES_SECONDS = 30.0
-COST_AREAS = ("seconds", "throughput", "memory")  # metrics that two equal runs do not share
+LONGEST_RETRY_SECONDS = 20.0
+SYSTEM_SECONDS = 10.0
+COST_AREAS = ("seconds", "throughput", "memory", "system")  # metrics that two equal runs do not share
 
 _Key = tuple[str, int]  # metric, step
 log = logging.getLogger(__name__)
@@ -89,6 +96,10 @@ class Copier:
         self._pending: list[_Key] = []
         self._samples_changed = False
         self._client: MlflowClient | None = None
+        self._traces: TraceWriter | None = None
+        self._trace_limit = traces_per_split()
+        self._system: dict[str, float] = {}
+        self.cpu_seconds = 0.0  # of the thread
         self._stored: dict[_Key, float] = {}
         self._samples_at = -math.inf
         self._error: Exception | None = None
@@ -111,6 +122,11 @@ class Copier:
     def wake(self) -> None:
         self._wake.set()
 
+    def take_system(self) -> dict[str, float]:
+        """The newest `system/...` metrics that were not taken yet; mostly none."""
+        system, self._system = self._system, {}
+        return system
+
     def stop(self, drain_seconds: float) -> None:
         """Let the thread finish its work, and warn of what it could not copy."""
         if self._thread is None:
@@ -127,17 +143,23 @@ class Copier:
             )  # fmt: skip
 
     def _run(self) -> None:
-        wait = 0.0
+        sampler, sampled, wait, retry = SystemSampler(), time.monotonic(), 0.0, RETRY_SECONDS
         while not self._give_up.is_set():
             self._wake.wait(wait)
             self._wake.clear()
             last = self._stop.is_set()
+            if time.monotonic() - sampled >= SYSTEM_SECONDS:
+                self._system, sampled = sampler.sample(), time.monotonic()
             try:
                 self.flush()
             except Exception as error:  # kept, retried, and reported by stop(): training goes on without the store
-                self._error, wait = error, RETRY_SECONDS
+                self._error, self._client = error, None  # what the store has is read again: an answer may be lost
+                (self._give_up if last else self._stop).wait(retry)  # a new step does not shorten the wait
+                wait, retry = 0.0, min(2 * retry, LONGEST_RETRY_SECONDS)
                 continue
-            self._error, wait = None, FLUSH_SECONDS
+            finally:
+                self.cpu_seconds = time.thread_time()
+            self._error, wait, retry = None, FLUSH_SECONDS, RETRY_SECONDS
             if last:
                 return
 
@@ -161,6 +183,7 @@ class Copier:
         self._copy_metrics(client, todo, values)
         if rows is not None and (finish or time.monotonic() - self._samples_at > SAMPLES_SECONDS):
             self._copy_samples(client, rows)
+        self._copy_traces()
         if finish is not None:
             self._copy_end(client, finish)
 
@@ -181,14 +204,14 @@ class Copier:
             return any(
                 step not in self.history.history.get(key, {})
                 for key, step in self._stored
-                if not key.startswith(SUMMARY)
+                if not key.startswith((SUMMARY, SYSTEM))
             )
 
     def _replace(self) -> None:
         """Start a new MLflow run, to be filled from the file alone, and delete the old one."""
         self.identity = dataclasses.replace(self.identity, run_id=None, token="", superseded=self._run_id())
         self.identity.save(self.directory)
-        self._client, self._samples_at = None, -math.inf
+        self._client, self._traces, self._samples_at = None, None, -math.inf
         with self._lock:
             self._pending = [(key, step) for key, steps in self.history.history.items() for step in steps]
             self._samples_changed = bool(self.history.samples)
@@ -207,10 +230,20 @@ class Copier:
             for metric in client.get_metric_history(identity.run_id, key)
         }
         self._describe(client)
+        if self._trace_limit:
+            self._attach_traces(run)
         if (old := active_run(client, identity.superseded)) is not None:
+            delete_traces(tracking_uri(self.runs), old.info.experiment_id, old.info.run_id)
             client.delete_run(old.info.run_id)
         self._client = client
         return client
+
+    def _attach_traces(self, run: Run) -> None:
+        shown = {key: value for key, value in self.identity.tags.items() if key in ("cohort.arm", "cohort.seed")}
+        tags = {key.removeprefix("cohort."): value for key, value in shown.items()}
+        self._traces = TraceWriter.attach(
+            tracking_uri(self.runs), run.info.experiment_id, run.info.run_id, tags | {"run": self.identity.run_name}
+        )
 
     def _find_by_token(self, client: MlflowClient) -> Run | None:
         experiment = client.get_experiment_by_name(self.identity.experiment)
@@ -244,6 +277,8 @@ class Copier:
         set_tags(client, run_id, {"cohort.state": "running", "cohort.reason": ""})
         client.update_run(run_id, status="RUNNING")
         client.log_text(run_id, yaml.safe_dump(self.identity.spec, sort_keys=False), "config.yaml")
+        if self.identity.parent_run_id is None:
+            log_diff(client, run_id)
 
     def _copy_metrics(
         self, client: MlflowClient, todo: Sequence[_Key], values: Mapping[_Key, tuple[float, int]]
@@ -262,13 +297,31 @@ class Copier:
     def _copy_samples(self, client: MlflowClient, rows: Sequence[Mapping[str, Any]]) -> None:
         """The samples table, rewritten whole, in the form of MlflowClient.log_table: the UI shows it as a table."""
         columns = [item.name for item in dataclasses.fields(SampleRow)]
-        table = {"columns": columns, "data": [[row[column] for column in columns] for row in rows]}
+        table = {"columns": columns, "data": [[row.get(column, {}) for column in columns] for row in rows]}
         client.log_dict(self._run_id(), strict(table), "samples.json")
         shown = json.dumps([{"path": "samples.json", "type": "table"}])
         client.set_tag(self._run_id(), "mlflow.loggedArtifacts", shown)
         self._samples_at = time.monotonic()
         with self._lock:
             self._samples_changed = len(self.history.rows()) > len(rows)
+
+    def _copy_traces(self) -> None:
+        """The first rollouts of every step and split as traces; given up where the store takes only metrics."""
+        if self._traces is None:
+            return
+        with self._lock:
+            rows = {
+                (step, split, i): (row, self.history.sample_times[step, split])
+                for (step, split), (_, members) in self.history.samples.items()
+                for i, row in enumerate(members[: self._trace_limit])
+            }
+        try:
+            self._traces.write(rows)
+        except Exception as error:
+            if is_outage(error):
+                raise
+            self._traces = None
+            log.warning("rollouts of '%s' do not become traces: %s", self.identity.run_name, error)
 
     def _copy_end(self, client: MlflowClient, finish: Mapping[str, Any]) -> None:
         from mlflow.entities import Metric

@@ -22,7 +22,9 @@ from urllib.parse import quote, unquote, urlsplit
 import yaml
 
 from harness._files import file_lock, read_json
-from harness._provenance import versions
+from harness._mlflow_address import check_remote, is_server, remote_uri, tracking_uri
+from harness._mlflow_traces import traces_per_split
+from harness._provenance import uncommitted_diff, versions
 from harness.types import TrialState
 
 if TYPE_CHECKING:
@@ -31,18 +33,20 @@ if TYPE_CHECKING:
 
 MIN_FREE_BYTES = 100_000_000
 NOTE = "mlflow.note.content"
-SUMMARY = "summary/"
+SUMMARY, SYSTEM = "summary/", "system/"
 TRAINING_PAGES = "workflowType=machine_learning"  # the UI has others, for chat agents
 STATUS: Mapping[TrialState, str] = {
     "running": "RUNNING", "complete": "FINISHED", "invalid": "FAILED", "failed": "FAILED", "stopped": "KILLED",
     "pruned": "KILLED",
 }  # fmt: skip
+_ENVIRONMENT = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # outages are waited for here; MLflow's own 7 tries block for minutes
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
 _LARGEST = sys.float_info.max  # how MLflow stores infinity
-
-
-def tracking_uri(runs: Path) -> str:
-    """The address of the MLflow store of a runs folder."""
-    return f"sqlite:///{runs.resolve() / 'mlflow.db'}"
 
 
 def check_runs(runs: Path, min_free_bytes: int = MIN_FREE_BYTES) -> None:
@@ -71,22 +75,30 @@ def check_runs(runs: Path, min_free_bytes: int = MIN_FREE_BYTES) -> None:
         )
     for file in sorted((runs / "studies").glob("*/study.json")):
         read_json(file)
-    _check_store(runs)
+    traces_per_split()
+    if remote_uri() is None:
+        _check_file(runs)
+    else:
+        check_remote()
 
 
 def import_mlflow() -> None:
     """Load MLflow, without its telemetry and without its messages on creating a store."""
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # its errors are raised too
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it warns of every retry in an outage
     logging.getLogger("alembic").setLevel(logging.WARNING)
     import mlflow  # noqa: F401
 
 
 def connect(runs: Path) -> MlflowClient:
-    """A client of the runs folder's store, which is created where there is none."""
+    """A client of the runs folder's store; a file is created where there is none."""
     import_mlflow()
     from mlflow import MlflowClient
 
+    if (uri := remote_uri()) is not None:
+        return MlflowClient(uri)
     store = runs.resolve() / "mlflow.db"
     if not store.exists():
         store.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +109,7 @@ def connect(runs: Path) -> MlflowClient:
 
 
 def existing_store(runs: Path) -> MlflowClient | None:
-    return connect(runs) if (runs / "mlflow.db").exists() else None
+    return connect(runs) if remote_uri() or (runs / "mlflow.db").exists() else None
 
 
 def source_tags() -> dict[str, str]:
@@ -107,13 +119,20 @@ def source_tags() -> dict[str, str]:
     return tags | ({"mlflow.source.git.commit": commit} if commit != "unknown" else {})
 
 
+def log_diff(client: MlflowClient, run_id: str) -> None:
+    """Attach what the checkout has beyond its commit, if anything."""
+    if text := uncommitted_diff():
+        client.log_text(run_id, text, "uncommitted.diff")
+
+
 def experiment_of(client: MlflowClient, runs: Path, name: str) -> Experiment:
     from mlflow.exceptions import MlflowException
 
     found = client.get_experiment_by_name(name)
     if found is None:
         try:
-            client.create_experiment(name, (runs.resolve() / "mlartifacts" / name).as_uri())
+            folder = None if is_server(remote_uri()) else (runs.resolve() / "mlartifacts" / name).as_uri()
+            client.create_experiment(name, folder)
         except MlflowException:  # another process may have been first
             if client.get_experiment_by_name(name) is None:
                 raise
@@ -171,15 +190,27 @@ def set_tags(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> None
     client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
 
 
-def artifact(runs: Path, run: Run, name: str) -> Any:
+def artifact(client: MlflowClient, runs: Path, run: Run, name: str) -> Any:
     """A run's JSON or YAML artifact, or None; found beside the store too where the runs folder was moved."""
-    file = Path(unquote(urlsplit(run.info.artifact_uri or "").path)) / name
+    place = urlsplit(run.info.artifact_uri or "")
+    if place.scheme not in ("", "file"):
+        return _download(client, run, name)
+    file = Path(unquote(place.path)) / name
     if not file.exists():
         file = runs / Path(*file.parts[-5:])  # mlartifacts/<experiment>/<run>/artifacts/<name>
-    if not file.exists():
+    return _parse(file) if file.exists() else None
+
+
+def _download(client: MlflowClient, run: Run, name: str) -> Any:
+    if all(file.path != name for file in client.list_artifacts(run.info.run_id)):
         return None
+    with tempfile.TemporaryDirectory() as folder:
+        return _parse(Path(client.download_artifacts(run.info.run_id, name, folder)))
+
+
+def _parse(file: Path) -> Any:
     text = file.read_text(encoding="utf-8")
-    return json.loads(text) if name.endswith(".json") else yaml.safe_load(text)
+    return json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
 
 
 def as_stored(value: float) -> float:
@@ -191,7 +222,7 @@ def from_stored(value: float) -> float:
     return math.copysign(math.inf, value) if abs(value) >= _LARGEST else value
 
 
-def _check_store(runs: Path) -> None:
+def _check_file(runs: Path) -> None:
     """ValueError where mlflow.db is no store, has another schema, or belongs to a runs folder that was moved."""
     store = runs.resolve() / "mlflow.db"
     if not store.exists():

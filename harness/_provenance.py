@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
+MAX_DIFF = 500_000  # characters
+
 
 @functools.cache
 def versions() -> Mapping[str, str]:
@@ -21,17 +24,27 @@ def versions() -> Mapping[str, str]:
     return found
 
 
+@functools.cache
+def uncommitted_diff(limit: int = MAX_DIFF) -> str:
+    """Changes of tracked files since the commit of `versions()`, cut at `limit` characters; empty without any."""
+    if not _git_commit().endswith("-dirty"):
+        return ""
+    text = _git("diff", "--no-ext-diff", "HEAD").stdout
+    cut = f"\n[cut: the diff has {len(text)} characters]\n"
+    return text if len(text) <= limit else text[:limit] + cut
+
+
 def _git_commit() -> str:
     """The commit of the checkout that this file is in, `-dirty` with uncommitted changes; `unknown` outside of one."""
-    root = Path(__file__).resolve().parents[1]
-
-    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
-
     try:
-        top, commit = git("rev-parse", "--show-toplevel"), git("rev-parse", "--verify", "HEAD")
-        if commit.returncode or Path(top.stdout.strip()) != root:
+        top, commit = _git("rev-parse", "--show-toplevel"), _git("rev-parse", "--verify", "HEAD")
+        if commit.returncode or Path(top.stdout.strip()) != ROOT:
             return "unknown"
-        return commit.stdout.strip() + ("-dirty" if git("diff", "--quiet", "HEAD").returncode else "")
+        return commit.stdout.strip() + ("-dirty" if _git("diff", "--quiet", "HEAD").returncode else "")
     except FileNotFoundError:
         return "unknown"  # git is not installed
+
+
+def _git(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)

@@ -53,6 +53,16 @@ TINY_COLD_START = 400
 Runs = Annotated[
     Path, typer.Option("--runs", envvar="COHORT_RUNS", metavar="DIR", help="Folder of results, caches, MLflow store.")
 ]
+TrackingUri = Annotated[
+    str | None,
+    typer.Option(
+        "--tracking-uri",
+        envvar="COHORT_TRACKING_URI",
+        metavar="URI",
+        callback=lambda uri: _use_tracking_uri(uri),
+        help="MLflow store: http://HOST:PORT of an MLflow server or postgresql://...; by default a file in --runs.",
+    ),
+]
 Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Override a setting, as steps=20; repeatable.")
 ]
@@ -114,6 +124,7 @@ def train(
     sets: Sets = None,
     name: Name = None,
     runs: Runs = RUNS,
+    tracking_uri: TrackingUri = None,
     as_json: Json = False,
 ) -> None:
     """Train once, in RUNS/train/NAME; the same command resumes. A file with `stages` runs them one after another."""
@@ -193,6 +204,7 @@ def compare(
     name: Name = None,
     workers: Workers = "auto",
     runs: Runs = RUNS,
+    tracking_uri: TrackingUri = None,
     as_json: Json = False,
 ) -> None:
     """Run one study with an arm per algorithm (and task) and all else equal.
@@ -223,6 +235,7 @@ def evaluate(
     sets: Sets = None,
     name: Name = None,
     runs: Runs = RUNS,
+    tracking_uri: TrackingUri = None,
     as_json: Json = False,
 ) -> None:
     """Measure held-out accuracy: greedy, mean of K samples, pass@k and majority of K, with 95 % intervals.
@@ -393,6 +406,7 @@ def study_run(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and estimate; run and write nothing.")] = False,
     runs: Runs = RUNS,
+    tracking_uri: TrackingUri = None,
     as_json: Json = False,
 ) -> None:
     """Run every arm with every seed, once, then write the report; the same command continues a stopped study.
@@ -507,6 +521,7 @@ def report(
     studies: Annotated[list[str], typer.Argument(metavar="STUDY...", help="Names of studies in the runs folder.")],
     browser: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
     runs: Runs = RUNS,
+    tracking_uri: TrackingUri = None,
 ) -> None:
     """Write a study's report again, from the MLflow store alone; several studies of one task give one report.
 
@@ -519,25 +534,44 @@ def report(
         typer.launch(files.html.resolve().as_uri())
 
 
-@_command(app, "ui", "cohort ui", "cohort ui --port 5001")
+@_command(app, "ui", "cohort ui", "cohort ui --port 5001 --open")
 def ui(
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1.")] = 5000, runs: Runs = RUNS
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1.")] = 5000,
+    browser: Annotated[bool, typer.Option("--open", help="Open the newest study's page in a browser.")] = False,
+    runs: Runs = RUNS,
+    tracking_uri: TrackingUri = None,
 ) -> None:
-    """Serve the MLflow pages of the runs folder on 127.0.0.1 until Ctrl-C."""
-    from harness import tracking
+    """Serve the MLflow pages of the runs folder on 127.0.0.1 until Ctrl-C.
+
+    With --tracking-uri of an MLflow server, show the addresses of its pages instead: it serves them itself.
+    """
+    pressed: list[int] = []  # a flag: an exception that a signal raises is lost in a callback of a library
+
+    def note(number: int, _: object) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(number)
 
     for ending_signal in (signal.SIGINT, signal.SIGTERM):  # a shell's background job inherits SIGINT as ignored
-        signal.signal(ending_signal, signal.default_int_handler)  # so that the server ends with this process
+        signal.signal(ending_signal, note)  # so that the server ends with this process
+    from harness import tracking
+
+    address = tracking.server_address()
+    if address is not None:
+        _show_pages(runs, address, browser, lambda: False)
+        return
     try:
-        with tracking.serve_ui(runs, port) as server:
+        with tracking.serve_ui(runs, port, should_stop=lambda: bool(pressed)) as server:
             terminal.say(f"MLflow: {server.url} (Ctrl-C ends it)")
-            for name in tracking.list_studies(runs):
-                terminal.say(f"{name}: {tracking.study_url(runs, name, server.address)}")
-            ending = f"the MLflow server ended by itself with status {server.wait()}"
+            _show_pages(runs, server.address, browser, lambda: bool(pressed))
+            status = server.wait(lambda: bool(pressed))
+            ending = f"the MLflow server ended by itself with status {status}"
     except KeyboardInterrupt:
         return
     except RuntimeError as error:
         ending = str(error)
+    if pressed:
+        return
     terminal.fail(ending)
     raise typer.Exit(1)
 
@@ -783,6 +817,27 @@ def _run_study(
         terminal.say(f"Browse: cohort ui --runs {shlex.quote(str(runs))}")
         terminal.say(f"Reproduce: {command}")
     raise typer.Exit(0 if status.all_valid else 1)
+
+
+def _show_pages(runs: Path, address: str, browser: bool, should_stop: Callable[[], bool]) -> None:
+    """Print the page of every study, the newest last, and open that one (without a study: the start page)."""
+    from harness import tracking
+
+    page = address
+    for name in tracking.list_studies(runs, by="start"):
+        if should_stop():
+            return
+        page = tracking.study_url(runs, name, address)
+        terminal.say(f"{name}: {page}")
+    if browser:
+        typer.launch(page)
+
+
+def _use_tracking_uri(uri: str | None) -> str | None:
+    """Keep results there, in this process and in its workers, which inherit the variable."""
+    if uri:
+        os.environ["COHORT_TRACKING_URI"] = uri
+    return uri
 
 
 def _show_estimates(run: str, sets: Sequence[str], as_json: bool) -> None:

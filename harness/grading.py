@@ -6,7 +6,7 @@ G completions of a prompt cost one extraction each, one comparison with gold per
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from harness.interfaces import Task
@@ -29,7 +29,8 @@ def problem_rows(prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
 def sample_rows(
     groups: Sequence[Group],
     graded: Sequence[GradedGroup],
-    rewards: Sequence[Sequence[float]] | None,
+    rewards: Sequence[Sequence[float]] | None = None,
+    parts: Mapping[str, Sequence[Sequence[float]]] | None = None,
     *,
     step: int,
     split: Split,
@@ -38,7 +39,8 @@ def sample_rows(
     """Every rollout, group by group; with a `limit` so many at most, for a reader: the first one of each prompt, then
     the second ones, and so on.
 
-    `graded` carries correctness; `rewards` is None where none were assigned (an evaluation).
+    `graded` carries correctness; `rewards` is None where none were assigned (an evaluation); `parts` holds each reward
+    by name, before its weight.
     """
     assert len(graded) == len(groups)
     assert rewards is None or len(rewards) == len(groups)
@@ -46,7 +48,16 @@ def sample_rows(
     if limit is not None:
         places = sorted(places, key=lambda place: (place[1], place[0]))[:limit]
     return [
-        _sample_row(groups[p], graded[p], i, None if rewards is None else rewards[p][i], step, split) for p, i in places
+        _sample_row(
+            groups[p],
+            graded[p],
+            i,
+            step=step,
+            split=split,
+            reward=None if rewards is None else rewards[p][i],
+            rewards={name: values[p][i] for name, values in (parts or {}).items()},
+        )
+        for p, i in places
     ]
 
 
@@ -87,21 +98,17 @@ def _classes(task: Task, answers: Sequence[str | None]) -> tuple[tuple[int | Non
     return tuple(None if answer is None else class_of[answer] for answer in answers), representatives
 
 
-def _sample_row(
-    group: Group, graded: GradedGroup, index: int, reward: float | None, step: int, split: Split
-) -> SampleRow:
+def _sample_row(group: Group, graded: GradedGroup, index: int, **more: Any) -> SampleRow:
     assert graded.correct is not None, "sample_rows needs correctness"
     rollout = group.rollouts[index]
     return SampleRow(
-        step=step,
-        split=split,
         prompt_id=group.prompt.id,
         prompt=group.prompt.text,
         completion=rollout.text,
         gold=group.prompt.gold,
         answer=graded.answers[index],
         correct=graded.correct[index],
-        reward=reward,
         num_tokens=len(rollout.token_ids),
         finish_reason=rollout.finish_reason,
+        **more,
     )

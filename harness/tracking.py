@@ -23,8 +23,9 @@ from typing import IO, TYPE_CHECKING, Any, Self
 
 from harness._events import EVENTS, event_line, read_events
 from harness._files import read_json, write_json, write_text
+from harness._mlflow_address import patient, server_address, tracking_uri
 from harness._mlflow_copy import Copier, Identity
-from harness._mlflow_store import check_runs, connect, search_runs, tracking_uri
+from harness._mlflow_store import SYSTEM, check_runs, connect, search_runs
 from harness._mlflow_studies import (
     close_study,
     list_studies,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 __all__ = [
     "RunLog", "UIServer", "check_port", "check_runs", "close_study", "connect", "list_studies", "log_report",
     "log_search", "open_study", "read_progress", "read_result", "read_study", "replay", "search_runs", "serve_ui",
-    "study_run_id", "study_url", "tracking_uri",
+    "server_address", "study_run_id", "study_url", "tracking_uri",
 ]  # fmt: skip
 
 FLUSH_STEPS = 20
@@ -133,7 +134,8 @@ class RunLog:
         for event in kept:
             self._copier.push(event)
         self._append({"type": "start", "host": platform.node(), "pid": os.getpid()})
-        self._latest = self._copier.history.latest()
+        latest = self._copier.history.latest()
+        self._latest = {key: value for key, value in latest.items() if not key.startswith(SYSTEM)}
         self._note_progress(self._latest, step)
         self._copier.start()
 
@@ -143,7 +145,7 @@ class RunLog:
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         numbers = {key: float(value) for key, value in values.items()}
-        self._append({"type": "metrics", "step": step, "values": numbers})
+        self._append({"type": "metrics", "step": step, "values": numbers | self._copier.take_system()})
         self._latest |= numbers
         self._note_progress(numbers, step)
         self._write_progress()
@@ -204,6 +206,7 @@ class RunLog:
             write_json(self.directory / "progress.json", self._progress, sync=False)
 
 
+@patient
 def replay(runs: Path, directory: Path, parent_run_id: str | None) -> None:
     """Copy to MLflow what it lacks of the run in `directory`; cheap where nothing is missing.
 
@@ -213,7 +216,8 @@ def replay(runs: Path, directory: Path, parent_run_id: str | None) -> None:
     if identity is None or not events or (identity.synced and identity.parent_run_id == parent_run_id):
         return
     if identity.parent_run_id != parent_run_id:  # the store was made anew
-        identity = Identity(identity.experiment, identity.run_name, parent_run_id, identity.tags, identity.spec)
+        anew = {"token": "", "run_id": None, "superseded": None, "synced": False}
+        identity = dataclasses.replace(identity, parent_run_id=parent_run_id, **anew)
         identity.save(directory)
     copier = Copier(runs, directory, identity)
     for event in events:

@@ -37,7 +37,7 @@ from harness.learner import Learner, correct_mismatch
 from harness.lora import add_adapter
 from harness.model import mixed_precision, resolve_device
 from harness.schedules import adapted_kl_beta, kl_beta_factor
-from harness.scoring import Scores, events
+from harness.scoring import events
 from harness.spec import RunSpec
 from harness.tensors import pad_right
 from harness.types import Batch, EvaluationResult, GradedGroup, Group, InvalidRun, Prompt, SampleRow, Split, TrialState
@@ -237,9 +237,9 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
     rate = learner.optimizers["policy"].param_groups[0]["lr"]
     metrics |= weights_metric(learner.policy, weights, gradient_norm=metrics["policy/grad_norm"], rate=rate)
     metrics |= clock.metrics() | _charge(run, drawn.groups, clock)
-    rows = (drawn.groups, drawn.graded, drawn.scores.totals)
+    rows = (drawn.groups, drawn.graded, drawn.scores.totals, drawn.scores.parts)
     if spec.checkpoints.rollouts_every and step % spec.checkpoints.rollouts_every == 0:
-        _keep_rollouts(run.directory, step + 1, sample_rows(*rows, step=step + 1, split="train"), drawn.scores)
+        _keep_rollouts(run.directory, step + 1, sample_rows(*rows, step=step + 1, split="train"))
     return metrics, sample_rows(*rows, step=step + 1, split="train", limit=8)
 
 
@@ -360,14 +360,10 @@ def rollout_metrics(graded: Sequence[GradedGroup], rewards: Sequence[Sequence[fl
     }
 
 
-def _keep_rollouts(directory: Path, step: int, rows: Sequence[SampleRow], scores: Scores) -> None:
-    """Write all rollouts of a step, with the parts of their rewards, as JSON Lines."""
-    parts = {name: [value for group in values for value in group] for name, values in scores.parts.items()}
-    lines = [
-        json.dumps({**dataclasses.asdict(row), "rewards": {name: values[i] for name, values in parts.items()}})
-        for i, row in enumerate(rows)
-    ]
+def _keep_rollouts(directory: Path, step: int, rows: Sequence[SampleRow]) -> None:
+    """Write all rollouts of a step as JSON Lines."""
     (directory / ROLLOUTS).mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(dataclasses.asdict(row)) for row in rows]
     write_text(directory / ROLLOUTS / f"step-{step:06d}.jsonl", "\n".join(lines) + "\n")
 
 

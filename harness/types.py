@@ -201,7 +201,11 @@ class PolicyOutput:
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """One rollout as it is shown to a reader (samples table, report)."""
+    """One rollout as it is shown to a reader (samples table, traces, report).
+
+    `reward` is the weighted sum of all rewards, `rewards` each of them before its weight; None and empty where none
+    was assigned (an evaluation).
+    """
 
     step: int
     split: Split
@@ -214,6 +218,7 @@ class SampleRow:
     reward: float | None
     num_tokens: int
     finish_reason: FinishReason
+    rewards: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "reports": ("harness.types", "harness.tracking"),
 }
 ONLY_IMPORTER = {
-    "mlflow": ("harness/_mlflow_store.py", "harness/_mlflow_copy.py", "harness/_mlflow_studies.py"),
+    "mlflow": tuple(f"harness/_mlflow_{part}.py" for part in ("address", "store", "copy", "studies", "traces")),
     "optuna": ("harness/_queue.py", "harness/_storage.py", "harness/_postgres.py", "harness/_search.py"),
 }
 HEAVY = {"torch", "transformers", "datasets", "mlflow", "optuna", "matplotlib", "pandas", "scipy"}

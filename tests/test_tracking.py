@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -9,20 +10,24 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import time
 import urllib.request
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import fake_trials
 import pandas
 import pytest
 from mlflow import MlflowClient
+from mlflow.entities import Trace
 
-from harness import tracking
+from harness import _mlflow_copy, tracking
 from harness._events import read_events, read_history
 from harness._files import file_lock, read_json
 from harness.spec import RunSpec, StudySpec, parse_run, parse_study
 from harness.tracking import RunLog
+from harness.types import SampleRow
 
 COLUMN = "validation/accuracy"
 
@@ -279,7 +284,9 @@ def a_study(**changes: object) -> StudySpec:
     return parse_study(raw, "test")
 
 
-def log_trial(runs: Path, parent: str, arm: str, seed: int, state: str, folder: str = "") -> RunLog:
+def log_trial(
+    runs: Path, parent: str, arm: str, seed: int, state: str, folder: str = "", rows: Sequence[SampleRow] = ()
+) -> RunLog:
     tags = {"cohort.kind": "trial", "cohort.study": "sizes", "cohort.arm": arm, "cohort.seed": str(seed)}
     tags["cohort.factors"] = json.dumps({"algorithm.group_size": int(arm[-1])})
     directory = f"studies/sizes/trials/{arm}-{seed}{folder}"
@@ -294,7 +301,7 @@ def log_trial(runs: Path, parent: str, arm: str, seed: int, state: str, folder: 
     )
     log.metrics(0, {COLUMN: 0.25})
     log.metrics(1, {COLUMN: 0.5, "policy/loss": math.nan, "kl/old": math.inf})
-    log.samples([fake_trials.sample(1)])
+    log.samples(rows or [fake_trials.sample(1)])
     log.per_problem({"p1": 0.75})
     summary = {"accuracy_final": 0.5, "seconds": 1.5} if state == "complete" else {}
     log.finish(state, None if state == "complete" else f"it was {state}", summary)  # pyright: ignore
@@ -386,9 +393,14 @@ def test_the_report_and_its_answer_are_attached_to_the_study(runs: Path):
 
 def test_the_page_of_a_study_lists_its_trials_by_the_studys_metric(runs: Path):
     tracking.open_study(runs, a_study(), "command")
+    page = "http://127.0.0.1:5000/#/experiments/1/runs?workflowType=machine_learning"
+    assert tracking.study_url(runs, "sizes", "http://127.0.0.1:5000") == f"{page}&viewStateShareKey=cohort"
+    client = MlflowClient(tracking.tracking_uri(runs))
+    view = json.loads(client.get_experiment("1").tags["mlflow.sharedViewState.cohort"])
+    assert view["selectedColumns"][0] == view["orderByKey"] == "metrics.`validation/accuracy`"
+    client.delete_experiment_tag("1", "mlflow.sharedViewState.cohort")  # as in a store of an earlier version
     assert tracking.study_url(runs, "sizes", "http://127.0.0.1:5000") == (
-        "http://127.0.0.1:5000/#/experiments/1/runs?workflowType=machine_learning"
-        "&orderByKey=metrics.%60validation%2Faccuracy%60&orderByAsc=false"
+        f"{page}&orderByKey=metrics.%60validation%2Faccuracy%60&orderByAsc=false"
     )
 
 
@@ -398,6 +410,90 @@ def test_an_unknown_study_is_named_with_its_nearest(runs: Path):
         tracking.read_study(runs, "size")
     assert tracking.list_studies(runs / "nothing here") == []
     assert not (runs / "nothing here").exists()
+
+
+# Traces -------------------------------------------------------------------------------------------------------------
+
+
+def traces_of(runs: Path, run_id: str) -> list[Trace]:
+    client = MlflowClient(tracking.tracking_uri(runs))
+    wanted = f"metadata.`mlflow.sourceRun` = '{run_id}'"
+    return list(client.search_traces(locations=[client.get_run(run_id).info.experiment_id], filter_string=wanted))
+
+
+def test_the_first_rollouts_of_a_step_become_traces_with_their_rewards_as_assessments(runs: Path):
+    log = open_log(runs, tags={"cohort.arm": "a", "cohort.seed": "3"})
+    row = dataclasses.replace(
+        fake_trials.sample(5, "nul \x00 and surrogate \ud800"), correct=False, reward=-0.5, answer=None,
+        rewards={"accuracy": 0.0, "format": -1.0, "broken": math.nan},
+    )  # fmt: skip
+    log.samples([row] + [fake_trials.sample(5, str(i)) for i in range(9)])
+    log.finish("complete", None, {})
+    found = {trace.info.response_preview: trace for trace in traces_of(runs, str(log.run_id))}
+    assert set(found) == {"nul \ufffd and surrogate ?", "0", "1", "2"}  # the first 4 of 10
+    trace = found["nul \ufffd and surrogate ?"]
+    assert {a.name: a.value for a in trace.info.assessments} == {
+        "correct": False, "reward": -0.5, "reward_accuracy": 0.0, "reward_format": -1.0, "expected_answer": "2"
+    }  # fmt: skip
+    (span,) = trace.data.spans
+    assert (span.inputs, span.outputs) == ({"prompt": "1+1="}, {"completion": "nul \ufffd and surrogate ?"})
+    tags = {"arm": "a", "seed": "3", "step": "5", "split": "validation", "num_tokens": "7", "finish_reason": "stop"}
+    assert tags.items() <= trace.info.tags.items()
+
+
+def test_a_resumed_run_has_every_trace_once_and_a_replaced_one_takes_its_traces_along(runs: Path):
+    log = open_log(runs)
+    for step in (1, 2):
+        log.metrics(step, {COLUMN: step / 100})
+        log.samples([fake_trials.sample(step, f"first {step}")])
+    log.close()
+    again = open_log(runs)
+    again.resume(2)
+    again.samples([fake_trials.sample(3, "first 3")])
+    again.close()
+    assert again.run_id == log.run_id
+    texts = sorted(str(trace.info.response_preview) for trace in traces_of(runs, str(log.run_id)))
+    assert texts == ["first 1", "first 2", "first 3"]
+    other = open_log(runs)
+    other.resume(1)
+    other.metrics(2, {COLUMN: 0.9})  # not what the store has
+    other.samples([fake_trials.sample(2, "second 2")])
+    other.finish("complete", None, {})
+    assert other.run_id != log.run_id
+    assert traces_of(runs, str(log.run_id)) == []
+    texts = sorted(str(trace.info.response_preview) for trace in traces_of(runs, str(other.run_id)))
+    assert texts == ["first 1", "second 2"]
+
+
+def test_the_number_of_traces_can_be_set_and_a_wrong_one_is_refused(runs: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COHORT_TRACES", "0")
+    log = open_log(runs)
+    log.samples([fake_trials.sample(1)])
+    log.finish("complete", None, {})
+    assert traces_of(runs, str(log.run_id)) == []
+    monkeypatch.setenv("COHORT_TRACES", "-1")
+    with pytest.raises(ValueError, match=r"COHORT_TRACES must be a whole number .* got '-1'"):
+        tracking.check_runs(runs)
+
+
+def test_system_metrics_are_sampled_beside_a_run_and_kept_out_of_its_results(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(_mlflow_copy, "SYSTEM_SECONDS", 0.0)
+    monkeypatch.setattr(_mlflow_copy, "FLUSH_SECONDS", 0.02)
+    log = open_log(runs)
+    log.metrics(0, {COLUMN: 0.0})
+    for step in range(1, 200):
+        time.sleep(0.05)
+        log.metrics(step, {COLUMN: 0.0})
+        if any(key == "system/memory_bytes" for key, *_ in in_file(log.directory)):
+            break
+    log.finish("complete", None, {})
+    values = {key: value for key, _, value in in_store(runs, str(log.run_id))}
+    assert values["system/memory_bytes"] > 1e7  # a Python process has more than 10 MB
+    assert 0 <= values["system/machine_cpu_percent"] <= 100
+    assert in_store(runs, str(log.run_id)) == in_file(log.directory)
+    assert set(log.latest) == {COLUMN}
 
 
 # Bad runs folders ---------------------------------------------------------------------------------------------------

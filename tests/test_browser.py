@@ -1,0 +1,115 @@
+"""What a reader finds in the MLflow UI: the arms of a study in the runs table, a rollout with its rewards in a trace.
+
+One server and one browser for all; the pages are single-page applications, so every look waits for what it looks for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import browser
+import fake_trials
+import pytest
+from mlflow import MlflowClient
+from test_tracking import a_study, log_trial
+
+from harness import tracking
+
+HOSTILE = (
+    "2+2=4<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
+    "<svg onload='window.hacked = 3'>[click](javascript:window.hacked=4)#### 4"
+)
+
+
+OPEN_ASSESSMENTS = """
+for (const button of document.querySelectorAll('button, [role=tab]'))
+    if (/^assess/i.test(button.innerText.trim() || button.getAttribute('aria-label'))) button.click()
+"""
+
+
+@dataclasses.dataclass
+class Site:
+    """A served study, and the browser that looks at it."""
+
+    address: str
+    runs: Path
+    hostile_trace: str
+    experiment: str
+    chromium: Any
+
+    def text_with(self, page: str, *words: str) -> str:
+        """The text of a page as soon as it shows all the words."""
+        self.chromium.get(f"{self.address}/#{page}")
+        return browser.wait_for(self.text_if(*words), f"a page with {', '.join(words)}", 90)
+
+    def text_if(self, *words: str) -> Callable[[], str]:
+        """A function that gives the text of the page that is open, empty where a word is missing."""
+
+        def shown() -> str:
+            found = browser.text(self.chromium)
+            return found if all(word in found for word in words) else ""
+
+        return shown
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    with browser.session() as chromium, pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("browser")
+        fake_trials.install(folder / "plugins", patch)
+        runs = folder / "runs"
+        runs.mkdir()
+        shutil.copy(fake_trials.empty_store(tmp_path_factory), runs / "mlflow.db")
+        trace = write_study(runs)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        with tracking.serve_ui(runs, port) as server:
+            yield Site(server.address, runs, *trace, chromium)
+
+
+def write_study(runs: Path) -> tuple[str, str]:
+    """A study of two arms, the first with a hostile rollout; the ids of its trace and of the experiment."""
+    parent = tracking.open_study(runs, a_study(), "cohort study run sizes")
+    row = dataclasses.replace(
+        fake_trials.sample(1, HOSTILE), prompt="What is <b>2+2</b>?", correct=False, reward=-0.25,
+        rewards={"accuracy": 0.0, "format": 0.5},
+    )  # fmt: skip
+    log = log_trial(runs, parent, "group_size=2", 0, "complete", rows=[row])
+    log_trial(runs, parent, "group_size=4", 0, "complete")
+    client = MlflowClient(tracking.tracking_uri(runs))
+    experiment = client.get_run(parent).info.experiment_id
+    wanted = f"metadata.`mlflow.sourceRun` = '{log.run_id}'"
+    (found,) = client.search_traces(locations=[experiment], filter_string=wanted, include_spans=False)
+    return found.info.trace_id, experiment
+
+
+def test_the_runs_table_of_a_study_shows_its_arms_and_its_metric(site: Site):
+    page = tracking.study_url(site.runs, "sizes", "").removeprefix("/#")
+    text = site.text_with(page, "group_size=2 | seed 0", "group_size=4 | seed 0")
+    assert "sizes" in text  # the experiment has the study's name
+
+
+def test_a_trace_shows_a_rollout_with_its_rewards_and_nothing_of_it_runs(site: Site):
+    page = f"/experiments/{site.experiment}/traces?selectedEvaluationId={site.hostile_trace}"
+    site.text_with(page, "Inputs", "onerror")
+    site.chromium.execute_script(OPEN_ASSESSMENTS)
+    text = browser.wait_for(site.text_if("reward_format", "Feedback"), "the assessments")
+    assert "What is <b>2+2</b>?" in text  # as text: the page made no element of it
+    for name, value in {"correct": "False", "reward": "-0.25", "reward_accuracy": "0", "reward_format": "0.5"}.items():
+        assert name in text
+        assert value.lower() in text.lower()
+    assert site.chromium.execute_script("return window.hacked") is None
+    injected = "return document.querySelectorAll('img[src=x], svg[onload], a[href^=javascript]').length"
+    assert site.chromium.execute_script(injected) == 0
+
+
+def test_the_pages_ask_no_other_machine_for_anything(site: Site):
+    outside = [url for url in browser.requests(site.chromium) if url.startswith("http")]
+    assert outside
+    assert {url.split("/")[2] for url in outside} == {site.address.split("/")[2]}, json.dumps(outside[:5])

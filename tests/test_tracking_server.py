@@ -1,0 +1,214 @@
+"""Results that go to a real MLflow server arrive whole: through HTTP alone, and over an outage in the middle of a run.
+
+COHORT_OUTAGE_SECONDS (by default 3) says for how long the server stays away; `COHORT_OUTAGE_SECONDS=120 pytest
+tests/test_tracking_server.py -k killed` is the two-minute version.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import fake_trials
+import pytest
+from mlflow import MlflowClient
+from test_tracking import COLUMN, a_spec, a_study, in_file, in_store, log_trial, open_log
+
+from harness import _mlflow_address, tracking
+from harness._files import read_json
+from harness._mlflow_address import shown
+from harness._ui import UIServer, start_server
+
+OUTAGE_SECONDS = float(os.environ.get("COHORT_OUTAGE_SECONDS", "3"))
+
+
+class Server:
+    """An MLflow server over a store of its own, on a port that it keeps over a restart."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.process: UIServer | None = None
+
+    @property
+    def uri(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def uri_of_store(self) -> str:
+        return f"sqlite:///{self.folder}/mlflow.db"
+
+    def start(self) -> None:
+        self.process = start_server(
+            f"sqlite:///{self.folder}/mlflow.db", self.folder / "mlartifacts", self.port, 120, proxied=True
+        )
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("server")
+    shutil.copy(fake_trials.empty_store(tmp_path_factory), folder / "mlflow.db")
+    result = Server(folder)
+    result.start()
+    yield result
+    result.kill()
+
+
+@pytest.fixture(autouse=True)
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_trials.install(tmp_path / "plugins", monkeypatch)
+
+
+def use(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(_mlflow_address.TRACKING_URI, server.uri)
+
+
+def test_a_study_is_written_and_read_through_a_server_alone(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    use(server, monkeypatch)
+    runs = tmp_path / "runs"
+    tracking.check_runs(runs)
+    parent = tracking.open_study(runs, a_study(), "cohort study run sizes")
+    log = log_trial(runs, parent, "group_size=4", 0, "complete")
+    tracking.close_study(runs, parent, "complete")
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "index.html").write_text("<p>yes")
+    tracking.log_report(runs, "sizes", tmp_path / "report", "Yes.")
+    finite = [item for item in in_store(runs, str(log.run_id)) if not math.isnan(item[2])]
+    assert finite == [("kl/old", 1, sys.float_info.max), (COLUMN, 0, 0.25), (COLUMN, 1, 0.5)]
+    assert capsys.readouterr().out == ""  # MLflow's client likes to print addresses, and stdout may be JSON
+    shutil.rmtree(runs)
+    assert tracking.list_studies(runs) == ["sizes"]
+    record = tracking.read_study(runs, "sizes")
+    (trial,) = record.trials
+    assert (record.question, record.command) == ("Do larger groups help?", "cohort study run sizes")
+    assert trial.history["kl/old"] == [(1, math.inf)]
+    assert math.isnan(trial.history["policy/loss"][0][1])
+    assert trial.per_problem == {"p1": 0.75}
+    assert trial.spec == a_spec(seed=0).model_dump(mode="json")
+    assert list(trial.samples) == [fake_trials.sample(1)]
+    note = MlflowClient(server.uri).get_run(parent).data.tags["mlflow.note.content"]
+    assert note == "Do larger groups help?\n\nYes."
+    assert not runs.exists()  # nothing was read from, or written to, a file beside the server
+
+
+def test_a_server_that_is_killed_in_the_middle_of_a_run_loses_nothing(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    use(server, monkeypatch)
+    log = open_log(tmp_path)
+    log_batch(log, 0, 10)
+    wait_for(lambda: log.run_id is not None and len(in_store(tmp_path, str(log.run_id))) == 22, 60)
+    server.kill()
+    began, step, slowest = time.monotonic(), 10, 0.0
+    while time.monotonic() - began < OUTAGE_SECONDS:
+        step += 1
+        start = time.perf_counter()
+        log_batch(log, step, step)
+        slowest = max(slowest, time.perf_counter() - start)
+        time.sleep(min(0.1, OUTAGE_SECONDS / 30))
+    server.start()
+    away = time.monotonic() - began
+    log_batch(log, step + 1, step + 5)
+    log.finish("complete", None, {})
+    assert in_store(tmp_path, str(log.run_id)) == in_file(log.directory)
+    assert len([key for key, *_ in in_file(log.directory) if not key.startswith("system/")]) == 2 * (step + 6)
+    assert len(traces(server.uri, str(log.run_id))) == 2  # of steps 0 and 10, once each
+    assert read_json(log.directory / "run.json")["synced"]
+    assert slowest < 1  # training never waited for the server
+    print(f"away for {away:.0f} s, {2 * (step + 6)} values, the slowest call took {slowest * 1e3:.1f} ms")
+
+
+def log_batch(log: tracking.RunLog, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        log.metrics(step, {COLUMN: step / 1000, "seconds/step": 0.5 + step})
+        if step in (0, 10):
+            log.samples([fake_trials.sample(step)])
+
+
+def traces(uri: str, run_id: str) -> list[object]:
+    experiment = MlflowClient(uri).get_run(run_id).info.experiment_id
+    wanted = f"metadata.`mlflow.sourceRun` = '{run_id}'"
+    return list(MlflowClient(uri).search_traces(locations=[experiment], filter_string=wanted, include_spans=False))
+
+
+def wait_for(condition: object, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # pyright: ignore
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+# Addresses ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("uri", "message"),
+    [
+        ("ftp://host/x", r"must be http://HOST:PORT .* or postgresql://USER@HOST/DATABASE, got 'ftp://host/x'"),
+        ("runs/mlflow.db", "got 'runs/mlflow.db'"),
+        ("http://:5000", "got 'http://:5000'"),
+        ("http://host:port", "got 'http://host:port'"),
+        (
+            "http://127.0.0.1:9",
+            r"store that answers, but http://127.0.0.1:9 does not \(.*refused\); start it",
+        ),
+    ],
+)
+def test_an_address_that_is_no_store_is_refused_before_anything_runs(
+    uri: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(_mlflow_address.TRACKING_URI, uri)
+    with pytest.raises(ValueError, match=message):
+        tracking.check_runs(tmp_path)
+
+
+def test_a_password_is_never_shown():
+    assert shown("postgresql://me:secret@host:5432/db") == "postgresql://me:***@host:5432/db"
+    assert shown("http://host:5000") == "http://host:5000"
+
+
+def test_a_database_without_its_driver_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(_mlflow_address.TRACKING_URI, "postgresql+psycopg://me@host/db")
+    monkeypatch.setattr(_mlflow_address, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"needs the package psycopg; pip install psycopg\[binary\]"):
+        tracking.check_runs(tmp_path)
+
+
+class Away:
+    """A call to a store that is out of reach for the first `times`."""
+
+    def __init__(self, times: int, error: type[Exception] = ConnectionRefusedError) -> None:
+        self.left, self.error = times, error
+
+    def __call__(self) -> str:
+        self.left -= 1
+        if self.left >= 0:
+            raise self.error("away")
+        return "back"
+
+
+def test_a_command_waits_for_a_remote_store_and_not_for_a_refusal(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_mlflow_address, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(_mlflow_address, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setenv(_mlflow_address.TRACKING_URI, "http://host:5000")
+    assert _mlflow_address.patient(Away(3).__call__)() == "back"
+    with pytest.raises(ValueError, match="away"):
+        _mlflow_address.patient(Away(1, ValueError).__call__)()
+    with pytest.raises(ConnectionError, match=r"http://host:5000 did not answer .* the same command copies it"):
+        _mlflow_address.patient(Away(99).__call__)()
+    monkeypatch.delenv(_mlflow_address.TRACKING_URI)
+    with pytest.raises(ConnectionRefusedError):  # a file does not come back by itself
+        _mlflow_address.patient(Away(1).__call__)()
