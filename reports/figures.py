@@ -163,7 +163,7 @@ def learning_curves(analysis: Analysis) -> list[Drawing]:
         caption = "Line: mean over seeds; band: lowest to highest seed."
         draw = _curves(analysis, known, _axis_label(metric, ""), label, markers=cost is None)
         title = f"{_sentence(metric.replace('/', ' ').replace('_', ' '))} against {label}"
-        drawings.append(_drawing(f"learning_{name}", title, caption, draw, _NARROW, 2.8))
+        drawings.append(_drawing(f"learning_{name}", title, caption, draw, _WIDE, 2.7))
     return drawings
 
 
@@ -509,7 +509,7 @@ def _interaction_found(p: float) -> str:
         return "no test possible"
     text = prose.p_value(p)
     found = "they interact" if p < ALPHA else "no interaction detected"
-    return f"{found} (p {'' if text[0] == '<' else '= '}{text})"
+    return f"{found} (p\u00a0{'' if text[0] == '<' else '= '}{text})".replace("= ", "=\u00a0")
 
 
 def _is_paid_by_vote(trials: Sequence[TrialRecord]) -> bool:

@@ -44,7 +44,7 @@ def test_a_detectable_difference_supports_or_contradicts_the_claim_on_accuracy()
     above = claims(fake_study(ppo_and_grpo(0.5, 0.8), seeds=range(5)))[ACCURACY]
     below = claims(fake_study(ppo_and_grpo(0.8, 0.5), seeds=range(5)))[ACCURACY]
     assert (above.verdict, below.verdict) == ("supported", "contradicted")
-    assert above.measured.startswith("Grpo is ") and " above ppo (5 seeds)." in above.measured
+    assert above.measured.startswith("GRPO is ") and " above PPO (5 seeds)." in above.measured
     assert above.p_adjusted < 0.05
 
 
@@ -69,7 +69,7 @@ def test_one_seed_or_one_algorithm_tests_nothing() -> None:
 def test_arms_that_differ_in_more_than_the_algorithm_do_not_test_it() -> None:
     arms = ppo_and_grpo(0.5, 0.8)
     arms[1] = dataclasses.replace(arms[1], settings={**arms[1].settings, "optimizer.learning_rate": 0.1})
-    assert claims(fake_study(arms, seeds=range(5)))[ACCURACY].measured.startswith("No ppo arm and grpo arm")
+    assert claims(fake_study(arms, seeds=range(5)))[ACCURACY].measured.startswith("No arms of PPO and GRPO")
 
 
 def test_an_invalid_trial_does_not_count() -> None:

@@ -373,8 +373,17 @@ def test_only_the_factor_that_matters_is_said_to_matter() -> None:
     text = prose.answer(analysis)
     assert text.startswith("Over the whole grid group_size matters: ")
     assert "kl_beta matters" not in text
+    assert ", and no interaction of factors is detected; " in text
     assert analysis.grid is not None
     assert analysis.grid.levels[0] == (2, 4, 8)
+
+
+def test_an_interaction_is_named_in_the_answer() -> None:
+    # group_size helps by 20 points with kl_beta = 0 and not at all with 0.1
+    arms = factor_grid({"algorithm.group_size": [4, 8], "algorithm.kl_beta": [0.0, 0.1]})
+    arms = [dataclasses.replace(arm, accuracy=a) for arm, a in zip(arms, (0.5, 0.5, 0.7, 0.5), strict=True)]
+    text = prose.answer(analysed(fake_study(arms, seeds=range(5), seed_deviation=0.01, num_steps=10)))
+    assert "and factors interact: group_size x kl_beta (Holm-adjusted p " in text
 
 
 def test_a_grid_of_two_factors_is_one_heat_map_and_of_three_one_per_level_of_the_shortest() -> None:
