@@ -93,7 +93,7 @@ def test_the_joined_report_keeps_the_study_of_every_trial(tmp_path: Any) -> None
     joined = join([study("a"), study("b")])
     rows = list(csv.DictReader(results_csv(joined).splitlines()))
     assert [row["study"] for row in rows] == ["a"] * 6 + ["b"] * 6
-    files = write_report(joined, tmp_path)
+    files = write_report(joined, tmp_path, formats=())
     page = files.html.read_text(encoding="utf-8")
     assert "cohort report a b" in page
     assert "b: high" in page

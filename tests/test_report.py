@@ -235,7 +235,7 @@ def test_an_invalid_trial_is_listed_with_its_reason_and_never_averaged_in(tmp_pa
     assert with_broken.comparisons == without.comparisons
     assert [(gap.arm, gap.seed, gap.state) for gap in with_broken.gaps] == [("b", 3, "invalid")]
     assert prose.answer(with_broken).endswith("; 1 invalid trial is left out.")
-    page = "".join(read_page(write_report(record, tmp_path).html.read_text(encoding="utf-8")).text)
+    page = "".join(read_page(write_report(record, tmp_path, formats=()).html.read_text(encoding="utf-8")).text)
     assert "policy/loss is NaN at step 17" in page
 
 
@@ -302,7 +302,7 @@ def test_a_complete_trial_without_a_finite_outcome_counts_as_a_gap() -> None:
     ids=["no trial", "all running", "no baseline", "one arm and seed", "zero and one"],
 )
 def test_a_partial_study_still_has_a_report(record: StudyRecord, tmp_path: Path) -> None:
-    files = write_report(record, tmp_path)
+    files = write_report(record, tmp_path, formats=())
     assert files.answer.endswith(".")
     page = "".join(read_page(files.html.read_text(encoding="utf-8")).text)
     assert record.question in page
@@ -485,7 +485,7 @@ def test_a_search_shows_importances_arms_front_and_what_it_pruned(tmp_path: Path
     assert {(gap.arm, gap.state) for gap in analysis.gaps} == {("kl_beta=0.2", "pruned")}
     assert prose.answer(analysis).endswith("2 pruned trials are left out.")
     assert not prose.answer(analysis).startswith("Preliminary")
-    page = read_page(write_report(record, tmp_path).html.read_text(encoding="utf-8"))
+    page = read_page(write_report(record, tmp_path, formats=()).html.read_text(encoding="utf-8"))
     text = " ".join("".join(page.text).split())
     assert "What the search found" in text
     assert any("Importance by PED-ANOVA" in value for _, value in page.attributes)

@@ -51,7 +51,7 @@ def hostile_study() -> StudyRecord:
 def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     levels = {"algorithm.group_size": [4, 16], "algorithm.kl_beta": [0.0, 0.04], "algorithm.clip_epsilon": [0.1, 0.2]}
     record = hostile_study() if request.param == "hostile" else fake_study(factor_grid(levels), num_steps=20)
-    return write_report(record, tmp_path_factory.mktemp(request.param)).html
+    return write_report(record, tmp_path_factory.mktemp(request.param), formats=()).html
 
 
 def opened(browser: Any, page: Path, width: int) -> None:
