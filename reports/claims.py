@@ -80,8 +80,8 @@ def _memory(analysis: Analysis, trials: _Trials) -> _Evidence:
     values = _per_seed(trials, lambda trial: _log(trial.summary.get("peak_memory_bytes")))
     found = contrast(values, weights)
     if not found.differences:
-        return _Evidence("No shared seed of ppo and grpo has a peak of memory.")
-    text = f"ppo's peak is {_ratio(found)} times that of grpo"
+        return _Evidence("No shared seed of PPO and GRPO has a peak of memory.")
+    text = f"PPO's peak is {_ratio(found)} times that of GRPO"
     if any(trial.spec.get("model") == "tiny" for (arm, _), trial in trials.items() if arm in weights):
         return _Evidence(f"{text}, but with the model tiny a peak is mostly the libraries'.")
     return _against(found, math.log(MEMORY_RATIO), text)
@@ -97,8 +97,8 @@ def _time(analysis: Analysis, trials: _Trials) -> _Evidence:
         return _Evidence(_NO_PAIR)
     found = contrast(_per_seed(trials, _log_seconds), weights)
     if not found.differences:
-        return _Evidence("No shared seed of ppo and grpo has timed steps.")
-    text = f"a training step of grpo takes {_ratio(found, inverse=True)} times as long as one of ppo"
+        return _Evidence("No shared seed of PPO and GRPO has timed steps.")
+    text = f"A training step of GRPO takes {_ratio(found, inverse=True)} times as long as one of PPO"
     return _against(found, -math.log(1 - TIME_SAVED), text)
 
 
@@ -113,8 +113,8 @@ def _accuracy(analysis: Analysis, trials: _Trials) -> _Evidence:
         return _Evidence(_NO_PAIR)
     found = outcome_contrast({arm.label: arm for arm in analysis.arms}, weights)
     if not found.differences:
-        return _Evidence("ppo and grpo share no complete seed.")
-    return _signed(found, f"grpo is {_points(found, analysis)} ppo", positive="supported", negative="contradicted")
+        return _Evidence("PPO and GRPO share no complete seed.")
+    return _signed(found, f"GRPO is {_points(found, analysis)} PPO", positive="supported", negative="contradicted")
 
 
 def _group_size(analysis: Analysis, trials: _Trials) -> _Evidence:
@@ -135,7 +135,7 @@ def _group_size(analysis: Analysis, trials: _Trials) -> _Evidence:
         return _Evidence("No shared seed of such arms has a learning curve.")
     metric = analysis.record.metric
     text = (
-        f"runs with G >= {STABLE_GROUP} end {prose.points(found.estimate, metric)}{_bounds(found, analysis)} "
+        f"Runs with G >= {STABLE_GROUP} end {prose.points(found.estimate, metric)}{_bounds(found, analysis)} "
         f"{'further' if found.estimate >= 0 else 'less far'} below their own best than those with G < {STABLE_GROUP}"
     )
     broken = sum(
@@ -169,7 +169,7 @@ def _kl_weight(analysis: Analysis, trials: _Trials) -> _Evidence:
     if not contrasts:
         return _Evidence(f"No arms with beta inside and outside of {low} to {high} that differ in nothing else.")
     parts = [f"{_points(found, analysis)} beta = {level:g}" for level, found in contrasts.items()]
-    text = f"arms with beta from {low} to {high} are {'; '.join(parts)}"
+    text = f"Arms with beta from {low} to {high} are {'; '.join(parts)}"
     below = [level for level, found in contrasts.items() if found.estimate < 0]
     if not below:
         return _tested(text, "supported", max((found.p for found in contrasts.values()), key=_nan_last))
@@ -204,7 +204,7 @@ def _hard_tasks(analysis: Analysis, trials: _Trials) -> _Evidence:
         return _Evidence("No shared seed of such arms has accuracy by difficulty.")
     names = [metric.rpartition("accuracy_")[2].replace("_", " ") for metric in (hard, easy)]
     text = (
-        f"from the smallest to the largest group, accuracy on {names[0]} changes by "
+        f"From the smallest to the largest group, accuracy on {names[0]} changes by "
         f"{prose.points(found.estimate, analysis.outcome.name)}{_bounds(found, analysis)} "
         f"{'more' if found.estimate >= 0 else 'less'} than on {names[1]}"
     )
@@ -212,7 +212,7 @@ def _hard_tasks(analysis: Analysis, trials: _Trials) -> _Evidence:
 
 
 _Trials = Mapping[tuple[str, int], TrialRecord]
-_NO_PAIR = "No ppo arm and grpo arm that differ in nothing else."
+_NO_PAIR = "No arms of PPO and GRPO that differ in nothing else."
 _GUIDES = "practitioners' guides"
 _CLAIMS: tuple[tuple[str, str, Callable[[Analysis, _Trials], _Evidence]], ...] = (
     ("GRPO needs 1.7 to 2 times less memory than PPO", f"{_GUIDES}; arXiv:2402.03300, section 4.1", _memory),
@@ -326,7 +326,6 @@ def _signed(found: Contrast, text: str, positive: Verdict, negative: Verdict) ->
 
 def _tested(text: str, verdict: Verdict, p: float, found: Contrast | None = None) -> _Evidence:
     seeds = f" ({prose.plural(len(found.differences), 'seed')})" if found is not None else ""
-    text = text[:1].upper() + text[1:]
     if math.isnan(p):
         return _Evidence(f"{text}; with one shared seed no test is possible.")
     return _Evidence(f"{text}{seeds}.", verdict, p)

@@ -33,6 +33,7 @@ from reports.statistics import Floats, Interval
 
 INK, MUTED, RULE, GREY = "#1d2126", "#5c6570", "#e4e7eb", "#b9bfc6"
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+FORMATS = ("svg", "png", "pdf")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 _PLOT = (0.1, 0.155, 0.66, 0.65)  # left, bottom, width, height of a line chart, as fractions of the figure
@@ -85,13 +86,20 @@ DYNAMICS = (
 
 @dataclass(frozen=True)
 class Drawing:
-    """One figure: `name` is its file stem, `caption` how to read it, `svg` an inline SVG element, `files` by suffix."""
+    """One figure: `name` is its file stem, `caption` how to read it, `svg` an inline SVG element."""
 
     name: str
     title: str
     caption: str
     svg: str
-    files: Mapping[str, bytes]
+    figure: Figure
+
+    def file(self, suffix: str) -> bytes:
+        """The figure as a file: svg, png or pdf."""
+        if suffix == "svg":
+            return f'<?xml version="1.0" encoding="utf-8"?>\n{self.svg}\n'.encode()
+        with matplotlib.rc_context(_FRESH_STYLE):
+            return _saved(self.figure, suffix)
 
 
 @dataclass(frozen=True)
@@ -163,7 +171,7 @@ def learning_curves(analysis: Analysis) -> list[Drawing]:
         caption = "Line: mean over seeds; band: lowest to highest seed."
         draw = _curves(analysis, known, _axis_label(metric, ""), label, markers=cost is None)
         title = f"{_sentence(metric.replace('/', ' ').replace('_', ' '))} against {label}"
-        drawings.append(_drawing(f"learning_{name}", title, caption, draw, _NARROW, 2.8))
+        drawings.append(_drawing(f"learning_{name}", title, caption, draw, _WIDE, 2.7))
     return drawings
 
 
@@ -386,15 +394,15 @@ def smoothed(series: Series) -> Series:
     return Series(series.x_T, np.stack([series.values_ST[:, part].mean(axis=1) for part in window], axis=1))
 
 
-def write_files(drawings: Sequence[Drawing], folder: Path) -> None:
-    """Each drawing as an SVG, a PNG and a PDF file of its name; files of an earlier report are removed."""
+def write_files(drawings: Sequence[Drawing], folder: Path, formats: Sequence[str] = FORMATS) -> None:
+    """Each drawing as files of its name; those of an earlier report are removed."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.iterdir():
-        if old.suffix in (".svg", ".png", ".pdf"):
+        if old.suffix.lstrip(".") in FORMATS:
             old.unlink()
     for drawing in drawings:
-        for suffix, content in drawing.files.items():
-            (folder / f"{drawing.name}.{suffix}").write_bytes(content)
+        for suffix in formats:
+            (folder / f"{drawing.name}.{suffix}").write_bytes(drawing.file(suffix))
 
 
 def arm_colors(analysis: Analysis) -> dict[str, str]:
@@ -509,7 +517,7 @@ def _interaction_found(p: float) -> str:
         return "no test possible"
     text = prose.p_value(p)
     found = "they interact" if p < ALPHA else "no interaction detected"
-    return f"{found} (p {'' if text[0] == '<' else '= '}{text})"
+    return f"{found} (p\u00a0{'' if text[0] == '<' else '= '}{text})".replace("= ", "=\u00a0")
 
 
 def _is_paid_by_vote(trials: Sequence[TrialRecord]) -> bool:
@@ -681,10 +689,8 @@ def _drawing(
             box = axes.get_position()
             axes.set_position((box.x0, box.y0, box.width, box.height - 0.16 * (len(lines) - 1) / height))
         figure.text(0, 1 - 0.06 / height, "\n".join(lines), va="top", weight="bold", size=9.5, linespacing=1.15)
-        files = {suffix: _saved(figure, suffix) for suffix in ("svg", "png", "pdf")}
-    svg = _inline(files["svg"].decode("utf-8"), name, f"{title}. {caption}".strip())
-    files["svg"] = f'<?xml version="1.0" encoding="utf-8"?>\n{svg}\n'.encode()
-    return Drawing(name, title, caption, svg, files)
+        svg = _saved(figure, "svg").decode("utf-8")
+    return Drawing(name, title, caption, _inline(svg, name, f"{title}. {caption}".strip()), figure)
 
 
 def _saved(figure: Figure, suffix: str) -> bytes:

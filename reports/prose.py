@@ -203,7 +203,19 @@ def _grid_finding(analysis: Analysis) -> str:
             f"{short_path(factor)} matters: {with_unit(means[low], metric)} at {low} and "
             f"{with_unit(means[high], metric)} at {high} ({_holm(effect.p_adjusted)})"
         )
-    return f"Over the whole grid {', and '.join(found)}" if found else ""
+    if not found:
+        return ""
+    return f"Over the whole grid {', and '.join(found)}{_interaction_finding(analysis)}"
+
+
+def _interaction_finding(analysis: Analysis) -> str:
+    """Which factors depend on each other; nothing where a grid has one factor."""
+    effects = [effect for effect in (analysis.grid.effects if analysis.grid else ()) if len(effect.factors) > 1]
+    detected = [effect for effect in effects if effect.p_adjusted < ALPHA]
+    if detected:
+        each = [f"{factor_title(effect.factors)} ({_holm(effect.p_adjusted)})" for effect in detected]
+        return f", and factors interact: {', '.join(each)}"
+    return ", and no interaction of factors is detected" if effects else ""
 
 
 def _single_seed_finding(analysis: Analysis, baseline: ArmSummary) -> str:

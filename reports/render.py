@@ -67,8 +67,11 @@ class ReportFiles:
     answer: str
 
 
-def write_report(record: StudyRecord, folder: Path) -> ReportFiles:
-    """The report of a study, finished or not, in `folder`; equal records give equal files."""
+def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = figures.FORMATS) -> ReportFiles:
+    """The report of a study, finished or not, in `folder`, its figures as files of `formats` besides those in the page.
+
+    Equal records give equal files.
+    """
     record = visible(record)
     analysis = analyse(record, np.random.default_rng(BOOTSTRAP_SEED))
     drawings = _drawings(analysis)
@@ -78,7 +81,7 @@ def write_report(record: StudyRecord, folder: Path) -> ReportFiles:
     files.html.write_text(_html().get_template("report.html").render(context), encoding="utf-8")
     files.markdown.write_text(_markdown().get_template("report.md").render(context), encoding="utf-8")
     files.csv.write_text(results_csv(record), encoding="utf-8", newline="")
-    figures.write_files([drawing for group in drawings.values() for drawing in group], folder / "figures")
+    figures.write_files([drawing for group in drawings.values() for drawing in group], folder / "figures", formats)
     return files
 
 

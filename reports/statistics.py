@@ -245,7 +245,8 @@ def mcnemar_test(right_N: ArrayLike, baseline_right_N: ArrayLike) -> McNemar:
     arm, baseline = np.asarray(right_N, dtype=bool), np.asarray(baseline_right_N, dtype=bool)
     only_arm, only_baseline = int((arm & ~baseline).sum()), int((baseline & ~arm).sum())
     discordant = only_arm + only_baseline
-    return McNemar(only_arm, only_baseline, float(stats.binomtest(only_arm, discordant).pvalue) if discordant else 1.0)
+    p = float(stats.binomtest(only_arm, discordant).pvalue) if discordant else 1.0
+    return McNemar(only_arm, only_baseline, p)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

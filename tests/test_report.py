@@ -18,7 +18,7 @@ from markdown_it import MarkdownIt
 
 from harness.types import StudyRecord, TrialRecord
 from reports import figures, prose
-from reports.analysis import Analysis, analyse, choose_outcome
+from reports.analysis import Analysis, analyse, choose_outcome, marginal
 from reports.render import COLUMNS, ReportFiles, results_csv, visible, write_report
 
 
@@ -127,6 +127,7 @@ def test_every_figure_is_well_formed_and_holds_hostile_labels_as_text(hostile: R
         root = ElementTree.parse(file).getroot()
         assert not [node for node in root.iter() if node.tag.rpartition("}")[2] in ("script", "image", "foreignObject")]
         assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+        assert file.with_suffix(".pdf").read_bytes().startswith(b"%PDF")
     final = (hostile.html.parent / "figures" / "final.svg").read_text(encoding="utf-8")
     assert "&lt;script&gt;" in final
     assert "$x^{$" in "".join(ElementTree.fromstring(final).itertext()).replace("\n", "")
@@ -234,7 +235,7 @@ def test_an_invalid_trial_is_listed_with_its_reason_and_never_averaged_in(tmp_pa
     assert with_broken.comparisons == without.comparisons
     assert [(gap.arm, gap.seed, gap.state) for gap in with_broken.gaps] == [("b", 3, "invalid")]
     assert prose.answer(with_broken).endswith("; 1 invalid trial is left out.")
-    page = "".join(read_page(write_report(record, tmp_path).html.read_text(encoding="utf-8")).text)
+    page = "".join(read_page(write_report(record, tmp_path, formats=()).html.read_text(encoding="utf-8")).text)
     assert "policy/loss is NaN at step 17" in page
 
 
@@ -301,7 +302,7 @@ def test_a_complete_trial_without_a_finite_outcome_counts_as_a_gap() -> None:
     ids=["no trial", "all running", "no baseline", "one arm and seed", "zero and one"],
 )
 def test_a_partial_study_still_has_a_report(record: StudyRecord, tmp_path: Path) -> None:
-    files = write_report(record, tmp_path)
+    files = write_report(record, tmp_path, formats=())
     assert files.answer.endswith(".")
     page = "".join(read_page(files.html.read_text(encoding="utf-8")).text)
     assert record.question in page
@@ -372,8 +373,17 @@ def test_only_the_factor_that_matters_is_said_to_matter() -> None:
     text = prose.answer(analysis)
     assert text.startswith("Over the whole grid group_size matters: ")
     assert "kl_beta matters" not in text
+    assert ", and no interaction of factors is detected; " in text
     assert analysis.grid is not None
     assert analysis.grid.levels[0] == (2, 4, 8)
+
+
+def test_an_interaction_is_named_in_the_answer() -> None:
+    # group_size helps by 20 points with kl_beta = 0 and not at all with 0.1
+    arms = factor_grid({"algorithm.group_size": [4, 8], "algorithm.kl_beta": [0.0, 0.1]})
+    arms = [dataclasses.replace(arm, accuracy=a) for arm, a in zip(arms, (0.5, 0.5, 0.7, 0.5), strict=True)]
+    text = prose.answer(analysed(fake_study(arms, seeds=range(5), seed_deviation=0.01, num_steps=10)))
+    assert "and factors interact: group_size x kl_beta (Holm-adjusted p " in text
 
 
 def test_a_grid_of_two_factors_is_one_heat_map_and_of_three_one_per_level_of_the_shortest() -> None:
@@ -394,7 +404,140 @@ def test_a_grid_of_two_factors_is_one_heat_map_and_of_three_one_per_level_of_the
 
 def test_label_quality_is_drawn_for_self_consistency_arms_only() -> None:
     drawn = figures.label_quality(analysed(fake_study()))
-    assert [drawing.title for drawing in drawn] == ["Majority labels of grpo_self_consistency"]
+    assert [drawing.title for drawing in drawn] == [
+        "Are the majority labels right? grpo_self_consistency",
+        "How clear are the votes? grpo_self_consistency",
+    ]
+    unpaid = three_algorithms()
+    unpaid[2] = dataclasses.replace(unpaid[2], settings={"rewards": {"majority_vote": {"weight": 0.0}}})
+    assert figures.label_quality(analysed(fake_study(unpaid))) == []
+
+
+def test_figures_of_an_earlier_report_do_not_stay(tmp_path: Path) -> None:
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "old.pdf").write_bytes(b"")
+    (tmp_path / "figures" / "mine.txt").write_text("kept")
+    figures.write_files([], tmp_path / "figures")
+    assert [file.name for file in (tmp_path / "figures").iterdir()] == ["mine.txt"]
+
+
+def test_learning_curves_are_drawn_against_steps_rollouts_tokens_and_seconds() -> None:
+    drawn = figures.learning_curves(analysed(fake_study(num_steps=10)))
+    assert [drawing.name for drawing in drawn] == [
+        "learning_steps",
+        "learning_rollouts",
+        "learning_tokens",
+        "learning_seconds",
+    ]
+
+
+def test_interactions_are_drawn_for_every_two_factors_and_say_what_was_found() -> None:
+    levels = {"algorithm.group_size": [2, 4, 8], "algorithm.kl_beta": [0.0, 0.1], "algorithm.clip_epsilon": [0.1, 0.2]}
+    analysis = analysed(fake_study(factor_grid(levels), seeds=[0, 1], num_steps=10))
+    drawn = figures.interactions(analysis)
+    assert len(drawn) == 3
+    assert all("interact" in drawing.title for drawing in drawn)
+    assert sum("group_size x" in drawing.title for drawing in drawn) == 2
+    assert figures.interactions(analysed(fake_study(num_steps=10))) == []
+
+
+def test_a_marginal_mean_averages_over_the_other_factors() -> None:
+    levels = {"algorithm.group_size": [2, 4], "algorithm.kl_beta": [0.0, 0.1]}
+    analysis = analysed(fake_study(factor_grid(levels), num_steps=10))
+    found = marginal(analysis, {"algorithm.group_size": 4})
+    assert found is not None
+    arms = [arm.mean for arm in analysis.arms if arm.factors["algorithm.group_size"] == 4]
+    assert found.estimate == pytest.approx(sum(arms) / 2, rel=1e-12)
+    assert found.interval is not None
+    assert found.interval.low < found.estimate < found.interval.high
+
+
+def test_the_front_holds_the_arms_that_no_other_beats_in_cost_and_accuracy() -> None:
+    # (2, 5) costs as much as (2, 6) for less; (4, 6) costs more than (2, 6) for the same
+    points = [(3.0, 7.0), (2.0, 5.0), (1.0, 1.0), (2.0, 6.0), (4.0, 6.0)]
+    assert figures.pareto_front(points) == [2, 3, 0]
+
+
+def searched() -> StudyRecord:
+    arms = factor_grid({"algorithm.kl_beta": [0.0, 0.1, 0.2]})
+    record = fake_study(arms, seeds=[0, 1], states={(arms[2].label, 0): "stopped", (arms[2].label, 1): None})
+    states = ["complete", "complete", "pruned"]
+    search = {
+        "objectives": ["validation/accuracy", "seconds/total"],
+        "importances": {"method": "PED-ANOVA", "values": {"algorithm.kl_beta": 0.75, "steps<script>": 0.25}},
+        "arms": [
+            {
+                "label": arm.label,
+                "parameters": dict(arm.factors),
+                "values": [0.5, 9.0] if i < 2 else None,
+                "state": state,
+            }
+            for i, (arm, state) in enumerate(zip(arms, states, strict=True))
+        ],
+        "pareto": [arms[1].label],
+    }
+    return dataclasses.replace(record, search=search)
+
+
+def test_a_search_shows_importances_arms_front_and_what_it_pruned(tmp_path: Path) -> None:
+    record = searched()
+    analysis = analysed(record)
+    assert {(gap.arm, gap.state) for gap in analysis.gaps} == {("kl_beta=0.2", "pruned")}
+    assert prose.answer(analysis).endswith("2 pruned trials are left out.")
+    assert not prose.answer(analysis).startswith("Preliminary")
+    page = read_page(write_report(record, tmp_path, formats=()).html.read_text(encoding="utf-8"))
+    text = " ".join("".join(page.text).split())
+    assert "What the search found" in text
+    assert any("Importance by PED-ANOVA" in value for _, value in page.attributes)
+    assert "kl_beta=0.1front" in text
+    assert "algorithm.kl_beta = 0.2n/an/apruned" in text.replace("> ", ">")
+    assert "script" not in page.tags
+    (drawing,) = figures.importances(analysis)
+    assert drawing.title == "What validation accuracy depends on"
+    assert figures.importances(analysed(fake_study(num_steps=10))) == []
+
+
+def test_importances_of_several_objectives_are_a_figure_each() -> None:
+    record = searched()
+    assert record.search is not None
+    values = {"validation/accuracy": {"steps": 1.0}, "seconds/total": {"steps": 0.5, "model": 0.5}}
+    search = {**record.search, "importances": {"method": "fANOVA", "values": values}}
+    drawn = figures.importances(analysed(dataclasses.replace(record, search=search)))
+    assert [drawing.title for drawing in drawn] == [
+        "What validation accuracy depends on",
+        "What seconds total depends on",
+    ]
+
+
+def test_mcnemar_of_a_comparison_counts_majority_verdicts_over_the_shared_seeds() -> None:
+    record = fake_study(two_arms(0.5, 0.7), states={("a", 0): "failed"}, num_steps=10)
+    (comparison,) = analysed(record).comparisons
+    right = {
+        arm: np.mean([list(t.per_problem.values()) for t in record.trials if t.arm == arm and t.seed > 0], axis=0) > 0.5
+        for arm in ("a", "b")
+    }
+    assert comparison.mcnemar is not None
+    assert comparison.mcnemar.only_arm == int((right["b"] & ~right["a"]).sum())
+    assert comparison.mcnemar.only_baseline == int((right["a"] & ~right["b"]).sum())
+
+
+def test_a_larger_difference_needs_fewer_seeds() -> None:
+    (comparison,) = analysed(
+        fake_study(two_arms(0.7, 0.72), seeds=range(4), num_problems=512, num_steps=10)
+    ).comparisons
+    counts = [math.inf if count is None else count for count in comparison.seeds_for.values()]
+    assert list(comparison.seeds_for) == [0.01, 0.02, 0.05, 0.10]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > counts[-1] >= 2
+
+
+def test_the_page_and_markdown_show_every_claim_with_its_verdict(hostile: ReportFiles) -> None:
+    text = "".join(read_page(hostile.html.read_text(encoding="utf-8")).text)
+    markdown = hostile.markdown.read_text(encoding="utf-8")
+    for shown in (text, markdown):
+        for statement in ("GRPO is at least as accurate as PPO", "Groups of 8 or more train stably"):
+            assert statement in shown
+        assert "not tested here" in shown
 
 
 def test_arms_keep_their_colour_and_a_crowd_is_grey_but_for_three() -> None:

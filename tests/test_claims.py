@@ -1,0 +1,195 @@
+"""The verdicts on published claims: support takes a significant difference, and what was not varied is not tested."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_study import FakeArm, factor_grid, fake_study
+from scipy import stats
+
+from harness.types import StudyRecord, TrialRecord
+from reports.analysis import analyse
+from reports.claims import Claim, check_claims
+
+MEMORY, TIME, ACCURACY, GROUP_SIZE, KL_WEIGHT, HARD_TASKS = range(6)
+
+
+def claims(record: StudyRecord) -> list[Claim]:
+    return check_claims(analyse(record, np.random.default_rng(0)))
+
+
+def ppo_and_grpo(ppo: float, grpo: float, **settings: Any) -> list[FakeArm]:
+    """Two arms of a model that is not the built-in one."""
+    return [
+        FakeArm(name, name, accuracy, {"algorithm.name": name, "model": "other", **settings}, {"algorithm.name": name})
+        for name, accuracy in (("ppo", ppo), ("grpo", grpo))
+    ]
+
+
+def changed(record: StudyRecord, change: Callable[[TrialRecord], Mapping[str, Any]]) -> StudyRecord:
+    """The record with fields of every trial replaced."""
+    return dataclasses.replace(record, trials=[dataclasses.replace(t, **change(t)) for t in record.trials])
+
+
+def with_history(record: StudyRecord, metric: str, value: Callable[[TrialRecord], list[float]]) -> StudyRecord:
+    return changed(record, lambda t: {"history": {**t.history, metric: list(enumerate(value(t)))}})
+
+
+def test_a_detectable_difference_supports_or_contradicts_the_claim_on_accuracy() -> None:
+    above = claims(fake_study(ppo_and_grpo(0.5, 0.8), seeds=range(5)))[ACCURACY]
+    below = claims(fake_study(ppo_and_grpo(0.8, 0.5), seeds=range(5)))[ACCURACY]
+    assert (above.verdict, below.verdict) == ("supported", "contradicted")
+    assert above.measured.startswith("GRPO is ") and " above PPO (5 seeds)." in above.measured
+    assert above.p_adjusted < 0.05
+
+
+def test_a_difference_in_the_claimed_direction_that_is_not_significant_is_no_support() -> None:
+    verdicts = []
+    for rng_seed in range(6):
+        claim = claims(fake_study(ppo_and_grpo(0.70, 0.71), rng_seed=rng_seed, num_steps=10))[ACCURACY]
+        assert (claim.verdict == "undecided") == (claim.p_adjusted >= 0.05)
+        verdicts.append(claim.verdict)
+    assert verdicts.count("undecided") >= 5
+
+
+def test_one_seed_or_one_algorithm_tests_nothing() -> None:
+    single = claims(fake_study(ppo_and_grpo(0.5, 0.8), seeds=[0]))
+    assert {claim.verdict for claim in single} == {"not tested"}
+    assert single[ACCURACY].measured.endswith("with one shared seed no test is possible.")
+    alone = claims(fake_study(ppo_and_grpo(0.5, 0.8)[:1]))
+    assert {claim.verdict for claim in alone} == {"not tested"}
+    assert all(math.isnan(claim.p_adjusted) for claim in alone)
+
+
+def test_arms_that_differ_in_more_than_the_algorithm_do_not_test_it() -> None:
+    arms = ppo_and_grpo(0.5, 0.8)
+    arms[1] = dataclasses.replace(arms[1], settings={**arms[1].settings, "optimizer.learning_rate": 0.1})
+    assert claims(fake_study(arms, seeds=range(5)))[ACCURACY].measured.startswith("No arms of PPO and GRPO")
+
+
+def test_an_invalid_trial_does_not_count() -> None:
+    arms = ppo_and_grpo(0.5, 0.8)
+    claim = claims(fake_study(arms, states={("grpo", seed): "invalid" for seed in range(3)}))[ACCURACY]
+    assert claim.verdict == "not tested"
+
+
+@pytest.mark.parametrize(("ratio", "verdict"), [(1.8, "supported"), (1.3, "contradicted"), (1.7, "undecided")])
+def test_the_ratio_of_peaks_is_held_against_1_7(ratio: float, verdict: str) -> None:
+    def peak(trial: TrialRecord) -> Mapping[str, Any]:
+        noise = {0: 0.99, 1: 1.01, 2: 1.0}[trial.seed] if trial.arm == "ppo" else 1.0
+        return {"summary": {**trial.summary, "peak_memory_bytes": (ratio if trial.arm == "ppo" else 1.0) * 1e9 * noise}}
+
+    claim = claims(changed(fake_study(ppo_and_grpo(0.7, 0.7)), peak))[MEMORY]
+    assert claim.verdict == verdict
+    assert f"{ratio:.2f} [" in claim.measured
+
+
+def test_memory_of_the_built_in_model_tests_no_claim() -> None:
+    claim = claims(fake_study(ppo_and_grpo(0.7, 0.7, model="tiny")))[MEMORY]
+    # 6.1e8 / 4.2e8 = 1.45
+    assert (claim.verdict, "1.45 [" in claim.measured) == ("not tested", True)
+
+
+@pytest.mark.parametrize(("seconds", "verdict"), [(0.5, "supported"), (0.9, "contradicted"), (0.65, "undecided")])
+def test_the_time_of_a_step_is_held_against_35_percent_less(seconds: float, verdict: str) -> None:
+    record = fake_study(ppo_and_grpo(0.7, 0.7), seeds=range(4))
+    noise = np.random.default_rng(0).normal(1, 0.02, (2, 4))
+
+    def steps(trial: TrialRecord) -> list[float]:
+        grpo = trial.arm == "grpo"
+        return [99.0] + [(seconds if grpo else 1.0) * noise[int(grpo), trial.seed]] * 5  # the first step is left out
+
+    claim = claims(with_history(record, "seconds/step", steps))[TIME]
+    assert claim.verdict == verdict
+    # mean over seeds of log(grpo / ppo), with Student's interval
+    logs = np.log(seconds * noise[1] / noise[0])
+    low, high = np.exp(stats.t.interval(0.95, 3, logs.mean(), stats.sem(logs)))
+    assert f"takes {np.exp(logs.mean()):.2f} [{low:.2f}, {high:.2f}] times as long" in claim.measured
+
+
+def test_p_values_are_corrected_over_the_claims_tested() -> None:
+    found = claims(fake_study(ppo_and_grpo(0.70, 0.71, model="tiny"), seeds=range(4)))
+    tested = [claim for claim in found if claim.verdict != "not tested"]
+    assert [claim.statement for claim in tested] == [found[TIME].statement, found[ACCURACY].statement]
+    # times without spread give p = 0, so accuracy is the larger of two and keeps its own p
+    analysis = analyse(fake_study(ppo_and_grpo(0.70, 0.71, model="tiny"), seeds=range(4)), np.random.default_rng(0))
+    assert found[ACCURACY].p_adjusted == pytest.approx(analysis.comparisons[0].p, rel=1e-9)
+
+
+def group_sizes(ends: Mapping[int, float]) -> StudyRecord:
+    """One arm per group size whose runs end that far below their best of 0.8, give or take 1 point per seed."""
+    record = fake_study(factor_grid({"algorithm.group_size": list(ends)}), num_steps=10)
+
+    def curve(trial: TrialRecord) -> list[float]:
+        size = trial.factors["algorithm.group_size"]
+        return [0.4, 0.8, 0.8 - ends[size] - 0.01 * (trial.seed if size >= 8 else 0)]
+
+    return with_history(record, "validation/accuracy", curve)
+
+
+def test_groups_of_eight_are_stable_where_they_end_detectably_nearer_to_their_best() -> None:
+    # falls of 2, 3, 4 points with G = 8 against 30 with G = 4: 27 points with a deviation of 1
+    claim = claims(group_sizes({4: 0.3, 8: 0.02}))[GROUP_SIZE]
+    assert (claim.verdict, "27.0 points [" in claim.measured, "less far below" in claim.measured) == (
+        "supported",
+        True,
+        True,
+    )
+    assert claims(group_sizes({4: 0.02, 8: 0.3}))[GROUP_SIZE].verdict == "contradicted"
+    assert claims(group_sizes({4: 0.02, 8: 0.01}))[GROUP_SIZE].verdict == "undecided"
+    assert claims(group_sizes({8: 0.02, 16: 0.3}))[GROUP_SIZE].verdict == "not tested"
+
+
+def test_an_invalid_run_with_a_large_group_forbids_calling_it_stable() -> None:
+    record = group_sizes({4: 0.3, 8: 0.02})
+    broken = dataclasses.replace(record.trials[-1], state="invalid", seed=9, trial="broken")
+    claim = claims(dataclasses.replace(record, trials=[*record.trials, broken]))[GROUP_SIZE]
+    assert (claim.verdict, "1 run with G >= 8 became invalid" in claim.measured) == ("undecided", True)
+
+
+def betas(accuracies: Mapping[float, float], seeds: int = 5) -> StudyRecord:
+    arms = [
+        FakeArm(f"beta={beta}", "grpo", accuracy, {"algorithm.kl_beta": beta}, {"algorithm.kl_beta": beta})
+        for beta, accuracy in accuracies.items()
+    ]
+    return fake_study(arms, seeds=range(seeds), num_steps=10)
+
+
+def test_the_range_of_beta_must_beat_every_other_beta_and_is_contradicted_by_one() -> None:
+    assert claims(betas({0.0: 0.5, 0.04: 0.8, 0.1: 0.55}))[KL_WEIGHT].verdict == "supported"
+    assert claims(betas({0.0: 0.5, 0.04: 0.7, 0.1: 0.9}))[KL_WEIGHT].verdict == "contradicted"
+    assert claims(betas({0.0: 0.3, 0.04: 0.701, 0.1: 0.69}))[KL_WEIGHT].verdict == "undecided"
+    assert claims(betas({0.0: 0.5, 0.1: 0.9}))[KL_WEIGHT].verdict == "not tested"
+
+
+def test_larger_groups_for_harder_tasks_is_a_difference_of_differences() -> None:
+    arms = factor_grid({"algorithm.group_size": [4, 16]})
+    record = fake_study(arms, num_steps=10)
+
+    def accuracy(trial: TrialRecord, level: int, gain: float) -> list[float]:
+        large = trial.factors["algorithm.group_size"] == 16
+        return [0.9 - 0.2 * level + (gain if large and level == 2 else 0) + 0.001 * trial.seed * level * large]
+
+    def study(gain: float) -> StudyRecord:
+        tagged = record
+        for level in (1, 2):
+            tagged = with_history(tagged, f"test/accuracy_level_{level}", lambda t, at=level: accuracy(t, at, gain))
+        return tagged
+
+    # large minus small: 20 + 0.2 s points on level 2, 0.1 s on level 1: 20 + 0.1 (mean of s = 0, 1, 2) = 20.1
+    claim = claims(study(0.2))[HARD_TASKS]
+    assert claim.verdict == "supported"
+    assert "accuracy on level 2 changes by 20.1 points [" in claim.measured
+    assert claims(study(-0.1))[HARD_TASKS].verdict == "contradicted"
+    untagged = changed(record, lambda t: {"history": {k: v for k, v in t.history.items() if "level" not in k}})
+    assert claims(untagged)[HARD_TASKS].measured == "The task has no tags of difficulty."
+
+
+def test_a_study_without_any_complete_trial_tests_no_claim() -> None:
+    record = fake_study(ppo_and_grpo(0.7, 0.7), states={(a, s): "running" for a in ("ppo", "grpo") for s in range(3)})
+    assert {claim.verdict for claim in claims(record)} == {"not tested"}

@@ -1,0 +1,100 @@
+"""Several studies in one report: only where they measure the same thing, with every other difference said."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_study import FakeArm, fake_study
+
+from harness.types import StudyRecord
+from reports import prose
+from reports.analysis import analyse
+from reports.join import join
+from reports.render import results_csv, write_report
+
+
+def study(name: str, seeds: range = range(3), **settings: Any) -> StudyRecord:
+    arms = [
+        FakeArm(label, "grpo", accuracy, settings, {"algorithm.kl_beta": beta})
+        for label, accuracy, beta in (("low", 0.5, 0.0), ("high", 0.8, 0.1))
+    ]
+    return fake_study(arms, seeds=seeds, name=name, num_steps=10)
+
+
+def respecified(record: StudyRecord, section: str, **values: Any) -> StudyRecord:
+    """The study with other settings in a section of all its runs."""
+    trials = [dataclasses.replace(t, spec={**t.spec, section: {**t.spec[section], **values}}) for t in record.trials]
+    return dataclasses.replace(record, trials=trials)
+
+
+def test_arms_are_named_after_their_study_and_compared_with_the_first_studys_baseline() -> None:
+    joined = join([study("a"), study("b")])
+    assert joined.arms == ["a: low", "a: high", "b: low", "b: high"]
+    assert (joined.name, joined.baseline, joined.expected) == ("a + b", "a: low", 12)
+    analysis = analyse(joined, np.random.default_rng(0))
+    assert [comparison.arm for comparison in analysis.comparisons] == ["a: high", "b: low", "b: high"]
+    # both studies draw their numbers from one generator seed, so equal arms have equal runs
+    assert analysis.comparisons[1].estimate == 0.0
+    assert analysis.grid is None
+
+
+def test_each_study_is_asked_for_its_own_seeds_only() -> None:
+    joined = join([study("a", range(2)), study("b", range(3))])
+    analysis = analyse(joined, np.random.default_rng(0))
+    assert not analysis.gaps
+    assert [comparison.seeds for comparison in analysis.comparisons] == [(0, 1)] * 3
+
+
+def test_another_task_or_evaluation_is_an_error_that_names_the_setting() -> None:
+    other = respecified(study("b"), "task", name="gsm8k")
+    with pytest.raises(ValueError, match=r"task\.name is arithmetic in 'a', gsm8k in 'b'"):
+        join([study("a"), other])
+    with pytest.raises(ValueError, match=r"evaluation\.num_test_prompts is 512 in 'a', 64 in 'b'"):
+        join([study("a"), respecified(study("b"), "evaluation", num_test_prompts=64)])
+    with pytest.raises(ValueError, match=r"'a' has validation/accuracy, 'b' kl/reference"):
+        join([study("a"), dataclasses.replace(study("b"), metric="kl/reference")])
+
+
+def test_other_test_problems_under_equal_settings_are_an_error() -> None:
+    other = study("b")
+    moved = [
+        dataclasses.replace(t, per_problem={f"new-{k}": v for k, v in t.per_problem.items()}) for t in other.trials
+    ]
+    with pytest.raises(ValueError, match=r"'a' has 128, 'b' 128, 0 of them in both"):
+        join([study("a"), dataclasses.replace(other, trials=moved)])
+
+
+def test_one_study_or_the_same_twice_cannot_be_joined() -> None:
+    with pytest.raises(ValueError, match="at least two different studies, got a, a"):
+        join([study("a"), study("a")])
+    with pytest.raises(ValueError, match="got a"):
+        join([study("a")])
+
+
+def test_differences_between_base_runs_are_warned_about_but_not_what_a_study_varies() -> None:
+    other = study("b", steps=50, **{"rollouts_per_step": 64, "algorithm.kl_beta": 0.3})
+    joined = join([study("a"), dataclasses.replace(other, versions={**other.versions, "torch": "2.0"})])
+    assert joined.warnings == {
+        "rollouts_per_step": {"a": "128", "b": "64"},
+        "steps": {"a": "10", "b": "50"},
+        "version of torch": {"a": "2.13.0", "b": "2.0"},
+    }
+    notes = dict(prose.notes(analyse(joined, np.random.default_rng(0))))
+    assert "steps (a: 10, b: 50)" in notes["Base runs differ between the studies"]
+    same = dict(prose.notes(analyse(join([study("a"), study("b")]), np.random.default_rng(0))))
+    assert "Studies that share all but their arms" in same
+
+
+def test_the_joined_report_keeps_the_study_of_every_trial(tmp_path: Any) -> None:
+    joined = join([study("a"), study("b")])
+    rows = list(csv.DictReader(results_csv(joined).splitlines()))
+    assert [row["study"] for row in rows] == ["a"] * 6 + ["b"] * 6
+    files = write_report(joined, tmp_path, formats=())
+    page = files.html.read_text(encoding="utf-8")
+    assert "cohort report a b" in page
+    assert "b: high" in page
+    assert files.answer.startswith(("a: high reaches ", "b: high reaches "))

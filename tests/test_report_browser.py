@@ -1,0 +1,122 @@
+"""The report in headless Chromium: it runs nothing, loads nothing, fits a phone and a desk, and prints whole."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_study import HOSTILE_ARM, FakeArm, factor_grid, fake_study, three_algorithms
+
+from harness.types import StudyRecord
+from reports.render import write_report
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+exceptions = pytest.importorskip("selenium.common.exceptions")
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="chromium or chromedriver is not installed")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+    yield driver
+    driver.quit()
+
+
+def hostile_study() -> StudyRecord:
+    """Hostile completions, arm name, reason and parameter names; wide labels; a search; a self-consistency arm."""
+    arms = three_algorithms()
+    arms[2] = FakeArm(
+        HOSTILE_ARM, "grpo_self_consistency", 0.35, {"algorithm.name": "grpo_self_consistency"}, {"algorithm.name": "x"}
+    )
+    record = fake_study(arms, states={("ppo", 2): "invalid"}, num_steps=20)
+    found = {"<img src=x onerror=alert(8)>": 0.9, "a_parameter_with_a_rather_long_name.of_a_section": 0.1}
+    listed = [{"label": arm.label, "parameters": found, "values": [0.5], "state": "complete"} for arm in arms]
+    search = {"objectives": ["validation/accuracy"], "importances": {"method": "<b>", "values": found}, "arms": listed}
+    return dataclasses.replace(record, search=search)
+
+
+@pytest.fixture(scope="module", params=["hostile", "grid"])
+def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    levels = {"algorithm.group_size": [4, 16], "algorithm.kl_beta": [0.0, 0.04], "algorithm.clip_epsilon": [0.1, 0.2]}
+    record = hostile_study() if request.param == "hostile" else fake_study(factor_grid(levels), num_steps=20)
+    return write_report(record, tmp_path_factory.mktemp(request.param), formats=()).html
+
+
+def opened(browser: Any, page: Path, width: int) -> None:
+    """The page in a window of that many CSS pixels, a phone's where it is narrow."""
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.get(page.as_uri())
+
+
+def test_nothing_runs_and_nothing_is_loaded(browser: Any, page: Path) -> None:
+    browser.get_log("browser"), browser.get_log("performance")  # forget earlier pages
+    opened(browser, page, 1440)
+    assert browser.title.startswith("fake: ")
+    assert [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")] == []
+    with pytest.raises(exceptions.NoAlertPresentException):
+        _ = browser.switch_to.alert.text
+    traffic = " ".join(entry["message"] for entry in browser.get_log("performance"))
+    requested = re.findall(r'"url":"(\w+:[^"]*)"', traffic)
+    assert {url for url in requested if not url.startswith(("data:", "about:"))} == {page.as_uri()}
+    assert browser.execute_script("return document.scripts.length + document.images.length") == 0
+    text = browser.execute_script("return document.body.textContent")
+    assert "Claims checked" in text
+    assert "hostile" not in str(page) or "<script>alert(1)</script>" in text
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_the_page_fits_its_width_without_scrolling_sideways(browser: Any, page: Path, width: int) -> None:
+    opened(browser, page, width)
+    assert browser.execute_script("return document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    wider = """
+        return [...document.querySelectorAll('body *')].filter(node => !node.closest('svg') && !node.closest('thead')
+            && (node.getBoundingClientRect().right > innerWidth + 0.5 || node.getBoundingClientRect().left < -0.5))
+            .map(node => node.outerHTML.slice(0, 80))"""
+    assert browser.execute_script(wider) == []
+    narrowest = "return Math.min(...[...document.querySelectorAll('svg')].map(svg => svg.clientWidth))"
+    assert browser.execute_script(narrowest) > 250
+
+
+def test_on_paper_the_page_is_whole_and_no_table_or_figure_is_cut(browser: Any, page: Path) -> None:
+    # A4 less its margins is 182 mm = 688 CSS pixels wide
+    opened(browser, page, 688)
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    try:
+        cut = """
+            return [...document.querySelectorAll('table, figure, pre, .side')]
+                .filter(node => node.getBoundingClientRect().right > document.documentElement.clientWidth + 0.5
+                    || node.scrollWidth > node.clientWidth + 1)
+                .map(node => node.outerHTML.slice(0, 80))"""
+        assert browser.execute_script(cut) == []
+        heads = """
+            return [...document.querySelectorAll('thead')].map(head => getComputedStyle(head).display)"""
+        assert set(browser.execute_script(heads)) == {"table-header-group"}  # not a phone's layout
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+    paper = {"paperWidth": 8.27, "paperHeight": 11.69, "preferCSSPageSize": True, "printBackground": True}
+    printed = base64.b64decode(browser.execute_cdp_cmd("Page.printToPDF", paper)["data"])
+    assert printed.startswith(b"%PDF")
+    assert 3 <= len(re.findall(rb"/Type\s*/Page\b", printed)) <= 30
+
+
+def test_the_probe_for_executed_text_sees_a_page_that_executes_it(browser: Any, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.html"
+    bad.write_text("<img src=http://127.0.0.1:9/x onerror='console.error(1)'><div style='width: 3000px'>wide</div>")
+    browser.get_log("browser"), browser.get_log("performance")
+    opened(browser, bad, 390)
+    assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+    assert "http://127.0.0.1:9/x" in " ".join(entry["message"] for entry in browser.get_log("performance"))
+    assert browser.execute_script("return document.documentElement.scrollWidth") > 390
