@@ -6,10 +6,12 @@ VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 BENCH_VENV ?= .venv-bench
 BENCH_BIN := $(BENCH_VENV)/bin
+PARITY_VENV ?= .venv-parity
+PARITY_BIN := $(PARITY_VENV)/bin
 # One thread per worker, and threads that sleep instead of spinning: spinning threads were seen 15x slower on busy cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: quickstart test chaos test-vllm bench check format clean
+.PHONY: quickstart test chaos test-vllm bench parity check format clean
 
 $(BIN)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -52,6 +54,20 @@ $(BENCH_BIN)/.installed: pyproject.toml constraints-bench.txt
 bench: $(BENCH_BIN)/.installed
 	$(BENCH_BIN)/python benchmarks/speed.py
 
+# Objectives beside verl's and TRL's. Of verl only one module of functions is used: its own requirements (an older
+# transformers, an older packaging through tensordict) are left out, and what that module imports is named here.
+$(PARITY_BIN)/.installed: pyproject.toml constraints-parity.txt
+	$(PYTHON) -m venv $(PARITY_VENV)
+	$(PARITY_BIN)/python -m pip install --quiet --upgrade "pip>=24"
+	$(PARITY_BIN)/python -m pip install --quiet --constraint constraints-parity.txt torch
+	$(PARITY_BIN)/python -m pip install --quiet --constraint constraints-parity.txt \
+		"trl==1.16.*" pydantic ray omegaconf codetiming orjson cloudpickle
+	$(PARITY_BIN)/python -m pip install --quiet --constraint constraints-parity.txt --no-deps verl tensordict pyvers
+	touch $@
+
+parity: $(PARITY_BIN)/.installed
+	OMP_NUM_THREADS=1 $(PARITY_BIN)/python parity/compare.py
+
 check: $(BIN)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -62,4 +78,4 @@ format: $(BIN)/.installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(BENCH_VENV) build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(BENCH_VENV) $(PARITY_VENV) build *.egg-info .pytest_cache .ruff_cache

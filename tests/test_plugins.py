@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 
+import algorithms
 from harness import plugins
 from harness.interfaces import Algorithm, Reward, RolloutEngine, Task
 from harness.spec import load_run
@@ -170,6 +171,16 @@ def test_a_file_without_exactly_one_public_class_is_refused(count: int):
 def test_nearest_finds_a_typing_mistake_and_nothing_far_away():
     assert plugins.nearest("lerning_rate", ["learning_rate", "weight_decay"]) == "learning_rate"
     assert plugins.nearest("zzz", ["learning_rate", "weight_decay"]) is None
+
+
+def test_a_new_file_alone_makes_an_algorithm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "brand_new.py").write_text(THIRD_PARTY.format(name="brand_new"))
+    monkeypatch.setattr(algorithms, "__path__", [*algorithms.__path__, str(tmp_path)])  # as if it lay in the folder
+    importlib.invalidate_caches()
+    assert "brand_new" in plugins.names("algorithm")
+    spec = load_run(None, ["task=arithmetic", "algorithm=brand_new", "algorithm.kl_beta=0"])
+    assert type(spec.algorithm).__module__ == "algorithms.brand_new"
+    assert not spec.algorithm.needs_reference
 
 
 def test_an_entry_point_with_the_name_of_a_built_in_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

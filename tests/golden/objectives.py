@@ -87,6 +87,10 @@ def inputs():
         "on_policy": batch([3, 2, 4, 1], [1.0, 0.0, 0.0, 1.0], 2, moved=0.0, seed=2),
         "length_one": batch([1, 1, 1, 1], [1.0, 0.0, 0.0, 0.5], 4, seed=3),
         "an_empty_row": batch([2, 0, 3, 1], [1.0, 0.0, 0.0, 1.0], 2, seed=4),
+        "an_empty_group": batch([0, 0, 3, 1], [1.0, 0.0, 0.0, 1.0], 2, seed=9),
+        "nothing_but_truncated_single_tokens": batch(
+            [1, 1, 1, 1], [0.0, 1.0, 0.5, 0.5], 2, moved=1.0, truncated=(0, 1, 2, 3), seed=10
+        ),
         "truncated": batch([4, 4, 2, 4], [-1.0, 0.2, 1.0, -1.0], 2, truncated=(0, 3), seed=5),
         "equal_rewards": batch([2, 3, 1], [0.5, 0.5, 0.5], 3, seed=6),
         "one_sample_each": batch([2, 3, 1], [1.0, 0.0, 1.0], 1, seed=7),

@@ -1,0 +1,386 @@
+"""The rows of TRL: real trainers around a tiny model, whose own methods turn our log-probs and rewards into numbers.
+
+A trainer's forward pass and its sampling are replaced by the batch's numbers; credit and loss are TRL's code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from _cases import PROMPT, Case, Numbers, cases, our_advantages, our_loss, prepared
+from _table import Row
+from datasets import Dataset
+from torch import Tensor
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+
+from algorithms._losses import kl_estimate
+from algorithms.cispo import CISPO
+from algorithms.dapo import DAPO
+from algorithms.dr_grpo import DrGRPO
+from algorithms.grpo import GRPO
+from algorithms.gspo import GSPO
+from algorithms.online_dpo import OnlineDPO
+from algorithms.rloo import RLOO
+from harness.interfaces import Algorithm
+from harness.model import save_model, tiny_model, tiny_tokenizer
+from harness.types import Batch
+
+TEXT = "1+1="  # every prompt: what it says does not matter here
+COMMON = {
+    "output_dir": tempfile.mkdtemp(),
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "report_to": [],
+    "save_strategy": "no",
+    "disable_tqdm": True,
+}
+
+
+class Given:
+    """A reward function that returns what it was given, in float32 as every reward in TRL is."""
+
+    __name__ = "given"
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def __call__(self, **kwargs: Any) -> list[float]:
+        return self.values
+
+
+# Settings that a row names.
+TOLD = ("loss_type", "importance_sampling_level", "use_bias_correction_kl")
+PLAIN_KL = {"use_bias_correction_kl": False}
+
+
+def rows() -> list[Row]:
+    return [*advantage_rows(), *loss_rows(), *minibatch_rows(), *dpo_rows()]
+
+
+@cache
+def model_folder() -> str:
+    """A tiny model on disk, from where a trainer can also load its reference."""
+    folder = Path(tempfile.mkdtemp())
+    save_model(folder, tiny_model(0), tiny_tokenizer())
+    return str(folder)
+
+
+@cache
+def trainer(kind: type, group_size: int, rows: int, *, accumulate: int = 1, windows: int = 1, **settings: Any) -> Any:
+    """A trainer on batches of `rows` rows in `accumulate` micro-batches, of which `windows` are sampled at once."""
+    config = {GRPOTrainer: GRPOConfig, RLOOTrainer: RLOOConfig}[kind](
+        **COMMON,
+        per_device_train_batch_size=rows // accumulate,
+        gradient_accumulation_steps=accumulate,
+        steps_per_generation=accumulate * windows,
+        num_generations=group_size,
+        **settings,
+    )
+    made = kind(
+        model=model_folder(),
+        reward_funcs=Given(),
+        args=config,
+        train_dataset=Dataset.from_list([{"prompt": TEXT}] * 4),
+        processing_class=tiny_tokenizer(),
+    )
+    made.model.train()
+    made.current_gradient_accumulation_steps = accumulate  # the training loop sets it
+    return made
+
+
+def fixed_logprobs(*answers: Tensor) -> Callable[..., tuple[Tensor, Tensor, None]]:
+    """What stands in for the forward pass: these log-probs [B, R], one after the other."""
+    left = iter(answers)
+
+    def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, None]:
+        logprobs = next(left)
+        return logprobs, torch.zeros_like(logprobs), None
+
+    return forward
+
+
+# Advantages
+
+
+def advantages(kind: type, case: Case, **settings: Any) -> Numbers:
+    """What the trainer makes of the case's rewards, after its own scoring of "sampled" completions."""
+    size = case.batch.group_size
+    made = trainer(kind, size, len(case.batch), **settings)
+    sampled = [[5] * int(count) for count in case.mask.sum(dim=1)]
+    made._generate_single_turn = lambda *_: (sampled, None) if kind is GRPOTrainer else sampled
+    old, ref = (case.completion(x)[:, : max(map(len, sampled))] for x in (case.batch.old_logprobs_BT,
+                                                                           case.batch.ref_logprobs_BT))  # fmt: skip
+    made._get_per_token_logps_and_entropies = fixed_logprobs(*((old, ref) if kind is RLOOTrainer else (ref, ref)))
+    made.reward_funcs[0].values = case.batch.rewards_B.tolist()
+    scored = made._generate_and_score_completions([{"prompt": TEXT}] * len(case.batch))
+    return Numbers(scored["advantages"].double()[:, None] * case.mask)
+
+
+def advantage_rows() -> list[Row]:
+    grpo, rloo = "GRPOTrainer._generate_and_score_completions", "RLOOTrainer._generate_and_score_completions"
+    theirs = partial(partial, advantages)
+    return [
+        Row("grpo: advantage, default std_floor", grpo, cases, partial(our_advantages, GRPO()),
+            theirs(GRPOTrainer, scale_rewards="group")),
+        Row("dr_grpo: advantage", f"{grpo}(scale_rewards=none)", cases, partial(our_advantages, DrGRPO()),
+            theirs(GRPOTrainer, scale_rewards="none")),
+        Row("rloo: advantage", rloo, cases, partial(our_advantages, RLOO(kl_beta=0.0)),
+            theirs(RLOOTrainer, beta=0.0)),
+        Row("rloo: advantage, k1 in the reward", rloo, cases, partial(our_advantages, RLOO(kl_beta=0.05)),
+            theirs(RLOOTrainer, beta=0.05)),
+    ]  # fmt: skip
+
+
+# Losses
+
+
+def inputs_of(batch: Batch, case: Case, rows: slice = slice(None)) -> dict[str, Tensor]:
+    """A micro-batch as the trainer's own scoring would hand it over."""
+    mask = case.mask[rows].double()
+    credit = case.completion(batch.advantages_BT)[rows]
+    ids = torch.full(mask.shape, 5)
+    return {
+        "prompt_ids": ids[:, :PROMPT],
+        "prompt_mask": torch.ones_like(ids[:, :PROMPT]),
+        "completion_ids": ids,
+        "completion_mask": mask,
+        "advantages": credit[:, 0],
+        "old_per_token_logps": case.completion(batch.old_logprobs_BT)[rows],
+        "old_logps": (case.completion(batch.old_logprobs_BT)[rows] * mask).sum(dim=1),
+        "ref_per_token_logps": case.completion(case.batch.ref_logprobs_BT)[rows],
+        "num_items_in_batch": case.mask.sum().double(),
+    }
+
+
+def loss(kind: type, algorithm: Algorithm, case: Case, *, accumulate: int = 1, **settings: Any) -> Numbers:
+    """The trainer's loss on our advantages, summed over its micro-batches, and the gradient."""
+    made = trainer(kind, case.batch.group_size, len(case.batch), accumulate=accumulate, **settings)
+    leaf = case.completion(case.logprobs_BT).clone().requires_grad_()
+    batch, size = prepared(algorithm, case), len(case.batch) // accumulate
+    total = torch.zeros((), dtype=torch.float64)
+    for first in range(0, len(case.batch), size):
+        part = slice(first, first + size)
+        made._get_per_token_logps_and_entropies = fixed_logprobs(leaf[part])
+        total = total + made.compute_loss(made.model, inputs_of(batch, case, part))
+    total.backward()
+    return Numbers(total.detach(), leaf.grad)
+
+
+def empty_rows() -> list[Case]:
+    return list(cases(empty_rows=True))
+
+
+def weighted_divergence(case: Case) -> Numbers:
+    """GRPO's loss with each token's k3 multiplied by its ratio, whose gradient counts."""
+    algorithm, free = GRPO(kl_beta=0.1), our_loss(GRPO(kl_beta=0.0), case)
+    weight_BT = algorithm.loss_weights(case.batch.completion_mask_BT.double())
+    leaf, ref_BT = case.logprobs_BT.clone().requires_grad_(), case.batch.ref_logprobs_BT
+    assert ref_BT is not None and free.gradient is not None
+    ratio_BT = (leaf - case.batch.old_logprobs_BT).exp()
+    added = algorithm.kl_beta * (weight_BT * ratio_BT * kl_estimate("k3", leaf, ref_BT)).sum()
+    added.backward()
+    return Numbers(free.value + added.detach(), free.gradient + case.completion(leaf.grad))
+
+
+def cut_at_absolute(case: Case) -> Numbers:
+    """Our CISPO where the highest weight is epsilon_high and not 1 + epsilon_high."""
+    return our_loss(CISPO(clip_epsilon_high=0.5), case)
+
+
+def loss_rows() -> list[Row]:
+    def pair(objective: str, algorithm: Algorithm, where: Callable[[], Any] = cases, **settings: Any) -> Row:
+        kind = RLOOTrainer if algorithm.name == "rloo" else GRPOTrainer
+        told = ", ".join(f"{k}={v}" for k, v in settings.items() if k in TOLD)
+        name = f"{kind.__name__}.compute_loss" + (f"({told})" if told else "")
+        return Row(objective, name, where, partial(our_loss, algorithm), partial(loss, kind, algorithm, **settings))
+
+    default = pair("grpo: loss, TRL's default KL", GRPO(kl_beta=0.1), loss_type="grpo", beta=0.1)
+    cispo = pair("cispo: loss, highest weight 1.5", CISPO(clip_epsilon_high=0.5), loss_type="cispo", epsilon_high=1.5)
+    same_number = pair(
+        "cispo: loss, the same number 1.5", CISPO(clip_epsilon_high=1.5), loss_type="cispo", epsilon_high=1.5
+    )
+    sequence = {"loss_type": "grpo", "importance_sampling_level": "sequence"}
+    return [
+        pair("grpo: loss", GRPO(kl_beta=0.1), loss_type="grpo", beta=0.1, **PLAIN_KL),
+        pair("grpo: loss, with empty rows", GRPO(kl_beta=0.1), empty_rows, loss_type="grpo", beta=0.1, **PLAIN_KL),
+        Row(default.objective, default.function, default.cases, default.ours, default.theirs,
+            "by default they multiply the KL by the token's ratio, whose gradient counts even where it is 1 "
+            "(DeepSeek-V3.2); GRPO's paper does not", weighted_divergence),
+        pair("grpo: loss, clip-higher", GRPO(kl_beta=0.0, clip_epsilon_high=0.28), loss_type="grpo", epsilon_high=0.28),
+        pair("dr_grpo: loss", DrGRPO(loss_denominator=32), loss_type="dr_grpo", max_completion_length=32),
+        pair("dr_grpo: loss, with KL", DrGRPO(loss_denominator=32, kl_beta=0.1), loss_type="dr_grpo", beta=0.1,
+             max_completion_length=32, **PLAIN_KL),
+        pair("dapo: loss", DAPO(), loss_type="dapo", epsilon_high=0.28),
+        pair("dapo: loss, with empty rows", DAPO(), empty_rows, loss_type="dapo", epsilon_high=0.28),
+        pair("dapo: loss, one micro-batch", DAPO(), loss_type="bnpo", epsilon_high=0.28),
+        pair("gspo: loss, default clip", GSPO(), **sequence, epsilon=3e-4, epsilon_high=4e-4),
+        pair("gspo: loss, wide clip and KL", GSPO(clip_epsilon=0.1, clip_epsilon_high=0.2, kl_beta=0.05), **sequence,
+             epsilon=0.1, epsilon_high=0.2, beta=0.05, **PLAIN_KL),
+        cispo,
+        Row(same_number.objective, same_number.function, same_number.cases, same_number.ours, same_number.theirs,
+            "their epsilon_high is the highest weight itself, ours (as the paper's) what it exceeds 1 by",
+            cut_at_absolute),
+        pair("rloo: loss, clipped", RLOO(kl_beta=0.0, clip_epsilon=0.2), epsilon=0.2),
+        pair("rloo: loss, default (not clipped)", RLOO(kl_beta=0.0), epsilon=1e9, epsilon_high=1e9),
+    ]  # fmt: skip
+
+
+# How a minibatch is normalised that takes several micro-batches
+
+
+def even() -> Iterator[Case]:
+    """Batches that fall into two micro-batches of whole groups' size."""
+    return (case for case in cases() if len(case.batch) % 4 == 0)
+
+
+def mean_of_token_means(case: Case) -> Numbers:
+    """The mean of the token means of both halves, from our loss on each half."""
+    leaf = case.logprobs_BT.clone().requires_grad_()
+    algorithm, batch = DAPO(), prepared(DAPO(), case)
+    half, total = len(batch) // 2, torch.zeros((), dtype=torch.float64)
+    for first in (0, half):
+        index = torch.arange(first, first + half)
+        part = batch.rows(index)
+        width = part.tokens_BT.shape[1]
+        part = part.replace(loss_weight_BT=algorithm.loss_weights(part.completion_mask_BT.double()))
+        logprobs = leaf[index, :width]
+        assert part.advantages_BT is not None
+        per_token, _ = algorithm.surrogate(part, _Moved(logprobs))  # pyright: ignore
+        total = total + (part.loss_weight_BT * per_token).sum() / 2
+    total.backward()
+    return Numbers(total.detach(), case.completion(leaf.grad))
+
+
+class _Moved:
+    """As much of a PolicyOutput as the surrogate reads."""
+
+    def __init__(self, logprobs_BT: Tensor) -> None:
+        self.logprobs_BT = logprobs_BT
+
+
+def first_half(case: Case) -> Case:
+    """The first half of a batch's groups as a minibatch of its own."""
+    index = torch.arange(len(case.batch) // 2)
+    given = {field.name: getattr(case.batch, field.name) for field in dataclasses.fields(case.batch)}
+    half = {name: value[index] for name, value in given.items() if isinstance(value, Tensor)}
+    return Case(case.batch.replace(**half), case.logprobs_BT[index], case.values_BT[index])
+
+
+def whole_groups() -> Iterator[Case]:
+    return (case for case in cases() if case.batch.rewards_PG.shape[0] % 2 == 0)
+
+
+def our_window(case: Case) -> Numbers:
+    return our_loss(DAPO(), first_half(case))
+
+
+def their_window(case: Case) -> Numbers:
+    """TRL's loss on the first of two optimizer steps that share a generation batch."""
+    window = first_half(case)
+    made = trainer(
+        GRPOTrainer, case.batch.group_size, len(window.batch), windows=2, loss_type="dapo", epsilon_high=0.28
+    )
+    leaf = window.completion(window.logprobs_BT).clone().requires_grad_()
+    made._get_per_token_logps_and_entropies = fixed_logprobs(leaf)
+    inputs = inputs_of(prepared(DAPO(), window), window) | {"num_items_in_batch": case.mask.sum().double()}
+    total = made.compute_loss(made.model, inputs)
+    total.backward()
+    return Numbers(total.detach(), leaf.grad)
+
+
+def average_tokens(case: Case) -> Numbers:
+    """Our mean over the window's own tokens, rescaled to the average tokens of a window."""
+    ours, window = our_window(case), first_half(case)
+    factor = window.mask.sum() / (case.mask.sum() / 2)
+    assert ours.gradient is not None
+    return Numbers(ours.value * factor, ours.gradient * factor)
+
+
+def minibatch_rows() -> list[Row]:
+    split = partial(loss, GRPOTrainer, accumulate=2)
+    grpo = GRPO(kl_beta=0.1)
+    return [
+        Row("grpo: loss, two micro-batches", "GRPOTrainer.compute_loss(loss_type=grpo)", even,
+            partial(our_loss, grpo), partial(split, grpo, loss_type="grpo", beta=0.1, **PLAIN_KL)),
+        Row("dr_grpo: loss, two micro-batches", "GRPOTrainer.compute_loss(loss_type=dr_grpo)", even,
+            partial(our_loss, DrGRPO(loss_denominator=32)),
+            partial(split, DrGRPO(loss_denominator=32), loss_type="dr_grpo", max_completion_length=32)),
+        Row("dapo: loss, two micro-batches", "GRPOTrainer.compute_loss(loss_type=dapo)", even,
+            partial(our_loss, DAPO()), partial(split, DAPO(), loss_type="dapo", epsilon_high=0.28)),
+        Row("dapo: loss, two micro-batches", "GRPOTrainer.compute_loss(loss_type=bnpo)", even,
+            partial(our_loss, DAPO()), partial(split, DAPO(), loss_type="bnpo", epsilon_high=0.28),
+            "bnpo is the mean of the micro-batches' token means, so it depends on the split", mean_of_token_means),
+        Row("dapo: loss, one of two minibatches", "GRPOTrainer.compute_loss(loss_type=dapo)", whole_groups,
+            our_window, their_window,
+            "they divide by the tokens of an average minibatch of the generation batch, we by this one's",
+            average_tokens),
+    ]  # fmt: skip
+
+
+# Online DPO: pairs, at the sampling policy
+
+
+@cache
+def dpo_trainer(beta: float) -> Any:
+    return OnlineDPOTrainer(
+        model=model_folder(),
+        reward_funcs=Given(),
+        args=OnlineDPOConfig(**COMMON, beta=beta, per_device_train_batch_size=1),
+        train_dataset=Dataset.from_list([{"prompt": TEXT}] * 4),
+        processing_class=tiny_tokenizer(),
+    )
+
+
+def dpo(case: Case, beta: float = 0.3) -> Numbers:
+    """TRL's loss and gradient for the pairs of the batch: all first completions, then all second ones."""
+    made, ids = dpo_trainer(beta), torch.full(case.mask.shape, 5)
+    order = torch.cat([torch.arange(0, len(ids), 2), torch.arange(1, len(ids), 2)])
+    leaf = case.completion(case.logprobs_BT).clone().requires_grad_()
+    answers = iter([leaf[order], case.completion(case.batch.ref_logprobs_BT)[order]])
+    mask = case.mask[order].long()
+    made._generate = lambda *_: (ids[:, :1], torch.ones_like(ids[:, :1]), ids, mask, None)
+    made._forward = lambda *_: next(answers)
+    made.reward_funcs[0].values = case.batch.rewards_B[order].tolist()
+    value = made.training_step(made.model, {"prompt": [TEXT] * (len(ids) // 2)})
+    return Numbers(value * made.args.gradient_accumulation_steps, leaf.grad)
+
+
+def pairs(*, ties: bool) -> Iterator[Case]:
+    """Batches of groups of two, on policy; without `ties` those in which no pair has equal rewards."""
+    for case in cases(moved=0.0, group_size=2):
+        if ties or (case.batch.rewards_PG[:, 0] != case.batch.rewards_PG[:, 1]).all():
+            yield case
+
+
+def our_pairs(case: Case) -> Numbers:
+    return our_loss(OnlineDPO(kl_beta=0.3), case)
+
+
+def ties_as_pairs(case: Case) -> Numbers:
+    """Ours, and DPO's loss of the first against the second where their rewards are equal."""
+    ours, leaf = our_pairs(case), case.completion(case.logprobs_BT).clone().requires_grad_()
+    assert ours.gradient is not None
+    gain_P2 = ((leaf - case.completion(case.batch.ref_logprobs_BT)) * case.mask).sum(dim=1).view(-1, 2)
+    equal = case.batch.rewards_PG[:, 0] == case.batch.rewards_PG[:, 1]
+    rest = -(F.logsigmoid(0.3 * (gain_P2[:, 0] - gain_P2[:, 1])) * equal).sum() / len(gain_P2)
+    rest.backward()
+    assert leaf.grad is not None
+    return Numbers(ours.value + rest.detach(), ours.gradient + leaf.grad)
+
+
+def dpo_rows() -> list[Row]:
+    name = "OnlineDPOTrainer.training_step"
+    return [
+        Row("online_dpo: loss, no ties", name, partial(pairs, ties=False), our_pairs, dpo),
+        Row("online_dpo: loss, with ties", name, partial(pairs, ties=True), our_pairs, dpo,
+            "of equal rewards they prefer the first answer, we leave the pair out", ties_as_pairs),
+    ]  # fmt: skip

@@ -1,0 +1,393 @@
+"""The rows of verl: the functions of `verl.trainer.ppo.core_algos` on the completion columns of our batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from _cases import Case, Numbers, cases, our_advantages, our_critic_loss, our_loss, prepared
+from _table import Row
+from torch import Tensor
+from verl.trainer.config import AlgoConfig
+from verl.trainer.ppo import core_algos as verl
+from verl.workers.config import ActorConfig
+
+from algorithms._advantages import group_standardised, to_go, token_rewards
+from algorithms._losses import KLEstimator, kl_estimate
+from algorithms.cispo import CISPO
+from algorithms.dapo import DAPO
+from algorithms.dr_grpo import DrGRPO
+from algorithms.grpo import GRPO
+from algorithms.gspo import GSPO
+from algorithms.ppo import PPO
+from algorithms.reinforce_plus_plus import ReinforcePlusPlus
+from algorithms.rloo import RLOO
+from harness.interfaces import Algorithm
+from harness.schedules import adapted_kl_beta
+from harness.spec import KLControl
+
+THEIR_FLOOR = 1e-6
+PLAIN_GAE = PPO(kl_beta=0.05, gamma=0.97, gae_lambda=0.9, whiten_advantages=False)
+WHITENED_GAE = PLAIN_GAE.model_copy(update={"whiten_advantages": True})
+Loss = Callable[..., tuple[Tensor, Any]]
+
+
+def rows() -> list[Row]:
+    return [*advantage_rows(), *loss_rows(), *other_rows()]
+
+
+# Advantages
+
+
+def on_tokens(case: Case, values_BR: Tensor) -> Numbers:
+    """Only the numbers of completion tokens count: a library may leave anything on padding."""
+    return Numbers(values_BR * case.mask)
+
+
+def scores(case: Case, kl_beta: float) -> Tensor:
+    """[B, R]: verl's token-level rewards, with its k1 penalty."""
+    batch = case.batch
+    if kl_beta == 0:
+        return case.row_rewards_BT
+    old, ref = case.completion(batch.old_logprobs_BT), case.completion(batch.ref_logprobs_BT)
+    return verl.compute_rewards(case.row_rewards_BT, old, ref, kl_beta)
+
+
+def gae(case: Case, *, whitened: bool) -> Numbers:
+    values = case.completion(case.batch.values_BT)
+    rewards, mask = scores(case, PLAIN_GAE.kl_beta), case.mask.double()
+    advantages, returns = verl.compute_gae_advantage_return(
+        rewards, values, mask, PLAIN_GAE.gamma, PLAIN_GAE.gae_lambda
+    )
+    return on_tokens(case, advantages if whitened else returns - values)
+
+
+def outcome(function: Callable[..., Any], case: Case, kl_beta: float = 0.0, **settings: Any) -> Numbers:
+    mask = case.mask.double()
+    return on_tokens(case, function(scores(case, kl_beta), mask, index=case.index, **settings)[0])
+
+
+def reinforce(case: Case) -> Numbers:
+    function = verl.compute_reinforce_plus_plus_outcome_advantage
+    return on_tokens(case, function(scores(case, 0.05), case.mask.double(), config=AlgoConfig(gamma=1.0))[0])
+
+
+def bessel(raw: Callable[[Case], Tensor]) -> Callable[[Case], Numbers]:
+    """Our formula with n - 1 instead of n tokens under the variance."""
+
+    def predicted(case: Case) -> Numbers:
+        tokens = raw(case)[case.mask]
+        centred = raw(case) - tokens.mean()
+        return on_tokens(case, centred / (tokens.var(unbiased=True) + 1e-8).sqrt())
+
+    return predicted
+
+
+def plain_gae(case: Case) -> Tensor:
+    return our_advantages(PLAIN_GAE, case).value
+
+
+def plain_to_go(case: Case) -> Tensor:
+    return case.completion(to_go(token_rewards(case.batch, 0.05, "k1")))
+
+
+def rescaled(case: Case) -> Numbers:
+    """GRPO's advantages with verl's floor, from ours: times (std + ours) / (std + theirs)."""
+    std = case.batch.rewards_PG.std(dim=1).repeat_interleave(case.batch.group_size)[:, None]
+    ours = our_advantages(GRPO(), case).value
+    return Numbers(ours * (std + GRPO().std_floor) / (std + THEIR_FLOOR))
+
+
+def single_samples() -> list[Case]:
+    return list(cases(group_size=1))
+
+
+def bare_standardised(case: Case) -> Numbers:
+    advantages = group_standardised(case.batch.rewards_PG, THEIR_FLOOR)
+    return Numbers(advantages.reshape(-1, 1) * case.mask)
+
+
+def own_reward(case: Case) -> Numbers:
+    return Numbers(case.batch.rewards_B[:, None] / (1 + THEIR_FLOOR) * case.mask)
+
+
+def equal_in_float32() -> list[Case]:
+    """Groups of 12 rewards of -0.1 in float32, whose mean is not -0.1."""
+    result = []
+    for case in cases(group_size=12):
+        rewards = torch.full((len(case.batch),), -0.1)
+        result.append(Case(case.batch.replace(rewards_B=rewards), case.logprobs_BT, case.values_BT))
+    return result
+
+
+def rounding_error(case: Case) -> Numbers:
+    """(r - mean) / (std + floor) of the float32 mean as it comes out."""
+    groups = [(group - group.mean()) / (group.std() + THEIR_FLOOR) for group in case.batch.rewards_PG]
+    return Numbers(torch.cat(groups)[:, None] * case.mask)
+
+
+def more_than_one_token() -> list[Case]:
+    """verl refuses to whiten a single token."""
+    return [case for case in cases() if case.mask.sum() > 1]
+
+
+def advantage_rows() -> list[Row]:
+    grpo_like, grpo_fast = verl.compute_grpo_outcome_advantage, verl.compute_grpo_vectorized_outcome_advantage
+    floor = GRPO(std_floor=THEIR_FLOOR)
+    rloo = RLOO(kl_beta=0.05)
+    n_minus_1 = "they whiten with n - 1 tokens under the variance, we with n"
+    return [
+        Row("ppo: GAE, k1 in the reward", "compute_gae_advantage_return", cases,
+            partial(our_advantages, PLAIN_GAE), partial(gae, whitened=False)),
+        Row("ppo: GAE, whitened", "compute_gae_advantage_return", more_than_one_token,
+            partial(our_advantages, WHITENED_GAE), partial(gae, whitened=True), n_minus_1, bessel(plain_gae)),
+        Row("grpo: advantage, std_floor 1e-6", "compute_grpo_outcome_advantage", cases,
+            partial(our_advantages, floor), partial(outcome, grpo_like)),
+        Row("grpo: advantage, default std_floor", "compute_grpo_outcome_advantage", cases,
+            partial(our_advantages, GRPO()), partial(outcome, grpo_like),
+            "std floor 1e-4 here (TRL's), 1e-6 there", rescaled),
+        Row("grpo: advantage, default std_floor", "compute_grpo_outcome_advantage(epsilon=1e-4)", cases,
+            partial(our_advantages, GRPO()), partial(outcome, grpo_like, epsilon=1e-4)),
+        Row("grpo: advantage, std_floor 1e-6", "compute_grpo_vectorized_outcome_advantage", cases,
+            partial(our_advantages, floor), partial(outcome, grpo_fast)),
+        Row("grpo: equal rewards in float32", "compute_grpo_outcome_advantage", equal_in_float32,
+            partial(our_advantages, floor), partial(outcome, grpo_like),
+            "here exactly 0, there the rounding of the mean over the floor", rounding_error),
+        Row("grpo: a group of one sample", "compute_grpo_outcome_advantage", single_samples,
+            bare_standardised, partial(outcome, grpo_like),
+            "here 0 (and refused as a setting), there the bare reward", own_reward),
+        Row("dr_grpo: advantage", "compute_grpo_outcome_advantage(norm_adv_by_std_in_grpo=False)", cases,
+            partial(our_advantages, DrGRPO()), partial(outcome, grpo_like, norm_adv_by_std_in_grpo=False)),
+        Row("rloo: advantage, k1 in the reward", "compute_rloo_outcome_advantage", cases,
+            partial(our_advantages, rloo), partial(outcome, verl.compute_rloo_outcome_advantage, kl_beta=0.05)),
+        Row("rloo: advantage, k1 in the reward", "compute_rloo_vectorized_outcome_advantage", cases,
+            partial(our_advantages, rloo),
+            partial(outcome, verl.compute_rloo_vectorized_outcome_advantage, kl_beta=0.05)),
+        Row("reinforce_plus_plus: advantage", "compute_reinforce_plus_plus_outcome_advantage", more_than_one_token,
+            partial(our_advantages, ReinforcePlusPlus(kl_beta=0.05)), reinforce, n_minus_1, bessel(plain_to_go)),
+    ]  # fmt: skip
+
+
+# Losses
+
+
+def loss(
+    function: Loss,
+    algorithm: Algorithm,
+    mode: str,
+    case: Case,
+    *,
+    low: float = 0.2,
+    high: float = 0.2,
+    kl: tuple[float, str] = (0.0, "k3"),
+    scale: float | None = None,
+) -> Numbers:
+    """verl's policy loss on our advantages, plus its KL penalty, aggregated by its `agg_loss`, and the gradient."""
+    leaf = case.completion(case.logprobs_BT).clone().requires_grad_()
+    batch, mask = prepared(algorithm, case), case.mask.double()
+    config = ActorConfig(
+        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_low=low, clip_ratio_high=high,
+    )  # fmt: skip
+    if scale is not None:
+        config.global_batch_info["loss_scale_factor"] = scale
+    old, advantages = case.completion(batch.old_logprobs_BT), case.completion(batch.advantages_BT)
+    total, _ = function(old, leaf, advantages, mask, loss_agg_mode=mode, config=config)
+    beta, estimator = kl
+    if beta:
+        penalty = verl.kl_penalty(leaf, case.completion(case.batch.ref_logprobs_BT), estimator)
+        total = total + beta * verl.agg_loss(penalty, mask, mode, **config.global_batch_info)
+    total.backward()
+    return Numbers(total.detach(), leaf.grad)
+
+
+def nothing_dual_clipped() -> list[Case]:
+    """Batches in which no token became more than three times likelier: there the dual clip never binds."""
+    return [case for case in cases() if (case.logprobs_BT - case.batch.old_logprobs_BT).max() < 1.09]
+
+
+def dual_clipped(algorithm: Algorithm, case: Case) -> Numbers:
+    """Our loss where tokens of negative advantage and a ratio above 3 count -3 * A and their ratio has no gradient."""
+    batch, ours = prepared(algorithm, case), our_loss(algorithm, case)
+    assert batch.advantages_BT is not None and batch.loss_weight_BT is not None and ours.gradient is not None
+    ratio = (case.logprobs_BT - batch.old_logprobs_BT).exp()
+    bound = (batch.advantages_BT < 0) & (ratio > 3)
+    credit_BT = batch.loss_weight_BT * batch.advantages_BT * bound
+    return Numbers(ours.value + (credit_BT * (ratio - 3)).sum(), ours.gradient + case.completion(credit_BT * ratio))
+
+
+def both_cut(algorithm: GRPO, case: Case) -> Numbers:
+    """Our loss under verl's dual clip, and with its k3 cut at 10 nats."""
+    batch, ours = prepared(algorithm, case), dual_clipped(algorithm, case)
+    assert batch.loss_weight_BT is not None and ours.gradient is not None
+    leaf = case.logprobs_BT.clone().requires_grad_()
+    excess_BT = (kl_estimate("k3", leaf, case.batch.ref_logprobs_BT) - 10).clamp(min=0)
+    excess = algorithm.kl_beta * (batch.loss_weight_BT * excess_BT).sum()
+    excess.backward()
+    return Numbers(ours.value - excess.detach(), ours.gradient - case.completion(leaf.grad))
+
+
+def with_empty_rows(**settings: Any) -> list[Case]:
+    return list(cases(empty_rows=True, **settings))
+
+
+def mean_of_the_rest(algorithm: Algorithm, case: Case) -> Numbers:
+    """Our mean over rows, divided by those that have tokens alone."""
+    ours, factor = our_loss(algorithm, case), len(case.mask) / case.mask.any(dim=1).sum()
+    assert ours.gradient is not None
+    return Numbers(ours.value * factor, ours.gradient * factor)
+
+
+def mildly_moved() -> list[Case]:
+    return list(cases(moved=0.1))
+
+
+def on_policy() -> list[Case]:
+    return list(cases(moved=0.0))
+
+
+def row_losses(case: Case) -> Numbers:
+    """RLOO on policy: our loss counts a row once, the sum over its tokens n times; the gradient is the same."""
+    batch, ours = prepared(RLOO(kl_beta=0.05), case), our_loss(RLOO(kl_beta=0.05), case)
+    assert batch.advantages_BT is not None
+    return Numbers(-batch.advantages_BT.sum() / len(batch), ours.gradient)
+
+
+def loss_rows() -> list[Row]:
+    vanilla, row_mean = verl.compute_policy_loss_vanilla, "seq-mean-token-mean"
+    ppo, grpo = PPO(kl_beta=0.05), GRPO(kl_beta=0.1)
+    dr_grpo, cispo = DrGRPO(loss_denominator=40), CISPO(clip_epsilon=0.3, clip_epsilon_high=0.5)
+    wide = GSPO(clip_epsilon=0.1, clip_epsilon_high=0.2)
+    dual = "dual clip: A < 0 and ratio > 3 count -3 A and have no gradient there; the paper has no such bound"
+    no_empty = "rows without tokens: here they count in the mean over rows (as in TRL), there they do not"
+
+    def pair(
+        objective: str,
+        function: Loss,
+        algorithm: Algorithm,
+        mode: str,
+        where: Callable[[], Any] = cases,
+        **settings: Any,
+    ) -> Row:
+        told = f"{function.__name__}({mode})" + (f" + kl_penalty({settings['kl'][1]})" if "kl" in settings else "")
+        theirs = partial(loss, function, algorithm, mode, **settings)
+        return Row(objective, told, where, partial(our_loss, algorithm), theirs)
+
+    def explained(row: Row, reason: str, predicted: Callable[[Case], Numbers]) -> Row:
+        return Row(row.objective, row.function, row.cases, row.ours, row.theirs, reason, predicted)
+
+    grpo_kl = {"kl": (0.1, "k3")}
+    return [
+        pair("ppo: loss, no ratio above 3", vanilla, ppo, "token-mean", nothing_dual_clipped),
+        explained(pair("ppo: loss", vanilla, ppo, "token-mean"), dual, partial(dual_clipped, ppo)),
+        Row("ppo: critic's loss", "compute_value_loss(token-mean)", cases,
+            partial(our_critic_loss, ppo), partial(critic_loss, ppo)),
+        pair("grpo: loss, no ratio above 3", vanilla, grpo, row_mean, nothing_dual_clipped, **grpo_kl),
+        explained(pair("grpo: loss", vanilla, grpo, row_mean, **grpo_kl), f"{dual}; k3 cut at 10 nats",
+                  partial(both_cut, grpo)),
+        pair("grpo: loss, KL by k1", vanilla, grpo.model_copy(update={"kl_estimator": "k1"}), row_mean,
+             nothing_dual_clipped, kl=(0.1, "k1")),
+        pair("grpo: loss, KL by k2", vanilla, grpo.model_copy(update={"kl_estimator": "k2"}), row_mean,
+             nothing_dual_clipped, kl=(0.1, "k2")),
+        explained(pair("grpo: loss, with empty rows", vanilla, grpo, row_mean,
+                       partial(with_empty_rows, moved=0.1), **grpo_kl), no_empty, partial(mean_of_the_rest, grpo)),
+        pair("dr_grpo: loss", vanilla, dr_grpo, "seq-mean-token-sum-norm", nothing_dual_clipped, scale=40),
+        explained(pair("dr_grpo: loss, with empty rows", vanilla, dr_grpo, "seq-mean-token-sum-norm",
+                       partial(with_empty_rows, moved=0.1), scale=40), no_empty, partial(mean_of_the_rest, dr_grpo)),
+        pair("dapo: loss, no ratio above 3", vanilla, DAPO(), "token-mean", nothing_dual_clipped, high=0.28),
+        pair("dapo: loss, with empty rows", vanilla, DAPO(), "token-mean",
+             partial(with_empty_rows, moved=0.1), high=0.28),
+        explained(pair("dapo: loss", vanilla, DAPO(), "token-mean", high=0.28), dual, partial(dual_clipped, DAPO())),
+        pair("gspo: loss, default clip", verl.compute_policy_loss_gspo, GSPO(), row_mean, low=3e-4, high=4e-4),
+        pair("gspo: loss, wide clip", verl.compute_policy_loss_gspo, wide, row_mean, low=0.1, high=0.2),
+        pair("cispo: loss, two bounds", verl.compute_policy_loss_cispo, cispo, "token-mean", low=0.3, high=0.5),
+        pair("cispo: loss, default bounds", verl.compute_policy_loss_cispo, CISPO(), "token-mean", low=1.0, high=4.0),
+        pair("reinforce_plus_plus: loss, no ratio above 3", vanilla, ReinforcePlusPlus(kl_beta=0.05), "token-mean",
+             nothing_dual_clipped),
+        explained(
+            pair("rloo: loss, on policy", vanilla, RLOO(kl_beta=0.05), "seq-mean-token-sum", on_policy),
+            "their RLOO has a ratio per token; on policy the value is summed over tokens and the gradient is ours",
+            row_losses,
+        ),
+    ]  # fmt: skip
+
+
+def critic_loss(algorithm: PPO, case: Case) -> Numbers:
+    leaf = case.completion(case.values_BT).clone().requires_grad_()
+    batch = prepared(algorithm, case)
+    old, returns = case.completion(batch.values_BT), case.completion(batch.returns_BT)
+    total, _ = verl.compute_value_loss(leaf, returns, old, case.mask.double(), algorithm.value_clip)
+    total.backward()
+    return Numbers(total.detach(), leaf.grad)
+
+
+# KL estimators and the controller of its weight
+
+
+def far_apart(nats: float) -> list[Case]:
+    """Batches whose references lie up to so many nats from the policy."""
+    result = []
+    for case in cases():
+        old = case.batch.old_logprobs_BT
+        draw = torch.Generator().manual_seed(len(case.batch))
+        away = nats * (2 * torch.rand(case.mask.shape, generator=draw, dtype=torch.float64) - 1)
+        shifted = case.batch.ref_logprobs_BT.clone()
+        shifted[:, -away.shape[1] :] = (case.completion(case.logprobs_BT) + away) * case.mask
+        assert old is not None
+        result.append(Case(case.batch.replace(ref_logprobs_BT=shifted), case.logprobs_BT, case.values_BT))
+    return result
+
+
+def per_token(function: Callable[..., Tensor], case: Case) -> Numbers:
+    leaf = case.completion(case.logprobs_BT).clone().requires_grad_()
+    values = function(leaf, case.completion(case.batch.ref_logprobs_BT))
+    values.sum().backward()
+    return Numbers(values.detach(), leaf.grad)
+
+
+def our_kl(estimator: KLEstimator, case: Case) -> Numbers:
+    return per_token(partial(kl_estimate, estimator), case)
+
+
+def their_kl(estimator: str, case: Case) -> Numbers:
+    return per_token(partial(verl.kl_penalty, kl_penalty=estimator), case)
+
+
+def cut_at_ten(case: Case) -> Numbers:
+    ours = our_kl("k3", case)
+    assert ours.gradient is not None
+    return Numbers(ours.value.clamp(max=10), ours.gradient.masked_fill(ours.value > 10, 0))
+
+
+CONTROL = KLControl(schedule="adaptive", target=0.05)
+
+
+def kl_of(case: Case) -> float:
+    """Some KL between 0 and a few times the target."""
+    return case.values_BT.abs().mean().item() / 2
+
+
+def our_controller(case: Case) -> Numbers:
+    return Numbers(torch.tensor(adapted_kl_beta(CONTROL, 0.2, kl_of(case)), dtype=torch.float64))
+
+
+def their_controller(case: Case) -> Numbers:
+    # Their step is n_steps / horizon where ours is Ziegler et al.'s 0.1.
+    controller = verl.AdaptiveKLController(init_kl_coef=0.2, target_kl=0.05, horizon=640)
+    controller.update(kl_of(case), n_steps=64)
+    return Numbers(torch.tensor(float(controller.value), dtype=torch.float64))
+
+
+def other_rows() -> list[Row]:
+    estimators: tuple[KLEstimator, ...] = ("k1", "k2", "k3")
+    near, far = partial(far_apart, 2.0), partial(far_apart, 15.0)
+    return [
+        *(
+            Row(f"KL estimator {k}, per token", f"kl_penalty({k})", near, partial(our_kl, k), partial(their_kl, k))
+            for k in estimators
+        ),
+        Row("KL estimator k3, up to 15 nats apart", "kl_penalty(k3)", far, partial(our_kl, "k3"),
+            partial(their_kl, "k3"), "they cut the estimate at 10 nats, with no gradient beyond", cut_at_ten),
+        Row("adaptive kl_beta", "AdaptiveKLController(horizon = 10 n_steps)", cases, our_controller, their_controller),
+    ]  # fmt: skip

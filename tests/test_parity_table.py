@@ -1,0 +1,68 @@
+"""When a row of `make parity` counts as equal, explained, or wrong; the libraries themselves are not needed."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
+from _cases import PROMPT, Numbers, cases, our_loss
+from _table import Row, evaluate, markdown
+
+from algorithms.grpo import GRPO
+
+
+def one_number(value, slope=0.0):
+    return lambda case: Numbers(torch.tensor(value).double(), torch.tensor([slope]).double())
+
+
+def verdict(ours, theirs, predicted=None):
+    def first():
+        return [next(cases())]
+
+    return evaluate(Row("objective", "function", first, ours, theirs, "reason", predicted)).verdict
+
+
+@pytest.mark.parametrize(
+    ("theirs", "predicted", "expected"),
+    [
+        (one_number(2.0 + 1.9e-6), None, "equal"),  # 1e-6 of 2
+        (one_number(2.0 + 2.1e-6), None, "DIFFERENT"),
+        (one_number(2.0, slope=1.1e-6), None, "DIFFERENT"),  # the gradient counts as well
+        (one_number(3.0), one_number(3.0), "explained"),
+        (one_number(3.0), one_number(3.1), "DIFFERENT"),
+        (one_number(3.0), one_number(3.0, slope=0.1), "DIFFERENT"),
+        (one_number(2.0), one_number(2.0), "NOT NEEDED"),
+    ],
+)
+def test_a_difference_needs_an_explanation_and_an_explanation_a_difference(theirs, predicted, expected):
+    assert verdict(one_number(2.0), theirs, predicted) == expected
+
+
+def test_a_number_that_is_not_finite_never_counts_as_equal():
+    with pytest.raises(AssertionError, match="not finite"):
+        verdict(one_number(2.0), one_number(float("nan")))
+
+
+def test_the_table_has_a_line_for_each_row():
+    row = Row("ours", "theirs", lambda: [next(cases())], one_number(1.0), one_number(1.0))
+    assert markdown([evaluate(row)]).splitlines()[2].startswith("| ours | theirs | 1 | 0.0e+00 | 0.0e+00 | 0.0e+00 |")
+
+
+def test_batches_cover_what_the_readme_says():
+    every = list(cases())
+    assert len(every) == 20
+    assert any(case.mask[:, :-1].all() for case in every)  # full rows, before their column of padding
+    assert any(len(set(case.mask.sum(dim=1).tolist())) > 1 for case in every)  # ragged ones
+    assert any((case.mask.sum(dim=1) == 1).all() for case in every)  # of one token
+    assert any(torch.equal(case.logprobs_BT, case.batch.old_logprobs_BT) for case in every)  # on policy
+    assert any((r.max(1).values == r.min(1).values).any() for r in (case.batch.rewards_PG for case in every))
+    assert all((case.mask.sum(dim=1) == 0).any() for case in cases(empty_rows=True))
+    assert all(case.batch.completion_mask_BT[:, :PROMPT].sum() == 0 for case in every)
+
+
+def test_our_numbers_on_a_batch_move_with_the_policy():
+    still, moved = next(cases(moved=0.0)), next(cases(moved=0.5))
+    assert our_loss(GRPO(kl_beta=0.0), still).value.abs() < 1e-9  # the mean of whole groups' advantages is 0
+    assert our_loss(GRPO(kl_beta=0.0), moved).value.abs() > 1e-3
