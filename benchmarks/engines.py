@@ -1,11 +1,11 @@
 """How fast a step's completions are sampled: our engines beside the library's own paths, in turn in one process.
 
-    python benchmarks/engines.py [--setting a|b] [--rounds 5] [--compile]
+    python benchmarks/engines.py [--setting a|b] [--rounds 5] [--compile] [--continuous]
 
 Paths: our engine as it is; the same loop around the model's own forward pass; `model.generate` with a dynamic, a static
-and (`--compile`) a compiled static cache; transformers' continuous batching; vLLM where it can be imported. A path that
-fails is listed with its error. Prints medians and writes `benchmarks/results/engines.json`; the first call, start-up
-and compilation included, is a column of its own.
+and (`--compile`) a compiled static cache; (`--continuous`) transformers' continuous batching; vLLM where it can be
+imported. A path that fails is listed with its error. Prints medians and writes `benchmarks/results/engines.json`; the
+first call, start-up and compilation included, is a column of its own.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _config(tokenizer: Any, setting: Setting, **settings: Any) -> Any:
     )
 
 
-def paths(setting: Setting, folder: Path, compiled: bool) -> dict[str, Callable[[], Sampler]]:
+def paths(setting: Setting, folder: Path, options: argparse.Namespace) -> dict[str, Callable[[], Sampler]]:
     """What is compared, each made only when its turn comes."""
 
     def policy() -> Any:
@@ -103,9 +103,10 @@ def paths(setting: Setting, folder: Path, compiled: bool) -> dict[str, Callable[
         "ours, library forward": lambda: ours(LibraryEngine(settings, policy(), tokenizer), setting),
         "generate, dynamic cache": lambda: library(policy(), tokenizer, setting, None),
         "generate, static cache": lambda: library(policy(), tokenizer, setting, "static"),
-        "continuous batching": lambda: continuous(policy(), tokenizer, setting),
     }
-    if compiled:
+    if options.continuous:
+        made["continuous batching"] = lambda: continuous(policy(), tokenizer, setting)
+    if options.compile:
         made["generate, compiled"] = lambda: library(policy(), tokenizer, setting, "static", compiled=True)
     if find_spec("vllm") is not None:
         made["vllm"] = lambda: ours(_vllm(policy(), tokenizer), setting)
@@ -118,20 +119,21 @@ def _vllm(policy: Any, tokenizer: Any) -> RolloutEngine:
     return VLLMEngine(VLLMEngine.Settings(), policy, tokenizer)
 
 
-def measure(setting: Setting, rounds: int, compiled: bool) -> dict[str, Any]:
+def measure(setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
     """Seconds and tokens of every path, taking turns; {"error": ...} for one that fails."""
     prompts = DigitSum(prompt_tokens=setting.prompt_tokens, max_tokens=setting.max_tokens).prompts("train")
     calls: dict[str, list[dict[str, float]]] = {}
     failed: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         write_model(setting, Path(folder))
-        made = paths(setting, Path(folder), compiled)
+        made = paths(setting, Path(folder), options)
         samplers: dict[str, Sampler] = {}
-        for step in range(rounds + 1):
+        for step in range(options.rounds + 1):
             chosen = [
                 prompts[(step * setting.prompts_per_step + i) % len(prompts)] for i in range(setting.prompts_per_step)
             ]
             for name in [name for name in made if name not in failed]:
+                print(f"  step {step}: {name}", flush=True)
                 try:
                     wall, user = time.perf_counter(), _user_seconds()
                     if name not in samplers:
@@ -166,11 +168,12 @@ def main() -> None:
     parser.add_argument("--setting", choices=["a", "b"], default="a")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compile", action="store_true", help="also model.generate under torch.compile")
+    parser.add_argument("--continuous", action="store_true", help="also continuous batching, which may never return")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "engines.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
     setting = next(s for s in SETTINGS if s.name.startswith(options.setting))
-    results = measure(setting, options.rounds, options.compile)
+    results = measure(setting, options)
     print(f"{setting.name}\n  {'path':<26} s/step  user s  tokens/s  tokens/user s  first call, s")
     for name, x in results.items():
         if "error" in x:
