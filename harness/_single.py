@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from harness import plugins
 from harness._checks import check_inputs
 from harness._files import read_json
 from harness._progress import WatchedLog, phase_bar, study_view
+from harness._stop import StopRequest
 from harness._terminal import say
 from harness.cold_start import start_policy
 from harness.evaluate import evaluate
@@ -134,7 +134,7 @@ def own_folder(directory: Path, spec: RunSpec) -> Iterator[None]:
 @contextmanager
 def stop_after_step() -> Iterator[Callable[[], bool]]:
     """Whether Ctrl-C was pressed: the first press lets the step end and a checkpoint be written, the second raises."""
-    pressed = threading.Event()
+    pressed = StopRequest()
 
     def handle(*_: object) -> None:
         if pressed.is_set():

@@ -26,8 +26,10 @@ from typing import Any, TypeVar
 from harness import tracking
 from harness._checks import check_inputs
 from harness._files import file_lock, write_json
+from harness._mlflow_address import TRACKING_URI
 from harness._queue import ENDED, Claim, Outcome, Plan, Queue, StudyStatus
 from harness._ray import Cluster, RayPool
+from harness._stop import StopRequest
 from harness._storage import Storage, StorageUnavailable, open_storage
 from harness._workers import WorkerPool, usable_cores, usable_gpus
 from harness.interfaces import RunLogger
@@ -166,7 +168,7 @@ def worker_main(
     the storage cannot be reached the worker waits for it, also with the result of a trial.
     """
     runs = runs.resolve()
-    stop = threading.Event()
+    stop = StopRequest()
     _stop_on_signal(stop)
     if parent is not None:
         threading.Thread(target=_watch_parent, args=(parent, stop), name="parent", daemon=True).start()
@@ -190,7 +192,7 @@ def default_workers() -> int:
     return len(usable_gpus()) or usable_cores()
 
 
-def _run_claim(claim: Claim, queue: Queue, plan: Plan, run_trial: Callable[..., Any], stop: threading.Event) -> None:
+def _run_claim(claim: Claim, queue: Queue, plan: Plan, run_trial: Callable[..., Any], stop: StopRequest) -> None:
     """Run a claimed trial to its end, whatever that is, and record it."""
     directory, objectives = plan.directory(claim.key), list(plan.study.objectives())
     ended = tracking.read_result(directory)  # a worker that died just before it could record the end
@@ -235,7 +237,7 @@ def _run_claim(claim: Claim, queue: Queue, plan: Plan, run_trial: Callable[..., 
     _patiently(lambda: queue.finish(claim, outcome), stop)
 
 
-def _patiently(operation: Callable[[], R], stop: threading.Event) -> R:
+def _patiently(operation: Callable[[], R], stop: StopRequest) -> R:
     """The operation's result, tried until the storage answers; StorageUnavailable only once `stop` is set."""
     wait = POLL_SECONDS
     while True:
@@ -261,7 +263,7 @@ def _ensure_tracked(queue: Queue) -> None:
 class _JudgedLog:
     """A run's log that shows the search every validation after training has begun: a `RunLogger` around another."""
 
-    def __init__(self, log: RunLogger, metric: str, queue: Queue, claim: Claim, stop: threading.Event) -> None:
+    def __init__(self, log: RunLogger, metric: str, queue: Queue, claim: Claim, stop: StopRequest) -> None:
         self._log, self._metric, self._queue, self._claim, self._stop = log, metric, queue, claim, stop
         self._new: tuple[int, float] | None = None
         self.reason: str | None = None  # why the arm is given up
@@ -296,7 +298,7 @@ def _pool(
 ) -> Iterator[WorkerPool | RayPool]:
     """The workers to be, of this machine or of a cluster. The storage's password is in no process's arguments."""
     arguments = [name, "--runs", str(plan.runs), "--parent", "{parent}", "--execute", execute]
-    environment = {STORAGE: storage or ""}
+    environment = {STORAGE: storage or "", TRACKING_URI: os.environ.get(TRACKING_URI, "")}
     logs = plan.folder / "logs"
     if cluster is None:
         yield WorkerPool("harness.study", arguments, workers or default_workers(), logs, environment)
@@ -426,7 +428,7 @@ def _resolve(execute: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), function)
 
 
-def _stop_on_signal(stop: threading.Event) -> None:
+def _stop_on_signal(stop: StopRequest) -> None:
     def handle(number: int, _: object) -> None:
         if stop.is_set():
             os._exit(128 + number)
@@ -436,7 +438,7 @@ def _stop_on_signal(stop: threading.Event) -> None:
         signal.signal(number, handle)
 
 
-def _watch_parent(parent: int, stop: threading.Event) -> None:
+def _watch_parent(parent: int, stop: StopRequest) -> None:
     while os.getppid() == parent:
         time.sleep(POLL_SECONDS)
     stop.set()
