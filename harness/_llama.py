@@ -92,7 +92,7 @@ def recognised(model: nn.Module) -> bool:
         and attention.head_dim % 2 == 0
         and {p.dtype for p in parameters} in ({torch.float32}, {torch.float64})
         and sum(p.numel() for p in parameters) <= MAX_PARAMETERS
-        and not torch.is_autocast_enabled(parameters[0].device.type)
+        and (parameters[0].is_meta or not torch.is_autocast_enabled(parameters[0].device.type))
     )
 
 

@@ -36,6 +36,7 @@ import psutil
 import torch
 from torch import nn
 
+from harness._llama import recognised
 from harness.model import (
     TINY,
     check_model,
@@ -109,8 +110,9 @@ def estimate(
     critic = _critic_parameters(policy, set(counted), algorithm.shares_trunk) if algorithm.needs_critic else []
     trainable = [p for p in [*counted.values(), *critic] if p.requires_grad]
     policy_bytes = _bytes(counted.values())
+    lean = recognised(policy) and not _setting(spec, "autocast")
     weights = {
-        "policy": policy_bytes,
+        "policy": policy_bytes * (2 if lean else 1),  # with rearranged copies, while it samples and while it learns
         "reference": policy_bytes if algorithm.needs_reference and not adapted else 0,
         "critic": _bytes(critic),
         "gradients": _bytes(trainable),

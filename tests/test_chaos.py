@@ -27,6 +27,7 @@ import pytest
 
 from harness import tracking
 from harness._events import read_events
+from harness._mlflow_copy import COST_AREAS
 from harness._queue import Plan, Queue, StudyStatus
 from harness._ray import Cluster, import_ray
 from harness._storage import open_storage
@@ -157,7 +158,7 @@ def values(runs: Path) -> dict[str, dict[str, float]]:
             for event in read_events(file)
             if event["type"] == "metrics"
             for key, value in event["values"].items()
-            if not key.startswith(tracking.COST_AREAS)
+            if not key.startswith(COST_AREAS)
         }
     return found
 

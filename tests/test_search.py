@@ -54,7 +54,7 @@ def a_search(seeds: tuple[int, ...] = (0, 1), run: Mapping[str, Any] | None = No
 def a_queue(study: StudySpec, runs: Path) -> Queue:
     queue = Queue(Plan(study, runs))
     queue.plan.folder.mkdir(parents=True, exist_ok=True)
-    queue.enqueue_missing()
+    queue.retry_failed()
     return queue
 
 
@@ -93,7 +93,7 @@ def die(claim: Claim) -> None:
 
 
 def searched(queue: Queue, name: str = "s/search") -> list[optuna.trial.FrozenTrial]:
-    return optuna.load_study(study_name=name, storage=queue._storage).trials
+    return optuna.load_study(study_name=name, storage=queue.storage.optuna).trials
 
 
 @pytest.mark.parametrize("sampler", ["random", "tpe", "gp", "nsga2"])
@@ -151,7 +151,7 @@ def test_a_search_that_was_killed_goes_on_as_if_it_had_not_been(runs: Path):
 
 def test_an_arm_whose_worker_died_while_handing_it_out_is_neither_lost_nor_counted(runs: Path):
     queue = a_queue(a_search(trials=3), runs)
-    study = optuna.load_study(study_name="s/search", storage=queue._storage)
+    study = optuna.load_study(study_name="s/search", storage=queue.storage.optuna)
     study.ask()  # asked, and not yet given a label
     claim = queue.claim()
     assert claim is not None
@@ -200,7 +200,7 @@ def test_an_invalid_seed_fails_its_arm_and_a_crashed_one_leaves_it_open_until_th
     assert arms["001"]["values"] == {}
     assert record["importances"]["method"] is None
     assert f"needs {MIN_FOR_IMPORTANCE} complete arms, there are 1" in record["importances"]["reason"]
-    queue.enqueue_missing()
+    queue.retry_failed()
     assert drive(queue, complete) == [(arms["002"]["label"], 0)]
     assert searched(queue)[1].state == TrialState.COMPLETE
 
