@@ -139,6 +139,7 @@ def trl(setting: Setting, folder: Path, num_steps: int, job: dict[str, Any]) -> 
         max_steps=num_steps * setting.num_inner_epochs,
         num_iterations=setting.num_inner_epochs,
         beta=setting.kl_beta,
+        use_bias_correction_kl=False,  # TRL multiplies the KL by the ratio by default; ours is the k3 estimate as it is
         epsilon=0.2,
         loss_type="grpo",
         temperature=1.0,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from harness.spec import RunSpec
+from harness.spec import Arm, RunSpec, StudySpec
 
 if TYPE_CHECKING:
     from harness._queue import Plan, StudyStatus, TrialStatus
@@ -58,38 +58,52 @@ def remaining_seconds(status: StudyStatus) -> float | None:
 def budget(plan: Plan, workers: int) -> dict[str, Any]:
     """What running the plan would take: trials, steps, rollouts, a bound on generated tokens, seconds if known.
 
-    The bound is of training: every completion as long as it may be. Seconds come from complete trials of the same
-    shape in this runs folder, whose number is `measured`; None where an arm has none.
+    The bound is of training: every completion as long as it may be. A search counts as its base run with as many trials
+    as it may have; pruning makes them fewer. Seconds come from complete trials of the same shape in this runs folder,
+    whose number is `measured`; None where an arm has none.
     """
     measured = _measured(plan.runs)
-    arms, trials, seconds, samples = [], len(plan.study.seeds), [], 0
-    for label in plan.arms:
-        spec = plan.spec((label, plan.study.seeds[0]))
+    arms, samples = [], 0
+    for arm, trials in _planned(plan.study):
+        spec = plan.study.run_spec(arm, plan.study.seeds[0])
         rates = measured.get(_shape(spec), [])
         samples += len(rates)
         rollouts = spec.steps * spec.rollouts_per_step
-        seconds.append(mean(rates) * spec.steps * trials if rates else math.nan)
         arms.append(
             {
-                "arm": label,
-                "overrides": dict(plan.arms[label].overrides),
+                "arm": arm.label,
+                "overrides": dict(arm.overrides),
+                "trials": trials,
                 "steps": spec.steps,
                 "rollouts": rollouts,
                 "generated_tokens_bound": rollouts * (spec.sampling_with_limit().max_tokens or 0),
-                "seconds": None if math.isnan(seconds[-1]) else seconds[-1] / trials,
+                "seconds": mean(rates) * spec.steps if rates else None,
             }
         )
-    total = sum(seconds)
+    trials = sum(arm["trials"] for arm in arms)
+    known = all(arm["seconds"] is not None for arm in arms)
+    seconds = sum(arm["trials"] * arm["seconds"] for arm in arms) if known else None
+    sums = ("steps", "rollouts", "generated_tokens_bound")
     return {
         "arms": arms,
         "seeds": list(plan.study.seeds),
-        "trials": len(arms) * trials,
+        "trials": trials,
         "workers": workers,
-        **{key: trials * sum(arm[key] for arm in arms) for key in ("steps", "rollouts", "generated_tokens_bound")},
-        "trial_seconds": None if math.isnan(total) else total,
-        "seconds": None if math.isnan(total) else total / max(1, min(workers, len(arms) * trials)),
+        **{key: sum(arm["trials"] * arm[key] for arm in arms) for key in sums},
+        "trial_seconds": seconds,
+        "seconds": None if seconds is None else seconds / max(1, min(workers, trials)),
         "measured": samples,
     }
+
+
+def _planned(study: StudySpec) -> Iterator[tuple[Arm, int]]:
+    """Every arm with the number of its trials; of a search its base, with all that the search may run."""
+    for arm in study.design_arms():
+        yield arm, len(study.seeds)
+    for search in study.searches():
+        label = ": ".join(filter(None, [search.name, f"search of {search.search.trials} arms"]))
+        trials = search.search.trials * len(search.seeds) + len(search.final_seeds)
+        yield replace(search.base, label=label), trials
 
 
 def _whole_seconds(trial: TrialStatus) -> float | None:

@@ -169,8 +169,8 @@ class PostgresStorage(Storage):
     def _engine(self) -> sqlalchemy.Engine:
         """Two connections at rest for each process: that of the lock, and that of what is done under it.
 
-        A connection is not asked whether it lives before each use: that costs a third of a claim, and every operation
-        can be tried again.
+        A connection is not asked whether it lives before each use: that would be a round trip for every operation, and
+        every operation can be tried again.
         """
         engine = sqlalchemy.create_engine(
             self._url, pool_size=2, max_overflow=3,

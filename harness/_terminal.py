@@ -162,6 +162,7 @@ def show_dry_run(name: str, question: str, document: Mapping[str, Any]) -> None:
             [
                 arm["arm"],
                 ", ".join(f"{key}={value}" for key, value in arm["overrides"].items()) or "the base run",
+                arm["trials"],
                 arm["steps"],
                 f"{arm['rollouts']:,}",
                 f"{arm['generated_tokens_bound']:,}",
@@ -169,11 +170,11 @@ def show_dry_run(name: str, question: str, document: Mapping[str, Any]) -> None:
                 duration(arm["seconds"]),
             ]
         )
-    headers = ["arm", "what it changes", "steps", "rollouts", "tokens, at most", "memory, MiB", "time"]
+    headers = ["arm", "what it changes", "trials", "steps", "rollouts", "tokens, at most", "memory, MiB", "time"]
     show_table(f"{name}: {' '.join(question.split())}", headers, rows, numeric=headers[2:])
-    arms, trials, tokens = len(document["arms"]), document["trials"], document["generated_tokens_bound"]
+    trials, tokens = document["trials"], document["generated_tokens_bound"]
     say(
-        f"{arms} arms x seeds {document['seeds']} = {trials} trials: {document['steps']:,} steps, "
+        f"{trials} trials with seeds {document['seeds']}: {document['steps']:,} steps, "
         f"{document['rollouts']:,} rollouts, at most {tokens:,} generated tokens of training."
     )
     if document["seconds"] is None:

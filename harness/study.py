@@ -135,12 +135,17 @@ def _not_here(specs: Iterable[RunSpec]) -> list[str]:
     from harness.model import check_model, resolve_device
 
     missing: dict[str, None] = {}
+    tried: set[tuple[str, str]] = set()  # what arms share is asked once: a Hub out of reach takes seconds to say so
     for spec in specs:
-        for subject, check in (
-            (f"device '{spec.device}'", lambda spec=spec: resolve_device(spec.device)),
-            (f"data of task '{spec.task.name}'", lambda spec=spec: spec.task.prompts("train")),
-            (f"engine '{spec.engine.name}'", lambda spec=spec: spec.engine.check(spec.sampling_with_limit())),
-        ):
+        for subject, settings, check in (
+            (f"device '{spec.device}'", "", lambda spec=spec: resolve_device(spec.device)),
+            (f"data of task '{spec.task.name}'", repr(spec.task), lambda spec=spec: spec.task.prompts("train")),
+            (f"engine '{spec.engine.name}'", repr(spec.engine),
+             lambda spec=spec: spec.engine.check(spec.sampling_with_limit())),
+        ):  # fmt: skip
+            if (subject, settings) in tried:
+                continue
+            tried.add((subject, settings))
             try:
                 check()
             except (ValueError, OSError, ImportError) as error:

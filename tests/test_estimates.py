@@ -87,6 +87,15 @@ def test_a_budget_counts_trials_steps_rollouts_and_tokens(tmp_path: Path):
     assert found["seconds"] is None and found["measured"] == 0
 
 
+def test_a_search_is_budgeted_with_all_the_arms_that_it_may_run(tmp_path: Path):
+    space = {"optimizer.learning_rate": {"low": 1e-5, "high": 1e-3, "log": True}}
+    changes = {"design": "search", "factors": {}, "search": {"space": space, "trials": 5}}
+    found = budget(Plan(a_study(**changes), tmp_path), workers=3)
+    # 5 arms x 2 seeds = 10 trials of 7 steps of 64 rollouts
+    assert (found["trials"], found["steps"], found["rollouts"]) == (10, 70, 4480)
+    assert [arm["arm"] for arm in found["arms"]] == ["search of 5 arms"]
+
+
 def test_a_budgets_time_comes_from_complete_runs_of_the_same_shape(tmp_path: Path):
     plan = Plan(a_study(), tmp_path)
     for size, seconds in ((2, 14.0), (2, 28.0), (4, 7.0)):  # 2, 4 and 1 s a step
