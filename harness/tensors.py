@@ -5,6 +5,7 @@ Column t of every `_BT` tensor describes token t of its row; the logits that pro
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
 def pad_right(rows: Sequence[Sequence[Any]], dtype: torch.dtype, width: int | None = None) -> Tensor:
     """[B, T] with each row from column 0 and zeros after it; T is `width` or the longest row."""
     width = max(map(len, rows)) if width is None else width
+    lengths = torch.tensor([len(row) for row in rows])
     result = torch.zeros(len(rows), width, dtype=dtype)
-    for i, row in enumerate(rows):
-        result[i, : len(row)] = torch.as_tensor(row, dtype=dtype)
+    result[torch.arange(width) < lengths[:, None]] = torch.tensor(list(itertools.chain(*rows)), dtype=dtype)
     return result
 
 

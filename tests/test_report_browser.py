@@ -5,33 +5,22 @@ from __future__ import annotations
 import base64
 import dataclasses
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import session
 from fake_study import HOSTILE_ARM, FakeArm, factor_grid, fake_study, three_algorithms
 
 from harness.types import StudyRecord
 from reports.render import write_report
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-exceptions = pytest.importorskip("selenium.common.exceptions")
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="chromium or chromedriver is not installed")
-
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
-    yield driver
-    driver.quit()
+    with session() as chromium:
+        yield chromium
 
 
 def hostile_study() -> StudyRecord:
@@ -66,7 +55,7 @@ def test_nothing_runs_and_nothing_is_loaded(browser: Any, page: Path) -> None:
     opened(browser, page, 1440)
     assert browser.title.startswith("fake: ")
     assert [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")] == []
-    with pytest.raises(exceptions.NoAlertPresentException):
+    with pytest.raises(pytest.importorskip("selenium.common.exceptions").NoAlertPresentException):
         _ = browser.switch_to.alert.text
     traffic = " ".join(entry["message"] for entry in browser.get_log("performance"))
     requested = re.findall(r'"url":"(\w+:[^"]*)"', traffic)
