@@ -216,8 +216,8 @@ from pathlib import Path
 import test_chaos as t
 os.chdir(Path(sys.argv[1]).parent)
 study = t.a_trained_grid() if sys.argv[3] == "trained" else t.a_grid()
-options = {} if sys.argv[3] == "trained" else {"execute": t.fake_trials.EXECUTE}
-t.run_study(study, Path(sys.argv[1]), workers=1, command="", report=False, storage=sys.argv[2], **options)
+options = {"workers": 2} if sys.argv[3] == "trained" else {"workers": 1, "execute": t.fake_trials.EXECUTE}
+t.run_study(study, Path(sys.argv[1]), command="", report=False, storage=sys.argv[2], **options)
 """
 
 
@@ -317,7 +317,10 @@ def test_an_interrupt_on_ray_lets_the_step_end(
 def test_real_runs_under_fire_on_hosts_and_on_ray_equal_undisturbed_ones(
     tmp_path: Path, new_runs: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
 ):
-    """Bit for bit: every logged value but clocks and memory, of every step of every trial."""
+    """Bit for bit: every logged value but clocks and memory, of every step of every trial.
+
+    Two workers everywhere: the number of threads of a worker follows from it, and with it the order of sums.
+    """
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     study, quiet = a_trained_grid(), new_runs(tmp_path / "quiet")
     run_study(study, quiet, workers=2, command="", report=False)
