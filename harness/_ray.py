@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections import Counter
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness._stop import on_stop_signals
 from harness._workers import HOME, MAX_CRASHES, log, usable_cores, usable_gpus, worker_command
 from harness.spec import SpecError
 
@@ -152,13 +152,10 @@ class RayPool:
     @contextmanager
     def signals(self) -> Iterator[None]:
         """Stop on SIGINT and SIGTERM, at once on the second; leave no worker behind, whatever happens."""
-        signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-        before = {number: signal.signal(number, self._on_signal) for number in signals}
         try:
-            yield
+            with on_stop_signals(self._on_signal):
+                yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
             for task in self._tasks:
                 self._ray.cancel(task, force=True)
 

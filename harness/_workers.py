@@ -6,15 +6,15 @@ import itertools
 import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+
+from harness._stop import on_stop_signals
 
 MAX_CRASHES, MAX_KILLS = 3, 20  # workers that may end before any claims a trial: by an error, by a signal
 
@@ -44,13 +44,10 @@ class WorkerPool:
     @contextmanager
     def signals(self) -> Iterator[None]:
         """Stop on SIGINT and SIGTERM, at once on the second; leave no worker behind, whatever happens."""
-        signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-        before = {number: signal.signal(number, self._on_signal) for number in signals}
         try:
-            yield
+            with on_stop_signals(self._on_signal):
+                yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
             for process in self._alive.values():
                 process.kill()
                 process.wait()

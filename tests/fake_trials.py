@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from harness import tracking
 from harness.interfaces import Algorithm, RolloutEngine, RunLogger, Task
-from harness.spec import RunSpec
+from harness.spec import RunSpec, StudySpec, parse_study
 from harness.types import Batch, Demonstration, Prompt, SampleRow, Split, TrialState
 
 EXECUTE = "fake_trials:train"
@@ -102,6 +102,19 @@ class FakeResult:
 def run_settings(**changes: Any) -> dict[str, Any]:
     """The run section of a study of fakes."""
     return {"task": "fake", "algorithm": "fake", "engine": "fake", "rollouts_per_step": 64, "steps": 7, **changes}
+
+
+def a_study(**changes: object) -> StudySpec:
+    """Two arms, two seeds, seven steps of the stub."""
+    raw = {
+        "name": "sizes",
+        "question": "Do larger groups help?",
+        "run": run_settings(),
+        "factors": {"algorithm.group_size": [2, 4]},
+        "seeds": [0, 1],
+        **changes,
+    }
+    return parse_study(raw, "test")
 
 
 def accuracy(spec: RunSpec, step: int) -> float:

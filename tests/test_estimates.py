@@ -8,31 +8,20 @@ from typing import Any
 
 import fake_trials
 import pytest
+from fake_trials import a_study
 from typer.testing import CliRunner
 
 from harness._estimates import budget, cost, remaining_seconds
 from harness._files import write_json
 from harness._queue import Plan, StudyStatus, TrialStatus
 from harness.cli import app
-from harness.spec import SpecError, StudySpec, load_study, parse_study
+from harness.spec import SpecError, load_study
 from harness.study import dry_run
 
 
 @pytest.fixture(autouse=True)
 def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_trials.install(tmp_path / "plugins", monkeypatch)
-
-
-def a_study(**changes: object) -> StudySpec:
-    raw = {
-        "name": "sizes",
-        "question": "Do larger groups help?",
-        "run": fake_trials.run_settings(),
-        "factors": {"algorithm.group_size": [2, 4]},
-        "seeds": [0, 1],
-        **changes,
-    }
-    return parse_study(raw, "test")
 
 
 def trial(arm: str, state: Any, seconds: float | None = None, **more: Any) -> TrialStatus:

@@ -14,13 +14,14 @@ from pathlib import Path
 import fake_trials
 import postgres_server
 import pytest
+from fake_trials import a_study
 
 from harness import _storage
 from harness._files import write_json
 from harness._lease import FileLease
 from harness._queue import MAX_LOST, Claim, Outcome, Plan, Queue
 from harness._storage import LocalStorage, StorageUnavailable, masked, open_storage
-from harness.spec import SpecError, StudySpec, parse_study
+from harness.spec import SpecError, StudySpec
 from harness.study import run_study, study_status
 
 METRIC = "validation/accuracy"
@@ -50,18 +51,6 @@ def url(request: pytest.FixtureRequest) -> str | None:
 @pytest.fixture
 def database(server: postgres_server.Server) -> str:
     return server.new_database()
-
-
-def a_study(**changes: object) -> StudySpec:
-    raw = {
-        "name": "sizes",
-        "question": "Do larger groups help?",
-        "run": fake_trials.run_settings(),
-        "factors": {"algorithm.group_size": [2, 4]},
-        "seeds": [0, 1],
-        **changes,
-    }
-    return parse_study(raw, "test")
 
 
 def one_trial() -> StudySpec:

@@ -19,6 +19,7 @@ import optuna
 import psutil
 import pytest
 import torch
+from fake_trials import a_study
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
@@ -28,7 +29,7 @@ from harness._events import read_events
 from harness._files import read_json, write_json
 from harness._lease import GRACE_SECONDS, FileLease, is_held
 from harness._queue import MAX_LOST, Claim, Outcome, Plan, Queue, StudyStatus
-from harness.spec import SpecError, StudySpec, load_study, parse_study, shipped_studies
+from harness.spec import SpecError, StudySpec, load_study, shipped_studies
 from harness.study import run_study, study_status
 from harness.types import TrialRecord
 
@@ -52,18 +53,6 @@ def runs(tmp_path: Path, empty_store: Path) -> Path:
     folder.mkdir()
     shutil.copy(empty_store, folder / "mlflow.db")
     return folder
-
-
-def a_study(**changes: object) -> StudySpec:
-    raw = {
-        "name": "sizes",
-        "question": "Do larger groups help?",
-        "run": fake_trials.run_settings(),
-        "factors": {"algorithm.group_size": [2, 4]},
-        "seeds": [0, 1],
-        **changes,
-    }
-    return parse_study(raw, "test")
 
 
 def run(

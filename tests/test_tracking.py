@@ -19,13 +19,14 @@ from pathlib import Path
 import fake_trials
 import pandas
 import pytest
+from fake_trials import a_study
 from mlflow import MlflowClient
 from mlflow.entities import Trace
 
 from harness import _mlflow_copy, tracking
 from harness._events import read_events, read_history
 from harness._files import file_lock, read_json
-from harness.spec import RunSpec, StudySpec, parse_run, parse_study
+from harness.spec import RunSpec, parse_run
 from harness.tracking import RunLog
 from harness.types import SampleRow
 
@@ -270,18 +271,6 @@ def test_progress_says_what_a_watcher_needs(runs: Path):
 
 
 # Studies ------------------------------------------------------------------------------------------------------------
-
-
-def a_study(**changes: object) -> StudySpec:
-    raw = {
-        "name": "sizes",
-        "question": "Do larger groups help?",
-        "run": fake_trials.run_settings(),
-        "factors": {"algorithm.group_size": [2, 4]},
-        "seeds": [0, 1],
-        **changes,
-    }
-    return parse_study(raw, "test")
 
 
 def log_trial(
