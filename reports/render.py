@@ -200,6 +200,10 @@ def _facts(analysis: Analysis) -> list[str]:
     return facts + ([f"model {', '.join(models)}"] if models else [])
 
 
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def _search(analysis: Analysis) -> dict[str, Any] | None:
     """What a search did, as text: its objectives, and every arm with parameters, values and state."""
     search = analysis.record.search
@@ -211,7 +215,7 @@ def _search(analysis: Analysis) -> dict[str, Any] | None:
     rows = [
         {
             "label": str(arm.get("label", "?")),
-            "parameters": ", ".join(f"{key} = {value}" for key, value in (arm.get("parameters") or {}).items()),
+            "parameters": ", ".join(f"{key} = {_short(value)}" for key, value in (arm.get("parameters") or {}).items()),
             "values": [_objective_text(value, name) for value, name in _objective_values(arm.get("values"), names)],
             "state": str(arm.get("state", "?")),
             "is_pareto": arm.get("label") in front,
