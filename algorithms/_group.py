@@ -43,10 +43,6 @@ class GroupObjective(Algorithm):
         "policy), k1 none in expectation",
     )
 
-    @property
-    def needs_reference(self) -> bool:
-        return self.kl_beta > 0
-
     @abstractmethod
     def normalised(self, rewards_PG: Tensor, mask_PG: Tensor | None = None) -> Tensor:
         """[P, G]: rewards made comparable within each group; only those in the mask count, the rest is 0."""

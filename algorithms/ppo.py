@@ -65,10 +65,6 @@ class PPO(Algorithm):
     )
 
     @property
-    def needs_reference(self) -> bool:
-        return self.kl_beta > 0
-
-    @property
     def needs_old_logprobs(self) -> bool:
         return self.kl_beta > 0
 

@@ -49,10 +49,6 @@ class ReinforcePlusPlus(Algorithm):
     kl_placement: Literal["reward", "loss"] = Field(default="reward", description="where the KL is subtracted or added")
 
     @property
-    def needs_reference(self) -> bool:
-        return self.kl_beta > 0
-
-    @property
     def needs_old_logprobs(self) -> bool:
         return self.kl_beta > 0 and self.kl_placement == "reward"
 

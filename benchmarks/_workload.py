@@ -18,7 +18,7 @@ from typing import ClassVar, Literal
 import torch
 
 from harness.interfaces import Task
-from harness.model import save_model, tiny_config, tiny_tokenizer
+from harness.policy.model import save_model, tiny_config, tiny_tokenizer
 from harness.types import Demonstration, Prompt, Split
 
 END_PROBABILITY = 1 / 25

@@ -16,9 +16,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness._queue import Outcome, Plan, Queue
-from harness._storage import open_storage
-from harness.spec import StudySpec, parse_study
+from harness.spec.study import StudySpec, parse_study
+from harness.study.plan import Plan
+from harness.study.queue import Outcome, Queue
+from harness.study.storage.open import open_storage
 
 METRIC = "validation/accuracy"
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedTokenizerBase
 
-    from harness.spec import Sampling
+    from harness.types import Sampling
 
 
 class Algorithm(Section, ABC):
@@ -37,11 +37,12 @@ class Algorithm(Section, ABC):
 
     name: str
     group_size: int = Field(default=8, ge=1, description="completions sampled per prompt")
+    kl_beta: float = Field(default=0.0, ge=0, description="weight of the KL to the frozen reference; 0: none")
 
     @property
     def needs_reference(self) -> bool:
-        """Whether reference log-probs are needed (a KL term with a positive coefficient)."""
-        return False
+        """Whether reference log-probs are needed."""
+        return self.kl_beta > 0
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -229,7 +230,7 @@ class RolloutEngine(ABC):
 
 
 class RunLogger(Protocol):
-    """Where a training run reports to; `harness.tracking.RunLog` is the real one."""
+    """Where a training run reports to; `harness.tracking.run_log.RunLog` is the real one."""
 
     def resume(self, step: int) -> None:
         """Forget what was logged for training steps after `step`: the run continues from there."""

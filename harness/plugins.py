@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Literal
 
 from harness.interfaces import Algorithm, Reward, RolloutEngine, Task
+from harness.types import Section
 
 Kind = Literal["algorithm", "task", "reward", "engine"]
 
@@ -47,6 +48,12 @@ def load(kind: Kind, name: str) -> type:
     if points:
         return _installed_plugin(points[0], kind)
     return _only_plugin(importlib.import_module(f"{_PACKAGE[kind]}.{name}"), kind)
+
+
+def settings_class(kind: Kind, name: str) -> type[Section]:
+    """The class whose fields are the plugin's settings: its own, but `Settings` of an engine. ValueError as `load`."""
+    cls = load(kind, name)
+    return cls.Settings if issubclass(cls, RolloutEngine) else cls  # pyright: ignore[reportReturnType]
 
 
 def nearest(word: str, known: list[str]) -> str | None:

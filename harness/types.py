@@ -1,7 +1,7 @@
 """The plain data that flows through a training step and out of a study.
 
 Axes: P prompts in a step, G samples per prompt, B = P * G rows, T padded token columns. Column t of a `_BT`
-tensor always describes token t of the row; `harness.tensors` is the one place where logits are shifted to match.
+tensor always describes token t of the row; `harness.policy.forward` is the one place where logits are shifted to match.
 This module never imports torch at run time, so that reports can use the records without it.
 """
 
@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,12 +20,26 @@ if TYPE_CHECKING:
 Split = Literal["train", "validation", "test"]
 FinishReason = Literal["stop", "length"]
 TrialState = Literal["running", "complete", "invalid", "failed", "stopped", "pruned"]
+FINAL = ("complete", "invalid", "pruned")  # a result that stands: the run is never repeated
+ENDED = (*FINAL, "failed")  # nothing more happens unless the study is started again
 
 
 class Section(BaseModel):
     """A frozen, validated group of settings; unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+
+
+class Sampling(Section):
+    """How completions are drawn during training."""
+
+    temperature: float = Field(default=1.0, ge=0, description="0 is greedy")
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0, description="0 keeps all tokens")
+    max_tokens: int | None = Field(default=None, ge=1, description="completion limit; by default the task's own")
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(), description="texts that end a completion, evaluations included; kept in it"
+    )
 
 
 class InvalidRun(Exception):
@@ -46,8 +60,8 @@ class Prompt:
     """One problem as the policy reads it.
 
     `id` is stable across runs and machines (a hash of the problem), `text` is already in the task's template, and
-    `gold` is the reference answer, which only `harness.grading` may read. `tags` are (name, value) pairs by which an
-    evaluation is broken down, such as ("level", "3").
+    `gold` is the reference answer, which only `harness.training.grading` may read. `tags` are (name, value) pairs by
+    which an evaluation is broken down, such as ("level", "3").
     """
 
     id: str
@@ -269,7 +283,7 @@ class TrialRecord:
 class StudyRecord:
     """All that a report needs, rebuilt from the tracking store alone.
 
-    spec      the study as a JSON-like mapping (keys of `harness.spec.StudySpec`)
+    spec      the study as a JSON-like mapping (keys of `harness.spec.study.StudySpec`)
     arms      arm labels in the study's order, the baseline being `baseline`
     expected  number of (arm, seed) pairs that the study asks for
     command   the shell command that reproduces the study

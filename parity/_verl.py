@@ -25,8 +25,8 @@ from algorithms.ppo import PPO
 from algorithms.reinforce_plus_plus import ReinforcePlusPlus
 from algorithms.rloo import RLOO
 from harness.interfaces import Algorithm
-from harness.schedules import adapted_kl_beta
-from harness.spec import KLControl
+from harness.spec.run import KLControl
+from harness.training.schedules import adapted_kl_beta
 
 THEIR_FLOOR = 1e-6
 PLAIN_GAE = PPO(kl_beta=0.05, gamma=0.97, gae_lambda=0.9, whiten_advantages=False)

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from harness import tracking
 from harness.interfaces import Algorithm, RolloutEngine, RunLogger, Task
-from harness.spec import RunSpec, StudySpec, parse_study
+from harness.spec.run import RunSpec
+from harness.spec.study import StudySpec, parse_study
+from harness.tracking.mlflow_store import connect
 from harness.types import Batch, Demonstration, Prompt, SampleRow, Split, TrialState
 
 EXECUTE = "fake_trials:train"
@@ -42,7 +43,7 @@ def empty_store(factory: Any) -> Path:
     """An MLflow store without runs to copy from, made once for all test processes: making one takes seconds."""
     base = factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "empty store"
-    tracking.connect(folder)
+    connect(folder)
     return folder / "mlflow.db"
 
 
@@ -129,7 +130,7 @@ def sample(step: int, text: str = "2#### 2") -> SampleRow:
 def train(
     spec: RunSpec, directory: Path, log: RunLogger, *, cache: Path, should_stop: Callable[[], bool]
 ) -> FakeResult:
-    """Run or continue the fake, as harness.train.train does."""
+    """Run or continue the fake, as harness.training.loop.train does."""
     runs, ending = cache.parent, spec.optimizer.weight_decay
     with (runs / "executions.log").open("a") as file:
         file.write(f"{directory.name} {os.getpid()}\n")

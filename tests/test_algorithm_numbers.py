@@ -16,7 +16,7 @@ from algorithms.online_dpo import OnlineDPO
 from algorithms.ppo import PPO
 from algorithms.reinforce_plus_plus import ReinforcePlusPlus
 from algorithms.rloo import RLOO
-from harness.spec import parse_run
+from harness.spec.run import parse_run
 from harness.types import PolicyOutput
 
 

@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from harness.spec import SpecError, parse_run
+from harness.spec.errors import SpecError
+from harness.spec.run import parse_run
 from tasks import arithmetic
 from tasks.arithmetic import Arithmetic
 

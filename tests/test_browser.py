@@ -19,7 +19,9 @@ import pytest
 from mlflow import MlflowClient
 from test_tracking import a_study, log_trial
 
-from harness import tracking
+from harness.tracking.mlflow_address import tracking_uri
+from harness.tracking.mlflow_studies import open_study, study_url
+from harness.tracking.mlflow_ui import serve_ui
 
 HOSTILE = (
     "2+2=4<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
@@ -69,20 +71,20 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         trace = write_study(runs)
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        with tracking.serve_ui(runs, port) as server:
+        with serve_ui(runs, port) as server:
             yield Site(server.address, runs, *trace, chromium)
 
 
 def write_study(runs: Path) -> tuple[str, str]:
     """A study of two arms, the first with a hostile rollout; the ids of its trace and of the experiment."""
-    parent = tracking.open_study(runs, a_study(), "cohort study run sizes")
+    parent = open_study(runs, a_study(), "cohort study run sizes")
     row = dataclasses.replace(
         fake_trials.sample(1, HOSTILE), prompt="What is <b>2+2</b>?", correct=False, reward=-0.25,
         rewards={"accuracy": 0.0, "format": 0.5},
     )  # fmt: skip
     log = log_trial(runs, parent, "group_size=2", 0, "complete", rows=[row])
     log_trial(runs, parent, "group_size=4", 0, "complete")
-    client = MlflowClient(tracking.tracking_uri(runs))
+    client = MlflowClient(tracking_uri(runs))
     experiment = client.get_run(parent).info.experiment_id
     wanted = f"metadata.`mlflow.sourceRun` = '{log.run_id}'"
     (found,) = client.search_traces(locations=[experiment], filter_string=wanted, include_spans=False)
@@ -90,7 +92,7 @@ def write_study(runs: Path) -> tuple[str, str]:
 
 
 def test_the_runs_table_of_a_study_shows_its_arms_and_its_metric(site: Site):
-    page = tracking.study_url(site.runs, "sizes", "").removeprefix("/#")
+    page = study_url(site.runs, "sizes", "").removeprefix("/#")
     text = site.text_with(page, "group_size=2 | seed 0", "group_size=4 | seed 0")
     assert "sizes" in text  # the experiment has the study's name
 

@@ -25,14 +25,16 @@ import postgres_server
 import psutil
 import pytest
 
-from harness import tracking
-from harness._events import read_events
-from harness._mlflow_copy import COST_AREAS
-from harness._queue import Plan, Queue, StudyStatus
-from harness._ray import Cluster, import_ray
-from harness._storage import open_storage
-from harness.spec import StudySpec, parse_study
-from harness.study import run_study, study_status
+from harness.spec.study import StudySpec, parse_study
+from harness.study.plan import Plan
+from harness.study.queue import Queue
+from harness.study.ray_cluster import Cluster, import_ray
+from harness.study.runner import run_study, study_status
+from harness.study.status import StudyStatus
+from harness.study.storage.open import open_storage
+from harness.tracking.events import read_events
+from harness.tracking.mlflow_copy import COST_AREAS
+from harness.tracking.mlflow_studies import read_study
 
 LONG = bool(os.environ.get("COHORT_CHAOS"))
 ROOT = Path(__file__).resolve().parents[1]
@@ -103,7 +105,7 @@ def workers_of(process: psutil.Process) -> list[psutil.Process]:
     found = []
     for child in process.children(recursive=True):
         try:
-            if "harness.study" in child.cmdline():
+            if "harness.study.worker" in child.cmdline():
                 found.append(child)
         except psutil.NoSuchProcess:
             pass
@@ -199,7 +201,7 @@ def test_a_grid_under_fire_ends_as_an_undisturbed_one(
             spec = study.run_spec(arm, seed)
             want = {f"{METRIC}@{step}": fake_trials.accuracy(spec, step) for step in range(spec.steps + 1)}
             assert values(runs)[queue.plan.directory((arm.label, seed)).name] == want
-    record = tracking.read_study(runs, "chaos")
+    record = read_study(runs, "chaos")
     assert Counter((t.arm, t.seed, t.state) for t in record.trials) == Counter(
         (*key, "complete") for key in queue.plan.keys
     )

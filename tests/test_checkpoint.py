@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from harness.checkpoint import latest_checkpoint, save_checkpoint
-from harness.model import tiny_model, tiny_tokenizer
+from harness.policy.model import tiny_model, tiny_tokenizer
+from harness.training.checkpoint import latest_checkpoint, save_checkpoint
 
 
 def save(folder, step, seed=0, keep=2, digest="abc"):

@@ -19,9 +19,10 @@ import torch
 import typer
 from rich.console import Console
 
-from harness import _progress, _terminal, cli
-from harness._queue import StudyStatus, TrialStatus
-from harness.tracking import read_progress
+from harness.cli import app, views
+from harness.console import progress, terminal
+from harness.study.status import StudyStatus, TrialStatus
+from harness.tracking.run_log import read_progress
 from harness.types import SampleRow, TrialState
 
 # Seconds instead of minutes: an untrained model, few rollouts, few held-out problems.
@@ -37,7 +38,7 @@ def sets(*items: str) -> list[str]:
     return [word for item in items for word in ("--set", item)]
 
 
-def commands(app: typer.Typer = cli.app, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+def commands(app: typer.Typer = app.app, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     own = [(*path, str(command.name)) for command in app.registered_commands]
     groups = [(str(g.name), g.typer_instance) for g in app.registered_groups if g.typer_instance]
     return own + [found for name, group in groups for found in commands(group, (*path, name))]
@@ -59,7 +60,7 @@ class Shell:
 
     def __call__(self, *arguments: str) -> int:
         with pytest.raises(SystemExit) as ended:
-            cli.main(arguments)
+            app.main(arguments)
         self.out, self.err = self._capsys.readouterr()
         return int(ended.value.code or 0)
 
@@ -74,7 +75,7 @@ def cohort(capsys: pytest.CaptureFixture[str]) -> Shell:
 
 def cohort_process(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", "from harness.cli import main; main()", *arguments],
+        [sys.executable, "-c", "from harness.cli.app import main; main()", *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -190,7 +191,7 @@ def test_a_port_in_use_is_refused(cohort: Shell, runs: Path):
 def test_a_traceback_is_shown_on_request(cohort: Shell, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COHORT_TRACEBACK", "1")
     with pytest.raises(ValueError, match="unknown key 'stepps'"):
-        cli.main([*TRAIN, *sets("stepps=3")])
+        app.main([*TRAIN, *sets("stepps=3")])
 
 
 def test_algorithms_are_listed_with_facts_defaults_and_ranges(cohort: Shell):
@@ -283,13 +284,13 @@ def test_an_evaluation_states_accuracies_with_intervals(cohort: Shell, tmp_path:
 
 
 def test_an_evaluation_keeps_its_metrics_and_every_completion(cohort: Shell, runs: Path):
-    from harness import tracking
+    from harness.tracking.mlflow_store import connect
 
     command = ["evaluate", "tiny", "--task", "arithmetic", "--samples", "3", "--name", "kept", *sets(*QUICK)]
     assert cohort(*command, "--json") == 0
     found = cohort.json()
     assert found["breakdown"]["operands"]["3"]["num_prompts"] == 4
-    client = tracking.connect(runs)
+    client = connect(runs)
     (experiment,) = [e for e in client.search_experiments() if e.name == "evaluate"]
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.data.metrics["test/accuracy_operands_3"] == 0
@@ -356,7 +357,7 @@ def test_a_run_and_its_checkpoint_can_be_evaluated(cohort: Shell, runs: Path):
 
 
 def test_a_comparison_has_one_arm_per_algorithm_and_all_else_equal():
-    study = cli.comparison("ppo,grpo", "arithmetic", "tiny", "3,4", 7, ["optimizer.learning_rate=0.5"], None)
+    study = app.comparison("ppo,grpo", "arithmetic", "tiny", "3,4", 7, ["optimizer.learning_rate=0.5"], None)
     assert (study.name, study.seeds) == ("compare-arithmetic", [3, 4])
     first, second = (study.run_spec(arm, 3) for arm in study.design_arms())
     assert (first.algorithm.name, second.algorithm.name) == ("ppo", "grpo")
@@ -365,7 +366,7 @@ def test_a_comparison_has_one_arm_per_algorithm_and_all_else_equal():
 
 
 def test_a_comparison_of_a_model_that_can_read_needs_no_cold_start():
-    study = cli.comparison("ppo", "arithmetic", "some/model", None, None, None, "mine")
+    study = app.comparison("ppo", "arithmetic", "some/model", None, None, None, "mine")
     assert (study.name, study.seeds) == ("mine", [0, 1, 2])
     assert study.run_spec(study.design_arms()[0], 0).cold_start.steps == 0
 
@@ -463,8 +464,8 @@ def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 18
 
 def test_foreign_text_is_one_plain_line():
     hostile = "[bold red]x[/]\x1b[31m\x07 a\nb\u202etxt \u200b\x9b2J \ud800end"
-    assert _terminal.plain(hostile).plain == "[bold red]x[/][31m a btxt 2J end"
-    assert _terminal.plain(hostile).spans == []
+    assert terminal.plain(hostile).plain == "[bold red]x[/][31m a btxt 2J end"
+    assert terminal.plain(hostile).spans == []
 
 
 def test_sampled_completions_reach_the_terminal_harmless(capsys: pytest.CaptureFixture[str]):
@@ -472,7 +473,7 @@ def test_sampled_completions_reach_the_terminal_harmless(capsys: pytest.CaptureF
         step=1, split="test", prompt_id="p", prompt="2+2=", completion="[link=http://x]4[/link]\x1b]0;owned\x07",
         gold="4", answer="4", correct=True, reward=None, num_tokens=3, finish_reason="stop",
     )  # fmt: skip
-    _terminal.show_samples([row])
+    views.show_samples([row])
     out = capsys.readouterr().out
     assert "[link=http://x]4[/link]]0;owned" in out
     assert "\x1b" not in out
@@ -480,12 +481,12 @@ def test_sampled_completions_reach_the_terminal_harmless(capsys: pytest.CaptureF
 
 
 def test_an_error_message_keeps_its_lines_and_loses_its_control_characters(capsys: pytest.CaptureFixture[str]):
-    _terminal.fail("first [red]\n  second \x1b[2J")
+    terminal.fail("first [red]\n  second \x1b[2J")
     assert capsys.readouterr().err == "Error: first [red]\n  second [2J\n"
 
 
 def test_json_holds_no_number_that_json_lacks(capsys: pytest.CaptureFixture[str]):
-    _terminal.print_json({"a": float("nan"), "b": (1, float("inf")), "c": Path("x"), 3: None})
+    terminal.print_json({"a": float("nan"), "b": (1, float("inf")), "c": Path("x"), 3: None})
     assert json.loads(capsys.readouterr().out) == {"a": None, "b": [1, None], "c": "x", "3": None}
 
 
@@ -495,18 +496,18 @@ def test_json_holds_no_number_that_json_lacks(capsys: pytest.CaptureFixture[str]
      (7800, "2 h 10 min")],
 )  # fmt: skip
 def test_durations_read_as_a_person_says_them(seconds: float | None, text: str):
-    assert _terminal.duration(seconds) == text
+    assert terminal.duration(seconds) == text
 
 
 def test_wilson_intervals_match_the_textbook():
     # p = 0.5, n = 10, z = 1.96: centre 0.5, half-width 1.96 * sqrt(0.025 + 0.009604) / 1.38416 = 0.2634
-    assert _terminal.wilson_interval(0.5, 10) == pytest.approx((0.23659, 0.76341), abs=1e-4)
-    assert _terminal.wilson_interval(0.0, 10) == pytest.approx((0.0, 3.841459 / 13.841459), abs=1e-6)
-    assert _terminal.wilson_interval(1.0, 10) == pytest.approx((10 / 13.841459, 1.0), abs=1e-6)
+    assert views.wilson_interval(0.5, 10) == pytest.approx((0.23659, 0.76341), abs=1e-4)
+    assert views.wilson_interval(0.0, 10) == pytest.approx((0.0, 3.841459 / 13.841459), abs=1e-6)
+    assert views.wilson_interval(1.0, 10) == pytest.approx((10 / 13.841459, 1.0), abs=1e-6)
 
 
 def test_time_left_follows_from_the_growth_that_was_seen():
-    pace = _progress.Pace()
+    pace = progress.Pace()
     assert pace.remaining(0.0, 0.0) is None  # loading says nothing about the speed
     assert pace.remaining(100.0, 0.2) is None  # a resumed study starts at 20 %; how fast that went is unknown
     assert pace.remaining(110.0, 0.2) is None
@@ -529,7 +530,7 @@ def status(*trials: TrialStatus) -> StudyStatus:
 
 @pytest.mark.parametrize("state", ["complete", "invalid", "failed"])
 def test_an_ended_trial_counts_as_done_however_it_ended(state: TrialState):
-    tracker = _progress.StudyTracker(Clock())
+    tracker = progress.StudyTracker(Clock())
     assert tracker.fraction(trial("a", "running", "train", 3, 10)) == pytest.approx(0.3)
     assert tracker.fraction(trial("a", "stopped", "validation", 1, 2)) == pytest.approx(0.3)
     assert tracker.fraction(trial("a", state)) == 1
@@ -544,7 +545,7 @@ class Clock:
 
 def test_without_a_terminal_a_study_prints_changes_and_rare_heartbeats():
     clock, out = Clock(), StringIO()
-    view = _progress.LineView(Console(file=out, width=200), heartbeat=30, clock=clock)
+    view = progress.LineView(Console(file=out, width=200), heartbeat=30, clock=clock)
 
     def printed() -> list[str]:
         lines = out.getvalue().splitlines()
@@ -581,7 +582,7 @@ def test_without_a_terminal_a_study_prints_changes_and_rare_heartbeats():
 def test_on_a_terminal_a_study_shows_a_bar_for_itself_and_each_running_trial():
     out = StringIO()
     screen = Console(file=out, force_terminal=True, width=140, color_system=None)
-    with _progress.LiveView(screen, clock=Clock()) as view:
+    with progress.LiveView(screen, clock=Clock()) as view:
         working = trial("[b]arm", "running", "train", 5, 10, accuracy=0.25, tokens_per_second=1234.5)
         view.update(status(working, trial("other", "waiting"), trial("old", "complete")))
     text = out.getvalue()

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from harness.cold_start import cold_start_key, fit_demonstrations, start_policy
 from harness.engines.transformers import TransformersEngine
-from harness.model import tiny_model, tiny_tokenizer
-from harness.spec import ColdStart, Sampling, parse_run
-from harness.types import Demonstration, InvalidRun, Prompt
+from harness.policy.model import tiny_model, tiny_tokenizer
+from harness.spec.run import ColdStart, parse_run
+from harness.training.cold_start import cold_start_key, fit_demonstrations, start_policy
+from harness.types import Demonstration, InvalidRun, Prompt, Sampling
 
 
 def make_spec(**cold_start):

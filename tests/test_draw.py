@@ -3,11 +3,13 @@
 import pytest
 from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
 
-from harness import train as loop
-from harness._draw import further_prompts
-from harness.scoring import score
-from harness.spec import SpecError, parse_run
-from harness.train import Clock, train
+from harness.spec.errors import SpecError
+from harness.spec.run import parse_run
+from harness.training.loop import train
+from harness.training.prompts import further_prompts
+from harness.training.run import prepare
+from harness.training.scoring import score
+from harness.training.step import Clock, _draw, train_step
 from harness.types import Prompt
 
 
@@ -31,7 +33,7 @@ def make_spec(max_batches, **changes):
 def scripted_run(tmp_path, max_batches, mixed, **changes):
     """A run whose engine answers right and wrong in turn where `mixed(place of the prompt)`, else always wrong."""
     spec = make_spec(max_batches, **changes)
-    run, _ = loop._prepare(spec, tmp_path, MemoryLog(), tmp_path, lambda: False)
+    run, _ = prepare(spec, tmp_path, MemoryLog(), tmp_path, lambda: False)
     prompts = spec.task.prompts("train")
     place = {prompt.id: i for i, prompt in enumerate(prompts)}
     answers = {prompt.id: prompt.gold for prompt in prompts}
@@ -46,7 +48,7 @@ def scripted_run(tmp_path, max_batches, mixed, **changes):
 
 def test_groups_of_equal_rewards_are_replaced_and_all_that_was_sampled_is_charged(tmp_path):
     run, prompts, place = scripted_run(tmp_path, 8, lambda i: i % 3 == 0)
-    drawn, _ = loop._draw(run, prompts, 0, Clock())
+    drawn, _ = _draw(run, prompts, 0, Clock())
     assert drawn.num_batches > 1
     assert len(drawn.groups) == 4 * drawn.num_batches
     assert len({g.prompt.id for g in drawn.groups}) == len(drawn.groups)  # no prompt is asked twice in a step
@@ -56,7 +58,7 @@ def test_groups_of_equal_rewards_are_replaced_and_all_that_was_sampled_is_charge
     assert [g.prompt_id for g in chosen.graded] == [g.prompt.id for g in chosen.groups]
     first_mixed = [g.prompt.id for g in drawn.groups if place[g.prompt.id] % 3 == 0][:4]
     assert [g.prompt.id for g in chosen.groups] == first_mixed
-    metrics, _ = loop.train_step(run, prompts, 0)
+    metrics, _ = train_step(run, prompts, 0)
     assert metrics["sampling/batches"] == drawn.num_batches
     assert (metrics["sampling/kept_groups"], metrics["sampling/filled_groups"]) == (4, 0)
     assert metrics["train/rollouts"] == run.totals.rollouts == 8 * drawn.num_batches
@@ -70,17 +72,17 @@ def test_groups_of_equal_rewards_are_replaced_and_all_that_was_sampled_is_charge
 
 def test_a_step_whose_budget_is_spent_is_filled_and_says_so(tmp_path):
     run, prompts, place = scripted_run(tmp_path, 3, lambda i: i == 0, rollouts_per_step=40)  # 20 prompts a batch, of 60
-    metrics, _ = loop.train_step(run, prompts, 0)
+    metrics, _ = train_step(run, prompts, 0)
     assert metrics["sampling/batches"] == 3
     assert (metrics["sampling/kept_groups"], metrics["sampling/filled_groups"]) == (1, 19)
     assert metrics["train/rollouts"] == 3 * 40
-    drawn, _ = loop._draw(run, prompts, 0, Clock())
+    drawn, _ = _draw(run, prompts, 0, Clock())
     assert 0 in [place[g.prompt.id] for g in drawn.trained_on(20).groups]
 
 
 def test_sampling_ends_when_the_task_has_no_more_prompts(tmp_path):
     run, prompts, _ = scripted_run(tmp_path, 50, lambda i: False)
-    metrics, _ = loop.train_step(run, prompts, 0)
+    metrics, _ = train_step(run, prompts, 0)
     assert metrics["sampling/batches"] == 60 / 4
     assert metrics["sampling/filled_groups"] == 4
 
@@ -89,7 +91,7 @@ def test_a_step_with_enough_unequal_groups_samples_one_batch_as_without_dynamic_
     steps = []
     for name, budget in (("off", 1), ("on", 5)):
         run, prompts, _ = scripted_run(tmp_path / name, budget, lambda i: True)
-        metrics, rows = loop.train_step(run, prompts, 0)
+        metrics, rows = train_step(run, prompts, 0)
         steps.append(rows)
         assert metrics["train/rollouts"] == 8
         assert ("sampling/batches" in metrics) == (budget > 1)
@@ -109,7 +111,7 @@ def test_further_prompts_are_new_and_keyed_by_seed_step_and_attempt():
 
 def test_scores_of_two_batches_are_those_of_both_at_once(tmp_path):
     run, prompts, _ = scripted_run(tmp_path, 9, lambda i: i % 3 == 0, rewards={"format": 0.5, "process": 1.0})
-    drawn, _ = loop._draw(run, prompts, 0, Clock())
+    drawn, _ = _draw(run, prompts, 0, Clock())
     assert drawn.num_batches > 1
     assert repr(drawn.scores) == repr(score(run.spec.rewards, drawn.graded))  # NaN is not equal to itself
 

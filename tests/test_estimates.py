@@ -11,12 +11,14 @@ import pytest
 from fake_trials import a_study
 from typer.testing import CliRunner
 
-from harness._estimates import budget, cost, remaining_seconds
-from harness._files import write_json
-from harness._queue import Plan, StudyStatus, TrialStatus
-from harness.cli import app
-from harness.spec import SpecError, load_study
-from harness.study import dry_run
+from harness.cli.app import app
+from harness.files import write_json
+from harness.spec.errors import SpecError
+from harness.spec.load import load_study
+from harness.study.estimates import budget, cost, remaining_seconds
+from harness.study.plan import Plan
+from harness.study.runner import dry_run
+from harness.study.status import StudyStatus, TrialStatus
 
 
 @pytest.fixture(autouse=True)

@@ -7,18 +7,18 @@ import pytest
 from fakes import graded_group
 
 from harness.engines.scripted import ScriptedEngine
-from harness.evaluate import (
+from harness.policy.model import tiny_model, tiny_tokenizer
+from harness.spec.run import Evaluation, parse_run
+from harness.training.evaluate import (
     breakdown,
     evaluate,
+    evaluation_metrics,
     majority_correct,
     metric_names,
     pass_at_k,
     pass_sizes,
     sample_metrics,
 )
-from harness.model import tiny_model, tiny_tokenizer
-from harness.spec import Evaluation, parse_run
-from harness.train import evaluation_metrics
 from harness.types import EvaluationResult, Prompt
 
 

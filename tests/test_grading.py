@@ -6,8 +6,8 @@ from typing import Literal
 
 import pytest
 
-from harness.grading import grade, sample_rows
 from harness.interfaces import Task
+from harness.training.grading import grade, sample_rows
 from harness.types import Group, Prompt, Rollout
 
 asked: list[tuple[str, str]] = []

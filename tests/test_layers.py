@@ -1,4 +1,4 @@
-"""Imports run one way, gold stays in `harness/grading.py`, and no shipped file runs text as code.
+"""Rooms import downwards only, without a circle; gold stays in `harness/training/grading.py`; no text runs as code.
 
 Every rule is a function from a parsed file to its violations; the tests apply them to all shipped files, and to small
 planted violations, so that a rule which sees nothing fails.
@@ -10,7 +10,7 @@ import ast
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -26,13 +26,34 @@ MAY_IMPORT = {
     "algorithms": ("harness.types", "harness.interfaces", "harness.tensors"),
     "tasks": ("harness.types", "harness.interfaces"),
     "studies": (),
-    "reports": ("harness.types", "harness.tracking"),
+    "reports": ("harness.types",),
 }
+# The rooms of harness/, lowest first: a room imports from those above its line, never from its own line or below.
+# (`plugins` loads algorithms, tasks, rewards and engines by name; it imports none of them.)
+ROOMS = (
+    ("types", "tensors", "files", "stop"),
+    ("interfaces",),
+    ("plugins",),
+    ("spec",),
+    ("tracking", "policy"),
+    ("preflight", "memory", "engines", "rewards"),
+    ("training",),
+    ("study",),
+    ("runs",),
+    ("console",),
+    ("cli",),
+)
+RANK = {room: rank for rank, rooms in enumerate(ROOMS) for room in rooms}
 ONLY_IMPORTER = {
-    "mlflow": tuple(f"harness/_mlflow_{part}.py" for part in ("address", "store", "copy", "studies", "traces")),
-    "optuna": ("harness/_queue.py", "harness/_storage.py", "harness/_postgres.py", "harness/_search.py"),
-}
+    "mlflow": tuple(f"harness/tracking/mlflow_{part}.py" for part in ("address", "store", "copy", "studies", "traces")),
+    "optuna": tuple(f"harness/study/{file}.py" for file in ("queue", "search", "plan", "storage/base", "storage/files",
+                                                            "storage/postgres")),
+}  # fmt: skip
 HEAVY = {"torch", "transformers", "datasets", "mlflow", "optuna", "matplotlib", "pandas", "scipy"}
+LIGHT = tuple(
+    f"harness/{file}.py" for file in ("cli/app", "cli/commands", "cli/options", "cli/train", "cli/study", "cli/inspect",
+                                      "cli/views", "console/terminal")
+)  # fmt: skip
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "__import__", "os.system", "os.popen", "yaml.load", "yaml.load_all", "yaml.unsafe_load",
                 "yaml.full_load", "torch.jit.load", "torch.hub.load"}  # fmt: skip
@@ -65,6 +86,42 @@ def one_way_imports(path: str, tree: ast.Module) -> Iterator[str]:
             yield f"{path}:{line}: {folder} must not import {module}"
 
 
+def rooms_import_downwards(path: str, tree: ast.Module) -> Iterator[str]:
+    """Imports for the type checker count too: what a room must know by name, it knows."""
+    own = path.removeprefix("harness/").removesuffix(".py").split("/")[0]
+    if not path.startswith("harness/") or own == "__init__":
+        return
+    for line, module in imports(tree):
+        parts = module.split(".")
+        if parts[0] != "harness" or len(parts) < 2 or parts[1] == own or parts[1] not in RANK:
+            continue
+        if RANK[parts[1]] >= RANK[own]:
+            yield f"{path}:{line}: {own} must not import {module}: {parts[1]} is not below it in ROOMS"
+
+
+def circles(files: Mapping[str, ast.Module]) -> list[list[str]]:
+    """Groups of modules that import each other, directly or through others; imports for the type checker count."""
+    modules = {file.removesuffix(".py").removesuffix("/__init__").replace("/", "."): file for file in files}
+    arrows = {name: {m for _, m in imports(files[file]) if m in modules} - {name} for name, file in modules.items()}
+    for name in arrows:  # `from harness.spec import run` names a package and its module: the module is meant
+        packages = {m for m in arrows[name] if any(other.startswith(m + ".") for other in arrows[name])}
+        arrows[name] -= packages
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = list(arrows[start])
+        while waiting:
+            name = waiting.pop()
+            if name not in seen:
+                seen.add(name)
+                waiting += arrows[name]
+        return seen
+
+    below = {name: reached(name) for name in arrows}
+    found = {tuple(sorted(o for o in below[name] if name in below[o])) for name in arrows if name in below[name]}
+    return [list(circle) for circle in sorted(found)]
+
+
 def single_importers(path: str, tree: ast.Module) -> Iterator[str]:
     for line, module in imports(tree):
         owners = ONLY_IMPORTER.get(module.split(".")[0])
@@ -79,24 +136,26 @@ def no_torch_in_reports(path: str, tree: ast.Module) -> Iterator[str]:
 
 
 def light_command_line(path: str, tree: ast.Module) -> Iterator[str]:
-    """`cohort --help` loads the top level of cli.py and _terminal.py only: nothing heavy, nothing that loads it."""
-    if path not in ("harness/cli.py", "harness/_terminal.py"):
+    """`cohort --help` loads the top level of these files: nothing heavy, nothing that loads it."""
+    if path not in LIGHT:
         return
     for statement in tree.body:
         for line, module in imports(statement) if isinstance(statement, ast.Import | ast.ImportFrom) else ():
-            if module.split(".")[0] in HEAVY or (module.startswith("harness.") and module != "harness._terminal"):
+            light = ("harness.cli", "harness.console", *(f.removesuffix(".py").replace("/", ".") for f in LIGHT))
+            own = any(module == name or module.startswith(name + ".") for name in light)
+            if module.split(".")[0] in HEAVY or (module.startswith("harness") and module != "harness" and not own):
                 yield f"{path}:{line}: {module} must be imported inside the command that needs it"
 
 
 def gold_stops_at_grading(path: str, tree: ast.Module) -> Iterator[str]:
     """`.gold` of a prompt; what only shows logged samples holds no prompts, its `gold` is the text of a sample."""
-    if path in ("harness/grading.py", "harness/_terminal.py") or path.startswith("reports/"):
+    if path in ("harness/training/grading.py", "harness/cli/views.py") or path.startswith("reports/"):
         return
     for node in ast.walk(tree):
         named = isinstance(node, ast.Attribute) and node.attr == "gold"
         indirect = isinstance(node, ast.Call) and _dotted(node.func) in ("getattr", "attrgetter", "operator.attrgetter")
         if named or (indirect and any(isinstance(a, ast.Constant) and a.value == "gold" for a in node.args)):  # pyright: ignore
-            yield f"{path}:{node.lineno}: only harness/grading.py reads gold"  # pyright: ignore
+            yield f"{path}:{node.lineno}: only harness/training/grading.py reads gold"  # pyright: ignore
 
 
 def no_text_runs_as_code(path: str, tree: ast.Module) -> Iterator[str]:
@@ -131,6 +190,7 @@ RULES: dict[str, Rule] = {
     rule.__name__: rule
     for rule in (
         one_way_imports,
+        rooms_import_downwards,
         single_importers,
         no_torch_in_reports,
         light_command_line,
@@ -149,33 +209,37 @@ def test_every_shipped_file_keeps(rule: str):
 @pytest.mark.parametrize(
     ("rule", "path", "source"),
     [
-        ("one_way_imports", "harness/train.py", "def f():\n    from algorithms.grpo import GRPO"),
-        ("one_way_imports", "harness/cli.py", "import reports"),
+        ("one_way_imports", "harness/training/loop.py", "def f():\n    from algorithms.grpo import GRPO"),
+        ("one_way_imports", "harness/cli/app.py", "import reports"),
         ("one_way_imports", "algorithms/grpo.py", "from harness import study"),
         ("one_way_imports", "algorithms/grpo.py", "import tasks.gsm8k"),
         ("one_way_imports", "tasks/gsm8k.py", "from harness.grading import grade"),
         ("one_way_imports", "reports/render.py", "from harness.spec import RunSpec"),
         ("one_way_imports", "reports/render.py", "from harness.types_extra import X"),
-        ("one_way_imports", "harness/train.py", "from . import study"),
+        ("one_way_imports", "harness/training/loop.py", "from . import study"),
+        ("rooms_import_downwards", "harness/spec/run.py", "from harness.training.loop import train"),
+        ("rooms_import_downwards", "harness/tracking/events.py", "def f():\n    from harness.policy import model"),
+        ("rooms_import_downwards", "harness/types.py", "if TYPE_CHECKING:\n    from harness.interfaces import Task"),
+        ("rooms_import_downwards", "harness/runs/single.py", "from harness.console.terminal import say"),
         ("single_importers", "reports/render.py", "from mlflow.tracking import MlflowClient"),
-        ("single_importers", "harness/tracking.py", "import mlflow"),
-        ("single_importers", "harness/_mlflow_store.py", "import optuna.storages"),
+        ("single_importers", "harness/tracking/run_log.py", "import mlflow"),
+        ("single_importers", "harness/tracking/mlflow_store.py", "import optuna.storages"),
         ("no_torch_in_reports", "reports/figures.py", "def f():\n    import torch.nn"),
-        ("light_command_line", "harness/cli.py", "from harness.study import run_study"),
-        ("light_command_line", "harness/_terminal.py", "import pandas as pd"),
-        ("gold_stops_at_grading", "harness/train.py", "x = group.prompt.gold"),
+        ("light_command_line", "harness/cli/app.py", "from harness.study.runner import run_study"),
+        ("light_command_line", "harness/cli/views.py", "import pandas as pd"),
+        ("gold_stops_at_grading", "harness/training/loop.py", "x = group.prompt.gold"),
         ("gold_stops_at_grading", "algorithms/grpo.py", "x = getattr(prompt, 'gold')"),
         ("no_text_runs_as_code", "tasks/math.py", "x = eval(text)"),
         ("no_text_runs_as_code", "tasks/math.py", "exec(text)"),
-        ("no_text_runs_as_code", "harness/checkpoint.py", "from pickle import loads"),
-        ("no_text_runs_as_code", "harness/checkpoint.py", "torch.load(path)"),
-        ("no_text_runs_as_code", "harness/checkpoint.py", "torch.load(path, weights_only=False)"),
-        ("no_text_runs_as_code", "harness/spec.py", "yaml.load(text, Loader=yaml.SafeLoader)"),
-        ("no_text_runs_as_code", "harness/tracking.py", "subprocess.run(command, shell=True)"),
-        ("no_text_runs_as_code", "harness/model.py", "AutoModel.from_pretrained(name, trust_remote_code=True)"),
-        ("no_text_runs_as_code", "harness/model.py", "AutoModel.from_pretrained(name, trust_remote_code=flag)"),
-        ("no_text_runs_as_code", "harness/model.py", "np.load(path, allow_pickle=True)"),
-        ("no_text_runs_as_code", "harness/cli.py", "os.system(command)"),
+        ("no_text_runs_as_code", "harness/training/checkpoint.py", "from pickle import loads"),
+        ("no_text_runs_as_code", "harness/training/checkpoint.py", "torch.load(path)"),
+        ("no_text_runs_as_code", "harness/training/checkpoint.py", "torch.load(path, weights_only=False)"),
+        ("no_text_runs_as_code", "harness/spec/run.py", "yaml.load(text, Loader=yaml.SafeLoader)"),
+        ("no_text_runs_as_code", "harness/tracking/run_log.py", "subprocess.run(command, shell=True)"),
+        ("no_text_runs_as_code", "harness/policy/model.py", "AutoModel.from_pretrained(name, trust_remote_code=True)"),
+        ("no_text_runs_as_code", "harness/policy/model.py", "AutoModel.from_pretrained(name, trust_remote_code=flag)"),
+        ("no_text_runs_as_code", "harness/policy/model.py", "np.load(path, allow_pickle=True)"),
+        ("no_text_runs_as_code", "harness/cli/app.py", "os.system(command)"),
     ],
 )
 def test_a_planted_violation_is_seen(rule: str, path: str, source: str):
@@ -186,27 +250,48 @@ def test_a_planted_violation_is_seen(rule: str, path: str, source: str):
     ("path", "source"),
     [
         ("algorithms/ppo.py", "from algorithms._surrogate import loss\nfrom harness.tensors import masked_mean"),
-        ("reports/render.py", "from harness import tracking\nfrom harness.types import StudyRecord\nx = row.gold"),
-        ("harness/_mlflow_copy.py", "import mlflow"),
-        ("harness/_queue.py", "import optuna\nfrom harness import tracking"),
+        ("reports/render.py", "from harness.types import StudyRecord\nx = row.gold"),
+        ("harness/tracking/mlflow_copy.py", "import mlflow"),
+        ("harness/study/queue.py", "import optuna\nfrom harness.tracking.run_log import RunLog"),
+        ("harness/study/runner.py", "from harness.study.queue import Queue\nfrom harness.plugins import nearest"),
         (
-            "harness/cli.py",
+            "harness/cli/app.py",
             "def f():\n    import torch\n    importlib.import_module('reports.render')",
         ),
-        ("harness/grading.py", "x = prompt.gold"),
+        ("harness/training/grading.py", "x = prompt.gold"),
         ("tasks/math.py", "p = Prompt(id=i, text=t, gold=g)"),
-        ("harness/evaluate.py", "model.eval()\ntorch.load(path, weights_only=True)\nyaml.safe_load(text)"),
-        ("harness/model.py", "AutoModel.from_pretrained(name, trust_remote_code=False)"),
+        ("harness/training/evaluate.py", "model.eval()\ntorch.load(path, weights_only=True)\nyaml.safe_load(text)"),
+        ("harness/policy/model.py", "AutoModel.from_pretrained(name, trust_remote_code=False)"),
     ],
 )
 def test_honest_code_passes_every_rule(path: str, source: str):
     assert [v for rule in RULES.values() for v in rule(path, ast.parse(source))] == []
 
 
+def test_no_modules_import_each_other_in_a_circle():
+    assert circles({path: ast.parse((ROOT / path).read_text("utf-8")) for path in PYTHON}) == []
+
+
+def test_a_planted_circle_is_seen():
+    planted = {
+        "harness/spec/run.py": "def f():\n    from harness.spec import errors",
+        "harness/spec/errors.py": "from harness.spec.raw import digest",
+        "harness/spec/raw.py": "if TYPE_CHECKING:\n    from harness.spec.run import RunSpec",
+        "harness/spec/load.py": "from harness.spec.run import RunSpec",
+    }
+    found = circles({path: ast.parse(source) for path, source in planted.items()})
+    assert found == [["harness.spec.errors", "harness.spec.raw", "harness.spec.run"]]
+
+
+def test_every_room_has_its_place_in_the_order():
+    rooms = {path.removeprefix("harness/").removesuffix(".py").split("/")[0] for path in PYTHON if path[:2] == "ha"}
+    assert rooms - {"__init__"} == set(RANK)
+
+
 def test_the_rules_look_at_every_layer():
     seen = {path.split("/")[0] for path in PYTHON}
     assert seen == set(FOLDERS)
-    assert {"harness/cli.py", *(file for files in ONLY_IMPORTER.values() for file in files)} <= set(PYTHON)
+    assert {*LIGHT, *(file for files in ONLY_IMPORTER.values() for file in files)} <= set(PYTHON)
 
 
 def test_source_and_documents_are_ascii():
@@ -232,8 +317,8 @@ def test_every_package_folder_is_listed_for_the_wheel():
 @pytest.mark.parametrize(
     ("statement", "absent"),
     [
-        ("import harness.cli", HEAVY | {"pydantic", "yaml"}),
-        ("import harness.spec", HEAVY),
+        ("import harness.cli.app", HEAVY | {"pydantic", "yaml"}),
+        ("import harness.spec.load", HEAVY),
         ("import reports.render", {"torch", "transformers", "datasets", "optuna"}),
     ],
 )

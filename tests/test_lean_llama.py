@@ -15,14 +15,15 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from harness import _llama
-from harness.engines._lean_llama import LeanDecoder
 from harness.engines.transformers import LibraryDecoder, TransformersEngine
-from harness.lora import add_adapter
-from harness.model import tiny_model, tiny_tokenizer
-from harness.spec import LoRA, Sampling
-from harness.tensors import pad_left, prompt_states, token_logprobs
-from harness.types import Prompt
+from harness.policy import fused_llama
+from harness.policy.forward import prompt_states, token_logprobs
+from harness.policy.llama_decoder import LeanDecoder
+from harness.policy.lora import add_adapter
+from harness.policy.model import tiny_model, tiny_tokenizer
+from harness.spec.run import LoRA
+from harness.tensors import pad_left
+from harness.types import Prompt, Sampling
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -77,7 +78,7 @@ def randomised(model):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_lean_decoder_gives_the_logits_of_the_library(name):
     model = randomised(MODELS[name]())
-    assert _llama.recognised(model)
+    assert fused_llama.recognised(model)
     tokens, mask = pad_left([[5, 6, 7, 8, 9], [10, 11], [12, 13, 14]])
     with torch.inference_mode():
         lean, library = LeanDecoder(model, 12), LibraryDecoder(model, 12)
@@ -193,13 +194,13 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_a_model_with_anything_unusual_is_left_to_the_library(name):
-    assert not _llama.recognised(UNKNOWN[name]())
+    assert not fused_llama.recognised(UNKNOWN[name]())
 
 
 def test_autocast_and_large_models_are_left_to_the_library():
     model = tiny_model(0)
-    assert _llama.recognised(model)
+    assert fused_llama.recognised(model)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert not _llama.recognised(model)
+        assert not fused_llama.recognised(model)
     with torch.device("meta"):  # 2 * 100,000 * 320 = 64 M parameters in embedding and head
-        assert not _llama.recognised(LlamaForCausalLM(config(LlamaConfig, vocab_size=100_000, hidden_size=320)))
+        assert not fused_llama.recognised(LlamaForCausalLM(config(LlamaConfig, vocab_size=100_000, hidden_size=320)))

@@ -7,12 +7,13 @@ from safetensors.torch import load_file
 from test_learner import make_batch
 from test_train import BASE, StopAfter
 
-from harness.learner import Learner
-from harness.lora import adapter_off, adapter_weights, add_adapter, merged_weights
-from harness.model import load_policy, save_model, tiny_model, tiny_tokenizer
-from harness.spec import SpecError, parse_run
-from harness.tensors import token_logprobs
-from harness.train import train
+from harness.policy.forward import token_logprobs
+from harness.policy.lora import adapter_off, adapter_weights, add_adapter, merged_weights
+from harness.policy.model import load_policy, save_model, tiny_model, tiny_tokenizer
+from harness.spec.errors import SpecError
+from harness.spec.run import parse_run
+from harness.training.learner import Learner
+from harness.training.loop import train
 
 LORA = {"rank": 4, "alpha": 8.0}
 

@@ -15,7 +15,8 @@ import psutil
 import pytest
 from real_data import ROOT, real_data
 
-from harness.spec import SpecError, parse_run
+from harness.spec.errors import SpecError
+from harness.spec.run import parse_run
 from tasks import _latex, _symbolic
 from tasks._symbolic import Checker
 from tasks.math import Math

@@ -6,13 +6,19 @@ import pytest
 import torch
 import transformers
 
-from harness import _terminal as terminal
-from harness import cli, memory
-from harness.learner import Critic
-from harness.lora import add_adapter
-from harness.model import mixed_precision, tiny_model
-from harness.spec import SpecError, parse_run
-from harness.tensors import token_logprobs
+from harness.cli import app, views
+from harness.cli.measure_memory import Measured, as_documents, measure, shape
+from harness.memory.estimate import estimate, estimate_run, model_config, peak_bytes, saved_bytes
+from harness.memory.fit import _fixes, check_memory
+from harness.memory.usage import device_bytes
+from harness.policy.critic import Critic
+from harness.policy.device import mixed_precision
+from harness.policy.forward import token_logprobs
+from harness.policy.lora import add_adapter
+from harness.policy.model import tiny_model
+from harness.spec.errors import SpecError
+from harness.spec.load import runs_of
+from harness.spec.run import parse_run
 
 # Of the built-in model: 100 x 64 embeddings, tied; per layer 4 x 64 x 64 of attention, 3 x 64 x 192 of the MLP and two
 # norms of 64; one norm at the end: 6400 + 3 x (16384 + 36864 + 128) + 64 = 166592.
@@ -31,7 +37,7 @@ def run_file(tmp_path):
 
 def parts(algorithm="grpo", prompt_tokens=20, **changes):
     spec = make_spec(algorithm, **changes)
-    return memory.estimate(spec, memory.model_config(spec.model), prompt_tokens, torch.device("cpu"))
+    return estimate(spec, model_config(spec.model), prompt_tokens, torch.device("cpu"))
 
 
 def model_of(kind, vocab_size=1000, **sizes):
@@ -47,7 +53,7 @@ def model_of(kind, vocab_size=1000, **sizes):
      ("Llama-3.2-1B", 1_235_814_400), ("SmolLM2-135M", 134_515_008)],
 )  # fmt: skip
 def test_a_known_shape_has_the_published_number_of_parameters(name, parameters):
-    found = memory.estimate(make_spec(dtype="bfloat16"), memory.shape(name), 20, torch.device("cpu"))
+    found = estimate(make_spec(dtype="bfloat16"), shape(name), 20, torch.device("cpu"))
     assert found["policy"] == 2 * parameters
 
 
@@ -117,7 +123,7 @@ def test_activations_of_the_tiny_model_are_counted_by_hand():
 
 def test_sampling_and_learning_take_turns():
     components = {"policy": 10, "gradients": 5, "activations": 7, "kv_cache": 3, "sampling": 5}
-    assert memory.peak_bytes(components) == 10 + 5 + 8
+    assert peak_bytes(components) == 10 + 5 + 8
 
 
 SIZES = {
@@ -149,9 +155,9 @@ def test_the_activation_formula_is_within_5_percent_of_what_autograd_saves(kind,
     mask = torch.zeros_like(tokens, dtype=torch.bool)
     mask[:, -100:] = True
     saved = bytes_saved(policy, spec, lambda: token_logprobs(policy, tokens, mask, 1.0))
-    assert memory.saved_bytes(spec, config, policy, 512, 400) == pytest.approx(saved, rel=0.05)
+    assert saved_bytes(spec, config, policy, 512, 400) == pytest.approx(saved, rel=0.05)
     saved = bytes_saved(critic, spec, lambda: critic(tokens, mask))
-    assert memory.saved_bytes(spec, config, policy, 512, 400, critic=True) == pytest.approx(saved, rel=0.05)
+    assert saved_bytes(spec, config, policy, 512, 400, critic=True) == pytest.approx(saved, rel=0.05)
 
 
 def bytes_saved(module, spec, forward):
@@ -175,7 +181,7 @@ def bytes_saved(module, spec, forward):
 def test_a_run_that_cannot_fit_is_refused_with_what_is_needed_and_what_to_do():
     spec = make_spec("ppo", rollouts_per_step=800_000, optimizer={"tokens_per_microbatch": 10**8})
     with pytest.raises(SpecError) as refused:
-        memory.check_memory(spec)
+        check_memory(spec)
     message = str(refused.value)
     assert message.startswith("the run must fit in memory: this machine has ")
     assert "(activations " in message and "GiB" in message
@@ -187,53 +193,53 @@ def test_the_advice_is_for_what_is_large_and_leaves_out_what_is_done():
     full = {"policy": 10, "reference": 10, "critic": 10, "gradients": 20, "optimizer": 40, "activations": 10,
             "kv_cache": 1, "sampling": 1, "engine": 0}  # fmt: skip
     spec = make_spec("ppo", dtype="bfloat16", gradient_checkpointing=True)
-    advice = list(memory._fixes(full, spec, copies=2))
+    advice = list(_fixes(full, spec, copies=2))
     assert advice == [
         "use fewer --workers", "train adapters (lora.rank=16)", "use a smaller model",
         "set algorithm.kl_beta=0 (no reference)", "use an algorithm without a critic",
         "lower optimizer.tokens_per_microbatch",
     ]  # fmt: skip
     sampling = {**full, "kv_cache": 100}
-    assert next(memory._fixes(sampling, spec, copies=1)) == "lower engine.max_batch_rows"
+    assert next(_fixes(sampling, spec, copies=1)) == "lower engine.max_batch_rows"
 
 
 def test_workers_share_the_memory_of_a_machine():
-    spec, free = make_spec(), memory.device_bytes(torch.device("cpu"))
-    found, _ = memory.estimate_run(spec)
+    spec, free = make_spec(), device_bytes(torch.device("cpu"))
+    found, _ = estimate_run(spec)
     assert found is not None
-    memory.check_memory(spec, copies=1)
+    check_memory(spec, copies=1)
     with pytest.raises(SpecError, match="workers must fit in memory"):
-        memory.check_memory(spec, copies=2 * free // memory.peak_bytes(found))
+        check_memory(spec, copies=2 * free // peak_bytes(found))
 
 
 def test_a_model_of_another_kind_has_a_reason_instead_of_an_estimate(tmp_path):
     transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2).save_pretrained(tmp_path)
-    found, reason = memory.estimate_run(make_spec(model=str(tmp_path)))
+    found, reason = estimate_run(make_spec(model=str(tmp_path)))
     assert found is None
     assert reason == "the configuration of a gpt2 has no intermediate_size"
-    memory.check_memory(make_spec(model=str(tmp_path)))
+    check_memory(make_spec(model=str(tmp_path)))
 
 
 def test_an_unknown_shape_is_refused_with_a_near_name():
     with pytest.raises(SpecError, match=r"did you mean 'Qwen2\.5-0\.5B'"):
-        memory.shape("Qwen2.5-0.5")
+        shape("Qwen2.5-0.5")
 
 
 def test_algorithms_to_measure_are_distinct():
     with pytest.raises(SpecError, match="distinct names, as ppo,grpo, got 'ppo,ppo'"):
-        memory.measure("tiny", ["ppo", "ppo"])
+        measure("tiny", ["ppo", "ppo"])
 
 
 def test_a_file_may_hold_a_run_or_a_study(run_file):
-    assert list(memory.runs_of(run_file)) == ["ppo"]
-    assert list(memory.runs_of("quickstart")) == ["ppo", "grpo", "grpo_self_consistency"]
-    found = memory.runs_of(run_file, ["dtype=bfloat16"])
+    assert list(runs_of(run_file)) == ["ppo"]
+    assert list(runs_of("quickstart")) == ["ppo", "grpo", "grpo_self_consistency"]
+    found = runs_of(run_file, ["dtype=bfloat16"])
     assert found["ppo"].dtype == "bfloat16"
 
 
 def cohort(*arguments):
     with pytest.raises(SystemExit) as ended:
-        cli.main(arguments)
+        app.main(arguments)
     return int(ended.value.code or 0)
 
 
@@ -241,7 +247,7 @@ def test_doctor_tells_what_a_run_needs_and_ends_with_2_where_it_cannot_fit(run_f
     assert cohort("doctor", "--run", run_file, "--json") == 0
     (told,) = json.loads(capsys.readouterr().out)
     assert (told["run"], told["algorithm"], told["problem"]) == ("ppo", "ppo", None)
-    assert told["peak_bytes"] == memory.peak_bytes(told["components"]) < told["device_bytes"]
+    assert told["peak_bytes"] == peak_bytes(told["components"]) < told["device_bytes"]
     huge = ["--set", "rollouts_per_step=800000", "--set", "optimizer.tokens_per_microbatch=100000000"]
     assert cohort("doctor", "--run", run_file, *huge) == 2
     shown = capsys.readouterr()
@@ -262,12 +268,12 @@ def test_doctor_refuses_settings_without_a_run(capsys):
 def test_what_was_measured_is_shown_with_ratios_to_the_first_algorithm(capsys):
     told = {**dict.fromkeys(("reference", "critic", "kv_cache", "sampling"), 0), "policy": 2**30, "activations": 2**29}
     results = [
-        memory.Measured("ppo", 4 * 2**30, told, {"generate": 1.0, "step": 5.0}),
-        memory.Measured("grpo", 2 * 2**30, told, {"generate": 1.0, "step": 3.0}),
+        Measured("ppo", 4 * 2**30, told, {"generate": 1.0, "step": 5.0}),
+        Measured("grpo", 2 * 2**30, told, {"generate": 1.0, "step": 3.0}),
     ]
-    documents = memory.as_documents(results)
+    documents = as_documents(results)
     assert [(d["memory_ratio"], d["time_ratio"]) for d in documents] == [(1, 1), (0.5, 0.6)]
-    terminal.show_measured("a model", documents)
+    views.show_measured("a model", documents)
     (grpo,) = (line for line in capsys.readouterr().out.splitlines() if "0.60" in line)
     assert [cell.strip() for cell in grpo.strip("\u2502").split("\u2502")] == [
         "grpo", "2,048", "1,536", "0.50", "3", "0.60"
@@ -279,10 +285,10 @@ def test_ppo_is_measured_to_need_more_than_grpo_and_both_what_was_told(tmp_path)
     sizes = {"hidden_size": 384, "num_hidden_layers": 8, "num_attention_heads": 6, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(**sizes, intermediate_size=1536, vocab_size=8192, tie_word_embeddings=True)
     config.save_pretrained(tmp_path)
-    ppo, grpo = memory.measure(
+    ppo, grpo = measure(
         str(tmp_path), ["ppo", "grpo"], steps=2, rollouts=8, prompt_tokens=16, max_tokens=16
     )  # 20 M parameters; weights alone: GRPO 5, PPO 9 times 78 MiB
     assert grpo.peak_bytes < 0.7 * ppo.peak_bytes
     for found in (ppo, grpo):
-        assert found.peak_bytes == pytest.approx(memory.peak_bytes(found.estimate), rel=0.15)
+        assert found.peak_bytes == pytest.approx(peak_bytes(found.estimate), rel=0.15)
         assert set(found.seconds) == {"generate", "grade", "annotate", "update", "sync", "step"}

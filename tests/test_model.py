@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from harness.model import (
+from harness.policy.device import resolve_device
+from harness.policy.model import (
     check_model,
     encode_completion,
     encode_prompt,
     load_policy,
     load_tokenizer,
-    resolve_device,
     save_model,
     tiny_model,
     tiny_tokenizer,

@@ -10,13 +10,16 @@ import yaml
 from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
 from safetensors.torch import load_file
 
-from harness import pipeline
 from harness.engines.scripted import ScriptedEngine
-from harness.grading import grade
-from harness.model import tiny_model, tiny_tokenizer
-from harness.pipeline import Rejection, correct_answers, kept_answers, load_pipeline, policy_folder, train_pipeline
-from harness.spec import ColdStart, SpecError, parse_run
-from harness.tracking import connect
+from harness.policy.model import tiny_model, tiny_tokenizer
+from harness.runs import pipeline
+from harness.runs.pipeline import train_pipeline
+from harness.runs.rejection import correct_answers, kept_answers
+from harness.runs.stages import Rejection, load_pipeline, policy_folder
+from harness.spec.errors import SpecError
+from harness.spec.run import ColdStart, parse_run
+from harness.tracking.mlflow_store import connect
+from harness.training.grading import grade
 from harness.types import Prompt
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "pipelines.md"
@@ -107,7 +110,7 @@ def test_a_pipeline_that_is_stopped_in_every_stage_ends_as_an_undisturbed_one(do
     # Stops: after 2 training steps; at the end of the 1st stage; in the sampling; in the fit, twice; in the last stage.
     for times in (42, 1, 1, 4, 2, 6):
         stop = StopAfter(times)
-        monkeypatch.setattr(pipeline, "stop_after_step", lambda stop=stop: _entered(stop))
+        monkeypatch.setattr(pipeline, "stop_on_signals", lambda _, stop=stop: _entered(stop))
         result, _ = train_pipeline(stages, parts, "r1")
         assert result.state == "stopped"
     monkeypatch.undo()

@@ -14,7 +14,7 @@ import pytest
 import algorithms
 from harness import plugins
 from harness.interfaces import Algorithm, Reward, RolloutEngine, Task
-from harness.spec import load_run
+from harness.spec.load import load_run
 
 ROOT = Path(__file__).resolve().parents[1]
 BASES: dict[plugins.Kind, type] = {
@@ -144,7 +144,7 @@ def test_the_readmes_reward_works_as_printed(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_readmes_study_is_valid(tmp_path: Path):
-    from harness.spec import load_study
+    from harness.spec.load import load_study
 
     file = tmp_path / "my_study.yaml"
     file.write_text(next(re.finditer(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.S))[1])

@@ -5,12 +5,11 @@ import copy
 import pytest
 import torch
 
-from harness._probe import check_sync, probe
 from harness.engines.transformers import TransformersEngine
-from harness.model import encode_prompt, tiny_model, tiny_tokenizer
-from harness.spec import Sampling
-from harness.tensors import token_logprobs
-from harness.types import InvalidRun, Prompt
+from harness.policy.forward import token_logprobs
+from harness.policy.model import encode_prompt, tiny_model, tiny_tokenizer
+from harness.training.weight_sync import check_sync, probe
+from harness.types import InvalidRun, Prompt, Sampling
 
 PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-", "7+7=", "8-3+2="])]
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from harness.regrade import Case, graders, read_cases, regrade
+from harness.cli.regrade import Case, graders, read_cases, regrade
 from tasks.gsm8k import GSM8K
 
 TASK = GSM8K()

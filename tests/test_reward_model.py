@@ -7,12 +7,12 @@ import pytest
 import torch
 from fakes import MemoryLog, graded_group
 
-from harness import reward_model
-from harness.model import tiny_model, tiny_tokenizer
-from harness.reward_model import Ranked, Scorer, load_scorer, pair_loss, read_ranked, train_reward_model
+from harness.policy import bradley_terry
+from harness.policy.bradley_terry import Ranked, Scorer, load_scorer, pair_loss, read_ranked, train_reward_model
+from harness.policy.model import tiny_model, tiny_tokenizer
 from harness.rewards.reward_model import RewardModel
-from harness.spec import parse_run
-from harness.train import train
+from harness.spec.run import parse_run
+from harness.training.loop import train
 
 
 def line(prompt, completion, reward, step=1, **more):
@@ -59,7 +59,7 @@ def test_ranked_rollouts_keep_distinct_completions_and_count_prompts_that_rank_n
     ],
 )
 def test_rollouts_that_cannot_be_used_are_refused_before_a_model_loads(tmp_path, monkeypatch, content, by, message):
-    monkeypatch.setattr(reward_model, "load_classifier", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(bradley_terry, "load_classifier", lambda *_: pytest.fail("a model was loaded"))
     file = tmp_path / "x.jsonl"
     file.write_text(content)
     with pytest.raises(ValueError, match=message):
@@ -95,7 +95,7 @@ def test_the_same_seed_gives_the_same_reward_model(tmp_path, rollouts):
 
 
 def test_a_score_does_not_depend_on_the_padding_of_its_batch(tmp_path):
-    model, tokenizer = reward_model.load_classifier("tiny", seed=0)
+    model, tokenizer = bradley_terry.load_classifier("tiny", seed=0)
     scorer = Scorer(model.eval(), tokenizer)
     rows = [("1+1=", "2"), ("1+2+3+4+5=", "a much longer completion"), ("1", "")]
     alone = [scorer.score([row])[0] for row in rows]
@@ -143,7 +143,7 @@ def test_a_runs_rollouts_make_a_reward_model_that_pays_the_next_run(tmp_path):
 
 def test_a_reward_model_is_found_under_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    network, tokenizer = reward_model.load_classifier("tiny", 3)
-    reward_model.save_model(tmp_path / "scorer", network, tokenizer)
-    found, _ = reward_model.load_classifier("~/scorer")
+    network, tokenizer = bradley_terry.load_classifier("tiny", 3)
+    bradley_terry.save_model(tmp_path / "scorer", network, tokenizer)
+    found, _ = bradley_terry.load_classifier("~/scorer")
     assert torch.equal(found.score.weight, network.score.weight)  # pyright: ignore

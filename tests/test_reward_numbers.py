@@ -6,7 +6,7 @@ import time
 import pytest
 from fakes import graded_group
 
-from harness.model import tiny_tokenizer
+from harness.policy.model import tiny_tokenizer
 from harness.rewards._calculations import MAX_CALCULATIONS, MAX_CHARS, calculations
 from harness.rewards.accuracy import Accuracy
 from harness.rewards.format import Format
@@ -15,8 +15,9 @@ from harness.rewards.overlong import Overlong
 from harness.rewards.process import Process
 from harness.rewards.reasoning_length import ReasoningLength
 from harness.rewards.repetition import Repetition, repeated_fraction
-from harness.scoring import events, score, token_at
-from harness.spec import SpecError, parse_run
+from harness.spec.errors import SpecError
+from harness.spec.run import parse_run
+from harness.training.scoring import events, score, token_at
 from harness.types import Group, Prompt, Rollout
 
 

@@ -8,11 +8,12 @@ from fakes import MemoryLog
 from test_learner import make_batch
 from test_train import BASE, StopAfter, assert_same_weights, final_weights
 
-from harness.learner import Learner, correct_mismatch
-from harness.model import tiny_model
-from harness.schedules import adapted_kl_beta, kl_beta_factor, learning_rate_factor
-from harness.spec import KLControl, Mismatch, Optimizer, SpecError, parse_run
-from harness.train import train
+from harness.policy.model import tiny_model
+from harness.spec.errors import SpecError
+from harness.spec.run import KLControl, Mismatch, Optimizer, parse_run
+from harness.training.learner import Learner, correct_mismatch
+from harness.training.loop import train
+from harness.training.schedules import adapted_kl_beta, kl_beta_factor, learning_rate_factor
 
 
 def factors(steps, **settings):

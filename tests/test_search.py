@@ -17,12 +17,13 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from harness import tracking
-from harness._files import read_json, write_json
-from harness._queue import Claim, Outcome, Plan, Queue
-from harness._search import MIN_FOR_IMPORTANCE
-from harness.spec import StudySpec, parse_study
-from harness.study import run_study
+from harness.files import read_json, write_json
+from harness.spec.study import StudySpec, parse_study
+from harness.study.plan import Plan
+from harness.study.queue import Claim, Outcome, Queue
+from harness.study.runner import run_study
+from harness.study.search import MIN_FOR_IMPORTANCE
+from harness.tracking.mlflow_studies import read_study
 
 METRIC = "validation/accuracy"
 BETA = {"low": 1e-3, "high": 1.0, "log": True}
@@ -348,7 +349,7 @@ def test_a_search_with_pruning_runs_resumes_and_is_recorded_with_its_pruned_tria
     counts = status.counts()
     assert (status.finished, status.all_valid) == (True, True)
     assert set(counts) == {"complete", "pruned"}
-    record = tracking.read_study(runs, "s")
+    record = read_study(runs, "s")
     assert (len(record.trials), record.expected) == (len(status.trials), len(status.trials))
     assert record.search is not None
     found = json.loads((runs / "studies" / "s" / "search.json").read_text())

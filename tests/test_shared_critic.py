@@ -4,13 +4,13 @@ import pytest
 import torch
 from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
 
-from harness import memory
-from harness.learner import Learner
-from harness.lora import add_adapter
-from harness.model import tiny_model
-from harness.spec import parse_run
-from harness.tensors import hidden_states
-from harness.train import train
+from harness.memory.estimate import estimate, model_config
+from harness.policy.forward import hidden_states
+from harness.policy.lora import add_adapter
+from harness.policy.model import tiny_model
+from harness.spec.run import parse_run
+from harness.training.learner import Learner
+from harness.training.loop import train
 from harness.types import Batch
 
 
@@ -120,15 +120,14 @@ def test_under_an_adapter_the_value_loss_reaches_the_adapter_alone():
 
 def test_a_shared_trunk_needs_no_memory_for_a_second_one():
     shared, separate = (
-        memory.estimate(make_spec(kind), memory.model_config("tiny"), 20, torch.device("cpu"))
-        for kind in ("shared", "separate")
+        estimate(make_spec(kind), model_config("tiny"), 20, torch.device("cpu")) for kind in ("shared", "separate")
     )
     assert shared["critic"] == 4 * (64 + 1)
     assert separate["critic"] == 4 * (166_592 + 64 + 1)
     grpo = parse_run(
         {"task": "arithmetic", "algorithm": {"name": "grpo", "group_size": 2}, "rollouts_per_step": 8}, "t"
     )
-    plain = memory.estimate(grpo, memory.model_config("tiny"), 20, torch.device("cpu"))
+    plain = estimate(grpo, model_config("tiny"), 20, torch.device("cpu"))
     assert shared["activations"] == plain["activations"] < separate["activations"]
     assert shared["gradients"] == plain["gradients"] + 4 * 65
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from harness import _single
 from harness.engines.scripted import ScriptedEngine
-from harness.spec import parse_run
+from harness.runs import single
+from harness.spec.run import parse_run
 
 
 class RecordingEngine(ScriptedEngine):
@@ -37,12 +37,12 @@ SPECS = {autocast: make_spec(autocast) for autocast in (True, False)}
 
 @pytest.fixture(autouse=True)
 def recording(monkeypatch):
-    monkeypatch.setattr(_single.plugins, "load", lambda kind, name: RecordingEngine)
+    monkeypatch.setattr(single.plugins, "load", lambda kind, name: RecordingEngine)
 
 
 @pytest.mark.parametrize("autocast", [True, False])
 def test_an_evaluation_samples_in_the_precision_of_the_spec_and_closes_its_engine(autocast, tmp_path):
-    result = _single._evaluate(SPECS[autocast], "validation", tmp_path)
+    result = single._evaluate(SPECS[autocast], "validation", tmp_path)
     assert result.metrics["num_prompts"] == 2
     assert RecordingEngine.precisions == [autocast, autocast]  # samples, and greedy
     assert RecordingEngine.closed == 1
@@ -51,7 +51,7 @@ def test_an_evaluation_samples_in_the_precision_of_the_spec_and_closes_its_engin
 def test_an_evaluation_that_fails_closes_its_engine_too(tmp_path, monkeypatch):
     monkeypatch.setattr(RecordingEngine, "generate", failing)
     with pytest.raises(RuntimeError, match="out of order"):
-        _single._evaluate(SPECS[False], "validation", tmp_path)
+        single._evaluate(SPECS[False], "validation", tmp_path)
     assert RecordingEngine.closed == 1
 
 

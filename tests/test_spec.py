@@ -13,8 +13,11 @@ import pytest
 import yaml
 from pydantic import Field, ValidationError
 
-from harness import spec as specs
-from harness.spec import SpecError, load_run, load_study, parse_run, parse_study
+from harness.spec.errors import SpecError
+from harness.spec.load import load_run, load_study, shipped_studies
+from harness.spec.raw import digest, parse_overrides, with_overrides
+from harness.spec.run import parse_run
+from harness.spec.study import parse_study
 from harness.types import Section
 
 RUN: dict[str, Any] = {"task": {"name": "arithmetic"}, "algorithm": {"name": "grpo"}}
@@ -168,7 +171,7 @@ def test_a_study_survives_json():
 
 def test_the_digest_of_a_section_is_pinned():
     # sha256 of {"label":null,"rate":0.1,"sizes":[1,2]}, first 16 hex digits: old results must stay recognisable.
-    assert specs.digest(Toy(rate=0.1).model_dump(mode="json")) == "54160b3bd5bc24d8"
+    assert digest(Toy(rate=0.1).model_dump(mode="json")) == "54160b3bd5bc24d8"
 
 
 def test_the_digest_changes_with_any_setting_and_not_with_how_it_was_written():
@@ -188,7 +191,7 @@ def test_the_digest_is_the_same_in_every_process():
 def test_overrides_are_read_as_yaml():
     items = ["a=1", "b.c=0.5", "d=true", "e=[1, 2]", "f=text", "g=", "h=x=y"]
     expected = {"a": 1, "b.c": 0.5, "d": True, "e": [1, 2], "f": "text", "g": None, "h": "x=y"}
-    assert specs.parse_overrides(items) == expected
+    assert parse_overrides(items) == expected
 
 
 def test_a_number_without_a_decimal_point_may_have_an_exponent():
@@ -201,18 +204,16 @@ def test_a_number_without_a_decimal_point_may_have_an_exponent():
 
 @pytest.mark.parametrize("item", ["steps", "=3", " =3"])
 def test_an_override_without_path_or_value_is_refused(item: str):
-    assert f"--set takes path=value, got '{item}'" in error_of(specs.parse_overrides, [item])
+    assert f"--set takes path=value, got '{item}'" in error_of(parse_overrides, [item])
 
 
 def test_an_override_with_broken_yaml_is_refused():
-    assert error_of(specs.parse_overrides, ["steps=[1"]).startswith("--set steps: the value is not valid YAML")
+    assert error_of(parse_overrides, ["steps=[1"]).startswith("--set steps: the value is not valid YAML")
 
 
 def test_overrides_reach_nested_settings_and_leave_the_original_alone():
     raw = {"task": "arithmetic", "algorithm": {"name": "grpo", "kl_beta": 0.2}}
-    changed = specs.with_overrides(
-        raw, {"task.max_operands": 3, "algorithm.group_size": 4, "optimizer.weight_decay": 0.1}
-    )
+    changed = with_overrides(raw, {"task.max_operands": 3, "algorithm.group_size": 4, "optimizer.weight_decay": 0.1})
     assert changed == {
         "task": {"name": "arithmetic", "max_operands": 3},
         "algorithm": {"name": "grpo", "kl_beta": 0.2, "group_size": 4},
@@ -222,7 +223,7 @@ def test_overrides_reach_nested_settings_and_leave_the_original_alone():
 
 
 def test_an_override_below_a_plain_value_is_refused():
-    assert error_of(specs.with_overrides, {"steps": 3}, {"steps.x": 1}) == "'steps.x': 'steps' is 3, which has no keys"
+    assert error_of(with_overrides, {"steps": 3}, {"steps.x": 1}) == "'steps.x': 'steps' is 3, which has no keys"
 
 
 def test_a_run_loads_from_yaml_with_overrides(tmp_path: Path):
@@ -379,9 +380,9 @@ def test_an_unknown_study_is_refused_with_what_there_is():
     assert error_of(load_study, "missing.yaml") == "missing.yaml: no such study file"
 
 
-@pytest.mark.parametrize("name", specs.shipped_studies())
+@pytest.mark.parametrize("name", shipped_studies())
 def test_every_shipped_study_is_valid_and_opens_with_its_question(name: str):
     loaded = load_study(name)
     assert loaded.name == name
     assert len(loaded.checked_arms()) >= 2
-    assert specs.shipped_studies()[name].read_text().lstrip().startswith(("question:", "#"))
+    assert shipped_studies()[name].read_text().lstrip().startswith(("question:", "#"))

@@ -16,13 +16,16 @@ import postgres_server
 import pytest
 from fake_trials import a_study
 
-from harness import _storage
-from harness._files import write_json
-from harness._lease import FileLease
-from harness._queue import MAX_LOST, Claim, Outcome, Plan, Queue
-from harness._storage import LocalStorage, StorageUnavailable, masked, open_storage
-from harness.spec import SpecError, StudySpec
-from harness.study import run_study, study_status
+from harness.files import write_json
+from harness.spec.errors import SpecError
+from harness.spec.study import StudySpec
+from harness.study.plan import Plan
+from harness.study.queue import MAX_LOST, Claim, Outcome, Queue
+from harness.study.runner import run_study, study_status
+from harness.study.storage.base import StorageUnavailable, masked
+from harness.study.storage.files import LocalStorage
+from harness.study.storage.lease import FileLease
+from harness.study.storage.open import open_storage
 
 METRIC = "validation/accuracy"
 DONE = Outcome("complete", summary={"accuracy_final": 0.5, "seconds": 8.0, "generated_tokens": 100.0},
@@ -191,7 +194,7 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Pa
 def test_a_worker_elsewhere_lives_as_long_as_the_database_saw_its_heartbeat(
     tmp_path: Path, database: str, monkeypatch: pytest.MonkeyPatch
 ):
-    from harness import _postgres
+    from harness.study.storage import postgres
 
     queue = new_queue(one_trial(), tmp_path, database)
     storage, directory = queue.storage, queue.plan.directory(queue.plan.keys[0])
@@ -201,9 +204,9 @@ def test_a_worker_elsewhere_lives_as_long_as_the_database_saw_its_heartbeat(
     assert storage.held([directory]) == {directory}
     storage._execute("UPDATE cohort_leases SET beat = clock_timestamp() - interval '1 day'")  # pyright: ignore
     # The server started less than an hour ago: until then no heartbeat could be written, so nobody is dead yet.
-    monkeypatch.setattr(_postgres, "GRACE_SECONDS", 3600.0)
+    monkeypatch.setattr(postgres, "GRACE_SECONDS", 3600.0)
     assert storage.held([directory]) == {directory}
-    monkeypatch.setattr(_postgres, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(postgres, "GRACE_SECONDS", 0.1)
     time.sleep(0.2)
     assert storage.held([directory]) == set()
     assert claimed(queue).key == claim.key
@@ -214,9 +217,9 @@ def test_a_worker_ends_at_once_when_another_has_its_row(tmp_path: Path, database
     code = """
 import sys, time
 from pathlib import Path
-from harness import _postgres
-_postgres.BEAT_SECONDS = 0.1
-storage = _postgres.PostgresStorage("sizes", sys.argv[1])
+from harness.study.storage import postgres
+postgres.BEAT_SECONDS = 0.1
+storage = postgres.PostgresStorage("sizes", sys.argv[1])
 storage.write_document({})
 assert storage.take_lease(Path(sys.argv[2]))
 print("held", flush=True)
@@ -234,9 +237,9 @@ time.sleep(60)
 
 @needs_postgres
 def test_a_lease_outlives_the_loss_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from harness import _postgres
+    from harness.study.storage import postgres
 
-    monkeypatch.setattr(_postgres, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(postgres, "BEAT_SECONDS", 0.1)
     with postgres_server.server() as own:
         queue = new_queue(one_trial(), tmp_path, own.url())
         claim = claimed(queue)
@@ -294,4 +297,4 @@ def test_no_url_means_files(tmp_path: Path):
     assert isinstance(open_storage(tmp_path, "sizes"), LocalStorage)
     assert isinstance(open_storage(tmp_path, "sizes", ""), LocalStorage)
     assert os.listdir(tmp_path) == ["plugins"]  # nothing was written
-    assert _storage.LocalStorage(tmp_path).read_document() is None
+    assert LocalStorage(tmp_path).read_document() is None

@@ -23,14 +23,20 @@ from fake_trials import a_study
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
-from harness import _workers, tracking
-from harness import study as runner
-from harness._events import read_events
-from harness._files import read_json, write_json
-from harness._lease import GRACE_SECONDS, FileLease, is_held
-from harness._queue import MAX_LOST, Claim, Outcome, Plan, Queue, StudyStatus
-from harness.spec import SpecError, StudySpec, load_study, shipped_studies
-from harness.study import run_study, study_status
+from harness.files import read_json, write_json
+from harness.spec.errors import SpecError
+from harness.spec.load import load_study, shipped_studies
+from harness.spec.study import StudySpec
+from harness.study import processes
+from harness.study.plan import Plan
+from harness.study.queue import MAX_LOST, Claim, Outcome, Queue
+from harness.study.runner import run_study, study_status
+from harness.study.status import StudyStatus
+from harness.study.storage.lease import GRACE_SECONDS, FileLease, is_held
+from harness.study.worker import worker_main
+from harness.tracking.events import read_events
+from harness.tracking.mlflow_store import connect, search_runs
+from harness.tracking.mlflow_studies import read_study
 from harness.types import TrialRecord
 
 METRIC = "validation/accuracy"
@@ -100,7 +106,7 @@ def living_workers() -> list[psutil.Process]:
     workers = []
     for process in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "harness.study" in process.cmdline():
+            if "harness.study.worker" in process.cmdline():
                 workers.append(process)
     return workers
 
@@ -132,13 +138,13 @@ def test_every_arm_and_seed_completes_exactly_once_while_workers_are_killed(
     assert len(killed) == 5
     assert (status.finished, status.all_valid, status.counts()) == (True, True, {"complete": 30})
     assert completions(runs) == Counter(wanted(study))
-    record = tracking.read_study(runs, "sizes")
+    record = read_study(runs, "sizes")
     assert [(trial.arm, trial.seed, trial.state) for trial in record.trials] == [
         (*key, "complete") for key in wanted(study)
     ]
     for trial in record.trials:
         check_history(trial)
-    assert len(tracking.search_runs(tracking.connect(runs), "1", "")) == 31  # one MLflow run each, and the parent
+    assert len(search_runs(connect(runs), "1", "")) == 31  # one MLflow run each, and the parent
 
 
 def test_a_study_whose_process_was_killed_is_finished_by_the_same_command(runs: Path, monkeypatch: pytest.MonkeyPatch):
@@ -162,7 +168,7 @@ test_study.run(test_study.a_study(), Path(sys.argv[1]))
     monkeypatch.setenv("FAKE_STEP_SECONDS", "0")
     assert run(a_study(), runs).counts() == {"complete": 4}
     assert completions(runs) == Counter(wanted(a_study()))
-    for trial in tracking.read_study(runs, "sizes").trials:
+    for trial in read_study(runs, "sizes").trials:
         check_history(trial)
 
 
@@ -181,13 +187,13 @@ def test_an_interrupt_lets_the_step_end_and_the_next_run_continues_there(runs: P
     assert (status.finished, status.counts()) == (False, {"stopped": 2, "waiting": 2})
     stopped = next(trial for trial in status.trials if trial.state == "stopped")
     assert 1 <= json.loads((stopped.directory / "checkpoint.json").read_text())["step"] < 7
-    assert {t.state for t in tracking.read_study(runs, "sizes").trials} == {"stopped"}
+    assert {t.state for t in read_study(runs, "sizes").trials} == {"stopped"}
     monkeypatch.setenv("FAKE_STEP_SECONDS", "0")
     assert run(a_study(), runs).counts() == {"complete": 4}
     metrics = [event for event in read_events(stopped.directory / "events.jsonl") if event["type"] == "metrics"]
     assert [event["step"] for event in metrics] == list(range(8))
     assert len(executions(runs)) == 6  # four trials, two of them in two parts
-    for trial in tracking.read_study(runs, "sizes").trials:
+    for trial in read_study(runs, "sizes").trials:
         check_history(trial)
 
 
@@ -232,7 +238,7 @@ def test_invalid_trials_are_final_and_failed_ones_are_tried_when_the_study_is_st
     values = {t.user_attrs["arm"]: t.value for t in journal(runs)}
     assert values.pop("good") == pytest.approx(0.0807, abs=1e-9)  # (8 + 0 / 10 + 7 / 100) / 100
     assert values == {"diverges": None, "crashes": None, "mute": None}
-    assert {t.arm: (t.state, t.reason) for t in tracking.read_study(runs, "sizes").trials} == {
+    assert {t.arm: (t.state, t.reason) for t in read_study(runs, "sizes").trials} == {
         arm: (states[arm], reasons[arm]) for arm in states
     }
     assert (runs / "studies/sizes/report/results.csv").exists()
@@ -258,7 +264,7 @@ def test_a_started_study_may_gain_seeds_and_nothing_else(runs: Path):
         run(a_study(seeds=[1]), runs)
     assert run(a_study(seeds=[0, 1]), runs, workers=1).counts() == {"complete": 4}
     assert len(executions(runs)) == 4  # the two of seed 0 were not run again
-    record = tracking.read_study(runs, "sizes")
+    record = read_study(runs, "sizes")
     assert (record.seeds, record.expected, len(record.trials)) == ([0, 1], 4, 4)
     shutil.rmtree(runs / "studies/sizes/logs")
     assert run(a_study(seeds=[0, 1]), runs).counts() == {"complete": 4}
@@ -413,7 +419,7 @@ def test_a_result_that_was_reached_but_not_recorded_is_recorded_by_the_next_work
         {"state": "complete", "reason": None, "summary": {"accuracy_final": 0.5}, "metrics": {METRIC: 0.5}},
     )
     write_json(queue.plan.folder / "study.json", {"digest": "", **study.model_dump(mode="json")})
-    assert runner.worker_main("sizes", runs, execute=fake_trials.EXECUTE) == 0
+    assert worker_main("sizes", runs, execute=fake_trials.EXECUTE) == 0
     assert executions(runs) == []
     assert completions(runs) == {("group_size=2", 0): 1}
 
@@ -457,12 +463,12 @@ def test_a_worker_on_another_machine_is_known_by_its_heartbeat(tmp_path: Path):
 
 
 def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(_workers, "usable_cores", lambda: 8)
+    monkeypatch.setattr(processes, "usable_cores", lambda: 8)
     code = "import os, sys; sys.stdout.write(' '.join(os.environ[k] for k in ('OMP_NUM_THREADS', 'OMP_WAIT_POLICY')))"
     (tmp_path / "shown.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    pool = _workers.WorkerPool("shown", [], 3, tmp_path)
+    pool = processes.WorkerPool("shown", [], 3, tmp_path)
     pool.fill(1)
     while pool.collect(0):
         time.sleep(0.05)

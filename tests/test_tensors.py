@@ -2,8 +2,9 @@
 
 import torch
 
-from harness.model import tiny_model
-from harness.tensors import masked_mean, pad_left, pad_right, token_logprobs
+from harness.policy.forward import token_logprobs
+from harness.policy.model import tiny_model
+from harness.tensors import masked_mean, pad_left, pad_right
 
 
 def test_left_padding_ends_every_row_in_the_last_column():

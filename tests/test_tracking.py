@@ -23,11 +23,15 @@ from fake_trials import a_study
 from mlflow import MlflowClient
 from mlflow.entities import Trace
 
-from harness import _mlflow_copy, tracking
-from harness._events import read_events, read_history
-from harness._files import file_lock, read_json
-from harness.spec import RunSpec, parse_run
-from harness.tracking import RunLog
+from harness.files import file_lock, read_json
+from harness.spec.run import RunSpec, parse_run
+from harness.tracking import mlflow_copy
+from harness.tracking.events import read_events, read_history
+from harness.tracking.mlflow_address import tracking_uri
+from harness.tracking.mlflow_store import check_runs
+from harness.tracking.mlflow_studies import close_study, list_studies, log_report, open_study, read_study, study_url
+from harness.tracking.mlflow_ui import check_port, serve_ui
+from harness.tracking.run_log import RunLog, read_progress, read_result, replay
 from harness.types import SampleRow
 
 COLUMN = "validation/accuracy"
@@ -67,7 +71,7 @@ def open_log(runs: Path, directory: str = "train/run", spec: RunSpec | None = No
 
 def in_store(runs: Path, run_id: str) -> list[tuple[str, int, float]]:
     """Every metric value that the store holds of a run, the summary apart, repetitions included."""
-    client = MlflowClient(tracking.tracking_uri(runs))
+    client = MlflowClient(tracking_uri(runs))
     return sorted(
         (key, metric.step, metric.value)
         for key in client.get_run(run_id).data.metrics
@@ -83,7 +87,7 @@ def in_file(directory: Path) -> list[tuple[str, int, float]]:
 
 
 def active_runs(runs: Path, experiment: str = "train") -> list[str]:
-    client = MlflowClient(tracking.tracking_uri(runs))
+    client = MlflowClient(tracking_uri(runs))
     found = client.get_experiment_by_name(experiment)
     return [run.info.run_id for run in client.search_runs([found.experiment_id])] if found else []
 
@@ -107,7 +111,7 @@ def test_the_store_has_every_metric_of_the_file(runs: Path):
     log.finish("complete", None, {"accuracy_final": 0.45})
     assert in_file(log.directory) == in_store(runs, str(log.run_id))
     assert len(in_file(log.directory)) == 2 * 46
-    run = MlflowClient(tracking.tracking_uri(runs)).get_run(str(log.run_id))
+    run = MlflowClient(tracking_uri(runs)).get_run(str(log.run_id))
     assert run.info.status == "FINISHED"
     assert run.data.metrics["summary/accuracy_final"] == 0.45
     assert run.data.params["algorithm.group_size"] == "8"
@@ -138,7 +142,7 @@ def test_samples_show_as_a_table_and_problems_as_an_artifact(runs: Path):
     artifacts = runs / "mlartifacts" / "train" / str(log.run_id) / "artifacts"
     table = pandas.read_json(artifacts / "samples.json", orient="split")  # as MlflowClient.log_table writes it
     assert list(table["completion"]) == ["first", "second"]
-    tags = MlflowClient(tracking.tracking_uri(runs)).get_run(str(log.run_id)).data.tags
+    tags = MlflowClient(tracking_uri(runs)).get_run(str(log.run_id)).data.tags
     assert json.loads(tags["mlflow.loggedArtifacts"]) == [{"path": "samples.json", "type": "table"}]
     assert json.loads((artifacts / "per_problem.json").read_text()) == {"p1": 0.25}
 
@@ -227,12 +231,12 @@ def test_a_store_that_cannot_be_written_delays_the_copy_and_loses_nothing(
     log.samples([fake_trials.sample(25)])
     log.finish("complete", None, {"accuracy_final": 0.25})
     assert "everything is in" in caplog.text
-    assert tracking.read_result(log.directory)["state"] == "complete"  # pyright: ignore[reportOptionalSubscript]
+    assert read_result(log.directory)["state"] == "complete"  # pyright: ignore[reportOptionalSubscript]
     blocker.execute("ROLLBACK")
-    tracking.replay(runs, log.directory, None)
+    replay(runs, log.directory, None)
     (run_id,) = active_runs(runs)
     assert in_store(runs, run_id) == in_file(log.directory)
-    tracking.replay(runs, log.directory, None)
+    replay(runs, log.directory, None)
     assert active_runs(runs) == [run_id]
 
 
@@ -253,7 +257,7 @@ log.finish("complete", None, {})
 def test_a_run_that_does_not_finish_counts_as_stopped(runs: Path):
     with open_log(runs) as log:
         log.metrics(0, {COLUMN: 0.5})
-    result = tracking.read_result(log.directory)
+    result = read_result(log.directory)
     assert result is not None
     assert result["state"] == "stopped"
 
@@ -262,12 +266,12 @@ def test_progress_says_what_a_watcher_needs(runs: Path):
     with open_log(runs) as log:
         log.metrics(3, {COLUMN: 0.5, "throughput/tokens_per_second": 900.0, "seconds/total": 12.0})
         log.progress("test", 4, 4)
-        shown = tracking.read_progress(log.directory)
+        shown = read_progress(log.directory)
     assert {key: shown[key] for key in ("phase", "done", "total", "step", "accuracy")} == {
         "phase": "test", "done": 4, "total": 4, "step": 3, "accuracy": 0.5
     }  # fmt: skip
     assert (shown["tokens_per_second"], shown["seconds"]) == (900.0, 12.0)
-    assert tracking.read_progress(runs / "nothing") == {}
+    assert read_progress(runs / "nothing") == {}
 
 
 # Studies ------------------------------------------------------------------------------------------------------------
@@ -298,12 +302,12 @@ def log_trial(
 
 
 def test_a_study_is_read_back_from_the_store_alone(runs: Path):
-    parent = tracking.open_study(runs, a_study(), "cohort study run sizes")
+    parent = open_study(runs, a_study(), "cohort study run sizes")
     log = log_trial(runs, parent, "group_size=4", 0, "complete")
     log_trial(runs, parent, "group_size=2", 1, "invalid")
-    tracking.close_study(runs, parent, "stopped")
+    close_study(runs, parent, "stopped")
     shutil.rmtree(runs / "studies")
-    record = tracking.read_study(runs, "sizes")
+    record = read_study(runs, "sizes")
     assert (record.name, record.question, record.metric) == ("sizes", "Do larger groups help?", COLUMN)
     assert (record.arms, record.baseline) == (["group_size=2", "group_size=4"], "group_size=2")
     assert (record.seeds, record.expected, record.command) == ([0, 1], 4, "cohort study run sizes")
@@ -322,82 +326,82 @@ def test_a_study_is_read_back_from_the_store_alone(runs: Path):
     assert list(complete.samples) == [fake_trials.sample(1)]
     assert (invalid.state, invalid.reason) == ("invalid", "it was invalid")
     assert complete.reason is None
-    assert tracking.list_studies(runs) == ["sizes"]
+    assert list_studies(runs) == ["sizes"]
 
 
 def test_of_several_runs_of_an_arm_and_seed_the_newest_complete_one_counts(runs: Path):
-    parent = tracking.open_study(runs, a_study(), "command")
+    parent = open_study(runs, a_study(), "command")
     log_trial(runs, parent, "group_size=2", 0, "complete", "-old")
     newest = log_trial(runs, parent, "group_size=2", 0, "complete", "-new")
     log_trial(runs, parent, "group_size=2", 0, "failed", "-crashed")
     log_trial(runs, parent, "group_size=4", 0, "invalid", "-old")
     last = log_trial(runs, parent, "group_size=4", 0, "failed", "-new")
-    trials = {trial.arm: trial for trial in tracking.read_study(runs, "sizes").trials}
-    assert len(tracking.read_study(runs, "sizes").trials) == 2
+    trials = {trial.arm: trial for trial in read_study(runs, "sizes").trials}
+    assert len(read_study(runs, "sizes").trials) == 2
     assert trials["group_size=2"].trial == newest.directory.name
     assert trials["group_size=4"].trial == last.directory.name
 
 
 def test_the_parent_run_stays_while_the_folder_does_and_then_starts_anew(runs: Path):
-    parent = tracking.open_study(runs, a_study(), "first")
+    parent = open_study(runs, a_study(), "first")
     log_trial(runs, parent, "group_size=2", 0, "complete")
-    assert tracking.open_study(runs, a_study(seeds=[0, 1, 2]), "second") == parent
-    record = tracking.read_study(runs, "sizes")
+    assert open_study(runs, a_study(seeds=[0, 1, 2]), "second") == parent
+    record = read_study(runs, "sizes")
     assert (record.seeds, record.command, len(record.trials)) == ([0, 1, 2], "second", 1)
     shutil.rmtree(runs / "studies")
-    assert tracking.open_study(runs, a_study(), "third") != parent
-    assert tracking.read_study(runs, "sizes").trials == []
+    assert open_study(runs, a_study(), "third") != parent
+    assert read_study(runs, "sizes").trials == []
 
 
 def test_a_lost_store_is_rebuilt_from_the_trials_folders(runs: Path, empty_store: Path):
-    parent = tracking.open_study(runs, a_study(), "command")
+    parent = open_study(runs, a_study(), "command")
     log = log_trial(runs, parent, "group_size=2", 0, "complete")
     other = runs.parent / "other runs"
     shutil.copytree(runs / "studies", other / "studies")
     shutil.copy(empty_store, other / "mlflow.db")
-    parent = tracking.open_study(other, a_study(), "command")
-    tracking.replay(other, other / "studies/sizes/trials" / log.directory.name, parent)
-    (trial,) = tracking.read_study(other, "sizes").trials
+    parent = open_study(other, a_study(), "command")
+    replay(other, other / "studies/sizes/trials" / log.directory.name, parent)
+    (trial,) = read_study(other, "sizes").trials
     assert (trial.state, trial.summary["accuracy_final"], trial.per_problem) == ("complete", 0.5, {"p1": 0.75})
 
 
 def test_a_moved_runs_folder_can_be_read_but_not_written(runs: Path):
-    parent = tracking.open_study(runs, a_study(), "command")
+    parent = open_study(runs, a_study(), "command")
     log_trial(runs, parent, "group_size=2", 0, "complete")
     moved = runs.rename(runs.parent / "moved")
-    assert tracking.read_study(moved, "sizes").trials[0].per_problem == {"p1": 0.75}
+    assert read_study(moved, "sizes").trials[0].per_problem == {"p1": 0.75}
     with pytest.raises(ValueError, match="was moved; move it back"):
-        tracking.check_runs(moved)
+        check_runs(moved)
 
 
 def test_the_report_and_its_answer_are_attached_to_the_study(runs: Path):
-    parent = tracking.open_study(runs, a_study(), "command")
+    parent = open_study(runs, a_study(), "command")
     (runs / "report").mkdir()
     (runs / "report" / "index.html").write_text("<p>yes")
-    tracking.log_report(runs, "sizes", runs / "report", "Yes, by 3 points.")
-    client = MlflowClient(tracking.tracking_uri(runs))
+    log_report(runs, "sizes", runs / "report", "Yes, by 3 points.")
+    client = MlflowClient(tracking_uri(runs))
     assert [file.path for file in client.list_artifacts(parent, "report")] == ["report/index.html"]
     assert client.get_run(parent).data.tags["mlflow.note.content"] == "Do larger groups help?\n\nYes, by 3 points."
 
 
 def test_the_page_of_a_study_lists_its_trials_by_the_studys_metric(runs: Path):
-    tracking.open_study(runs, a_study(), "command")
+    open_study(runs, a_study(), "command")
     page = "http://127.0.0.1:5000/#/experiments/1/runs?workflowType=machine_learning"
-    assert tracking.study_url(runs, "sizes", "http://127.0.0.1:5000") == f"{page}&viewStateShareKey=cohort"
-    client = MlflowClient(tracking.tracking_uri(runs))
+    assert study_url(runs, "sizes", "http://127.0.0.1:5000") == f"{page}&viewStateShareKey=cohort"
+    client = MlflowClient(tracking_uri(runs))
     view = json.loads(client.get_experiment("1").tags["mlflow.sharedViewState.cohort"])
     assert view["selectedColumns"][0] == view["orderByKey"] == "metrics.`validation/accuracy`"
     client.delete_experiment_tag("1", "mlflow.sharedViewState.cohort")  # as in a store of an earlier version
-    assert tracking.study_url(runs, "sizes", "http://127.0.0.1:5000") == (
+    assert study_url(runs, "sizes", "http://127.0.0.1:5000") == (
         f"{page}&orderByKey=metrics.%60validation%2Faccuracy%60&orderByAsc=false"
     )
 
 
 def test_an_unknown_study_is_named_with_its_nearest(runs: Path):
-    tracking.open_study(runs, a_study(), "command")
+    open_study(runs, a_study(), "command")
     with pytest.raises(ValueError, match="has no study 'size'; did you mean 'sizes'"):
-        tracking.read_study(runs, "size")
-    assert tracking.list_studies(runs / "nothing here") == []
+        read_study(runs, "size")
+    assert list_studies(runs / "nothing here") == []
     assert not (runs / "nothing here").exists()
 
 
@@ -405,7 +409,7 @@ def test_an_unknown_study_is_named_with_its_nearest(runs: Path):
 
 
 def traces_of(runs: Path, run_id: str) -> list[Trace]:
-    client = MlflowClient(tracking.tracking_uri(runs))
+    client = MlflowClient(tracking_uri(runs))
     wanted = f"metadata.`mlflow.sourceRun` = '{run_id}'"
     return list(client.search_traces(locations=[client.get_run(run_id).info.experiment_id], filter_string=wanted))
 
@@ -462,14 +466,14 @@ def test_the_number_of_traces_can_be_set_and_a_wrong_one_is_refused(runs: Path, 
     assert traces_of(runs, str(log.run_id)) == []
     monkeypatch.setenv("COHORT_TRACES", "-1")
     with pytest.raises(ValueError, match=r"COHORT_TRACES must be a whole number .* got '-1'"):
-        tracking.check_runs(runs)
+        check_runs(runs)
 
 
 def test_system_metrics_are_sampled_beside_a_run_and_kept_out_of_its_results(
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(_mlflow_copy, "SYSTEM_SECONDS", 0.0)
-    monkeypatch.setattr(_mlflow_copy, "FLUSH_SECONDS", 0.02)
+    monkeypatch.setattr(mlflow_copy, "SYSTEM_SECONDS", 0.0)
+    monkeypatch.setattr(mlflow_copy, "FLUSH_SECONDS", 0.02)
     log = open_log(runs)
     log.metrics(0, {COLUMN: 0.0})
     for step in range(1, 200):
@@ -489,46 +493,46 @@ def test_system_metrics_are_sampled_beside_a_run_and_kept_out_of_its_results(
 
 
 def test_a_usable_runs_folder_passes_and_nothing_is_written(tmp_path: Path):
-    tracking.check_runs(tmp_path / "a" / "b")
+    check_runs(tmp_path / "a" / "b")
     assert not (tmp_path / "a").exists()
 
 
 def test_a_file_in_place_of_the_runs_folder_is_refused(tmp_path: Path):
     (tmp_path / "runs").write_text("")
     with pytest.raises(ValueError, match="must be a folder"):
-        tracking.check_runs(tmp_path / "runs" / "deeper")
+        check_runs(tmp_path / "runs" / "deeper")
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that even root cannot write to")
 def test_a_folder_that_cannot_be_written_is_refused():
     with pytest.raises(ValueError, match="must be writable, but writing to '/proc' fails"):
-        tracking.check_runs(Path("/proc/runs"))
+        check_runs(Path("/proc/runs"))
 
 
 def test_a_full_disk_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match=r"needs 1000000000000 MB of free disk"):
-        tracking.check_runs(tmp_path, min_free_bytes=10**18)
+        check_runs(tmp_path, min_free_bytes=10**18)
 
 
 def test_a_study_of_another_format_is_refused(runs: Path):
     (runs / "studies" / "s").mkdir(parents=True)
     (runs / "studies" / "s" / "study.json").write_text('{"format": 2, "name": "s"}')
     with pytest.raises(ValueError, match=r"study.json must have format 1, got 2.*another version"):
-        tracking.check_runs(runs)
+        check_runs(runs)
     (runs / "studies" / "s" / "study.json").write_text('{"format": 1')
     with pytest.raises(ValueError, match="not valid JSON"):
-        tracking.check_runs(runs)
+        check_runs(runs)
 
 
 def test_a_store_of_another_version_is_refused(runs: Path):
-    tracking.check_runs(runs)
+    check_runs(runs)
     with sqlite3.connect(runs / "mlflow.db") as database:
         database.execute("UPDATE alembic_version SET version_num = 'abc'")
     with pytest.raises(ValueError, match=r"must have schema \w+ of MLflow [\d.]+, got abc; .* 'mlflow db upgrade"):
-        tracking.check_runs(runs)
+        check_runs(runs)
     (runs / "mlflow.db").write_text("this is no database, " * 100)
     with pytest.raises(ValueError, match="is not an MLflow store"):
-        tracking.check_runs(runs)
+        check_runs(runs)
 
 
 # The UI and the imports -----------------------------------------------------------------------------------------------
@@ -538,12 +542,12 @@ def test_the_ui_serves_an_empty_store_and_leaves_the_port_free(runs: Path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with tracking.serve_ui(runs, port) as server:
+    with serve_ui(runs, port) as server:
         with urllib.request.urlopen(server.url) as page:
             assert b"MLflow" in page.read()
         with pytest.raises(ValueError, match=rf"port {port} on 127.0.0.1 cannot be used \(Address already in use\)"):
-            tracking.serve_ui(runs, port)
-    tracking.check_port(port)
+            serve_ui(runs, port)
+    check_port(port)
 
 
 def test_a_report_can_be_read_without_loading_mlflow_or_torch_first():
@@ -553,7 +557,7 @@ def test_a_report_can_be_read_without_loading_mlflow_or_torch_first():
 
 def test_a_lock_is_free_again_when_its_holder_was_killed(tmp_path: Path):
     code = (
-        "import os, pathlib, harness._files as f\nwith f.file_lock(pathlib.Path('lock')):\n    os.kill(os.getpid(), 9)"
+        "import os, pathlib, harness.files as f\nwith f.file_lock(pathlib.Path('lock')):\n    os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False).returncode == -9
     with file_lock(tmp_path / "lock").acquire(timeout=1):

@@ -20,10 +20,13 @@ import pytest
 from mlflow import MlflowClient
 from test_tracking import COLUMN, a_spec, a_study, in_file, in_store, log_trial, open_log
 
-from harness import _mlflow_address, tracking
-from harness._files import read_json
-from harness._mlflow_address import shown
-from harness._ui import UIServer, start_server
+from harness.files import read_json
+from harness.tracking import mlflow_address
+from harness.tracking.mlflow_address import shown
+from harness.tracking.mlflow_store import check_runs
+from harness.tracking.mlflow_studies import close_study, list_studies, log_report, open_study, read_study
+from harness.tracking.mlflow_ui import UIServer, start_server
+from harness.tracking.run_log import RunLog
 
 OUTAGE_SECONDS = float(os.environ.get("COHORT_OUTAGE_SECONDS", "3"))
 
@@ -71,7 +74,7 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def use(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(_mlflow_address.TRACKING_URI, server.uri)
+    monkeypatch.setenv(mlflow_address.TRACKING_URI, server.uri)
 
 
 def test_a_study_is_written_and_read_through_a_server_alone(
@@ -79,19 +82,19 @@ def test_a_study_is_written_and_read_through_a_server_alone(
 ):
     use(server, monkeypatch)
     runs = tmp_path / "runs"
-    tracking.check_runs(runs)
-    parent = tracking.open_study(runs, a_study(), "cohort study run sizes")
+    check_runs(runs)
+    parent = open_study(runs, a_study(), "cohort study run sizes")
     log = log_trial(runs, parent, "group_size=4", 0, "complete")
-    tracking.close_study(runs, parent, "complete")
+    close_study(runs, parent, "complete")
     (tmp_path / "report").mkdir()
     (tmp_path / "report" / "index.html").write_text("<p>yes")
-    tracking.log_report(runs, "sizes", tmp_path / "report", "Yes.")
+    log_report(runs, "sizes", tmp_path / "report", "Yes.")
     finite = [item for item in in_store(runs, str(log.run_id)) if not math.isnan(item[2])]
     assert finite == [("kl/old", 1, sys.float_info.max), (COLUMN, 0, 0.25), (COLUMN, 1, 0.5)]
     assert capsys.readouterr().out == ""  # MLflow's client likes to print addresses, and stdout may be JSON
     shutil.rmtree(runs)
-    assert tracking.list_studies(runs) == ["sizes"]
-    record = tracking.read_study(runs, "sizes")
+    assert list_studies(runs) == ["sizes"]
+    record = read_study(runs, "sizes")
     (trial,) = record.trials
     assert (record.question, record.command) == ("Do larger groups help?", "cohort study run sizes")
     assert trial.history["kl/old"] == [(1, math.inf)]
@@ -131,7 +134,7 @@ def test_a_server_that_is_killed_in_the_middle_of_a_run_loses_nothing(
     print(f"away for {away:.0f} s, {2 * (step + 6)} values, the slowest call took {slowest * 1e3:.1f} ms")
 
 
-def log_batch(log: tracking.RunLog, first: int, last: int) -> None:
+def log_batch(log: RunLog, first: int, last: int) -> None:
     for step in range(first, last + 1):
         log.metrics(step, {COLUMN: step / 1000, "seconds/step": 0.5 + step})
         if step in (0, 10):
@@ -170,9 +173,9 @@ def wait_for(condition: object, seconds: float) -> None:
 def test_an_address_that_is_no_store_is_refused_before_anything_runs(
     uri: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv(_mlflow_address.TRACKING_URI, uri)
+    monkeypatch.setenv(mlflow_address.TRACKING_URI, uri)
     with pytest.raises(ValueError, match=message):
-        tracking.check_runs(tmp_path)
+        check_runs(tmp_path)
 
 
 def test_a_password_is_never_shown():
@@ -181,10 +184,10 @@ def test_a_password_is_never_shown():
 
 
 def test_a_database_without_its_driver_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv(_mlflow_address.TRACKING_URI, "postgresql+psycopg://me@host/db")
-    monkeypatch.setattr(_mlflow_address, "find_spec", lambda name: None)
+    monkeypatch.setenv(mlflow_address.TRACKING_URI, "postgresql+psycopg://me@host/db")
+    monkeypatch.setattr(mlflow_address, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"needs the package psycopg; pip install psycopg\[binary\]"):
-        tracking.check_runs(tmp_path)
+        check_runs(tmp_path)
 
 
 class Away:
@@ -201,14 +204,14 @@ class Away:
 
 
 def test_a_command_waits_for_a_remote_store_and_not_for_a_refusal(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(_mlflow_address, "FIRST_WAIT_SECONDS", 0.01)
-    monkeypatch.setattr(_mlflow_address, "PATIENCE_SECONDS", 0.5)
-    monkeypatch.setenv(_mlflow_address.TRACKING_URI, "http://host:5000")
-    assert _mlflow_address.patient(Away(3).__call__)() == "back"
+    monkeypatch.setattr(mlflow_address, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(mlflow_address, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setenv(mlflow_address.TRACKING_URI, "http://host:5000")
+    assert mlflow_address.patient(Away(3).__call__)() == "back"
     with pytest.raises(ValueError, match="away"):
-        _mlflow_address.patient(Away(1, ValueError).__call__)()
+        mlflow_address.patient(Away(1, ValueError).__call__)()
     with pytest.raises(ConnectionError, match=r"http://host:5000 did not answer .* the same command copies it"):
-        _mlflow_address.patient(Away(99).__call__)()
-    monkeypatch.delenv(_mlflow_address.TRACKING_URI)
+        mlflow_address.patient(Away(99).__call__)()
+    monkeypatch.delenv(mlflow_address.TRACKING_URI)
     with pytest.raises(ConnectionRefusedError):  # a file does not come back by itself
-        _mlflow_address.patient(Away(1).__call__)()
+        mlflow_address.patient(Away(1).__call__)()

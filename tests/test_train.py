@@ -6,9 +6,9 @@ import pytest
 from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
 
 from harness import plugins
-from harness._draw import step_prompts
-from harness.spec import parse_run
-from harness.train import train
+from harness.spec.run import parse_run
+from harness.training.loop import train
+from harness.training.prompts import step_prompts
 from harness.types import Prompt
 
 BASE = {

@@ -6,9 +6,8 @@ import torch
 
 from harness.engines._noise import uniforms
 from harness.engines.transformers import TransformersEngine, _draw
-from harness.model import encode_prompt, tiny_model, tiny_tokenizer
-from harness.spec import Sampling
-from harness.types import Prompt
+from harness.policy.model import encode_prompt, tiny_model, tiny_tokenizer
+from harness.types import Prompt, Sampling
 
 PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-"])]
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from fakes import MemoryLog
 
-from harness._probe import check_sync, probe
 from harness.engines.transformers import TransformersEngine
 from harness.engines.vllm import VLLMEngine, _check_sampling, _write_weights, request_seed
-from harness.model import encode_prompt, tiny_model, tiny_tokenizer
-from harness.spec import Sampling, parse_run
-from harness.tensors import token_logprobs
-from harness.train import train
-from harness.types import InvalidRun, Prompt
+from harness.policy.forward import token_logprobs
+from harness.policy.model import encode_prompt, tiny_model, tiny_tokenizer
+from harness.spec.run import parse_run
+from harness.training.loop import train
+from harness.training.weight_sync import check_sync, probe
+from harness.types import InvalidRun, Prompt, Sampling
 
 PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-", "7+7=", "8-3+2="])]
 

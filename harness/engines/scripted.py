@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from harness.interfaces import RolloutEngine
-from harness.model import encode_completion, encode_prompt
-from harness.spec import Sampling
-from harness.types import Group, Prompt, Rollout
+from harness.policy.model import encode_completion, encode_prompt
+from harness.types import Group, Prompt, Rollout, Sampling
 
 Script = Callable[[Prompt, int], str]
 

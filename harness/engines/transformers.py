@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from harness._llama import recognised
-from harness.engines._lean_llama import LeanDecoder
 from harness.engines._noise import uniforms
 from harness.interfaces import RolloutEngine
-from harness.model import encode_prompt, end_token_ids
-from harness.spec import Sampling
+from harness.policy.fused_llama import recognised
+from harness.policy.llama_decoder import LeanDecoder
+from harness.policy.model import encode_prompt, end_token_ids
 from harness.tensors import pad_left
-from harness.types import Group, Prompt, Rollout
+from harness.types import Group, Prompt, Rollout, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

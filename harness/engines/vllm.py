@@ -31,9 +31,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from harness.interfaces import RolloutEngine
-from harness.model import encode_prompt, end_token_ids, save_model
-from harness.spec import Sampling
-from harness.types import Group, Prompt, Rollout
+from harness.policy.model import encode_prompt, end_token_ids, save_model
+from harness.types import Group, Prompt, Rollout, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

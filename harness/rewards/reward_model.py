@@ -20,12 +20,12 @@ class RewardModel(Reward):
     batch_rows: int = Field(default=32, ge=1, description="completions scored at once; memory only, no effect")
 
     def score(self, group: GradedGroup) -> list[float]:
-        from harness.reward_model import load_scorer
+        from harness.policy.bradley_terry import load_scorer
 
         rows = [(group.prompt, completion) for completion in group.completions]
         return load_scorer(self.path).score(rows, self.batch_rows)
 
     def check(self) -> None:
-        from harness.model import check_model
+        from harness.policy.model import check_model
 
         check_model(self.path, "rewards.reward_model.path")

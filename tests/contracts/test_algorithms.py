@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from harness import plugins
-from harness.learner import Learner
-from harness.model import tiny_model
-from harness.scoring import score
-from harness.spec import parse_run
-from harness.tensors import token_logprobs
+from harness.policy.forward import token_logprobs
+from harness.policy.model import tiny_model
+from harness.spec.run import parse_run
+from harness.training.learner import Learner
+from harness.training.scoring import score
 from harness.types import Batch, PolicyOutput
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -1,0 +1,54 @@
+"""Groups of commands, and how a function becomes a command: examples below its help, errors as exit codes."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import typer
+from rich.markup import escape
+
+from harness.console import terminal
+
+app = typer.Typer(
+    name="cohort",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Controlled comparisons of reinforcement-learning algorithms on mathematical reasoning.",
+    epilog="Start with [bold]cohort study run quickstart[/]; [bold]cohort doctor[/] checks this machine.",
+)
+study_app = typer.Typer(no_args_is_help=True, help="Run and inspect studies: a question, its arms, its seeds.")
+list_app = typer.Typer(no_args_is_help=True, help="List what can be named in a study file.")
+task_app = typer.Typer(no_args_is_help=True, help="Look at the problems of a task as the policy reads them.")
+reward_app = typer.Typer(no_args_is_help=True, help="Fit reward models on rollouts that a run has kept.")
+app.add_typer(study_app, name="study")
+app.add_typer(list_app, name="list")
+app.add_typer(task_app, name="task")
+app.add_typer(reward_app, name="reward-model")
+
+
+def command(group: typer.Typer, name: str, *examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a function as a command with examples below its help, and turn its errors into exit codes."""
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> None:
+            try:
+                function(*args, **kwargs)
+            except (ValueError, OSError) as error:  # what the user wrote; a model, disk or network out of reach
+                if os.environ.get("COHORT_TRACEBACK"):
+                    raise
+                terminal.fail(error)
+                raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
+            except KeyboardInterrupt:
+                terminal.say("Interrupted. The same command continues where it stopped.", stderr=True)
+                raise typer.Exit(130) from None
+
+        group.command(name, epilog="\n\n".join(["[bold]Examples[/]", *map(escape, examples)]))(run)
+        return function
+
+    return register

@@ -1,0 +1,224 @@
+"""`cohort memory`: peak memory and seconds of training steps on a random model of a known shape."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from harness.memory.estimate import estimate, model_config, peak_bytes
+from harness.memory.fit import check_fits
+from harness.memory.usage import resident_bytes
+from harness.plugins import nearest
+from harness.policy.device import resolve_device
+from harness.policy.model import (
+    TINY,
+    tiny_tokenizer,
+)
+from harness.spec.errors import SpecError
+from harness.spec.raw import with_overrides
+from harness.spec.run import RunSpec, parse_run
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from harness.types import Prompt
+
+
+# Public configurations, written down here so that nothing is downloaded; all tie the head to the embeddings.
+SHAPES: dict[str, dict[str, Any]] = {
+    "Qwen2.5-0.5B": {
+        "model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
+        "num_key_value_heads": 2, "intermediate_size": 4864, "vocab_size": 151936,
+    },
+    "Qwen2.5-1.5B": {
+        "model_type": "qwen2", "hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12,
+        "num_key_value_heads": 2, "intermediate_size": 8960, "vocab_size": 151936,
+    },
+    "Qwen2.5-3B": {
+        "model_type": "qwen2", "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "intermediate_size": 11008, "vocab_size": 151936,
+    },
+    "Llama-3.2-1B": {
+        "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 8192, "vocab_size": 128256,
+    },
+    "SmolLM2-135M": {
+        "model_type": "llama", "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "intermediate_size": 1536, "vocab_size": 49152,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What training steps of one algorithm took: bytes at the peak beyond those before the model was built, the
+    estimate of the same by component, and seconds per step by phase."""
+
+    algorithm: str
+    peak_bytes: int
+    estimate: dict[str, int]
+    seconds: dict[str, float]
+
+
+def shape(name: str) -> PretrainedConfig:
+    """A configuration by the name of a public model (`SHAPES`), `tiny`, or a folder with a config.json."""
+    if name in SHAPES:
+        from transformers import AutoConfig
+
+        return AutoConfig.for_model(**SHAPES[name], tie_word_embeddings=True, max_position_embeddings=32768)
+    if name == TINY or (Path(name).expanduser() / "config.json").is_file():
+        return model_config(name)
+    names = [TINY, *SHAPES]
+    near = nearest(name, names)
+    hint = f"; did you mean '{near}'?" if near else ""
+    raise SpecError(
+        f"--model-config must be one of {', '.join(names)}, or a folder with a config.json, got '{name}'{hint}"
+    )
+
+
+def measure(
+    name: str,
+    algorithms: Sequence[str],
+    *,
+    steps: int = 3,
+    rollouts: int = 32,
+    prompt_tokens: int = 64,
+    max_tokens: int = 128,
+    dtype: str = "float32",
+    overrides: Mapping[str, Any] | None = None,
+    on_progress: Callable[[str, int, int], None] = lambda algorithm, done, total: None,
+) -> list[Measured]:
+    """Peak memory and seconds of training steps on a randomly initialised model of that shape, downloading nothing.
+
+    Each algorithm runs in a process of its own, on the same weights and prompts; every prompt and every completion
+    has exactly the tokens asked for. SpecError for settings that cannot run or fit.
+    """
+    if len(set(algorithms)) != len(algorithms) or not all(algorithms):
+        raise SpecError(f"--algorithms must be distinct names, as ppo,grpo, got '{','.join(algorithms)}'")
+    config = shape(name)
+    base = {
+        "task": "arithmetic",
+        "rollouts_per_step": rollouts,
+        "sampling": {"max_tokens": max_tokens},
+        "evaluation": {"num_prompts": 1, "num_test_prompts": 1, "num_samples": 1},
+        "dtype": dtype,
+        "steps": steps,
+    }
+    with tempfile.TemporaryDirectory(prefix="cohort-memory-") as folder:
+        model = Path(folder) / "model"
+        raws = [{**base, "model": str(model), "algorithm": algorithm} for algorithm in algorithms]
+        specs = [parse_run(with_overrides(raw, overrides or {}), "cohort memory") for raw in raws]
+        estimates = [estimate(spec, config, prompt_tokens) for spec in specs]
+        for spec, expected in zip(specs, estimates, strict=True):
+            check_fits(expected, resolve_device(spec.device), spec)
+        _save_random_model(model, config, dtype)
+        found = []
+        for done, spec in enumerate(specs):
+            on_progress(spec.algorithm.name, done, len(specs))
+            found.append(_in_fresh_process(Path(folder), spec, prompt_tokens))
+    return [
+        Measured(spec.algorithm.name, int(result["peak_bytes"]), expected, result["seconds"])
+        for spec, expected, result in zip(specs, estimates, found, strict=True)
+    ]
+
+
+def _save_random_model(folder: Path, config: PretrainedConfig, dtype: str) -> None:
+    """A folder that a run loads: weights drawn with seed 0, and the built-in tokenizer, whose ids are below 100."""
+    from transformers import AutoModelForCausalLM
+
+    from harness.policy.model import save_model
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    save_model(folder, model.to(getattr(torch, dtype)), tiny_tokenizer())
+    del model
+    gc.collect()
+
+
+def _in_fresh_process(folder: Path, spec: RunSpec, prompt_tokens: int) -> dict[str, Any]:
+    task, result = folder / "task.json", folder / "result.json"
+    result.unlink(missing_ok=True)
+    task.write_text(json.dumps({"spec": spec.model_dump(mode="json"), "prompt_tokens": prompt_tokens}))
+    home = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
+    environment = {"MALLOC_MMAP_THRESHOLD_": str(2**20), **os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-P", "-m", "harness.cli.measure_memory", str(folder)]
+    ended = subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    if ended.returncode or not result.exists():
+        how = "was killed, probably for lack of memory" if ended.returncode < 0 else "failed"
+        raise OSError(f"measuring {spec.algorithm.name} {how}: {ended.stderr.strip()[-500:]}")
+    return json.loads(result.read_text())
+
+
+def _measure_here(folder: Path) -> None:
+    """Train as the task file in `folder` says, in this process, and write what it took next to it."""
+    from harness.memory.usage import peak_memory, reset_peak_memory
+
+    task = json.loads((folder / "task.json").read_text())
+    spec, count = parse_run(task["spec"], "cohort memory"), task["prompt_tokens"]
+    prompts = [replace(p, text=p.text.rjust(count, "1")[-count:]) for p in spec.task.prompts("train")]
+    small = spec.model_copy(update={"model": TINY, "rollouts_per_step": spec.algorithm.group_size, "steps": 1})
+    _train_here(small, prompts, folder / "warm")  # libraries that load on first use are not the run's memory
+    reset_peak_memory()
+    before = resident_bytes()
+    steps = _train_here(spec, prompts, folder / "run")
+    peak = peak_memory() - before
+    timed = steps[1:] or steps  # the first one warms up
+    phases = [name for name in steps[0] if name.startswith("seconds/")]
+    seconds = {name.removeprefix("seconds/"): statistics.median(step[name] for step in timed) for name in phases}
+    (folder / "result.json").write_text(json.dumps({"peak_bytes": peak, "seconds": seconds}))
+
+
+def _train_here(spec: RunSpec, prompts: Sequence[Prompt], folder: Path) -> list[dict[str, float]]:
+    """The metrics of the run's steps; no token ends a completion, so that all are equally long."""
+    from harness.training.run import prepare
+    from harness.training.step import train_step
+
+    log: Any = _NoLog()
+    run, _ = prepare(spec, folder, log, folder, lambda: False)
+    engine: Any = run.engine
+    engine.end_ids = torch.empty(0, dtype=torch.int64)
+    try:
+        return [train_step(run, prompts, step)[0] for step in range(spec.steps)]
+    finally:
+        engine.close()
+
+
+class _NoLog:
+    """A RunLogger that forgets."""
+
+    def resume(self, *_: Any) -> None: ...
+
+    progress = metrics = samples = per_problem = resume
+
+
+def as_documents(results: Sequence[Measured]) -> list[dict[str, Any]]:
+    """JSON of each measurement, with its ratios to the first one's memory and time."""
+    first = results[0]
+    return [
+        {
+            **asdict(r),
+            "estimate_bytes": peak_bytes(r.estimate),
+            "memory_ratio": r.peak_bytes / first.peak_bytes,
+            "time_ratio": r.seconds["step"] / first.seconds["step"],
+        }
+        for r in results
+    ]
+
+
+if __name__ == "__main__":
+    _measure_here(Path(sys.argv[1]))

@@ -1,0 +1,96 @@
+"""Options that several commands share, and how their text is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+RUNS = Path("runs")
+Runs = Annotated[
+    Path, typer.Option("--runs", envvar="COHORT_RUNS", metavar="DIR", help="Folder of results, caches, MLflow store.")
+]
+TrackingUri = Annotated[
+    str | None,
+    typer.Option(
+        "--tracking-uri",
+        envvar="COHORT_TRACKING_URI",
+        metavar="URI",
+        callback=lambda uri: _use_tracking_uri(uri),
+        help="MLflow store: http://HOST:PORT of an MLflow server or postgresql://...; by default a file in --runs.",
+    ),
+]
+Sets = Annotated[
+    list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Override a setting, as steps=20; repeatable.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+Seeds = Annotated[str | None, typer.Option(metavar="0,1,2", help="Replicates of each arm.")]
+Name = Annotated[str | None, typer.Option(metavar="NAME", help="Keep the results under another name.")]
+Workers = Annotated[
+    str, typer.Option(metavar="N|auto", help="Trials at a time; auto: one per GPU, or else one per core.")
+]
+Storage = Annotated[
+    str | None,
+    typer.Option(
+        envvar="COHORT_STORAGE", metavar="URL", help="postgresql://... for hosts without a common disk; else files."
+    ),
+]
+DataPath = Annotated[
+    str | None, typer.Option("--path", metavar="PATH", help="The task's data: a Hub id, a local file or folder.")
+]
+Study = Annotated[str, typer.Argument(metavar="STUDY", help="Name of a shipped study, or a file.")]
+
+
+def num_workers(text: str) -> int | None:
+    """The number that --workers gives; None for auto."""
+    from harness.spec.errors import SpecError
+
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise SpecError(f"--workers must be a number from 1 on, or auto, got '{text}'")
+    return int(text)
+
+
+def _use_tracking_uri(uri: str | None) -> str | None:
+    """Keep results there, in this process and in its workers, which inherit the variable."""
+    if uri:
+        os.environ["COHORT_TRACKING_URI"] = uri
+    return uri
+
+
+def checked_name(name: str) -> str:
+    from harness.spec.errors import SpecError
+
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise SpecError(f"--name must be letters, digits, '.', '_' or '-', the first a letter or digit, got '{name}'")
+    return name
+
+
+def data_path(path: str | None) -> list[str]:
+    return [] if path is None else [f"task.path={json.dumps(path)}"]
+
+
+def integers(text: str) -> list[int]:
+    from harness.spec.errors import SpecError
+
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise SpecError(f"--seeds must be integers with commas between, as 0,1,2, got '{text}'") from None
+
+
+def shell(command: str, options: Mapping[str, Any]) -> str:
+    """The shell command that does this again; a list repeats its option, None leaves it out."""
+    words = []
+    for option, value in options.items():
+        for item in value if isinstance(value, list) else [value]:
+            if item is not None:
+                words += [option, shlex.quote(str(item))]
+    return " ".join(["cohort", command, *words])

@@ -1,0 +1,1 @@
+"""What a terminal shows; nothing below imports it."""

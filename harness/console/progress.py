@@ -1,0 +1,204 @@
+"""How a running study looks: bars where stderr is a terminal, elsewhere lines that keep a log file readable.
+
+Without a terminal a study reports one line per change of a trial's state, and a heartbeat now and then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from harness.console.terminal import console, duration, percent, plain
+from harness.types import ENDED
+
+if TYPE_CHECKING:
+    from harness.study.status import StudyStatus, TrialStatus
+
+
+class Pace:
+    """Time that something needs to finish, from how its done fraction has grown since it was first above 0.
+
+    What comes before the first progress (loading, a cold start) would say nothing about the speed afterwards.
+    """
+
+    def __init__(self) -> None:
+        self._start: tuple[float, float] | None = None
+
+    def remaining(self, now: float, fraction: float) -> float | None:
+        """Seconds left at time `now` (seconds), or None before any growth was seen."""
+        if fraction > 0 and (self._start is None or fraction < self._start[1]):
+            self._start = (now, fraction)
+        if self._start is None or fraction <= self._start[1]:
+            return None
+        began, at = self._start
+        return (now - began) * (1 - fraction) / (fraction - at)
+
+
+class StudyTracker:
+    """What each trial has done so far, remembered across phases: evaluation does not hide the training steps."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._bars: dict[tuple[str, int], tuple[str, int, int]] = {}
+        self._paces: dict[object, Pace] = {}
+
+    def bar(self, trial: TrialStatus) -> tuple[str, int, int]:
+        """(phase, done, total) of the trial's last phase that counts steps."""
+        key = (trial.arm, trial.seed)
+        if trial.phase in ("cold start", "train") and trial.total:
+            self._bars[key] = (trial.phase, trial.done, trial.total)
+        return self._bars.get(key, ("", 0, 0))
+
+    def fraction(self, trial: TrialStatus) -> float:
+        """Share of the trial's training steps that are done; 1 for a trial that has ended."""
+        if trial.state in ENDED:
+            return 1.0
+        phase, done, total = self.bar(trial)
+        return done / total if phase == "train" and total else 0.0
+
+    def remaining(self, trial: TrialStatus) -> float | None:
+        """Seconds that the trial still needs, or None where unknown."""
+        return self._remaining((trial.arm, trial.seed), self.fraction(trial))
+
+    def study_remaining(self, status: StudyStatus) -> float | None:
+        """Seconds that the study still needs, or None where unknown."""
+        done = sum(map(self.fraction, status.trials))
+        return self._remaining("study", done / max(len(status.trials) + status.to_come, 1))
+
+    def _remaining(self, key: object, fraction: float) -> float | None:
+        return self._paces.setdefault(key, Pace()).remaining(self._clock(), fraction)
+
+
+def study_view(screen: Console | None = None) -> LiveView | LineView:
+    """Bars where stderr is a terminal, lines otherwise."""
+    screen = screen or console(stderr=True)
+    return LiveView(screen) if screen.is_terminal else LineView(screen)
+
+
+class LiveView:
+    """One bar for the study, one for each running trial."""
+
+    def __init__(self, screen: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tracker = StudyTracker(clock)
+        self._study = Progress(
+            TextColumn("[bold]{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"), console=screen
+        )
+        self._trials = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[text]}", markup=False),
+            console=screen,
+        )
+        self._overall = self._study.add_task("trials", total=1, text="starting")
+        self._tasks: dict[tuple[str, int], TaskID] = {}
+        bars = Group(self._study, self._trials)
+        self._live = Live(bars, console=screen, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def update(self, status: StudyStatus) -> None:
+        left = duration(self._tracker.study_remaining(status))
+        fraction = sum(map(self._tracker.fraction, status.trials)) / max(len(status.trials) + status.to_come, 1)
+        text = f"{_counts(status)}, {left} left"
+        self._study.update(self._overall, completed=fraction, text=text)
+        running = {(t.arm, t.seed): t for t in status.trials if t.state == "running"}
+        for key in [key for key in self._tasks if key not in running]:
+            self._trials.remove_task(self._tasks.pop(key))
+        for key, trial in running.items():
+            _, done, total = self._tracker.bar(trial)
+            if key not in self._tasks:
+                self._tasks[key] = self._trials.add_task(str(plain(_title(trial))), total=None, text="")
+            self._trials.update(
+                self._tasks[key], completed=done, total=total or None, text=str(plain(_line(trial, self._tracker)))
+            )
+
+
+class LineView:
+    """One line for each change of a trial's state, and a heartbeat at most every `heartbeat` seconds."""
+
+    def __init__(self, screen: Console, heartbeat: float = 30.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._screen, self._heartbeat, self._clock = screen, heartbeat, clock
+        self._tracker = StudyTracker(clock)
+        self._states: dict[tuple[str, int], str] = {}
+        self._last = clock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def update(self, status: StudyStatus) -> None:
+        left = self._tracker.study_remaining(status)
+        for trial in status.trials:
+            key = (trial.arm, trial.seed)
+            self._tracker.remaining(trial)
+            if trial.state != self._states.get(key, "waiting"):
+                reason = f" ({trial.reason})" if trial.reason else ""
+                accuracy = "" if trial.accuracy is None else f", accuracy {percent(trial.accuracy)}"
+                self._print(f"{_title(trial)}: {trial.state}{reason}{accuracy}; {_counts(status)}")
+            self._states[key] = trial.state
+        running = [t for t in status.trials if t.state == "running"]
+        if running and self._clock() - self._last >= self._heartbeat:
+            self._print(f"{_counts(status)}, {duration(left)} left")
+            for trial in running:
+                self._print(f"  {_title(trial)}: {_line(trial, self._tracker)}")
+
+    def _print(self, text: str) -> None:
+        indent = " " * (len(text) - len(text.lstrip(" ")))
+        self._screen.print(Text(indent) + plain(text), soft_wrap=True)
+        self._last = self._clock()
+
+
+def _title(trial: TrialStatus) -> str:
+    return f"{trial.arm} | seed {trial.seed}"
+
+
+def _line(trial: TrialStatus, tracker: StudyTracker) -> str:
+    phase, done, total = tracker.bar(trial)
+    parts = [f"{phase or trial.phase or 'starting'} {done}/{total}" if total else trial.phase or "starting"]
+    if phase and trial.phase and trial.phase != phase:
+        parts.append(f"{trial.phase} {trial.done}/{trial.total}")
+    left = tracker.remaining(trial)
+    if left is not None:
+        parts.append(f"{duration(left)} left")
+    if trial.accuracy is not None:
+        parts.append(f"accuracy {percent(trial.accuracy)}")
+    if trial.tokens_per_second:
+        parts.append(f"{trial.tokens_per_second:,.0f} tokens/s")
+    return ", ".join(parts)
+
+
+def _counts(status: StudyStatus) -> str:
+    counts = status.counts()
+    done = sum(counts.get(state, 0) for state in ENDED)
+    bad = [f"{counts[state]} {state}" for state in ("invalid", "failed", "pruned") if counts.get(state)]
+    return ", ".join([f"{done}/{len(status.trials) + status.to_come} trials done", *bad])
+
+
+@contextmanager
+def phase_bar(title: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A function that shows how far each phase is: a bar on a terminal, nothing elsewhere."""
+    screen = console(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def update(phase: str, done: int, total: int) -> None:
+            if phase not in tasks:
+                tasks[phase] = progress.add_task(str(plain(f"{title}: {phase}")), total=total)
+            progress.update(tasks[phase], completed=done, total=total)
+
+        yield update

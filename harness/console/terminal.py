@@ -1,0 +1,108 @@
+"""Text and tables on a terminal: foreign text is made harmless, errors go to stderr."""
+
+from __future__ import annotations
+
+import json
+import math
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+LOG_WIDTH = 120
+_STYLE = {"complete": "green", "ok": "green", "running": "cyan", "invalid": "red", "failed": "red", "problem": "red",
+          "stopped": "yellow", "pruned": "yellow", "advice": "yellow"}  # fmt: skip
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console on the current stdout or stderr; a pipe or a file gets lines of a fixed, wide width."""
+    screen = Console(stderr=stderr, highlight=False)
+    return screen if screen.is_terminal else Console(stderr=stderr, highlight=False, width=LOG_WIDTH)
+
+
+def plain(text: object) -> Text:
+    """Text from outside (a model, a file) as one line, without control characters, never read as markup."""
+    spaced = " ".join(str(text).split())
+    return Text("".join(c for c in spaced if unicodedata.category(c)[0] != "C"))
+
+
+def say(text: object, *, style: str = "", stderr: bool = False) -> None:
+    """Print text that may hold foreign parts, line by line and unwrapped, so that paths and commands can be copied."""
+    for line in str(text).splitlines() or [""]:
+        indent = " " * (len(line) - len(line.lstrip(" ")))
+        console(stderr=stderr).print(Text(indent) + plain(line), style=style, soft_wrap=True)
+
+
+def fail(message: object) -> None:
+    """Print an error for the user on stderr."""
+    say(f"Error: {message}", style="bold red", stderr=True)
+
+
+def print_json(document: object) -> None:
+    """Print one JSON document on stdout; numbers that JSON cannot hold become null."""
+    print(json.dumps(_json_like(document), indent=2, allow_nan=False))
+
+
+def show_table(
+    title: str, headers: Sequence[str], rows: Iterable[Sequence[object]], numeric: Sequence[str] = ()
+) -> None:
+    """Print a table of plain text (a cell that already is rich Text keeps its style); `numeric` columns align right."""
+    if title:
+        say(title, style="bold")
+    table = Table()
+    for header in headers:
+        table.add_column(header, justify="right" if header in numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else plain("" if cell is None else cell) for cell in row))
+    console().print(table)
+
+
+def state_text(state: str) -> Text:
+    return Text(state, style=_STYLE.get(state, ""))
+
+
+def percent(value: float | None) -> str:
+    """A fraction as a percentage, `-` where there is none."""
+    return "-" if value is None or math.isnan(value) else f"{100 * value:.1f} %"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds as a person says them: `45 s`, `3 min 05 s`, `2 h 10 min`, `-` where unknown."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def quantity(name: str, value: float) -> str:
+    """A number of a run's summary in the unit that its name says."""
+    if "accuracy" in name:
+        return percent(value)
+    if name == "seconds":
+        return duration(value)
+    return f"{value / 2**20:,.0f} MiB" if name.endswith("_bytes") else f"{value:,.0f}"
+
+
+def mebibytes(size: int) -> str:
+    return f"{size / 2**20:,.1f}" if size < 10 * 2**20 else f"{size / 2**20:,.0f}"
+
+
+def _json_like(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _json_like(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_like(item) for item in value]
+    if hasattr(value, "__dataclass_fields__"):
+        return {key: _json_like(getattr(value, key)) for key in value.__dataclass_fields__}
+    return str(value)

@@ -1,0 +1,1 @@
+"""How much memory a run needs and uses."""

@@ -1,0 +1,58 @@
+"""Bytes in use now, at the peak, and available, as the system counts them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import resource
+import sys
+from pathlib import Path
+
+import psutil
+import torch
+
+GIB = 2**30
+
+
+def device_bytes(device: torch.device) -> int:
+    """Bytes of a GPU, or those of the machine's RAM (or the container's) that are free."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    free = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # no limit, or a machine without cgroups
+        free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return max(0, free)
+
+
+def resident_bytes() -> int:
+    """Bytes in use now, counted as `harness.memory.usage.peak_memory` counts them."""
+    if torch.cuda.is_available():
+        return torch.cuda.memory_allocated()
+    return psutil.Process().memory_info().rss
+
+
+def peak_memory() -> int:
+    """Bytes at the peak since the run began: of the CUDA allocator, or else resident memory of the process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    status = Path("/proc/self/status")
+    if status.exists():
+        return next(int(x.split()[1]) * 1024 for x in status.read_text().splitlines() if x.startswith("VmHWM:"))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def reset_peak_memory() -> None:
+    """Start the peak anew, so that the runs that one worker does in turn do not inherit each other's."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        return
+    control = Path("/proc/self/clear_refs")
+    if control.exists():
+        with contextlib.suppress(AttributeError):  # glibc only: give what the last run freed back to the system
+            ctypes.CDLL(None).malloc_trim(0)
+        control.write_text("5")

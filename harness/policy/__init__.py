@@ -1,0 +1,1 @@
+"""The model that is trained: loading, log-probs, critic, adapters, fused weights."""

@@ -1,0 +1,272 @@
+"""A reward model from ranked rollouts: Bradley-Terry, the second step of RLHF.
+
+Ouyang et al. 2022 (arXiv:2203.02155, eq. 1): for two completions of one prompt, of which the first is ranked higher,
+the loss is -log sigmoid(score(first) - score(second)), averaged over all such pairs of the prompt, then over prompts.
+Rollouts come from the `rollouts/` folder that a run keeps. Completions of equal rank make no pair; prompts are split
+into training and held-out ones by a stable hash, so no prompt is in both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from harness.files import publish_folder
+from harness.policy.device import resolve_device
+from harness.policy.model import (
+    TINY,
+    check_model,
+    encode_completion,
+    encode_prompt,
+    load_tokenizer,
+    local_or_hub,
+    save_model,
+    tiny_config,
+)
+from harness.tensors import pad_right
+from harness.types import InvalidRun
+
+HELD_OUT = 0.1  # share of prompts that the fit never sees
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """Distinct completions of one prompt with the values by which they are ranked, not all equal."""
+
+    prompt: str
+    completions: tuple[str, ...]
+    ranks: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class RewardModelFit:
+    """What a fit measured: counts, and how often the higher-ranked completion of a pair scores higher (fractions)."""
+
+    num_prompts: int
+    num_pairs: int
+    held_out_prompts: int
+    held_out_pairs: int
+    dropped_prompts: int
+    loss: float
+    accuracy: float
+    held_out_accuracy: float | None
+
+
+class Scorer:
+    """A frozen sequence classifier with one label and its tokenizer."""
+
+    def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase):
+        self.model = model
+        self.tokenizer = tokenizer
+
+    def score(self, rows: Sequence[tuple[str, str]], batch_rows: int = 32) -> list[float]:
+        """The score of each (prompt, completion), in order."""
+        with torch.inference_mode():
+            parts = [self(rows[i : i + batch_rows]) for i in range(0, len(rows), batch_rows)]
+        return [float(value) for part in parts for value in part]
+
+    def __call__(self, rows: Sequence[tuple[str, str]]) -> Tensor:
+        """[B] scores, with gradients where they are on."""
+        ids = [encode_prompt(self.tokenizer, p) + encode_completion(self.tokenizer, c) for p, c in rows]
+        mask = pad_right([[1] * len(row) for row in ids], torch.int64)
+        padding = self.tokenizer.pad_token_id
+        tokens = pad_right(ids, torch.int64).masked_fill(mask == 0, int(padding or 0))  # pyright: ignore
+        device = next(self.model.parameters()).device
+        output = self.model(input_ids=tokens.to(device), attention_mask=mask.to(device))
+        return output.logits[:, 0].float()
+
+
+@lru_cache(maxsize=2)
+def load_scorer(path: str) -> Scorer:
+    """The reward model at a Hub id or local folder. ValueError where its head has not exactly one label."""
+    model, tokenizer = load_classifier(path)
+    return Scorer(model.to(resolve_device("auto")).eval().requires_grad_(False), tokenizer)
+
+
+def load_classifier(name: str, seed: int | None = None) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+    """A sequence classifier with one label on the CPU, float32; with a seed, a missing head is drawn from it.
+
+    Without a seed the model must have a head of its own: ValueError otherwise.
+    """
+    from transformers import AutoConfig, AutoModelForSequenceClassification, LlamaForSequenceClassification
+
+    tokenizer = load_tokenizer(name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed or 0)
+        if name == TINY:
+            config: Any = tiny_config()
+            config.num_labels = 1
+            model: Any = LlamaForSequenceClassification(config)
+        else:
+            config = AutoConfig.from_pretrained(local_or_hub(name), trust_remote_code=False)
+            is_scorer = any("SequenceClassification" in kind for kind in config.architectures or [])
+            if seed is None and not (is_scorer and config.num_labels == 1):
+                found = f"{config.num_labels} labels" if is_scorer else " and ".join(config.architectures or ["none"])
+                raise ValueError(
+                    f"rewards.reward_model.path must be a sequence classifier with one label, got {found} in '{name}'; "
+                    "fit one with `cohort reward-model train`"
+                )
+            model = AutoModelForSequenceClassification.from_pretrained(
+                local_or_hub(name), num_labels=1, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+            )
+    model.config.pad_token_id = tokenizer.pad_token_id  # the head reads the last token that is no padding
+    return model, tokenizer
+
+
+def train_reward_model(
+    sources: Sequence[Path],
+    model: str,
+    out: Path,
+    *,
+    by: str = "reward",
+    epochs: int = 3,
+    prompts_per_batch: int = 16,
+    learning_rate: float = 1e-4,
+    seed: int = 0,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> RewardModelFit:
+    """Fit a reward model on the rollouts in `sources` (files, or run folders) and save it as the folder `out`.
+
+    `by` names the value that ranks completions: `reward`, `correct`, or one of the run's rewards. ValueError, before
+    any model loads, for rollouts that rank nothing and for a folder that exists.
+    """
+    if out.exists():
+        raise ValueError(f"--out must be a new folder, got '{out}', which exists")
+    check_model(model)
+    ranked, dropped = read_ranked(sources, by)
+    held_out = [r for r in ranked if _fraction(r.prompt) < HELD_OUT]
+    train = [r for r in ranked if _fraction(r.prompt) >= HELD_OUT]
+    if not train:
+        raise ValueError(
+            f"rollouts must hold a prompt whose completions differ in '{by}', got {dropped} prompts without; "
+            "rank by another value, or keep rollouts of more steps (checkpoints.rollouts_every)"
+        )
+    network, tokenizer = load_classifier(model, seed)
+    scorer = Scorer(network.to(resolve_device("auto")).train(), tokenizer)
+    loss = _fit(scorer, train, epochs, prompts_per_batch, learning_rate, seed, on_progress)
+    network.eval()
+    right, pairs = count_right(scorer, train)
+    held_right, held_pairs = count_right(scorer, held_out)
+    with publish_folder(out) as partial:
+        save_model(partial, network.cpu(), tokenizer)
+    accuracy = held_right / held_pairs if held_pairs else None
+    return RewardModelFit(len(train), pairs, len(held_out), held_pairs, dropped, loss, right / pairs, accuracy)
+
+
+def read_ranked(sources: Sequence[Path], by: str) -> tuple[list[Ranked], int]:
+    """(prompts with completions of different rank, number of prompts without), in the order of the files."""
+    groups: dict[tuple[str, str, int], dict[str, float]] = defaultdict(dict)
+    for file in rollout_files(sources):
+        for number, row in enumerate(_rows(file), start=1):
+            value = row.get(by, row.get("rewards", {}).get(by))
+            if not isinstance(value, int | float):
+                known = ["reward", "correct", *row.get("rewards", {})]
+                raise ValueError(f"{file}, line {number}: --by must be one of {', '.join(known)}, got '{by}'")
+            groups[row["prompt_id"], row["prompt"], row["step"]].setdefault(row["completion"], float(value))
+    ranked = [
+        Ranked(prompt, tuple(ranks), tuple(ranks.values()))
+        for (_, prompt, _), ranks in groups.items()
+        if len(set(ranks.values())) > 1
+    ]
+    return ranked, len(groups) - len(ranked)
+
+
+def rollout_files(sources: Sequence[Path]) -> list[Path]:
+    """The rollout files that paths name: a file itself, of a folder those in it or in its `rollouts/`."""
+    files: list[Path] = []
+    for source in sources:
+        found = [source] if source.is_file() else sorted({*source.glob("*.jsonl"), *source.glob("rollouts/*.jsonl")})
+        found = [file for file in found if file.name != "events.jsonl"]
+        if not found:
+            raise ValueError(f"'{source}' has no rollouts (*.jsonl, or rollouts/*.jsonl in a run's folder)")
+        files += found
+    return files
+
+
+def count_right(scorer: Scorer, ranked: Sequence[Ranked]) -> tuple[int, int]:
+    """(pairs whose higher-ranked completion scores higher, all pairs)."""
+    right = total = 0
+    for item in ranked:
+        scores = torch.tensor(scorer.score([(item.prompt, c) for c in item.completions]))
+        better = _better(item)
+        right += int(((scores[:, None] > scores[None, :]) & better).sum())
+        total += int(better.sum())
+    return right, total
+
+
+def pair_loss(scores_K: Tensor, better_KK: Tensor) -> Tensor:
+    """Mean of -log sigmoid(s_i - s_j) over the pairs (i, j) in which i is ranked higher."""
+    difference = scores_K[:, None] - scores_K[None, :]
+    return -F.logsigmoid(difference[better_KK.to(difference.device)]).mean()
+
+
+def _fit(
+    scorer: Scorer,
+    train: Sequence[Ranked],
+    epochs: int,
+    prompts_per_batch: int,
+    learning_rate: float,
+    seed: int,
+    on_progress: Callable[[int, int], None],
+) -> float:
+    """Train in place; the mean loss of the last pass."""
+    optimizer = torch.optim.AdamW(scorer.model.parameters(), lr=learning_rate, weight_decay=0.0)
+    total = epochs * -(-len(train) // prompts_per_batch)
+    done, losses = 0, []
+    for epoch in range(epochs):
+        losses = []
+        for batch in _batches(train, prompts_per_batch, np.random.default_rng([seed, epoch])):
+            optimizer.zero_grad(set_to_none=True)
+            scores = scorer([(item.prompt, c) for item in batch for c in item.completions])
+            parts = scores.split([len(item.completions) for item in batch])
+            loss = torch.stack([pair_loss(s, _better(item)) for s, item in zip(parts, batch, strict=True)]).mean()
+            if not torch.isfinite(loss):
+                raise InvalidRun(f"the loss is {float(loss)} at step {done}; lower --learning-rate")
+            loss.backward()
+            nn.utils.clip_grad_norm_(scorer.model.parameters(), 1.0)
+            optimizer.step()
+            losses.append(float(loss.detach()))
+            done += 1
+            on_progress(done, total)
+    return float(np.mean(losses))
+
+
+def _batches(train: Sequence[Ranked], size: int, random: np.random.Generator) -> Iterator[list[Ranked]]:
+    order = random.permutation(len(train))
+    for start in range(0, len(train), size):
+        yield [train[i] for i in order[start : start + size]]
+
+
+def _better(item: Ranked) -> Tensor:
+    """[K, K] bool: whether completion i is ranked higher than completion j."""
+    ranks = torch.tensor(item.ranks, dtype=torch.float64)
+    return ranks[:, None] > ranks[None, :]
+
+
+def _rows(file: Path) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            missing = [key for key in ("prompt_id", "prompt", "completion", "step") if key not in row]
+        except (ValueError, TypeError):
+            raise ValueError(f"{file}, line {number}: must be a JSON object, got {line[:40]!r}") from None
+        if missing:
+            raise ValueError(f"{file}, line {number}: field '{missing[0]}' is missing; is it a file of rollouts?")
+        yield row
+
+
+def _fraction(text: str) -> float:
+    """A number in [0, 1), the same on every machine."""
+    return int.from_bytes(hashlib.sha256(b"reward-model:" + text.encode()).digest()[:6]) / 2**48

@@ -1,0 +1,203 @@
+"""Log-probs, values and hidden states of a batch: the one place where logits are shifted onto tokens.
+
+Column t of every `_BT` tensor describes token t of its row; the logits that produced it stand in column t - 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from harness.policy import fused_llama
+from harness.spec.run import Optimizer
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import DynamicCache
+
+    from harness.policy.fused_llama import Fused
+
+
+def microbatch_tokens(settings: Optimizer, device: torch.device) -> int:
+    """Padded tokens in one forward pass: short passes stay in a processor's caches, long ones fill a GPU."""
+    return settings.tokens_per_microbatch or (8192 if device.type == "cuda" else 1024)
+
+
+def hidden_states(model: nn.Module, tokens_BT: Tensor) -> Tensor:
+    """[B, T, H] last hidden states of a causal language model for right-padded rows.
+
+    No attention mask: causal attention never looks at the padding on the right, and positions start at 0.
+    """
+    return backbone(model)(input_ids=tokens_BT, use_cache=False).last_hidden_state
+
+
+def backbone(model: nn.Module) -> nn.Module:
+    """The part of a causal language model that turns token ids into hidden states."""
+    return model.get_decoder() if hasattr(model, "get_decoder") else model.base_model  # pyright: ignore
+
+
+def token_logprobs(
+    model: nn.Module,
+    tokens_BT: Tensor,
+    mask_BT: Tensor,
+    temperature: float,
+    *,
+    prompts: PromptStates | None = None,
+    hidden: Tensor | None = None,
+    entropy_gradient: bool = False,
+    chunk: int = 4096,
+) -> tuple[Tensor, Tensor]:
+    """(log-probs, entropies), both [B, T] nats, at least float32: of the tokens in `mask_BT`, and 0 elsewhere.
+
+    The language-model head runs on the masked positions only, `chunk` at a time, so that [B, T, V] never exists.
+    With `prompts` the rows' prompts are not read again; `hidden` are the `completion_states`, where they are known.
+    Logits are divided by `temperature` (taken as 1 when it is 0), as the sampler does. Entropies carry a gradient
+    only if asked.
+    """
+    hidden = completion_states(model, tokens_BT, mask_BT, prompts) if hidden is None else hidden
+    targets = tokens_BT[:, 1:][mask_BT[:, 1:]]
+    head = model.get_output_embeddings()  # pyright: ignore
+    logprobs, entropies = [], []
+    for part, target in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+        logits = _at_least_float32(head(part)) / (temperature or 1.0)
+        all_logprobs = F.log_softmax(logits, dim=-1)
+        logprobs.append(all_logprobs.gather(-1, target[:, None])[:, 0])
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            entropies.append(-(all_logprobs.exp() * all_logprobs).sum(-1))
+    return _scatter(logprobs, mask_BT), _scatter(entropies, mask_BT)
+
+
+@dataclass
+class PromptStates:
+    """Keys and values of a batch's distinct prompts, all tokens but the last, which rows of one prompt share.
+
+    `states` holds (keys, values) per layer, each [U, heads, T, width], right-padded; `lengths_U` the tokens of each,
+    `prompt_B` the prompt of each row. With gradients the states are leaves: micro-batches add to their gradient, and
+    `backward` sends the sum through the prompts once; `computed` pairs what each leaf stands for with it. `lean` is
+    there for models that `harness.policy.fused_llama` recognises, whose fused weights are leaves in the same way.
+    """
+
+    states: list[tuple[Tensor, Tensor]]
+    computed: list[tuple[Tensor, Tensor]]
+    lengths_U: Tensor
+    prompt_B: Tensor
+    lean: Lean | None = None
+
+    def rows(self, index: Tensor) -> PromptStates:
+        return replace(self, prompt_B=self.prompt_B[index])
+
+    def backward(self) -> None:
+        _send(self.computed)
+        if self.lean is not None:
+            _send(self.lean.computed)  # the prompts have added to it
+
+    def cache(self, model: nn.Module) -> DynamicCache:
+        """A cache in which every row finds its prompt."""
+        from transformers.cache_utils import DynamicCache
+
+        cache = DynamicCache(config=model.config)  # pyright: ignore
+        for layer, (keys, values) in enumerate(self.states):
+            cache.update(keys[self.prompt_B], values[self.prompt_B], layer)
+        return cache
+
+
+@dataclass
+class Lean:
+    """A recognised model's fused weights, as leaves where there are gradients, and the rotations of its positions."""
+
+    weights: Fused
+    computed: list[tuple[Tensor, Tensor]]
+    turns: Tensor
+
+    def hidden_states(self, tokens_BT: Tensor, positions_BT: Tensor, *past: Any) -> tuple[Tensor, list[Any]]:
+        hidden, states = fused_llama.hidden_states(self.weights, tokens_BT, self.turns[positions_BT], *past)
+        return hidden * self.weights.norm, states
+
+
+def prompt_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor) -> PromptStates | None:
+    """The shared states of the rows' prompts, or None where no prompt is shared or the model keeps other states."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer  # seconds to import, and objectives do without
+
+    if model.training and getattr(backbone(model), "gradient_checkpointing", False):
+        return None  # transformers recomputes activations then, and keeps no states
+    cache: Any = DynamicCache(config=model.config)  # pyright: ignore
+    starts_B = mask_BT.int().argmax(dim=1)
+    if any(type(layer) is not DynamicLayer for layer in cache.layers) or int(starts_B.min()) < 2:
+        return None
+    width = int(starts_B.max())  # of the longest prompt
+    before = torch.arange(width, device=tokens_BT.device) < starts_B[:, None]
+    prompts_UT, prompt_B = torch.unique(tokens_BT[:, :width].masked_fill(~before, -1), dim=0, return_inverse=True)
+    if len(prompts_UT) == len(tokens_BT):
+        return None
+    lengths_U = (prompts_UT >= 0).sum(dim=1) - 1
+    inputs = prompts_UT[:, :-1].clamp(min=0)
+    lean = _lean(model, tokens_BT.shape[1]) if fused_llama.recognised(model) else None
+    if lean is None:
+        backbone(model)(input_ids=inputs, use_cache=True, past_key_values=cache)
+        states = [(layer.keys, layer.values) for layer in cache.layers]
+    else:
+        _, states = lean.hidden_states(inputs, torch.arange(inputs.shape[1], device=inputs.device)[None])
+    computed = [(x, x.detach().requires_grad_(x.requires_grad)) for pair in states for x in pair]
+    leaves = [leaf for _, leaf in computed]
+    return PromptStates(list(zip(leaves[::2], leaves[1::2], strict=True)), computed, lengths_U, prompt_B, lean)
+
+
+def _lean(model: nn.Module, length: int) -> Lean:
+    weights, computed = fused_llama.fuse(model).leaves()
+    return Lean(weights, computed, fused_llama.rotations(model, length))
+
+
+def _send(computed: list[tuple[Tensor, Tensor]]) -> None:
+    """Send the gradients that leaves have gathered through what they stand for."""
+    reached = [(x, leaf.grad) for x, leaf in computed if leaf.grad is not None]
+    if reached:
+        torch.autograd.backward([x for x, _ in reached], [gradient for _, gradient in reached])
+
+
+def completion_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor, prompts: PromptStates | None) -> Tensor:
+    """[N, H]: the hidden state before each of the N tokens in `mask_BT`, row by row."""
+    if prompts is None:
+        return hidden_states(model, tokens_BT)[:, :-1][mask_BT[:, 1:]]
+    lengths_B = prompts.lengths_U[prompts.prompt_B]
+    counts_B = mask_BT.sum(dim=1)
+    offsets = torch.arange(int(counts_B.max()), device=tokens_BT.device)
+    positions = (lengths_B[:, None] + offsets).clamp(max=tokens_BT.shape[1] - 1)
+    inputs = tokens_BT.gather(1, positions)
+    filled = torch.arange(prompts.states[0][0].shape[2], device=tokens_BT.device) < lengths_B[:, None]
+    all_filled = bool(filled.all())
+    if prompts.lean is not None:
+        past = [(keys[prompts.prompt_B], values[prompts.prompt_B]) for keys, values in prompts.states]
+        hidden, _ = prompts.lean.hidden_states(inputs, positions, past, None if all_filled else filled)
+    else:
+        hidden = backbone(model)(
+            input_ids=inputs,
+            attention_mask=None if all_filled else torch.cat([filled, torch.ones_like(inputs).bool()], dim=1),
+            position_ids=positions,
+            past_key_values=prompts.cache(model),
+            use_cache=True,
+        ).last_hidden_state
+    return hidden[offsets < counts_B[:, None]]
+
+
+def token_values(backbone: nn.Module, head: nn.Linear, tokens_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """[B, T], at least float32: the value of the state in which each token in `mask_BT` was chosen, 0 elsewhere."""
+    return state_values(
+        head, backbone(input_ids=tokens_BT, use_cache=False).last_hidden_state[:, :-1][mask_BT[:, 1:]], mask_BT
+    )
+
+
+def state_values(head: nn.Linear, hidden: Tensor, mask_BT: Tensor) -> Tensor:
+    """[B, T], at least float32: the values of `hidden`, the states [N, H] of the N tokens in `mask_BT`, 0 elsewhere."""
+    return _scatter([_at_least_float32(head(hidden.to(head.weight.dtype)))[:, 0]], mask_BT)
+
+
+def _at_least_float32(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _scatter(parts: list[Tensor], mask_BT: Tensor) -> Tensor:
+    flat = torch.cat(parts)
+    return torch.zeros(mask_BT.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask_BT, flat)

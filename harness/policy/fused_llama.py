@@ -1,0 +1,274 @@
+"""The arithmetic of plain Llama-shaped models over fused weights, for models whose cost is the library's overhead.
+
+Llama, Qwen2 and Qwen3 without anything unusual (`recognised`): RMSNorm, rotary positions, grouped-query attention,
+SwiGLU. Three rewritings, all exact but for rounding: query, key and value (gate and up) are one product; the weight
+of a norm and the scale of attention are multiplied into the product that follows; the rows of queries and keys are
+reordered so that the two numbers which a rotation mixes stand side by side, and one complex product rotates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+MAX_PARAMETERS = 50_000_000  # fused weights are copies; in larger models arithmetic outweighs what they save
+_FAMILIES = ("llama", "qwen2", "qwen3")
+_PARTS = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
+_PLAIN = (nn.Linear, nn.Embedding, nn.ModuleList)
+_SHORT = 128  # tokens in a row, prompt included
+_ROTARY = ("default", "linear", "llama3")  # whose angles do not depend on the length of the text
+States = tuple[Tensor, Tensor]  # keys and values of a layer
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's weights, each [in, out]; `head_norm` is Qwen3's, [Hq + Hkv, D], queries first."""
+
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    head_norm: Tensor | None
+    out: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Query heads, key-value heads, width of a head, epsilon of the norms."""
+
+    query_heads: int
+    kv_heads: int
+    head_width: int
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A model's weights as this module computes with them; they follow the model's parameters only when made anew."""
+
+    shape: Shape
+    embedding: Tensor
+    padding_id: int | None  # read as any other token, but its embedding learns nothing from being read
+    layers: list[Layer]
+    norm: Tensor
+    head: Tensor
+
+    def leaves(self) -> tuple[Fused, list[tuple[Tensor, Tensor]]]:
+        """The same weights as leaves of their own, and (computed, leaf) of each: gradients reach the model's
+        parameters when those of the leaves are sent on, once for all that was computed with them."""
+        pairs: list[tuple[Tensor, Tensor]] = []
+
+        def leaf(weight: Tensor | None) -> Any:
+            if weight is None or not weight.requires_grad:
+                return weight
+            pairs.append((weight, weight.detach().requires_grad_()))
+            return pairs[-1][1]
+
+        layers = [Layer(**{name: leaf(value) for name, value in vars(layer).items()}) for layer in self.layers]
+        return replace(self, layers=layers), pairs
+
+
+def recognised(model: nn.Module) -> bool:
+    """Whether `model` is of a class and configuration that this module is known to equal: everything else is not."""
+    family = type(model).__name__.removesuffix("ForCausalLM").lower()
+    if family not in _FAMILIES or not all(_is_plain(module, family) for module in model.modules()):
+        return False
+    config: Any = model.config
+    parameters = list(model.parameters())
+    first: Any = model.model.layers[0]  # pyright: ignore
+    attention = first.self_attn
+    return (
+        config.hidden_act == "silu"
+        and config.rope_parameters["rope_type"] in _ROTARY
+        and set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+        and attention.o_proj.bias is None
+        and all(p.bias is None for p in (first.mlp.gate_proj, first.mlp.up_proj, first.mlp.down_proj))
+        and attention.head_dim % 2 == 0
+        and {p.dtype for p in parameters} in ({torch.float32}, {torch.float64})
+        and sum(p.numel() for p in parameters) <= MAX_PARAMETERS
+        and (parameters[0].is_meta or not torch.is_autocast_enabled(parameters[0].device.type))
+    )
+
+
+def fuse(model: nn.Module) -> Fused:
+    """The weights of a recognised model; gradients flow back to its parameters."""
+    decoder, config = model.model, model.config  # pyright: ignore
+    attention: Any = decoder.layers[0].self_attn  # pyright: ignore
+    shape = Shape(config.num_attention_heads, config.num_key_value_heads, attention.head_dim, config.rms_norm_eps)  # pyright: ignore
+    return Fused(
+        shape,
+        decoder.embed_tokens.weight,  # pyright: ignore
+        decoder.embed_tokens.padding_idx,  # pyright: ignore
+        [_layer(layer, shape) for layer in decoder.layers],  # pyright: ignore
+        decoder.norm.weight,  # pyright: ignore
+        model.get_output_embeddings().weight,  # pyright: ignore
+    )
+
+
+@torch.no_grad()
+def rotations(model: nn.Module, length: int) -> Tensor:
+    """[length, D / 2] complex: the factor by which each pair of a query or key at a position is turned."""
+    parameter = next(model.parameters())
+    positions = torch.arange(length, device=parameter.device)[None]
+    cosine, sine = model.model.rotary_emb(parameter, positions)  # pyright: ignore
+    half = cosine.shape[-1] // 2
+    return torch.complex(cosine[0, :, :half].contiguous(), sine[0, :, :half].contiguous())
+
+
+def rotate(pairs: Tensor, turns: Tensor) -> Tensor:
+    """`pairs` [..., D] turned by `turns` [..., D / 2]."""
+    turned = torch.view_as_complex(pairs.unflatten(-1, (-1, 2))) * turns
+    return torch.view_as_real(turned).flatten(-2)
+
+
+def normalise(x: Tensor, epsilon: float) -> Tensor:
+    """`x` over the root of its mean square in the last axis; without gradient (`hidden_states` has one)."""
+    return x * _reciprocal_root(x, epsilon)
+
+
+def hidden_states(
+    model: Fused, tokens_RC: Tensor, turns: Tensor, past: list[States] | None = None, filled_RT: Tensor | None = None
+) -> tuple[Tensor, list[States]]:
+    """([R, C, H] last hidden states before the final norm's weight, keys and values per layer), with gradients.
+
+    `turns` [R or 1, C, D / 2] are the tokens' rotations. Token c of a row reads the tokens up to c and its row of
+    `past`, [R, Hkv, T, D] each, where `filled_RT` is True (None: everywhere).
+    """
+    shape, (rows, columns) = model.shape, tokens_RC.shape
+    heads, kv_heads = shape.query_heads, shape.kv_heads
+    bias = _bias(tokens_RC, past, filled_RT, model.embedding.dtype)
+    x = F.embedding(tokens_RC.flatten(), model.embedding, model.padding_id)
+    states: list[States] = []
+    for i, layer in enumerate(model.layers):
+        read = _Normalise.apply(x, shape.epsilon)
+        flat = torch.mm(read, layer.qkv) if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, read, layer.qkv)
+        parts = flat.view(rows, columns, -1, shape.head_width)
+        turned, values = parts.split([heads + kv_heads, kv_heads], dim=2)
+        if layer.head_norm is not None:
+            turned = _Normalise.apply(turned, shape.epsilon) * layer.head_norm
+        queries, keys = rotate(turned, turns[:, :, None]).transpose(1, 2).split([heads, kv_heads], dim=1)
+        values = values.transpose(1, 2)
+        states.append((keys, values))
+        if past is not None:
+            keys, values = torch.cat([past[i][0], keys], dim=2), torch.cat([past[i][1], values], dim=2)
+        x = torch.addmm(x, _attention(queries, keys, values, bias).transpose(1, 2).reshape(len(x), -1), layer.out)
+        x = torch.addmm(x, _Swiglu.apply(torch.mm(_Normalise.apply(x, shape.epsilon), layer.gate_up)), layer.down)
+    return _Normalise.apply(x, shape.epsilon).view(rows, columns, -1), states
+
+
+def _bias(tokens_RC: Tensor, past: list[States] | None, filled_RT: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """[R or 1, 1, C, T + C]: what is added to the scores, minus infinity where a token must not be read."""
+    columns = tokens_RC.shape[1]
+    causal = torch.ones(columns, columns, dtype=torch.bool, device=tokens_RC.device).tril()[None]
+    if past is not None:
+        if filled_RT is None:
+            before = causal.new_ones(1, columns, past[0][0].shape[2])
+        else:
+            before = filled_RT[:, None].expand(-1, columns, -1)
+        causal = torch.cat([before, causal.expand(len(before), -1, -1)], dim=2)
+    return torch.zeros(causal.shape, dtype=dtype, device=causal.device).masked_fill_(~causal, -torch.inf)[:, None]
+
+
+def _attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+    """[R, Hq, C, D]; plain products for short rows, where they take 55 to 75 % of the library's kernel on a CPU."""
+    rows, heads, columns, width = queries.shape
+    kv_heads, length = keys.shape[1:3]
+    if length > _SHORT:
+        return F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=bias, scale=1.0, enable_gqa=heads != kv_heads
+        )
+    group = heads // kv_heads
+    bias = bias.expand(-1, group, -1, -1).flatten(1, 2)
+    if len(bias) > 1:
+        bias = bias.repeat_interleave(kv_heads, dim=0)
+    queries = queries.reshape(rows * kv_heads, group * columns, width)
+    scores = torch.baddbmm(bias, queries, keys.reshape(-1, length, width).transpose(1, 2))
+    read = torch.bmm(torch.softmax(scores, dim=-1), values.reshape(-1, length, width))
+    return read.view(rows, heads, columns, width)
+
+
+class _Normalise(torch.autograd.Function):
+    """`normalise` with its gradient in one pass; saves what it returns."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, epsilon: float) -> Tensor:
+        root = _reciprocal_root(x, epsilon)
+        result = x * root
+        ctx.save_for_backward(result, root)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
+        result, root = ctx.saved_tensors
+        share = (gradient * result).mean(dim=-1, keepdim=True)
+        return torch.addcmul(gradient, result, share, value=-1).mul_(root), None
+
+
+class _Swiglu(torch.autograd.Function):
+    """SiLU of the first half of the last axis times the second half."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        active = F.silu(gate)
+        ctx.save_for_backward(gate_up, active)
+        return active * up
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore
+        gate_up, active = ctx.saved_tensors
+        result = torch.empty_like(gate_up)
+        (gate, up), (gate_result, up_result) = gate_up.chunk(2, dim=-1), result.chunk(2, dim=-1)
+        torch.mul(gradient, active, out=up_result)
+        torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=gate_result)
+        return result
+
+
+def _reciprocal_root(x: Tensor, epsilon: float) -> Tensor:
+    """[..., 1]: one over the root of the mean square of the last axis."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return (norm * norm).div_(x.shape[-1]).add_(epsilon).rsqrt_()
+
+
+def _layer(layer: Any, shape: Shape) -> Layer:
+    attention, before, after = layer.self_attn, layer.input_layernorm.weight, layer.post_attention_layernorm.weight
+    has_head_norm = hasattr(attention, "q_norm")
+    scale = shape.head_width**-0.5
+    queries, keys, values = attention.q_proj, attention.k_proj, attention.v_proj
+    query_scale = 1.0 if has_head_norm else scale
+    weights = [_paired(queries.weight, shape) * query_scale, _paired(keys.weight, shape), values.weight]
+    bias = head_norm = None
+    if queries.bias is not None:
+        bias = torch.cat([_paired(queries.bias, shape) * query_scale, _paired(keys.bias, shape), values.bias])
+    if has_head_norm:
+        query_norm = _paired(attention.q_norm.weight, shape) * scale
+        key_norm = _paired(attention.k_norm.weight, shape)
+        head_norm = torch.cat([query_norm.expand(shape.query_heads, -1), key_norm.expand(shape.kv_heads, -1)])
+    gate_up = torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
+    return Layer(
+        (torch.cat(weights) * before).t(),
+        bias,
+        head_norm,
+        attention.o_proj.weight.t(),
+        (gate_up * after).t(),
+        layer.mlp.down_proj.weight.t(),
+    )
+
+
+def _paired(rows: Tensor, shape: Shape) -> Tensor:
+    """Rows of all heads in the order 0, D/2, 1, D/2 + 1, ...: transformers turns number i with number i + D/2."""
+    halves = rows.unflatten(0, (-1, 2, shape.head_width // 2))
+    return halves.transpose(1, 2).reshape(rows.shape)
+
+
+def _is_plain(module: nn.Module, family: str) -> bool:
+    """Whether a module is of a class known here, and nobody changes what goes in or comes out."""
+    kind = type(module)
+    own = kind.__module__ == f"transformers.models.{family}.modeling_{family}" and kind.__name__.endswith(_PARTS)
+    activation = kind.__module__ == "transformers.activations" and kind.__name__ == "SiLUActivation"
+    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+    return (own or activation or kind in _PLAIN or kind is nn.SiLU) and not hooked

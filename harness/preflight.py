@@ -1,0 +1,51 @@
+"""What is checked of runs before any of them starts: folder, devices, models, engines, rewards, data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness.spec.errors import SpecError
+from harness.spec.run import RunSpec
+from harness.tracking.mlflow_store import check_runs
+from harness.types import Split
+
+
+def check_inputs(
+    specs: Sequence[RunSpec], runs: Path, splits: Sequence[Split] | None = None, *, models: bool = True
+) -> None:
+    """ValueError for a runs folder, device, model, engine, reward or data that cannot be used.
+
+    Reads no weights and writes nothing. `splits` are those that must have problems, by default all that a run reads;
+    without `models` only the folder and the data are checked. What several specs share is checked once.
+    """
+    check_runs(runs)
+    if models:
+        _check_models(specs)
+    read = {spec.task.model_dump_json(): (spec.task, splits or _splits(spec)) for spec in specs}
+    for task, names in read.values():
+        for split in names:
+            if not task.prompts(split):
+                raise SpecError(f"task '{task.name}' must have problems in its {split} split, it has none")
+    cold = {spec.task.model_dump_json(): spec.task for spec in specs if spec.cold_start.steps}
+    for task in cold.values():
+        if not task.demonstrations():
+            raise SpecError(f"task '{task.name}' has no worked solutions; set cold_start.steps to 0")
+
+
+def _check_models(specs: Sequence[RunSpec]) -> None:
+    from harness.policy.device import resolve_device
+    from harness.policy.model import check_model  # here: it loads torch, which workers of fakes do without
+
+    for device in dict.fromkeys(spec.device for spec in specs):
+        resolve_device(device)
+    for model in dict.fromkeys(spec.model for spec in specs):
+        check_model(model)
+    for spec in specs:
+        spec.engine.check(spec.sampling_with_limit())
+        for reward in spec.rewards.values():
+            reward.check()
+
+
+def _splits(spec: RunSpec) -> Sequence[Split]:
+    return ("train", "validation", "test") if spec.steps else ("validation", "test")

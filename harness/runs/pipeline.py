@@ -1,0 +1,158 @@
+"""A run in stages, each a run of its own that starts from the policy of the one before: what a file says, and its run.
+
+The recipe of DeepSeek-R1 (arXiv:2501.12948, section 2.3): a supervised cold start, reinforcement learning, rejection
+sampling (the model's own correct answers, on which it is fine-tuned), reinforcement learning with other rewards. The
+cold start belongs to the first stage. Departures: which answers are correct is the task's decision, no model filters
+them; the fine-tuning goes on from the sampling policy unless `restart` is set, as the paper's does from the base model.
+
+A stage has a folder (`stages/<number>-<name>`), events and an MLflow run, child of the pipeline's. One that is complete
+is not run again; reinforcement learning continues from its checkpoint, a fine-tuning from the answers it has kept.
+"""
+
+from __future__ import annotations
+import dataclasses
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+import numpy as np
+import torch
+from pydantic import Field, ValidationError
+from transformers import PreTrainedTokenizerBase
+from harness import plugins
+from harness.files import read_json, write_json, write_text
+from harness.preflight import check_inputs
+from harness.runs.single import own_folder, run_logged
+from harness.training.cold_start import fit_demonstrations, start_policy
+from harness.training.grading import grade
+from harness.interfaces import RolloutEngine, RunLogger
+from harness.memory.fit import check_memory
+from harness.policy.device import mixed_precision, resolve_device
+from harness.policy.model import save_model
+from harness.spec.run import ColdStart, RunSpec, parse_run
+from harness.spec.errors import SpecError, explain
+from harness.spec.raw import digest, parse_overrides, read_yaml, with_overrides
+from harness.tracking.run_log import RunLog, read_result
+from harness.training.run import RunResult
+from harness.training.evaluate import logged_evaluation
+from harness.memory.usage import peak_memory
+from harness.training.loop import train
+from harness.runs.rejection import rejection_sampling
+from harness.runs.single import Execute, Watch, ended_result
+from harness.runs.stages import Kind, Stage, policy_folder
+from harness.stop import stop_on_signals
+from harness.types import Demonstration, GradedGroup, Group, InvalidRun, Section, TrialState
+
+
+
+PIPELINE = "pipeline.json"
+PARENT_SECONDS = 60.0  # how long the stages wait for the MLflow run that they are children of
+@dataclass(frozen=True)
+class StageResult:
+    """How a stage ended, and where it is."""
+
+    name: str
+    kind: Kind
+    directory: Path
+    result: RunResult
+
+
+def train_pipeline(
+    stages: Sequence[Stage], runs: Path, name: str, watch: Watch = Watch()
+) -> tuple[RunResult, list[StageResult]]:
+    """Run the stages in `runs/train/name`, or those that are left; the result of all, and that of each that began.
+
+    ValueError, before any model loads, for what cannot run and for a folder with something else.
+    """
+    check_inputs([stage.spec for stage in stages], runs, ("train", "validation", "test"))
+    for stage in stages:
+        if stage.kind == "train":
+            check_memory(stage.spec)
+    directory = runs / "train" / name
+    with own_folder(directory, stages[0].spec):
+        _check_unchanged(directory, stages)
+        opened = RunLog.open(
+            runs, directory, stages[0].spec, experiment="train", run_name=name, parent_run_id=None,
+            tags={"cohort.pipeline": name},
+        )  # fmt: skip
+        with opened as log, stop_on_signals(watch.on_stop) as should_stop:
+            log.resume(-1)
+            parent, model, results = _parent_run(log), stages[0].spec.model, []
+            for number, stage in enumerate(stages, start=1):
+                folder = directory / "stages" / f"{number}-{stage.name}"
+                spec = stage.spec.model_copy(update={"model": model})
+                execute: Execute = train
+                if stage.kind == "rejection_sampling":
+                    execute = partial(rejection_sampling, stage=stage, start=stages[0].spec)
+                run = partial(run_logged, execute, spec, runs, folder, f"{name}/{stage.name}", should_stop, watch)
+                result = ended_result(folder) or run(parent_run_id=parent, tags=_tags(stage, name))
+                results.append(StageResult(stage.name, stage.kind, folder, result))
+                if result.state == "complete":  # a stage that goes on later would contradict what was logged
+                    log.metrics(number, _stage_metrics(result))
+                if result.state != "complete" or should_stop():
+                    break
+                model = str(policy_folder(stage, folder).resolve())
+            outcome = _outcome(results, len(stages))
+            log.finish(outcome.state, outcome.reason, outcome.summary)
+    return outcome, results
+
+
+def _tags(stage: Stage, pipeline: str) -> dict[str, str]:
+    tags = {"cohort.pipeline": pipeline, "cohort.stage": stage.name, "cohort.stage_kind": stage.kind}
+    if stage.kind == "rejection_sampling":
+        tags |= {f"cohort.{key}": json.dumps(stage.document()[key]) for key in ("rejection", "fit")}
+    return tags
+
+
+def _parent_run(log: RunLog) -> str | None:
+    """The id of the pipeline's MLflow run; None where the store does not answer, and the stages stand on their own."""
+    deadline = time.monotonic() + PARENT_SECONDS
+    while log.run_id is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return log.run_id
+
+
+def _check_unchanged(directory: Path, stages: Sequence[Stage]) -> None:
+    """SpecError where the folder has a pipeline with other stages."""
+    file, document = directory / PIPELINE, {"stages": [stage.document() for stage in stages]}
+    if not file.exists():
+        write_json(file, document)
+    elif read_json(file)["stages"] != document["stages"]:
+        raise SpecError(f"'{directory}' holds a pipeline with other stages; choose another --name or delete the folder")
+
+
+def _stage_metrics(result: RunResult) -> dict[str, float]:
+    """What the pipeline's own run shows of a stage, at the stage's number: accuracies and costs."""
+    names = {
+        "accuracy_final": "validation/accuracy",
+        "test_accuracy": "test/accuracy",
+        "rollouts": "train/rollouts",
+        "generated_tokens": "train/generated_tokens",
+        "seconds": "seconds/total",
+    }
+    return {metric: float(result.summary[key]) for key, metric in names.items() if key in result.summary}
+
+
+def _outcome(results: Sequence[StageResult], num_stages: int) -> RunResult:
+    """The pipeline's state, and its summary: costs of all stages, accuracy before the first and after the last."""
+    last = results[-1].result
+    state: TrialState = last.state
+    if state == "complete" and len(results) < num_stages:
+        state = "stopped"
+    summaries = [item.result.summary for item in results]
+    summary = {
+        key: float(np.sum([s.get(key, 0.0) for s in summaries]))
+        for key in ("rollouts", "generated_tokens", "optimizer_steps", "seconds")
+    }
+    summary["peak_memory_bytes"] = max(s.get("peak_memory_bytes", 0.0) for s in summaries)
+    if "accuracy_initial" in summaries[0]:
+        summary["accuracy_initial"] = summaries[0]["accuracy_initial"]
+    summary |= {key: last.summary[key] for key in ("accuracy_final", "test_accuracy") if key in last.summary}
+    reason = None if last.reason is None else f"stage '{results[-1].name}': {last.reason}"
+    return RunResult(state, reason, summary)
+
+

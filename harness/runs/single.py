@@ -1,0 +1,133 @@
+"""One run or one evaluation outside a study, as `cohort train` and `cohort evaluate` do them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from filelock import FileLock, Timeout
+
+from harness.files import read_json
+from harness.memory.fit import check_memory
+from harness.policy.device import resolve_device
+from harness.preflight import check_inputs
+from harness.runs.watched import WatchedLog
+from harness.spec.errors import SpecError
+from harness.spec.run import RunSpec
+from harness.stop import stop_on_signals
+from harness.study.status import StudyStatus
+from harness.tracking.run_log import RunLog, read_result
+from harness.training.cold_start import start_policy
+from harness.training.evaluate import evaluate_run, evaluation_metrics
+from harness.training.loop import train
+from harness.training.run import RunResult, build_engine
+from harness.types import FINAL, EvaluationResult, Split
+
+Execute = Callable[..., RunResult]  # called like `harness.training.loop.train`
+OnProgress = Callable[[str, int, int], None]  # phase, done, total
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What a run tells whoever watches it: how far it is, and that it will stop after this step."""
+
+    on_status: Callable[[StudyStatus], None] = lambda status: None
+    on_stop: Callable[[], None] = lambda: None
+
+
+def train_once(spec: RunSpec, runs: Path, name: str, watch: Watch = Watch()) -> RunResult:
+    """Train in `runs/train/name`, or continue there, or return the result of a run that has ended there.
+
+    ValueError, before any model loads, for what cannot run and for a folder with another run.
+    """
+    check_inputs([spec], runs)
+    if spec.steps:
+        check_memory(spec)
+    directory = runs / "train" / name
+    with own_folder(directory, spec), stop_on_signals(watch.on_stop) as should_stop:
+        return ended_result(directory) or run_logged(train, spec, runs, directory, name, should_stop, watch)
+
+
+def evaluate_once(
+    spec: RunSpec, split: Split, runs: Path, name: str, on_progress: OnProgress = lambda phase, done, total: None
+) -> EvaluationResult:
+    """The accuracy of the policy that the spec starts from, after the cold start if it has one.
+
+    Metrics and every graded completion go to `runs/evaluate/name` and to MLflow's experiment `evaluate`.
+    """
+    check_inputs([spec], runs, (split,))
+    directory = runs / "evaluate" / name
+    with (
+        own_folder(directory, spec),
+        RunLog.open(runs, directory, spec, experiment="evaluate", run_name=name, parent_run_id=None, tags={}) as log,
+    ):
+        log.resume(-1)
+        result = _evaluate(spec, split, runs, on_progress)
+        log.metrics(0, evaluation_metrics(result))
+        log.samples(result.samples)
+        log.finish("complete", None, {f"{split}_accuracy": result.metrics["accuracy"]})
+    return result
+
+
+def _evaluate(
+    spec: RunSpec, split: Split, runs: Path, on_progress: OnProgress = lambda phase, done, total: None
+) -> EvaluationResult:
+    policy, tokenizer = start_policy(spec, runs / "cache", partial(on_progress, "cold start"))
+    policy = policy.to(device=resolve_device(spec.device), dtype=getattr(torch, spec.dtype))
+    with closing(build_engine(spec, policy, tokenizer)) as engine:
+        return evaluate_run(spec, engine, split, 0, partial(on_progress, split), num_shown=sys.maxsize)
+
+
+def model_folder(model: str) -> str:
+    """The folder that transformers loads, where `model` is a checkpoint or a run with checkpoints; else `model`."""
+    for folder in (Path(model), *sorted((Path(model) / "checkpoints").glob("step-*"), reverse=True)):
+        if (folder / "policy" / "config.json").is_file():
+            return str(folder / "policy")
+    return model
+
+
+def ended_result(directory: Path) -> RunResult | None:
+    """The result of a run that has ended in its folder for good; None where there is something left to do."""
+    ended = read_result(directory)
+    return RunResult(ended["state"], ended["reason"], ended["summary"]) if ended and ended["state"] in FINAL else None
+
+
+def run_logged(
+    execute: Execute,
+    spec: RunSpec,
+    runs: Path,
+    directory: Path,
+    name: str,
+    should_stop: Callable[[], bool],
+    watch: Watch,
+    *,
+    parent_run_id: str | None = None,
+    tags: Mapping[str, str] | None = None,
+) -> RunResult:
+    """What `execute`, called like `harness.training.loop.train`, makes of the run, logged and watched while it lasts."""
+    with RunLog.open(
+        runs, directory, spec, experiment="train", run_name=name, parent_run_id=parent_run_id, tags=tags or {}
+    ) as log:
+        watched = WatchedLog(log, name, spec.seed, directory, watch.on_status)
+        result = execute(spec, directory, watched, cache=runs / "cache", should_stop=should_stop)
+        log.finish(result.state, result.reason, result.summary)
+    return result
+
+
+@contextmanager
+def own_folder(directory: Path, spec: RunSpec) -> Iterator[None]:
+    """Hold the folder; SpecError where it has a run with other settings, or another process holds it."""
+    file = directory / "run.json"
+    if file.exists() and read_json(file)["spec"] != spec.model_dump(mode="json"):
+        raise SpecError(f"'{directory}' holds a run with other settings; choose another --name or delete the folder")
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(directory / "lock", timeout=0):
+            yield
+    except Timeout:
+        raise SpecError(f"another process trains in '{directory}'; choose another --name or wait for it") from None

@@ -1,0 +1,1 @@
+"""What a run and a study are, as validated, frozen values."""

@@ -1,0 +1,70 @@
+"""What a user reads where a file or an override is wrong: file, key, rule, value and the nearest valid key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import ValidationError
+
+from harness import plugins
+from harness.types import Section
+
+
+class SpecError(ValueError):
+    """What a user wrote cannot be run; the message names the file, the key, the rule, the value and a fix."""
+
+
+def explain(error: ValidationError, model: type[Section], raw: Mapping[str, Any], where: str) -> str:
+    """One line for each thing wrong with `raw`: where, key, rule, value, and the nearest valid key."""
+    lines = []
+    for item in error.errors():
+        keys = [str(key) for key in item["loc"] if not str(key).startswith("function-")]
+        path = ".".join(keys)
+        value = "" if item["type"] in ("missing", "extra_forbidden") else f", got {_short(item['input'])}"
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "extra_forbidden":
+            owner = _class_at(model, raw, keys[:-1])
+            known = list(owner.model_fields) if owner else []
+            near = plugins.nearest(keys[-1], known)
+            message = f"unknown key '{keys[-1]}'; " + (f"did you mean '{near}'? " if near else "")
+            message += f"valid keys: {', '.join(known)}" if known else ""
+            message = message.rstrip("; ")
+        elif item["type"] == "missing":
+            message = "is required"
+        elif item["type"] == "value_error":
+            value = ""  # our own messages name the value
+        named = f"{path}: " if path and not message.startswith(path) else ""
+        lines.append(f"{where}: {named}{message}{value}")
+    return "\n".join(lines)
+
+
+def _class_at(model: type[Section], raw: Mapping[str, Any], keys: Sequence[str]) -> type[Section] | None:
+    owner: type[Section] = model
+    node: Any = raw
+    names = iter(keys)
+    for key in names:
+        node = node.get(key) if isinstance(node, Mapping) else None
+        if key not in owner.model_fields:
+            return None
+        if key in getattr(owner, "plugin_fields", ()):
+            name = node if isinstance(node, str) else (node or {}).get("name")
+            kind: Any = key
+            owner = plugins.settings_class(kind, str(name))
+            continue
+        annotation = owner.model_fields[key].annotation
+        if get_origin(annotation) in (UnionType, Union):  # `LoRA | None`
+            annotation = next(kind for kind in get_args(annotation) if kind is not type(None))
+        while get_origin(annotation) is dict:  # its next key is a name that the user chose
+            annotation = get_args(annotation)[1]
+            next(names, None)
+        if not (isinstance(annotation, type) and issubclass(annotation, Section)):
+            return None
+        owner = annotation
+    return owner
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,93 @@
+"""Runs and studies by name or file, with overrides applied."""
+
+from __future__ import annotations
+
+import importlib.resources
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness import plugins
+from harness.spec.errors import SpecError
+from harness.spec.raw import parse_overrides, read_yaml, with_overrides
+from harness.spec.run import RunSpec, parse_run
+from harness.spec.study import StudySpec, parse_study
+
+
+def runs_of(name_or_path: str, overrides: Sequence[str] = ()) -> dict[str, RunSpec]:
+    """The runs that a file describes: one by its algorithm's name, or those of a study by the labels of its arms."""
+    path = Path(name_or_path)
+    raw = read_yaml(path) if path.is_file() else {"run": {}}  # what is no file is the name of a shipped study
+    if isinstance(raw, Mapping) and "run" not in raw:
+        run = load_run(name_or_path, overrides)
+        return {run.algorithm.name: run}
+    study = load_study(name_or_path, overrides)
+    return {arm.label: study.run_spec(arm, study.seeds[0]) for arm in study.design_arms() or study.checked_arms()}
+
+
+def load_study(name_or_path: str, overrides: Sequence[str] = ()) -> StudySpec:
+    """A study by shipped name or file path, with `path=value` overrides applied.
+
+    An override whose first word is a field of StudySpec (`seeds=[0,1]`, `metric=...`) changes the study, any other
+    the base run (`steps=20`, `task.path=...`).
+    """
+    path = _study_file(name_or_path)
+    raw = read_yaml(path)
+    if not isinstance(raw, dict):
+        raise SpecError(f"{path}: a study file must be a mapping, got {type(raw).__name__}")
+    raw.setdefault("name", path.stem)
+    run: dict[str, Any] = {}
+    for dotted, value in parse_overrides(overrides).items():
+        if dotted.partition(".")[0] in StudySpec.model_fields:
+            raw = with_overrides(raw, {dotted: value})
+        else:
+            run[dotted] = value
+    if run and isinstance(raw.get("run"), dict):
+        raw["run"] = with_overrides(raw["run"], run)
+        searched = (raw.get("search") or {}).get("space") or {} if isinstance(raw.get("search"), dict) else {}
+        fixed = [dotted for dotted in run if dotted in searched]
+        if fixed:
+            raise SpecError(
+                f"--set {fixed[0]}: the study searches it; change the range: --set 'search.space.{fixed[0]}="
+                "{low: ..., high: ...}'"
+            )
+        fixed = [dotted for dotted in run if dotted in raw.get("factors", {})]
+        if fixed:
+            raise SpecError(
+                f"--set {fixed[0]}: the study varies it; override the levels: --set 'factors.{fixed[0]}=[...]'"
+            )
+    return parse_study(raw, where=str(path))
+
+
+def load_run(path: str | None, overrides: Sequence[str] = (), defaults: Mapping[str, Any] | None = None) -> RunSpec:
+    """A run from a YAML or JSON file (or from `defaults` alone), with `path=value` overrides applied."""
+    raw: Any = dict(defaults or {})
+    if path is not None:
+        read = read_yaml(Path(path))
+        if not isinstance(read, dict):
+            raise SpecError(f"{path}: a run file must be a mapping, got {type(read).__name__}")
+        raw |= read
+    return parse_run(with_overrides(raw, parse_overrides(overrides)), where=path or "command line")
+
+
+def shipped_studies() -> dict[str, Path]:
+    """Name -> file of every study that Cohort ships."""
+    folder = Path(str(importlib.resources.files("studies")))
+    return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+
+
+def _study_file(name_or_path: str) -> Path:
+    shipped = shipped_studies()
+    if name_or_path in shipped:
+        return shipped[name_or_path]
+    path = Path(name_or_path)
+    if path.is_file():
+        return path
+    if path.suffix in (".yaml", ".yml", ".json") or os.sep in name_or_path:
+        raise SpecError(f"{path}: no such study file")
+    near = plugins.nearest(name_or_path, list(shipped))
+    hint = f"did you mean '{near}'? " if near else ""
+    raise SpecError(
+        f"unknown study '{name_or_path}'; {hint}shipped: {', '.join(shipped)}, or give a path to a YAML file"
+    )

@@ -1,0 +1,323 @@
+"""What a run and a study are: validated, frozen, serialisable values; every setting is written in one place.
+
+`RunSpec` is one training run, `StudySpec` a question with the arms and seeds that answer it. Settings of a plugin
+(algorithm, task, engine) are fields of the plugin's own class, so a spec file is checked against the class it names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
+
+from harness import plugins
+from harness.interfaces import Algorithm, Reward, RolloutEngine, Task
+from harness.spec.errors import SpecError, explain
+from harness.spec.raw import digest
+from harness.types import Sampling, Section
+
+Scalar = bool | int | float | str | None
+
+
+class ColdStart(Section):
+    """Supervised warm start on the task's worked solutions, shared by every arm and seed (AdamW, constant rate)."""
+
+    steps: int = Field(default=0, ge=0, description="optimiser steps; 0 starts from the model as it is")
+    batch_size: int = Field(default=32, ge=1)
+    learning_rate: float = Field(default=3e-3, gt=0)
+    seed: int = Field(default=0, ge=0, description="data order and, for `tiny`, initial weights")
+
+
+class Optimizer(Section):
+    """AdamW for the policy (and, separately, the critic) and the number of updates that a batch receives."""
+
+    learning_rate: float = Field(default=1e-4, gt=0)
+    critic_learning_rate: float = Field(default=3e-4, gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="of both learning rates after the warm-up; linear and cosine end at 0"
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="training steps over which the rates rise linearly")
+    weight_decay: float = Field(default=0.0, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    max_grad_norm: float = Field(default=1.0, gt=0, description="gradient clipping by global norm")
+    num_inner_epochs: int = Field(default=1, ge=1, description="mu: passes over each batch of rollouts")
+    num_minibatches: int = Field(default=1, ge=1, description="optimiser steps per pass; divides rollouts_per_step")
+    tokens_per_microbatch: int | None = Field(
+        default=None, ge=1, description="padded tokens in one forward: memory and speed; by default 1024, 8192 on a GPU"
+    )
+
+
+class DynamicSampling(Section):
+    """Replace groups of equal rewards by further prompts' groups (DAPO, arXiv:2503.14476, eq. 11), within a budget; all
+    that is generated is charged."""
+
+    max_batches: int = Field(
+        default=1, ge=1, description="batches of prompts_per_step prompts that a step may sample; 1: none is replaced"
+    )
+
+
+class KLControl(Section):
+    """How `algorithm.kl_beta` and the reference change over a run."""
+
+    schedule: Literal["constant", "cosine", "adaptive"] = Field(
+        default="constant", description="cosine: from kl_beta down; adaptive: towards a target KL"
+    )
+    hold: float = Field(default=0.1, ge=0, lt=1, description="cosine: share of the steps before it falls")
+    end: float = Field(default=0.8, gt=0, le=1, description="cosine: share of the steps after which it stays")
+    final_scale: float = Field(default=0.0, ge=0, description="cosine: share of kl_beta that is left at the end")
+    target: float | None = Field(default=None, gt=0, description="adaptive: KL to the reference in nats per token")
+    refresh_reference_every: int = Field(
+        default=0, ge=0, description="training steps after which the policy becomes the reference; 0: never"
+    )
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.end <= self.hold:
+            raise ValueError(f"kl.end must exceed kl.hold ({self.hold}), got {self.end}")
+        if (self.schedule == "adaptive") != (self.target is not None):
+            raise ValueError(f"kl.target belongs to kl.schedule=adaptive, got {self.target} with {self.schedule}")
+        return self
+
+
+class Mismatch(Section):
+    """What is done where the engine's probabilities differ from the learner's; nothing is with the learner's own."""
+
+    correction: Literal["none", "truncated", "masked"] = Field(
+        default="none", description="importance weights, cut at the bound, or 0 outside [1 / bound, bound]"
+    )
+    level: Literal["token", "sequence"] = Field(default="token", description="one weight per token, or per completion")
+    bound: float = Field(default=2.0, gt=1)
+
+
+class LoRA(Section):
+    """Train low-rank adapters instead of all weights (arXiv:2106.09685); the reference is the model without them."""
+
+    rank: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32.0, gt=0, description="the update is scaled by alpha / rank")
+    targets: tuple[str, ...] = Field(default=(), description="names of layers; by default all linear ones but the head")
+
+
+class Evaluation(Section):
+    """Held-out accuracy during training (validation split) and once at the end (test split)."""
+
+    every: int = Field(
+        default=20, ge=1, description="training steps between evaluations; the first and last always happen"
+    )
+    num_prompts: int = Field(default=256, ge=1, description="validation problems; all when the split has fewer")
+    num_test_prompts: int = Field(default=512, ge=1, description="test problems; all when the split has fewer")
+    num_samples: int = Field(default=4, ge=1, description="k samples per problem for accuracy, pass@k and maj@k")
+    temperature: float = Field(default=1.0, gt=0)
+
+
+class Checkpoints(Section):
+    """What a run keeps on disk: enough to resume, and whole batches of rollouts to read, regrade or rank."""
+
+    every: int = Field(default=20, ge=1, description="training steps between checkpoints")
+    keep: int = Field(default=2, ge=1)
+    rollouts_every: int = Field(
+        default=20, ge=0, description="training steps between batches kept in rollouts/; the first is; 0: none"
+    )
+
+
+class Gates(Section):
+    """Bounds on what every step measures, beyond which the run ends INVALID; null turns one off. A non-finite loss or
+    gradient ends a run in any case."""
+
+    mismatch_kl: float | None = Field(
+        default=0.1, gt=0, description="nats per token between engine and learner, in any step"
+    )
+    stuck_groups: float | None = Field(
+        default=0.98, ge=0, lt=1, description="share of groups without any advantage that do not earn the best reward"
+    )
+    stuck_groups_steps: int = Field(default=20, ge=1, description="steps in a row with more of them")
+    weights_changed: float | None = Field(
+        default=0.001, gt=0, le=1, description="share of the weights that an update with a gradient changes at all"
+    )
+    weights_changed_steps: int = Field(default=5, ge=1, description="such steps in a row that change fewer")
+    entropy: float | None = Field(
+        default=None, ge=0, description="nats per token; off, because a task that is solved has little entropy left"
+    )
+    entropy_steps: int = Field(default=20, ge=1, description="steps in a row with less")
+    answered: float | None = Field(
+        default=0.25, ge=0, le=1, description="answered completions, as a share of those of the first step"
+    )
+    answered_steps: int = Field(default=20, ge=1, description="steps in a row with fewer")
+
+
+def _plugin(kind: plugins.Kind, value: Any) -> Any:
+    """A plugin's settings from a name, from a mapping with a name, or as they are."""
+    if isinstance(value, Section):
+        return value
+    fields = {"name": value} if isinstance(value, str) else value
+    if not isinstance(fields, Mapping) or "name" not in fields:
+        raise ValueError(f"{kind} must be a name or a mapping with a 'name', got {value!r}")
+    return plugins.settings_class(kind, str(fields["name"])).model_validate(dict(fields))
+
+
+def _reward(name: str, settings: Any) -> Reward:
+    """A reward from its weight, from a mapping of its settings, or as it is."""
+    if isinstance(settings, Reward):
+        return settings
+    cls = plugins.load("reward", name)
+    if isinstance(settings, int | float) and not isinstance(settings, bool):
+        settings = {"weight": settings}
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"rewards.{name} must be a weight or a mapping of settings, got {settings!r}")
+    try:
+        return cls.model_validate(dict(settings))  # pyright: ignore[reportAttributeAccessIssue]
+    except ValidationError as error:
+        raise ValueError(explain(error, cls, settings, f"rewards.{name}")) from None
+
+
+class RunSpec(Section):
+    """One training run, complete: two runs with equal specs give equal results on one machine."""
+
+    model: str = Field(default="tiny", min_length=1, description="'tiny', a Hub id or a local folder")
+    task: SerializeAsAny[Task]
+    algorithm: SerializeAsAny[Algorithm]
+    rewards: dict[str, SerializeAsAny[Reward]] = Field(
+        default_factory=dict, description="name -> weight, or settings; added to the algorithm's own reward"
+    )
+    engine: SerializeAsAny[RolloutEngine.Settings] = Field(default="transformers")  # pyright: ignore
+    sampling: Sampling = Sampling()
+    dynamic_sampling: DynamicSampling = DynamicSampling()
+    cold_start: ColdStart = ColdStart()
+    optimizer: Optimizer = Optimizer()
+    kl: KLControl = KLControl()
+    mismatch: Mismatch = Mismatch()
+    lora: LoRA | None = Field(default=None, description="low-rank adapters; none by default")
+    evaluation: Evaluation = Evaluation()
+    checkpoints: Checkpoints = Checkpoints()
+    gates: Gates = Gates()
+    rollouts_per_step: int = Field(default=128, ge=1)
+    steps: int = Field(default=100, ge=0)
+    seed: int = Field(default=0, ge=0)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="of weights and optimiser too: bfloat16 saves memory and loses small updates"
+    )
+    autocast: bool = Field(default=False, description="forward passes in bfloat16 over float32 weights and optimiser")
+    gradient_checkpointing: bool = Field(default=False, description="less memory for a second forward pass")
+
+    plugin_fields: ClassVar[tuple[plugins.Kind, ...]] = ("task", "algorithm", "engine")
+
+    @field_validator("task", mode="before")
+    @classmethod
+    def _task(cls, value: Any) -> Any:
+        return _plugin("task", value)
+
+    @field_validator("algorithm", mode="before")
+    @classmethod
+    def _algorithm(cls, value: Any) -> Any:
+        return _plugin("algorithm", value)
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _engine(cls, value: Any) -> Any:
+        return _plugin("engine", value)
+
+    @field_validator("rewards", mode="before")
+    @classmethod
+    def _rewards(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"rewards must be a mapping of names to weights or settings, got {value!r}")
+        return {str(name): _reward(str(name), settings) for name, settings in value.items()}
+
+    @model_validator(mode="after")
+    def _complete_rewards(self) -> Self:
+        """The algorithm's own reward is one of the run's, unless the spec gives it another weight."""
+        default = {name: _reward(name, weight) for name, weight in self.algorithm.default_rewards.items()}
+        object.__setattr__(self, "rewards", dict(sorted({**default, **self.rewards}.items())))
+        for name, reward in self.rewards.items():
+            if reward.sees_gold and reward.weight and not self.algorithm.sees_gold:
+                raise ValueError(
+                    f"rewards.{name} sees gold answers, and {self.algorithm.name} must not; got weight "
+                    f"{reward.weight}; remove it, or set rewards.{name}=0 to measure it only"
+                )
+        if not any(reward.weight for reward in self.rewards.values()):
+            raise ValueError(f"rewards must have a weight other than 0, got 0 for {', '.join(self.rewards)}")
+        return self
+
+    @model_validator(mode="after")
+    def _fits_the_algorithm(self) -> Self:
+        if self.kl.schedule != "constant" and not self.algorithm.kl_beta:
+            raise ValueError(
+                f"kl.schedule must be constant for {self.algorithm.name} without kl_beta, got {self.kl.schedule}"
+            )
+        if self.mismatch.correction != "none" and not self.algorithm.linear_in_advantages:
+            raise ValueError(
+                f"mismatch.correction must be none for {self.algorithm.name}, got {self.mismatch.correction}: "
+                "its loss is not linear in its advantages"
+            )
+        if self.dynamic_sampling.max_batches > 1 and self.algorithm.group_size == 1:
+            raise ValueError(
+                "dynamic_sampling.max_batches must be 1 with algorithm.group_size=1, whose groups never differ, got "
+                f"{self.dynamic_sampling.max_batches}"
+            )
+        if self.kl.refresh_reference_every and self.lora is not None:
+            raise ValueError(
+                "kl.refresh_reference_every must be 0 with lora, whose reference is the model without adapter"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _counts_divide(self) -> Self:
+        group, rollouts = self.algorithm.group_size, self.rollouts_per_step
+        if group < self.algorithm.min_group_size:
+            raise ValueError(
+                f"algorithm.group_size must be at least {self.algorithm.min_group_size} for {self.algorithm.name}, "
+                f"got {group}"
+            )
+        _must_divide("algorithm.group_size", group, rollouts)
+        _must_divide("optimizer.num_minibatches", self.optimizer.num_minibatches, rollouts)
+        return self
+
+    @property
+    def prompts_per_step(self) -> int:
+        return self.rollouts_per_step // self.algorithm.group_size
+
+    @property
+    def max_tokens(self) -> int:
+        """The completion limit: the sampling's own, or else the task's."""
+        return self.sampling.max_tokens or self.task.max_completion_tokens
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimiser steps that each batch of rollouts receives."""
+        return self.optimizer.num_inner_epochs * self.optimizer.num_minibatches
+
+    def sampling_with_limit(self) -> Sampling:
+        """The sampling settings with `max_tokens` filled in from the task."""
+        return self.sampling.model_copy(update={"max_tokens": self.max_tokens})
+
+    def digest(self) -> str:
+        """A stable hash (16 hex digits) of every setting."""
+        return digest(self.model_dump(mode="json"))
+
+
+def _must_divide(name: str, value: int, rollouts: int) -> None:
+    if rollouts % value:
+        divisors = [d for d in range(1, rollouts + 1) if rollouts % d == 0]
+        near = [*[d for d in divisors if d < value][-1:], *[d for d in divisors if d > value][:1]]
+        fix = " or ".join(map(str, near))
+        raise ValueError(f"{name} must divide rollouts_per_step ({rollouts}), got {value}; use {fix}")
+
+
+def parse_run(raw: Mapping[str, Any], where: str) -> RunSpec:
+    """The run that a mapping describes; SpecError naming `where`, key, rule and value otherwise."""
+    try:
+        return RunSpec.model_validate(raw)
+    except ValidationError as error:
+        raise SpecError(explain(error, RunSpec, raw, where)) from None
+
+
+def get_path(spec: Section, dotted: str) -> Scalar:
+    """The value of a dotted RunSpec path, of a reward its weight; None where this run has no such setting."""
+    value: Any = spec
+    for key in dotted.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)
+    if isinstance(value, Reward):
+        return value.weight
+    return value.name if isinstance(value, Section) and hasattr(value, "name") else value  # pyright: ignore

@@ -1,0 +1,383 @@
+"""A study: the question, its arms and seeds, and the design that turns factors into arms."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from harness import plugins
+from harness.spec.errors import SpecError, explain
+from harness.spec.raw import digest, with_overrides
+from harness.spec.run import RunSpec, Scalar, get_path, parse_run
+from harness.types import Section, short_path
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One setting under comparison: a readable label, the dotted overrides that make it, its level of each factor.
+
+    Arms of phase "tuning" only choose the settings of final arms and never enter the comparison.
+    """
+
+    label: str
+    overrides: Mapping[str, Any]
+    levels: Mapping[str, Scalar]
+    phase: Literal["final", "tuning"] = "final"
+
+
+class Dimension(Section):
+    """The values that a search may give to one setting: a range (whole numbers where both ends are), or choices."""
+
+    low: int | float | None = None
+    high: int | float | None = None
+    log: bool = Field(default=False, description="equal ratios are equally likely, not equal differences")
+    step: int | float | None = Field(default=None, gt=0, description="distance between the values of a range")
+    choices: list[Scalar] | None = Field(default=None, min_length=1)
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if self.choices is not None:
+            if {self.low, self.high, self.step} != {None} or self.log:
+                raise ValueError("choices must stand alone, without low, high, log and step")
+            if any(choice in self.choices[:i] for i, choice in enumerate(self.choices)):
+                raise ValueError(f"choices must be distinct, got {self.choices}")
+            return self
+        if self.low is None or self.high is None:
+            raise ValueError("a dimension must have low and high, or choices")
+        if self.low >= self.high:
+            raise ValueError(f"low must be below high, got {self.low} and {self.high}")
+        if self.log and (self.low <= 0 or self.step is not None):
+            raise ValueError(f"log must have low above 0 and no step, got low {self.low} and step {self.step}")
+        if self.step is not None:
+            count = (self.high - self.low) / self.step
+            if self.whole and not isinstance(self.step, int):
+                raise ValueError(f"step must be whole between whole ends, got {self.step}; write low as {self.low}.0")
+            if not math.isclose(count, round(count), abs_tol=1e-9) or round(count) < 1:
+                last = self.low + max(math.floor(count + 1e-9), 1) * self.step
+                raise ValueError(f"step must lead from low to high, got {self.step} for {self.high}; use high {last:g}")
+        return self
+
+    @property
+    def whole(self) -> bool:
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+    def points(self) -> list[Scalar] | None:
+        """Every value; None where there is no end of them."""
+        if self.choices is not None:
+            return list(self.choices)
+        assert self.low is not None
+        assert self.high is not None
+        if self.step is None and not self.whole:
+            return None
+        step = self.step or 1
+        return [self.low + i * step for i in range(round((self.high - self.low) / step) + 1)]
+
+    def probes(self) -> list[Scalar]:
+        """The values that are checked before a study starts: all of them where they are few, else both ends."""
+        points = self.points()
+        return points if points is not None and len(points) <= 64 else [self.low, self.high]
+
+
+Space = Annotated[dict[str, Dimension], Field(description="dotted RunSpec path -> range or choices")]
+SamplerName = Literal["tpe", "gp", "nsga2", "random"]
+PrunerName = Literal["none", "median", "hyperband"]
+
+
+class Search(Section):
+    """A search over settings by one of Optuna's samplers; the value of an arm is its mean over all seeds."""
+
+    space: Space = Field(min_length=1)
+    trials: int = Field(ge=1, description="arms; each is run with every seed; may be raised later")
+    sampler: SamplerName = "tpe"
+    pruner: PrunerName = Field(default="none", description="stops arms that are behind; seeds of an arm run in order")
+    objectives: dict[str, Literal["maximize", "minimize"]] = Field(
+        default_factory=dict, description="metric -> direction; by default the study's metric, maximised"
+    )
+    startup: int = Field(default=5, ge=1, description="arms drawn at random before the sampler learns from results")
+    population: int = Field(default=8, ge=2, description="nsga2: arms of a generation")
+
+    @model_validator(mode="after")
+    def _searchable(self) -> Self:
+        _check_space(self.space, self.trials, "search")
+        if self.pruner != "none" and len(self.objectives) > 1:
+            raise ValueError(f"search.pruner must be none with several objectives, got {self.pruner}")
+        fixed = [path for path in ("steps", "evaluation.every") if path in self.space]
+        if self.pruner != "none" and fixed:
+            raise ValueError(f"search.pruner compares arms at equal steps; take '{fixed[0]}' out of search.space")
+        return self
+
+
+class Tuning(Section):
+    """The same search for every algorithm and task of a comparison, on seeds that the comparison does not use."""
+
+    space: Space = Field(default_factory=dict)
+    spaces: dict[str, Space] = Field(
+        default_factory=dict, description="algorithm -> what is searched for it beside 'space'"
+    )
+    trials: int = Field(ge=1, description="arms of each search")
+    seeds: list[int] = Field(min_length=1, description="must differ from the study's seeds")
+    sampler: SamplerName = "tpe"
+    pruner: PrunerName = "none"
+    startup: int = Field(default=5, ge=1)
+    population: int = Field(default=8, ge=2)
+
+    def search(self, algorithm: str) -> Search:
+        """The search for one algorithm. ValueError for an empty space."""
+        space = {**self.space, **self.spaces.get(algorithm, {})}
+        if not space:
+            raise ValueError(f"compare.tuning must search something for {algorithm}; fill 'space' or 'spaces'")
+        fields = {key: getattr(self, key) for key in ("trials", "sampler", "pruner", "startup", "population")}
+        return Search(space=space, **fields)
+
+
+class Comparison(Section):
+    """Algorithms x tasks; each is a name, or a mapping of a name and settings, on top of the run's own."""
+
+    algorithms: list[str | dict[str, Any]] = Field(min_length=1)
+    tasks: list[str | dict[str, Any]] = Field(min_length=1)
+    tuning: Tuning | None = None
+
+    @model_validator(mode="after")
+    def _named(self) -> Self:
+        for kind in ("algorithms", "tasks"):
+            names = [_plugin_name(item, f"compare.{kind}") for item in getattr(self, kind)]
+            if len(set(names)) != len(names):
+                raise ValueError(f"compare.{kind} must be distinct, got {', '.join(names)}")
+        names = [_plugin_name(item, "") for item in self.algorithms]
+        if self.tuning is not None:
+            for name in self.tuning.spaces:
+                if name not in names:
+                    raise ValueError(f"compare.tuning.spaces must name compared algorithms, got '{name}'")
+            for name in names:
+                self.tuning.search(name)
+        return self
+
+
+@dataclass(frozen=True)
+class SearchPlan:
+    """One search of a study: its name ("" where there is one alone), base, space, and the seeds of every arm.
+
+    Where `final_seeds` are given, the best arm is run with these too, as the final arm called `name`.
+    """
+
+    name: str
+    base: Arm
+    search: Search
+    seeds: tuple[int, ...]
+    final_seeds: tuple[int, ...] = ()
+
+
+def _check_space(space: Mapping[str, Dimension], trials: int, where: str) -> None:
+    if "seed" in space:
+        raise ValueError("'seed' is a replicate, never searched; list seeds under 'seeds'")
+    counts = [dimension.points() for dimension in space.values()]
+    size = math.prod(math.inf if points is None else len(points) for points in counts)
+    if trials > size:
+        raise ValueError(f"{where}.trials must be at most the points of the space ({size:g}), got {trials}")
+
+
+def _plugin_name(item: str | Mapping[str, Any], where: str) -> str:
+    if isinstance(item, str):
+        return item
+    if not isinstance(item.get("name"), str):
+        raise ValueError(f"{where} must be names, or mappings with a 'name', got {item!r}")
+    return item["name"]
+
+
+class StudySpec(Section):
+    """A question, the base run, what varies, and the seeds that replicate each arm.
+
+    `factors` maps a dotted RunSpec path to its levels; `arms` maps a label to several overrides at once. `grid` takes
+    every combination (of arms and factors), `one_at_a_time` the base run and each level on its own, `compare` every
+    algorithm on every task; the arms of a `search` are found while it runs. The run section is kept as written;
+    `run_spec` validates it together with an arm's overrides.
+    """
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80)
+    question: str = Field(min_length=1)
+    run: dict[str, Any]
+    factors: dict[str, list[Any]] = Field(default_factory=dict)
+    arms: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    seeds: list[int] = Field(default=[0, 1, 2], min_length=1)
+    design: Literal["grid", "one_at_a_time", "search", "compare"] = "grid"
+    search: Search | None = None
+    compare: Comparison | None = None
+    metric: str = "validation/accuracy"
+    baseline: str | None = Field(
+        default=None, description="arm label that the others are compared with; the first by default"
+    )
+
+    @model_validator(mode="after")
+    def _designed(self) -> Self:
+        if len(set(self.seeds)) != len(self.seeds) or min(self.seeds) < 0:
+            raise ValueError(f"seeds must be distinct and >= 0, got {self.seeds}")
+        if self.design == "one_at_a_time" and self.arms:
+            raise ValueError("design one_at_a_time varies factors around the base run; use grid with 'arms'")
+        for section in ("search", "compare"):
+            if (self.design == section) != (getattr(self, section) is not None):
+                raise ValueError(f"design {section} and section '{section}' must come together, got one of the two")
+        if self.design in ("search", "compare") and (self.factors or self.arms):
+            raise ValueError(f"design {self.design} takes neither factors nor arms; use grid for them")
+        if self.design == "search" and self.baseline is not None:
+            raise ValueError("the arms of a search have no names beforehand; leave 'baseline' out")
+        if self.search is not None and self.metric not in self.objectives():
+            raise ValueError(f"search.objectives must contain the study's metric, {self.metric}")
+        if self.search is not None or (self.compare is not None and self.compare.tuning is not None):
+            for metric in self.objectives():
+                if metric.startswith("test/"):
+                    raise ValueError(f"a search must not see the test split, got {metric}; use validation/...")
+        if self.compare is not None and self.compare.tuning is not None:
+            both = sorted(set(self.seeds) & set(self.compare.tuning.seeds))
+            if both:
+                raise ValueError(
+                    f"compare.tuning.seeds must differ from the study's seeds {self.seeds}, got {both} in both"
+                )
+        for path, levels in self.factors.items():
+            if path == "seed":
+                raise ValueError("'seed' is a replicate, never a factor; list seeds under 'seeds'")
+            if not levels:
+                raise ValueError(f"factor '{path}' has no levels; list at least one")
+            if any(isinstance(level, list | dict) for level in levels):
+                raise ValueError(
+                    f"levels of factor '{path}' must be plain values; use 'arms' for several settings at once"
+                )
+            if any(level in levels[:i] for i, level in enumerate(levels)):
+                raise ValueError(f"factor '{path}' names a level twice: {levels}")
+        return self
+
+    def objectives(self) -> dict[str, Literal["maximize", "minimize"]]:
+        """Metric -> direction of what decides between arms: for most studies the metric, maximised."""
+        return (self.search.objectives if self.search else {}) or {self.metric: "maximize"}
+
+    def searches(self) -> list[SearchPlan]:
+        """The searches that the study makes: one, one for each algorithm and task of a tuned comparison, or none."""
+        if self.search is not None:
+            return [SearchPlan("", Arm("", {}, {}), self.search, tuple(self.seeds))]
+        if self.compare is None or self.compare.tuning is None:
+            return []
+        tuning, seeds = self.compare.tuning, tuple(self.seeds)
+        return [
+            SearchPlan(cell.label, cell, tuning.search(cell.overrides["algorithm.name"]), tuple(tuning.seeds), seeds)
+            for cell in self._cells()
+        ]
+
+    def arm_labels(self) -> list[str]:
+        """Labels of the arms that are compared in the end, as far as they are known before the study runs."""
+        arms = [plan.base for plan in self.searches()] if self.compare else self.design_arms()
+        return [arm.label for arm in arms or self.design_arms()]
+
+    def checked_arms(self) -> list[Arm]:
+        """The arms whose validity stands for all: every one that is known, or the base and the values of each
+        dimension of a search, one at a time."""
+        arms = self.design_arms()
+        for plan in self.searches():
+            probes = [{path: value} for path, found in plan.search.space.items() for value in found.probes()]
+            for point in [{}, *probes]:
+                label = ", ".join(filter(None, [plan.name, *(_describe(*item) for item in point.items())]))
+                arms.append(Arm(label or "base", {**plan.base.overrides, **point}, {**plan.base.levels, **point}))
+        for arm in arms:
+            self.run_spec(arm, self.seeds[0])
+        return arms
+
+    def design_arms(self) -> list[Arm]:
+        """Every arm that is known before the study runs, in order, the baseline among them; none of a search.
+
+        SpecError for one that is not a valid run.
+        """
+        if self.design == "search" or self.searches():
+            self._check_baseline([plan.name for plan in self.searches()])
+            return []
+        arms: dict[str, Arm] = {}
+        label_of: dict[str, str] = {}
+        if self.compare is not None:
+            arms = {arm.label: arm for arm in self._cells()}
+            for arm in arms.values():
+                self._parse(arm.overrides)
+            self._check_baseline(list(arms))
+            return list(arms.values())
+        for name, point in self._points():
+            overrides = {**self.arms.get(name, {}), **point}
+            spec = self._parse(overrides)
+            levels: dict[str, Scalar] = {"arm": name} if self.arms else {}
+            levels |= {path: get_path(spec, path) for path in self.factors}
+            shown = levels if self.design == "grid" else {path: levels[path] for path in point}
+            label = ", ".join(_describe(path, level) for path, level in shown.items()) or "base"
+            same = label_of.get(spec.digest())
+            if same is not None and self.design == "one_at_a_time":
+                continue  # this level is the base run's own
+            if same is not None or label in arms:
+                raise SpecError(f"study '{self.name}': arms '{same or label}' and '{label}' are the same; remove one")
+            label_of[spec.digest()] = label
+            arms[label] = Arm(label, overrides, levels)
+        self._check_baseline(list(arms))
+        return list(arms.values())
+
+    def run_spec(self, arm: Arm, seed: int) -> RunSpec:
+        """The complete run of one trial."""
+        return self._parse({**arm.overrides, "seed": seed})
+
+    def digest(self) -> str:
+        """A stable hash of what every arm runs: it must not change between resumes.
+
+        Seeds may be added, but not to a search, whose arms were judged by the ones there were; that may gain trials.
+        """
+        known = {arm.label: self.run_spec(arm, 0).model_dump(mode="json") for arm in self.design_arms()}
+        for plan in self.searches():
+            search = plan.search.model_dump(mode="json", exclude=None if plan.final_seeds else {"trials"})
+            base = self.run_spec(plan.base, 0).model_dump(mode="json")
+            known[f"search/{plan.name}"] = {"base": base, "search": search, "seeds": list(plan.seeds)}
+        return digest(known)
+
+    def _check_baseline(self, labels: Sequence[str]) -> None:
+        if self.baseline is not None and self.baseline not in labels:
+            near = plugins.nearest(self.baseline, list(labels))
+            fix = f"did you mean '{near}'?" if near else f"arms: {', '.join(labels)}"
+            raise SpecError(f"study '{self.name}': baseline must be an arm's label, got '{self.baseline}'; {fix}")
+
+    def _cells(self) -> list[Arm]:
+        """Every algorithm on every task of a comparison; what all have in common is no part of a label."""
+        assert self.compare is not None
+        several = {"algorithm": len(self.compare.algorithms) > 1, "task": len(self.compare.tasks) > 1}
+        cells = []
+        for pair in itertools.product(self.compare.algorithms, self.compare.tasks):
+            overrides: dict[str, Any] = {}
+            levels: dict[str, Scalar] = {}
+            for kind, item in zip(("algorithm", "task"), pair, strict=True):
+                settings = {"name": item} if isinstance(item, str) else item
+                overrides |= {f"{kind}.{key}": value for key, value in settings.items()}
+                if several[kind] or (kind == "algorithm" and not any(several.values())):
+                    levels[f"{kind}.name"] = settings["name"]
+            label = ", ".join(_describe(path, level) for path, level in levels.items())
+            cells.append(Arm(label, overrides, levels))
+        return cells
+
+    def _points(self) -> list[tuple[str, dict[str, Any]]]:
+        if self.design == "one_at_a_time":
+            single = [{path: level} for path, levels in self.factors.items() for level in levels]
+            return [("", point) for point in [{}, *single]]
+        combinations = [dict(zip(self.factors, c, strict=True)) for c in itertools.product(*self.factors.values())]
+        return [(name, point) for name in (self.arms or [""]) for point in combinations]
+
+    def _parse(self, overrides: Mapping[str, Any]) -> RunSpec:
+        return parse_run(with_overrides(self.run, overrides), where=f"study '{self.name}'")
+
+
+def parse_study(raw: Mapping[str, Any], where: str) -> StudySpec:
+    """The study that a mapping describes, every arm of it validated; SpecError otherwise."""
+    try:
+        study = StudySpec.model_validate(raw)
+    except ValidationError as error:
+        raise SpecError(explain(error, StudySpec, raw, where)) from None
+    study.checked_arms()
+    return study
+
+
+def _describe(path: str, level: Scalar) -> str:
+    if path in ("arm", "algorithm.name", "task.name"):
+        return str(level)
+    return f"{short_path(path)}={level:g}" if isinstance(level, float) else f"{short_path(path)}={level}"

@@ -1,0 +1,1 @@
+"""A study: many runs, by workers that may die at any moment."""

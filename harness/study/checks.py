@@ -1,0 +1,108 @@
+"""What is checked of a study before anything of it is written or run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from harness.plugins import nearest
+from harness.preflight import check_inputs
+from harness.spec.errors import SpecError
+from harness.spec.run import RunSpec
+from harness.spec.study import StudySpec
+from harness.study.processes import default_workers
+from harness.study.storage.base import Storage
+from harness.study.worker import EXECUTE
+
+COSTS = (
+    "train/generated_tokens", "completion/length", "seconds/total", "throughput/tokens_per_second", "memory/peak_bytes"
+)  # fmt: skip
+
+
+def missing_here(specs: Iterable[RunSpec]) -> list[str]:
+    """What of the runs this machine lacks, in words: a device, a model, data, an engine."""
+    from harness.policy.device import resolve_device
+    from harness.policy.model import check_model
+
+    missing: dict[str, None] = {}
+    tried: set[tuple[str, str]] = set()  # what arms share is asked once: a Hub out of reach takes seconds to say so
+    for spec in specs:
+        for subject, settings, check in (
+            (f"device '{spec.device}'", "", lambda spec=spec: resolve_device(spec.device)),
+            (f"data of task '{spec.task.name}'", repr(spec.task), lambda spec=spec: spec.task.prompts("train")),
+            (f"engine '{spec.engine.name}'", repr(spec.engine),
+             lambda spec=spec: spec.engine.check(spec.sampling_with_limit())),
+        ):  # fmt: skip
+            if (subject, settings) in tried:
+                continue
+            tried.add((subject, settings))
+            try:
+                check()
+            except (ValueError, OSError, ImportError) as error:
+                missing[f"{subject}: {' '.join(str(error).split())}"] = None
+        check_model(spec.model)
+        if not _is_local(spec.model):
+            missing[f"model '{spec.model}': it is not on this machine, so neither it nor its memory was checked"] = None
+    return list(missing)
+
+
+def _is_local(model: str) -> bool:
+    """Whether a model is built in, a folder, or in the Hub's cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    built_in = model == "tiny" or Path(model).expanduser().is_dir()
+    return built_in or isinstance(try_to_load_from_cache(model, "config.json"), str)
+
+
+def check_study(study: StudySpec, runs: Path, workers: int | None, execute: str) -> None:
+    """ValueError for what cannot run; reads no weights and writes nothing."""
+    if workers is not None and workers < 1:
+        raise SpecError(f"the number of workers must be at least 1, got {workers}")
+    specs = [study.run_spec(arm, study.seeds[0]) for arm in study.checked_arms()]
+    check_inputs(specs, runs, models=execute == EXECUTE)
+    if execute == EXECUTE:
+        from harness.memory.fit import check_memory
+        from harness.policy.device import resolve_device
+
+        _check_metrics(study, specs)
+        for spec in specs:
+            if spec.steps:  # without a GPU for each worker all of them share the machine's memory
+                trials = len(specs) * len(study.seeds)
+                on_gpu = resolve_device(spec.device).type == "cuda"
+                check_memory(spec, copies=1 if on_gpu else min(workers or default_workers(), trials))
+
+
+def _check_metrics(study: StudySpec, specs: Sequence[RunSpec]) -> None:
+    """SpecError for a metric that no evaluation gives, or an objective of a search that no run logs."""
+    from harness.training.evaluate import metric_names
+
+    for spec in specs:
+        known = [f"{split}/{name}" for split in ("validation", "test") for name in metric_names(spec.evaluation)]
+        for metric in study.objectives():
+            if metric in known or (metric != study.metric and metric in COSTS):
+                continue
+            near = nearest(metric, known)
+            hint = f"did you mean '{near}'? " if near else ""
+            if metric == study.metric:
+                raise SpecError(f"metric must be one of an evaluation, got '{metric}'; {hint}{', '.join(known)}")
+            raise SpecError(f"search.objectives must be metrics that runs log, got '{metric}'; {hint}"
+                            f"{', '.join([*known, *COSTS])}")  # fmt: skip
+
+
+def check_unchanged(study: StudySpec, digest: str, storage: Storage) -> None:
+    """SpecError where the study was started with other settings, or with seeds that are missing now."""
+    started = storage.read_document()
+    if started is None:
+        return
+    if started["digest"] != digest:
+        raise SpecError(
+            f"a started study cannot change, for its results would mix: '{study.name}' was started with other settings "
+            f"or by another version of Cohort; restore the settings ({storage.document_place} holds those it was "
+            f"started with), or choose another name (--name NAME)"
+        )
+    missing = sorted(set(started["seeds"]) - set(study.seeds))
+    if missing:
+        raise SpecError(
+            f"seeds of a started study may be added, not removed: study '{study.name}' has {started['seeds']}, got "
+            f"{study.seeds}; add {missing}, or give this one another name (--name NAME)"
+        )

@@ -1,0 +1,62 @@
+"""What a study runs: every (arm, seed), its validated run and its folder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+
+from harness.spec.run import RunSpec
+from harness.spec.study import Arm, StudySpec
+
+Key = tuple[str, int]  # arm label, seed
+
+
+class Plan:
+    """The trials of a study in the order in which they run: all arms of the first seed, then of the next, so that a
+    study that is stopped early is balanced. The arms of a search come later, one by one, each with all its seeds."""
+
+    def __init__(self, study: StudySpec, runs: Path) -> None:
+        self.study, self.runs = study, runs
+        self.folder = runs / "studies" / study.name
+        self.arms: dict[str, Arm] = {arm.label: arm for arm in study.design_arms()}
+        self.keys: list[Key] = [(arm, seed) for seed in study.seeds for arm in self.arms]
+        self._searched: dict[str, list[int]] = {}  # arm label -> seeds
+        self.spec = lru_cache(maxsize=None)(self._spec)
+
+    def add(self, searched: Sequence[tuple[Arm, Sequence[int]]]) -> None:
+        """Take over the arms that searches have found, with the seeds that they may run."""
+        for arm, seeds in searched:
+            known = self._searched.setdefault(arm.label, [])
+            self.arms[arm.label] = arm
+            self.keys += [(arm.label, seed) for seed in seeds if seed not in known]
+            known += [seed for seed in seeds if seed not in known]
+
+    def _spec(self, key: Key) -> RunSpec:
+        return self.study.run_spec(self.arms[key[0]], key[1])
+
+    def __contains__(self, key: Key) -> bool:
+        return key[0] in self.arms and key[1] in self._searched.get(key[0], self.study.seeds)
+
+    def directory(self, key: Key) -> Path:
+        slug = re.sub(r"[^A-Za-z0-9._=-]+", "-", key[0])[:60].strip("-.")
+        return self.folder / "trials" / f"{slug}-seed{key[1]}-{self.spec(key).digest()[:8]}"
+
+    def parameters(self, key: Key) -> dict[str, Any]:
+        levels = {} if key[0] in self._searched else self.arms[key[0]].levels  # a search's study has them
+        return {**levels, "seed": key[1]}
+
+    def distributions(self) -> dict[str, BaseDistribution]:
+        """Optuna's description of what varies: the levels of each factor, and the seed as a plain number, because
+        seeds may be added later."""
+        levels: dict[str, list[Any]] = {}
+        for arm in (arm for label, arm in self.arms.items() if label not in self._searched):
+            for path, level in arm.levels.items():
+                if level not in levels.setdefault(path, []):
+                    levels[path].append(level)
+        factors = {path: CategoricalDistribution(found) for path, found in levels.items()}
+        return {**factors, "seed": IntDistribution(0, 2**53)}

@@ -1,0 +1,140 @@
+"""The worker processes of a study: started with their share of the cores, replaced when they die, stopped together."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+
+# MOVED
+from harness.stop import StopRequest, stop_on_signals
+
+MAX_CRASHES, MAX_KILLS = 3, 20  # workers that may end before any claims a trial: by an error, by a signal
+HOME = str(Path(__file__).resolve().parents[2])  # a worker runs this code from any working directory
+log = logging.getLogger(__name__)
+
+
+def worker_command(module: str, arguments: Sequence[str]) -> list[str]:
+    """The command of a worker process; `{parent}` in it stands for the process id of the one that starts it."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+class WorkerPool:
+    """At most `size` processes of `python -m MODULE ARGUMENTS`, each with a log file in `logs`."""
+
+    def __init__(
+        self, module: str, arguments: Sequence[str], size: int, logs: Path, environment: Mapping[str, str] = {}
+    ) -> None:
+        self.size, self.logs, self.environment = size, logs, environment
+        self._command = [word.replace("{parent}", str(os.getpid())) for word in worker_command(module, arguments)]
+        self._stop = StopRequest()
+        self._alive: dict[int, subprocess.Popen[bytes]] = {}
+        self._ended_early: Counter[str] = Counter()
+        self._claims = 0
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Stop on SIGINT and SIGTERM, at once on the second; leave no worker behind, whatever happens."""
+        try:
+            with stop_on_signals(self._stop_workers) as self._stop:
+                yield
+        finally:
+            for process in self._alive.values():
+                process.kill()
+                process.wait()
+
+    @property
+    def stopping(self) -> bool:
+        return self._stop.is_set()
+
+    def _stop_workers(self) -> None:
+        for process in self._alive.values():
+            process.terminate()
+
+    def fill(self, wanted: int) -> None:
+        """Start workers until there are as many as fit and are wanted.
+
+        Their number of threads depends on `size` alone, so that a trial that is continued sums in the same order.
+        """
+        free = (slot for slot in itertools.count() if slot not in self._alive)
+        while len(self._alive) < min(self.size, wanted) and not self.stopping:
+            slot = next(free)
+            self._alive[slot] = self._start(slot)
+
+    def collect(self, claims: int | None) -> int:
+        """Number of living workers; RuntimeError where they keep dying before they can claim a trial.
+
+        `claims` is the number of attempts so far, None where the storage does not say.
+        """
+        if claims is not None and claims != self._claims:
+            self._claims = claims
+            self._ended_early.clear()
+        for slot, process in list(self._alive.items()):
+            code = process.poll()
+            if code is None:
+                continue
+            del self._alive[slot]
+            if code:
+                self._report_death(slot, code)
+        return len(self._alive)
+
+    def _report_death(self, slot: int, code: int) -> None:
+        kind = "killed" if code < 0 else "crashed"
+        words = "\n".join(self._log_file(slot).read_text(errors="replace").splitlines()[-20:])
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+        log.warning("worker %d %s; the end of %s:\n%s", slot, how, self._log_file(slot), words)
+        self._ended_early[kind] += 1
+        if self._ended_early["crashed"] >= MAX_CRASHES or self._ended_early["killed"] >= MAX_KILLS:
+            raise RuntimeError(f"workers end before they can start a trial; the last one {how}:\n{words}")
+
+    def _start(self, slot: int) -> subprocess.Popen[bytes]:
+        environment = {
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "TOKENIZERS_PARALLELISM": "false",
+            **os.environ,
+            **self.environment,
+            "OMP_NUM_THREADS": str(max(1, usable_cores() // self.size)),  # also when few trials are left: see fill()
+            "PYTHONPATH": os.pathsep.join(filter(None, [HOME, os.environ.get("PYTHONPATH")])),
+        }
+        gpus = usable_gpus()
+        if gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
+        self._log_file(slot).parent.mkdir(parents=True, exist_ok=True)
+        with self._log_file(slot).open("ab") as output:
+            return subprocess.Popen(
+                self._command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def _log_file(self, slot: int) -> Path:
+        return self.logs / f"worker-{slot}.log"
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@lru_cache(maxsize=1)
+def usable_gpus() -> tuple[str, ...]:
+    """Names of the CUDA devices that this process may use, as CUDA_VISIBLE_DEVICES takes them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return tuple(name.strip() for name in visible.split(",") if name.strip() not in ("", "-1"))
+    if shutil.which("nvidia-smi") is None:
+        return ()
+    found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    return tuple(str(i) for i in range(sum(line.startswith("GPU ") for line in found.stdout.splitlines())))
+
+
+def default_workers() -> int:
+    """One worker per GPU, or else one per core."""
+    return len(usable_gpus()) or usable_cores()

@@ -1,0 +1,244 @@
+"""The workers of a study as Ray tasks, each with its share of a cluster's cores and GPUs.
+
+A task starts the same worker process as the local launcher, so a trial cannot tell who started it. Ray only places
+workers: which trial runs where is decided by the queue, and the trials of a node that dies come back through their
+leases. Ray is imported when a study asks for it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.spec.errors import SpecError
+from harness.stop import StopRequest, stop_on_signals
+from harness.study.processes import HOME, MAX_CRASHES, log, usable_cores, usable_gpus, worker_command
+
+POLL_SECONDS = 0.5
+PROBE_SECONDS = 60.0
+
+
+def check_ray() -> None:
+    """SpecError where Ray is not installed; imports nothing."""
+    if importlib.util.find_spec("ray") is None:
+        raise SpecError("--launcher ray needs Ray; pip install 'cohort-rl[ray]'")
+
+
+def import_ray(address: str) -> Any:
+    """The module, made ready for a cluster on this machine where `address` is "local".
+
+    Ray replaces 127.0.0.1 by the address of a network interface unless it is told before its import, by a variable
+    named after the systems where that is its default, that clusters of several machines are not wanted.
+    """
+    check_ray()
+    if address == "local":
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    import ray
+
+    return ray
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where the workers run, and what each asks for.
+
+    `address` is that of a running cluster, by default RAY_ADDRESS or, without it, one on this machine for as long as
+    the study runs. `num_gpus` is by default 1 where the cluster has GPUs.
+    """
+
+    address: str | None = None
+    num_cpus: float = 1
+    num_gpus: float | None = None
+
+
+class RayPool:
+    """At most `size` workers on a cluster, with the same methods as `_workers.WorkerPool`."""
+
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        size: int | None,
+        logs: Path,
+        environment: Mapping[str, str],
+        *,
+        cluster: Cluster,
+    ) -> None:
+        self._command, self._logs, self._environment = worker_command(module, arguments), logs, dict(environment)
+        self._address = cluster.address or os.environ.get("RAY_ADDRESS") or "local"
+        self._ray = import_ray(self._address)
+        self._wanted_size, self._num_cpus, self._num_gpus = size, cluster.num_cpus, cluster.num_gpus
+        self.size = size or 0
+        self._stop = StopRequest()
+        self._tasks: dict[Any, None] = {}
+        self._crashes: Counter[str] = Counter()
+        self._claims: int | None = 0
+
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """A connection to the cluster, and the resources of each worker settled; ValueError where none fits."""
+        here = self._address == "local"
+        paths = filter(None, [HOME, os.environ.get("PYTHONPATH")])
+        options: dict[str, Any] = {
+            "log_to_driver": False,
+            "configure_logging": False,
+            "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}},
+        }
+        if here:  # never on another interface than the loopback
+            options |= {"include_dashboard": False, "num_cpus": usable_cores(), "num_gpus": len(usable_gpus())}
+        try:
+            self._ray.init(address=self._address, **options)
+        except (ConnectionError, ValueError) as error:
+            raise SpecError(
+                f"no Ray cluster answers at '{self._address}' ({str(error).splitlines()[0]}); check --ray-address or "
+                "RAY_ADDRESS, or leave both out for a cluster on this machine"
+            ) from None
+        try:
+            self._settle()
+            yield
+        finally:
+            self._ray.shutdown()
+
+    def _settle(self) -> None:
+        resources = self._ray.cluster_resources()
+        cpus, gpus = resources.get("CPU", 0), resources.get("GPU", 0)
+        if self._num_gpus is None:
+            self._num_gpus = 1 if gpus else 0
+        room = int(cpus // self._num_cpus) if self._num_cpus else 1
+        room = min(room, int(gpus // self._num_gpus)) if self._num_gpus else room
+        if not room:
+            raise SpecError(
+                f"a worker asks for {self._num_cpus:g} cores and {self._num_gpus:g} GPUs, the cluster has {cpus:g} and "
+                f"{gpus:g}; lower --ray-cpus or --ray-gpus"
+            )
+        self.size = self._wanted_size or room
+        flag = self._ray.remote(num_cpus=0)(StopFlag)
+        self._flag = flag.remote()
+        self._run = self._ray.remote(num_cpus=self._num_cpus, num_gpus=self._num_gpus, max_retries=0)(run_worker)
+
+    def check_shared(self, runs: Path) -> None:
+        """SpecError where a node of the cluster cannot see the runs folder: it needs a storage of another kind."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        runs.mkdir(parents=True, exist_ok=True)
+        token = runs / f".seen-by-all-{uuid.uuid4().hex}"
+        token.touch()
+        try:
+            probe = self._ray.remote(num_cpus=0, max_retries=0)(sees)
+            nodes = [node["NodeID"] for node in self._ray.nodes() if node["Alive"]]
+            answers = [
+                probe.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(str(token))
+                for node in nodes
+            ]
+            blind = len(nodes) - sum(self._ray.get(answers, timeout=PROBE_SECONDS))
+        finally:
+            token.unlink()
+        if blind:
+            raise SpecError(
+                f"{blind} of the cluster's {len(nodes)} nodes do not share the runs folder '{runs}': give them a "
+                "database with --storage postgresql://..., or a folder on a common disk with --runs"
+            )
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Stop on SIGINT and SIGTERM, at once on the second; leave no worker behind, whatever happens."""
+        try:
+            with stop_on_signals(lambda: self._flag.set.remote()) as self._stop:
+                yield
+        finally:
+            for task in self._tasks:
+                self._ray.cancel(task, force=True)
+
+    @property
+    def stopping(self) -> bool:
+        return self._stop.is_set()
+
+    def fill(self, wanted: int) -> None:
+        """Start workers until there are as many as fit and are wanted; Ray starts them when it has room."""
+        while len(self._tasks) < min(self.size, wanted) and not self.stopping:
+            self._tasks[self._run.remote(self._command, self._environment, str(self._logs), self._flag)] = None
+
+    def collect(self, claims: int | None) -> int:
+        """Number of workers that have not ended; RuntimeError where they keep failing before they claim a trial."""
+        if claims is not None and claims != self._claims:
+            self._claims = claims
+            self._crashes.clear()
+        if self._tasks:
+            ended, _ = self._ray.wait(list(self._tasks), num_returns=len(self._tasks), timeout=0)
+            for task in ended:
+                del self._tasks[task]
+                self._note_end(task)
+        return len(self._tasks)
+
+    def _note_end(self, task: Any) -> None:
+        try:
+            status, words = self._ray.get(task)
+        except self._ray.exceptions.RayError as error:  # its node died, or Ray killed it
+            log.warning("a worker was lost with its node: %s", str(error).splitlines()[0])
+            return
+        if status:
+            log.warning("a worker ended with status %d:\n%s", status, words)
+            self._crashes["crashed" if status > 0 else "killed"] += 1
+            if self._crashes["crashed"] >= MAX_CRASHES:
+                raise RuntimeError(
+                    f"workers end before they can start a trial; the last one with status {status}:\n{words}"
+                )
+
+
+class StopFlag:
+    """An actor that says whether the study was asked to stop."""
+
+    def __init__(self) -> None:
+        self._stop = False
+
+    def set(self) -> None:
+        self._stop = True
+
+    def is_set(self) -> bool:
+        return self._stop
+
+
+def sees(file: str) -> bool:
+    """Whether this node has the file."""
+    return Path(file).exists()
+
+
+def run_worker(command: Sequence[str], environment: Mapping[str, str], logs: str, flag: Any) -> tuple[int, str]:
+    """Run one worker process on this node to its end: its exit status and its last words.
+
+    It has the GPUs that Ray gave this task (CUDA_VISIBLE_DEVICES), and stops after its step when the flag is set.
+    """
+    import ray
+
+    folder = Path(logs)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"worker-ray-{os.getpid()}-{uuid.uuid4().hex[:6]}.log"
+    words = [sys.executable, *(word.replace("{parent}", str(os.getpid())) for word in command[1:])]
+    with file.open("ab") as output:
+        process = subprocess.Popen(
+            words, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+            start_new_session=True,
+        )  # fmt: skip
+    asked = False
+    try:
+        while process.poll() is None:
+            if not asked and ray.get(flag.is_set.remote()):
+                process.send_signal(signal.SIGTERM)
+                asked = True
+            time.sleep(POLL_SECONDS)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    return process.returncode, "\n".join(file.read_text(errors="replace").splitlines()[-20:])

@@ -1,0 +1,170 @@
+"""Runs a study: every (arm, seed) exactly once, by worker processes that may die at any moment.
+
+`_queue.py` keeps who runs what and how it ended; `_workers.py` starts the processes. What runs here is checked before
+anything is written, and the report is written at the end.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from harness.files import write_json
+from harness.spec.study import StudySpec
+from harness.study.checks import check_study, check_unchanged, missing_here
+from harness.study.plan import Plan
+from harness.study.processes import WorkerPool, default_workers
+from harness.study.queue import Queue, open_queue
+from harness.study.ray_cluster import Cluster, RayPool
+from harness.study.status import StudyStatus
+from harness.study.storage.base import StorageUnavailable
+from harness.study.storage.open import open_storage
+from harness.study.worker import EXECUTE, MAX_WAIT_SECONDS, POLL_SECONDS, STORAGE, log
+from harness.tracking.mlflow_address import TRACKING_URI
+from harness.tracking.mlflow_studies import close_study, log_report, log_search, open_study, read_study
+from harness.tracking.run_log import replay
+from harness.types import ENDED
+
+
+def run_study(
+    study: StudySpec,
+    runs: Path,
+    *,
+    workers: int | None,
+    command: str,
+    on_status: Callable[[StudyStatus], None] | None = None,
+    report: bool = True,
+    execute: str = EXECUTE,
+    storage: str | None = None,
+    cluster: Cluster | None = None,
+) -> StudyStatus:
+    """Run what the study still lacks with `workers` processes, write the report, and return what was reached.
+
+    Ctrl-C (or SIGTERM) lets each worker finish its step and write a checkpoint; a second one stops at once. Bad input
+    raises ValueError before anything is written. `execute` names the function that runs a trial (`module:function`,
+    called as `harness.training.loop.train`), `storage` where the queue lives (`_storage.open_storage`),
+    `cluster` the Ray cluster that runs the workers, instead of this machine.
+    """
+    runs = runs.resolve()
+    plan = Plan(study, runs)
+    queue = Queue(plan, open_storage(plan.folder, study.name, storage))
+    with queue.storage.errors():
+        queue.storage.check()
+    check_study(study, runs, workers, execute)
+    digest = study.digest()
+    check_unchanged(study, digest, queue.storage)
+    with _pool(study.name, plan, execute, workers, storage, cluster) as pool:
+        with queue.storage.lock():
+            check_unchanged(study, digest, queue.storage)
+            parent_run_id = open_study(runs, study, command)
+            document = {"digest": digest, **study.model_dump(mode="json")}
+            queue.storage.write_document(document)
+            write_json(plan.folder / "study.json", document)  # what is here is listed here, wherever the queue lives
+            queue.retry_failed()
+        with pool.signals():
+            status = _watch(pool, queue, on_status)
+    _write_search(queue, runs, parent_run_id)
+    for trial in status.trials:
+        if trial.state != "running" and trial.directory.exists():  # other hosts have run the others
+            replay(runs, trial.directory, parent_run_id)
+    close_study(runs, parent_run_id, "complete" if status.finished else "stopped")
+    if report:
+        _write_report(study.name, runs)
+    return status
+
+
+def study_status(name: str, runs: Path, storage: str | None = None) -> StudyStatus:
+    """What the study in the runs folder, or in the storage, has reached. ValueError for an unknown one."""
+    return open_queue(name, runs.resolve(), storage).status()
+
+
+def dry_run(
+    study: StudySpec, runs: Path, *, workers: int | None, execute: str = EXECUTE, storage: str | None = None
+) -> dict[str, Any]:
+    """What `run_study` would do and need, after all the checks that it makes; writes nothing.
+
+    Adds to `_estimates.budget`: `memory`, the estimate of each arm that can be estimated here; `not_checked`, what only
+    the machine that runs the study can say (its GPU, a model or data that are not here yet). SpecError for what no
+    machine can run.
+    """
+    from harness.memory.fit import judge
+    from harness.study.estimates import budget
+
+    runs = runs.resolve()
+    plan = Plan(study, runs)
+    queue = Queue(plan, open_storage(plan.folder, study.name, storage))
+    with queue.storage.errors():
+        queue.storage.check()
+        check_unchanged(study, study.digest(), queue.storage)
+    specs = {arm.label: study.run_spec(arm, study.seeds[0]) for arm in study.checked_arms()}
+    not_checked, memory = missing_here(specs.values()), {}
+    if not not_checked:
+        check_study(study, runs, workers, execute)
+        if execute == EXECUTE:
+            memory = {arm: judge(spec) for arm, spec in specs.items() if spec.steps}
+    elif not any(words.startswith("data") for words in not_checked):
+        check_study(study, runs, workers, execute="")  # all but what needs the model and the device
+    return {**budget(plan, workers or default_workers()), "memory": memory, "not_checked": not_checked}
+
+
+@contextmanager
+def _pool(
+    name: str, plan: Plan, execute: str, workers: int | None, storage: str | None, cluster: Cluster | None
+) -> Iterator[WorkerPool | RayPool]:
+    """The workers to be, of this machine or of a cluster. The storage's password is in no process's arguments."""
+    arguments = [name, "--runs", str(plan.runs), "--parent", "{parent}", "--execute", execute]
+    environment = {STORAGE: storage or "", TRACKING_URI: os.environ.get(TRACKING_URI, "")}
+    logs = plan.folder / "logs"
+    if cluster is None:
+        yield WorkerPool("harness.study.worker", arguments, workers or default_workers(), logs, environment)
+        return
+    pool = RayPool("harness.study.worker", arguments, workers, logs, environment, cluster=cluster)
+    with pool.connected():
+        if storage is None:
+            pool.check_shared(plan.runs)
+        yield pool
+
+
+def _watch(pool: WorkerPool | RayPool, queue: Queue, on_status: Callable[[StudyStatus], None] | None) -> StudyStatus:
+    """Keep workers at work and the caller informed until nothing is left to do; what was reached.
+
+    A storage that does not answer stops nothing: the workers go on, and are watched again when it does.
+    """
+    while True:
+        began = time.monotonic()
+        try:
+            alive, status = pool.collect(queue.num_claims()), queue.status()
+        except StorageUnavailable as error:
+            if not pool.collect(None) and pool.stopping:
+                raise
+            log.warning("%s; the workers go on", error)
+            time.sleep(MAX_WAIT_SECONDS if not pool.stopping else POLL_SECONDS)
+            continue
+        unfinished = sum(trial.state not in ENDED for trial in status.trials) + status.to_come
+        if on_status is not None:
+            on_status(status)
+        if not alive and (pool.stopping or not unfinished):
+            return queue.status()
+        pool.fill(unfinished)
+        time.sleep(max(POLL_SECONDS, 9 * (time.monotonic() - began)))  # a large study is watched less often
+
+
+def _write_search(queue: Queue, runs: Path, parent_run_id: str) -> None:
+    """Keep what the study's searches have found beside `study.json`, and with the parent run."""
+    if queue.plan.study.searches():
+        found = queue.search_record()
+        write_json(queue.plan.folder / "search.json", found)
+        log_search(runs, parent_run_id, found)
+
+
+def _write_report(name: str, runs: Path) -> None:
+    record = read_study(runs, name)
+    if record.trials:
+        folder = runs / "studies" / name / "report"
+        files = importlib.import_module("reports.render").write_report(record, folder)
+        log_report(runs, name, folder, files.answer)

@@ -1,0 +1,56 @@
+"""What each trial of a study has reached."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from harness.types import ENDED, TrialState
+
+
+@dataclass(frozen=True)
+class TrialStatus:
+    """What one (arm, seed) has reached: accuracy as a fraction, seconds of training, `done` of `total` in `phase`."""
+
+    arm: str
+    seed: int
+    state: Literal["waiting"] | TrialState
+    reason: str | None
+    phase: str
+    done: int
+    total: int
+    accuracy: float | None
+    tokens_per_second: float | None
+    seconds: float | None
+    directory: Path
+    generated_tokens: float | None = None  # known once it has ended
+    on_gpu: bool = False
+
+
+@dataclass(frozen=True)
+class StudyStatus:
+    """What a study has reached; trials in the order in which they run.
+
+    `to_come` is the number of trials, at most, that a search has not thought of yet.
+    """
+
+    name: str
+    question: str
+    metric: str
+    trials: tuple[TrialStatus, ...]
+    to_come: int = 0
+
+    def counts(self) -> dict[str, int]:
+        """Number of trials in each state that occurs."""
+        return dict(Counter(trial.state for trial in self.trials))
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to run (failed trials are tried again when the study is started again)."""
+        return not self.to_come and all(trial.state in ENDED for trial in self.trials)
+
+    @property
+    def all_valid(self) -> bool:
+        return all(trial.state in ("complete", "pruned") for trial in self.trials)

@@ -1,0 +1,1 @@
+"""Where a study's queue lives: files, or PostgreSQL."""

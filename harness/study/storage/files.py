@@ -1,0 +1,75 @@
+"""The storage in files: Optuna's journal, a file lock, lease files and `study.json` in the study's folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from optuna.storages import BaseStorage, JournalStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+
+from harness.files import file_lock, read_json, write_json
+from harness.study.storage.base import Lease, Storage
+from harness.study.storage.lease import FileLease, is_held
+from harness.tracking.run_log import read_progress
+
+
+class LocalStorage(Storage):
+    """Files in the study's folder, for the processes of one machine or of one shared disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self._journal, self._lock, self._document = folder / "optuna.journal", folder / "lock", folder / "study.json"
+        self.place = f"'{folder}'"
+        self.document_place = f"'{self._document}'; delete '{folder}' to start anew"
+
+    def exists(self) -> bool:
+        return self._journal.exists()
+
+    @cached_property
+    def optuna(self) -> BaseStorage:
+        return JournalStorage(JournalFileBackend(str(self._journal), lock_obj=_JournalLock(self._journal)))
+
+    def lock(self) -> AbstractContextManager[object]:
+        return file_lock(self._lock)
+
+    def take_lease(self, directory: Path) -> Lease | None:
+        return FileLease(directory)
+
+    def held(self, directories: Collection[Path]) -> set[Path]:
+        return {directory for directory in directories if is_held(directory)}
+
+    def progress(self, directories: Collection[Path]) -> dict[Path, dict[str, Any]]:
+        found = {directory: read_progress(directory) for directory in directories}
+        return {directory: shown for directory, shown in found.items() if shown}
+
+    def read_document(self) -> dict[str, Any] | None:
+        return read_json(self._document) if self._document.exists() else None
+
+    def write_document(self, document: Mapping[str, Any]) -> None:
+        write_json(self._document, document)
+
+
+class _JournalLock(JournalFileOpenLock):
+    """The journal's lock: freed by the operating system when its holder dies, and on taking it half a line that a
+    killed writer left at the end is cut off."""
+
+    def __init__(self, journal: Path) -> None:
+        super().__init__(str(journal))
+        self._journal = journal
+        self._lock = file_lock(journal.with_name(journal.name + ".lock"))
+
+    def acquire(self) -> bool:
+        self._lock.acquire()
+        with self._journal.open("rb+") as file:
+            size = file.seek(0, os.SEEK_END)
+            if size and (file.seek(size - 1), file.read(1))[1] != b"\n":
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
+        return True
+
+    def release(self) -> None:
+        self._lock.release()

@@ -1,0 +1,298 @@
+"""A study's queue in a PostgreSQL database, for hosts that share nothing else.
+
+Optuna's tables hold the attempts. Mutual exclusion is an advisory lock of the database session, which the server frees
+when the connection dies. Two tables are added: `cohort_studies` with the document of each study, `cohort_leases` with
+the worker of each running trial, the time of its last heartbeat and what it said of its progress. All times are the
+database's: the hosts' clocks are compared with nothing.
+
+A lease ends when its worker's process is gone (seen from the same machine) or its last heartbeat is older than
+GRACE_SECONDS; after a restart of the server every lease gets a new grace, since nobody could renew it. A worker that
+cannot reach the database goes on, and ends at once when it finds another's token in its lease. Taking a lease compares
+and swaps, so that even two holders of the lock (one cut off, one new) cannot run one trial.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import re
+import sys
+import threading
+import uuid
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy
+from optuna.exceptions import StorageInternalError
+from optuna.storages import BaseStorage, RDBStorage
+from sqlalchemy import event
+from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+
+from harness.spec.errors import SpecError
+from harness.study.storage.base import Lease, Storage, StorageUnavailable, masked
+from harness.study.storage.lease import is_alive, this_process
+from harness.tracking.run_log import read_progress
+
+BEAT_SECONDS = 5.0
+GRACE_SECONDS = 60.0  # how old the last heartbeat of a worker on another machine may be
+CONNECT_SECONDS = 10
+LOCK_SECONDS = 60  # how long to wait for the study's lock before the storage counts as unreachable
+TABLES = (
+    "CREATE TABLE IF NOT EXISTS cohort_studies (study text PRIMARY KEY, document text NOT NULL)",
+    """CREATE TABLE IF NOT EXISTS cohort_leases (
+        study text NOT NULL, trial text NOT NULL, token text NOT NULL, host text NOT NULL, pid bigint NOT NULL,
+        started double precision NOT NULL, beat timestamptz NOT NULL, progress text NOT NULL DEFAULT '{}',
+        PRIMARY KEY (study, trial))""",
+)
+# A dead host's session, and with it its lock, is noticed after 10 + 3 x 5 s, not after the system's two hours.
+SESSION = f"""SET lock_timeout = '{LOCK_SECONDS}s'; SET tcp_keepalives_idle = 10;
+    SET tcp_keepalives_interval = 5; SET tcp_keepalives_count = 3"""
+log = logging.getLogger(__name__)
+
+
+class PostgresStorage(Storage):
+    """The queue of one study in a database; the tables are made when the study is started."""
+
+    def __init__(self, study: str, url: str) -> None:
+        self._study, self._url = study, _with_driver(url)
+        self.place = masked(url)
+        self.document_place = f"the table cohort_studies of {self.place}"
+
+    def check(self) -> None:
+        with self.errors(), self._engine.connect():
+            pass
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (DBAPIError, StorageInternalError, PoolTimeoutError) as error:
+            cause = error.__cause__ if isinstance(error, StorageInternalError) else error
+            lost = isinstance(cause, DBAPIError) and cause.connection_invalidated
+            if not lost and not isinstance(cause, OperationalError | InterfaceError | PoolTimeoutError):
+                raise
+            words = str(getattr(cause, "orig", cause)).strip().splitlines() or [type(cause).__name__]
+            raise StorageUnavailable(
+                f"the storage {masked(self._url)} cannot be used now: {_without_password(words[0], self._url)}; "
+                "check --storage (or COHORT_STORAGE) and that the server runs and lets this host in"
+            ) from None
+
+    def exists(self) -> bool:
+        return self.read_document() is not None
+
+    @cached_property
+    def optuna(self) -> BaseStorage:
+        with self._locked("tables"):  # two hosts may start at once
+            return RDBStorage(self._url, engine_kwargs={"pool": self._engine.pool})
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        with self._locked(f"study/{self._study}"):
+            yield
+
+    def take_lease(self, directory: Path) -> Lease | None:
+        trial, token = directory.name, uuid.uuid4().hex
+        before = self._leases([trial])
+        if trial in before and self._is_held(before[trial]):
+            return None
+        me = this_process()
+        taken = self._execute(
+            """INSERT INTO cohort_leases (study, trial, token, host, pid, started, beat)
+               VALUES (:study, :trial, :token, :host, :pid, :started, clock_timestamp())
+               ON CONFLICT (study, trial) DO UPDATE SET token = excluded.token, host = excluded.host,
+                   pid = excluded.pid, started = excluded.started, beat = excluded.beat
+               WHERE cohort_leases.token = :before""",
+            trial=trial,
+            token=token,
+            host=machine(),
+            pid=me["pid"],
+            started=me["started"],
+            before=before[trial]["token"] if trial in before else None,
+        )
+        return PostgresLease(self, directory, token) if taken else None
+
+    def held(self, directories: Collection[Path]) -> set[Path]:
+        leases = self._leases([directory.name for directory in directories])
+        return {d for d in directories if d.name in leases and self._is_held(leases[d.name])}
+
+    def progress(self, directories: Collection[Path]) -> dict[Path, dict[str, Any]]:
+        leases = self._leases([directory.name for directory in directories])
+        found = {d: json.loads(leases[d.name]["progress"]) for d in directories if d.name in leases}
+        here = {d: read_progress(d) for d in directories}  # newer than the last heartbeat, if it is here
+        shown = {d: max(found.get(d, {}), here[d], key=lambda p: (p.get("step", -1), p.get("done", 0))) for d in here}
+        return {directory: progress for directory, progress in shown.items() if progress}
+
+    def read_document(self) -> dict[str, Any] | None:
+        if not self._rows("SELECT 1 WHERE to_regclass('cohort_studies') IS NOT NULL"):
+            return None
+        rows = self._rows("SELECT document FROM cohort_studies WHERE study = :study")
+        return json.loads(rows[0]["document"]) if rows else None
+
+    def write_document(self, document: Mapping[str, Any]) -> None:
+        with self._locked("tables"):
+            for statement in TABLES:
+                self._execute(statement)
+        self._execute(
+            """INSERT INTO cohort_studies VALUES (:study, :document)
+               ON CONFLICT (study) DO UPDATE SET document = excluded.document""",
+            document=json.dumps(document),
+        )
+
+    def renew(self, directory: Path, token: str) -> bool:
+        """Write a heartbeat and the trial's progress; whether the lease is still ours."""
+        progress = json.dumps(read_progress(directory))
+        return self._execute(
+            """UPDATE cohort_leases SET beat = clock_timestamp(), progress = :progress
+               WHERE study = :study AND trial = :trial AND token = :token""",
+            trial=directory.name,
+            token=token,
+            progress=progress,
+        )
+
+    def give_up(self, directory: Path, token: str) -> None:
+        """Let others take the lease; what the trial said of its progress stays."""
+        self.renew(directory, token)
+        self._execute(
+            "UPDATE cohort_leases SET token = '' WHERE study = :study AND trial = :trial AND token = :token",
+            trial=directory.name,
+            token=token,
+        )
+
+    @cached_property
+    def _engine(self) -> sqlalchemy.Engine:
+        """Two connections at rest for each process: that of the lock, and that of what is done under it.
+
+        A connection is not asked whether it lives before each use: that would be a round trip for every operation, and
+        every operation can be tried again.
+        """
+        engine = sqlalchemy.create_engine(
+            self._url, pool_size=2, max_overflow=3,
+            connect_args={"connect_timeout": CONNECT_SECONDS, "application_name": f"cohort {self._study}"[:63],
+                          "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3},
+        )  # fmt: skip
+
+        @event.listens_for(engine, "connect")
+        def prepare(connection: Any, _: object) -> None:
+            connection.autocommit = True
+            connection.execute(SESSION)
+            connection.autocommit = False
+
+        return engine.execution_options(isolation_level="AUTOCOMMIT")  # of ours; Optuna has its transactions
+
+    @contextmanager
+    def _locked(self, key: str) -> Iterator[None]:
+        """Hold an advisory lock of this database, on a connection of its own."""
+        name = {"key": f"cohort/{key}"}
+        with self.errors(), self._engine.connect() as connection:
+            connection.execute(sqlalchemy.text("SELECT pg_advisory_lock(hashtextextended(:key, 0))"), name)
+            try:
+                yield
+            finally:
+                try:
+                    connection.execute(sqlalchemy.text("SELECT pg_advisory_unlock(hashtextextended(:key, 0))"), name)
+                except DBAPIError:
+                    connection.invalidate()  # the server frees the lock with the session
+
+    def _leases(self, trials: Collection[str]) -> dict[str, Mapping[str, Any]]:
+        """The leases of those trials that ever had one; `fresh` where the last heartbeat is young enough."""
+        if not trials:
+            return {}
+        rows = self._rows(
+            """SELECT trial, token, host, pid, started, progress, clock_timestamp()
+                 - greatest(beat, pg_postmaster_start_time()) < make_interval(secs => :grace) AS fresh
+               FROM cohort_leases WHERE study = :study AND trial = ANY(:trials)""",
+            trials=list(trials),
+            grace=GRACE_SECONDS,
+        )
+        return {row["trial"]: row for row in rows}
+
+    def _is_held(self, lease: Mapping[str, Any]) -> bool:
+        if not lease["token"]:
+            return False
+        alive = is_alive(lease["pid"], lease["started"]) if lease["host"] == machine() else None
+        return lease["fresh"] if alive is None else alive
+
+    def _rows(self, statement: str, **values: Any) -> list[Mapping[str, Any]]:
+        with self.errors(), self._engine.connect() as connection:
+            result = connection.execute(sqlalchemy.text(statement), {"study": self._study, **values})
+            return [dict(row) for row in result.mappings()]
+
+    def _execute(self, statement: str, **values: Any) -> bool:
+        """Run a statement; whether it changed a row."""
+        with self.errors(), self._engine.connect() as connection:
+            return connection.execute(sqlalchemy.text(statement), {"study": self._study, **values}).rowcount > 0
+
+
+class PostgresLease:
+    """A row that says who runs a trial, renewed every few seconds from a thread, whatever the connection does."""
+
+    def __init__(self, storage: PostgresStorage, directory: Path, token: str) -> None:
+        self._storage, self._directory, self._token = storage, directory, token
+        self._released = threading.Event()
+        self._lock = threading.Lock()  # between a heartbeat and the release
+        threading.Thread(target=self._beat, name="lease", daemon=True).start()
+
+    def release(self) -> None:
+        self._released.set()  # first: without an answer the lease ends by its age
+        with self._lock:
+            self._storage.give_up(self._directory, self._token)
+
+    def _beat(self) -> None:
+        reached = True
+        while not self._released.wait(BEAT_SECONDS):
+            try:
+                with self._lock:
+                    if self._released.is_set():
+                        return
+                    ours = self._storage.renew(self._directory, self._token)
+            except StorageUnavailable as error:
+                if reached:
+                    log.warning("%s; the run goes on", error)
+                reached = False
+                continue
+            if not ours:
+                print(f"lost the lease of {self._directory.name}: ending at once", file=sys.stderr, flush=True)
+                os._exit(3)
+            reached = True
+
+
+@lru_cache(maxsize=1)
+def machine() -> str:
+    """A name of this machine's processes that no other machine or container has: host, boot and process namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    namespace = Path("/proc/self/ns/pid")
+    return "/".join(
+        [
+            platform.node(),
+            boot.read_text().strip() if boot.exists() else str(uuid.getnode()),
+            str(namespace.stat().st_ino) if namespace.exists() else "",
+        ]
+    )
+
+
+def _with_driver(url: str) -> str:
+    """The URL as SQLAlchemy takes it. SpecError for a URL that cannot be parsed, or without the driver."""
+    try:
+        parsed = sqlalchemy.make_url(re.sub(r"^postgres(ql)?(\+psycopg)?://", "postgresql+psycopg://", url))
+    except (ArgumentError, ValueError):
+        parsed = None
+    if parsed is None or parsed.drivername != "postgresql+psycopg" or not parsed.database:
+        raise SpecError(
+            f"--storage must be a URL as postgresql://USER:PASSWORD@HOST:5432/DATABASE, got '{masked(url)}'"
+        )
+    try:
+        import psycopg  # noqa: F401
+    except ImportError:
+        raise SpecError("a storage in PostgreSQL needs psycopg 3; pip install 'cohort-rl[postgres]'") from None
+    return parsed.render_as_string(hide_password=False)
+
+
+def _without_password(text: str, url: str) -> str:
+    password = sqlalchemy.make_url(url).password
+    return text.replace(str(password), "***") if password else text

@@ -1,0 +1,198 @@
+"""One worker process of a study: it claims trials, runs each to its end and records it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import logging
+import math
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from harness.files import file_lock
+from harness.interfaces import RunLogger
+from harness.stop import StopRequest, stop_on_signals
+from harness.study.plan import Plan
+from harness.study.queue import Claim, Outcome, Queue, open_queue
+from harness.study.storage.base import StorageUnavailable
+from harness.tracking.mlflow_studies import open_study, study_run_id
+from harness.tracking.run_log import RunLog, read_result
+from harness.types import FINAL
+
+EXECUTE = "harness.training.loop:train"
+ORPHAN_SECONDS = 120.0  # how long a worker whose parent died may take to stop after its current step
+POLL_SECONDS = 0.5
+MAX_WAIT_SECONDS = 15.0  # between attempts to reach a storage
+STORAGE = "COHORT_STORAGE"  # environment variable with the storage's URL
+R = TypeVar("R")
+log = logging.getLogger(__name__)
+
+
+def worker_main(
+    name: str, runs: Path, *, parent: int | None = None, execute: str = EXECUTE, storage: str | None = None
+) -> int:
+    """Run trials of a started study until none is left or the process is told to stop; the exit status.
+
+    `parent` is the process id of the study's own process: when it dies, the worker stops after its current step. While
+    the storage cannot be reached the worker waits for it, also with the result of a trial.
+    """
+    runs = runs.resolve()
+    with stop_on_signals(on_second=lambda number: os._exit(128 + number)) as stop:
+        if parent is not None:
+            threading.Thread(target=_watch_parent, args=(parent, stop), name="parent", daemon=True).start()
+        _run_claims(name, runs, execute, storage, stop)
+    return 0
+
+
+def _run_claims(name: str, runs: Path, execute: str, storage: str | None, stop: StopRequest) -> None:
+    queue = _patiently(lambda: open_queue(name, runs, storage), stop)
+    run_trial = _resolve(execute) if _patiently(queue.unfinished, stop) else None
+    if run_trial is not None:
+        _ensure_tracked(queue)
+    while run_trial is not None and not stop.is_set():
+        claim = _patiently(queue.claim, stop)
+        if claim is not None:
+            _run_claim(claim, queue, queue.plan, run_trial, stop)
+        elif not _patiently(queue.unfinished, stop):
+            break
+        else:
+            stop.wait(2 * POLL_SECONDS)  # a trial that another worker runs may still come back to the queue
+
+
+def _run_claim(claim: Claim, queue: Queue, plan: Plan, run_trial: Callable[..., Any], stop: StopRequest) -> None:
+    """Run a claimed trial to its end, whatever that is, and record it."""
+    directory, objectives = plan.directory(claim.key), list(plan.study.objectives())
+    ended = read_result(directory)  # a worker that died just before it could record the end
+    if ended is not None and ended["state"] in FINAL:
+        metrics = {key: float(value) for key, value in ended["metrics"].items()}
+        outcome = Outcome(ended["state"], ended["reason"], ended["summary"], metrics)
+        _patiently(lambda: queue.finish(claim, _with_metrics(outcome, objectives)), stop)
+        return
+    arm, seed = claim.key
+    run_log = RunLog.open(
+        plan.runs,
+        directory,
+        plan.spec(claim.key),
+        experiment=plan.study.name,
+        run_name=f"{arm} | seed {seed}",
+        parent_run_id=study_run_id(plan.runs, plan.study.name),
+        tags={
+            "cohort.kind": "trial",
+            "cohort.study": plan.study.name,
+            "cohort.arm": arm,
+            "cohort.seed": str(seed),
+            "cohort.factors": json.dumps(plan.arms[arm].levels),
+            "cohort.phase": plan.arms[arm].phase,
+        },
+    )
+    judged = _JudgedLog(run_log, plan.study.metric, queue, claim, stop) if queue.prunes else None
+
+    def should_stop() -> bool:
+        return stop.is_set() or (judged is not None and judged.is_behind())
+
+    try:
+        cache = plan.runs / "cache"
+        result = run_trial(plan.spec(claim.key), directory, judged or run_log, cache=cache, should_stop=should_stop)
+        outcome = Outcome(result.state, result.reason, dict(result.summary), dict(run_log.latest))
+        if outcome.state == "stopped" and judged is not None and judged.reason is not None:
+            outcome = replace(outcome, state="pruned", reason=judged.reason)
+    except Exception as error:
+        traceback.print_exc()
+        outcome = Outcome("failed", traceback.format_exception_only(error)[-1].strip()[:500])
+    outcome = _with_metrics(outcome, objectives)
+    run_log.finish(outcome.state, outcome.reason, outcome.summary)  # pyright: ignore[reportArgumentType]
+    _patiently(lambda: queue.finish(claim, outcome), stop)
+
+
+def _patiently(operation: Callable[[], R], stop: StopRequest) -> R:
+    """The operation's result, tried until the storage answers; StorageUnavailable only once `stop` is set."""
+    wait = POLL_SECONDS
+    while True:
+        try:
+            return operation()
+        except StorageUnavailable as error:
+            if stop.wait(wait):
+                raise
+            log.warning("%s; trying again", error)
+            wait = min(2 * wait, MAX_WAIT_SECONDS)
+
+
+def _ensure_tracked(queue: Queue) -> None:
+    """Make the study's parent run on a host where only workers run, as a node of a cluster."""
+    plan = queue.plan
+    try:
+        study_run_id(plan.runs, plan.study.name)
+    except FileNotFoundError:
+        with file_lock(plan.folder / "tracking.lock"):
+            open_study(plan.runs, plan.study, f"cohort study run {plan.study.name}")
+
+
+class _JudgedLog:
+    """A run's log that shows the search every validation after training has begun: a `RunLogger` around another."""
+
+    def __init__(self, log: RunLogger, metric: str, queue: Queue, claim: Claim, stop: StopRequest) -> None:
+        self._log, self._metric, self._queue, self._claim, self._stop = log, metric, queue, claim, stop
+        self._new: tuple[int, float] | None = None
+        self.reason: str | None = None  # why the arm is given up
+        self.resume, self.progress = log.resume, log.progress
+        self.samples, self.per_problem = log.samples, log.per_problem
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._log.metrics(step, values)
+        if step and math.isfinite(values.get(self._metric, math.nan)):
+            self._new = (step, float(values[self._metric]))
+
+    def is_behind(self) -> bool:
+        new, self._new = self._new, None
+        if new is not None:
+            self.reason = _patiently(lambda: self._queue.report(self._claim.key, *new), self._stop)
+        return self.reason is not None
+
+
+def _with_metrics(outcome: Outcome, objectives: Sequence[str]) -> Outcome:
+    """The same outcome, or a failure where a complete run lacks a finite value of what decides the study."""
+    lacking = [name for name in objectives if not math.isfinite(outcome.metrics.get(name, math.nan))]
+    if outcome.state != "complete" or not lacking:
+        return outcome
+    metric, got = lacking[0], outcome.metrics.get(lacking[0], "nothing")
+    reason = f"metric must be a finite number that runs log, '{metric}' was {got}; logged: {', '.join(outcome.metrics)}"
+    return Outcome("failed", reason, outcome.summary, outcome.metrics)
+
+
+def _resolve(execute: str) -> Callable[..., Any]:
+    module, _, function = execute.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def _watch_parent(parent: int, stop: StopRequest) -> None:
+    while os.getppid() == parent:
+        time.sleep(POLL_SECONDS)
+    stop.set()
+    time.sleep(ORPHAN_SECONDS)
+    os._exit(4)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m harness.study.worker", description="A worker of a started study.")
+    parser.add_argument("name")
+    parser.add_argument("--runs", type=Path, required=True)
+    parser.add_argument("--parent", type=int, help="process id of the study's own process")
+    parser.add_argument("--execute", default=EXECUTE, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    sys.exit(
+        worker_main(
+            arguments.name,
+            arguments.runs,
+            parent=arguments.parent,
+            execute=arguments.execute,
+            storage=os.environ.get(STORAGE),
+        )
+    )

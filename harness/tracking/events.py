@@ -1,0 +1,88 @@
+"""The event file of a run, `events.jsonl`, and what it says when read.
+
+One JSON object a line: `start` of an attempt, `metrics` of a step, `samples`, `per_problem`, `finish`; each with its
+`time` (milliseconds since 1970), those of a training step with its number. Non-finite numbers are "nan", "inf", "-inf".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness.files import strict
+
+EVENTS = "events.jsonl"
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """What an event file says: metric -> step -> value, the sampled rollouts, the test problems, how the run ended.
+
+    What a later attempt logged again for a step replaces what an earlier one had logged.
+    """
+
+    history: dict[str, dict[int, tuple[float, int]]] = field(default_factory=dict)
+    samples: dict[tuple[int, str], tuple[int, list[dict[str, Any]]]] = field(default_factory=dict)
+    sample_times: dict[tuple[int, str], int] = field(default_factory=dict)
+    per_problem: dict[str, float] = field(default_factory=dict)
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+    finish: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        if event["type"] == "start":
+            self.attempts.append(dict(event))
+            self.finish.clear()
+        elif event["type"] == "metrics":
+            for key, value in event["values"].items():
+                self.history.setdefault(key, {})[event["step"]] = (float(value), event["time"])
+        elif event["type"] == "samples":
+            for row in event["rows"]:
+                self._add_sample(row)
+                self.sample_times[row["step"], row["split"]] = event["time"]
+        elif event["type"] == "per_problem":
+            self.per_problem.clear()
+            self.per_problem.update(event["fractions"])
+        elif event["type"] == "finish":
+            self.finish[:] = [dict(event)]
+
+    def _add_sample(self, row: dict[str, Any]) -> None:
+        key, attempt = (row["step"], row["split"]), len(self.attempts)
+        if self.samples.get(key, (attempt,))[0] != attempt:
+            del self.samples[key]
+        self.samples.setdefault(key, (attempt, []))[1].append(row)
+
+    @property
+    def last_step(self) -> int:
+        """The last step with a metric; -1 without any."""
+        return max((step for steps in self.history.values() for step in steps), default=-1)
+
+    def latest(self) -> dict[str, float]:
+        """The value of every metric at its last step."""
+        return {key: steps[max(steps)][0] for key, steps in self.history.items()}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All sampled rollouts, by step."""
+        return [row for key in sorted(self.samples) for row in self.samples[key][1]]
+
+
+def read_history(directory: Path) -> RunHistory:
+    """What the event file in a run's folder says; empty without one. A line torn by a killed writer ends the file."""
+    result = RunHistory()
+    for event in read_events(directory / EVENTS):
+        result.add(event)
+    return result
+
+
+def read_events(file: Path) -> list[dict[str, Any]]:
+    """The events of a file; a last line without its end was torn by a kill and does not count."""
+    if not file.exists():
+        return []
+    lines = file.read_bytes().split(b"\n")[:-1]
+    return [json.loads(line) for line in lines]
+
+
+def event_line(event: Mapping[str, Any]) -> str:
+    return json.dumps(strict(event), separators=(",", ":")) + "\n"

@@ -1,0 +1,157 @@
+"""Where the MLflow store is, and what counts as an outage of it.
+
+By default the store is a file in the runs folder. COHORT_TRACKING_URI names another: `http(s)://host:port` of an
+`mlflow server`, or `postgresql://user@host/database`. Workers inherit the variable.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+from urllib.parse import SplitResult, urlsplit
+
+TRACKING_URI = "COHORT_TRACKING_URI"
+PATIENCE_SECONDS = 300.0  # how long a command waits for a remote store to come back
+FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 20.0
+_ANSWER_SECONDS = 10.0
+_DRIVERS = {"postgresql": "psycopg2", "postgresql+psycopg2": "psycopg2", "postgresql+psycopg": "psycopg"}
+P = ParamSpec("P")
+R = TypeVar("R")
+log = logging.getLogger(__name__)
+
+
+def tracking_uri(runs: Path) -> str:
+    """The address of the MLflow store of a runs folder. ValueError where COHORT_TRACKING_URI names none."""
+    return remote_uri() or f"sqlite:///{runs.resolve() / 'mlflow.db'}"
+
+
+def remote_uri() -> str | None:
+    """The store that COHORT_TRACKING_URI names; None where it is the file of the runs folder."""
+    uri = os.environ.get(TRACKING_URI, "").strip()
+    if not uri:
+        return None
+    parts = _parts(uri)
+    if parts is None or parts.scheme not in ("http", "https", *_DRIVERS) or not parts.hostname:
+        raise ValueError(
+            "the tracking URI must be http://HOST:PORT of an MLflow server or postgresql://USER@HOST/DATABASE, got "
+            f"'{shown(uri)}'; without --tracking-uri and {TRACKING_URI} results go to a file in the runs folder"
+        )
+    driver = _DRIVERS.get(parts.scheme)
+    if driver is not None and find_spec(driver) is None:
+        package = "psycopg2-binary" if driver == "psycopg2" else "psycopg[binary]"
+        raise ValueError(f"a {parts.scheme}:// tracking URI needs the package {driver}; pip install {package}")
+    return uri.rstrip("/")
+
+
+def is_server(uri: str | None) -> bool:
+    """Whether the store is behind an `mlflow server`, which then keeps the artifacts too."""
+    return uri is not None and uri.startswith("http")
+
+
+def server_address() -> str | None:
+    """Where the pages of the store are served already; None where it is no server."""
+    uri = remote_uri()
+    return uri if is_server(uri) else None
+
+
+def shown(uri: str) -> str:
+    """The address without its password."""
+    parts = _parts(uri)
+    if parts is None or not parts.password:
+        return uri
+    return parts._replace(netloc=f"{parts.username}:***@{parts.netloc.rpartition('@')[2]}").geturl()
+
+
+def store_name(runs: Path) -> str:
+    """The store as a message names it."""
+    uri = remote_uri()
+    return f"the MLflow store in '{runs}'" if uri is None else f"the MLflow store at {shown(uri)}"
+
+
+def check_remote() -> None:
+    """ValueError where COHORT_TRACKING_URI names a store that does not answer now."""
+    uri = remote_uri()
+    if uri is None:
+        return
+    reason = _health(uri) if is_server(uri) else _listens(uri)
+    if reason is not None:
+        raise ValueError(
+            f"the tracking URI must name a store that answers, but {shown(uri)} does not ({reason}); start it, or "
+            "leave out --tracking-uri to keep results in the runs folder"
+        )
+
+
+def is_outage(error: Exception) -> bool:
+    """Whether an error says that the store is out of reach, not that it refuses what it is given."""
+    from mlflow.exceptions import MlflowException
+
+    if isinstance(error, MlflowException):
+        unreached = str(error).startswith("API request to") and "failed with exception" in str(error)
+        return unreached or error.get_http_status_code() in (429, 502, 503, 504)
+    return isinstance(error, OSError)  # those of requests among them
+
+
+def patient(function: Callable[P, R]) -> Callable[P, R]:
+    """The same function, called again while a remote store is out of reach, for at most PATIENCE_SECONDS.
+
+    ConnectionError where it stays so. The function must bear to be repeated.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        uri = remote_uri()
+        began, wait = time.monotonic(), FIRST_WAIT_SECONDS
+        while True:
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                if uri is None or not is_outage(error):
+                    raise
+                if time.monotonic() - began + wait > PATIENCE_SECONDS:
+                    raise ConnectionError(
+                        f"the MLflow store at {shown(uri)} did not answer for {PATIENCE_SECONDS:.0f} s; everything is "
+                        "in the runs folder: the same command copies it when the store is back"
+                    ) from error
+                log.warning("the MLflow store at %s does not answer; trying again in %.0f s", shown(uri), wait)
+            time.sleep(wait)
+            wait = min(2 * wait, LONGEST_WAIT_SECONDS)
+
+    return call
+
+
+def _parts(uri: str) -> SplitResult | None:
+    try:
+        parts = urlsplit(uri)
+        _ = parts.port  # raises for what is no number
+    except ValueError:
+        return None
+    return parts
+
+
+def _health(uri: str) -> str | None:
+    """Why the server at `uri` is of no use now; None where it answers."""
+    try:
+        with urllib.request.urlopen(f"{uri}/health", timeout=_ANSWER_SECONDS) as answer:
+            return None if answer.status == 200 else f"status {answer.status} of {uri}/health"
+    except urllib.error.HTTPError as error:
+        return f"status {error.code} of {uri}/health: is it an MLflow server?"
+    except (urllib.error.URLError, OSError) as error:
+        return str(getattr(error, "reason", error))
+
+
+def _listens(uri: str) -> str | None:
+    parts = urlsplit(uri)
+    try:
+        socket.create_connection((parts.hostname or "", parts.port or 5432), _ANSWER_SECONDS).close()
+    except OSError as error:
+        return str(error)
+    return None

@@ -1,0 +1,353 @@
+"""Copies the event file of a run to MLflow, in batches from a thread, so that training never waits for the store."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from harness.files import file_lock, read_json, strict, write_json
+from harness.tracking.events import EVENTS, RunHistory
+from harness.tracking.mlflow_address import is_outage, tracking_uri
+from harness.tracking.mlflow_store import (
+    STATUS,
+    SUMMARY,
+    SYSTEM,
+    active_run,
+    as_stored,
+    connect,
+    experiment_of,
+    import_mlflow,
+    log_diff,
+    set_tags,
+    source_tags,
+)
+from harness.tracking.mlflow_traces import TraceWriter, delete_traces, traces_per_split
+from harness.tracking.system import SystemSampler
+from harness.types import FINAL, SampleRow
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+
+
+FLUSH_SECONDS = 5.0
+RETRY_SECONDS = 1.0
+SAMPLES_SECONDS = 30.0
+LONGEST_RETRY_SECONDS = 20.0
+SYSTEM_SECONDS = 10.0
+COST_AREAS = ("seconds", "throughput", "memory", "system")  # metrics that two equal runs do not share
+_Key = tuple[str, int]  # metric, step
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Identity:
+    """`run.json`: which MLflow run belongs to a folder. The token is stored before the run is created, so that a run
+    created just before a crash is found again."""
+
+    experiment: str
+    run_name: str
+    parent_run_id: str | None
+    tags: dict[str, str] = field(default_factory=dict)
+    spec: dict[str, Any] = field(default_factory=dict)
+    objective: dict[str, str] = field(default_factory=dict)
+    token: str = ""
+    run_id: str | None = None
+    superseded: str | None = None
+    synced: bool = False
+
+    @classmethod
+    def load(cls, directory: Path) -> Identity | None:
+        file = directory / "run.json"
+        if not file.exists():
+            return None
+        fields = read_json(file)
+        return cls(**{key: value for key, value in fields.items() if key != "format"})
+
+    def save(self, directory: Path) -> None:
+        write_json(directory / "run.json", dataclasses.asdict(self))
+
+
+class Copier:
+    """Copies the events of one run to MLflow, from a thread of its own after `start`, or in `flush`.
+
+    A (metric, step) that the store has is not sent again. If the store has another value there, or steps that the
+    ended run does not have (an attempt that was killed went on after its last checkpoint, and the machine does not
+    repeat itself exactly), the MLflow run is replaced by a new one made from the file alone. Costs (seconds, memory)
+    always differ between attempts, so there the first value stays.
+    """
+
+    def __init__(self, runs: Path, directory: Path, identity: Identity) -> None:
+        self.runs, self.directory, self.identity = runs, directory, identity
+        self.history = RunHistory()
+        self._lock = threading.Lock()  # guards history, _pending and _samples_changed
+        self._pending: list[_Key] = []
+        self._samples_changed = False
+        self._client: MlflowClient | None = None
+        self._traces: TraceWriter | None = None
+        self._trace_limit = traces_per_split()
+        self._system: dict[str, float] = {}
+        self.cpu_seconds = 0.0  # of the thread
+        self._stored: dict[_Key, float] = {}
+        self._samples_at = -math.inf
+        self._error: Exception | None = None
+        self._wake, self._stop, self._give_up = threading.Event(), threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def push(self, event: Mapping[str, Any]) -> None:
+        with self._lock:
+            self.history.add(event)
+            if event["type"] == "metrics":
+                self._pending += [(key, event["step"]) for key in event["values"]]
+            elif event["type"] == "samples":
+                self._samples_changed = True
+
+    def start(self) -> None:
+        import_mlflow()  # here: two threads that import large packages at once can trip over each other
+        self._thread = threading.Thread(target=self._run, name="mlflow", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def take_system(self) -> dict[str, float]:
+        """The newest `system/...` metrics that were not taken yet; mostly none."""
+        system, self._system = self._system, {}
+        return system
+
+    def stop(self, drain_seconds: float) -> None:
+        """Let the thread finish its work, and warn of what it could not copy."""
+        if self._thread is None:
+            return
+        self._stop.set()
+        self._wake.set()
+        self._thread.join(drain_seconds)
+        if self._thread.is_alive():
+            self._give_up.set()
+            log.warning(
+                "MLflow could not be given all of '%s' (%d values left; %s); everything is in %s and is copied when "
+                "the same command runs again",
+                self.identity.run_name, len(self._pending), self._error, self.directory / EVENTS,
+            )  # fmt: skip
+
+    def _run(self) -> None:
+        sampler, sampled, wait, retry = SystemSampler(), time.monotonic(), 0.0, RETRY_SECONDS
+        while not self._give_up.is_set():
+            self._wake.wait(wait)
+            self._wake.clear()
+            last = self._stop.is_set()
+            if time.monotonic() - sampled >= SYSTEM_SECONDS:
+                self._system, sampled = sampler.sample(), time.monotonic()
+            try:
+                self.flush()
+            except Exception as error:  # kept, retried, and reported by stop(): training goes on without the store
+                self._error, self._client = error, None  # what the store has is read again: an answer may be lost
+                (self._give_up if last else self._stop).wait(retry)  # a new step does not shorten the wait
+                wait, retry = 0.0, min(2 * retry, LONGEST_RETRY_SECONDS)
+                continue
+            finally:
+                self.cpu_seconds = time.thread_time()
+            self._error, wait, retry = None, FLUSH_SECONDS, RETRY_SECONDS
+            if last:
+                return
+
+    def flush(self) -> None:
+        """Copy all that is there now. Raises MLflow's error where the store does not take it; nothing is lost then."""
+        with file_lock(self.directory / "mlflow.lock"):
+            self._flush()
+
+    def _flush(self) -> None:
+        client = self._client or self._attach()
+        with (self.directory / EVENTS).open("rb") as file:
+            os.fsync(file.fileno())  # so that a power cut loses little; here, off the training thread
+        with self._lock:
+            todo = self._pending[:]
+            values = {(key, step): self.history.history[key][step] for key, step in todo}
+            rows = self.history.rows() if self._samples_changed else None
+            finish = self.history.finish[0] if self.history.finish else None
+        if self._contradicts(values) or (finish and self._went_further(finish)):
+            self._replace()
+            return self._flush()
+        self._copy_metrics(client, todo, values)
+        if rows is not None and (finish or time.monotonic() - self._samples_at > SAMPLES_SECONDS):
+            self._copy_samples(client, rows)
+        self._copy_traces()
+        if finish is not None:
+            self._copy_end(client, finish)
+
+    def _contradicts(self, values: Mapping[_Key, tuple[float, int]]) -> bool:
+        """Whether the store has another value for one of these, costs apart."""
+        known = {key: as_stored(value) for key, (value, _) in values.items() if key in self._stored}
+        return any(
+            value != self._stored[key] and not (math.isnan(value) and math.isnan(self._stored[key]))
+            for key, value in known.items()
+            if key[0].partition("/")[0] not in COST_AREAS
+        )
+
+    def _went_further(self, finish: Mapping[str, Any]) -> bool:
+        """Whether the store has values of steps that this ended run, not to be continued, never reached."""
+        if finish["state"] not in FINAL:
+            return False
+        with self._lock:
+            return any(
+                step not in self.history.history.get(key, {})
+                for key, step in self._stored
+                if not key.startswith((SUMMARY, SYSTEM))
+            )
+
+    def _replace(self) -> None:
+        """Start a new MLflow run, to be filled from the file alone, and delete the old one."""
+        self.identity = dataclasses.replace(self.identity, run_id=None, token="", superseded=self._run_id())
+        self.identity.save(self.directory)
+        self._client, self._traces, self._samples_at = None, None, -math.inf
+        with self._lock:
+            self._pending = [(key, step) for key, steps in self.history.history.items() for step in steps]
+            self._samples_changed = bool(self.history.samples)
+        self._attach()
+
+    def _attach(self) -> MlflowClient:
+        """Connect, find or create the MLflow run, and learn what it already has."""
+        client = connect(self.runs)
+        self.identity = identity = Identity.load(self.directory) or self.identity
+        run = active_run(client, identity.run_id) or self._find_by_token(client) or self._create(client)
+        identity.run_id = run.info.run_id
+        identity.save(self.directory)
+        self._stored = {
+            (key, metric.step): metric.value
+            for key in run.data.metrics
+            for metric in client.get_metric_history(identity.run_id, key)
+        }
+        self._describe(client)
+        if self._trace_limit:
+            self._attach_traces(run)
+        if (old := active_run(client, identity.superseded)) is not None:
+            delete_traces(tracking_uri(self.runs), old.info.experiment_id, old.info.run_id)
+            client.delete_run(old.info.run_id)
+        self._client = client
+        return client
+
+    def _attach_traces(self, run: Run) -> None:
+        shown = {key: value for key, value in self.identity.tags.items() if key in ("cohort.arm", "cohort.seed")}
+        tags = {key.removeprefix("cohort."): value for key, value in shown.items()}
+        self._traces = TraceWriter.attach(
+            tracking_uri(self.runs), run.info.experiment_id, run.info.run_id, tags | {"run": self.identity.run_name}
+        )
+
+    def _find_by_token(self, client: MlflowClient) -> Run | None:
+        experiment = client.get_experiment_by_name(self.identity.experiment)
+        if not self.identity.token or experiment is None:
+            return None
+        found = client.search_runs([experiment.experiment_id], f"tags.`cohort.token` = '{self.identity.token}'")
+        return found[0] if found else None
+
+    def _create(self, client: MlflowClient) -> Run:
+        identity = self.identity
+        experiment = experiment_of(client, self.runs, identity.experiment)
+        identity.token = uuid.uuid4().hex
+        identity.save(self.directory)
+        tags = {"cohort.kind": "run", "cohort.token": identity.token, "cohort.trial": self.directory.name}
+        tags |= source_tags() | identity.tags
+        if identity.parent_run_id is not None:
+            tags["mlflow.parentRunId"] = identity.parent_run_id
+        with self._lock:
+            began = self.history.attempts[0]["time"] if self.history.attempts else None
+        return client.create_run(experiment.experiment_id, start_time=began, tags=tags, run_name=identity.run_name)
+
+    def _describe(self, client: MlflowClient) -> None:
+        """Parameters, configuration and state; harmless when repeated."""
+        from mlflow.entities import Param
+
+        run_id = self._run_id()
+        settings = [*_flatten(self.identity.spec), *_flatten(self.identity.objective, "objective.")]
+        params = [Param(key, str(value)) for key, value in settings]
+        for start in range(0, len(params), 100):  # MLflow's limit per request
+            client.log_batch(run_id, params=params[start : start + 100])
+        set_tags(client, run_id, {"cohort.state": "running", "cohort.reason": ""})
+        client.update_run(run_id, status="RUNNING")
+        client.log_text(run_id, yaml.safe_dump(self.identity.spec, sort_keys=False), "config.yaml")
+        if self.identity.parent_run_id is None:
+            log_diff(client, run_id)
+
+    def _copy_metrics(
+        self, client: MlflowClient, todo: Sequence[_Key], values: Mapping[_Key, tuple[float, int]]
+    ) -> None:
+        from mlflow.entities import Metric
+
+        for start in range(0, len(todo), 1000):  # MLflow's limit per request
+            batch = todo[start : start + 1000]
+            new = [key for key in dict.fromkeys(batch) if key not in self._stored]
+            if new:
+                client.log_batch(self._run_id(), [Metric(key[0], *values[key], key[1]) for key in new])
+            self._stored |= {key: as_stored(values[key][0]) for key in new}
+            with self._lock:
+                del self._pending[: len(batch)]
+
+    def _copy_samples(self, client: MlflowClient, rows: Sequence[Mapping[str, Any]]) -> None:
+        """The samples table, rewritten whole, in the form of MlflowClient.log_table: the UI shows it as a table."""
+        columns = [item.name for item in dataclasses.fields(SampleRow)]
+        table = {"columns": columns, "data": [[row.get(column, {}) for column in columns] for row in rows]}
+        client.log_dict(self._run_id(), strict(table), "samples.json")
+        shown = json.dumps([{"path": "samples.json", "type": "table"}])
+        client.set_tag(self._run_id(), "mlflow.loggedArtifacts", shown)
+        self._samples_at = time.monotonic()
+        with self._lock:
+            self._samples_changed = len(self.history.rows()) > len(rows)
+
+    def _copy_traces(self) -> None:
+        """The first rollouts of every step and split as traces; given up where the store takes only metrics."""
+        if self._traces is None:
+            return
+        with self._lock:
+            rows = {
+                (step, split, i): (row, self.history.sample_times[step, split])
+                for (step, split), (_, members) in self.history.samples.items()
+                for i, row in enumerate(members[: self._trace_limit])
+            }
+        try:
+            self._traces.write(rows)
+        except Exception as error:
+            if is_outage(error):
+                raise
+            self._traces = None
+            log.warning("rollouts of '%s' do not become traces: %s", self.identity.run_name, error)
+
+    def _copy_end(self, client: MlflowClient, finish: Mapping[str, Any]) -> None:
+        from mlflow.entities import Metric
+
+        summary = {key: float(value) for key, value in finish["summary"].items()}
+        with self._lock:
+            per_problem = dict(self.history.per_problem)
+        if per_problem:
+            client.log_dict(self._run_id(), per_problem, "per_problem.json")
+        if finish["state"] == "complete" and summary:
+            metrics = [Metric(SUMMARY + key, value, finish["time"], 0) for key, value in summary.items()]
+            client.log_batch(self._run_id(), metrics)
+        tags = {"cohort.state": finish["state"], "cohort.reason": finish["reason"] or ""}
+        set_tags(client, self._run_id(), {**tags, "cohort.summary": json.dumps(strict(summary))})
+        client.set_terminated(self._run_id(), STATUS[finish["state"]], end_time=finish["time"])
+        self.identity.synced = True
+        self.identity.save(self.directory)
+
+    def _run_id(self) -> str:
+        assert self.identity.run_id is not None
+        return self.identity.run_id
+
+
+def _flatten(spec: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in spec.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

@@ -1,0 +1,272 @@
+"""The MLflow store of a runs folder: where it is, whether this version can use it, and how its runs are found.
+
+Only the `_mlflow_*` modules import mlflow, inside functions because the import takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import sqlite3
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, unquote, urlsplit
+
+import yaml
+
+from harness.files import file_lock, read_json
+from harness.tracking.mlflow_address import check_remote, is_server, remote_uri, tracking_uri
+from harness.tracking.mlflow_traces import traces_per_split
+from harness.tracking.provenance import uncommitted_diff, versions
+from harness.types import TrialState
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Experiment, Run
+
+
+MIN_FREE_BYTES = 100_000_000
+NOTE = "mlflow.note.content"
+SUMMARY, SYSTEM = "summary/", "system/"
+TRAINING_PAGES = "workflowType=machine_learning"  # the UI has others, for chat agents
+STATUS: Mapping[TrialState, str] = {
+    "running": "RUNNING", "complete": "FINISHED", "invalid": "FAILED", "failed": "FAILED", "stopped": "KILLED",
+    "pruned": "KILLED",
+}  # fmt: skip
+_ENVIRONMENT = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # outages are waited for here; MLflow's own 7 tries block for minutes
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+_LARGEST = sys.float_info.max  # how MLflow stores infinity
+
+
+def check_runs(runs: Path, min_free_bytes: int = MIN_FREE_BYTES) -> None:
+    """Raise ValueError where results cannot be written to `runs`, or were written there by another version.
+
+    Writes nothing that stays; the folder need not exist yet.
+    """
+    folder = runs.resolve()
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        raise ValueError(f"the runs folder must be a folder, but '{folder}' is a file; choose another with --runs")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"the runs folder must be writable, but writing to '{folder}' fails ({error.strerror}); "
+            "choose another with --runs or COHORT_RUNS"
+        ) from None
+    free = shutil.disk_usage(folder).free
+    if free < min_free_bytes:
+        raise ValueError(
+            f"the runs folder needs {min_free_bytes / 1e6:.0f} MB of free disk, '{folder}' has {free / 1e6:.0f} MB; "
+            "free some space or choose another disk with --runs"
+        )
+    for file in sorted((runs / "studies").glob("*/study.json")):
+        read_json(file)
+    traces_per_split()
+    if remote_uri() is None:
+        _check_file(runs)
+    else:
+        check_remote()
+
+
+def import_mlflow() -> None:
+    """Load MLflow, without its telemetry and without its messages on creating a store."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # its errors are raised too
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it warns of every retry in an outage
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    import mlflow  # noqa: F401
+
+
+def connect(runs: Path) -> MlflowClient:
+    """A client of the runs folder's store; a file is created where there is none."""
+    import_mlflow()
+    from mlflow import MlflowClient
+
+    if (uri := remote_uri()) is not None:
+        return MlflowClient(uri)
+    store = runs.resolve() / "mlflow.db"
+    if not store.exists():
+        store.parent.mkdir(parents=True, exist_ok=True)
+        with file_lock(runs / "mlflow.lock"):
+            if not store.exists():
+                _create_store(store)
+    return MlflowClient(tracking_uri(runs))
+
+
+def existing_store(runs: Path) -> MlflowClient | None:
+    return connect(runs) if remote_uri() or (runs / "mlflow.db").exists() else None
+
+
+def source_tags() -> dict[str, str]:
+    """MLflow's own tags that say which code made a run, and the versions."""
+    tags = {"mlflow.source.name": "cohort", "mlflow.source.type": "LOCAL", "cohort.versions": json.dumps(versions())}
+    commit = versions()["git_commit"].removesuffix("-dirty")
+    return tags | ({"mlflow.source.git.commit": commit} if commit != "unknown" else {})
+
+
+def log_diff(client: MlflowClient, run_id: str) -> None:
+    """Attach what the checkout has beyond its commit, if anything."""
+    if text := uncommitted_diff():
+        client.log_text(run_id, text, "uncommitted.diff")
+
+
+def experiment_of(client: MlflowClient, runs: Path, name: str) -> Experiment:
+    from mlflow.exceptions import MlflowException
+
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        try:
+            folder = None if is_server(remote_uri()) else (runs.resolve() / "mlartifacts" / name).as_uri()
+            client.create_experiment(name, folder)
+        except MlflowException:  # another process may have been first
+            if client.get_experiment_by_name(name) is None:
+                raise
+        found = client.get_experiment_by_name(name)
+    assert found is not None
+    if found.lifecycle_stage != "active":
+        raise ValueError(
+            f"the experiment '{name}' was deleted in MLflow; restore it with 'mlflow experiments restore "
+            f"--experiment-id {found.experiment_id}' or choose another name"
+        )
+    return found
+
+
+def active_run(client: MlflowClient, run_id: str | None) -> Run | None:
+    """The run, or None where the store does not have it or it was deleted."""
+    from mlflow.exceptions import MlflowException
+
+    if run_id is None:
+        return None
+    try:
+        run = client.get_run(run_id)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return None
+    return run if run.info.lifecycle_stage == "active" else None
+
+
+def newest_parent(client: MlflowClient, name: str) -> Run | None:
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
+        return None
+    wanted = f"tags.`cohort.kind` = 'study' and tags.`cohort.study` = '{name}'"
+    return next(iter(search_runs(client, experiment.experiment_id, wanted)), None)
+
+
+def search_runs(client: MlflowClient, experiments: str | list[str], wanted: str) -> list[Run]:
+    """All active runs that match, newest first."""
+    ids = [experiments] if isinstance(experiments, str) else experiments
+    found: list[Run] = []
+    token = None
+    while True:
+        page = client.search_runs(
+            ids, wanted, max_results=1000, order_by=["attributes.start_time DESC"], page_token=token
+        )
+        found += page
+        token = page.token
+        if not token:
+            return found
+
+
+def set_tags(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> None:
+    from mlflow.entities import RunTag
+
+    client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+
+
+def artifact(client: MlflowClient, runs: Path, run: Run, name: str) -> Any:
+    """A run's JSON or YAML artifact, or None; found beside the store too where the runs folder was moved."""
+    place = urlsplit(run.info.artifact_uri or "")
+    if place.scheme not in ("", "file"):
+        return _download(client, run, name)
+    file = Path(unquote(place.path)) / name
+    if not file.exists():
+        file = runs / Path(*file.parts[-5:])  # mlartifacts/<experiment>/<run>/artifacts/<name>
+    return _parse(file) if file.exists() else None
+
+
+def _download(client: MlflowClient, run: Run, name: str) -> Any:
+    if all(file.path != name for file in client.list_artifacts(run.info.run_id)):
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        return _parse(Path(client.download_artifacts(run.info.run_id, name, folder)))
+
+
+def _parse(file: Path) -> Any:
+    text = file.read_text(encoding="utf-8")
+    return json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+
+
+def as_stored(value: float) -> float:
+    """A metric as MLflow keeps it: infinities become the largest double."""
+    return math.copysign(_LARGEST, value) if math.isinf(value) else value
+
+
+def from_stored(value: float) -> float:
+    return math.copysign(math.inf, value) if abs(value) >= _LARGEST else value
+
+
+def _check_file(runs: Path) -> None:
+    """ValueError where mlflow.db is no store, has another schema, or belongs to a runs folder that was moved."""
+    store = runs.resolve() / "mlflow.db"
+    if not store.exists():
+        return
+    remedy = "move it away, or use another folder with --runs"
+    try:
+        with closing(sqlite3.connect(f"file:{quote(str(store))}?mode=ro", uri=True)) as database:
+            found = [row[0] for row in database.execute("SELECT version_num FROM alembic_version")]
+            places = [row[0] for row in database.execute("SELECT artifact_location FROM experiments")]
+    except sqlite3.DatabaseError as error:
+        raise ValueError(f"{store} is not an MLflow store ({error}); {remedy}") from None
+    if found != [head := _schema_version()]:
+        raise ValueError(
+            f"{store} must have schema {head} of MLflow {versions()['mlflow']}, got {', '.join(found) or 'none'}; "
+            f"another version wrote it; upgrade it with 'mlflow db upgrade {tracking_uri(runs)}', {remedy}"
+        )
+    for place in places:
+        parent = Path(unquote(urlsplit(place).path)).parent
+        if parent.name == "mlartifacts" and parent != runs.resolve() / "mlartifacts":
+            raise ValueError(
+                f"{store} keeps its artifacts in '{parent}', which is not beside it: the runs folder was moved; "
+                "move it back to go on, or use another folder with --runs (reports can be read from here)"
+            )
+
+
+def _schema_version() -> str:
+    """The schema revision that the installed MLflow reads and writes."""
+    from alembic.script import ScriptDirectory
+
+    import_mlflow()
+    import mlflow
+
+    head = ScriptDirectory(str(Path(mlflow.__file__).parent / "store" / "db_migrations")).get_current_head()
+    assert head is not None
+    return head
+
+
+def _create_store(store: Path) -> None:
+    """Make an empty store beside its place and move it there, so that a crash cannot leave half a schema."""
+    from mlflow import MlflowClient
+
+    for leftover in store.parent.glob("mlflow.db.new*"):
+        leftover.unlink()
+    new = store.with_name("mlflow.db.new")
+    MlflowClient(f"sqlite:///{new}").search_experiments(max_results=1)
+    new.rename(store)

@@ -1,0 +1,273 @@
+"""Studies in the MLflow store: a parent run with its trials as children, written here and read back as records."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import quote
+
+from harness.files import FORMAT, read_json, write_json
+from harness.plugins import nearest
+from harness.tracking.mlflow_address import patient, store_name
+from harness.tracking.mlflow_store import (
+    NOTE,
+    STATUS,
+    SUMMARY,
+    SYSTEM,
+    TRAINING_PAGES,
+    active_run,
+    artifact,
+    connect,
+    existing_store,
+    experiment_of,
+    from_stored,
+    log_diff,
+    newest_parent,
+    search_runs,
+    set_tags,
+    source_tags,
+)
+from harness.tracking.provenance import versions
+from harness.types import SampleRow, StudyRecord, TrialRecord, TrialState
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+
+    from harness.spec.study import StudySpec
+
+
+_VIEW = "mlflow.sharedViewState.cohort"  # an experiment tag that holds a view which an address can name
+
+
+@patient
+def open_study(runs: Path, study: StudySpec, command: str) -> str:
+    """The id of the study's parent run, created or brought up to date; the same one as long as its folder stays."""
+    client = connect(runs)
+    file = _study_run_file(runs, study.name)
+    known = study_run_id(runs, study.name) if file.exists() else None
+    run = active_run(client, known)
+    if run is None:
+        experiment = experiment_of(client, runs, study.name)
+        tags = {"cohort.kind": "study", "cohort.study": study.name, **source_tags()}
+        run = client.create_run(experiment.experiment_id, tags=tags, run_name=study.name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, {"run_id": run.info.run_id})
+    run_id = run.info.run_id
+    labels = study.arm_labels()
+    document = {
+        "format": FORMAT,
+        "spec": study.model_dump(mode="json"),
+        "arms": labels,
+        "baseline": study.baseline or next(iter(labels), ""),
+        "command": command,
+        "versions": versions(),
+    }
+    client.log_dict(run_id, document, "study.json")
+    log_diff(client, run_id)
+    client.set_experiment_tag(run.info.experiment_id, NOTE, study.question)
+    client.set_experiment_tag(run.info.experiment_id, _VIEW, json.dumps(_table_view(study.metric)))
+    client.set_experiment_tag(run.info.experiment_id, "mlflow.experiment.primaryMetric.name", study.metric)
+    set_tags(client, run_id, {"cohort.state": "running", "cohort.command": command, NOTE: study.question})
+    client.update_run(run_id, status="RUNNING")
+    return run_id
+
+
+def study_run_id(runs: Path, name: str) -> str:
+    """The id of the parent run that `open_study` made for the study in this runs folder."""
+    return read_json(_study_run_file(runs, name))["run_id"]
+
+
+@patient
+def log_search(runs: Path, run_id: str, document: Mapping[str, Any]) -> None:
+    """Attach what a study's search has found to its parent run, where `read_study` finds it."""
+    connect(runs).log_dict(run_id, {"format": FORMAT, **document}, "search.json")
+
+
+@patient
+def close_study(runs: Path, run_id: str, state: TrialState) -> None:
+    """Record in the study's parent run how the study ended."""
+    client = connect(runs)
+    set_tags(client, run_id, {"cohort.state": state})
+    client.set_terminated(run_id, STATUS[state])
+
+
+@patient
+def log_report(runs: Path, name: str, folder: Path, answer: str | None = None) -> None:
+    """Attach a written report to the study's parent run, and the answer to the note that the UI shows there."""
+    client = connect(runs)
+    parent = newest_parent(client, name)
+    if parent is None:
+        raise ValueError(f"{store_name(runs)} has no study '{name}'")
+    client.log_artifacts(parent.info.run_id, str(folder), "report")
+    if answer:
+        document = artifact(client, runs, parent, "study.json") or {"spec": {"question": name}}
+        client.set_tag(parent.info.run_id, NOTE, f"{document['spec']['question']}\n\n{answer}")
+
+
+@patient
+def read_study(runs: Path, name: str) -> StudyRecord:
+    """The study rebuilt from the MLflow store: one record for each (arm, seed) that has begun.
+
+    Where an (arm, seed) has several MLflow runs, the newest complete one counts, or else the newest. ValueError for a
+    study that the store does not have.
+    """
+    client = existing_store(runs)
+    parent = newest_parent(client, name) if client else None
+    if client is None or parent is None:
+        near = nearest(name, known := list_studies(runs))
+        hint = f"did you mean '{near}'? " if near else ""
+        raise ValueError(
+            f"{store_name(runs)} has no study '{name}'; {hint}"
+            + (f"it has: {', '.join(known)}" if known else "run one with: cohort study run NAME")
+        )
+    document = artifact(client, runs, parent, "study.json")
+    if document is None or document.get("format") != FORMAT:
+        raise ValueError(
+            f"study '{name}' in {store_name(runs)} is incomplete or of another version; run the study again"
+        )
+    spec = document["spec"]
+    children = search_runs(client, parent.info.experiment_id, f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")
+    trials: dict[tuple[str, int], Run] = {}
+    for run in children:  # newest first
+        key = (run.data.tags["cohort.arm"], int(run.data.tags["cohort.seed"]))
+        if key not in trials or (_state(run) == "complete" and _state(trials[key]) != "complete"):
+            trials[key] = run
+    search = artifact(client, runs, parent, "search.json")
+    arms = document["arms"] or sorted({arm for arm, _ in trials})  # those of a search are numbered
+    wanted = [(arm, seed) for arm in arms for seed in spec["seeds"]]
+    found = {key: _trial_record(client, runs, trials[key]) for key in wanted if key in trials}
+    for arm in (search or {}).get("arms", []):
+        if arm["state"] == "pruned":  # no mean over fewer seeds than the others have
+            found |= {key: _given_up(trial, arm["reason"]) for key, trial in found.items() if key[0] == arm["label"]}
+            wanted = [key for key in wanted if key in found or key[0] != arm["label"]]
+    return StudyRecord(
+        name=name,
+        question=spec["question"],
+        metric=spec["metric"],
+        baseline=document["baseline"] or next(iter(arms), ""),
+        arms=arms,
+        seeds=spec["seeds"],
+        expected=len(wanted),
+        spec=spec,
+        trials=list(found.values()),
+        command=document["command"],
+        versions=document["versions"],
+        search=search,
+    )
+
+
+def _given_up(trial: TrialRecord, reason: str) -> TrialRecord:
+    """A complete trial of an arm that was pruned later, marked as pruned."""
+    return dataclasses.replace(trial, state="pruned", reason=reason) if trial.state == "complete" else trial
+
+
+@patient
+def list_studies(runs: Path, by: Literal["name", "start"] = "name") -> list[str]:
+    """Names of the studies in the store, sorted, or the newest last; empty where there is no store yet."""
+    client = existing_store(runs)
+    if client is None:
+        return []
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    parents = search_runs(client, experiments, "tags.`cohort.kind` = 'study'")  # newest first
+    names = list(dict.fromkeys(run.data.tags["cohort.study"] for run in parents))
+    return sorted(names) if by == "name" else names[::-1]
+
+
+@patient
+def study_url(runs: Path, name: str, address: str) -> str:
+    """The page of a study's trials, best first, on the MLflow server at `address`.
+
+    Sorted by a metric MLflow lists all runs; sorted by date it would hide the trials behind their parent run.
+    """
+    client = connect(runs)
+    parent = newest_parent(client, name)
+    document = artifact(client, runs, parent, "study.json") if parent else None
+    if parent is None or document is None:
+        raise ValueError(f"{store_name(runs)} has no study '{name}'")
+    page = f"{address}/#/experiments/{parent.info.experiment_id}/runs?{TRAINING_PAGES}"
+    if _VIEW in client.get_experiment(parent.info.experiment_id).tags:
+        return f"{page}&viewStateShareKey={_VIEW.rpartition('.')[2]}"
+    order = quote(f"metrics.`{document['spec']['metric']}`", safe="")
+    return f"{page}&orderByKey={order}&orderByAsc=false"
+
+
+def _table_view(metric: str) -> dict[str, Any]:
+    """The runs table as MLflow's UI shares it: best first, with the columns that compare arms.
+
+    MLflow shows no metric in the table by itself. The keys are those that its UI writes when it shares a view.
+    """
+    columns = [metric, f"{SUMMARY}test_accuracy", "train/generated_tokens"]
+    return {
+        "searchFilter": "",
+        "orderByKey": f"metrics.`{metric}`",
+        "orderByAsc": False,
+        "startTime": "ALL",
+        "lifecycleFilter": "Active",
+        "datasetsFilter": [],
+        "modelVersionFilter": "All Runs",
+        "selectedColumns": [f"metrics.`{column}`" for column in dict.fromkeys(columns)],
+        "columnOrder": [],
+        "columnWidths": {},
+        "runsExpanded": {},
+        "runsPinned": [],
+        "runsHidden": [],
+        "runsVisibilityMap": {},
+        "runsHiddenMode": "FIRST_10_RUNS",
+        "viewMaximized": False,
+        "runListHidden": False,
+        "isAccordionReordered": False,
+        "useGroupedValuesInCharts": True,
+        "hideEmptyCharts": True,
+        "groupBy": None,
+        "groupsExpanded": {},
+        "autoRefreshEnabled": True,
+        "globalLineChartConfig": {"xAxisKey": "step", "lineSmoothness": 0, "selectedXAxisMetricKey": ""},
+    }
+
+
+def _study_run_file(runs: Path, name: str) -> Path:
+    return runs / "studies" / name / "mlflow.json"
+
+
+def _trial_record(client: MlflowClient, runs: Path, run: Run) -> TrialRecord:
+    tags, run_id = run.data.tags, run.info.run_id
+    table = artifact(client, runs, run, "samples.json") or {"columns": [], "data": []}
+    keys = sorted(key for key in run.data.metrics if not key.startswith((SUMMARY, SYSTEM)))
+    samples = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    return TrialRecord(
+        trial=tags["cohort.trial"],
+        arm=tags["cohort.arm"],
+        seed=int(tags["cohort.seed"]),
+        state=_state(run),
+        reason=tags.get("cohort.reason") or None,
+        spec=artifact(client, runs, run, "config.yaml") or {},
+        factors=json.loads(tags["cohort.factors"]),
+        history={key: _history(client, run_id, key) for key in keys},
+        summary={key: float(value) for key, value in json.loads(tags.get("cohort.summary", "{}")).items()},
+        per_problem=artifact(client, runs, run, "per_problem.json") or {},
+        samples=[_sample_row(row) for row in samples],
+    )
+
+
+def _sample_row(row: Mapping[str, Any]) -> SampleRow:
+    """A row of the samples table; `rewards` is missing where an earlier version wrote it."""
+    rewards = {name: float(value) for name, value in row.get("rewards", {}).items()}
+    return SampleRow(**{**row, "reward": _number(row["reward"]), "rewards": rewards})
+
+
+def _state(run: Run) -> Any:
+    return run.data.tags.get("cohort.state", "running")
+
+
+def _history(client: MlflowClient, run_id: str, key: str) -> list[tuple[int, float]]:
+    """(step, value), steps rising; the newest value of a step counts."""
+    points = sorted(client.get_metric_history(run_id, key), key=lambda metric: metric.timestamp)
+    return sorted({metric.step: from_stored(metric.value) for metric in points}.items())
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)

@@ -1,0 +1,199 @@
+"""Sampled rollouts as MLflow traces, so that one reads them in its UI, filtered by run, step, correctness and reward.
+
+A trace is one completion: the prompt as input, the completion as output, its graded properties as assessments. Ids are
+a hash of run, step, split and place, so that a trace that is sent twice is stored once. Written with the client that
+MLflow's own exporter uses (mlflow.tracing.client): a trace with its assessments is one request, about a tenth of the
+cost of the public functions, which also want a span that is still open.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mlflow.entities import Assessment, Span
+    from mlflow.entities.trace_info import TraceInfo
+
+
+TRACES = "COHORT_TRACES"
+DEFAULT_TRACES = 4
+_BATCH = 32
+_PREVIEW = 1000  # characters that MLflow keeps for its tables
+_Row = Mapping[str, Any]  # a SampleRow of the event file
+_Place = tuple[int, str, int]  # step, split, number of the row there
+
+
+def traces_per_split() -> int:
+    """How many rollouts of a step and split become traces: COHORT_TRACES, by default 4; 0 for none."""
+    text = os.environ.get(TRACES, str(DEFAULT_TRACES))
+    if not text.isdecimal():
+        raise ValueError(f"{TRACES} must be a whole number of traces for each step and split, 0 or more, got '{text}'")
+    return int(text)
+
+
+@dataclass
+class TraceWriter:
+    """Writes the traces of one run; `known` holds the ids of those that the store has."""
+
+    uri: str
+    experiment_id: str
+    run_id: str
+    tags: Mapping[str, str]
+    known: set[str]
+
+    @classmethod
+    def attach(cls, uri: str, experiment_id: str, run_id: str, tags: Mapping[str, str]) -> TraceWriter:
+        """The writer of a run that may have traces already: those with their text stored are known."""
+        from mlflow.tracing.constant import TraceTagKey
+
+        traces = _traces_of(uri, experiment_id, run_id)
+        return cls(
+            uri, experiment_id, run_id, tags, {t.trace_id for t in traces if TraceTagKey.SPANS_LOCATION in t.tags}
+        )
+
+    def write(self, rows: Mapping[_Place, tuple[_Row, int]]) -> None:
+        """Store the rollouts (row, milliseconds since 1970) that are not known, in batches."""
+        from mlflow.tracing.client import TracingClient
+
+        new = {place: item for place, item in rows.items() if _trace_id(self.run_id, place) not in self.known}
+        if not new:
+            return
+        client, places = TracingClient(self.uri), list(new)
+        for start in range(0, len(places), _BATCH):
+            batch = places[start : start + _BATCH]
+            for place in batch:
+                client.start_trace(self._info(place, *new[place]))
+            client.log_spans(self.experiment_id, [self._span(place, *new[place]) for place in batch])
+            self.known |= {_trace_id(self.run_id, place) for place in batch}
+
+    def _info(self, place: _Place, row: _Row, milliseconds: int) -> TraceInfo:
+        from mlflow.entities.trace_info import TraceInfo
+        from mlflow.entities.trace_location import TraceLocation
+        from mlflow.entities.trace_state import TraceState
+        from mlflow.tracing.constant import TRACE_SCHEMA_VERSION, TRACE_SCHEMA_VERSION_KEY, TraceMetadataKey
+
+        step, split, _ = place
+        tokens = {"input_tokens": 0, "output_tokens": row["num_tokens"], "total_tokens": row["num_tokens"]}
+        return TraceInfo(
+            trace_id=_trace_id(self.run_id, place),
+            trace_location=TraceLocation.from_experiment_id(self.experiment_id),
+            request_time=milliseconds,
+            state=TraceState.OK,
+            request_preview=_storable(row["prompt"])[:_PREVIEW],
+            response_preview=_storable(row["completion"])[:_PREVIEW],
+            client_request_id=_storable(row["prompt_id"]),
+            trace_metadata={
+                TraceMetadataKey.SOURCE_RUN: self.run_id,
+                TraceMetadataKey.TOKEN_USAGE: json.dumps(tokens),
+                TRACE_SCHEMA_VERSION_KEY: str(TRACE_SCHEMA_VERSION),
+            },
+            tags={"mlflow.traceName": f"{split}, step {step}", **self.tags, **_attributes(row)},
+            assessments=list(self._assessments(place, row, milliseconds)),
+        )
+
+    def _assessments(self, place: _Place, row: _Row, milliseconds: int) -> Iterator[Assessment]:
+        """`correct`, `reward`, one for each part of the reward (before its weight), and the expected answer."""
+        from mlflow.entities import AssessmentSource, Expectation, Feedback
+
+        common: dict[str, Any] = {
+            "source": AssessmentSource(source_type="CODE", source_id="cohort"),
+            "trace_id": _trace_id(self.run_id, place),
+            "metadata": {"mlflow.assessment.sourceRunId": self.run_id},
+            "create_time_ms": milliseconds,
+            "last_update_time_ms": milliseconds,
+        }
+        answer = "no answer found" if row["answer"] is None else f"answered {_storable(row['answer'])[:_PREVIEW]}"
+        found: list[Assessment] = [Feedback("correct", bool(row["correct"]), rationale=answer, **common)]
+        scores = {"reward": row["reward"], **{f"reward_{name}": v for name, v in row.get("rewards", {}).items()}}
+        for name, value in scores.items():
+            if value is not None and math.isfinite(float(value)):
+                found.append(Feedback(name, float(value), **common))
+        found.append(Expectation(name="expected_answer", value=_storable(row["gold"]), **common))
+        for assessment in found:
+            assessment.assessment_id = "a-" + _digest(self.run_id, *place, assessment.name)[:32]
+        yield from found
+
+    def _span(self, place: _Place, row: _Row, milliseconds: int) -> Span:
+        from mlflow.entities import Span
+        from mlflow.tracing.constant import SpanAttributeKey
+
+        trace_id = _trace_id(self.run_id, place)
+        number = trace_id.removeprefix("tr-")
+        attributes = {
+            SpanAttributeKey.REQUEST_ID: trace_id,
+            SpanAttributeKey.SPAN_TYPE: "LLM",
+            SpanAttributeKey.INPUTS: {"prompt": _storable(row["prompt"])},
+            SpanAttributeKey.OUTPUTS: {"completion": _storable(row["completion"])},
+            **_attributes(row),
+        }
+        return Span.from_dict(
+            {
+                "trace_id": _base64(number),
+                "span_id": _base64(number[:16]),
+                "parent_span_id": None,
+                "name": "rollout",
+                "start_time_unix_nano": milliseconds * 1_000_000,
+                "end_time_unix_nano": milliseconds * 1_000_000,
+                "events": [],
+                "status": {"code": "STATUS_CODE_OK", "message": ""},
+                "attributes": {key: json.dumps(value) for key, value in attributes.items()},
+            }
+        )
+
+
+def delete_traces(uri: str, experiment_id: str, run_id: str) -> None:
+    """Remove the traces of a run that is replaced."""
+    from mlflow.tracing.client import TracingClient
+
+    ids = [trace.trace_id for trace in _traces_of(uri, experiment_id, run_id)]
+    for start in range(0, len(ids), 100):  # MLflow's limit per request
+        TracingClient(uri).delete_traces(experiment_id, trace_ids=ids[start : start + 100])
+
+
+def _traces_of(uri: str, experiment_id: str, run_id: str) -> Sequence[TraceInfo]:
+    from mlflow import MlflowClient
+
+    found: list[TraceInfo] = []
+    token = None
+    while True:
+        page = MlflowClient(uri).search_traces(
+            locations=[experiment_id],
+            filter_string=f"metadata.`mlflow.sourceRun` = '{run_id}'",
+            max_results=500,
+            page_token=token,
+            include_spans=False,
+        )
+        found += [trace.info for trace in page]
+        token = page.token
+        if not token:
+            return found
+
+
+def _attributes(row: _Row) -> dict[str, str]:
+    """What a rollout is found by, as tags and in the trace itself."""
+    named = {key: row[key] for key in ("step", "split", "prompt_id", "num_tokens", "finish_reason")}
+    return {key: _storable(str(value)) for key, value in named.items()}
+
+
+def _trace_id(run_id: str, place: _Place) -> str:
+    return "tr-" + _digest(run_id, *place)[:32]
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256("/".join(map(str, parts)).encode()).hexdigest()
+
+
+def _base64(hexadecimal: str) -> str:
+    return base64.b64encode(bytes.fromhex(hexadecimal)).decode()
+
+
+def _storable(text: str) -> str:
+    """The text without what databases refuse: lone surrogates and NUL."""
+    return text.encode("utf-8", "replace").decode().replace("\x00", "\N{REPLACEMENT CHARACTER}")

@@ -1,0 +1,133 @@
+"""Serves the MLflow pages of a runs folder on this machine only."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Self
+
+from harness.tracking.mlflow_address import tracking_uri
+from harness.tracking.mlflow_store import TRAINING_PAGES, check_runs, connect
+
+
+@dataclass(frozen=True)
+class UIServer:
+    """A running `mlflow server`; closing it ends its processes."""
+
+    address: str
+    process: subprocess.Popen[bytes]
+
+    @property
+    def url(self) -> str:
+        """The page that lists the experiments."""
+        return f"{self.address}/#/experiments?{TRAINING_PAGES}"
+
+    def wait(self, should_stop: Callable[[], bool]) -> int | None:
+        """Block until the server ends (its exit status) or `should_stop()` turns true (None)."""
+        while (status := self.process.poll()) is None and not should_stop():
+            time.sleep(0.2)
+        return status
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGTERM)
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def serve_ui(
+    runs: Path, port: int, timeout_seconds: float = 120.0, should_stop: Callable[[], bool] = lambda: False
+) -> UIServer:
+    """A server of the MLflow pages of `runs` on 127.0.0.1 that answers already; an empty store is created if needed.
+
+    ValueError where the port is in use, RuntimeError with the server's last words where it does not come up,
+    KeyboardInterrupt where `should_stop()` turned true before it did.
+    """
+    check_port(port)
+    check_runs(runs)
+    connect(runs)
+    return start_server(tracking_uri(runs), runs / "mlartifacts", port, timeout_seconds, should_stop)
+
+
+def start_server(
+    uri: str,
+    artifacts: Path,
+    port: int,
+    timeout_seconds: float,
+    should_stop: Callable[[], bool] = lambda: False,
+    *,
+    proxied: bool = False,
+) -> UIServer:
+    """An `mlflow server` over the database at `uri`, on 127.0.0.1, that answers already; errors as of `serve_ui`.
+
+    `proxied` artifacts are written and read through the server, as from another machine.
+    """
+    place = artifacts.resolve().as_uri()
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--default-artifact-root", "mlflow-artifacts:/" if proxied else place, "--artifacts-destination", place]
+    environment = {
+        **os.environ,
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        "MLFLOW_BACKEND_STORE_URI": uri,  # here, because other users can read the arguments of a process
+    }
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+        server = UIServer(f"http://127.0.0.1:{port}", process)
+        try:
+            _wait_until_up(server, output, time.monotonic() + timeout_seconds, should_stop)
+        except BaseException:
+            server.close()
+            raise
+    return server
+
+
+def _wait_until_up(server: UIServer, output: IO[bytes], deadline: float, should_stop: Callable[[], bool]) -> None:
+    while not _answers(f"{server.address}/health"):
+        if should_stop():
+            raise KeyboardInterrupt
+        if server.process.poll() is not None or time.monotonic() > deadline:
+            output.seek(0)
+            raise RuntimeError(f"the MLflow server did not start:\n{output.read().decode(errors='replace')[-2000:]}")
+        time.sleep(0.2)
+
+
+def check_port(port: int) -> None:
+    """ValueError where 127.0.0.1:port cannot be listened on."""
+    with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ValueError(
+                f"port {port} on 127.0.0.1 cannot be used ({error.strerror}); choose another with --port"
+            ) from None
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as response:
+            return response.status == 200
+    except (urllib.error.URLError, OSError):
+        return False

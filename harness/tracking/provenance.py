@@ -1,0 +1,50 @@
+"""Which code and which packages results come from."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import platform
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_DIFF = 500_000  # characters
+
+
+@functools.cache
+def versions() -> Mapping[str, str]:
+    """Versions of what results depend on, `python` and `git_commit` among them."""
+    found = {"python": platform.python_version(), "git_commit": _git_commit()}
+    for package in ("cohort-rl", "torch", "transformers", "vllm", "mlflow", "optuna", "numpy"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+@functools.cache
+def uncommitted_diff(limit: int = MAX_DIFF) -> str:
+    """Changes of tracked files since the commit of `versions()`, cut at `limit` characters; empty without any."""
+    if not _git_commit().endswith("-dirty"):
+        return ""
+    text = _git("diff", "--no-ext-diff", "HEAD").stdout
+    cut = f"\n[cut: the diff has {len(text)} characters]\n"
+    return text if len(text) <= limit else text[:limit] + cut
+
+
+def _git_commit() -> str:
+    """The commit of the checkout that this file is in, `-dirty` with uncommitted changes; `unknown` outside of one."""
+    try:
+        top, commit = _git("rev-parse", "--show-toplevel"), _git("rev-parse", "--verify", "HEAD")
+        if commit.returncode or Path(top.stdout.strip()) != ROOT:
+            return "unknown"
+        return commit.stdout.strip() + ("-dirty" if _git("diff", "--quiet", "HEAD").returncode else "")
+    except FileNotFoundError:
+        return "unknown"  # git is not installed
+
+
+def _git(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)

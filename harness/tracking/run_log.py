@@ -1,0 +1,225 @@
+"""Where results are kept: a run's own event file is the truth, MLflow the copy that one browses and reports from.
+
+A run appends to `events.jsonl` in its folder, one JSON object a line, flushed at once: `start` of an attempt, `metrics`
+of a step, `samples`, `per_problem`, `finish`. A thread copies the events to MLflow in batches, so that a slow or absent
+store never holds up training; what it could not copy stays in the file and is copied by the next attempt or by
+`replay`. In MLflow a study is a parent run and a trial a child run; `read_study` needs the store alone.
+
+Non-finite metrics are kept: as "nan", "inf" or "-inf" in the file (strict JSON), as NaN or the largest double in MLflow
+(its convention), and as floats again when read. This module is what the rest of the project uses; the store is reached
+through `_mlflow_store.py`, `_mlflow_copy.py` and `_mlflow_studies.py`, the only importers of mlflow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Self
+
+from harness.files import read_json, write_json, write_text
+from harness.tracking.events import EVENTS, event_line, read_events
+from harness.tracking.mlflow_address import patient, server_address, tracking_uri
+from harness.tracking.mlflow_copy import Copier, Identity
+from harness.tracking.mlflow_store import SYSTEM, check_runs, connect, search_runs
+from harness.tracking.mlflow_studies import (
+    close_study,
+    list_studies,
+    log_report,
+    log_search,
+    open_study,
+    read_study,
+    study_run_id,
+    study_url,
+)
+from harness.tracking.mlflow_ui import UIServer, check_port, serve_ui
+from harness.types import SampleRow, TrialState
+
+if TYPE_CHECKING:
+    from harness.spec.run import RunSpec
+
+
+__all__ = [
+    "RunLog", "UIServer", "check_port", "check_runs", "close_study", "connect", "list_studies", "log_report",
+    "log_search", "open_study", "read_progress", "read_result", "read_study", "replay", "search_runs", "serve_ui",
+    "server_address", "study_run_id", "study_url", "tracking_uri",
+]  # fmt: skip
+FLUSH_STEPS = 20
+PROGRESS_SECONDS = 0.25
+
+
+def read_result(directory: Path) -> dict[str, Any] | None:
+    """`result.json` of an ended run (state, reason, summary, metrics: the last value of each), or None."""
+    file = directory / "result.json"
+    return read_json(file) if file.exists() else None
+
+
+def read_progress(directory: Path) -> dict[str, Any]:
+    """`progress.json`: phase, done, total, step, accuracy, tokens_per_second, seconds; empty before the start."""
+    file = directory / "progress.json"
+    return read_json(file) if file.exists() else {}
+
+
+class RunLog:
+    """The `RunLogger` of one run: the event file first, MLflow second.
+
+    Nothing of the store's troubles reaches the training run; `finish` waits for the copy, at most `drain_seconds`, and
+    warns of what is missing.
+    """
+
+    drain_seconds = 60.0
+
+    @classmethod
+    def open(
+        cls,
+        runs: Path,
+        directory: Path,
+        spec: RunSpec,
+        *,
+        experiment: str,
+        run_name: str,
+        parent_run_id: str | None,
+        tags: Mapping[str, str],
+    ) -> Self:
+        """The log of a new run, or of one that continues in the same folder as the same MLflow run."""
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "result.json").unlink(missing_ok=True)
+        identity = Identity.load(directory)
+        document = spec.model_dump(mode="json")
+        if identity is None or (identity.parent_run_id, identity.spec) != (parent_run_id, document):
+            identity = Identity(experiment, run_name, parent_run_id, spec=document)
+        identity.tags = dict(tags)
+        identity.objective = dict(spec.algorithm.objective)
+        identity.synced = False
+        identity.save(directory)
+        return cls(directory, Copier(runs, directory, identity))
+
+    def __init__(self, directory: Path, copier: Copier) -> None:
+        self.directory = directory
+        self._copier = copier
+        self._path = directory / EVENTS
+        self._file: IO[str] | None = None
+        self._latest: dict[str, float] = {}
+        self._progress: dict[str, Any] = {"phase": "", "done": 0, "total": 0, "step": 0}
+        self._progress_written = -math.inf
+        self._steps_pending = 0
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def run_id(self) -> str | None:
+        """The id of the MLflow run; None until the store has answered."""
+        return self._copier.identity.run_id
+
+    @property
+    def latest(self) -> Mapping[str, float]:
+        """The last value of every metric of this run."""
+        return self._latest
+
+    def resume(self, step: int) -> None:
+        """Keep what was logged up to `step` (nothing for -1) and go on from there; comes before anything is logged."""
+        assert self._file is None, "resume() comes before the first event"
+        kept = [e for e in read_events(self._path) if e["type"] == "start" or e.get("step", math.inf) <= step]
+        write_text(self._path, "".join(event_line(event) for event in kept))
+        self._file = self._path.open("a", encoding="utf-8")
+        for event in kept:
+            self._copier.push(event)
+        self._append({"type": "start", "host": platform.node(), "pid": os.getpid()})
+        latest = self._copier.history.latest()
+        self._latest = {key: value for key, value in latest.items() if not key.startswith(SYSTEM)}
+        self._note_progress(self._latest, step)
+        self._copier.start()
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        self._progress |= {"phase": phase, "done": done, "total": total}
+        self._write_progress(now=done >= total)
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        numbers = {key: float(value) for key, value in values.items()}
+        self._append({"type": "metrics", "step": step, "values": numbers | self._copier.take_system()})
+        self._latest |= numbers
+        self._note_progress(numbers, step)
+        self._write_progress()
+        self._steps_pending += 1
+        evaluation = any(key.startswith(("validation/", "test/")) for key in numbers)
+        if evaluation or self._steps_pending >= FLUSH_STEPS:
+            self._steps_pending = 0
+            self._copier.wake()
+
+    def samples(self, rows: Sequence[SampleRow]) -> None:
+        if rows:
+            dicts = [dataclasses.asdict(row) for row in rows]
+            self._append({"type": "samples", "step": max(row.step for row in rows), "rows": dicts})
+
+    def per_problem(self, fractions: Mapping[str, float]) -> None:
+        step = self._progress["step"]
+        self._append({"type": "per_problem", "step": step, "fractions": dict(fractions)})
+
+    def finish(self, state: TrialState, reason: str | None, summary: Mapping[str, float]) -> None:
+        """Record how the run ended, wait until MLflow has everything, and close."""
+        end = {"state": state, "reason": reason, "summary": {key: float(value) for key, value in summary.items()}}
+        self._append({"type": "finish", **end})
+        write_json(self.directory / "result.json", {**end, "metrics": self._latest})
+        self._write_progress(now=True)
+        self._closed = True
+        self._copier.stop(self.drain_seconds)
+        if self._file is not None:
+            self._file.close()
+
+    def close(self) -> None:
+        """Release what the log holds; a run that did not `finish` counts as stopped."""
+        if not self._closed:
+            self.finish("stopped", "ended by an error or an interrupt", {})
+
+    def _append(self, event: dict[str, Any]) -> None:
+        if self._file is None:
+            self.resume(-1)
+        assert self._file is not None
+        event["time"] = time.time_ns() // 1_000_000
+        self._file.write(event_line(event))
+        self._file.flush()
+        self._copier.push(event)
+
+    def _note_progress(self, values: Mapping[str, float], step: int) -> None:
+        self._progress["step"] = max(step, 0)
+        shown = {
+            "accuracy": "validation/accuracy",
+            "tokens_per_second": "throughput/tokens_per_second",
+            "seconds": "seconds/total",
+        }
+        for name, key in shown.items():
+            if math.isfinite(values.get(key, math.nan)):
+                self._progress[name] = values[key]
+
+    def _write_progress(self, now: bool = False) -> None:
+        if now or time.monotonic() - self._progress_written >= PROGRESS_SECONDS:
+            self._progress_written = time.monotonic()
+            write_json(self.directory / "progress.json", self._progress, sync=False)
+
+
+@patient
+def replay(runs: Path, directory: Path, parent_run_id: str | None) -> None:
+    """Copy to MLflow what it lacks of the run in `directory`; cheap where nothing is missing.
+
+    Raises MLflow's own error where the store cannot be written.
+    """
+    identity, events = Identity.load(directory), read_events(directory / EVENTS)
+    if identity is None or not events or (identity.synced and identity.parent_run_id == parent_run_id):
+        return
+    if identity.parent_run_id != parent_run_id:  # the store was made anew
+        anew = {"token": "", "run_id": None, "superseded": None, "synced": False}
+        identity = dataclasses.replace(identity, parent_run_id=parent_run_id, **anew)
+        identity.save(directory)
+    copier = Copier(runs, directory, identity)
+    for event in events:
+        copier.push(event)
+    copier.flush()

@@ -1,0 +1,1 @@
+"""One run: the loop and all that a step calls."""

@@ -1,0 +1,97 @@
+"""Saves and resumes everything a run needs: policy, critic, optimisers, counters and the summary so far.
+
+A checkpoint is a folder `step-<n>` whose `policy/` loads with transformers as it is. It is published whole;
+`state.json` carries the hash of every file, and a torn or altered checkpoint is passed over for the one before it.
+Sampling noise and prompt order are functions of (seed, step), so there is no random state to save.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from harness.files import publish_folder
+from harness.policy.model import save_model
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk; `progress` is the JSON-like mapping it was saved with."""
+
+    folder: Path
+    step: int
+    progress: Mapping[str, Any]
+
+    def learner_state(self) -> dict[str, Any]:
+        return torch.load(self.folder / "learner.pt", map_location="cpu", weights_only=True)
+
+    def policy_weights(self, policy: nn.Module) -> dict[str, torch.Tensor]:
+        """The saved weights under every name that the policy's state has (tied weights are stored once)."""
+        saved: dict[str, torch.Tensor] = {}
+        for file in sorted((self.folder / "policy").glob("*.safetensors")):
+            saved |= load_file(file)
+        own = policy.state_dict()
+        by_storage = {value.data_ptr(): saved[name] for name, value in own.items() if name in saved}
+        return {name: saved[name] if name in saved else by_storage[value.data_ptr()] for name, value in own.items()}
+
+
+def save_checkpoint(
+    directory: Path,
+    step: int,
+    *,
+    spec_digest: str,
+    policy: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    learner_state: Mapping[str, Any],
+    progress: Mapping[str, Any],
+    keep: int,
+) -> None:
+    """Write `directory/step-<n>` and delete all but the newest `keep` checkpoints."""
+    with publish_folder(directory / f"step-{step:08d}") as folder:
+        save_model(folder / "policy", policy, tokenizer)
+        torch.save(dict(learner_state), folder / "learner.pt")
+        files = {str(f.relative_to(folder)): _sha256(f) for f in sorted(folder.rglob("*")) if f.is_file()}
+        state = {"format": FORMAT, "step": step, "spec_digest": spec_digest, "files": files, "progress": dict(progress)}
+        (folder / "state.json").write_text(json.dumps(state))
+    for old in sorted(directory.glob("step-*"))[:-keep]:
+        shutil.rmtree(old)
+
+
+def latest_checkpoint(directory: Path, spec_digest: str) -> Checkpoint | None:
+    """The newest intact checkpoint, or None. ValueError where it belongs to another run."""
+    for folder in sorted(directory.glob("step-*"), reverse=True):
+        state = _intact_state(folder)
+        if state is None:
+            continue
+        if state["spec_digest"] != spec_digest:
+            raise ValueError(
+                f"'{folder}' belongs to a run with other settings; delete '{directory}' or choose another folder"
+            )
+        return Checkpoint(folder, state["step"], state["progress"])
+    return None
+
+
+def _intact_state(folder: Path) -> dict[str, Any] | None:
+    try:
+        state = json.loads((folder / "state.json").read_text())
+        intact = state["format"] == FORMAT and all(_sha256(folder / f) == h for f, h in state["files"].items())
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return state if intact else None
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

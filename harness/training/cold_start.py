@@ -1,0 +1,120 @@
+"""The supervised warm start that all arms of a study share: worked solutions, cross-entropy on the completion tokens.
+
+The result is cached under a hash of everything that it depends on (model, task, settings, seed), as a folder that
+transformers loads; a second process that wants the same one waits for the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from filelock import FileLock
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from harness.files import publish_folder
+from harness.policy.device import resolve_device
+from harness.policy.forward import token_logprobs
+from harness.policy.model import (
+    encode_completion,
+    encode_prompt,
+    load_policy,
+    load_tokenizer,
+    model_identity,
+    save_model,
+)
+from harness.spec.raw import digest
+from harness.spec.run import ColdStart, RunSpec
+from harness.tensors import pad_right
+from harness.types import Demonstration, InvalidRun
+
+FORMAT = 1  # part of the cache key: raise it when the training below changes
+
+
+def start_policy(
+    spec: RunSpec, cache: Path, on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+    """The policy (on the CPU, float32) and tokenizer that the run starts from, warm-started if the spec says so.
+
+    Warm starts are kept under `cache/cold-start`.
+    """
+    seed = spec.cold_start.seed
+    tokenizer = load_tokenizer(spec.model)
+    if spec.cold_start.steps == 0:
+        return load_policy(spec.model, seed=seed), tokenizer
+    folder = cache / "cold-start" / cold_start_key(spec)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.is_dir():
+            policy = load_policy(spec.model, seed=seed)
+            fit_demonstrations(
+                policy,
+                tokenizer,
+                spec.task.demonstrations(),
+                spec.cold_start,
+                device=resolve_device(spec.device),
+                on_progress=on_progress,
+            )
+            with publish_folder(folder) as partial:
+                save_model(partial, policy.cpu(), tokenizer)
+    return load_policy(str(folder), seed=seed), tokenizer
+
+
+def cold_start_key(spec: RunSpec) -> str:
+    """The cache key: a hash of the model, the task, the cold start's settings and this code's format."""
+    parts = [FORMAT, model_identity(spec.model), spec.task.model_dump(mode="json"), spec.cold_start.model_dump()]
+    return digest(parts)
+
+
+def fit_demonstrations(
+    policy: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    demonstrations: Sequence[Demonstration],
+    settings: ColdStart,
+    *,
+    device: torch.device,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_loss: Callable[[int, float], None] = lambda step, loss: None,
+) -> None:
+    """Train `policy` in place: mean cross-entropy over a batch's completion tokens, AdamW, gradient clipping at 1.
+
+    Raises ValueError without demonstrations and InvalidRun on a non-finite loss.
+    """
+    if not demonstrations:
+        raise ValueError("cold_start.steps must be 0 for a task without worked solutions")
+    policy.to(device)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate, weight_decay=0.0, fused=True)
+    for step, batch in enumerate(_batches(demonstrations, settings)):
+        rows = [(encode_prompt(tokenizer, d.prompt), encode_completion(tokenizer, d.completion)) for d in batch]
+        rows.sort(key=lambda row: len(row[0]) + len(row[1]))
+        num_tokens = sum(len(completion) for _, completion in rows)
+        optimizer.zero_grad(set_to_none=True)
+        loss = 0.0
+        for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):  # short rows are not padded to the longest
+            if not half:
+                continue
+            tokens = pad_right([p + c for p, c in half], torch.int64).to(device)
+            mask = pad_right([[0] * len(p) + [1] * len(c) for p, c in half], torch.bool).to(device)
+            part = -token_logprobs(policy, tokens, mask, 1.0)[0].sum() / num_tokens
+            part.backward()
+            loss += float(part.detach())
+        if not np.isfinite(loss):
+            raise InvalidRun(f"the cold start's loss is {loss} at step {step}; lower cold_start.learning_rate")
+        nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+        on_loss(step + 1, loss)
+        on_progress(step + 1, settings.steps)
+
+
+def _batches(demonstrations: Sequence[Demonstration], settings: ColdStart) -> Iterator[list[Demonstration]]:
+    """`steps` batches, each pass over the data in a new order that depends on the seed alone."""
+    random = np.random.default_rng(settings.seed)
+    order: list[int] = []
+    for _ in range(settings.steps):
+        while len(order) < settings.batch_size:
+            order += random.permutation(len(demonstrations)).tolist()
+        yield [demonstrations[i] for i in order[: settings.batch_size]]
+        del order[: settings.batch_size]

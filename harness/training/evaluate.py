@@ -1,0 +1,170 @@
+"""Held-out accuracy: greedy, mean over samples, pass@k and maj@k, on a fixed set of problems, overall and by tag."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from harness.interfaces import RolloutEngine, RunLogger, Task
+from harness.policy.device import mixed_precision, resolve_device
+from harness.spec.run import Evaluation, RunSpec
+from harness.training.grading import grade, sample_rows
+from harness.types import EvaluationResult, GradedGroup, Group, Prompt, Sampling, Split
+
+NUM_SHOWN = 16  # samples kept of an evaluation
+
+
+def evaluate(
+    task: Task,
+    engine: RolloutEngine,
+    split: Split,
+    settings: Evaluation,
+    *,
+    max_tokens: int,
+    stop: tuple[str, ...] = (),
+    seed: int,
+    step: int,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    num_shown: int = NUM_SHOWN,
+) -> EvaluationResult:
+    """Accuracy on the first problems of a split: one greedy completion and k samples for each.
+
+    The same problems every time, so that arms and steps can be compared problem by problem.
+    """
+    limit = settings.num_test_prompts if split == "test" else settings.num_prompts
+    prompts = task.prompts(split)[:limit]
+    sampled = Sampling(temperature=settings.temperature, max_tokens=max_tokens, stop=stop)
+    greedy = sampled.model_copy(update={"temperature": 0.0})
+    groups: list[Group] = []
+    greedy_groups: list[Group] = []
+    for start in range(0, len(prompts), 64):
+        part = prompts[start : start + 64]
+        groups += engine.generate(part, settings.num_samples, sampled, seed=seed, step=step)
+        greedy_groups += engine.generate(part, 1, greedy, seed=seed, step=step)
+        on_progress(min(start + 64, len(prompts)), len(prompts))
+    graded = grade(task, groups, max_tokens)
+    metrics = sample_metrics(graded)
+    greedy_graded = grade(task, greedy_groups, max_tokens)
+    metrics["greedy_accuracy"] = float(np.mean([bool(g.correct and g.correct[0]) for g in greedy_graded]))
+    counts = {g.prompt_id: sum(g.correct or ()) for g in graded}
+    rows = sample_rows(groups, graded, None, step=step, split=split, limit=num_shown)
+    return EvaluationResult(split, metrics, counts, rows, breakdown(prompts, graded, greedy_graded))
+
+
+def breakdown(
+    prompts: Sequence[Prompt], graded: Sequence[GradedGroup], greedy: Sequence[GradedGroup]
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Tag name -> tag value -> accuracy, greedy_accuracy and num_prompts of the problems that carry it, sorted."""
+    places: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for place, prompt in enumerate(prompts):
+        for tag in prompt.tags:
+            places[tag].append(place)
+    result: dict[str, dict[str, dict[str, float]]] = {}
+    for (name, value), members in sorted(places.items()):
+        correct, first = ([g[i].correct or () for i in members] for g in (graded, greedy))
+        result.setdefault(name, {})[value] = {
+            "accuracy": float(np.mean(correct)),
+            "greedy_accuracy": float(np.mean(first)),
+            "num_prompts": float(len(members)),
+        }
+    return result
+
+
+def metric_names(settings: Evaluation) -> list[str]:
+    """The names of the metrics that `evaluate` gives with these settings."""
+    k = settings.num_samples
+    counts = ("answered", "truncated", "format", "num_tokens", "num_prompts", "num_samples")
+    return ["accuracy", *(f"pass_at_{j}" for j in pass_sizes(k)), f"maj_at_{k}", *counts, "greedy_accuracy"]
+
+
+def pass_sizes(num_samples: int) -> list[int]:
+    """The k for which pass@k is reported: powers of two from 2 on, and the number of samples itself."""
+    return sorted({num_samples, *(2**j for j in range(1, num_samples.bit_length()) if 2**j <= num_samples)})
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased pass@k of a problem from n samples with c correct: 1 - C(n-c, k) / C(n, k) (Chen et al. 2021, eq. 1)."""
+    return 1 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def sample_metrics(graded: Sequence[GradedGroup]) -> dict[str, float]:
+    """Metrics of n samples per problem, pass@k for several k <= n among them."""
+    k = len(graded[0].completions)
+    correct = np.array([g.correct for g in graded], dtype=float)
+    counts = [sum(g.correct or ()) for g in graded]
+    return {
+        "accuracy": float(correct.mean()),
+        **{f"pass_at_{j}": float(np.mean([pass_at_k(k, c, j) for c in counts])) for j in pass_sizes(k)},
+        f"maj_at_{k}": float(np.mean([majority_correct(g) for g in graded])),
+        "answered": float(np.mean([a is not None for g in graded for a in g.answers])),
+        "truncated": float(np.mean([t for g in graded for t in g.truncated])),
+        "format": float(np.mean([f for g in graded for f in g.format_scores])),
+        "num_tokens": float(np.mean([n for g in graded for n in g.num_tokens])),
+        "num_prompts": float(len(graded)),
+        "num_samples": float(k),
+    }
+
+
+def majority_correct(group: GradedGroup) -> float:
+    """The probability that a majority vote over the group's answers is correct, ties broken at random.
+
+    Votes are counted over equivalence classes; completions without an answer do not vote.
+    """
+    assert group.correct is not None
+    votes = Counter(c for c in group.classes if c is not None)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    right = {c for c, correct in zip(group.classes, group.correct, strict=True) if correct}
+    winners = [c for c, count in votes.items() if count == most]
+    return sum(c in right for c in winners) / len(winners)
+
+
+def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
+    """What is logged of an evaluation: `<split>/<metric>`, with `accuracy_<tag>_<value>` for every tag."""
+    tags = {
+        f"accuracy_{tag}_{value}".replace(" ", "_"): row["accuracy"]
+        for tag, rows in result.breakdown.items()
+        for value, row in rows.items()
+    }
+    return {f"{result.split}/{name}": value for name, value in {**result.metrics, **tags}.items()}
+
+
+def evaluate_run(
+    spec: RunSpec,
+    engine: RolloutEngine,
+    split: Split,
+    step: int,
+    on_progress: Callable[[int, int], None],
+    num_shown: int = NUM_SHOWN,
+) -> EvaluationResult:
+    """`evaluate` with the settings, the token limit and the precision of a run."""
+    with mixed_precision(resolve_device(spec.device), spec.autocast):
+        return evaluate(
+            spec.task,
+            engine,
+            split,
+            spec.evaluation,
+            max_tokens=spec.max_tokens,
+            stop=spec.sampling.stop,
+            seed=spec.seed,
+            step=step,
+            on_progress=on_progress,
+            num_shown=num_shown,
+        )
+
+
+def logged_evaluation(
+    spec: RunSpec, engine: RolloutEngine, log: RunLogger, split: Split, step: int
+) -> EvaluationResult:
+    """Evaluate what the engine samples from, and log it; of the test split each problem's fraction too."""
+    result = evaluate_run(spec, engine, split, step, lambda done, total: log.progress(split, done, total))
+    log.metrics(step, evaluation_metrics(result))
+    log.samples(result.samples)
+    if split == "test":
+        k = result.metrics["num_samples"]
+        log.per_problem({prompt: count / k for prompt, count in result.correct_counts.items()})
+    return result

@@ -1,0 +1,319 @@
+"""Owns every parameter of a run: policy, frozen reference, critic and their optimisers.
+
+An update makes mu passes over a batch in minibatches; each minibatch is split into length-sorted micro-batches under
+a token budget. Because the weight of every token is fixed on the minibatch (`loss_weight_BT`), the gradient does not
+depend on that split.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from harness.policy.critic import Critic
+from harness.policy.device import mixed_precision
+from harness.policy.forward import (
+    PromptStates,
+    completion_states,
+    microbatch_tokens,
+    prompt_states,
+    state_values,
+    token_logprobs,
+)
+from harness.policy.lora import adapter_off, adapter_weights, has_adapter, load_adapter, merged_weights
+from harness.spec.run import Mismatch, RunSpec
+from harness.tensors import kl_k3
+from harness.training.schedules import learning_rate_factor
+from harness.types import Batch, InvalidRun, PolicyOutput
+
+
+class Learner:
+    """Annotates batches with what the objective needs and updates the policy (and critic) on them."""
+
+    def __init__(self, spec: RunSpec, policy: nn.Module):
+        self.spec = spec
+        self.algorithm = spec.algorithm
+        self.policy = policy
+        self.adapted = has_adapter(policy)
+        self.reference = _frozen(policy) if self.algorithm.needs_reference and not self.adapted else None
+        self.critic = Critic(policy, shared=self.algorithm.shares_trunk) if self.algorithm.needs_critic else None
+        self.optimizers = {"policy": self._adamw(policy, spec.optimizer.learning_rate)}
+        if self.critic is not None:
+            self.optimizers["critic"] = self._adamw(self.critic, spec.optimizer.critic_learning_rate)
+
+    def annotate(self, batch: Batch, *, sampler_is_exact: bool) -> Batch:
+        """The batch with old and reference log-probs and values, each only where the objective reads it.
+
+        With `sampler_is_exact` the engine's log-probs serve as old log-probs, which saves a forward pass.
+        """
+        several_updates = self.spec.updates_per_step > 1
+        corrects = self.spec.mismatch.correction != "none" and not sampler_is_exact
+        with torch.no_grad():
+            if self.algorithm.needs_old_logprobs or several_updates or corrects:
+                old = batch.sampler_logprobs_BT if sampler_is_exact else self._logprobs(self.policy, batch)
+                batch = batch.replace(old_logprobs_BT=old)
+            if self.spec.algorithm.needs_reference:
+                batch = batch.replace(ref_logprobs_BT=self._reference_logprobs(batch))
+            if self.critic is not None:
+                batch = batch.replace(values_BT=self._values(batch, self.critic))
+        return batch
+
+    def begin_step(self, step: int, kl_beta: float | None) -> dict[str, float]:
+        """Set what changes over the run for training step `step`: rates, KL weight (None: as it is), reference.
+
+        What was set comes back as metrics, where it is not constant.
+        """
+        metrics: dict[str, float] = {}
+        settings = self.spec.optimizer
+        if settings.schedule != "constant" or settings.warmup_steps:
+            factor = learning_rate_factor(settings, step, self.spec.steps)
+            rates = {"policy": settings.learning_rate, "critic": settings.critic_learning_rate}
+            for name, optimizer in self.optimizers.items():
+                for group in optimizer.param_groups:
+                    group["lr"] = factor * rates[name]
+            metrics["optimizer/learning_rate"] = factor * settings.learning_rate
+        if kl_beta is not None:
+            self.algorithm = self.spec.algorithm.model_copy(update={"kl_beta": kl_beta})
+            metrics["kl/beta"] = kl_beta
+        every = self.spec.kl.refresh_reference_every
+        if every and step and step % every == 0 and self.reference is not None:
+            self.reference.load_state_dict(self.policy.state_dict())
+        return metrics
+
+    def update(self, batch: Batch, step: int) -> dict[str, float]:
+        """mu passes over the batch; metrics are means over the optimiser steps, except that `mismatch/` is the first
+        step's (the policy is still the sampler's) and `policy/ratio_max` the largest. InvalidRun on a non-finite value.
+        """
+        steps: list[dict[str, float]] = []
+        for epoch in range(self.spec.optimizer.num_inner_epochs):
+            for minibatch in self._minibatches(batch, step, epoch):
+                steps.append(self._optimizer_step(minibatch, first=not steps))
+        metrics = {name: float(np.mean([values[name] for values in steps if name in values])) for name in steps[0]}
+        metrics["policy/ratio_max"] = max(values["policy/ratio_max"] for values in steps)
+        if self.critic is not None:
+            metrics["critic/explained_variance"] = explained_variance(batch)
+        return metrics
+
+    def weights(self, *, merged: bool) -> Mapping[str, Tensor]:
+        """The policy's state; `merged` adds an adapter to its weights, for an engine with a copy of its own."""
+        return merged_weights(self.policy) if merged and self.adapted else self.policy.state_dict()
+
+    def state(self) -> dict[str, Any]:
+        """Optimiser states, critic and adapter: what a resumed run needs besides the policy's own folder."""
+        state: dict[str, Any] = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
+        if self.critic is not None:
+            frozen = {name for name, p in self.critic.named_parameters() if not p.requires_grad}
+            state["critic_parameters"] = {k: v for k, v in self.critic.state_dict().items() if k not in frozen}
+        if self.spec.kl.refresh_reference_every and self.reference is not None:
+            state["reference"] = self.reference.state_dict()
+        if self.adapted:
+            state["adapter"] = adapter_weights(self.policy)
+        return state
+
+    def load_state(self, policy: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Continue from a saved policy and `state()`; ValueError where they do not fit this model."""
+        try:
+            if self.adapted:
+                load_adapter(self.policy, state["adapter"])
+            else:
+                self.policy.load_state_dict(policy)
+            if self.reference is not None and "reference" in state:
+                self.reference.load_state_dict(state["reference"])
+            for name, optimizer in self.optimizers.items():
+                optimizer.load_state_dict(state[name])
+            if self.critic is not None:
+                self.critic.load_state_dict(state["critic_parameters"], strict=not self.adapted)
+        except (RuntimeError, KeyError) as error:
+            raise ValueError(f"the checkpoint does not fit this run's model and algorithm: {error}") from error
+
+    def _optimizer_step(self, minibatch: Batch, *, first: bool) -> dict[str, float]:
+        """One optimiser step on a minibatch whose loss weights are set; `first`: the policy is still the sampler's."""
+        totals: dict[str, float] = defaultdict(float)
+        ratio_max = mismatch_max = 1.0
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
+        self._train_mode(self.spec.gradient_checkpointing)
+        with mixed_precision(minibatch.tokens_BT.device, self.spec.autocast):
+            prompts = prompt_states(self.policy, minibatch.tokens_BT, minibatch.completion_mask_BT)
+        for rows in self._rows_by_length(minibatch):
+            micro = minibatch.rows(rows)
+            with mixed_precision(micro.tokens_BT.device, self.spec.autocast):
+                output = self._output(micro, prompts and prompts.rows(rows))
+            if self.spec.updates_per_step == 1:  # on-policy: the ratio is 1 exactly, with its gradient
+                micro = micro.replace(old_logprobs_BT=output.logprobs_BT.detach())
+            loss, metrics = self.algorithm.loss(micro, output)
+            loss.backward()
+            for name, value in metrics.items():
+                totals[name] += float(value)
+            logprobs, mask = output.logprobs_BT.detach(), micro.completion_mask_BT
+            ratio_max = max(ratio_max, _ratio_max(logprobs, micro.old_logprobs_BT, mask))
+            if first:
+                sampler = micro.sampler_logprobs_BT
+                mismatch_max = max(mismatch_max, _ratio_max(logprobs, sampler, mask))
+                assert micro.loss_weight_BT is not None
+                totals["mismatch/kl"] += float((micro.loss_weight_BT * kl_k3(logprobs, sampler)).sum())
+        if prompts is not None:
+            prompts.backward()
+        self._train_mode(False)
+        if first:
+            totals["mismatch/max_ratio"] = mismatch_max
+        totals["policy/ratio_max"] = ratio_max
+        if not np.isfinite(totals["policy/loss"]):
+            raise InvalidRun(f"the loss is {totals['policy/loss']}; lower optimizer.learning_rate or raise kl_beta")
+        for name, optimizer in self.optimizers.items():
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            norm = float(nn.utils.clip_grad_norm_(parameters, self.spec.optimizer.max_grad_norm))
+            if not np.isfinite(norm):
+                setting = "learning_rate" if name == "policy" else "critic_learning_rate"
+                raise InvalidRun(f"the gradient norm of the {name} is {norm}; lower optimizer.{setting}")
+            totals[f"{name}/grad_norm"] = norm
+            optimizer.step()
+        return totals
+
+    def _train_mode(self, on: bool) -> None:
+        """transformers recomputes activations in training mode only, which changes nothing else: no dropout."""
+        for module in (self.policy, self.critic):
+            if module is not None:
+                module.train(on)
+
+    def _output(self, micro: Batch, prompts: PromptStates | None) -> PolicyOutput:
+        tokens, mask = micro.tokens_BT, micro.completion_mask_BT
+        hidden = completion_states(self.policy, tokens, mask, prompts)
+        logprobs, entropy = token_logprobs(
+            self.policy,
+            tokens,
+            mask,
+            self.spec.sampling.temperature,
+            hidden=hidden,
+            entropy_gradient=self.algorithm.entropy_needs_gradient,
+        )
+        values = None
+        if self.critic is not None:
+            shared = self.critic.backbone is None
+            values = state_values(self.critic.head, hidden, mask) if shared else self.critic(tokens, mask)
+        return PolicyOutput(logprobs, entropy, values)
+
+    def _reference_logprobs(self, batch: Batch) -> Tensor:
+        if self.reference is not None:
+            return self._logprobs(self.reference, batch)
+        with adapter_off(self.policy):
+            return self._logprobs(self.policy, batch)
+
+    def _logprobs(self, model: nn.Module, batch: Batch) -> Tensor:
+        with mixed_precision(batch.tokens_BT.device, self.spec.autocast):
+            prompts = prompt_states(model, batch.tokens_BT, batch.completion_mask_BT)
+        temperature = self.spec.sampling.temperature
+
+        def forward(part: Batch, rows: Tensor) -> Tensor:
+            shared = prompts and prompts.rows(rows)
+            return token_logprobs(model, part.tokens_BT, part.completion_mask_BT, temperature, prompts=shared)[0]
+
+        return self._forward_rows(batch, forward)
+
+    def _values(self, batch: Batch, critic: Critic) -> Tensor:
+        if critic.backbone is not None:
+            return self._forward_rows(batch, lambda part, rows: critic(part.tokens_BT, part.completion_mask_BT))
+        with mixed_precision(batch.tokens_BT.device, self.spec.autocast):
+            prompts = prompt_states(self.policy, batch.tokens_BT, batch.completion_mask_BT)
+
+        def forward(part: Batch, rows: Tensor) -> Tensor:
+            shared, mask = prompts and prompts.rows(rows), part.completion_mask_BT
+            return state_values(critic.head, completion_states(self.policy, part.tokens_BT, mask, shared), mask)
+
+        return self._forward_rows(batch, forward)
+
+    def _forward_rows(self, batch: Batch, forward: Any) -> Tensor:
+        """[B, T] from a function of (micro-batch, its row indices), put together in the batch's own row order."""
+        result = torch.empty(0)
+        for rows in self._rows_by_length(batch):
+            part = batch.rows(rows)
+            with mixed_precision(part.tokens_BT.device, self.spec.autocast):
+                values = forward(part, rows)
+            if not len(result):
+                result = values.new_zeros(batch.tokens_BT.shape)
+            result[rows, : values.shape[1]] = values
+        return result
+
+    def _minibatches(self, batch: Batch, step: int, epoch: int) -> Iterator[Batch]:
+        """Row subsets of equal size with their loss weights; drawn anew each pass, keyed by (seed, step, epoch)."""
+        count = self.spec.optimizer.num_minibatches
+        order = np.arange(len(batch))
+        if count > 1:
+            order = np.random.default_rng([self.spec.seed, step, epoch]).permutation(len(batch))
+        for rows in np.split(order, count):
+            part = batch.rows(torch.from_numpy(rows).to(batch.tokens_BT.device))
+            yield part.replace(loss_weight_BT=self.algorithm.loss_weights(part.completion_mask_BT))
+
+    def _rows_by_length(self, batch: Batch) -> list[Tensor]:
+        """Row indices, longest rows first, each part within the token budget once padded to its longest row."""
+        budget = microbatch_tokens(self.spec.optimizer, batch.tokens_BT.device)
+        order = torch.argsort(batch.lengths_B, descending=True, stable=True)
+        lengths = batch.lengths_B[order].tolist()
+        parts, start = [], 0
+        while start < len(lengths):
+            size = max(1, budget // lengths[start])
+            parts.append(order[start : start + size])
+            start += size
+        return parts
+
+    def _adamw(self, module: nn.Module, learning_rate: float) -> torch.optim.AdamW:
+        settings = self.spec.optimizer
+        return torch.optim.AdamW(
+            [p for p in module.parameters() if p.requires_grad],
+            lr=learning_rate,
+            betas=(settings.beta1, settings.beta2),
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+
+
+def correct_mismatch(batch: Batch, settings: Mismatch) -> tuple[Batch, dict[str, float]]:
+    """The batch with advantages times the importance weights learner / engine, and what the weights were like.
+
+    The policy term of an objective that is linear in its advantages is thereby weighed, and its KL left as it is.
+    Truncated: weights above the bound count as the bound (truncated importance sampling); masked: those outside
+    [1 / bound, bound] count as 0. The weight of a completion is the product over its tokens.
+    """
+    assert batch.old_logprobs_BT is not None and batch.advantages_BT is not None
+    mask = batch.completion_mask_BT
+    log_weight_BT = (batch.old_logprobs_BT - batch.sampler_logprobs_BT) * mask
+    if settings.level == "sequence":
+        log_weight_BT = log_weight_BT.sum(dim=1, keepdim=True).expand_as(log_weight_BT)
+    raw_BT = torch.exp(log_weight_BT.clamp(-20, 20))
+    outside_BT = (raw_BT > settings.bound) & mask
+    if settings.correction == "truncated":
+        weight_BT = raw_BT.clamp(max=settings.bound)
+    else:
+        outside_BT |= (raw_BT < 1 / settings.bound) & mask
+        weight_BT = raw_BT.masked_fill(outside_BT, 0.0)
+    count = mask.sum()
+    metrics = {
+        "mismatch/weight": float((weight_BT * mask).sum() / count),
+        "mismatch/outside": float(outside_BT.sum() / count),
+    }
+    return batch.replace(advantages_BT=batch.advantages_BT * weight_BT), metrics
+
+
+def explained_variance(batch: Batch) -> float:
+    """1 - Var(return - value) / Var(return) over completion tokens; 0 where returns do not vary."""
+    assert batch.returns_BT is not None and batch.values_BT is not None
+    returns = batch.returns_BT[batch.completion_mask_BT]
+    variance = returns.var()
+    if not variance > 0:
+        return 0.0
+    return float(1 - (returns - batch.values_BT[batch.completion_mask_BT]).var() / variance)
+
+
+def _frozen(policy: nn.Module) -> nn.Module:
+    return deepcopy(policy).requires_grad_(False)
+
+
+def _ratio_max(logprobs: Tensor, other: Tensor | None, mask: Tensor) -> float:
+    assert other is not None
+    return float(torch.exp(((logprobs - other).abs() * mask).max()))

@@ -1,0 +1,90 @@
+"""The one training loop: every algorithm runs through it, so that the algorithm is the only thing that differs.
+
+A run is a function of its spec: prompts and noise are keyed by (seed, step), and a killed run that resumes from its
+last checkpoint ends as an uninterrupted one would.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from harness.interfaces import RunLogger
+from harness.memory.usage import peak_memory
+from harness.spec.run import RunSpec
+from harness.training.evaluate import logged_evaluation
+from harness.training.gates import check_gates
+from harness.training.run import Run, RunResult, StoppedEarly, prepare, run_facts
+from harness.training.step import train_step
+from harness.types import InvalidRun, Prompt, Split
+
+
+def train(
+    spec: RunSpec,
+    directory: Path,
+    log: RunLogger,
+    *,
+    cache: Path,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> RunResult:
+    """Run `spec` in `directory`, or resume it from the last checkpoint there.
+
+    Ends "complete", "invalid" with a reason, or "stopped" after the step during which `should_stop()` turned true; a
+    cold start that was not done by then begins anew next time. Cold starts are cached in `cache`. Bad settings raise
+    ValueError before any model is loaded.
+    """
+    spec.engine.check(spec.sampling_with_limit())
+    train_prompts = spec.task.prompts("train") if spec.steps else []
+    run: Run | None = None
+    try:
+        run, step = prepare(spec, directory, log, cache, should_stop)
+        return _loop(run, train_prompts, step, should_stop)
+    except InvalidRun as invalid:
+        return RunResult("invalid", str(invalid), run.summary() if run else {})
+    except StoppedEarly:
+        return RunResult("stopped", None, {})
+    finally:
+        if run is not None:
+            run.engine.close()
+
+
+def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[[], bool]) -> RunResult:
+    spec = run.spec
+    if step == 0:
+        if facts := run_facts(run):
+            run.log.metrics(0, facts)
+        _evaluate(run, "validation", 0)
+    while step < spec.steps:
+        start = time.perf_counter()
+        metrics, rows = train_step(run, prompts, step)
+        step += 1
+        run.totals.seconds += time.perf_counter() - start
+        metrics["seconds/total"] = run.totals.seconds
+        run.totals.peak_memory_bytes = max(run.totals.peak_memory_bytes, peak_memory())
+        metrics["memory/peak_bytes"] = run.totals.peak_memory_bytes
+        run.log.metrics(step, metrics)
+        run.log.progress("train", step, spec.steps)
+        check_gates(spec.gates, run.gates, metrics, step)
+        if step % spec.evaluation.every == 0 or step == spec.steps:
+            run.log.samples(rows)
+            _evaluate(run, "validation", step)
+        stop = should_stop()
+        if step % spec.checkpoints.every == 0 or step == spec.steps or stop:
+            run.save(step, run.progress())
+        if stop and step < spec.steps:
+            return RunResult("stopped", None, run.summary())
+    _evaluate(run, "test", step)
+    return RunResult("complete", None, run.summary())
+
+
+def _evaluate(run: Run, split: Split, step: int) -> None:
+    """Evaluate, log, and keep the accuracies that the summary needs."""
+    start = time.perf_counter()
+    result = logged_evaluation(run.spec, run.engine, run.log, split, step)
+    run.totals.seconds += time.perf_counter() - start
+    if split == "test":
+        run.accuracies["test_accuracy"] = result.metrics["accuracy"]
+    else:
+        run.accuracies.setdefault("accuracy_initial", result.metrics["accuracy"])
+        run.accuracies["accuracy_final"] = result.metrics["accuracy"]

@@ -1,0 +1,148 @@
+"""One run in progress: what is trained, what it has cost, and how it is built or resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from harness import plugins
+from harness.interfaces import RolloutEngine, RunLogger
+from harness.memory.estimate import estimate_run, peak_bytes
+from harness.memory.usage import reset_peak_memory, resident_bytes
+from harness.policy.device import resolve_device
+from harness.policy.lora import add_adapter
+from harness.spec.run import RunSpec
+from harness.training.checkpoint import latest_checkpoint, save_checkpoint
+from harness.training.cold_start import start_policy
+from harness.training.gates import GateState
+from harness.training.learner import Learner
+from harness.types import Split, TrialState
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended; `summary` holds what results.csv shows, as far as the run came."""
+
+    state: TrialState
+    reason: str | None
+    summary: dict[str, float]
+
+
+@dataclass
+class Totals:
+    """Cumulative costs of a run, over all its resumes."""
+
+    rollouts: int = 0
+    generated_tokens: int = 0
+    optimizer_steps: int = 0
+    seconds: float = 0.0
+    peak_memory_bytes: int = 0
+
+
+@dataclass
+class Run:
+    """One run in progress: what is trained, what it cost so far and what is known of its accuracy."""
+
+    spec: RunSpec
+    engine: RolloutEngine
+    learner: Learner
+    log: RunLogger
+    directory: Path
+    tokenizer: PreTrainedTokenizerBase
+    save: Callable[[int, Mapping[str, Any]], None]
+    memory_before: int = 0  # bytes in use before the models were loaded
+    totals: Totals = field(default_factory=Totals)
+    accuracies: dict[str, float] = field(default_factory=dict)
+    kl_beta: float = 0.0  # of the next step, where it is adaptive
+    gates: GateState = field(default_factory=GateState)
+
+    def progress(self) -> dict[str, Any]:
+        """What a checkpoint must hold besides weights and optimisers, as JSON holds it."""
+        return {
+            "totals": vars(self.totals),
+            "accuracies": self.accuracies,
+            "kl_beta": self.kl_beta,
+            "gates": vars(self.gates),
+        }
+
+    def summary(self) -> dict[str, float]:
+        return {**self.accuracies, **{k: float(v) for k, v in vars(self.totals).items()}}
+
+
+class StoppedEarly(Exception):
+    """Asked to stop where no checkpoint can be written: in a cold start, a sampling or a fine-tuning."""
+
+
+def build_engine(spec: RunSpec, policy: nn.Module, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
+    """The engine that the spec names, over this policy."""
+    engine_class = cast(type[RolloutEngine], plugins.load("engine", spec.engine.name))
+    return engine_class(spec.engine, policy, tokenizer)
+
+
+def prepare(
+    spec: RunSpec, directory: Path, log: RunLogger, cache: Path, should_stop: Callable[[], bool]
+) -> tuple[Run, int]:
+    """The run with its models loaded, and the number of training steps already done."""
+    reset_peak_memory()
+    memory_before = resident_bytes()
+    device = resolve_device(spec.device)
+    checkpoints = directory / "checkpoints"
+    checkpoint = latest_checkpoint(checkpoints, spec.digest())
+    log.resume(checkpoint.step if checkpoint else -1)
+
+    def watch_cold_start(done: int, total: int) -> None:
+        log.progress("cold start", done, total)
+        if should_stop():
+            raise StoppedEarly
+
+    policy, tokenizer = start_policy(spec, cache, watch_cold_start)
+    policy = policy.to(device=device, dtype=getattr(torch, spec.dtype))
+    if spec.lora is not None:
+        add_adapter(policy, spec.lora, spec.seed)
+    if spec.gradient_checkpointing:
+        policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
+    learner = Learner(spec, policy)
+    engine = build_engine(spec, policy, tokenizer)
+
+    def save(step: int, progress: Mapping[str, Any]) -> None:
+        save_checkpoint(
+            checkpoints,
+            step,
+            spec_digest=spec.digest(),
+            policy=policy,
+            tokenizer=tokenizer,
+            learner_state=learner.state(),
+            progress=progress,
+            keep=spec.checkpoints.keep,
+        )
+
+    run = Run(spec, engine, learner, log, directory, tokenizer, save, memory_before)
+    run.kl_beta = spec.algorithm.kl_beta
+    if checkpoint is None:
+        return run, 0
+    weights = {} if spec.lora else checkpoint.policy_weights(policy)  # an adapter is in the learner's state
+    learner.load_state(weights, checkpoint.learner_state())
+    engine.load_weights(learner.weights(merged=not engine.exact_logprobs), checkpoint.step)
+    run.totals = Totals(**checkpoint.progress["totals"])
+    run.accuracies = dict(checkpoint.progress["accuracies"])
+    run.kl_beta = checkpoint.progress["kl_beta"]
+    run.gates = GateState(**checkpoint.progress["gates"])
+    return run, checkpoint.step
+
+
+def run_facts(run: Run) -> dict[str, float]:
+    """What is known before the first step: `memory/estimate_bytes`, beside the measured `memory/peak_bytes`, which also
+    counts what was there before; `data/skipped_rows_<split>` where the task left out rows that are no problem."""
+    spec, facts = run.spec, {}
+    needed, _ = estimate_run(spec) if spec.steps else (None, None)
+    if needed is not None:
+        facts["memory/estimate_bytes"] = float(run.memory_before + peak_bytes(needed))
+    splits: tuple[Split, ...] = ("train", "test") if spec.steps else ("test",)
+    skipped = {f"data/skipped_rows_{split}": float(spec.task.num_skipped_rows(split)) for split in splits}
+    return facts | (skipped if any(skipped.values()) else {})
