@@ -7,9 +7,10 @@ from harness.spec.errors import SpecError
 from harness.spec.run import parse_run
 from harness.training.loop import train
 from harness.training.prompts import further_prompts
-from harness.training.run import prepare
+from harness.training.run import Clock, prepare
+from harness.training.sampling import sample_groups
 from harness.training.scoring import score
-from harness.training.step import Clock, _draw, train_step
+from harness.training.step import train_step
 from harness.types import Prompt
 
 
@@ -48,7 +49,7 @@ def scripted_run(tmp_path, max_batches, mixed, **changes):
 
 def test_groups_of_equal_rewards_are_replaced_and_all_that_was_sampled_is_charged(tmp_path):
     run, prompts, place = scripted_run(tmp_path, 8, lambda i: i % 3 == 0)
-    drawn, _ = _draw(run, prompts, 0, Clock())
+    drawn, _ = sample_groups(run, prompts, 0, Clock())
     assert drawn.num_batches > 1
     assert len(drawn.groups) == 4 * drawn.num_batches
     assert len({g.prompt.id for g in drawn.groups}) == len(drawn.groups)  # no prompt is asked twice in a step
@@ -76,7 +77,7 @@ def test_a_step_whose_budget_is_spent_is_filled_and_says_so(tmp_path):
     assert metrics["sampling/batches"] == 3
     assert (metrics["sampling/kept_groups"], metrics["sampling/filled_groups"]) == (1, 19)
     assert metrics["train/rollouts"] == 3 * 40
-    drawn, _ = _draw(run, prompts, 0, Clock())
+    drawn, _ = sample_groups(run, prompts, 0, Clock())
     assert 0 in [place[g.prompt.id] for g in drawn.trained_on(20).groups]
 
 
@@ -111,7 +112,7 @@ def test_further_prompts_are_new_and_keyed_by_seed_step_and_attempt():
 
 def test_scores_of_two_batches_are_those_of_both_at_once(tmp_path):
     run, prompts, _ = scripted_run(tmp_path, 9, lambda i: i % 3 == 0, rewards={"format": 0.5, "process": 1.0})
-    drawn, _ = _draw(run, prompts, 0, Clock())
+    drawn, _ = sample_groups(run, prompts, 0, Clock())
     assert drawn.num_batches > 1
     assert repr(drawn.scores) == repr(score(run.spec.rewards, drawn.graded))  # NaN is not equal to itself
 

@@ -29,6 +29,7 @@ from harness.policy.forward import (
 from harness.policy.lora import adapter_off, adapter_weights, has_adapter, load_adapter, merged_weights
 from harness.spec.run import Mismatch, RunSpec
 from harness.tensors import kl_k3
+from harness.training.gates import weight_sample, weights_metric
 from harness.training.schedules import learning_rate_factor
 from harness.types import Batch, InvalidRun, PolicyOutput
 
@@ -53,9 +54,8 @@ class Learner:
         With `sampler_is_exact` the engine's log-probs serve as old log-probs, which saves a forward pass.
         """
         several_updates = self.spec.updates_per_step > 1
-        corrects = self.spec.mismatch.correction != "none" and not sampler_is_exact
         with torch.no_grad():
-            if self.algorithm.needs_old_logprobs or several_updates or corrects:
+            if self.algorithm.needs_old_logprobs or several_updates or self._corrects(sampler_is_exact):
                 old = batch.sampler_logprobs_BT if sampler_is_exact else self._logprobs(self.policy, batch)
                 batch = batch.replace(old_logprobs_BT=old)
             if self.spec.algorithm.needs_reference:
@@ -63,6 +63,13 @@ class Learner:
             if self.critic is not None:
                 batch = batch.replace(values_BT=self._values(batch, self.critic))
         return batch
+
+    def correct(self, batch: Batch, *, sampler_is_exact: bool) -> tuple[Batch, dict[str, float]]:
+        """The batch with the importance weights that the spec asks for, where the engine's log-probs are not exact."""
+        return correct_mismatch(batch, self.spec.mismatch) if self._corrects(sampler_is_exact) else (batch, {})
+
+    def _corrects(self, sampler_is_exact: bool) -> bool:
+        return self.spec.mismatch.correction != "none" and not sampler_is_exact
 
     def begin_step(self, step: int, kl_beta: float | None) -> dict[str, float]:
         """Set what changes over the run for training step `step`: rates, KL weight (None: as it is), reference.
@@ -91,6 +98,7 @@ class Learner:
         step's (the policy is still the sampler's) and `policy/ratio_max` the largest. InvalidRun on a non-finite value.
         """
         steps: list[dict[str, float]] = []
+        weights = weight_sample(self.policy)
         for epoch in range(self.spec.optimizer.num_inner_epochs):
             for minibatch in self._minibatches(batch, step, epoch):
                 steps.append(self._optimizer_step(minibatch, first=not steps))
@@ -98,7 +106,8 @@ class Learner:
         metrics["policy/ratio_max"] = max(values["policy/ratio_max"] for values in steps)
         if self.critic is not None:
             metrics["critic/explained_variance"] = explained_variance(batch)
-        return metrics
+        rate = self.optimizers["policy"].param_groups[0]["lr"]
+        return metrics | weights_metric(self.policy, weights, gradient_norm=metrics["policy/grad_norm"], rate=rate)
 
     def weights(self, *, merged: bool) -> Mapping[str, Tensor]:
         """The policy's state; `merged` adds an adapter to its weights, for an engine with a copy of its own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,21 @@ class Totals:
     optimizer_steps: int = 0
     seconds: float = 0.0
     peak_memory_bytes: int = 0
+
+
+class Clock:
+    """Wall-clock seconds of the phases of a step."""
+
+    def __init__(self) -> None:
+        self.start = self.last = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[phase], self.last = self.seconds.get(phase, 0.0) + now - self.last, now
+
+    def metrics(self) -> dict[str, float]:
+        return {**{f"seconds/{k}": v for k, v in self.seconds.items()}, "seconds/step": self.last - self.start}
 
 
 @dataclass

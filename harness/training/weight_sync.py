@@ -27,6 +27,7 @@ from torch import nn
 from harness.interfaces import RolloutEngine
 from harness.policy.forward import token_logprobs
 from harness.tensors import pad_right
+from harness.training.learner import Learner
 from harness.types import Group, InvalidRun
 
 # Nats. float32: 50 times the largest difference of an engine in step; bfloat16: 7 times, as GPUs and larger models were
@@ -58,6 +59,13 @@ def probe(
     rows = tuple((g.prompt_token_ids + g.rollouts[0].token_ids[:max_tokens], len(g.prompt_token_ids)) for g in chosen)
     scores = engine.score(rows)
     return None if scores is None else Probe(rows, _flat(scores), _learner_scores(policy, rows))
+
+
+def load_weights(engine: RolloutEngine, learner: Learner, version: int, before: Probe | None) -> dict[str, float]:
+    """Wake the engine and give it the learner's weights; `mismatch/after_sync` where it has weights of its own."""
+    engine.wake()
+    engine.load_weights(learner.weights(merged=not engine.exact_logprobs), version)
+    return {} if before is None else {"mismatch/after_sync": check_sync(engine, learner.policy, before)}
 
 
 def check_sync(engine: RolloutEngine, policy: nn.Module, before: Probe | None, *, bound: float | None = None) -> float:

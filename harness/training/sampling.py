@@ -1,0 +1,112 @@
+"""The groups of a training step: sampled, graded, scored, and chosen where there are more than it trains on.
+
+Dynamic sampling is DAPO's (arXiv:2503.14476, eq. 11 and section 3.2): a group of equal rewards has no advantages, so
+further prompts are sampled until enough groups have unequal rewards. Departures: what must differ is the reward, where
+the paper asks for a group that is neither all right nor all wrong, so that it works for rewards without labels; the
+number of batches is bounded, and a step whose budget is spent is filled with groups of equal rewards, because the
+minibatches have a fixed size. Further prompts are drawn for this step alone: a later step may meet them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from harness.interfaces import Reward
+from harness.policy.device import mixed_precision, resolve_device
+from harness.training.grading import grade
+from harness.training.prompts import further_prompts, step_prompts
+from harness.training.run import Clock, Run
+from harness.training.scoring import Scores, score
+from harness.training.weight_sync import Probe, probe
+from harness.types import GradedGroup, Group, Prompt
+
+
+def sample_groups(run: Run, prompts: Sequence[Prompt], step: int, clock: Clock) -> tuple[Drawn, Probe | None]:
+    """The groups of a step, graded and scored, and what the engine said of a few of them before the update.
+
+    With dynamic sampling further batches of prompts follow, until enough groups have unequal rewards or the budget is
+    spent. The engine sleeps afterwards; before the last grading, since rewards may need the device.
+    """
+    spec, engine = run.spec, run.engine
+    budget, count = spec.dynamic_sampling.max_batches, spec.prompts_per_step
+    drawn = Drawn()
+    before: Probe | None = None
+    for attempt in range(budget):
+        chosen = step_prompts(prompts, spec.seed, step, count)
+        if attempt:
+            chosen = further_prompts(prompts, spec.seed, step, attempt, count, [g.prompt.id for g in drawn.groups])
+        with mixed_precision(resolve_device(spec.device), spec.autocast):
+            groups = engine.generate(
+                chosen, spec.algorithm.group_size, spec.sampling_with_limit(), seed=spec.seed, step=step
+            )
+        is_last = attempt == budget - 1
+        if is_last:
+            before = _rest(run, groups)
+        clock.lap("generate")
+        drawn = drawn.with_batch(spec.rewards, groups, grade(spec.task, groups, spec.max_tokens))
+        clock.lap("grade")
+        if drawn.num_kept >= count or len(drawn.groups) >= len(prompts):
+            if not is_last:
+                before = _rest(run, drawn.groups)
+                clock.lap("generate")
+            break
+    return drawn if budget == 1 else drawn.with_metrics(count), before
+
+
+def _rest(run: Run, groups: Sequence[Group]) -> Probe | None:
+    """Let the engine sleep, after it was asked what the check of its next weights needs."""
+    before = probe(run.engine, run.learner.policy, groups)
+    run.engine.sleep()
+    return before
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """All groups that a step has sampled so far, in order, with their grades and rewards."""
+
+    groups: tuple[Group, ...] = ()
+    graded: tuple[GradedGroup, ...] = ()
+    scores: Scores = field(default_factory=lambda: Scores([], None, None, {}, {}))
+    num_batches: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def with_batch(
+        self, rewards: Mapping[str, Reward], groups: Sequence[Group], graded: Sequence[GradedGroup]
+    ) -> Drawn:
+        """These and one more batch of groups, which earns `rewards`."""
+        scores, all_graded = score(rewards, graded), (*self.graded, *graded)
+        if self.groups:
+            scores = self.scores.then(rewards, scores, all_graded)
+        return replace(
+            self, groups=(*self.groups, *groups), graded=all_graded, scores=scores, num_batches=self.num_batches + 1
+        )
+
+    def with_metrics(self, count: int) -> Drawn:
+        """With what dynamic sampling did for a step of `count` groups: `sampling/batches` that were sampled,
+        `sampling/kept_groups` with unequal rewards, `sampling/filled_groups` that are there for lack of them."""
+        kept = min(self.num_kept, count)
+        counts = {"batches": self.num_batches, "kept_groups": kept, "filled_groups": count - kept}
+        return replace(self, metrics={f"sampling/{name}": float(value) for name, value in counts.items()})
+
+    @property
+    def num_kept(self) -> int:
+        """Groups whose rewards are not all equal."""
+        return sum(not _equal(row) for row in self.scores.totals)
+
+    def trained_on(self, count: int) -> Drawn:
+        """The `count` groups of the batch, in order: the first with unequal rewards, then the first others."""
+        if len(self.groups) == count:
+            return self
+        index = sorted(range(len(self.groups)), key=lambda p: (_equal(self.scores.totals[p]), p))[:count]
+        index.sort()
+        return replace(
+            self,
+            groups=tuple(self.groups[p] for p in index),
+            graded=tuple(self.graded[p] for p in index),
+            scores=self.scores.pick(index),
+        )
+
+
+def _equal(rewards: Sequence[float]) -> bool:
+    return all(value == rewards[0] for value in rewards)

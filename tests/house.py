@@ -1,0 +1,161 @@
+"""Figures of the house: rooms, arrows, circles, product lines, calls that leave `train_step`'s file, `parse_run` an arm.
+
+    python tests/house.py [FOLDER of a checkout, by default this one]
+
+A room is a package of `harness/`, a loose module there, or a top-level folder. Imports inside functions count, imports
+for the type checker do not. It runs with the checkout's own code, so that two commits are measured by the same words.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import io
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+PRODUCT = ("harness", "algorithms", "tasks", "studies", "reports")
+STUDY = "group_size"
+
+
+def modules(root: Path) -> dict[str, ast.Module]:
+    files = [file for folder in PRODUCT for file in (root / folder).rglob("*.py")]
+    names = {".".join(f.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): f for f in files}
+    return {name: ast.parse(file.read_text("utf-8")) for name, file in names.items()}
+
+
+def imported(tree: ast.Module, known: set[str]) -> set[str]:
+    for_checker = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if id(node) in for_checker:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.add(full if full in known else node.module)
+    return found & known
+
+
+def room(module: str) -> str:
+    parts = module.split(".")
+    return ".".join(parts[:2]) if parts[0] == "harness" else parts[0]
+
+
+def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = list(arrows.get(start, ()))
+        while waiting:
+            name = waiting.pop()
+            if name not in seen:
+                seen.add(name)
+                waiting += arrows.get(name, ())
+        return seen
+
+    below = {name: reached(name) for name in arrows}
+    return sorted({tuple(sorted(o for o in below[n] if n in below.get(o, ()))) for n in arrows if n in below[n]})  # type: ignore
+
+
+def profiled(action: Any, on_call: Any) -> None:
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            on_call(frame)
+
+    sys.setprofile(profile)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+
+
+def product_file(frame: FrameType | None, root: Path) -> str | None:
+    if frame is None or not frame.f_code.co_filename.startswith(str(root)):
+        return None
+    name = os.path.relpath(frame.f_code.co_filename, root)
+    return name if name.split(os.sep)[0] in PRODUCT else None
+
+
+def step_calls(root: Path) -> tuple[int, int]:
+    """(calls from `train_step`'s file into other files of the product during one step, distinct files it enters)."""
+    home = next(f for f in (root / "harness").rglob("*.py") if "def train_step(" in f.read_text())
+    step_module = importlib.import_module(".".join(home.relative_to(root).with_suffix("").parts))
+    spec_module = "harness.spec.run" if (root / "harness/spec/run.py").exists() else "harness.spec"
+    raw = {"task": "arithmetic", "algorithm": "grpo", "rollouts_per_step": 8, "steps": 1, "device": "cpu"}
+    spec = importlib.import_module(spec_module).parse_run(raw, "house")
+    if spec_module == "harness.spec":
+        prepare = step_module._prepare
+    else:
+        prepare = importlib.import_module("harness.training.run").prepare
+    calls: Counter[str] = Counter()
+
+    def note(frame: FrameType) -> None:
+        caller, callee = product_file(frame.f_back, root), product_file(frame, root)
+        if caller == os.path.relpath(home, root) and callee not in (None, caller):
+            calls[str(callee)] += 1
+
+    class Forgetful:
+        def __getattr__(self, _: str) -> Any:
+            return lambda *args: None
+
+    with tempfile.TemporaryDirectory() as folder:
+        run, _ = prepare(spec, Path(folder), Forgetful(), Path(folder), lambda: False)
+        prompts = spec.task.prompts("train")
+        profiled(lambda: step_module.train_step(run, prompts, 0), note)
+    return calls.total(), len(calls)
+
+
+def parses(root: Path) -> tuple[int, int]:
+    """(calls of `parse_run` in `cohort study run --dry-run`, arms of the study)."""
+    cli = "harness.cli.app" if (root / "harness/cli/app.py").exists() else "harness.cli"
+    main = importlib.import_module(cli).main
+    count = 0
+
+    def note(frame: FrameType) -> None:
+        nonlocal count
+        count += frame.f_code.co_name == "parse_run"
+
+    def dry_run() -> None:
+        with tempfile.TemporaryDirectory() as runs, contextlib.suppress(SystemExit):
+            with contextlib.redirect_stdout(io.StringIO()):
+                main(["study", "run", STUDY, "--dry-run", "--runs", runs])
+
+    profiled(dry_run, note)
+    return count, 4
+
+
+def main(root: Path) -> None:
+    os.chdir(root)
+    sys.path.insert(0, str(root))
+    trees = modules(root)
+    arrows = {name: imported(tree, set(trees)) - {name} for name, tree in trees.items()}
+    rooms = {r: {room(m) for n in arrows if room(n) == r for m in arrows[n]} - {r} for r in {room(n) for n in arrows}}
+    lines = sum((root / f).read_text("utf-8").count("\n") for f in product_files(root))
+    print(f"modules {len(arrows)}, arrows between them {sum(map(len, arrows.values()))}, circles {circles(arrows)}")
+    print(f"rooms {len(rooms)}, arrows between them {sum(map(len, rooms.values()))}, circles {circles(rooms)}")
+    print(f"product lines of Python {lines}")
+    print("one train_step leaves its file {} times, for {} other files".format(*step_calls(root)))
+    print("parse_run {} times in the dry run of a study of {} arms".format(*parses(root)))
+
+
+def product_files(root: Path) -> list[str]:
+    listed = subprocess.run(["git", "-C", str(root), "ls-files", *PRODUCT], capture_output=True, text=True, check=True)
+    return [name for name in listed.stdout.split() if name.endswith(".py")]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[1]).resolve())
