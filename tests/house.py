@@ -1,4 +1,4 @@
-"""Figures of the house: rooms, arrows, circles, product lines, calls that leave `train_step`'s file, `parse_run` an arm.
+"""Figures of the house: rooms, arrows, circles, product lines, calls that leave the file of a step, parses of an arm.
 
     python tests/house.py [FOLDER of a checkout, by default this one]
 
@@ -130,9 +130,9 @@ def parses(root: Path) -> tuple[int, int]:
         count += frame.f_code.co_name == "parse_run"
 
     def dry_run() -> None:
-        with tempfile.TemporaryDirectory() as runs, contextlib.suppress(SystemExit):
-            with contextlib.redirect_stdout(io.StringIO()):
-                main(["study", "run", STUDY, "--dry-run", "--runs", runs])
+        quiet = contextlib.redirect_stdout(io.StringIO())
+        with tempfile.TemporaryDirectory() as runs, contextlib.suppress(SystemExit), quiet:
+            main(["study", "run", STUDY, "--dry-run", "--runs", runs])
 
     profiled(dry_run, note)
     return count, 4

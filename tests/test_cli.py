@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 
 from harness.cli import app, views
+from harness.cli import study as study_commands
 from harness.console import progress, terminal
 from harness.study.status import StudyStatus, TrialStatus
 from harness.tracking.run_log import read_progress
@@ -357,7 +358,7 @@ def test_a_run_and_its_checkpoint_can_be_evaluated(cohort: Shell, runs: Path):
 
 
 def test_a_comparison_has_one_arm_per_algorithm_and_all_else_equal():
-    study = app.comparison("ppo,grpo", "arithmetic", "tiny", "3,4", 7, ["optimizer.learning_rate=0.5"], None)
+    study = study_commands.comparison("ppo,grpo", "arithmetic", "tiny", "3,4", 7, ["optimizer.learning_rate=0.5"], None)
     assert (study.name, study.seeds) == ("compare-arithmetic", [3, 4])
     first, second = (study.run_spec(arm, 3) for arm in study.design_arms())
     assert (first.algorithm.name, second.algorithm.name) == ("ppo", "grpo")
@@ -366,7 +367,7 @@ def test_a_comparison_has_one_arm_per_algorithm_and_all_else_equal():
 
 
 def test_a_comparison_of_a_model_that_can_read_needs_no_cold_start():
-    study = app.comparison("ppo", "arithmetic", "some/model", None, None, None, "mine")
+    study = study_commands.comparison("ppo", "arithmetic", "some/model", None, None, None, "mine")
     assert (study.name, study.seeds) == ("mine", [0, 1, 2])
     assert study.run_spec(study.design_arms()[0], 0).cold_start.steps == 0
 

@@ -12,15 +12,15 @@ from safetensors.torch import load_file
 
 from harness.engines.scripted import ScriptedEngine
 from harness.policy.model import tiny_model, tiny_tokenizer
-from harness.runs import pipeline
+from harness.runs import pipeline, rejection
 from harness.runs.pipeline import train_pipeline
 from harness.runs.rejection import correct_answers, kept_answers
-from harness.runs.stages import Rejection, load_pipeline, policy_folder
+from harness.runs.stages import Rejection, Stage, load_pipeline, policy_folder
 from harness.spec.errors import SpecError
 from harness.spec.run import ColdStart, parse_run
 from harness.tracking.mlflow_store import connect
 from harness.training.grading import grade
-from harness.types import Prompt
+from harness.types import Demonstration, Prompt
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "pipelines.md"
 # The documented pipeline in seconds: fewer steps, rollouts and problems, on easier sums.
@@ -182,9 +182,7 @@ def test_a_policy_without_a_correct_answer_makes_the_stage_invalid(tmp_path):
                  sampling={"max_tokens": 4}, engine="scripted")  # fmt: skip
     (stage,) = load_pipeline(file)
     log = MemoryLog()
-    result = pipeline.rejection_sampling(
-        stage.spec, tmp_path, log, settings=stage.rejection, fit=stage.fit, start=stage.spec, cache=tmp_path
-    )
+    result = rejection.rejection_sampling(stage.spec, tmp_path, log, stage=stage, start=stage.spec, cache=tmp_path)
     assert result.state == "invalid"
     assert "kept none of 8 completions" in (result.reason or "")
     assert not (tmp_path / "policy").exists()
@@ -201,15 +199,14 @@ def test_fine_tuning_starts_from_the_sampling_policy_or_from_the_beginning(tmp_p
         begun.append(given.seed)
         return tiny_model(given.seed), tiny_tokenizer()
 
-    monkeypatch.setattr(pipeline, "start_policy", remember)
-    monkeypatch.setattr(pipeline, "kept_answers", lambda *_: ([pipeline.Demonstration("1+1=", "#### 2")], COUNTS))
+    monkeypatch.setattr(rejection, "start_policy", remember)
+    monkeypatch.setattr(rejection, "kept_answers", lambda *_: ([Demonstration("1+1=", "#### 2")], COUNTS))
     for restart in (False, True):
         folder = tmp_path / str(restart)
         folder.mkdir()
         fit = ColdStart(steps=1, learning_rate=1e-9)
-        result = pipeline.rejection_sampling(
-            own, folder, MemoryLog(), settings=Rejection(restart=restart), fit=fit, start=start, cache=tmp_path
-        )
+        stage = Stage("distil", "rejection_sampling", own, Rejection(restart=restart), fit)
+        result = rejection.rejection_sampling(own, folder, MemoryLog(), stage=stage, start=start, cache=tmp_path)
         assert result.state == "complete"
         embedding = load_file(folder / "policy" / "model.safetensors")["model.embed_tokens.weight"]
         expected = tiny_model(0 if restart else 1).model.embed_tokens.weight

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from harness import plugins
 from harness.engines.scripted import ScriptedEngine
 from harness.runs import single
 from harness.spec.run import parse_run
@@ -37,7 +38,7 @@ SPECS = {autocast: make_spec(autocast) for autocast in (True, False)}
 
 @pytest.fixture(autouse=True)
 def recording(monkeypatch):
-    monkeypatch.setattr(single.plugins, "load", lambda kind, name: RecordingEngine)
+    monkeypatch.setattr(plugins, "load", lambda kind, name: RecordingEngine)
 
 
 @pytest.mark.parametrize("autocast", [True, False])

@@ -182,7 +182,7 @@ def test_the_digest_changes_with_any_setting_and_not_with_how_it_was_written():
 
 
 def test_the_digest_is_the_same_in_every_process():
-    code = f"from harness.spec import parse_run; print(parse_run({RUN!r}, 'x').digest())"
+    code = f"from harness.spec.run import parse_run; print(parse_run({RUN!r}, 'x').digest())"
     environment = {**os.environ, "PYTHONHASHSEED": "12345"}
     child = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert child.stdout.strip() == parse_run(RUN, "x").digest()

@@ -437,9 +437,9 @@ def test_half_a_line_of_a_killed_writer_does_not_spoil_the_journal(runs: Path):
 def test_a_worker_ends_at_once_when_another_has_its_lease(tmp_path: Path):
     code = """
 import pathlib, sys, time
-from harness import _lease
-_lease.BEAT_SECONDS = 0.05
-_lease.FileLease(pathlib.Path(sys.argv[1]))
+from harness.study.storage import lease
+lease.BEAT_SECONDS = 0.05
+lease.FileLease(pathlib.Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(30)
 """

@@ -149,8 +149,8 @@ def test_samples_show_as_a_table_and_problems_as_an_artifact(runs: Path):
 
 def test_a_killed_run_continues_as_the_same_run_and_nothing_is_logged_twice(runs: Path):
     code = """
-from harness import _mlflow_copy
-_mlflow_copy.FLUSH_SECONDS = 0.05
+from harness.tracking import mlflow_copy
+mlflow_copy.FLUSH_SECONDS = 0.05
 log = open_log(Path(sys.argv[1]))
 log.resume(-1)
 log_steps(log, 0, 30)
