@@ -47,8 +47,9 @@ class InvalidRun(Exception):
 
 
 def short_path(dotted: str) -> str:
-    """What a reader needs of a dotted RunSpec path: `algorithm.kl_beta` -> `kl_beta`, `algorithm.name` -> `algorithm`,
-    but `cold_start.steps` as it is, because a run has `steps` of its own."""
+    """The short name of a dotted RunSpec path: `algorithm.kl_beta` -> `kl_beta`, `algorithm.name` -> `algorithm`.
+
+    `cold_start.steps` stays, because a run has `steps` of its own."""
     head, _, tail = dotted.rpartition(".")
     if tail == "name" and head:
         return head
@@ -104,7 +105,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class GradedGroup:
-    """What a reward may see of a group: everything but the gold answer.
+    """A group as a reward may see it: everything but the gold answer.
 
     All tuples have length G. `answers[i]` is the extracted answer or None; `classes[i]` numbers the equivalence
     class of that answer under the task's own equality (None without an answer); `correct` is None for a reward
@@ -200,7 +201,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class PolicyOutput:
-    """What the current parameters say about a (micro-)batch, with gradients; 0 outside the completion.
+    """The current parameters' scores of a (micro-)batch, with gradients; 0 outside the completion.
 
     logprobs_BT  float32 nats of the tokens in the batch, at the sampling temperature
     entropy_BT   float32 nats of the distribution that each token was drawn from; carries a gradient only for an
@@ -288,7 +289,7 @@ class StudyRecord:
     expected  number of (arm, seed) pairs that the study asks for
     command   the shell command that reproduces the study
     versions  package -> version, with `python` and `git_commit` among them
-    search    what a search found (`search.json`), None for other designs: objectives; importances; arms, each with
+    search    findings of a search (`search.json`), None for other designs: objectives; importances; arms, each with
               label, parameters, values and state; pareto, the labels of the arms that no other beats in every objective
     """
 

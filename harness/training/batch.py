@@ -1,4 +1,4 @@
-"""A step's rollouts as the batch that the learner takes, and what they were like."""
+"""Turns a step's rollouts into the learner's batch, and measures them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def collate(
 
 
 def rollout_metrics(graded: Sequence[GradedGroup], rewards: Sequence[Sequence[float]]) -> dict[str, float]:
-    """What the sampled completions were like, gold included: for the reader, not for the algorithm; rewards [P][G]."""
+    """Metrics of the sampled completions, gold included: for the reader, not for the algorithm; rewards [P][G]."""
     rewards_PG = torch.tensor(rewards, dtype=torch.float32)
     return {
         "reward/mean": float(rewards_PG.mean()),

@@ -124,7 +124,7 @@ def majority_correct(group: GradedGroup) -> float:
 
 
 def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
-    """What is logged of an evaluation: `<split>/<metric>`, with `accuracy_<tag>_<value>` for every tag."""
+    """The logged metrics of an evaluation: `<split>/<metric>`, with `accuracy_<tag>_<value>` for every tag."""
     tags = {
         f"accuracy_{tag}_{value}".replace(" ", "_"): row["accuracy"]
         for tag, rows in result.breakdown.items()
@@ -160,7 +160,7 @@ def evaluate_run(
 def logged_evaluation(
     spec: RunSpec, engine: RolloutEngine, log: RunLogger, split: Split, step: int
 ) -> EvaluationResult:
-    """Evaluate what the engine samples from, and log it; of the test split each problem's fraction too."""
+    """Evaluate the engine's policy and log it; of the test split each problem's fraction too."""
     result = evaluate_run(spec, engine, split, step, lambda done, total: log.progress(split, done, total))
     log.metrics(step, evaluation_metrics(result))
     log.samples(result.samples)

@@ -1,10 +1,10 @@
-"""When a run's result must not be used: bounds on what every step measures, with the number of steps that they hold.
+"""Decides when a run's result must not be used: bounds on the metrics of a step, each for a number of steps.
 
 The bounds are the section `gates` of a run's spec; a non-finite loss or gradient ends a run whatever they say (the
 learner finds it). A gate counts steps in a row, and its counts are part of a checkpoint's progress, so that a resumed
 run ends at the step at which an uninterrupted one does.
 
-What the defaults let pass was read off 119 runs on arithmetic (six shipped studies, 30 to 150 steps each): at most 3
+The defaults pass all of 119 runs on arithmetic (six shipped studies, 30 to 150 steps each), which had at most 3
 steps in a row with more than 90 % of the groups without an advantage (self-consistency from the strong start), an
 answered share of at least 0.92 times that of the start, an entropy down to 0.004 nats per token at 91 % test accuracy.
 """
@@ -25,7 +25,7 @@ SAMPLED = 4096
 
 @dataclass
 class GateState:
-    """What the gates remember between steps, as JSON holds it; `counts` are steps in a row out of bounds, by gate."""
+    """The gates' memory between steps, as JSON holds it; `counts` are steps in a row out of bounds, by gate."""
 
     counts: dict[str, int] = field(default_factory=dict)
     lowest_reward: float | None = None
@@ -35,7 +35,7 @@ class GateState:
 
 @dataclass(frozen=True)
 class _Bound:
-    """One gate: which metric must stay on which side of what, for how many steps, and what it means if it does not."""
+    """One gate: a metric, its bound, the steps in a row that break it, and the meaning of a break."""
 
     metric: str
     bound: float | None
@@ -46,7 +46,9 @@ class _Bound:
 
 
 def check_gates(settings: Gates, state: GateState, metrics: Mapping[str, float], step: int) -> None:
-    """Count what is out of bounds after training step `step` (from 1). InvalidRun naming metric, bound, value, steps.
+    """Count the metrics out of bounds after training step `step` (from 1).
+
+    InvalidRun names metric, bound, value and steps.
 
     `metrics` are the step's own, with those of `group_metrics` and `weights_metric`.
     """

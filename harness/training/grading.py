@@ -1,4 +1,4 @@
-"""What rollouts are worth: answers, their equivalence classes and correctness. The only reader of `Prompt.gold`.
+"""Grades rollouts: answers, their equivalence classes and correctness. The only reader of `Prompt.gold`.
 
 Both use the task's own equality, never that of strings. Answers are compared with one representative of each class, so
 G completions of a prompt cost one extraction each, one comparison with gold per class, and those between the classes.

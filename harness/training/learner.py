@@ -35,7 +35,7 @@ from harness.types import Batch, InvalidRun, PolicyOutput
 
 
 class Learner:
-    """Annotates batches with what the objective needs and updates the policy (and critic) on them."""
+    """Gives batches the log-probs and values that the objective reads, and updates policy and critic on them."""
 
     def __init__(self, spec: RunSpec, policy: nn.Module):
         self.spec = spec
@@ -72,9 +72,9 @@ class Learner:
         return self.spec.mismatch.correction != "none" and not sampler_is_exact
 
     def begin_step(self, step: int, kl_beta: float | None) -> dict[str, float]:
-        """Set what changes over the run for training step `step`: rates, KL weight (None: as it is), reference.
+        """Set rates, KL weight (None: as it is) and reference for training step `step`.
 
-        What was set comes back as metrics, where it is not constant.
+        Returns those that are not constant, as metrics.
         """
         metrics: dict[str, float] = {}
         settings = self.spec.optimizer
@@ -114,7 +114,7 @@ class Learner:
         return merged_weights(self.policy) if merged and self.adapted else self.policy.state_dict()
 
     def state(self) -> dict[str, Any]:
-        """Optimiser states, critic and adapter: what a resumed run needs besides the policy's own folder."""
+        """Optimiser states, critic and adapter: all that a resumed run needs besides the policy's own folder."""
         state: dict[str, Any] = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
         if self.critic is not None:
             frozen = {name for name, p in self.critic.named_parameters() if not p.requires_grad}
@@ -283,7 +283,7 @@ class Learner:
 
 
 def correct_mismatch(batch: Batch, settings: Mismatch) -> tuple[Batch, dict[str, float]]:
-    """The batch with advantages times the importance weights learner / engine, and what the weights were like.
+    """The batch with advantages times the importance weights learner / engine, and metrics of the weights.
 
     The policy term of an objective that is linear in its advantages is thereby weighed, and its KL left as it is.
     Truncated: weights above the bound count as the bound (truncated importance sampling); masked: those outside

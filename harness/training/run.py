@@ -1,4 +1,4 @@
-"""One run in progress: what is trained, what it has cost, and how it is built or resumed."""
+"""One run in progress: its models, costs and accuracies, and how they are built or resumed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from harness.types import Split, TrialState
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended; `summary` holds what results.csv shows, as far as the run came."""
+    """How a run ended; `summary` holds the columns of results.csv that the run reached."""
 
     state: TrialState
     reason: str | None
@@ -63,7 +63,7 @@ class Clock:
 
 @dataclass
 class Run:
-    """One run in progress: what is trained, what it cost so far and what is known of its accuracy."""
+    """One run in progress: its models, its costs and its accuracies so far."""
 
     spec: RunSpec
     engine: RolloutEngine
@@ -79,7 +79,7 @@ class Run:
     gates: GateState = field(default_factory=GateState)
 
     def progress(self) -> dict[str, Any]:
-        """What a checkpoint must hold besides weights and optimisers, as JSON holds it."""
+        """The part of a checkpoint besides weights and optimisers, as JSON holds it."""
         return {
             "totals": vars(self.totals),
             "accuracies": self.accuracies,
@@ -153,8 +153,8 @@ def prepare(
 
 
 def run_facts(run: Run) -> dict[str, float]:
-    """What is known before the first step: `memory/estimate_bytes`, beside the measured `memory/peak_bytes`, which also
-    counts what was there before; `data/skipped_rows_<split>` where the task left out rows that are no problem."""
+    """Metrics known before the first step: `memory/estimate_bytes`, to be compared with the `memory/peak_bytes` measured
+    (both count the bytes in use before the run); `data/skipped_rows_<split>` where the task left out bad rows."""
     spec, facts = run.spec, {}
     needed, _ = estimate_run(spec) if spec.steps else (None, None)
     if needed is not None:

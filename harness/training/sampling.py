@@ -1,10 +1,10 @@
 """The groups of a training step: sampled, graded, scored, and chosen where there are more than it trains on.
 
 Dynamic sampling is DAPO's (arXiv:2503.14476, eq. 11 and section 3.2): a group of equal rewards has no advantages, so
-further prompts are sampled until enough groups have unequal rewards. Departures: what must differ is the reward, where
-the paper asks for a group that is neither all right nor all wrong, so that it works for rewards without labels; the
-number of batches is bounded, and a step whose budget is spent is filled with groups of equal rewards, because the
-minibatches have a fixed size. Further prompts are drawn for this step alone: a later step may meet them again.
+further prompts are sampled until enough groups have unequal rewards. Departures: a group must have unequal rewards,
+while the paper's must be neither all right nor all wrong, so that it works without labels; the number of batches is
+bounded, and groups of equal rewards fill a step whose budget is spent, because minibatches have a fixed size. Further
+prompts are drawn for this step alone: a later step may meet them again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from harness.types import GradedGroup, Group, Prompt
 
 
 def sample_groups(run: Run, prompts: Sequence[Prompt], step: int, clock: Clock) -> tuple[Drawn, Probe | None]:
-    """The groups of a step, graded and scored, and what the engine said of a few of them before the update.
+    """The groups of a step, graded and scored, and the engine's own scores of a few of them before the update.
 
     With dynamic sampling further batches of prompts follow, until enough groups have unequal rewards or the budget is
     spent. The engine sleeps afterwards; before the last grading, since rewards may need the device.
@@ -55,7 +55,7 @@ def sample_groups(run: Run, prompts: Sequence[Prompt], step: int, clock: Clock) 
 
 
 def _rest(run: Run, groups: Sequence[Group]) -> Probe | None:
-    """Let the engine sleep, after it was asked what the check of its next weights needs."""
+    """Ask the engine for the scores that the check of its next weights needs, then let it sleep."""
     before = probe(run.engine, run.learner.policy, groups)
     run.engine.sleep()
     return before
@@ -83,8 +83,8 @@ class Drawn:
         )
 
     def with_metrics(self, count: int) -> Drawn:
-        """With what dynamic sampling did for a step of `count` groups: `sampling/batches` that were sampled,
-        `sampling/kept_groups` with unequal rewards, `sampling/filled_groups` that are there for lack of them."""
+        """With counts of dynamic sampling for a step of `count` groups: `sampling/batches`, `sampling/kept_groups` (unequal
+        rewards) and `sampling/filled_groups`, which fill the step."""
         kept = min(self.num_kept, count)
         counts = {"batches": self.num_batches, "kept_groups": kept, "filled_groups": count - kept}
         return replace(self, metrics={f"sampling/{name}": float(value) for name, value in counts.items()})

@@ -14,7 +14,7 @@ GAIN = 0.1
 
 
 def learning_rate_factor(settings: Optimizer, step: int, num_steps: int) -> float:
-    """What the learning rate is multiplied by in training step `step` (from 0) of `num_steps`.
+    """The factor of the learning rate in training step `step` (from 0) of `num_steps`.
 
     It rises linearly over the first `warmup_steps`, the last of which has the full rate, and then stays, or falls to 0
     (which the step after the last one would have) linearly or as half a cosine.
@@ -28,7 +28,7 @@ def learning_rate_factor(settings: Optimizer, step: int, num_steps: int) -> floa
 
 
 def kl_beta_factor(settings: KLControl, step: int, num_steps: int) -> float:
-    """What the KL weight is multiplied by: 1 while held, then half a cosine down to `final_scale`, which it keeps."""
+    """The factor of the KL weight: 1 while held, then half a cosine down to `final_scale`, which it keeps."""
     if settings.schedule != "cosine":
         return 1.0
     progress = (step / num_steps - settings.hold) / (settings.end - settings.hold)

@@ -1,4 +1,4 @@
-"""What a step's completions are paid: the weighted sum of the run's rewards, and where in a completion each is earned.
+"""Pays a step's completions: the weighted sum of the run's rewards, each at the token that earned it.
 
 A reward that does not see gold gets a group without correctness, so that label leakage fails loudly. Outcome rewards
 are earned by the last token of a completion, those of a `StepReward` by the token that ends the step.
@@ -26,7 +26,7 @@ class Scores:
     outcomes  [P][G] the part that the whole completion earned; None where no outcome is rewarded
     steps     [P][G] (character, weighted value) of each rewarded step; None where no steps are rewarded
     parts     reward name -> [P][G] values before the weight
-    metrics   `reward/<name>` (mean before the weight) and what the rewards report themselves
+    metrics   `reward/<name>` (mean before the weight) and the rewards' own metrics
     """
 
     totals: list[list[float]]
@@ -59,7 +59,7 @@ class Scores:
 
 
 def score(rewards: Mapping[str, Reward], graded: Sequence[GradedGroup]) -> Scores:
-    """What each completion earns; `graded` carries correctness."""
+    """The rewards of each completion; `graded` carries correctness."""
     seen = {True: graded, False: [group.blind() for group in graded]}
     parts = {name: [reward.score(group) for group in seen[reward.sees_gold]] for name, reward in rewards.items()}
     outcome = {n: r.weight for n, r in rewards.items() if r.weight and not isinstance(r, StepReward)}

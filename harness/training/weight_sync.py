@@ -50,7 +50,7 @@ class Probe:
 def probe(
     engine: RolloutEngine, policy: nn.Module, groups: Sequence[Group], *, num_rows: int = 4, max_tokens: int = 32
 ) -> Probe | None:
-    """What engine and learner say, before an update, of the first tokens of a few of the step's completions.
+    """The scores of engine and learner, before an update, for the first tokens of a few of the step's completions.
 
     None for an engine that shares the learner's weights.
     """
