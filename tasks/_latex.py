@@ -13,6 +13,7 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
 
+from harness.rationals import decimal
 from tasks import _numbers, _symbolic
 
 MAX_CHARS = 500  # a longer answer is compared as written
@@ -84,7 +85,7 @@ _WORDS = re.compile(r"\\text\s*\{\s*([A-Za-z][A-Za-z ,'.-]*)\}")
 _CHOICE = re.compile(r"(?:\\text\s*\{\s*)?\(([A-Za-z])\)(?:\s*\})?")
 _LETTERS = re.compile(r"[A-Za-z,.'-]{3,}")
 _BASE_NUMERAL = re.compile(r"\d[0-9A-F]*\s*_")
-_DECIMAL = re.compile(r"(?<![\d.])(\d{0,30})\.(\d{1,30})(?![\d.]|\s*\\(?:overline|bar|dot))")
+_DECIMAL = re.compile(r"(?<![\d.])\d{0,30}\.\d{1,30}(?![\d.]|\s*\\(?:overline|bar|dot))")
 
 
 @lru_cache(maxsize=4096)
@@ -146,7 +147,7 @@ def _closes_early(text: str) -> bool:
 
 def _exact(text: str) -> str:
     """The text with its decimals as fractions, so that nothing is compared in floating point."""
-    return _DECIMAL.sub(lambda m: _fraction(Fraction(int(m[1] + m[2]), 10 ** len(m[2]))), text)
+    return _DECIMAL.sub(lambda m: _fraction(decimal(m[0])), text)
 
 
 def _fraction(value: Fraction) -> str:

@@ -15,6 +15,8 @@ import unicodedata
 from fractions import Fraction
 from functools import lru_cache
 
+from harness.rationals import decimal
+
 MAX_CHARS = 400  # a longer text is prose, not a number
 MAX_DIGITS = 100  # of one numeral
 MAX_EXPONENT = 100  # of ten, either sign
@@ -225,24 +227,18 @@ def _magnitude(match: re.Match[str]) -> Fraction | None:
     exponent = match["e"] or match["ten"] or match["power"] or "0"
     if len(exponent) > 4 or abs(int(exponent)) > MAX_EXPONENT:
         return None
-    return _fraction(match["decimal"] or "1") * Fraction(10) ** int(exponent)
+    return decimal(match["decimal"] or "1") * Fraction(10) ** int(exponent)
 
 
 def _ratio(over: str, under: str) -> Fraction | None:
-    divisor = _fraction(under)
-    return _fraction(over) / divisor if divisor else None
-
-
-def _fraction(decimal: str) -> Fraction:
-    whole, _, places = decimal.replace(",", "").replace(" ", "").partition(".")
-    return Fraction(int(f"{whole}{places}"), 10 ** len(places))
+    divisor = decimal(under)
+    return decimal(over) / divisor if divisor else None
 
 
 def _repeating(stem: str, cycle: str) -> Fraction:
     """`0.1` followed by the digits `6` for ever is 0.1 + 6/90."""
-    whole, _, places = stem.partition(".")
-    fixed = Fraction(int(f"{whole}{places}" or "0"), 10 ** len(places))
-    return fixed + Fraction(int(cycle), 10 ** len(places) * (10 ** len(cycle) - 1))
+    places = len(stem.partition(".")[2])
+    return decimal(f"0{stem}") + Fraction(int(cycle), 10**places * (10 ** len(cycle) - 1))
 
 
 def _without_chinese(text: str) -> str:

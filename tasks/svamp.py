@@ -13,6 +13,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from harness import rationals
 from tasks import _formats, _numbers
 from tasks._data import BadRow, DatasetTask, Problem, Row, text_field
 
@@ -42,45 +43,17 @@ class SVAMP(DatasetTask):
 
 
 def _worked(equation: str) -> tuple[list[str], Fraction | None]:
-    """The operations of an equation in the order of their evaluation, and its value; None where it is none.
-
-    Operator precedence by two stacks (Dijkstra's shunting yard), in exact arithmetic.
-    """
+    """The operations of an equation in the order of their evaluation, and its value; no value if it is no equation."""
     tokens = _TOKEN.findall(equation)
     if len(equation) > MAX_EQUATION_CHARS or "".join(tokens) != "".join(equation.split()):
         return [], None
-    steps: list[str] = []
-    values: list[Fraction] = []
-    waiting: list[str] = []
-    expects_value = True
-    for token in [*tokens, ""]:
-        is_value = token == "(" or token[:1].isdigit()
-        if is_value != expects_value:
-            return [], None
-        if token[:1].isdigit():
-            values.append(Fraction(token))
-        elif token != "(":
-            while waiting and _BINDING[waiting[-1]] >= _BINDING[token]:
-                if not _apply(waiting.pop(), values, steps):
-                    return [], None
-            if token == ")" and (not waiting or waiting.pop() != "("):
-                return [], None
-        if token not in (")", "") and not token[:1].isdigit():
-            waiting.append(token)
-        expects_value = not (token == ")" or token[:1].isdigit())
-    return (steps, values[0]) if len(values) == 1 and not waiting else ([], None)
-
-
-def _apply(operator: str, values: list[Fraction], steps: list[str]) -> bool:
-    """Replace the last two values by the operation's result and note the step; False for a division by zero."""
-    right, left = values.pop(), values.pop()
-    if operator == "/" and not right:
-        return False
-    result = {"+": left + right, "-": left - right, "*": left * right}.get(operator)
-    values.append(left / right if result is None else result)
-    steps.append(f"{_numbers.spell(left)} {operator} {_numbers.spell(right)} = {_numbers.spell(values[-1])}")
-    return True
+    numbers = [rationals.decimal(token) if token[0].isdigit() else token for token in tokens]
+    evaluated = rationals.evaluate(numbers, max_depth=MAX_EQUATION_CHARS, signed=False)
+    if evaluated is None:
+        return [], None
+    value, steps = evaluated
+    spell = _numbers.spell
+    return [f"{spell(s.left)} {s.symbol} {spell(s.right)} = {spell(s.result)}" for s in steps], value
 
 
 _TOKEN = re.compile(r"\d+(?:\.\d+)?|[-+*/()]")
-_BINDING = {"*": 2, "/": 2, "+": 1, "-": 1, ")": 0, "": 0, "(": -1}
