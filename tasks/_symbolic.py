@@ -9,9 +9,6 @@ again (once may be a busy machine).
 The child is a fresh interpreter (it has nothing of the parent's threads or devices), started when first needed. It ends
 when its input closes or its parent is gone, and it computes no longer than its limits. A process has one, or as many as
 `set_num_children` allows it for threads that ask at the same time. POSIX only.
-
-Departures from math-verify: variables that differ in case differ, `i` is the imaginary unit, tuples and matrices are
-compared entry by entry, a tuple may state a column vector, and chains of inequalities may be read from either end.
 """
 
 from __future__ import annotations
@@ -25,11 +22,11 @@ import subprocess
 import sys
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable
-from functools import cache, lru_cache
-from typing import Any, Literal
+from functools import cache
+from typing import Any
 
-Verdict = Literal["equal", "different", "unparsable"]
+from tasks import _child
+from tasks._child import Verdict
 
 START_SECONDS = 120.0  # importing sympy on a busy machine
 CACHED_VERDICTS = 16_384
@@ -38,12 +35,6 @@ MAX_TRIES = 2  # of reading an answer
 QUESTIONS_PER_CHILD = 10_000  # then a fresh one: sympy's and antlr's caches only grow
 GRACE_SECONDS = 1.0  # what the parent waits beyond the child's own limit
 
-_READY, _FIRST, _SECOND, _COMPARE = b"R", b"1", b"2", b"C"  # what the child says it is doing
-_ANSWERS: dict[bytes, Verdict] = {b"=": "equal", b"!": "different", b"?": "unparsable"}
-_WARM_UP = (
-    r"[\frac{1}{2},\sqrt{3}) \cup (4x,5\pi)",
-    r"\begin{pmatrix} y=1 \\ 2^3 \end{pmatrix}",
-)  # the first is the slowest
 _log = logging.getLogger(__name__)
 
 
@@ -134,7 +125,8 @@ class Checker:
 
     def _ask(self, pair: tuple[str, str]) -> Verdict:
         """The verdict of an idle child or a new one, for a thread that has its turn; gives the turn on."""
-        child, verdict, stage = None, None, b""
+        child = verdict = None
+        stage = b""
         try:
             child = self._take_child()
             verdict, stage = child.ask(pair)
@@ -168,8 +160,8 @@ class Checker:
 
     def _note(self, pair: tuple[str, str], verdict: Verdict | None, stage: bytes) -> None:
         if verdict is None:
-            if stage in (_FIRST, _SECOND):
-                text = pair[stage == _SECOND]
+            if stage in (_child.FIRST, _child.SECOND):
+                text = pair[0] if stage == _child.FIRST else pair[1]
                 _remember(self._unread, text, self._unread.get(text, 0) + 1, CACHED_UNREAD)
             _log.warning("not compared within %s s and %d bytes: %.60r, %.60r", self.limits[0], self.limits[2], *pair)
         _remember(self._verdicts, pair, verdict or "unparsable", CACHED_VERDICTS)
@@ -196,15 +188,15 @@ class _Child:
         self._wall_seconds = limits[0]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tasks._symbolic", *map(str, limits), "library" if library else "own"],
+            [sys.executable, "-P", "-m", _child.__name__, *map(str, limits), "library" if library else "own"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
             bufsize=0,
         )
-        if self._read(START_SECONDS) != _READY:
+        if self._read(START_SECONDS) != _child.READY:
             self.end()
-            raise RuntimeError("the process that compares answers (python -m tasks._symbolic) does not start")
+            raise RuntimeError(f"the process that compares answers (python -m {_child.__name__}) does not start")
 
     def ask(self, pair: tuple[str, str]) -> tuple[Verdict | None, bytes]:
         """The verdict, None if the child came to its limits, and the stage that was reached."""
@@ -216,8 +208,8 @@ class _Child:
         except BrokenPipeError:  # it was killed while idle
             return None, stage
         while said := self._read(self._wall_seconds + GRACE_SECONDS):
-            if said in _ANSWERS:
-                return _ANSWERS[said], stage
+            if said in _child.ANSWERS:
+                return _child.ANSWERS[said], stage
             stage = said
         return None, stage
 
@@ -239,190 +231,3 @@ class _Child:
         poll = select.poll()
         poll.register(descriptor, select.POLLIN | select.POLLHUP)
         return os.read(descriptor, 1) if poll.poll(seconds * 1000) else b""
-
-
-def _serve(wall_seconds: float, cpu_seconds: float, memory_bytes: int, comparison: str) -> None:
-    """What the child does: answer one question per line until the parent is gone."""
-    import resource
-    import signal
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
-    parent = os.getppid()
-    compare = _load_library() if comparison == "library" else _load_math_verify()
-    compare(*_WARM_UP, lambda stage: None)
-    answers = os.dup(1)
-    silence = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silence, 1)
-    os.write(answers, _READY)
-    os.dup2(silence, 2)  # parsers print about hostile text
-    for limit, value in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
-        resource.setrlimit(limit, (value, value))
-
-    def begin(stage: bytes) -> None:
-        os.write(answers, stage)
-        signal.setitimer(signal.ITIMER_REAL, wall_seconds)  # the default action of both signals ends the process
-        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-
-    while (line := _next_line(parent)) is not None:
-        first, second = json.loads(line)
-        verdict = compare(first, second, begin)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        os.write(answers, next(said for said, meaning in _ANSWERS.items() if meaning == verdict))
-
-
-def _next_line(parent: int) -> str | None:
-    while not select.select([0], [], [], 5.0)[0]:
-        if os.getppid() != parent:
-            return None
-    return sys.stdin.readline() or None
-
-
-def _load_library() -> Callable[[str, str, Callable[[bytes], None]], Verdict]:
-    import math_verify
-    from math_verify import parser
-
-    def refuse(text: str) -> None:
-        raise ValueError("plain expressions are not read: the library evaluates their text as Python")
-
-    logging.disable(logging.CRITICAL)
-    parser.parse_expr_cached = refuse  # pyright: ignore[reportAttributeAccessIssue]
-
-    def compare(gold: str, completion: str, begin: Callable[[bytes], None]) -> Verdict:
-        try:
-            begin(_FIRST)
-            expected = math_verify.parse(rf"\boxed{{{gold}}}", parsing_timeout=0)
-            begin(_SECOND)
-            found = math_verify.parse(completion, parsing_timeout=0)
-            begin(_COMPARE)
-            is_right = bool(found) and math_verify.verify(expected, found, timeout_seconds=None)
-        except MemoryError:
-            os._exit(1)
-        except Exception:
-            return "unparsable"
-        return "equal" if is_right else "different" if found else "unparsable"
-
-    return compare
-
-
-def _load_math_verify() -> Callable[[str, str, Callable[[bytes], None]], Verdict]:
-    import math_verify
-    from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
-    from latex2sympy2_extended.latex2sympy2 import ConversionConfig
-    from latex2sympy2_extended.logic import And
-    from math_verify.parser import get_last_eq
-    from sympy import (
-        Basic,
-        Eq,
-        Expr,
-        I,
-        ImmutableMatrix,
-        Interval,
-        MatrixBase,
-        Symbol,
-        Tuple,
-        default_sort_key,
-        evaluate,
-        simplify,
-    )
-    from sympy.core.relational import Relational
-    from sympy.logic.boolalg import BooleanAtom
-    from sympy.matrices.expressions import MatrixExpr
-
-    logging.disable(logging.CRITICAL)
-    # No units: that rule takes the `t` off `10t`.
-    rewrites = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
-    as_written = ConversionConfig(lowercase_symbols=False)
-    small_i, capital_i = Symbol("i", real=True), Symbol("I", real=True)  # the parser takes the capital for the unit
-
-    def parse(text: str) -> Any:
-        # Not math_verify.parse: it ignores case.
-        return latex2sympy(text, is_real=True, normalization_config=None, conversion_config=as_written)
-
-    @lru_cache(maxsize=4096)
-    def read(text: str) -> Basic | MatrixBase:
-        text = normalize_latex(text, rewrites)
-        try:
-            parsed = parse(text)
-        except Exception:
-            parsed = parse(get_last_eq(text))
-        if not isinstance(parsed, Basic | MatrixBase):
-            raise ValueError("not an expression")
-        if parsed.has(I):
-            parsed = renamed(parsed, {I: capital_i})
-        if parsed.has(small_i):
-            parsed = Tuple(parsed.start, parsed.end) if isinstance(parsed, Interval) else parsed
-            parsed = renamed(parsed, complex_variables(parsed) | {small_i: I})
-        if isinstance(parsed, MatrixBase | MatrixExpr):
-            parsed = ImmutableMatrix(parsed.doit())
-        chain = [part.canonical for part in parsed.args if isinstance(part, Relational) and not isinstance(part, Eq)]
-        if isinstance(parsed, And) and len(chain) == len(parsed.args):
-            parsed = And(*sorted(chain, key=default_sort_key))
-        if isinstance(parsed, BooleanAtom):
-            raise ValueError("not an answer")  # else all that is false would be equal
-        if isinstance(parsed, Expr) and not parsed.free_symbols:
-            parsed.doit().evalf(15)  # a value beyond the limits must show here, not in every comparison
-        return parsed
-
-    def complex_variables(value: Any) -> dict[Any, Any]:
-        return {symbol: Symbol(symbol.name) for symbol in value.free_symbols}
-
-    def renamed(value: Any, names: dict[Any, Any]) -> Any:
-        with evaluate(False):  # else `x=i` for a real x would be False
-            return value.xreplace(names)
-
-    def verify(gold: Basic | MatrixBase, target: Basic | MatrixBase) -> bool:
-        return math_verify.verify(gold, target, allow_set_relation_comp=True, timeout_seconds=None)
-
-    def entries(value: Any, other: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
-        """The shape and the values that are compared one by one; a tuple is a column if `other` is one."""
-        is_column = isinstance(other, MatrixBase) and other.cols == 1 < other.rows
-        if isinstance(value, Interval) and not (is_column and value.is_open):  # the parser takes `(1,2)` for one
-            return ("interval", value.left_open, value.right_open), [value.start, value.end]
-        if isinstance(value, MatrixBase):
-            return ("matrix", *value.shape), list(value.flat())
-        if not isinstance(value, Interval | Tuple):
-            return None
-        values = [value.start, value.end] if isinstance(value, Interval) else list(value)
-        return ("matrix", len(values), 1) if is_column else ("tuple", len(values)), values
-
-    def equal(first: Any, second: Any) -> bool:
-        parts, others = entries(first, second), entries(second, first)
-        if parts and others and parts[0] == others[0]:
-            return all(map(equal, parts[1], others[1]))
-        if isinstance(first, Expr) and isinstance(second, Expr) and (first.is_Symbol or second.is_Symbol):
-            return bool(simplify(first - second) == 0)  # math-verify joins letters to words, without case
-        return verify(first, second) and verify(second, first) and same_size(first, second)
-
-    def same_size(first: Any, second: Any) -> bool:
-        """math-verify takes a difference below 1e-15 for zero, even between `2^{-98}` and `2^{-99}`."""
-        if not isinstance(first, Expr) or not isinstance(second, Expr) or first.free_symbols or second.free_symbols:
-            return True
-        if first == second:
-            return True  # infinity, for one
-        first, second = first.doit(), second.doit()
-        if first.is_Rational and second.is_Rational:
-            return first == second
-        return bool(abs((first - second).evalf(20)) <= 1e-12 * abs(first.evalf(20)))
-
-    def compare(first: str, second: str, begin: Callable[[bytes], None]) -> Verdict:
-        try:
-            begin(_FIRST)
-            one = read(first)
-            begin(_SECOND)
-            other = read(second)
-            begin(_COMPARE)
-            if one.has(I) or other.has(I):
-                one, other = (renamed(value, complex_variables(value)) for value in (one, other))
-            is_equal = equal(one, other)
-        except MemoryError:
-            os._exit(1)  # as if killed: what is left of the memory is not enough for the next question
-        except Exception:  # the parser and sympy raise anything on text that is no mathematics
-            return "unparsable"
-        return "equal" if is_equal else "different"
-
-    return compare
-
-
-if __name__ == "__main__":
-    _serve(float(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -1,4 +1,4 @@
-"""1 for a completion whose final answer equals the gold answer under the task's own equality, else 0."""
+"""1 for a completion whose final answer equals the gold answer by the task's own equality, else 0."""
 
 from __future__ import annotations
 
@@ -15,4 +15,4 @@ class Accuracy(Reward):
 
     def score(self, group: GradedGroup) -> list[float]:
         assert group.correct is not None
-        return [float(correct) for correct in group.correct]
+        return [1.0 if correct else 0.0 for correct in group.correct]
