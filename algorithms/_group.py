@@ -28,15 +28,11 @@ class GroupObjective(Algorithm):
         "correction": "none",
     }
 
-    clip_epsilon: float = Field(
-        default=0.2, gt=0, lt=1, description="binds only when a batch gets more than one update"
-    )
+    clip_epsilon: float = Field(0.2, gt=0, lt=1, description="binds only when a batch gets more than one update")
     clip_epsilon_high: float | None = Field(
         default=None, gt=0, description="how far the ratio may rise above 1; by default clip_epsilon"
     )
-    kl_beta: float = Field(
-        default=0.04, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none"
-    )
+    kl_beta: float = Field(0.04, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none")
     kl_estimator: KLEstimator = Field(
         default="k3",
         description="per-token estimate of that KL; gradients: k2 of KL(policy, reference), k3 of KL(reference, "

@@ -35,9 +35,7 @@ class CISPO(GroupRelative):
     clip_epsilon_high: float | None = Field(
         default=4.0, gt=0, description="highest weight is 1 + clip_epsilon_high; null: 1 + clip_epsilon"
     )
-    kl_beta: float = Field(
-        default=0.0, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none"
-    )
+    kl_beta: float = Field(0.0, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none")
 
     def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
         assert batch.advantages_BT is not None

@@ -32,9 +32,7 @@ class DAPO(GroupRelative):
     clip_epsilon_high: float | None = Field(
         default=0.28, gt=0, description="how far the ratio may rise above 1; null: clip_epsilon"
     )
-    kl_beta: float = Field(
-        default=0.0, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none"
-    )
+    kl_beta: float = Field(0.0, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none")
 
     def loss_weights(self, completion_mask_BT: Tensor) -> Tensor:
         return token_mean_weights(completion_mask_BT)

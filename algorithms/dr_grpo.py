@@ -33,9 +33,7 @@ class DrGRPO(GroupObjective):
     }
 
     name: Literal["dr_grpo"] = "dr_grpo"
-    kl_beta: float = Field(
-        default=0.0, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none"
-    )
+    kl_beta: float = Field(0.0, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none")
     loss_denominator: float = Field(
         default=128.0,
         gt=0,

@@ -37,9 +37,7 @@ class GSPO(GroupRelative):
     clip_epsilon_high: float | None = Field(
         default=4e-4, gt=0, description="how far a completion's ratio may rise above 1; null: clip_epsilon"
     )
-    kl_beta: float = Field(
-        default=0.0, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none"
-    )
+    kl_beta: float = Field(0.0, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none")
 
     def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
         assert batch.advantages_BT is not None

@@ -39,22 +39,14 @@ class PPO(Algorithm):
     }
 
     name: Literal["ppo"] = "ppo"
-    clip_epsilon: float = Field(
-        default=0.2, gt=0, lt=1, description="binds only when a batch gets more than one update"
-    )
-    kl_beta: float = Field(
-        default=0.01, ge=0, description="weight of the KL to the frozen reference, in the reward; 0: none"
-    )
+    clip_epsilon: float = Field(0.2, gt=0, lt=1, description="binds only when a batch gets more than one update")
+    kl_beta: float = Field(0.01, ge=0, description="weight of the KL to the frozen reference, in the reward; 0: none")
     kl_estimator: KLEstimator = Field(default="k1", description="per-token estimate of that KL")
     gamma: float = Field(default=1.0, ge=0, le=1, description="discount per token")
     gae_lambda: float = Field(default=1.0, ge=0, le=1, description="1: Monte-Carlo returns minus values")
     whiten_advantages: bool = Field(default=True, description="mean 0 and variance 1 over the tokens of a batch")
-    value_clip: float = Field(
-        default=0.2, gt=0, description="how far a value may move from the rollout's in the value loss"
-    )
-    entropy_bonus: float = Field(
-        default=0.0, ge=0, description="weight of the mean token entropy, added to the objective"
-    )
+    value_clip: float = Field(0.2, gt=0, description="how far a value may move from the rollout's in the value loss")
+    entropy_bonus: float = Field(0.0, ge=0, description="weight of the mean token entropy, added to the objective")
     critic: Literal["separate", "shared"] = Field(
         default="separate", description="a network of its own, or a value head on the policy's trunk"
     )

@@ -41,9 +41,7 @@ class ReinforcePlusPlus(Algorithm):
     }
 
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
-    clip_epsilon: float = Field(
-        default=0.2, gt=0, lt=1, description="binds only when a batch gets more than one update"
-    )
+    clip_epsilon: float = Field(0.2, gt=0, lt=1, description="binds only when a batch gets more than one update")
     kl_beta: float = Field(default=0.01, ge=0, description="weight of the KL to the frozen reference; 0: none")
     kl_estimator: KLEstimator = Field(default="k1", description="per-token estimate of that KL; in the loss take k2")
     kl_placement: Literal["reward", "loss"] = Field(default="reward", description="where the KL is subtracted or added")

@@ -41,9 +41,7 @@ class RLOO(Algorithm):
     clip_epsilon: float | None = Field(
         default=None, gt=0, description="how far a completion's ratio may move from 1; null: as far as it does"
     )
-    kl_beta: float = Field(
-        default=0.01, ge=0, description="weight of the KL to the frozen reference, in the reward; 0: none"
-    )
+    kl_beta: float = Field(0.01, ge=0, description="weight of the KL to the frozen reference, in the reward; 0: none")
 
     @property
     def needs_reference(self) -> bool:

@@ -9,28 +9,16 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import math_verify
+import sympy
 from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from latex2sympy2_extended.logic import And
 from math_verify import parser
-from sympy import (
-    Basic,
-    Eq,
-    Expr,
-    I,
-    ImmutableMatrix,
-    Interval,
-    MatrixBase,
-    Symbol,
-    Tuple,
-    default_sort_key,
-    evaluate,
-    simplify,
-)
+from sympy import Basic, Eq, Expr, I, ImmutableMatrix, Interval, MatrixBase, Symbol, Tuple
 from sympy.core.relational import Relational
 from sympy.logic.boolalg import BooleanAtom
 from sympy.matrices.expressions import MatrixExpr
@@ -106,7 +94,7 @@ def _read(text: str) -> Basic | MatrixBase:
         parsed = ImmutableMatrix(parsed.doit())
     chain = [part.canonical for part in parsed.args if isinstance(part, Relational) and not isinstance(part, Eq)]
     if isinstance(parsed, And) and len(chain) == len(parsed.args):
-        parsed = And(*sorted(chain, key=default_sort_key))
+        parsed = And(*sorted(chain, key=sympy.default_sort_key))
     if isinstance(parsed, BooleanAtom):
         raise ValueError("not an answer")  # else all that is false would be equal
     if isinstance(parsed, Expr) and not parsed.free_symbols:
@@ -124,12 +112,8 @@ def _complex_variables(value: Any) -> dict[Any, Any]:
 
 
 def _renamed(value: Any, names: dict[Any, Any]) -> Any:
-    with evaluate(False):  # else `x=i` for a real x would be False
+    with sympy.evaluate(False):  # else `x=i` for a real x would be False
         return value.xreplace(names)
-
-
-def _verify(gold: Basic | MatrixBase, target: Basic | MatrixBase) -> bool:
-    return math_verify.verify(gold, target, allow_set_relation_comp=True, timeout_seconds=None)
 
 
 def _entries(value: Any, other: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
@@ -150,8 +134,9 @@ def _equal(first: Any, second: Any) -> bool:
     if parts and others and parts[0] == others[0]:
         return all(map(_equal, parts[1], others[1]))
     if isinstance(first, Expr) and isinstance(second, Expr) and (first.is_Symbol or second.is_Symbol):
-        return bool(simplify(first - second) == 0)  # math-verify joins letters to words, without case
-    return _verify(first, second) and _verify(second, first) and _same_size(first, second)
+        return bool(sympy.simplify(first - second) == 0)  # math-verify joins letters to words, without case
+    verify = partial(math_verify.verify, allow_set_relation_comp=True, timeout_seconds=None)
+    return verify(first, second) and verify(second, first) and _same_size(first, second)
 
 
 def _same_size(first: Any, second: Any) -> bool:

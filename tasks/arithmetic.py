@@ -9,16 +9,16 @@ The hash of a problem decides its split.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from harness.interfaces import Task
 from harness.types import Demonstration, Prompt, Split
-from tasks import _data, _formats, _library, _numbers, _symbolic
+from tasks import _data, _formats
+from tasks._answers import AnswerTask
 from tasks._formats import AnswerFormat
 
 # Cumulative shares of the distinct problems, by hash; `demonstrations` are the cold start's.
@@ -27,7 +27,7 @@ _TRIES = 200  # draws of one length without a new problem: there are hardly any 
 _SLACK = 4  # tokens beyond the longest correct solution
 
 
-class Arithmetic(Task):
+class Arithmetic(AnswerTask):
     """Difficulty is the number of operands and their size; the other fields cap the size of each split."""
 
     name: Literal["arithmetic"] = "arithmetic"
@@ -67,31 +67,6 @@ class Arithmetic(Task):
             Demonstration(p.text, _solution(p.operands, p.totals, self.answer_format))
             for p in self._problems("demonstrations")
         ]
-
-    def extract(self, completion: str) -> str | None:
-        """The number at the marker of the configured format, or else at that of another."""
-        return _formats.first_readable(_formats.stated(completion, self.answer_format), _numbers.canonical)
-
-    def extract_lenient(self, completion: str) -> str | None:
-        answer = self.extract(completion)
-        if answer is None:
-            answer = _formats.first_readable(_formats.last_resort(completion), _numbers.canonical)
-        return answer
-
-    def format_score(self, completion: str) -> float:
-        return _formats.score(completion, self.answer_format)
-
-    def use_processes(self, count: int) -> None:
-        _symbolic.set_num_children(count)
-
-    def peer_graders(self) -> Mapping[str, Callable[[str, str], tuple[str | None, bool]]]:
-        return {"math_verify": _library.math_verify}
-
-    def reasoning(self, completion: str) -> str:
-        return _formats.reasoning(completion, self.answer_format)
-
-    def equivalent(self, answer: str, other: str) -> bool:
-        return _numbers.equal(answer, other)
 
     def _problems(self, part: str) -> Sequence[_Problem]:
         problems = _build(self)[part]  # pyright: ignore[reportArgumentType]

@@ -11,8 +11,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from tasks._data import SourceSplit
 from tasks._math import MathTask
+from tasks._rows import SourceSplit
 
 
 class Math500(MathTask):
