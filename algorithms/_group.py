@@ -1,4 +1,4 @@
-"""What the group-relative algorithms share: answers are compared with the other answers to the same prompt."""
+"""The group-relative algorithms compare each answer with the other answers to the same prompt."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ class GroupObjective(Algorithm):
 
     @abstractmethod
     def normalised(self, rewards_PG: Tensor, mask_PG: Tensor | None = None) -> Tensor:
-        """[P, G]: rewards made comparable within each group; only those in the mask count, the rest is 0."""
+        """[P, G]: the rewards, made comparable within each group; only those in the mask count, the rest is 0."""
 
     def advantages(self, batch: Batch) -> Batch:
         return batch.replace(advantages_BT=group_advantages(batch, self.normalised))
 
     def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
-        """(per-token loss without the KL, per-token bool of where a clip binds), both [B, T]."""
+        """(per-token loss without the KL, whether a clip binds the token), both [B, T]."""
         assert batch.advantages_BT is not None
         ratio_BT = token_ratio(batch, policy)
         return clipped_surrogate(ratio_BT, batch.advantages_BT, self.clip_epsilon, self.clip_epsilon_high)
 
     def token_weights(self, batch: Batch) -> Tensor:
-        """[B, T]: the weight of each token in the loss; another than `loss_weight_BT` where it does not sum to 1."""
+        """[B, T]: the weight of each token in the loss; it differs from `loss_weight_BT` if it does not sum to 1."""
         assert batch.loss_weight_BT is not None
         return batch.loss_weight_BT
 

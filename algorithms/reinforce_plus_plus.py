@@ -2,9 +2,9 @@
 
 REINFORCE++: Hu et al. 2025 (arXiv:2501.03262; its versions number their equations differently): a token's advantage is
 r - kl_beta * (sum of the KL from there on; k1 per token, inside the reward), normalised by mean and standard deviation
-over all tokens of the batch, under PPO's clip. It is PPO with a value of 0 everywhere. Process rewards are paid where
-steps end and reach the tokens before them. Departures: the loss is the mean over all tokens of a minibatch, as in PPO
-here; the group-mean baseline of the paper's second variant is left out; that variant's k2 in the loss can be set.
+over all tokens of the batch, under PPO's clip. It is PPO with a value of 0 everywhere. A process reward is paid at the
+end of its step and reaches the tokens before it. Departures: the loss is the mean over all tokens of a minibatch, as in
+PPO here; of the paper's second variant the group-mean baseline is left out, and its k2 in the loss can be set.
 """
 
 from __future__ import annotations
@@ -55,10 +55,8 @@ class ReinforcePlusPlus(Algorithm):
         return self.kl_beta > 0 and self.kl_placement == "reward"
 
     def advantages(self, batch: Batch) -> Batch:
-        in_reward = self.kl_placement == "reward"
-        rewards_BT = token_rewards(
-            batch if in_reward else batch.replace(ref_logprobs_BT=None), self.kl_beta, self.kl_estimator
-        )
+        paid = batch if self.kl_placement == "reward" else batch.replace(ref_logprobs_BT=None)
+        rewards_BT = token_rewards(paid, self.kl_beta, self.kl_estimator)
         return batch.replace(advantages_BT=whiten(to_go(rewards_BT), batch.completion_mask_BT))
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 Token = Fraction | str  # a number; an operator or a bracket
 
+_END = ""
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 
@@ -38,20 +39,16 @@ def evaluate(tokens: Sequence[Token], *, max_depth: int, signed: bool) -> tuple[
     parser = _Parser(tokens, max_depth, signed)
     try:
         value = parser.sum(0)
-    except (_Invalid, ZeroDivisionError):
+    except ArithmeticError:  # that of the parser, or a division by zero
         return None
     return (value, parser.steps) if parser.position == len(tokens) else None
-
-
-class _Invalid(Exception):
-    pass
 
 
 class _Parser:
     """sum = product (+|- product)*; product = factor (*|/ factor)*; factor = number | (sum) | -factor."""
 
     def __init__(self, tokens: Sequence[Token], max_depth: int, signed: bool):
-        self.tokens = tokens
+        self.tokens = [*tokens, _END]
         self.max_depth = max_depth
         self.signed = signed
         self.position = 0
@@ -70,27 +67,24 @@ class _Parser:
         return value
 
     def factor(self, depth: int) -> Fraction:
-        token = self.next()
+        token = self.tokens[self.position]
         if isinstance(token, Fraction):
             self.position += 1
             return token
         if depth >= self.max_depth:
-            raise _Invalid
+            raise ArithmeticError
         if self.signed and self.take("-"):
             return -self.factor(depth + 1)
         if self.take("("):
             value = self.sum(depth + 1)
             if self.take(")"):
                 return value
-        raise _Invalid
-
-    def next(self) -> Token | None:
-        return self.tokens[self.position] if self.position < len(self.tokens) else None
+        raise ArithmeticError
 
     def take(self, *symbols: str) -> str | None:
         """The next token, which is then read, if it is one of the symbols."""
-        token = self.next()
-        if not isinstance(token, str) or token not in symbols:
+        token = self.tokens[self.position]
+        if isinstance(token, Fraction) or token not in symbols:
             return None
         self.position += 1
         return token

@@ -1,4 +1,4 @@
-"""Whether two LaTeX expressions are equal, by math-verify 0.9.0 and sympy: in the child process only (`tasks._child`).
+"""Whether two LaTeX expressions are equal, by math-verify 0.9.0 and sympy; only `tasks._child` imports it.
 
 Departures from math-verify: variables that differ in case differ, `i` is the imaginary unit, tuples and matrices are
 compared entry by entry, a tuple may state a column vector, and chains of inequalities may be read from either end.
@@ -7,7 +7,6 @@ compared entry by entry, a tuple may state a column vector, and chains of inequa
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
@@ -42,38 +41,26 @@ parser.parse_expr_cached = _refuse  # pyright: ignore[reportAttributeAccessIssue
 
 def compare(first: str, second: str, begin: Callable[[bytes], None]) -> Verdict:
     """Whether two expressions are equal in both directions of math-verify's comparison; `begin` announces a stage."""
-    try:
-        begin(FIRST)
-        one = _read(first)
-        begin(SECOND)
-        other = _read(second)
-        begin(COMPARE)
-        if one.has(I) or other.has(I):
-            one, other = (_renamed(value, _complex_variables(value)) for value in (one, other))
-        is_equal = _equal(one, other)
-    except MemoryError:
-        os._exit(1)  # as if killed: what is left of the memory is not enough for the next question
-    except Exception:  # the parser and sympy raise anything on text that is no mathematics
-        return "unparsable"
-    return "equal" if is_equal else "different"
+    begin(FIRST)
+    one = _read(first)
+    begin(SECOND)
+    other = _read(second)
+    begin(COMPARE)
+    if one.has(I) or other.has(I):
+        one, other = (_renamed(value, _complex_variables(value)) for value in (one, other))
+    return "equal" if _equal(one, other) else "different"
 
 
 def compare_as_library(gold: str, completion: str, begin: Callable[[bytes], None]) -> Verdict:
     """Whether a completion states the gold answer, by math-verify alone."""
-    try:
-        begin(FIRST)
-        expected = math_verify.parse(rf"\boxed{{{gold}}}", parsing_timeout=0)
-        begin(SECOND)
-        found = math_verify.parse(completion, parsing_timeout=0)
-        begin(COMPARE)
-        is_right = bool(found) and math_verify.verify(expected, found, timeout_seconds=None)
-    except MemoryError:
-        os._exit(1)
-    except Exception:
-        return "unparsable"
+    begin(FIRST)
+    expected = math_verify.parse(rf"\boxed{{{gold}}}", parsing_timeout=0)
+    begin(SECOND)
+    found = math_verify.parse(completion, parsing_timeout=0)
+    begin(COMPARE)
     if not found:
         return "unparsable"
-    return "equal" if is_right else "different"
+    return "equal" if math_verify.verify(expected, found, timeout_seconds=None) else "different"
 
 
 @lru_cache(maxsize=4096)

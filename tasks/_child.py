@@ -10,6 +10,7 @@ import json
 import os
 import select
 import sys
+from contextlib import suppress
 from typing import Literal
 
 Verdict = Literal["equal", "different", "unparsable"]
@@ -37,7 +38,8 @@ def serve(wall_seconds: float, cpu_seconds: float, memory_bytes: int, comparison
     from tasks import _algebra  # slow, so only here
 
     compare = _algebra.compare_as_library if comparison == "library" else _algebra.compare
-    compare(*_WARM_UP, lambda stage: None)
+    with suppress(Exception):  # the parser cannot read the second text
+        compare(*_WARM_UP, lambda stage: None)
     answers = os.dup(1)
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
@@ -53,7 +55,12 @@ def serve(wall_seconds: float, cpu_seconds: float, memory_bytes: int, comparison
 
     while (line := _next_line(parent)) is not None:
         first, second = json.loads(line)
-        verdict = compare(first, second, begin)
+        try:
+            verdict = compare(first, second, begin)
+        except MemoryError:
+            os._exit(1)  # as if killed: what is left of the memory is not enough for the next question
+        except Exception:  # the parser and sympy raise anything on text that is no mathematics
+            verdict = "unparsable"
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.setitimer(signal.ITIMER_PROF, 0)
         os.write(answers, next(said for said, meaning in ANSWERS.items() if meaning == verdict))

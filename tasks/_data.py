@@ -26,13 +26,13 @@ _log = logging.getLogger(__name__)
 
 
 class BadRow(ValueError):
-    """A row that is no problem; the message names the field and the rule."""
+    """A row is no problem; the message names the field and the rule."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`answer` is canonical; `solution` is the completion that the cold start learns, None where the row has no worked
-    one; `tags` are those of the prompt."""
+    """`answer` is canonical, `solution` the completion that the cold start learns (None if the row has none), `tags`
+    belong to the prompt."""
 
     question: str
     answer: str
@@ -49,7 +49,7 @@ class DatasetTask(AnswerTask):
         "think_answer": "Question: {question}\nReason step by step in <think>...</think>; then give the number in "
         "<answer>...</answer>.\nAnswer:\n",
     }
-    train_words: ClassVar[tuple[str, ...]] = ("train",)  # what the training source may be called
+    train_words: ClassVar[tuple[str, ...]] = ("train",)  # possible names of the training source
 
     path: str = Field(min_length=1, description="Hub id, or a local file or folder")
     config: str | None = Field(None, description="Hub configuration, or subfolder; by default `default`, or else all")
@@ -65,7 +65,7 @@ class DatasetTask(AnswerTask):
     @model_validator(mode="before")
     @classmethod
     def _template_of_the_format(cls, data: Any) -> Any:
-        """A default template, also that of another format in the settings of an earlier run, follows the format."""
+        """The settings with the format's own template, unless they have one that is no format's own."""
         if not isinstance(data, Mapping) or data.get("template") not in (None, *cls.templates.values()):
             return data
         default = cls.model_fields["answer_format"].default
@@ -82,7 +82,7 @@ class DatasetTask(AnswerTask):
 
     @abstractmethod
     def parse_row(self, row: Row) -> Problem | None:
-        """The problem in a row, or None where the task's filters leave it out. BadRow for a row that is no problem."""
+        """The problem in a row, or None if the task's filters leave it out. BadRow for a row that is no problem."""
 
     def source(self, split: SourceSplit) -> tuple[str, str | None]:
         """Path and configuration of a split."""
@@ -94,26 +94,26 @@ class DatasetTask(AnswerTask):
         return 512
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
-        """All problems of the split. ValueError naming path, split, row and field where one cannot be had."""
+        """All problems of the split. ValueError names path, split, row and field of one that cannot be had."""
         examples = self._examples()
         return [Prompt(stable_id(p.question), self._ask(p, examples), p.answer, p.tags) for p in self._problems(split)]
 
     def demonstrations(self) -> Sequence[Demonstration]:
-        """The worked solutions of the training problems; none where the rows hold only answers."""
+        """The worked solutions of the training problems; none if the rows hold only answers."""
         examples = self._examples()
         return [
             Demonstration(self._ask(p, examples), p.solution) for p in self._problems("train") if p.solution is not None
         ]
 
     def num_skipped_rows(self, split: Split) -> int:
-        """Bad rows left out of the source of a split; train and validation have one source."""
+        """The number of bad rows left out of the source of a split; train and validation have one source."""
         return _source(self, "test" if split == "test" else "train").num_skipped  # pyright: ignore[reportArgumentType]
 
     def _problems(self, split: Split) -> Sequence[Problem]:
         return _split(self, split)  # pyright: ignore[reportArgumentType] (frozen models are hashable)
 
     def _examples(self) -> Sequence[Problem]:
-        """One worked training problem more than `shots`, so that each of them has others before it; none without."""
+        """The first `shots` + 1 worked training problems, so that each can have others before it; none for 0 shots."""
         if not self.shots:
             return ()
         try:
@@ -140,7 +140,7 @@ class DatasetTask(AnswerTask):
         return self.template.replace("{question}", problem.question)
 
     def _own(self, completion: str) -> str:
-        """The completion up to where, as base models do after examples, it goes on with a problem of its own."""
+        """The completion up to a next problem, with which base models go on after examples."""
         head = self.template.partition("{question}")[0].strip() if self.shots else ""
         return completion.partition(f"\n\n{head}")[0] if head else completion
 
@@ -151,12 +151,12 @@ def stable_id(text: str) -> str:
 
 
 def stable_fraction(text: str) -> float:
-    """A number in [0, 1), the same on every machine, spread evenly over texts and unrelated to their `stable_id`."""
+    """A number in [0, 1) that is the same on every machine, evenly spread over texts, unrelated to `stable_id`."""
     return int.from_bytes(hashlib.sha256(b"split:" + text.encode()).digest()[:6]) / 2**48
 
 
 def text_field(row: Row, *names: str) -> str:
-    """The first of the named fields that the row has, as stripped text. BadRow if there is none, or it is empty."""
+    """The first of the named fields that the row has, as stripped text. BadRow if it is empty or there is none."""
     name = next((name for name in names if row.get(name) is not None), None)
     if name is None:
         wanted = " or ".join(f"'{name}'" for name in names)
@@ -169,7 +169,7 @@ def text_field(row: Row, *names: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The problems of a split of the source, in the order of their hashes, and how many bad rows were skipped."""
+    """The problems of a split of the source, in the order of their hashes, and the number of skipped rows."""
 
     problems: tuple[Problem, ...]
     num_skipped: int
@@ -180,9 +180,10 @@ def _split(task: DatasetTask, split: Split) -> tuple[Problem, ...]:
     if split == "test":
         return _source(task, "test").problems  # pyright: ignore[reportArgumentType]
     train = _source(task, "train").problems  # pyright: ignore[reportArgumentType]
-    chosen = tuple(
-        p for p in train if (stable_fraction(p.question) < task.validation_fraction) == (split == "validation")
-    )
+    if split == "validation":
+        chosen = tuple(p for p in train if stable_fraction(p.question) < task.validation_fraction)
+    else:
+        chosen = tuple(p for p in train if stable_fraction(p.question) >= task.validation_fraction)
     if not chosen:
         raise ValueError(
             f"{task.source('train')[0]}: a validation_fraction of {task.validation_fraction} leaves the {split} split "
@@ -219,8 +220,7 @@ def _test_problems(task: DatasetTask) -> tuple[Problem, ...]:
 
 
 def _read(task: DatasetTask, path: str, rows: Iterable[tuple[str, Row]]) -> tuple[list[Problem], int, int]:
-    """The problems among the rows, the number of rows and that of skipped ones. ValueError for a bad row unless those
-    are to be skipped."""
+    """The problems in the rows, the number of rows and that of skipped ones. ValueError for a row that may not be."""
     problems: list[Problem] = []
     bad: list[str] = []
     count = 0

@@ -31,9 +31,9 @@ class MissingSplit(ValueError):
 def load_rows(
     path: str, config: str | None, split: SourceSplit, train_words: tuple[str, ...] = ("train",)
 ) -> Iterator[tuple[str, Row]]:
-    """Every row of a split, each with the place it comes from; a split called by any of `train_words` is train.
+    """Every row of a split with its place in the source; any of `train_words` names the train split.
 
-    ValueError where there is no such source or split.
+    ValueError if there is no such source or split.
     """
     local = Path(path).expanduser()
     if local.is_dir():
@@ -79,7 +79,7 @@ def _single_file_rows(file: Path, split: SourceSplit, train_words: tuple[str, ..
 
 
 def _saved_rows(folder: Path, split: SourceSplit, train_words: tuple[str, ...]) -> Iterator[tuple[str, Row]]:
-    """Rows of a folder by `save_to_disk`: of a `DatasetDict`, or of a `Dataset`, which is one split as a file is."""
+    """The rows of a folder by `save_to_disk`: of a `DatasetDict`, or of a `Dataset`, which is one split like a file."""
     import datasets
 
     try:
@@ -104,7 +104,7 @@ def _missing_split(path: Path | str, split: SourceSplit, reason: str) -> Missing
 
 
 def _split_of(path: Path, train_words: tuple[str, ...]) -> SourceSplit | None:
-    """The split that the file's name, or else that of the nearest folder above it, tells."""
+    """The split that is in the file's name, or else in that of the nearest folder above it."""
     if any(part.startswith(".") for part in path.parts):
         return None
     pattern = rf"(?:^|[-_. ])({'|'.join(train_words)}|test)(?:$|[-_. ])"
@@ -114,7 +114,7 @@ def _split_of(path: Path, train_words: tuple[str, ...]) -> SourceSplit | None:
 
 
 def _words(split: SourceSplit, train_words: tuple[str, ...]) -> tuple[str, ...]:
-    """What a split may be called."""
+    """The possible names of a split."""
     return train_words if split == "train" else ("test",)
 
 
@@ -146,7 +146,7 @@ def _read_errors() -> tuple[type[Exception], ...]:
 
 
 def _bad_line(file: Path) -> str:
-    """Which line of a JSON Lines file is no JSON, as part of a message."""
+    """The first line of a JSON Lines file that is no JSON, as part of a message."""
     if file.suffix.lower() != ".jsonl" or not os.access(file, os.R_OK):
         return ""
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):

@@ -1,14 +1,12 @@
 """Computer algebra in a child process that can be killed: whether two LaTeX expressions are equal.
 
 math-verify (github.com/huggingface/Math-Verify) compares with sympy, which can spend all time and memory on text such
-as `9^{9^9}`. So a question has limits of wall-clock and of processor time, which the kernel enforces in the child, and
-the child one of memory; the parent kills it too if it does not answer, and starts another for the next question. A
-comparison that was stopped is `unparsable`, and an answer that twice could not be read within the limits is not tried
-again (once may be a busy machine).
+as `9^{9^9}`. So the kernel limits the child's memory, and the wall-clock and processor time of a question. The parent
+also kills a child that does not answer, and starts another for the next question. A stopped comparison is `unparsable`.
+An answer that could not be read in time twice is not tried again (once may be a busy machine).
 
-The child is a fresh interpreter (it has nothing of the parent's threads or devices), started when first needed. It ends
-when its input closes or its parent is gone, and it computes no longer than its limits. A process has one, or as many as
-`set_num_children` allows it for threads that ask at the same time. POSIX only.
+The first question starts the child, a fresh interpreter without the parent's threads and devices (`tasks._child`). A
+process has one child, or up to `set_num_children` for threads that ask at the same time. POSIX only.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ CACHED_VERDICTS = 16_384
 CACHED_UNREAD = 4096
 MAX_TRIES = 2  # of reading an answer
 QUESTIONS_PER_CHILD = 10_000  # then a fresh one: sympy's and antlr's caches only grow
-GRACE_SECONDS = 1.0  # what the parent waits beyond the child's own limit
+GRACE_SECONDS = 1.0  # the parent waits so much longer than the child's own limit
 
 _log = logging.getLogger(__name__)
 
@@ -46,12 +44,12 @@ def checker() -> Checker:
 
 @cache
 def library() -> Checker:
-    """What math-verify alone makes of a completion; see `tasks._library`."""
+    """The checker that asks math-verify alone (`tasks._library`)."""
     return Checker(library=True)
 
 
 def set_num_children(num_children: int) -> None:
-    """Let each checker work on so many questions at once. It is of use to as many threads that compare."""
+    """Let each checker work on so many questions at once, for as many threads that compare."""
     if num_children < 1:
         raise ValueError(f"num_children must be at least 1, got {num_children}")
     checker().set_num_children(num_children)
@@ -59,12 +57,12 @@ def set_num_children(num_children: int) -> None:
 
 
 class Checker:
-    """Answers questions from any thread, `num_children` at once; a process that was forked off gets its own children.
+    """Answers questions from any thread, `num_children` at once; a forked process starts children of its own.
 
-    wall_seconds, cpu_seconds  limits of each of the three stages of a question: read the one, read the other, compare
+    wall_seconds, cpu_seconds  limits of each stage of a question: read the first, read the second, compare
     memory_bytes               address space of a child
-    library                    ask math-verify as it is about (gold, completion), instead of our own comparison
-    counts                     verdicts given, those from the cache included
+    library                    ask math-verify alone about (gold, completion), instead of our own comparison
+    counts                     verdicts given, also from the cache
     """
 
     def __init__(
@@ -88,7 +86,7 @@ class Checker:
     def compare(self, first: str, second: str) -> Verdict:
         """Whether two LaTeX expressions are equal in both directions of math-verify's one-sided comparison.
 
-        Of the library: whether the second text, a completion, states the first, the gold answer.
+        With `library`: whether the second text, a completion, states the first, the gold answer.
         """
         pair = (first, second) if first <= second or self.library else (second, first)
         with self._turn:
@@ -124,7 +122,7 @@ class Checker:
         return self._verdicts.get(pair)
 
     def _ask(self, pair: tuple[str, str]) -> Verdict:
-        """The verdict of an idle child or a new one, for a thread that has its turn; gives the turn on."""
+        """The verdict of an idle child or a new one. The thread has its turn, and then passes it on."""
         child = verdict = None
         stage = b""
         try:
@@ -167,7 +165,7 @@ class Checker:
         _remember(self._verdicts, pair, verdict or "unparsable", CACHED_VERDICTS)
 
     def _forget_children(self) -> None:
-        """Start without children. After a fork they are the other process's: leave them alone."""
+        """Start without children: after a fork they belong to the other process."""
         self._turn = threading.Condition()  # guards everything here
         self._num_busy = 0  # questions that have their turn
         self._busy: list[_Child] = []
@@ -181,7 +179,7 @@ def _remember(store: OrderedDict[Any, Any], key: Any, value: Any, limit: int) ->
 
 
 class _Child:
-    """A running child process, past its start. RuntimeError if it cannot be started: no verdict would be true then."""
+    """A child process that has started. RuntimeError if it cannot start: no verdict would be true then."""
 
     def __init__(self, limits: tuple[float, float, int], library: bool = False):
         self.num_questions = 0
@@ -199,13 +197,13 @@ class _Child:
             raise RuntimeError(f"the process that compares answers (python -m {_child.__name__}) does not start")
 
     def ask(self, pair: tuple[str, str]) -> tuple[Verdict | None, bytes]:
-        """The verdict, None if the child came to its limits, and the stage that was reached."""
+        """The verdict, None if the child came to its limits, and the last stage that it began."""
         assert self._process.stdin is not None
         self.num_questions += 1
         stage = b""
         try:
             self._process.stdin.write(json.dumps(pair).encode() + b"\n")
-        except BrokenPipeError:  # it was killed while idle
+        except BrokenPipeError:  # something killed it while it was idle
             return None, stage
         while said := self._read(self._wall_seconds + GRACE_SECONDS):
             if said in _child.ANSWERS:
@@ -214,7 +212,7 @@ class _Child:
         return None, stage
 
     def kill(self) -> None:
-        """Make it answer no more; whoever waits for its answer then ends it."""
+        """Stop it from answering; the thread that waits for the answer then ends it."""
         self._process.kill()
 
     def end(self) -> None:

@@ -1,9 +1,9 @@
 """Chains of additions and subtractions that are made on the spot: a task that needs no data and no download.
 
 A prompt is `4+4+5+5-6=`, its worked solution `4+4=8;8+5=13;13+5=18;18-6=12#### 12` (or, by `answer_format`, with the
-answer in a box or in tags); the running total is never negative. No problem occurs twice and every number of operands
-is as frequent as any other, as long as there are problems left: of short chains few exist, so they are a smaller share.
-The hash of a problem decides its split.
+answer in a box or in tags); the running total is never negative. No problem occurs twice. Every number of operands is
+equally frequent while problems of it are left; few short chains exist, so they are a smaller share. The hash of a
+problem decides its split.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tasks._formats import AnswerFormat
 
 # Cumulative shares of the distinct problems, by hash; `demonstrations` are the cold start's.
 _SHARES = (("demonstrations", 0.60), ("train", 0.85), ("validation", 0.90), ("test", 1.0))
-_TRIES = 200  # draws of one length without a new problem: there are hardly any left
+_TRIES = 200  # draws of one length; if none is new, hardly any problem is left
 _SLACK = 4  # tokens beyond the longest correct solution
 
 
@@ -113,9 +113,9 @@ def _build(task: Arithmetic) -> dict[str, tuple[_Problem, ...]]:
 
 
 def _distinct(task: Arithmetic) -> Iterator[_Problem]:
-    """Problems that differ, until a length has hardly any left, then of the other lengths, until there are none.
+    """Distinct problems; a length that has hardly any left drops out, until no length is left.
 
-    Only `Random.random` is used: its sequence is the same in every version of Python.
+    The only source of chance is `Random.random`, whose sequence is the same in every version of Python.
     """
     uniform = random.Random(0).random
     lengths = list(range(task.min_operands, task.max_operands + 1))

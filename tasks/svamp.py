@@ -1,8 +1,8 @@
 """SVAMP (Patel et al. 2021, arXiv:2103.07191): short word problems that vary one another, with a number as the answer.
 
 A row has `Body` and `Question` (or `question_concat`), `Answer`, `Equation` such as `( 8.0 - 2.0 )`, and `Type`. The
-worked solution is the equation, one operation a line (`8 - 2 = 6`); a row whose equation cannot be read, or does not
-give the answer, has none.
+worked solution is the equation, one operation a line (`8 - 2 = 6`). A row has none if its equation cannot be read or
+does not give the answer.
 """
 
 from __future__ import annotations

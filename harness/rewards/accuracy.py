@@ -1,4 +1,4 @@
-"""1 for a completion whose final answer equals the gold answer by the task's own equality, else 0."""
+"""1 for a completion whose final answer equals the gold answer under the task's own equality, else 0."""
 
 from __future__ import annotations
 
