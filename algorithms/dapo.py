@@ -4,10 +4,9 @@ Decoupled Clip and Dynamic sAmpling Policy Optimization: Yu et al. 2025 (arXiv:2
 (GRPO's standardised advantage), eq. 10 (clip-higher: unlikely tokens may gain more probability than the symmetric clip
 allows), eq. 12 (mean over all tokens, so that a token of a long answer counts as much as any other), section 2.3 (no
 KL) and eq. 13 (soft penalty for overlong answers: the reward `overlong`, paid by default). Departures: the harness
-draws the prompts, so dynamic sampling (eq. 11) is a setting of the run, `dynamic_sampling.max_batches`; by default it
-is off, and a group of equal rewards stays in the batch, without gradient; the mean is over the tokens of a minibatch,
-not of each group; the reward is 1 / 0 for right / wrong, not 1 / -1; the standard deviation has GRPO's G - 1 and floor.
-Process rewards are credited as in GRPO.
+draws the prompts, so dynamic sampling (eq. 11) is a setting of the run, `dynamic_sampling.max_batches`; it is off by
+default, and a group of equal rewards stays in the batch, without gradient; the mean is over the tokens of a minibatch;
+the reward is 1 / 0, not 1 / -1; the standard deviation has GRPO's G - 1 and floor. Process rewards are as in GRPO.
 """
 
 from __future__ import annotations

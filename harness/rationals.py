@@ -8,21 +8,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import NamedTuple
 
 Token = Fraction | str  # a number; an operator or a bracket
+Step = tuple[Fraction, str, Fraction, Fraction]  # left, operator, right, result
 
 _END = ""
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
-
-
-class Step(NamedTuple):
-    """One operation, such as 2 * 3 = 6."""
-
-    left: Fraction
-    symbol: str
-    right: Fraction
-    result: Fraction
 
 
 def decimal(text: str) -> Fraction:
@@ -91,5 +82,5 @@ class _Parser:
 
     def apply(self, left: Fraction, symbol: str, right: Fraction) -> Fraction:
         result = _OPERATIONS[symbol](left, right)
-        self.steps.append(Step(left, symbol, right, result))
+        self.steps.append((left, symbol, right, result))
         return result

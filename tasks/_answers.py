@@ -1,4 +1,4 @@
-"""What all tasks share that state their answers in a format: how an answer is found, scored and compared."""
+"""A task whose completions state their answers in a format: it finds, scores and compares them."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def serve(wall_seconds: float, cpu_seconds: float, memory_bytes: int, comparison
         try:
             verdict = compare(first, second, begin)
         except MemoryError:
-            os._exit(1)  # as if killed: what is left of the memory is not enough for the next question
+            os._exit(1)  # as if killed: the rest of the memory is not enough for the next question
         except Exception:  # the parser and sympy raise anything on text that is no mathematics
             verdict = "unparsable"
         signal.setitimer(signal.ITIMER_REAL, 0)

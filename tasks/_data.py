@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
@@ -20,7 +20,7 @@ from pydantic import Field, field_validator, model_validator
 from harness.types import Demonstration, Prompt, Split
 from tasks._answers import AnswerTask
 from tasks._formats import AnswerFormat
-from tasks._rows import MissingSplit, Row, SourceSplit, load_rows
+from tasks._rows import MissingSplit, Row, Rows, SourceSplit, load_rows
 
 _log = logging.getLogger(__name__)
 
@@ -31,8 +31,7 @@ class BadRow(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`answer` is canonical, `solution` the completion that the cold start learns (None if the row has none), `tags`
-    belong to the prompt."""
+    """`answer` is canonical; the cold start learns `solution`, if the row has one; `tags` are the prompt's."""
 
     question: str
     answer: str
@@ -219,7 +218,7 @@ def _test_problems(task: DatasetTask) -> tuple[Problem, ...]:
         return ()
 
 
-def _read(task: DatasetTask, path: str, rows: Iterable[tuple[str, Row]]) -> tuple[list[Problem], int, int]:
+def _read(task: DatasetTask, path: str, rows: Rows) -> tuple[list[Problem], int, int]:
     """The problems in the rows, the number of rows and that of skipped ones. ValueError for a row that may not be."""
     problems: list[Problem] = []
     bad: list[str] = []

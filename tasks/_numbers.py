@@ -84,8 +84,7 @@ def last_boxed(completion: str) -> str | None:
 
 @lru_cache(maxsize=4096)
 def to_ascii(char: str) -> str:
-    """The ASCII that a character stands for in a number: `-` for every dash, `3` for every three, nothing for
-    invisible marks."""
+    """The ASCII of a character in a number: `-` for every dash, `3` for every three, nothing for invisible marks."""
     if char.isascii():
         return char
     category = unicodedata.category(char)

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 SourceSplit = Literal["train", "test"]
 Row = Mapping[str, Any]
+Rows = Iterator[tuple[str, Row]]  # each with its place in the source
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
 _SUFFIXES = ", ".join(_BUILDERS)
@@ -28,10 +29,8 @@ class MissingSplit(ValueError):
     """The source is there, but has no such split."""
 
 
-def load_rows(
-    path: str, config: str | None, split: SourceSplit, train_words: tuple[str, ...] = ("train",)
-) -> Iterator[tuple[str, Row]]:
-    """Every row of a split with its place in the source; any of `train_words` names the train split.
+def load_rows(path: str, config: str | None, split: SourceSplit, train_words: tuple[str, ...]) -> Rows:
+    """Every row of a split; any of `train_words` names the train split.
 
     ValueError if there is no such source or split.
     """
@@ -55,9 +54,7 @@ def _looks_local(path: str) -> bool:
     )
 
 
-def _folder_rows(
-    folder: Path, config: str | None, split: SourceSplit, train_words: tuple[str, ...]
-) -> Iterator[tuple[str, Row]]:
+def _folder_rows(folder: Path, config: str | None, split: SourceSplit, train_words: tuple[str, ...]) -> Rows:
     if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
         return _saved_rows(folder, split, train_words)
     root = folder / config if config and (folder / config).is_dir() else folder
@@ -69,7 +66,7 @@ def _folder_rows(
     return (place for file in chosen for place in _file_rows(file))
 
 
-def _single_file_rows(file: Path, split: SourceSplit, train_words: tuple[str, ...]) -> Iterator[tuple[str, Row]]:
+def _single_file_rows(file: Path, split: SourceSplit, train_words: tuple[str, ...]) -> Rows:
     if file.suffix.lower() not in _BUILDERS:
         raise ValueError(f"{file}: a data file must be one of {_SUFFIXES}, got '{file.suffix or file.name}'")
     if (_split_of(Path(file.name), train_words) or "test") != split:
@@ -78,7 +75,7 @@ def _single_file_rows(file: Path, split: SourceSplit, train_words: tuple[str, ..
     return _file_rows(file)
 
 
-def _saved_rows(folder: Path, split: SourceSplit, train_words: tuple[str, ...]) -> Iterator[tuple[str, Row]]:
+def _saved_rows(folder: Path, split: SourceSplit, train_words: tuple[str, ...]) -> Rows:
     """The rows of a folder by `save_to_disk`: of a `DatasetDict`, or of a `Dataset`, which is one split like a file."""
     import datasets
 
@@ -118,11 +115,11 @@ def _words(split: SourceSplit, train_words: tuple[str, ...]) -> tuple[str, ...]:
     return train_words if split == "train" else ("test",)
 
 
-def _file_rows(file: Path) -> Iterator[tuple[str, Row]]:
+def _file_rows(file: Path) -> Rows:
     import datasets  # slow to import, and the built-in task does without
     from datasets import config
 
-    log = logging.getLogger("datasets")  # it prints what it raises
+    log = logging.getLogger("datasets")  # it prints its exceptions
     level, counts = log.level, config.HF_UPDATE_DOWNLOAD_COUNTS
     log.setLevel(logging.CRITICAL + 1)
     config.HF_UPDATE_DOWNLOAD_COUNTS = False  # it tells the Hub about local files too, or waits for a network
@@ -157,9 +154,7 @@ def _bad_line(file: Path) -> str:
     return ""
 
 
-def _hub_rows(
-    path: str, config: str | None, split: SourceSplit, train_words: tuple[str, ...]
-) -> Iterator[tuple[str, Row]]:
+def _hub_rows(path: str, config: str | None, split: SourceSplit, train_words: tuple[str, ...]) -> Rows:
     import datasets
     from datasets.exceptions import DatasetNotFoundError
 

@@ -1,8 +1,7 @@
 """SVAMP (Patel et al. 2021, arXiv:2103.07191): short word problems that vary one another, with a number as the answer.
 
 A row has `Body` and `Question` (or `question_concat`), `Answer`, `Equation` such as `( 8.0 - 2.0 )`, and `Type`. The
-worked solution is the equation, one operation a line (`8 - 2 = 6`). A row has none if its equation cannot be read or
-does not give the answer.
+worked solution is the equation, one operation a line (`8 - 2 = 6`), if it can be read and gives the answer.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ from typing import Literal
 from pydantic import Field
 
 from harness import rationals
-from tasks import _formats, _numbers
+from tasks import _formats
 from tasks._data import BadRow, DatasetTask, Problem, Row, text_field
+from tasks._numbers import spell
 
 MAX_EQUATION_CHARS = 200
 
@@ -36,7 +36,7 @@ class SVAMP(DatasetTask):
         if gold is None:
             raise BadRow(f"field 'Answer' must be a number, got {stated[:40]!r}")
         steps, value = _worked(str(row.get("Equation") or ""))
-        is_right = value is not None and _numbers.spell(value) == gold
+        is_right = value is not None and spell(value) == gold
         solution = _formats.write(self.answer_format, "\n".join(steps), gold) if steps and is_right else None
         kind = " ".join(str(row.get("Type") or "").lower().split())
         return Problem(question, gold, solution, (("type", kind),) if kind else ())
@@ -52,8 +52,7 @@ def _worked(equation: str) -> tuple[list[str], Fraction | None]:
     if evaluated is None:
         return [], None
     value, steps = evaluated
-    spell = _numbers.spell
-    return [f"{spell(s.left)} {s.symbol} {spell(s.right)} = {spell(s.result)}" for s in steps], value
+    return [f"{spell(left)} {symbol} {spell(right)} = {spell(result)}" for left, symbol, right, result in steps], value
 
 
 _TOKEN = re.compile(r"\d+(?:\.\d+)?|[-+*/()]")

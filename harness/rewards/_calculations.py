@@ -1,9 +1,9 @@
 """The calculations that a text writes down: where each ends, and whether it holds, in exact rationals.
 
 A calculation is an expression with at least one operator, `=`, and a number: `48/2=24`, `<<0.2*50=10>>`, `(1+2) x 3 =
-9`, `$5 * 4 = $20`. In a chain `2+3=5*2=10` each `=` closes a calculation whose left side is what stands between it and
-the `=` before. Numbers may have thousands separators and decimals, a currency sign before and a percent sign (one
-hundredth) behind. A result holds if it is exact, or if it has decimals and is the exact value rounded to them.
+9`, `$5 * 4 = $20`. In a chain `2+3=5*2=10` each `=` closes a calculation, which begins after the `=` before it. Numbers
+may have thousands separators and decimals, a currency sign before and a percent sign (one hundredth) behind. A result
+holds if it is exact, or if it has decimals and is the exact value rounded to them.
 
 One pass cuts the text into runs of such characters and skips a run longer than MAX_CHARS. Brackets nest to a bounded
 depth (`harness.rationals`), so that time is linear in the text.
@@ -22,7 +22,7 @@ from harness.rationals import Token, decimal, evaluate
 MAX_CHARS = 400  # of one run of calculations
 MAX_DIGITS = 30  # of one number
 MAX_DEPTH = 10  # of nested brackets
-MAX_CALCULATIONS = 200  # per completion; what follows is not checked
+MAX_CALCULATIONS = 200  # per completion; later ones are not checked
 
 _OPERATORS = {"+": "+", "-": "-", "*": "*", "/": "/", "x": "*", "X": "*", "\u00d7": "*", "\u00f7": "/", "\u2212": "-",
               "\u00b7": "*"}  # fmt: skip
@@ -74,7 +74,7 @@ def _holds(value: Fraction, result: re.Match[str]) -> bool:
 def _value(side: str) -> Fraction | None:
     """The value of the longest expression with an operator that ends the text, None without one.
 
-    `costs 5. 3 + 4` ends in `3 + 4`: what cannot be part of it is cut off at the front.
+    `costs 5. 3 + 4` ends in `3 + 4`: the front that cannot be part of it is cut off.
     """
     tokens: list[Token] = []
     position = 0

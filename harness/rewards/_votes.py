@@ -15,8 +15,7 @@ def votes(group: GradedGroup) -> Counter[int]:
 def winners(group: GradedGroup) -> set[int]:
     """The classes with the most votes; more than one in a tie, none without a vote."""
     counts = votes(group)
-    most = max(counts.values(), default=0)
-    return {c for c, count in counts.items() if count == most}
+    return {c for c, count in counts.items() if count == max(counts.values())}
 
 
 def share_right(group: GradedGroup) -> float | None:

@@ -29,11 +29,11 @@ class MajorityVote(Reward):
         return [self.majority_reward if c in won else self.minority_reward for c in group.classes]
 
     def metrics(self, group: GradedGroup, scores: Sequence[float]) -> Mapping[str, float]:
-        """Whether the voted label is right, how clear the vote was, and what it got wrong.
+        """How right the voted label is, how clear the vote was, and how often it rewards a wrong completion.
 
         `vote/label_accuracy` is the share of winning classes that are correct (NaN without votes), `vote/margin` the
-        votes of the first class minus those of the second, over G; `vote/false_positive_rate` the share of wrong
-        completions that are rewarded as right (NaN where none is wrong).
+        votes of the first class minus those of the second, over G; `vote/false_positive_rate` is the share of wrong
+        completions that are rewarded as right (NaN if none is wrong).
         """
         assert group.correct is not None
         won = winners(group)
