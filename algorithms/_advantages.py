@@ -1,4 +1,4 @@
-"""Pure functions from rewards to advantages that algorithms share: within a group, to go, GAE, rewards per token."""
+"""Pure functions from rewards to advantages: within a group, to go, GAE, rewards per token."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from harness.types import Batch
 def group_centred(rewards_PG: Tensor, mask_PG: Tensor | None = None) -> Tensor:
     """[P, G]: r - mean within each group.
 
-    A group of equal rewards (or of one) gives exact zeros, whatever the rounding of its mean. With `mask_PG` only the
-    rewards there count, and the rest is 0.
+    A group of equal rewards (or of one) gives exact zeros, whatever the rounding of its mean. With `mask_PG` only its
+    rewards count, and the rest is 0.
     """
     mask = torch.ones_like(rewards_PG, dtype=torch.bool) if mask_PG is None else mask_PG
     mean = (rewards_PG * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
@@ -43,10 +43,10 @@ def leave_one_out(rewards_PG: Tensor) -> Tensor:
 
 
 def group_advantages(batch: Batch, normalise: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
-    """[B, T]: the rewards of each group as `normalise(rewards_PG, mask_PG)` makes them comparable, on every token.
+    """[B, T]: the rewards of each group, made comparable by `normalise(rewards_PG, mask_PG)`, on every token.
 
-    With rewards of steps a token gets the sum of the normalised rewards that its row earns from there on (process
-    supervision, arXiv:2402.03300, section 4.1.3; an outcome is one more reward, on the last token).
+    With rewards of steps a token gets the sum of the normalised rewards that its row still earns (process supervision,
+    arXiv:2402.03300, section 4.1.3); an outcome is one more reward, on the last token.
     """
     if batch.step_rewards_BT is None:
         return normalise(batch.rewards_PG, None).reshape(-1, 1) * batch.completion_mask_BT
@@ -86,8 +86,8 @@ def at_last_token(rewards_B: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def token_rewards(batch: Batch, kl_beta: float, kl_estimator: KLEstimator) -> Tensor:
-    """[B, T]: rewards where they are earned (an outcome on the last token, a step at its end), minus kl_beta times the
-    KL of each token to the reference, where there is one (Ouyang et al. 2022, arXiv:2203.02155)."""
+    """[B, T]: an outcome on the last token, a step's reward at its end, minus kl_beta times each token's KL to the
+    reference, if there is one (Ouyang et al. 2022, arXiv:2203.02155)."""
     mask = batch.completion_mask_BT
     rewards_BT = at_last_token(batch.rewards_B, mask) if batch.step_rewards_BT is None else batch.step_rewards_BT
     if batch.ref_logprobs_BT is None:

@@ -1,4 +1,4 @@
-"""What the group-relative algorithms share: answers are compared with the other answers to the same prompt."""
+"""The group-relative algorithms compare each answer with the other answers to the same prompt."""
 
 from __future__ import annotations
 
@@ -28,15 +28,11 @@ class GroupObjective(Algorithm):
         "correction": "none",
     }
 
-    clip_epsilon: float = Field(
-        default=0.2, gt=0, lt=1, description="binds only when a batch gets more than one update"
-    )
+    clip_epsilon: float = Field(0.2, gt=0, lt=1, description="binds only when a batch gets more than one update")
     clip_epsilon_high: float | None = Field(
         default=None, gt=0, description="how far the ratio may rise above 1; by default clip_epsilon"
     )
-    kl_beta: float = Field(
-        default=0.04, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none"
-    )
+    kl_beta: float = Field(0.04, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none")
     kl_estimator: KLEstimator = Field(
         default="k3",
         description="per-token estimate of that KL; gradients: k2 of KL(policy, reference), k3 of KL(reference, "
@@ -45,19 +41,19 @@ class GroupObjective(Algorithm):
 
     @abstractmethod
     def normalised(self, rewards_PG: Tensor, mask_PG: Tensor | None = None) -> Tensor:
-        """[P, G]: rewards made comparable within each group; only those in the mask count, the rest is 0."""
+        """[P, G]: the rewards, made comparable within each group; only those in the mask count, the rest is 0."""
 
     def advantages(self, batch: Batch) -> Batch:
         return batch.replace(advantages_BT=group_advantages(batch, self.normalised))
 
     def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
-        """(per-token loss without the KL, per-token bool of where a clip binds), both [B, T]."""
+        """(per-token loss without the KL, whether a clip binds the token), both [B, T]."""
         assert batch.advantages_BT is not None
         ratio_BT = token_ratio(batch, policy)
         return clipped_surrogate(ratio_BT, batch.advantages_BT, self.clip_epsilon, self.clip_epsilon_high)
 
     def token_weights(self, batch: Batch) -> Tensor:
-        """[B, T]: the weight of each token in the loss; another than `loss_weight_BT` where it does not sum to 1."""
+        """[B, T]: the weight of each token in the loss; it differs from `loss_weight_BT` if it does not sum to 1."""
         assert batch.loss_weight_BT is not None
         return batch.loss_weight_BT
 

@@ -1,8 +1,8 @@
-"""Pure functions from log-probs to losses that algorithms share: ratios, clipping, aggregation, KL, what is reported.
+"""Pure functions from log-probs to losses: ratios, clipping, aggregation, KL, metrics.
 
 An aggregation mode is the weight of each token in the loss of a minibatch. The learner asks for weights that sum to 1,
-so that metrics are means; the mean over a row's tokens, then over rows, is `Algorithm.loss_weights`. A mode that does
-not sum to 1 (`row_sum_weights`) is that one times what a row knows about itself, so that micro-batches still add up.
+so that metrics are means; `Algorithm.loss_weights` is the mean over a row's tokens, then over rows. A mode that does
+not sum to 1 (`row_sum_weights`) multiplies those by a fact of the row alone, so that micro-batches still add up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 
 def token_ratio(batch: Batch, policy: PolicyOutput) -> Tensor:
-    """[B, T]: how much likelier each token is now than when it was sampled; 1 outside the completion."""
+    """[B, T]: each token's probability now over that when it was sampled; 1 outside the completion."""
     assert batch.old_logprobs_BT is not None
     return torch.exp(policy.logprobs_BT - batch.old_logprobs_BT)
 
@@ -33,10 +33,10 @@ def row_log_ratio(batch: Batch, policy: PolicyOutput) -> Tensor:
 def clipped_surrogate(
     ratio: Tensor, advantages_BT: Tensor, clip_low: float, clip_high: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(per-token loss, per-token bool of where the clip cuts the gradient), both [B, T]; `ratio` is [B, T] or [B, 1].
+    """(per-token loss, whether the clip cuts the token's gradient), both [B, T]; `ratio` is [B, T] or [B, 1].
 
-    PPO, arXiv:1707.06347, eq. 7, negated: -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A); clip_high is
-    clip_low where it is None.
+    PPO, arXiv:1707.06347, eq. 7, negated: -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A); without
+    clip_high the clip is symmetric.
     """
     free = ratio * advantages_BT
     clipped = ratio.clamp(1 - clip_low, 1 + (clip_low if clip_high is None else clip_high)) * advantages_BT
@@ -49,15 +49,15 @@ def token_mean_weights(completion_mask_BT: Tensor) -> Tensor:
 
 
 def row_sum_weights(batch: Batch) -> Tensor:
-    """[B, T] loss weights of the sum over a row's tokens, then the mean over rows, where `loss_weight_BT` is the mean
-    over a row's tokens, then over rows. They sum to the mean completion length, not to 1."""
+    """[B, T] loss weights of the sum over a row's tokens, then the mean over rows; `loss_weight_BT` must be the mean
+    over both. They sum to the mean completion length, not to 1."""
     assert batch.loss_weight_BT is not None
     return batch.loss_weight_BT * batch.completion_mask_BT.sum(dim=1, keepdim=True)
 
 
 def kl_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """(log p - log q)^2 / 2: a biased value, but its gradient is that of KL(p || q) under samples of p (Schulman 2020,
-    k2), where k3's gradient is that of KL(q || p) and k1's is 0 in expectation."""
+    """(log p - log q)^2 / 2, Schulman 2020: a biased value, but under samples of p its gradient is that of KL(p || q);
+    k3 has the gradient of KL(q || p), and k1's is 0 in expectation."""
     return 0.5 * (logprobs - ref_logprobs) ** 2
 
 
@@ -67,8 +67,8 @@ def kl_estimate(estimator: KLEstimator, logprobs: Tensor, ref_logprobs: Tensor) 
 
 
 def policy_metrics(batch: Batch, policy: PolicyOutput, clipped_BT: Tensor) -> dict[str, Tensor]:
-    """Weighted sums that every objective reports: clip fraction, entropy, KL to the sampling policy, and KL to the
-    reference where there is one (k3 estimates, nats per token)."""
+    """The weighted sums that every objective reports: clip fraction, entropy, KL to the sampling policy, and KL to the
+    reference if there is one (k3 estimates, nats per token)."""
     assert batch.loss_weight_BT is not None and batch.old_logprobs_BT is not None
     weight, logprobs = batch.loss_weight_BT, policy.logprobs_BT.detach()
     metrics = {

@@ -2,10 +2,10 @@
 
 Clipped Importance-Sampling Policy Optimization: MiniMax 2025 (MiniMax-M1, arXiv:2506.13585), eq. 4 (log-prob times a
 stop-gradient weight times GRPO's standardised advantage, mean over all tokens) and eq. 5 (the weight: the ratio of the
-token, clipped). What is clipped is the weight, where PPO drops the token: rare tokens on which an answer turns keep
-being learned from after the first update. No KL and no lower bound, as in the paper. Departures: the paper tunes the
-upper bound and gives no value, here a weight is cut at 5; the mean is over the tokens of a minibatch, not of a group;
-the standard deviation has GRPO's G - 1 and floor. Process rewards are credited as in GRPO.
+token, clipped). The clip limits the weight and does not drop the token, as PPO's does, so the policy keeps learning
+from rare but decisive tokens after the first update. No KL and no lower bound, as in the paper. Departures: a weight is
+cut at 5 (the paper tunes the bound and gives no value); the mean is over the tokens of a minibatch, not of a group; the
+standard deviation has GRPO's G - 1 and floor. Process rewards are credited as in GRPO.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ class CISPO(GroupRelative):
     clip_epsilon_high: float | None = Field(
         default=4.0, gt=0, description="highest weight is 1 + clip_epsilon_high; null: 1 + clip_epsilon"
     )
-    kl_beta: float = Field(
-        default=0.0, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none"
-    )
+    kl_beta: float = Field(0.0, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none")
 
     def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
         assert batch.advantages_BT is not None

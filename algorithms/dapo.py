@@ -3,11 +3,10 @@
 Decoupled Clip and Dynamic sAmpling Policy Optimization: Yu et al. 2025 (arXiv:2503.14476). From the paper: eq. 9
 (GRPO's standardised advantage), eq. 10 (clip-higher: unlikely tokens may gain more probability than the symmetric clip
 allows), eq. 12 (mean over all tokens, so that a token of a long answer counts as much as any other), section 2.3 (no
-KL) and eq. 13 (soft penalty for overlong answers: the reward `overlong`, paid by default). Departures: dynamic sampling
-(eq. 11) is a setting of the run, `dynamic_sampling.max_batches`, because which prompts are drawn is the harness'
-business and not an algorithm's; while it is off, as by default, a group of equal rewards stays in the batch, with no
-gradient; the mean is over the tokens of a minibatch, not of each group; the reward is 1 / 0 for right / wrong where the
-paper pays 1 / -1, and the standard deviation has GRPO's G - 1 and floor. Process rewards are credited as in GRPO.
+KL) and eq. 13 (soft penalty for overlong answers: the reward `overlong`, paid by default). Departures: the harness
+draws the prompts, so dynamic sampling (eq. 11) is a setting of the run, `dynamic_sampling.max_batches`; it is off by
+default, and a group of equal rewards stays in the batch, without gradient; the mean is over the tokens of a minibatch;
+the reward is 1 / 0, not 1 / -1; the standard deviation has GRPO's G - 1 and floor. Process rewards are as in GRPO.
 """
 
 from __future__ import annotations
@@ -32,9 +31,7 @@ class DAPO(GroupRelative):
     clip_epsilon_high: float | None = Field(
         default=0.28, gt=0, description="how far the ratio may rise above 1; null: clip_epsilon"
     )
-    kl_beta: float = Field(
-        default=0.0, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none"
-    )
+    kl_beta: float = Field(0.0, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none")
 
     def loss_weights(self, completion_mask_BT: Tensor) -> Tensor:
         return token_mean_weights(completion_mask_BT)

@@ -2,11 +2,11 @@
 nor the length of an answer rescales it.
 
 GRPO done right: Liu et al. 2025 (arXiv:2503.20783), section 3.2. Two divisions of GRPO are left out because they bias
-the gradient: by the group's standard deviation (advantage = r - mean; what remains is (G - 1) / G of the unbiased
-leave-one-out advantage) and by a completion's length (the sum over its tokens is divided by one constant instead, as
-the paper's listing does with the generation limit). Process rewards are centred over the steps of the group.
-Departures: the constant is a setting, because an algorithm does not know the run's token limit; the paper's runs use
-no KL, which is therefore off by default. Reported metrics stay means (over a row's tokens, then over rows).
+the gradient: by the group's standard deviation (advantage = r - mean, which is (G - 1) / G of the unbiased
+leave-one-out advantage) and by a completion's length (one constant divides the sum over its tokens, as the generation
+limit does in the paper's listing). Process rewards are centred over the steps of the group. Departure: the constant is
+a setting, because an algorithm does not know the run's token limit. The KL is off by default, as in the paper's runs.
+Reported metrics stay means (over a row's tokens, then over rows).
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ class DrGRPO(GroupObjective):
     }
 
     name: Literal["dr_grpo"] = "dr_grpo"
-    kl_beta: float = Field(
-        default=0.0, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none"
-    )
+    kl_beta: float = Field(0.0, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none")
     loss_denominator: float = Field(
         default=128.0,
         gt=0,

@@ -3,8 +3,8 @@
 Group Relative Policy Optimization: Shao et al. 2024 (DeepSeekMath, arXiv:2402.03300), eq. 3 (clipped surrogate, mean
 over a completion's tokens, then over completions), eq. 4 (k3 KL to the frozen reference, in the loss and not in the
 reward), section 4.1.2 (outcome supervision: advantage = reward standardised within its group) and, with rewards of
-steps, 4.1.3 (process supervision). Departures: the standard deviation uses G - 1 and a stated floor, where the paper
-gives neither; other KL estimators and a higher upper clip (DAPO's) can be set.
+steps, 4.1.3 (process supervision). Departures: the standard deviation uses G - 1 and a stated floor (the paper gives
+neither); other KL estimators and a higher upper clip (DAPO's) can be set.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 Group Sequence Policy Optimization: Zheng et al. 2025 (arXiv:2507.18071), eq. 5 (clipped surrogate on a ratio of the
 sequence, mean over completions), eq. 6 (GRPO's standardised advantage), eq. 7 (the ratio: geometric mean of the token
-ratios). Written in the paper's GSPO-token form (section 4.3): each token carries the value of its sequence's ratio and
-the gradient of its own log-prob, which has the same value, clip and gradient as eq. 5 where all tokens of a row share
-one advantage, and lets process rewards be credited as in GRPO. Departures: the standard deviation has GRPO's G - 1 and
-floor. No KL by default: eq. 5 has none; one in the loss can be set.
+ratios). It has the paper's GSPO-token form (section 4.3): each token carries the value of its sequence's ratio and the
+gradient of its own log-prob. Value, clip and gradient equal those of eq. 5 if all tokens of a row share one advantage,
+and process rewards are credited as in GRPO. Departures: the standard deviation has GRPO's G - 1 and floor. No KL by
+default, as in eq. 5; one in the loss can be set.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ class GSPO(GroupRelative):
     clip_epsilon_high: float | None = Field(
         default=4e-4, gt=0, description="how far a completion's ratio may rise above 1; null: clip_epsilon"
     )
-    kl_beta: float = Field(
-        default=0.0, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none"
-    )
+    kl_beta: float = Field(0.0, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none")
 
     def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
         assert batch.advantages_BT is not None

@@ -6,10 +6,10 @@ of the best and the first of the worst in the group's order. Process rewards cou
 all groups, those without a pair adding exactly 0.
 
 The two rows of a pair reach the loss apart (micro-batches, minibatches), so each row's loss is eq. 7 with the partner's
-log-prob held where it was sampled; a constant (half of the pair's loss then) makes the two add up to eq. 7. What a row
-must know for that is one number, its advantage: +-sigmoid(-kl_beta * (d_best - d_worst)) at the sampling policy. Value
-and gradient are those of eq. 7 at the first update of a batch. Departure: in later updates of the same batch the loss
-follows a row's own movement but not its partner's.
+log-prob held where it was sampled; a constant (half of the pair's loss then) makes the two add up to eq. 7. For that a
+row must know one number, its advantage: +-sigmoid(-kl_beta * (d_best - d_worst)) at the sampling policy. At the first
+update of a batch value and gradient are those of eq. 7. Departure: in later updates of the same batch the loss follows
+a row's own movement but not its partner's.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Credit goes to tokens that turn out better than a learned critic expected.
 
 Proximal Policy Optimization (Schulman et al. 2017, arXiv:1707.06347, eq. 7) with GAE (arXiv:1506.02438) as RLHF uses
-it (Ouyang et al. 2022, arXiv:2203.02155): rewards where they are earned (an outcome on the last token, a step at its
-end), a per-token KL penalty to the frozen reference inside the reward (k1 estimate), advantages whitened over the
-batch's tokens, clipped value loss. The critic has a zero head and an optimiser of its own; by default it is a separate
-network, initialised from the policy. With `critic: shared` it is a head on the policy's hidden states and eq. 9 of the
-paper holds as it stands: the trunk follows policy loss + value_loss_weight * value loss. Losses are means over all
-tokens of a minibatch. A completion cut by the token limit is terminal, as every other. Departure: an algorithm is a
-pure value without state, so the adaptive KL coefficient of RLHF is a setting of the run (`kl.schedule: adaptive`).
+it (Ouyang et al. 2022, arXiv:2203.02155): an outcome is paid on the last token and a step at its end; the reward of
+each token includes a KL penalty to the frozen reference (k1 estimate); advantages are whitened over the batch's tokens;
+the value loss is clipped. The critic has a zero head and an optimiser of its own. By default it is a separate network,
+initialised from the policy; with `critic: shared` it is a head on the policy's hidden states, and the trunk follows
+eq. 9 of the paper: policy loss + value_loss_weight * value loss. Losses are means over all tokens of a minibatch. A
+completion cut by the token limit is terminal, like any other. Departure: an algorithm is a pure value without state, so
+RLHF's adaptive KL coefficient is a setting of the run (`kl.schedule: adaptive`).
 """
 
 from __future__ import annotations
@@ -39,22 +39,14 @@ class PPO(Algorithm):
     }
 
     name: Literal["ppo"] = "ppo"
-    clip_epsilon: float = Field(
-        default=0.2, gt=0, lt=1, description="binds only when a batch gets more than one update"
-    )
-    kl_beta: float = Field(
-        default=0.01, ge=0, description="weight of the KL to the frozen reference, in the reward; 0: none"
-    )
+    clip_epsilon: float = Field(0.2, gt=0, lt=1, description="binds only when a batch gets more than one update")
+    kl_beta: float = Field(0.01, ge=0, description="weight of the KL to the frozen reference, in the reward; 0: none")
     kl_estimator: KLEstimator = Field(default="k1", description="per-token estimate of that KL")
     gamma: float = Field(default=1.0, ge=0, le=1, description="discount per token")
     gae_lambda: float = Field(default=1.0, ge=0, le=1, description="1: Monte-Carlo returns minus values")
     whiten_advantages: bool = Field(default=True, description="mean 0 and variance 1 over the tokens of a batch")
-    value_clip: float = Field(
-        default=0.2, gt=0, description="how far a value may move from the rollout's in the value loss"
-    )
-    entropy_bonus: float = Field(
-        default=0.0, ge=0, description="weight of the mean token entropy, added to the objective"
-    )
+    value_clip: float = Field(0.2, gt=0, description="how far a value may move from the rollout's in the value loss")
+    entropy_bonus: float = Field(0.0, ge=0, description="weight of the mean token entropy, added to the objective")
     critic: Literal["separate", "shared"] = Field(
         default="separate", description="a network of its own, or a value head on the policy's trunk"
     )
@@ -87,9 +79,8 @@ class PPO(Algorithm):
         return batch.replace(advantages_BT=advantages, returns_BT=returns)
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
-        weight, values, old_values, returns = (
-            batch.loss_weight_BT, policy.values_BT, batch.values_BT, batch.returns_BT,
-        )  # fmt: skip
+        weight, returns = batch.loss_weight_BT, batch.returns_BT
+        values, old_values = policy.values_BT, batch.values_BT
         assert weight is not None and values is not None and old_values is not None and returns is not None
         assert batch.advantages_BT is not None
         per_token, clipped = clipped_surrogate(token_ratio(batch, policy), batch.advantages_BT, self.clip_epsilon)

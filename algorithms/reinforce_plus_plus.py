@@ -2,9 +2,9 @@
 
 REINFORCE++: Hu et al. 2025 (arXiv:2501.03262; its versions number their equations differently): a token's advantage is
 r - kl_beta * (sum of the KL from there on; k1 per token, inside the reward), normalised by mean and standard deviation
-over all tokens of the batch, under PPO's clip. It is PPO with a value of 0 everywhere. Process rewards are paid where
-steps end and reach the tokens before them. Departures: the loss is the mean over all tokens of a minibatch, as in PPO
-here; the group-mean baseline of the paper's second variant is left out; that variant's k2 in the loss can be set.
+over all tokens of the batch, under PPO's clip. It is PPO with a value of 0 everywhere. A process reward is paid at the
+end of its step and reaches the tokens before it. Departures: the loss is the mean over all tokens of a minibatch, as in
+PPO here; of the paper's second variant the group-mean baseline is left out, and its k2 in the loss can be set.
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ class ReinforcePlusPlus(Algorithm):
     }
 
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
-    clip_epsilon: float = Field(
-        default=0.2, gt=0, lt=1, description="binds only when a batch gets more than one update"
-    )
+    clip_epsilon: float = Field(0.2, gt=0, lt=1, description="binds only when a batch gets more than one update")
     kl_beta: float = Field(default=0.01, ge=0, description="weight of the KL to the frozen reference; 0: none")
     kl_estimator: KLEstimator = Field(default="k1", description="per-token estimate of that KL; in the loss take k2")
     kl_placement: Literal["reward", "loss"] = Field(default="reward", description="where the KL is subtracted or added")
@@ -53,10 +51,8 @@ class ReinforcePlusPlus(Algorithm):
         return self.kl_beta > 0 and self.kl_placement == "reward"
 
     def advantages(self, batch: Batch) -> Batch:
-        in_reward = self.kl_placement == "reward"
-        rewards_BT = token_rewards(
-            batch if in_reward else batch.replace(ref_logprobs_BT=None), self.kl_beta, self.kl_estimator
-        )
+        paid = batch if self.kl_placement == "reward" else batch.replace(ref_logprobs_BT=None)
+        rewards_BT = token_rewards(paid, self.kl_beta, self.kl_estimator)
         return batch.replace(advantages_BT=whiten(to_go(rewards_BT), batch.completion_mask_BT))
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:

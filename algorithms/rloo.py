@@ -3,10 +3,10 @@
 REINFORCE leave-one-out: Ahmadian et al. 2024 (arXiv:2402.14740, the RLOO estimator), after Kool et al. 2019. One action
 is one completion: its reward is its total reward minus kl_beta times the log-ratio of the whole completion to the
 reference (k1 summed over tokens), its baseline the mean reward of the other G - 1, and its log-prob the sum over its
-tokens. The gradient of the expected reward is thereby estimated without bias. Process rewards count with their total.
-Departure: the paper takes one step per batch; from the second update on the completion's gradient is multiplied by its
-ratio (the product of its token ratios), which keeps the estimate unbiased and lets its variance grow with length;
-`clip_epsilon` clips that ratio as PPO does.
+tokens. So the gradient of the expected reward is estimated without bias. Process rewards count with their total.
+Departure: the paper takes one step per batch; here, from the second update on, the gradient of a completion is
+multiplied by its ratio (the product of its token ratios), which keeps the estimate unbiased, with a variance that grows
+with length. `clip_epsilon` clips that ratio as PPO does.
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ class RLOO(Algorithm):
     clip_epsilon: float | None = Field(
         default=None, gt=0, description="how far a completion's ratio may move from 1; null: as far as it does"
     )
-    kl_beta: float = Field(
-        default=0.01, ge=0, description="weight of the KL to the frozen reference, in the reward; 0: none"
-    )
+    kl_beta: float = Field(0.01, ge=0, description="weight of the KL to the frozen reference, in the reward; 0: none")
 
     @property
     def needs_old_logprobs(self) -> bool:

@@ -1,25 +1,25 @@
 r"""How a completion states its final answer: `#### 42`, `\boxed{42}` or `<think>...</think><answer>42</answer>`.
 
 The formats are those of GSM8K (arXiv:2110.14168), MATH (arXiv:2103.03874) and DeepSeek-R1 (arXiv:2501.12948). An
-explicit marker is unambiguous, so an answer in any of them is read, the configured one first; how well a completion
-keeps the configured one is measured apart (`score`). All of it takes time linear in the text, whatever the text.
+explicit marker is unambiguous, so a reader accepts all of them and tries the configured one first; `score` measures
+whether a completion keeps that one. Every function takes time linear in the text.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from tasks import _numbers
 
 AnswerFormat = Literal["hash", "boxed", "think_answer"]
 
-TAIL_CHARS = 4000  # of a completion, in which an unmarked answer is looked for
+TAIL_CHARS = 4000  # the end of a completion, which may hold an unmarked answer
 
 
 def stated(completion: str, answer_format: AnswerFormat) -> Iterator[str]:
-    """What stands at the explicit markers of a final answer: that of the format first, then the others."""
+    """The texts at the explicit markers of a final answer: first at that of the format, then at the others."""
     readers = [_READERS[answer_format], *(read for name, read in _READERS.items() if name != answer_format)]
     for read in readers:
         text = read(completion)
@@ -28,7 +28,7 @@ def stated(completion: str, answer_format: AnswerFormat) -> Iterator[str]:
 
 
 def first_readable(texts: Iterable[str], read: Callable[[str], str | None]) -> str | None:
-    """What `read` makes of the first text that it understands, or None."""
+    """The first answer that `read` finds in the texts, or None."""
     return next((answer for text in texts if (answer := read(text)) is not None), None)
 
 
@@ -44,23 +44,22 @@ def write(answer_format: AnswerFormat, reasoning: str, answer: str, *, separator
 def score(completion: str, answer_format: AnswerFormat) -> float:
     """How far the completion keeps the format: 0, 0.5 or 1.
 
-    With `####` and boxes 1 if the marker holds something, else 0. With tags 1 if there is one `<think>` and then one
-    `<answer>` pair, the latter not empty, and only white space around them; 0.5 if at least one of the pairs is as it
-    should be; else 0.
+    `####` and boxes score 1 with something in the marker. Tags score 1 for one `<think>` pair and then one `<answer>`
+    pair that is not empty, with only white space around them, and 0.5 if at least one of the pairs is right.
     """
     if answer_format != "think_answer":
-        return float(bool(_READERS[answer_format](completion)))
+        return 1.0 if _READERS[answer_format](completion) else 0.0
     think, answer = _only_pair(completion, "think"), _only_pair(completion, "answer")
-    if answer is not None and not completion[answer.start : answer.end].strip():
+    if answer is not None and not answer[1].strip():
         answer = None
     if think is None or answer is None:
         return 0.0 if think is None and answer is None else 0.5
-    outside = (completion[: think.opens], completion[think.closed : answer.opens], completion[answer.closed :])
-    return 1.0 if think.closed <= answer.opens and not any(map(str.strip, outside)) else 0.5
+    outside = (completion[: think.start()], completion[think.end() : answer.start()], completion[answer.end() :])
+    return 1.0 if think.end() <= answer.start() and not any(map(str.strip, outside)) else 0.5
 
 
 def reasoning(completion: str, answer_format: AnswerFormat) -> str:
-    """The text before the last marker, all of it without one; with tags what the first `<think>` pair holds, if any."""
+    """The text before the last marker, or all of it; with tags the content of the first `<think>` pair, if any."""
     if answer_format == "think_answer":
         _, opened, rest = completion.partition("<think>")
         inside, closed, _ = rest.partition("</think>")
@@ -70,8 +69,8 @@ def reasoning(completion: str, answer_format: AnswerFormat) -> str:
 
 
 def last_resort(completion: str) -> Iterator[str]:
-    """Where an unmarked number may be, best guess first: the rest of the sentence after the last "answer is", that
-    after the last "= ", and the last number."""
+    """Texts that may state an unmarked number, the best first: the rest of the sentence after the last "answer is",
+    the same after the last "= ", and the last number."""
     tail = completion[-TAIL_CHARS:]
     for phrase in (_ANSWER_IS, _EQUALS):
         rest = _after_last(phrase, tail)
@@ -81,8 +80,8 @@ def last_resort(completion: str) -> Iterator[str]:
 
 
 def last_resort_latex(completion: str) -> Iterator[str]:
-    """Where unmarked mathematics may be, best guess first: the rest of the sentence after the last "answer is", the
-    last `$...$`, and the last number."""
+    """Texts that may state unmarked mathematics, the best first: the rest of the sentence after the last "answer is",
+    the last `$...$`, and the last number."""
     tail = completion[-TAIL_CHARS:]
     rest = _after_last(_ANSWER_IS, tail)
     if rest:
@@ -96,26 +95,14 @@ def last_resort_latex(completion: str) -> Iterator[str]:
     yield from _last_number(tail)
 
 
-class _Pair(NamedTuple):
-    """Places in a text: of the opening tag, the start and end of the content, and behind the closing tag."""
-
-    opens: int
-    start: int
-    end: int
-    closed: int
-
-
-def _only_pair(text: str, tag: str) -> _Pair | None:
-    """The tag's pair where it opens once and closes once, in this order."""
-    opening, closing = f"<{tag}>", f"</{tag}>"
-    if text.count(opening) != 1 or text.count(closing) != 1:
-        return None
-    opens, end = text.index(opening), text.index(closing)
-    return _Pair(opens, opens + len(opening), end, end + len(closing)) if opens < end else None
+def _only_pair(text: str, tag: str) -> re.Match[str] | None:
+    """The tag's pair, with its content as the first group, if the tag opens once and then closes once."""
+    is_single = text.count(f"<{tag}>") == 1 and text.count(f"</{tag}>") == 1
+    return re.search(f"<{tag}>(.*)</{tag}>", text, re.S) if is_single else None
 
 
 def _in_tag(completion: str) -> str | None:
-    """What the last complete `<answer>` pair holds, or the box in it; None without a pair."""
+    """The content of the last complete `<answer>` pair, or of the box in it; None without a pair."""
     start = completion.rfind("<answer>", 0, max(completion.rfind("</answer>"), 0))
     if start < 0:
         return None
@@ -144,7 +131,7 @@ _SENTENCE_END = re.compile(r"\.(?=\s)|[\n\u3002]")
 
 
 def _after_last(phrase: re.Pattern[str], text: str) -> str:
-    """The text after the last place of the phrase, without what a writer puts in between; empty without one."""
+    """The text after the last match of the phrase, without space, colons and stars between; empty without a match."""
     end = max((match.end() for match in phrase.finditer(text)), default=None)
     return "" if end is None else text[end:].lstrip(" \t\n:*")
 

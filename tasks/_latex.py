@@ -1,9 +1,9 @@
 r"""When two LaTeX answers are equal as mathematics: the cheap decisions first, computer algebra for the rest.
 
 Numbers are compared as exact rationals (`tasks._numbers`), words and multiple-choice letters as text, numerals with a
-base (`52_8`) and times or ratios (`12:30`) as written. Only what is left goes to the checker (`tasks._symbolic`), with
-what math-verify 0.9.0 would judge too generously or too strictly put right first: decimals become exact fractions, and
-a set equals no tuple and no interval.
+base (`52_8`) and times or ratios (`12:30`) as written. The rest goes to the checker (`tasks._symbolic`). math-verify
+0.9.0 would judge some of it too generously or too strictly, so decimals become exact fractions first, and a set equals
+no tuple and no interval.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
 
+from harness.rationals import decimal
 from tasks import _numbers, _symbolic
 
 MAX_CHARS = 500  # a longer answer is compared as written
@@ -84,12 +85,12 @@ _WORDS = re.compile(r"\\text\s*\{\s*([A-Za-z][A-Za-z ,'.-]*)\}")
 _CHOICE = re.compile(r"(?:\\text\s*\{\s*)?\(([A-Za-z])\)(?:\s*\})?")
 _LETTERS = re.compile(r"[A-Za-z,.'-]{3,}")
 _BASE_NUMERAL = re.compile(r"\d[0-9A-F]*\s*_")
-_DECIMAL = re.compile(r"(?<![\d.])(\d{0,30})\.(\d{1,30})(?![\d.]|\s*\\(?:overline|bar|dot))")
+_DECIMAL = re.compile(r"(?<![\d.])\d{0,30}\.\d{1,30}(?![\d.]|\s*\\(?:overline|bar|dot))")
 
 
 @lru_cache(maxsize=4096)
 def _tidy(answer: str) -> str:
-    """The answer without what does not change it: spacing, delimiter sizes, fonts, degrees, percent, dollars."""
+    """The answer without spacing, delimiter sizes, fonts, degrees, percent and dollars, which do not change it."""
     text = answer if answer.isascii() else "".join(_SYMBOLS.get(char) or _numbers.to_ascii(char) for char in answer)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
@@ -102,7 +103,7 @@ def _is_text(text: str) -> bool:
 
 
 def _key(text: str, is_text: bool) -> str:
-    """The text in the spelling in which it is compared as written: words without case, choices without brackets."""
+    """The spelling that is compared as written: words without case, choices without brackets."""
     inside = _CHOICE.fullmatch(text) or _WORDS.fullmatch(text)
     plain = "".join((inside[1] if inside else text).split()).rstrip(".")
     return plain.casefold() if is_text or _LETTERS.fullmatch(plain) else plain
@@ -114,15 +115,14 @@ def _is_literal(text: str) -> bool:
 
 
 def _is_well_formed(text: str) -> bool:
-    """Whether braces close and nothing nests too deep; broken text is common in rollouts and slow to fail to parse."""
+    """Whether braces close and nothing nests too deep. Rollouts often hold broken text, which is slow to parse."""
     plain = text.replace(r"\{", "(").replace(r"\}", ")")
-    braces = list(accumulate((char == "{") - (char == "}") for char in plain))
-    depths = accumulate((char in "([{") - (char in ")]}") for char in plain)
-    return not braces or (braces[-1] == 0 <= min(braces) and max(depths) <= MAX_DEPTH)
+    braces = _depths(plain, "{", "}")
+    return not braces or (braces[-1] == 0 <= min(braces) and max(_depths(plain, "([{", ")]}")) <= MAX_DEPTH)
 
 
 def _brackets_agree(text: str, other: str) -> bool:
-    """Whether the texts may be equal by their brackets: a set is no tuple, a closed interval is no open one."""
+    """Whether the brackets let the texts be equal: a set is no tuple, a closed interval is no open one."""
     brackets, other_brackets = _brackets(text), _brackets(other)
     return brackets is None or other_brackets is None or brackets == other_brackets
 
@@ -140,13 +140,17 @@ def _brackets(text: str) -> str | None:
 
 def _closes_early(text: str) -> bool:
     """Whether the bracket that opens the text is closed before its end, as in `(x+1)(x-1)`."""
-    depths = list(accumulate((char in "([{") - (char in ")]}") for char in text))
-    return 0 in depths[:-1]
+    return 0 in _depths(text, "([{", ")]}")[:-1]
+
+
+def _depths(text: str, opening: str, closing: str) -> list[int]:
+    """How many brackets are open after each character."""
+    return list(accumulate(1 if char in opening else -1 if char in closing else 0 for char in text))
 
 
 def _exact(text: str) -> str:
     """The text with its decimals as fractions, so that nothing is compared in floating point."""
-    return _DECIMAL.sub(lambda m: _fraction(Fraction(int(m[1] + m[2]), 10 ** len(m[2]))), text)
+    return _DECIMAL.sub(lambda m: _fraction(decimal(m[0])), text)
 
 
 def _fraction(value: Fraction) -> str:

@@ -1,7 +1,7 @@
-r"""What the tasks with LaTeX answers share: rows, filters by level and subject, and equality as mathematics.
+r"""The tasks with LaTeX answers share rows, filters by level and subject, and equality as mathematics.
 
-A row has `problem` and either `solution`, a worked one with the answer in `\boxed{...}`, or `answer`, or both. Equality
-is that of mathematics; see `tasks._latex`.
+A row has `problem` and either `solution`, a worked one with the answer in `\boxed{...}`, or `answer`, or both.
+`tasks._latex` decides equality.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class MathTask(DatasetTask):
         return _latex.equivalent(answer, other)
 
     def _completion(self, solution: str, boxed: str | None, answer: str, gold: str) -> str:
-        """The worked solution with its answer where the format wants it: as written, so that 3/4 stays a fraction."""
+        """The worked solution with the answer in the format, as the row writes it, so that 3/4 stays a fraction."""
         if self.answer_format == "boxed":
             return solution if boxed is not None else _formats.write("boxed", solution, gold)
         return _formats.write(self.answer_format, solution, " ".join(answer.split()))
@@ -100,7 +100,7 @@ def _subject(text: str) -> str:
 
 
 def _level(row: Row) -> int:
-    """The difficulty in a row's `level`, a number or `Level 3`; 0 for `Level ?`, which MATH has."""
+    """The difficulty in a row's `level`, such as `3` or `Level 3`; 0 for MATH's `Level ?`."""
     text = text_field(row, "level")
     match = _LEVEL.fullmatch(text)
     if match is None:
@@ -109,7 +109,7 @@ def _level(row: Row) -> int:
 
 
 def _tags(row: Row) -> tuple[tuple[str, str], ...]:
-    """Level and subject, as far as the row has them."""
+    """The level and the subject that the row has."""
     level = _LEVEL.fullmatch(str(row.get("level") or "").strip())
     subject = _subject(str(row.get("subject") or row.get("type") or ""))
     found = ("level", level[1] if level and level[1] != "?" else ""), ("subject", subject)

@@ -1,11 +1,11 @@
-r"""Which number a text states: an exact rational, or nothing where it states none, several, or one too large.
+r"""The number that a text states: an exact rational, or None if it states none, several, or one too large.
 
-Understood: signs, thousands separators, decimals, fractions, mixed numbers, repeating decimals, scientific notation,
+It may have signs, thousands separators, decimals, fractions, mixed numbers, repeating decimals, scientific notation,
 LaTeX and Markdown wrapping, currency, percent signs, units, scale words (`3 million`), full-width and other Unicode
-digits and punctuation, Chinese numerals. Nothing is rounded: 0.333 is not 1/3. Units and percent signs are dropped,
-not converted: `20%` is 20 and `5 cents` is 5, as the reference answers of GSM8K and MATH are written.
+digits and punctuation, and Chinese numerals. Nothing is rounded: 0.333 is not 1/3. Units and percent signs are dropped,
+not converted: `20%` is 20 and `5 cents` is 5, as in the reference answers of GSM8K and MATH.
 
-Every pattern is linear: repetitions that could be split in several ways are possessive (`*+`).
+Every pattern takes linear time: repetitions that could split a text in several ways are possessive (`*+`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import unicodedata
 from fractions import Fraction
 from functools import lru_cache
 
+from harness.rationals import decimal
+
 MAX_CHARS = 400  # a longer text is prose, not a number
 MAX_DIGITS = 100  # of one numeral
 MAX_EXPONENT = 100  # of ten, either sign
@@ -22,7 +24,7 @@ MAX_DECIMAL_PLACES = 12  # spelled as a decimal up to here, as a fraction beyond
 
 
 def canonical(text: str, *, prose: bool = True) -> str | None:
-    """The one spelling of the number that `text` states, or None; equal numbers have equal spellings."""
+    """The number that `text` states in its one spelling, or None; equal numbers have equal spellings."""
     value = number(text, prose=prose)
     return None if value is None else spell(value)
 
@@ -36,14 +38,14 @@ def equal(text: str, other: str) -> bool:
 def number(text: str, *, prose: bool = True) -> Fraction | None:
     """The number that `text` states, or None.
 
-    With `prose`, words may stand around it (`The answer is 18 clips.`) and an equation counts as its right-hand side;
-    without, only signs, currency, percent and units may, so that `2x`, `x=5` and `5!` state no number.
+    With `prose`, words may surround it (`The answer is 18 clips.`) and an equation counts as its right-hand side.
+    Without, only signs, currency, percent and units may, so `2x`, `x=5` and `5!` state no number.
     """
     return None if len(text) > MAX_CHARS else _parse(text, prose)
 
 
 def spell(value: Fraction) -> str:
-    """`18`, `-2.5` or `1/3`: an integer, else a decimal where a short one is exact, else a reduced fraction."""
+    """`18`, `-2.5` or `1/3`: an integer, else a short decimal if it is exact, else a reduced fraction."""
     if value.denominator == 1:
         return str(value.numerator)
     for places in range(1, MAX_DECIMAL_PLACES + 1):
@@ -61,7 +63,7 @@ def after_marker(completion: str) -> str | None:
 
 
 def last_boxed(completion: str) -> str | None:
-    r"""What the last `\boxed{...}` with balanced braces holds (the innermost where they nest), or None.
+    r"""The content of the last `\boxed{...}` with balanced braces (the innermost of nested ones), or None.
 
     `\boxed 5` without braces reaches to the next `$` or line end. One pass, linear in the text.
     """
@@ -82,7 +84,7 @@ def last_boxed(completion: str) -> str | None:
 
 @lru_cache(maxsize=4096)
 def to_ascii(char: str) -> str:
-    """What a character means in a number: `-` for every dash, `3` for every three, nothing for invisible marks."""
+    """The ASCII of a character in a number: `-` for every dash, `3` for every three, nothing for invisible marks."""
     if char.isascii():
         return char
     category = unicodedata.category(char)
@@ -162,7 +164,7 @@ _BOLD = re.compile(r"\*\*([^*]+)\*\*|__([^_]+)__")
 
 
 def _plain(text: str) -> str | None:
-    """The text without LaTeX, Markdown and Unicode dressing; None where it holds other LaTeX than that of a number."""
+    """The text without LaTeX, Markdown and Unicode dressing; None if it holds LaTeX that no number has."""
     if not text.isascii():
         text = "".join(map(to_ascii, text))
     if r"\boxed" in text:
@@ -181,7 +183,7 @@ def _plain(text: str) -> str | None:
 
 
 def _unit(match: re.Match[str]) -> str:
-    r"""`\text{...}` as it reads; words that are no scale become `units`, the name for any unit."""
+    r"""The content of `\text{...}`; words other than a scale become `units`, the name for any unit."""
     words = match[1].strip()
     is_unit = len(words) > 1 and words.replace(" ", "").isalpha() and words.lower() not in {"pi", *_SCALES}
     return f" {'units' if is_unit else match[1]} "
@@ -225,28 +227,22 @@ def _magnitude(match: re.Match[str]) -> Fraction | None:
     exponent = match["e"] or match["ten"] or match["power"] or "0"
     if len(exponent) > 4 or abs(int(exponent)) > MAX_EXPONENT:
         return None
-    return _fraction(match["decimal"] or "1") * Fraction(10) ** int(exponent)
+    return decimal(match["decimal"] or "1") * Fraction(10) ** int(exponent)
 
 
 def _ratio(over: str, under: str) -> Fraction | None:
-    divisor = _fraction(under)
-    return _fraction(over) / divisor if divisor else None
-
-
-def _fraction(decimal: str) -> Fraction:
-    whole, _, places = decimal.replace(",", "").replace(" ", "").partition(".")
-    return Fraction(int(f"{whole}{places}"), 10 ** len(places))
+    divisor = decimal(under)
+    return decimal(over) / divisor if divisor else None
 
 
 def _repeating(stem: str, cycle: str) -> Fraction:
     """`0.1` followed by the digits `6` for ever is 0.1 + 6/90."""
-    whole, _, places = stem.partition(".")
-    fixed = Fraction(int(f"{whole}{places}" or "0"), 10 ** len(places))
-    return fixed + Fraction(int(cycle), 10 ** len(places) * (10 ** len(cycle) - 1))
+    places = len(stem.partition(".")[2])
+    return decimal(f"0{stem}") + Fraction(int(cycle), 10**places * (10 ** len(cycle) - 1))
 
 
 def _without_chinese(text: str) -> str:
-    """The text with Chinese numerals in digits, unless it has digits of its own, and Chinese signs in ours."""
+    """The text with ASCII for Chinese signs and, unless it has digits of its own, for Chinese numerals."""
     text = _CHINESE_MINUS.sub("-", text)
     if not re.search(r"\d", text):
         text = _CHINESE_POINT.sub(".", _CHINESE.sub(_chinese, text))
@@ -255,18 +251,22 @@ def _without_chinese(text: str) -> str:
 
 
 def _chinese(match: re.Match[str]) -> str:
-    """A run of Chinese numerals in digits, whether they are written place by place or with units."""
+    """A run of Chinese numerals in digits, written place by place or with units."""
     numerals = match[0]
     if all(char in _CHINESE_DIGITS for char in numerals):
         return "".join(str(_CHINESE_DIGITS[char]) for char in numerals)
-    total = section = digit = 0
+    total = 0
+    section = 0
+    digit = 0
     for char in numerals:
         if char in _CHINESE_DIGITS:
             digit = _CHINESE_DIGITS[char]
         elif char in _CHINESE_UNITS:
-            section, digit = section + (digit or 1) * _CHINESE_UNITS[char], 0
-        elif _CHINESE_GROUPS[char] == 10**8:
-            total, section, digit = (total + section + digit) * 10**8, 0, 0
+            section += (digit or 1) * _CHINESE_UNITS[char]
+            digit = 0
         else:
-            total, section, digit = total + (section + digit) * 10**4, 0, 0
+            is_largest = _CHINESE_GROUPS[char] == 10**8  # it multiplies all before it, the other its section only
+            total = (total + section + digit) * 10**8 if is_largest else total + (section + digit) * 10**4
+            section = 0
+            digit = 0
     return str(total + section + digit)

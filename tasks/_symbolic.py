@@ -1,17 +1,12 @@
 """Computer algebra in a child process that can be killed: whether two LaTeX expressions are equal.
 
 math-verify (github.com/huggingface/Math-Verify) compares with sympy, which can spend all time and memory on text such
-as `9^{9^9}`. So a question has limits of wall-clock and of processor time, which the kernel enforces in the child, and
-the child one of memory; the parent kills it too if it does not answer, and starts another for the next question. A
-comparison that was stopped is `unparsable`, and an answer that twice could not be read within the limits is not tried
-again (once may be a busy machine).
+as `9^{9^9}`. So the kernel limits the child's memory, and the wall-clock and processor time of a question. The parent
+also kills a child that does not answer, and starts another for the next question. A stopped comparison is `unparsable`.
+An answer that could not be read in time twice is not tried again (once may be a busy machine).
 
-The child is a fresh interpreter (it has nothing of the parent's threads or devices), started when first needed. It ends
-when its input closes or its parent is gone, and it computes no longer than its limits. A process has one, or as many as
-`set_num_children` allows it for threads that ask at the same time. POSIX only.
-
-Departures from math-verify: variables that differ in case differ, `i` is the imaginary unit, tuples and matrices are
-compared entry by entry, a tuple may state a column vector, and chains of inequalities may be read from either end.
+The first question starts the child, a fresh interpreter without the parent's threads and devices (`tasks._child`). A
+process has one child, or up to `set_num_children` for threads that ask at the same time. POSIX only.
 """
 
 from __future__ import annotations
@@ -25,25 +20,19 @@ import subprocess
 import sys
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable
-from functools import cache, lru_cache
-from typing import Any, Literal
+from functools import cache
+from typing import Any
 
-Verdict = Literal["equal", "different", "unparsable"]
+from tasks import _child
+from tasks._child import Verdict
 
 START_SECONDS = 120.0  # importing sympy on a busy machine
 CACHED_VERDICTS = 16_384
 CACHED_UNREAD = 4096
 MAX_TRIES = 2  # of reading an answer
 QUESTIONS_PER_CHILD = 10_000  # then a fresh one: sympy's and antlr's caches only grow
-GRACE_SECONDS = 1.0  # what the parent waits beyond the child's own limit
+GRACE_SECONDS = 1.0  # the parent waits so much longer than the child's own limit
 
-_READY, _FIRST, _SECOND, _COMPARE = b"R", b"1", b"2", b"C"  # what the child says it is doing
-_ANSWERS: dict[bytes, Verdict] = {b"=": "equal", b"!": "different", b"?": "unparsable"}
-_WARM_UP = (
-    r"[\frac{1}{2},\sqrt{3}) \cup (4x,5\pi)",
-    r"\begin{pmatrix} y=1 \\ 2^3 \end{pmatrix}",
-)  # the first is the slowest
 _log = logging.getLogger(__name__)
 
 
@@ -55,12 +44,12 @@ def checker() -> Checker:
 
 @cache
 def library() -> Checker:
-    """What math-verify alone makes of a completion; see `tasks._library`."""
+    """The checker that asks math-verify alone (`tasks._library`)."""
     return Checker(library=True)
 
 
 def set_num_children(num_children: int) -> None:
-    """Let each checker work on so many questions at once. It is of use to as many threads that compare."""
+    """Let each checker work on so many questions at once, for as many threads that compare."""
     if num_children < 1:
         raise ValueError(f"num_children must be at least 1, got {num_children}")
     checker().set_num_children(num_children)
@@ -68,12 +57,12 @@ def set_num_children(num_children: int) -> None:
 
 
 class Checker:
-    """Answers questions from any thread, `num_children` at once; a process that was forked off gets its own children.
+    """Answers questions from any thread, `num_children` at once; a forked process starts children of its own.
 
-    wall_seconds, cpu_seconds  limits of each of the three stages of a question: read the one, read the other, compare
+    wall_seconds, cpu_seconds  limits of each stage of a question: read the first, read the second, compare
     memory_bytes               address space of a child
-    library                    ask math-verify as it is about (gold, completion), instead of our own comparison
-    counts                     verdicts given, those from the cache included
+    library                    ask math-verify alone about (gold, completion), instead of our own comparison
+    counts                     verdicts given, also from the cache
     """
 
     def __init__(
@@ -97,7 +86,7 @@ class Checker:
     def compare(self, first: str, second: str) -> Verdict:
         """Whether two LaTeX expressions are equal in both directions of math-verify's one-sided comparison.
 
-        Of the library: whether the second text, a completion, states the first, the gold answer.
+        With `library`: whether the second text, a completion, states the first, the gold answer.
         """
         pair = (first, second) if first <= second or self.library else (second, first)
         with self._turn:
@@ -133,8 +122,9 @@ class Checker:
         return self._verdicts.get(pair)
 
     def _ask(self, pair: tuple[str, str]) -> Verdict:
-        """The verdict of an idle child or a new one, for a thread that has its turn; gives the turn on."""
-        child, verdict, stage = None, None, b""
+        """The verdict of an idle child or a new one. The thread has its turn, and then passes it on."""
+        child = verdict = None
+        stage = b""
         try:
             child = self._take_child()
             verdict, stage = child.ask(pair)
@@ -168,14 +158,14 @@ class Checker:
 
     def _note(self, pair: tuple[str, str], verdict: Verdict | None, stage: bytes) -> None:
         if verdict is None:
-            if stage in (_FIRST, _SECOND):
-                text = pair[stage == _SECOND]
+            if stage in (_child.FIRST, _child.SECOND):
+                text = pair[0] if stage == _child.FIRST else pair[1]
                 _remember(self._unread, text, self._unread.get(text, 0) + 1, CACHED_UNREAD)
             _log.warning("not compared within %s s and %d bytes: %.60r, %.60r", self.limits[0], self.limits[2], *pair)
         _remember(self._verdicts, pair, verdict or "unparsable", CACHED_VERDICTS)
 
     def _forget_children(self) -> None:
-        """Start without children. After a fork they are the other process's: leave them alone."""
+        """Start without children: after a fork they belong to the other process."""
         self._turn = threading.Condition()  # guards everything here
         self._num_busy = 0  # questions that have their turn
         self._busy: list[_Child] = []
@@ -189,40 +179,40 @@ def _remember(store: OrderedDict[Any, Any], key: Any, value: Any, limit: int) ->
 
 
 class _Child:
-    """A running child process, past its start. RuntimeError if it cannot be started: no verdict would be true then."""
+    """A child process that has started. RuntimeError if it cannot start: no verdict would be true then."""
 
     def __init__(self, limits: tuple[float, float, int], library: bool = False):
         self.num_questions = 0
         self._wall_seconds = limits[0]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tasks._symbolic", *map(str, limits), "library" if library else "own"],
+            [sys.executable, "-P", "-m", _child.__name__, *map(str, limits), "library" if library else "own"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
             bufsize=0,
         )
-        if self._read(START_SECONDS) != _READY:
+        if self._read(START_SECONDS) != _child.READY:
             self.end()
-            raise RuntimeError("the process that compares answers (python -m tasks._symbolic) does not start")
+            raise RuntimeError(f"the process that compares answers (python -m {_child.__name__}) does not start")
 
     def ask(self, pair: tuple[str, str]) -> tuple[Verdict | None, bytes]:
-        """The verdict, None if the child came to its limits, and the stage that was reached."""
+        """The verdict, None if the child came to its limits, and the last stage that it began."""
         assert self._process.stdin is not None
         self.num_questions += 1
         stage = b""
         try:
             self._process.stdin.write(json.dumps(pair).encode() + b"\n")
-        except BrokenPipeError:  # it was killed while idle
+        except BrokenPipeError:  # something killed it while it was idle
             return None, stage
         while said := self._read(self._wall_seconds + GRACE_SECONDS):
-            if said in _ANSWERS:
-                return _ANSWERS[said], stage
+            if said in _child.ANSWERS:
+                return _child.ANSWERS[said], stage
             stage = said
         return None, stage
 
     def kill(self) -> None:
-        """Make it answer no more; whoever waits for its answer then ends it."""
+        """Stop it from answering; the thread that waits for the answer then ends it."""
         self._process.kill()
 
     def end(self) -> None:
@@ -239,190 +229,3 @@ class _Child:
         poll = select.poll()
         poll.register(descriptor, select.POLLIN | select.POLLHUP)
         return os.read(descriptor, 1) if poll.poll(seconds * 1000) else b""
-
-
-def _serve(wall_seconds: float, cpu_seconds: float, memory_bytes: int, comparison: str) -> None:
-    """What the child does: answer one question per line until the parent is gone."""
-    import resource
-    import signal
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
-    parent = os.getppid()
-    compare = _load_library() if comparison == "library" else _load_math_verify()
-    compare(*_WARM_UP, lambda stage: None)
-    answers = os.dup(1)
-    silence = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silence, 1)
-    os.write(answers, _READY)
-    os.dup2(silence, 2)  # parsers print about hostile text
-    for limit, value in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
-        resource.setrlimit(limit, (value, value))
-
-    def begin(stage: bytes) -> None:
-        os.write(answers, stage)
-        signal.setitimer(signal.ITIMER_REAL, wall_seconds)  # the default action of both signals ends the process
-        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-
-    while (line := _next_line(parent)) is not None:
-        first, second = json.loads(line)
-        verdict = compare(first, second, begin)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        os.write(answers, next(said for said, meaning in _ANSWERS.items() if meaning == verdict))
-
-
-def _next_line(parent: int) -> str | None:
-    while not select.select([0], [], [], 5.0)[0]:
-        if os.getppid() != parent:
-            return None
-    return sys.stdin.readline() or None
-
-
-def _load_library() -> Callable[[str, str, Callable[[bytes], None]], Verdict]:
-    import math_verify
-    from math_verify import parser
-
-    def refuse(text: str) -> None:
-        raise ValueError("plain expressions are not read: the library evaluates their text as Python")
-
-    logging.disable(logging.CRITICAL)
-    parser.parse_expr_cached = refuse  # pyright: ignore[reportAttributeAccessIssue]
-
-    def compare(gold: str, completion: str, begin: Callable[[bytes], None]) -> Verdict:
-        try:
-            begin(_FIRST)
-            expected = math_verify.parse(rf"\boxed{{{gold}}}", parsing_timeout=0)
-            begin(_SECOND)
-            found = math_verify.parse(completion, parsing_timeout=0)
-            begin(_COMPARE)
-            is_right = bool(found) and math_verify.verify(expected, found, timeout_seconds=None)
-        except MemoryError:
-            os._exit(1)
-        except Exception:
-            return "unparsable"
-        return "equal" if is_right else "different" if found else "unparsable"
-
-    return compare
-
-
-def _load_math_verify() -> Callable[[str, str, Callable[[bytes], None]], Verdict]:
-    import math_verify
-    from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
-    from latex2sympy2_extended.latex2sympy2 import ConversionConfig
-    from latex2sympy2_extended.logic import And
-    from math_verify.parser import get_last_eq
-    from sympy import (
-        Basic,
-        Eq,
-        Expr,
-        I,
-        ImmutableMatrix,
-        Interval,
-        MatrixBase,
-        Symbol,
-        Tuple,
-        default_sort_key,
-        evaluate,
-        simplify,
-    )
-    from sympy.core.relational import Relational
-    from sympy.logic.boolalg import BooleanAtom
-    from sympy.matrices.expressions import MatrixExpr
-
-    logging.disable(logging.CRITICAL)
-    # No units: that rule takes the `t` off `10t`.
-    rewrites = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
-    as_written = ConversionConfig(lowercase_symbols=False)
-    small_i, capital_i = Symbol("i", real=True), Symbol("I", real=True)  # the parser takes the capital for the unit
-
-    def parse(text: str) -> Any:
-        # Not math_verify.parse: it ignores case.
-        return latex2sympy(text, is_real=True, normalization_config=None, conversion_config=as_written)
-
-    @lru_cache(maxsize=4096)
-    def read(text: str) -> Basic | MatrixBase:
-        text = normalize_latex(text, rewrites)
-        try:
-            parsed = parse(text)
-        except Exception:
-            parsed = parse(get_last_eq(text))
-        if not isinstance(parsed, Basic | MatrixBase):
-            raise ValueError("not an expression")
-        if parsed.has(I):
-            parsed = renamed(parsed, {I: capital_i})
-        if parsed.has(small_i):
-            parsed = Tuple(parsed.start, parsed.end) if isinstance(parsed, Interval) else parsed
-            parsed = renamed(parsed, complex_variables(parsed) | {small_i: I})
-        if isinstance(parsed, MatrixBase | MatrixExpr):
-            parsed = ImmutableMatrix(parsed.doit())
-        chain = [part.canonical for part in parsed.args if isinstance(part, Relational) and not isinstance(part, Eq)]
-        if isinstance(parsed, And) and len(chain) == len(parsed.args):
-            parsed = And(*sorted(chain, key=default_sort_key))
-        if isinstance(parsed, BooleanAtom):
-            raise ValueError("not an answer")  # else all that is false would be equal
-        if isinstance(parsed, Expr) and not parsed.free_symbols:
-            parsed.doit().evalf(15)  # a value beyond the limits must show here, not in every comparison
-        return parsed
-
-    def complex_variables(value: Any) -> dict[Any, Any]:
-        return {symbol: Symbol(symbol.name) for symbol in value.free_symbols}
-
-    def renamed(value: Any, names: dict[Any, Any]) -> Any:
-        with evaluate(False):  # else `x=i` for a real x would be False
-            return value.xreplace(names)
-
-    def verify(gold: Basic | MatrixBase, target: Basic | MatrixBase) -> bool:
-        return math_verify.verify(gold, target, allow_set_relation_comp=True, timeout_seconds=None)
-
-    def entries(value: Any, other: Any) -> tuple[tuple[Any, ...], list[Any]] | None:
-        """The shape and the values that are compared one by one; a tuple is a column if `other` is one."""
-        is_column = isinstance(other, MatrixBase) and other.cols == 1 < other.rows
-        if isinstance(value, Interval) and not (is_column and value.is_open):  # the parser takes `(1,2)` for one
-            return ("interval", value.left_open, value.right_open), [value.start, value.end]
-        if isinstance(value, MatrixBase):
-            return ("matrix", *value.shape), list(value.flat())
-        if not isinstance(value, Interval | Tuple):
-            return None
-        values = [value.start, value.end] if isinstance(value, Interval) else list(value)
-        return ("matrix", len(values), 1) if is_column else ("tuple", len(values)), values
-
-    def equal(first: Any, second: Any) -> bool:
-        parts, others = entries(first, second), entries(second, first)
-        if parts and others and parts[0] == others[0]:
-            return all(map(equal, parts[1], others[1]))
-        if isinstance(first, Expr) and isinstance(second, Expr) and (first.is_Symbol or second.is_Symbol):
-            return bool(simplify(first - second) == 0)  # math-verify joins letters to words, without case
-        return verify(first, second) and verify(second, first) and same_size(first, second)
-
-    def same_size(first: Any, second: Any) -> bool:
-        """math-verify takes a difference below 1e-15 for zero, even between `2^{-98}` and `2^{-99}`."""
-        if not isinstance(first, Expr) or not isinstance(second, Expr) or first.free_symbols or second.free_symbols:
-            return True
-        if first == second:
-            return True  # infinity, for one
-        first, second = first.doit(), second.doit()
-        if first.is_Rational and second.is_Rational:
-            return first == second
-        return bool(abs((first - second).evalf(20)) <= 1e-12 * abs(first.evalf(20)))
-
-    def compare(first: str, second: str, begin: Callable[[bytes], None]) -> Verdict:
-        try:
-            begin(_FIRST)
-            one = read(first)
-            begin(_SECOND)
-            other = read(second)
-            begin(_COMPARE)
-            if one.has(I) or other.has(I):
-                one, other = (renamed(value, complex_variables(value)) for value in (one, other))
-            is_equal = equal(one, other)
-        except MemoryError:
-            os._exit(1)  # as if killed: what is left of the memory is not enough for the next question
-        except Exception:  # the parser and sympy raise anything on text that is no mathematics
-            return "unparsable"
-        return "equal" if is_equal else "different"
-
-    return compare
-
-
-if __name__ == "__main__":
-    _serve(float(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -1,33 +1,33 @@
 """Chains of additions and subtractions that are made on the spot: a task that needs no data and no download.
 
 A prompt is `4+4+5+5-6=`, its worked solution `4+4=8;8+5=13;13+5=18;18-6=12#### 12` (or, by `answer_format`, with the
-answer in a box or in tags); the running total is never negative. No problem occurs twice and every number of operands
-is as frequent as any other, as long as there are problems left: of short chains few exist, so they are a smaller share.
-The hash of a problem decides its split.
+answer in a box or in tags); the running total is never negative. No problem occurs twice. Every number of operands is
+equally frequent while problems of it are left; few short chains exist, so they are a smaller share. The hash of a
+problem decides its split.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from harness.interfaces import Task
 from harness.types import Demonstration, Prompt, Split
-from tasks import _data, _formats, _library, _numbers, _symbolic
+from tasks import _data, _formats
+from tasks._answers import AnswerTask
 from tasks._formats import AnswerFormat
 
 # Cumulative shares of the distinct problems, by hash; `demonstrations` are the cold start's.
 _SHARES = (("demonstrations", 0.60), ("train", 0.85), ("validation", 0.90), ("test", 1.0))
-_TRIES = 200  # draws of one length without a new problem: there are hardly any left
+_TRIES = 200  # draws of one length; if none is new, hardly any problem is left
 _SLACK = 4  # tokens beyond the longest correct solution
 
 
-class Arithmetic(Task):
+class Arithmetic(AnswerTask):
     """Difficulty is the number of operands and their size; the other fields cap the size of each split."""
 
     name: Literal["arithmetic"] = "arithmetic"
@@ -67,31 +67,6 @@ class Arithmetic(Task):
             Demonstration(p.text, _solution(p.operands, p.totals, self.answer_format))
             for p in self._problems("demonstrations")
         ]
-
-    def extract(self, completion: str) -> str | None:
-        """The number at the marker of the configured format, or else at that of another."""
-        return _formats.first_readable(_formats.stated(completion, self.answer_format), _numbers.canonical)
-
-    def extract_lenient(self, completion: str) -> str | None:
-        answer = self.extract(completion)
-        if answer is None:
-            answer = _formats.first_readable(_formats.last_resort(completion), _numbers.canonical)
-        return answer
-
-    def format_score(self, completion: str) -> float:
-        return _formats.score(completion, self.answer_format)
-
-    def use_processes(self, count: int) -> None:
-        _symbolic.set_num_children(count)
-
-    def peer_graders(self) -> Mapping[str, Callable[[str, str], tuple[str | None, bool]]]:
-        return {"math_verify": _library.math_verify}
-
-    def reasoning(self, completion: str) -> str:
-        return _formats.reasoning(completion, self.answer_format)
-
-    def equivalent(self, answer: str, other: str) -> bool:
-        return _numbers.equal(answer, other)
 
     def _problems(self, part: str) -> Sequence[_Problem]:
         problems = _build(self)[part]  # pyright: ignore[reportArgumentType]
@@ -138,9 +113,9 @@ def _build(task: Arithmetic) -> dict[str, tuple[_Problem, ...]]:
 
 
 def _distinct(task: Arithmetic) -> Iterator[_Problem]:
-    """Problems that differ, until a length has hardly any left, then of the other lengths, until there are none.
+    """Distinct problems; a length that has hardly any left drops out, until no length is left.
 
-    Only `Random.random` is used: its sequence is the same in every version of Python.
+    The only source of chance is `Random.random`, whose sequence is the same in every version of Python.
     """
     uniform = random.Random(0).random
     lengths = list(range(task.min_operands, task.max_operands + 1))

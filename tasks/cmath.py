@@ -1,7 +1,7 @@
 r"""CMATH (Wei et al. 2023, arXiv:2306.16636): word problems of Chinese elementary schools, grades 1 to 6.
 
 A row has `question`, `golden` (the number) and `grade`. There is no training split: the development part
-(`validation` on the Hub, also `dev` in a folder) is the training source, from which validation is carved as elsewhere.
+(`validation` on the Hub, also `dev` in a folder) is the training source, and validation is carved from it as elsewhere.
 Rows have no worked solutions, so there are neither demonstrations nor worked examples.
 """
 

@@ -1,7 +1,7 @@
 r"""GSM8K (Cobbe et al. 2021, arXiv:2110.14168): grade-school word problems with a number as the answer.
 
-A row has `question` and `answer`, the latter a worked rationale that ends in `#### 72`. Answers are compared as exact
-rationals, however they are written; see `tasks._numbers`.
+A row has `question` and `answer`, a worked rationale that ends in `#### 72`. Answers are compared as exact rationals,
+however they are written (`tasks._numbers`).
 """
 
 from __future__ import annotations

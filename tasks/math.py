@@ -1,8 +1,7 @@
 r"""MATH (Hendrycks et al. 2021, arXiv:2103.03874): competition problems with a LaTeX answer.
 
-A row has `problem` and either `solution`, a worked one with the answer in `\boxed{...}`, or `answer`, or both. A source
-with a test split alone serves evaluation; so does `test_path` beside another `path`. `math500` is this task with
-MATH-500 as its test split.
+`tasks._math` describes the rows. A source with a test split alone serves evaluation; so does `test_path` beside another
+`path`. `math500` is this task with MATH-500 as its test split.
 """
 
 from __future__ import annotations

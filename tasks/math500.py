@@ -1,8 +1,8 @@
 """MATH-500 (Lightman et al. 2023, arXiv:2305.20050): 500 test problems of MATH, with MATH's training problems.
 
-The test split is `path` (or `test_path`), which needs no other split; training, validation and worked examples come
-from `train_path`, which an evaluation without them never touches. Departure: the paper trains on the 4,500 other test
-problems too, here they are left alone.
+The test split is `path` (or `test_path`), which needs no other split. Training, validation and worked examples come
+from `train_path`; an evaluation without them never touches it. Departure: the paper also trains on the 4,500 other test
+problems of MATH, and this task does not.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from tasks._data import SourceSplit
 from tasks._math import MathTask
+from tasks._rows import SourceSplit
 
 
 class Math500(MathTask):

@@ -1,8 +1,7 @@
 """SVAMP (Patel et al. 2021, arXiv:2103.07191): short word problems that vary one another, with a number as the answer.
 
 A row has `Body` and `Question` (or `question_concat`), `Answer`, `Equation` such as `( 8.0 - 2.0 )`, and `Type`. The
-worked solution is the equation, one operation a line (`8 - 2 = 6`); a row whose equation cannot be read, or does not
-give the answer, has none.
+worked solution is the equation, one operation a line (`8 - 2 = 6`), if it can be read and gives the answer.
 """
 
 from __future__ import annotations
@@ -13,8 +12,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from tasks import _formats, _numbers
+from harness import rationals
+from tasks import _formats
 from tasks._data import BadRow, DatasetTask, Problem, Row, text_field
+from tasks._numbers import spell
 
 MAX_EQUATION_CHARS = 200
 
@@ -35,52 +36,23 @@ class SVAMP(DatasetTask):
         if gold is None:
             raise BadRow(f"field 'Answer' must be a number, got {stated[:40]!r}")
         steps, value = _worked(str(row.get("Equation") or ""))
-        is_right = value is not None and _numbers.spell(value) == gold
+        is_right = value is not None and spell(value) == gold
         solution = _formats.write(self.answer_format, "\n".join(steps), gold) if steps and is_right else None
         kind = " ".join(str(row.get("Type") or "").lower().split())
         return Problem(question, gold, solution, (("type", kind),) if kind else ())
 
 
 def _worked(equation: str) -> tuple[list[str], Fraction | None]:
-    """The operations of an equation in the order of their evaluation, and its value; None where it is none.
-
-    Operator precedence by two stacks (Dijkstra's shunting yard), in exact arithmetic.
-    """
+    """The operations of an equation in the order of their evaluation, and its value; no value if it is no equation."""
     tokens = _TOKEN.findall(equation)
     if len(equation) > MAX_EQUATION_CHARS or "".join(tokens) != "".join(equation.split()):
         return [], None
-    steps: list[str] = []
-    values: list[Fraction] = []
-    waiting: list[str] = []
-    expects_value = True
-    for token in [*tokens, ""]:
-        is_value = token == "(" or token[:1].isdigit()
-        if is_value != expects_value:
-            return [], None
-        if token[:1].isdigit():
-            values.append(Fraction(token))
-        elif token != "(":
-            while waiting and _BINDING[waiting[-1]] >= _BINDING[token]:
-                if not _apply(waiting.pop(), values, steps):
-                    return [], None
-            if token == ")" and (not waiting or waiting.pop() != "("):
-                return [], None
-        if token not in (")", "") and not token[:1].isdigit():
-            waiting.append(token)
-        expects_value = not (token == ")" or token[:1].isdigit())
-    return (steps, values[0]) if len(values) == 1 and not waiting else ([], None)
-
-
-def _apply(operator: str, values: list[Fraction], steps: list[str]) -> bool:
-    """Replace the last two values by the operation's result and note the step; False for a division by zero."""
-    right, left = values.pop(), values.pop()
-    if operator == "/" and not right:
-        return False
-    result = {"+": left + right, "-": left - right, "*": left * right}.get(operator)
-    values.append(left / right if result is None else result)
-    steps.append(f"{_numbers.spell(left)} {operator} {_numbers.spell(right)} = {_numbers.spell(values[-1])}")
-    return True
+    numbers = [rationals.decimal(token) if token[0].isdigit() else token for token in tokens]
+    evaluated = rationals.evaluate(numbers, max_depth=MAX_EQUATION_CHARS, signed=False)
+    if evaluated is None:
+        return [], None
+    value, steps = evaluated
+    return [f"{spell(left)} {symbol} {spell(right)} = {spell(result)}" for left, symbol, right, result in steps], value
 
 
 _TOKEN = re.compile(r"\d+(?:\.\d+)?|[-+*/()]")
-_BINDING = {"*": 2, "/": 2, "+": 1, "-": 1, ")": 0, "": 0, "(": -1}

@@ -24,7 +24,7 @@ TEXT = (".py", ".yaml", ".toml", ".md", ".html", ".jinja", ".j2", ".css", ".js",
 MAY_IMPORT = {
     "harness": (),
     "algorithms": ("harness.types", "harness.interfaces", "harness.tensors"),
-    "tasks": ("harness.types", "harness.interfaces"),
+    "tasks": ("harness.types", "harness.interfaces", "harness.rationals"),
     "studies": (),
     "reports": ("harness.types",),
 }

@@ -1,12 +1,12 @@
-"""Which calculations a text writes down, where each ends, and whether it holds: exact rationals, no `eval`.
+"""The calculations that a text writes down: where each ends, and whether it holds, in exact rationals.
 
 A calculation is an expression with at least one operator, `=`, and a number: `48/2=24`, `<<0.2*50=10>>`, `(1+2) x 3 =
-9`, `$5 * 4 = $20`. In a chain `2+3=5*2=10` each `=` closes a calculation whose left side is what stands between it and
-the `=` before. Numbers may have thousands separators and decimals, a currency sign before and a percent sign (one
-hundredth) behind. A result holds if it is exact, or if it has decimals and is the exact value rounded to them.
+9`, `$5 * 4 = $20`. In a chain `2+3=5*2=10` each `=` closes a calculation, which begins after the `=` before it. Numbers
+may have thousands separators and decimals, a currency sign before and a percent sign (one hundredth) behind. A result
+holds if it is exact, or if it has decimals and is the exact value rounded to them.
 
-The text is cut into runs of such characters in one pass; a run longer than MAX_CHARS is not read. Within a run each
-side is parsed by recursive descent with a bounded depth, so that time is linear in the text.
+One pass cuts the text into runs of such characters and skips a run longer than MAX_CHARS. Brackets nest to a bounded
+depth (`harness.rationals`), so that time is linear in the text.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from collections.abc import Iterator
 from fractions import Fraction
 from functools import lru_cache
 
+from harness.rationals import Token, decimal, evaluate
+
 MAX_CHARS = 400  # of one run of calculations
 MAX_DIGITS = 30  # of one number
 MAX_DEPTH = 10  # of nested brackets
-MAX_CALCULATIONS = 200  # per completion; what follows is not checked
+MAX_CALCULATIONS = 200  # per completion; later ones are not checked
 
 _OPERATORS = {"+": "+", "-": "-", "*": "*", "/": "/", "x": "*", "X": "*", "\u00d7": "*", "\u00f7": "/", "\u2212": "-",
               "\u00b7": "*"}  # fmt: skip
@@ -33,7 +35,7 @@ _RESULT = re.compile(rf"\s*(?P<sign>[-\u2212]?)\s*{_QUANTITY}")
 
 @lru_cache(maxsize=1024)
 def calculations(text: str) -> tuple[tuple[int, bool], ...]:
-    """(position just after the calculation, whether it holds) for each calculation in the text, in order."""
+    """(position just after it, whether it holds) for each calculation in the text, in order."""
     found: list[tuple[int, bool]] = []
     for run in _RUN.finditer(text):
         if "=" not in run[0] or run.end() - run.start() > MAX_CHARS:
@@ -62,7 +64,7 @@ def _in_run(run: str, continues: bool) -> Iterator[tuple[int, bool]]:
 
 
 def _holds(value: Fraction, result: re.Match[str]) -> bool:
-    stated = _number(result["number"], result["percent"]) * (-1 if result["sign"] else 1)
+    stated = _quantity(result) * (-1 if result["sign"] else 1)
     if value == stated:
         return True
     places = len(result["number"].partition(".")[2]) + (2 if result["percent"] else 0)
@@ -72,14 +74,15 @@ def _holds(value: Fraction, result: re.Match[str]) -> bool:
 def _value(side: str) -> Fraction | None:
     """The value of the longest expression with an operator that ends the text, None without one.
 
-    `costs 5. 3 + 4` ends in `3 + 4`: what cannot be part of it is cut off at the front.
+    `costs 5. 3 + 4` ends in `3 + 4`: the front that cannot be part of it is cut off.
     """
-    tokens: list[str | Fraction] = []
+    tokens: list[Token] = []
     position = 0
     while position < len(side):
         match = _TOKEN.match(side, position)
         if match is None:  # a stray point, comma, space or currency sign: the expression begins after it
-            tokens, position = ([] if side[position:].strip() else tokens), position + 1
+            tokens = [] if side[position:].strip() else tokens
+            position += 1
             continue
         if match["symbol"]:
             tokens.append(_OPERATORS.get(match["symbol"], match["symbol"]))
@@ -88,71 +91,14 @@ def _value(side: str) -> Fraction | None:
         else:
             if tokens and isinstance(tokens[-1], Fraction):  # two numbers in a row: a list before the calculation
                 tokens = []
-            tokens.append(_number(match["number"], match["percent"]))
+            tokens.append(_quantity(match))
         position = match.end()
-    return _evaluate(tokens)
-
-
-def _evaluate(tokens: list[str | Fraction]) -> Fraction | None:
     while tokens and (tokens[0] in ("*", "/", ")", "+") or (tokens[0] == "-" and len(tokens) == 2)):
         tokens = tokens[1:]  # a bullet, or the end of something else
     has_operator = any(token in ("+", "-", "*", "/") for token in tokens[1:])
-    if not has_operator:
-        return None
-    parser = _Parser(tokens)
-    try:
-        value = parser.sum(0)
-    except (_NoExpression, ZeroDivisionError):
-        return None
-    return value if parser.position == len(tokens) else None
+    evaluated = evaluate(tokens, max_depth=MAX_DEPTH, signed=True) if has_operator else None
+    return None if evaluated is None else evaluated[0]
 
 
-class _NoExpression(Exception):
-    pass
-
-
-class _Parser:
-    """sum = product (+|- product)*; product = factor (*|/ factor)*; factor = -factor | (sum) | number."""
-
-    def __init__(self, tokens: list[str | Fraction]):
-        self.tokens = tokens
-        self.position = 0
-
-    def next(self) -> str | Fraction | None:
-        return self.tokens[self.position] if self.position < len(self.tokens) else None
-
-    def sum(self, depth: int) -> Fraction:
-        value = self.product(depth)
-        while (sign := self.next()) in ("+", "-"):
-            self.position += 1
-            other = self.product(depth)
-            value = value + other if sign == "+" else value - other
-        return value
-
-    def product(self, depth: int) -> Fraction:
-        value = self.factor(depth)
-        while (sign := self.next()) in ("*", "/"):
-            self.position += 1
-            other = self.factor(depth)
-            value = value * other if sign == "*" else value / other
-        return value
-
-    def factor(self, depth: int) -> Fraction:
-        token = self.next()
-        self.position += 1
-        if isinstance(token, Fraction):
-            return token
-        if depth >= MAX_DEPTH or token not in ("-", "("):
-            raise _NoExpression
-        if token == "-":
-            return -self.factor(depth + 1)
-        value = self.sum(depth + 1)
-        if self.next() != ")":
-            raise _NoExpression
-        self.position += 1
-        return value
-
-
-def _number(digits: str, percent: str | None) -> Fraction:
-    whole, _, places = digits.replace(",", "").partition(".")
-    return Fraction(int(f"{whole}{places}"), 10 ** len(places) * (100 if percent else 1))
+def _quantity(match: re.Match[str]) -> Fraction:
+    return decimal(match["number"]) / (100 if match["percent"] else 1)

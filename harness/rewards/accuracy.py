@@ -15,4 +15,4 @@ class Accuracy(Reward):
 
     def score(self, group: GradedGroup) -> list[float]:
         assert group.correct is not None
-        return [float(correct) for correct in group.correct]
+        return [1.0 if correct else 0.0 for correct in group.correct]

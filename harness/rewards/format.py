@@ -1,7 +1,7 @@
 """How far a completion keeps the answer format that its prompt asks for, as the task measures it.
 
 With `answer_format: think_answer` each of the two tag pairs is worth a half (DeepSeek-R1, arXiv:2501.12948, section
-2.2.2, names a format reward without figures); with `hash` and `boxed` the marker is there or it is not.
+2.2.2, names a format reward without figures); with `hash` and `boxed` the marker is there or not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from harness.types import GradedGroup
 
 
 class Format(Reward):
-    """1 where the answer format is kept, 0.5 for one of its two tag pairs."""
+    """1 for a completion that keeps the answer format, 0.5 for one of its two tag pairs."""
 
     weight: float = Field(default=0.1, description="factor in the sum of all rewards; 0: measured, never rewarded")
 

@@ -8,13 +8,13 @@ the most votes wins, so that the reward does not depend on the order of the comp
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import nan
 
 from pydantic import Field
 
 from harness.interfaces import Reward
+from harness.rewards._votes import share_right, votes, winners
 from harness.types import GradedGroup
 
 
@@ -29,27 +29,21 @@ class MajorityVote(Reward):
         return [self.majority_reward if c in won else self.minority_reward for c in group.classes]
 
     def metrics(self, group: GradedGroup, scores: Sequence[float]) -> Mapping[str, float]:
-        """Whether the voted label is right, how clear the vote was, and what it got wrong.
+        """How right the voted label is, how clear the vote was, and how often it rewards a wrong completion.
 
         `vote/label_accuracy` is the share of winning classes that are correct (NaN without votes), `vote/margin` the
-        votes of the first class minus those of the second, over G; `vote/false_positive_rate` the share of wrong
-        completions that are rewarded as right (NaN where none is wrong).
+        votes of the first class minus those of the second, over G; `vote/false_positive_rate` is the share of wrong
+        completions that are rewarded as right (NaN if none is wrong).
         """
         assert group.correct is not None
         won = winners(group)
-        right = {c for c, correct in zip(group.classes, group.correct, strict=True) if correct}
-        first, second = [*sorted(Counter(c for c in group.classes if c is not None).values(), reverse=True), 0, 0][:2]
-        wrong = [c in won for c, correct in zip(group.classes, group.correct, strict=True) if not correct]
+        counts = votes(group)
+        label_accuracy = share_right(group)
+        first, second = [*sorted(counts.values(), reverse=True), 0, 0][:2]
+        rewarded = [c in won for c, correct in zip(group.classes, group.correct, strict=True) if not correct]
         return {
-            "vote/label_accuracy": len(won & right) / len(won) if won else nan,
+            "vote/label_accuracy": nan if label_accuracy is None else label_accuracy,
             "vote/margin": (first - second) / len(group.classes),
-            "vote/answered": sum(c is not None for c in group.classes) / len(group.classes),
-            "vote/false_positive_rate": sum(wrong) / len(wrong) if wrong else nan,
+            "vote/answered": counts.total() / len(group.classes),
+            "vote/false_positive_rate": rewarded.count(True) / len(rewarded) if rewarded else nan,
         }
-
-
-def winners(group: GradedGroup) -> set[int | None]:
-    """The classes with the most votes; more than one in a tie, none where no completion has an answer."""
-    votes = Counter(c for c in group.classes if c is not None)
-    most = max(votes.values(), default=0)
-    return {c for c, count in votes.items() if count == most}

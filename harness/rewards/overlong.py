@@ -13,11 +13,9 @@ from harness.types import GradedGroup
 
 
 class Overlong(Reward):
-    """0 for a short completion, falling to -1 over the last part of the token limit (DAPO)."""
+    """0 for a short completion, then down to -1 over the last part of the token limit (DAPO)."""
 
-    buffer_fraction: float = Field(
-        default=0.2, gt=0, le=1, description="share of the token limit over which the penalty grows"
-    )
+    buffer_fraction: float = Field(0.2, gt=0, le=1, description="share of the token limit over which the penalty grows")
 
     def score(self, group: GradedGroup) -> list[float]:
         return [

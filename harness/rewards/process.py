@@ -1,8 +1,8 @@
 """Credit for every written calculation that is right: a verifiable stand-in for a process reward model.
 
 DeepSeekMath, Shao et al. 2024 (arXiv:2402.03300, section 4.1.3) scores the steps of a completion and turns the scores
-into per-token advantages. Here a step is a calculation such as `48/2=24`, bare or as `<<48/2=24>>`, and its score says
-whether it holds; see `harness.rewards._calculations`.
+into per-token advantages. Here a step is a calculation such as `48/2=24` or `<<48/2=24>>`, and its score says whether
+it holds (`harness.rewards._calculations`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from harness.types import GradedGroup
 
 
 class Process(StepReward):
-    """One value for a calculation that holds, another for one that does not, each where it ends."""
+    """One value for a calculation that holds and another for one that does not, each at its end."""
 
     right: float = Field(default=1.0, description="for a calculation that holds")
     wrong: float = Field(default=0.0, description="for one that does not")
@@ -34,5 +34,5 @@ class Process(StepReward):
         checked = [holds for text in group.completions for _, holds in calculations(text)]
         return {
             "process/calculations": len(checked) / len(group.completions),
-            "process/right": sum(checked) / len(checked) if checked else nan,
+            "process/right": checked.count(True) / len(checked) if checked else nan,
         }

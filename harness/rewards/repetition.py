@@ -1,7 +1,7 @@
 """A penalty for saying the same again: minus the share of a completion's n-grams that occurred before in it.
 
-The measure of Yeo et al. 2025 (arXiv:2502.03373, section 5.1) on words and symbols, taken over the whole completion
-instead of token by token. A completion shorter than one n-gram repeats nothing.
+This is the measure of Yeo et al. 2025 (arXiv:2502.03373, section 5.1) on words and symbols, over the whole completion
+and not token by token. A completion shorter than one n-gram repeats nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 
 
 class Repetition(Reward):
-    """0 without a repeated n-gram, down to almost -1 where all are the same."""
+    """0 without a repeated n-gram, down to almost -1 if all are the same."""
 
     ngram: int = Field(default=8, ge=1, description="words and symbols in an n-gram")
 
@@ -26,7 +26,7 @@ class Repetition(Reward):
 
 
 def repeated_fraction(text: str, n: int) -> float:
-    """1 - (distinct n-grams) / (n-grams) of the words and symbols of a text; 0 where it has none."""
+    """1 - (distinct n-grams) / (n-grams) of the words and symbols of a text; 0 if it has none."""
     words = _WORD.findall(text)
     grams = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0

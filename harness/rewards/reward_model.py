@@ -1,8 +1,8 @@
 """A learned reward: the scalar head of any sequence classifier, read after the last token of prompt and completion.
 
 RLHF's reward model (Ouyang et al. 2022, arXiv:2203.02155, section 3.5). `cohort reward-model train` fits one on ranked
-rollouts. The model is loaded once per process, frozen, and reads text through its own tokenizer (its chat template
-where it has one), so it need not share the policy's vocabulary.
+rollouts. A process loads the model once, frozen. It reads text through its own tokenizer, with its chat template if it
+has one, so it need not share the policy's vocabulary.
 """
 
 from __future__ import annotations
