@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from harness.interfaces import RolloutEngine, RunLogger, Task
 from harness.policy.device import mixed_precision, resolve_device
+from harness.rewards._votes import share_right
 from harness.spec.run import Evaluation, RunSpec
 from harness.training.grading import grade, sample_rows
 from harness.types import EvaluationResult, GradedGroup, Group, Prompt, Sampling, Split
@@ -113,14 +114,7 @@ def majority_correct(group: GradedGroup) -> float:
 
     Votes are counted over equivalence classes; completions without an answer do not vote.
     """
-    assert group.correct is not None
-    votes = Counter(c for c in group.classes if c is not None)
-    if not votes:
-        return 0.0
-    most = max(votes.values())
-    right = {c for c, correct in zip(group.classes, group.correct, strict=True) if correct}
-    winners = [c for c, count in votes.items() if count == most]
-    return sum(c in right for c in winners) / len(winners)
+    return share_right(group) or 0.0
 
 
 def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:

@@ -153,8 +153,11 @@ def prepare(
 
 
 def run_facts(run: Run) -> dict[str, float]:
-    """Metrics known before the first step: `memory/estimate_bytes`, to be compared with the `memory/peak_bytes` measured
-    (both count the bytes in use before the run); `data/skipped_rows_<split>` where the task left out bad rows."""
+    """Metrics known before the first step.
+
+    `memory/estimate_bytes` compares with the measured `memory/peak_bytes`: both count the bytes in use before the run.
+    `data/skipped_rows_<split>` is there where the task left out bad rows.
+    """
     spec, facts = run.spec, {}
     needed, _ = estimate_run(spec) if spec.steps else (None, None)
     if needed is not None:

@@ -83,8 +83,8 @@ class Drawn:
         )
 
     def with_metrics(self, count: int) -> Drawn:
-        """With counts of dynamic sampling for a step of `count` groups: `sampling/batches`, `sampling/kept_groups` (unequal
-        rewards) and `sampling/filled_groups`, which fill the step."""
+        """With counts of dynamic sampling for a step of `count` groups: `sampling/batches`, `sampling/kept_groups`
+        (unequal rewards) and `sampling/filled_groups`, which fill the step."""
         kept = min(self.num_kept, count)
         counts = {"batches": self.num_batches, "kept_groups": kept, "filled_groups": count - kept}
         return replace(self, metrics={f"sampling/{name}": float(value) for name, value in counts.items()})
