@@ -40,7 +40,10 @@ class Watch:
     on_stop: Callable[[], None] = lambda: None
 
 
-def train_once(spec: RunSpec, runs: Path, name: str, watch: Watch = Watch()) -> RunResult:
+UNWATCHED = Watch()
+
+
+def train_once(spec: RunSpec, runs: Path, name: str, watch: Watch = UNWATCHED) -> RunResult:
     """Train in `runs/train/name`, or continue there, or return the result of a run that has ended there.
 
     ValueError, before any model loads, for what cannot run and for a folder with another run.
@@ -109,7 +112,7 @@ def run_logged(
     parent_run_id: str | None = None,
     tags: Mapping[str, str] | None = None,
 ) -> RunResult:
-    """What `execute`, called like `harness.training.loop.train`, makes of the run, logged and watched while it lasts."""
+    """What `execute`, called like `harness.training.loop.train`, makes of the run; it is logged and watched."""
     with RunLog.open(
         runs, directory, spec, experiment="train", run_name=name, parent_run_id=parent_run_id, tags=tags or {}
     ) as log:
