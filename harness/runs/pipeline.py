@@ -61,10 +61,8 @@ def train_pipeline(
     directory = runs / "train" / name
     with own_folder(directory, stages[0].spec):
         _check_unchanged(directory, stages)
-        opened = RunLog.open(
-            runs, directory, stages[0].spec, experiment="train", run_name=name, parent_run_id=None,
-            tags={"cohort.pipeline": name},
-        )  # fmt: skip
+        tags = {"cohort.pipeline": name}
+        opened = RunLog.open(runs, directory, stages[0].spec, experiment="train", run_name=name, tags=tags)
         with opened as log, stop_on_signals(watch.on_stop) as should_stop:
             log.resume(-1)
             parent, model, results = _parent_run(log), stages[0].spec.model, []
