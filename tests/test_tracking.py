@@ -263,10 +263,14 @@ def test_a_run_that_does_not_finish_counts_as_stopped(runs: Path):
 
 
 def test_progress_says_what_a_watcher_needs(runs: Path):
-    with open_log(runs) as log:
+    told: list[dict[str, object]] = []
+    with open_log(runs, on_progress=lambda progress: told.append(dict(progress))) as log:
         log.metrics(3, {COLUMN: 0.5, "throughput/tokens_per_second": 900.0, "seconds/total": 12.0})
         log.progress("test", 4, 4)
         shown = read_progress(log.directory)
+    assert [(progress["phase"], progress["done"], progress["accuracy"]) for progress in told] == [
+        ("", 0, 0.5), ("test", 4, 0.5)
+    ]  # fmt: skip
     assert {key: shown[key] for key in ("phase", "done", "total", "step", "accuracy")} == {
         "phase": "test", "done": 4, "total": 4, "step": 3, "accuracy": 0.5
     }  # fmt: skip
@@ -551,7 +555,7 @@ def test_the_ui_serves_an_empty_store_and_leaves_the_port_free(runs: Path):
 
 
 def test_a_report_can_be_read_without_loading_mlflow_or_torch_first():
-    code = "import sys, harness.tracking; print({'mlflow', 'torch', 'pandas', 'optuna'} & set(sys.modules))"
+    code = "import sys, harness.tracking.run_log; print({'mlflow', 'torch', 'pandas', 'optuna'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 

@@ -10,47 +10,33 @@ is not run again; reinforcement learning continues from its checkpoint, a fine-t
 """
 
 from __future__ import annotations
-import dataclasses
+
 import json
-import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+
 import numpy as np
-import torch
-from pydantic import Field, ValidationError
-from transformers import PreTrainedTokenizerBase
-from harness import plugins
-from harness.files import read_json, write_json, write_text
-from harness.preflight import check_inputs
-from harness.runs.single import own_folder, run_logged
-from harness.training.cold_start import fit_demonstrations, start_policy
-from harness.training.grading import grade
-from harness.interfaces import RolloutEngine, RunLogger
+
+from harness.files import read_json, write_json
 from harness.memory.fit import check_memory
-from harness.policy.device import mixed_precision, resolve_device
-from harness.policy.model import save_model
-from harness.spec.run import ColdStart, RunSpec, parse_run
-from harness.spec.errors import SpecError, explain
-from harness.spec.raw import digest, parse_overrides, read_yaml, with_overrides
-from harness.tracking.run_log import RunLog, read_result
-from harness.training.run import RunResult
-from harness.training.evaluate import logged_evaluation
-from harness.memory.usage import peak_memory
-from harness.training.loop import train
+from harness.preflight import check_inputs
 from harness.runs.rejection import rejection_sampling
-from harness.runs.single import Execute, Watch, ended_result
+from harness.runs.single import UNWATCHED, Execute, Watch, ended_result, own_folder, run_logged
 from harness.runs.stages import Kind, Stage, policy_folder
+from harness.spec.errors import SpecError
 from harness.stop import stop_on_signals
-from harness.types import Demonstration, GradedGroup, Group, InvalidRun, Section, TrialState
-
-
+from harness.tracking.run_log import RunLog
+from harness.training.loop import train
+from harness.training.run import RunResult
+from harness.types import TrialState
 
 PIPELINE = "pipeline.json"
 PARENT_SECONDS = 60.0  # how long the stages wait for the MLflow run that they are children of
+
+
 @dataclass(frozen=True)
 class StageResult:
     """How a stage ended, and where it is."""
@@ -62,7 +48,7 @@ class StageResult:
 
 
 def train_pipeline(
-    stages: Sequence[Stage], runs: Path, name: str, watch: Watch = Watch()
+    stages: Sequence[Stage], runs: Path, name: str, watch: Watch = UNWATCHED
 ) -> tuple[RunResult, list[StageResult]]:
     """Run the stages in `runs/train/name`, or those that are left; the result of all, and that of each that began.
 
@@ -75,10 +61,8 @@ def train_pipeline(
     directory = runs / "train" / name
     with own_folder(directory, stages[0].spec):
         _check_unchanged(directory, stages)
-        opened = RunLog.open(
-            runs, directory, stages[0].spec, experiment="train", run_name=name, parent_run_id=None,
-            tags={"cohort.pipeline": name},
-        )  # fmt: skip
+        tags = {"cohort.pipeline": name}
+        opened = RunLog.open(runs, directory, stages[0].spec, experiment="train", run_name=name, tags=tags)
         with opened as log, stop_on_signals(watch.on_stop) as should_stop:
             log.resume(-1)
             parent, model, results = _parent_run(log), stages[0].spec.model, []
@@ -154,5 +138,3 @@ def _outcome(results: Sequence[StageResult], num_stages: int) -> RunResult:
     summary |= {key: last.summary[key] for key in ("accuracy_final", "test_accuracy") if key in last.summary}
     reason = None if last.reason is None else f"stage '{results[-1].name}': {last.reason}"
     return RunResult(state, reason, summary)
-
-

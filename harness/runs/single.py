@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
@@ -16,11 +17,10 @@ from harness.files import read_json
 from harness.memory.fit import check_memory
 from harness.policy.device import resolve_device
 from harness.preflight import check_inputs
-from harness.runs.watched import WatchedLog
 from harness.spec.errors import SpecError
 from harness.spec.run import RunSpec
 from harness.stop import stop_on_signals
-from harness.study.status import StudyStatus
+from harness.study.status import StudyStatus, TrialStatus
 from harness.tracking.run_log import RunLog, read_result
 from harness.training.cold_start import start_policy
 from harness.training.evaluate import evaluate_run, evaluation_metrics
@@ -40,7 +40,10 @@ class Watch:
     on_stop: Callable[[], None] = lambda: None
 
 
-def train_once(spec: RunSpec, runs: Path, name: str, watch: Watch = Watch()) -> RunResult:
+UNWATCHED = Watch()
+
+
+def train_once(spec: RunSpec, runs: Path, name: str, watch: Watch = UNWATCHED) -> RunResult:
     """Train in `runs/train/name`, or continue there, or return the result of a run that has ended there.
 
     ValueError, before any model loads, for what cannot run and for a folder with another run.
@@ -64,7 +67,7 @@ def evaluate_once(
     directory = runs / "evaluate" / name
     with (
         own_folder(directory, spec),
-        RunLog.open(runs, directory, spec, experiment="evaluate", run_name=name, parent_run_id=None, tags={}) as log,
+        RunLog.open(runs, directory, spec, experiment="evaluate", run_name=name) as log,
     ):
         log.resume(-1)
         result = _evaluate(spec, split, runs, on_progress)
@@ -107,16 +110,44 @@ def run_logged(
     watch: Watch,
     *,
     parent_run_id: str | None = None,
-    tags: Mapping[str, str] | None = None,
+    tags: Mapping[str, str] = {},
 ) -> RunResult:
-    """What `execute`, called like `harness.training.loop.train`, makes of the run, logged and watched while it lasts."""
+    """What `execute`, called like `harness.training.loop.train`, makes of the run; it is logged and watched."""
+
+    def show(progress: Mapping[str, Any]) -> None:
+        watch.on_status(_status(name, spec.seed, directory, progress))
+
     with RunLog.open(
-        runs, directory, spec, experiment="train", run_name=name, parent_run_id=parent_run_id, tags=tags or {}
+        runs,
+        directory,
+        spec,
+        experiment="train",
+        run_name=name,
+        parent_run_id=parent_run_id,
+        tags=tags,
+        on_progress=show,
     ) as log:
-        watched = WatchedLog(log, name, spec.seed, directory, watch.on_status)
-        result = execute(spec, directory, watched, cache=runs / "cache", should_stop=should_stop)
+        result = execute(spec, directory, log, cache=runs / "cache", should_stop=should_stop)
         log.finish(result.state, result.reason, result.summary)
     return result
+
+
+def _status(name: str, seed: int, directory: Path, progress: Mapping[str, Any]) -> StudyStatus:
+    """A running run as a study of one trial, for what shows studies."""
+    trial = TrialStatus(
+        arm=name,
+        seed=seed,
+        state="running",
+        reason=None,
+        phase=progress["phase"] or "loading",
+        done=progress["done"],
+        total=progress["total"],
+        accuracy=progress.get("accuracy"),
+        tokens_per_second=progress.get("tokens_per_second"),
+        seconds=progress.get("seconds"),
+        directory=directory,
+    )
+    return StudyStatus(name=name, question="", metric="validation/accuracy", trials=(trial,))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self
 
@@ -82,10 +82,14 @@ class RunLog:
         *,
         experiment: str,
         run_name: str,
-        parent_run_id: str | None,
-        tags: Mapping[str, str],
+        parent_run_id: str | None = None,
+        tags: Mapping[str, str] = {},
+        on_progress: Callable[[Mapping[str, Any]], None] = lambda progress: None,
     ) -> Self:
-        """The log of a new run, or of one that continues in the same folder as the same MLflow run."""
+        """The log of a new run, or of one that continues in the same folder as the same MLflow run.
+
+        `on_progress` gets what `read_progress` reads, at every change.
+        """
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "result.json").unlink(missing_ok=True)
         identity = Identity.load(directory)
@@ -96,11 +100,12 @@ class RunLog:
         identity.objective = dict(spec.algorithm.objective)
         identity.synced = False
         identity.save(directory)
-        return cls(directory, Copier(runs, directory, identity))
+        return cls(directory, Copier(runs, directory, identity), on_progress)
 
-    def __init__(self, directory: Path, copier: Copier) -> None:
+    def __init__(self, directory: Path, copier: Copier, on_progress: Callable[[Mapping[str, Any]], None]) -> None:
         self.directory = directory
         self._copier = copier
+        self._on_progress = on_progress
         self._path = directory / EVENTS
         self._file: IO[str] | None = None
         self._latest: dict[str, float] = {}
@@ -142,6 +147,7 @@ class RunLog:
     def progress(self, phase: str, done: int, total: int) -> None:
         self._progress |= {"phase": phase, "done": done, "total": total}
         self._write_progress(now=done >= total)
+        self._on_progress(self._progress)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         numbers = {key: float(value) for key, value in values.items()}
@@ -149,6 +155,7 @@ class RunLog:
         self._latest |= numbers
         self._note_progress(numbers, step)
         self._write_progress()
+        self._on_progress(self._progress)
         self._steps_pending += 1
         evaluation = any(key.startswith(("validation/", "test/")) for key in numbers)
         if evaluation or self._steps_pending >= FLUSH_STEPS:

@@ -1,0 +1,1 @@
+"""What runs one thing: a run, an evaluation, a pipeline of stages."""
