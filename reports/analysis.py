@@ -17,10 +17,10 @@ from numpy.random import Generator
 
 from harness.types import StudyRecord, TrialRecord, TrialState
 from reports import statistics
+from reports.anova import Effect, anova
 from reports.join import JoinedStudy
-from reports.statistics import CrossedVariance, Effect, Floats, Interval, McNemar
+from reports.statistics import ALPHA, CrossedVariance, Floats, Interval, McNemar
 
-ALPHA = 0.05
 POWER = 0.8
 PLANNED_DIFFERENCES = (0.01, 0.02, 0.05, 0.10)
 _FRACTIONS = ("accuracy", "answered", "truncated", "clip_fraction", "zero_variance_groups")
@@ -505,4 +505,4 @@ def _effects(factors: tuple[str, ...], labels: np.ndarray, arms: Mapping[str, Ar
     if len(seeds) < 2:
         return []
     scores = [[arms[label].scores[seed] for seed in seeds] for label in labels.flat]
-    return statistics.anova(np.array(scores).reshape(*labels.shape, len(seeds)), factors)
+    return anova(np.array(scores).reshape(*labels.shape, len(seeds)), factors)
