@@ -452,7 +452,7 @@ def _mcnemar(arm: ArmSummary, baseline: ArmSummary, seeds: Sequence[int]) -> McN
 def _gaps(record: StudyRecord, usable: Mapping[tuple[str, int], TrialRecord]) -> list[Gap]:
     by_pair = {(trial.arm, trial.seed): trial for trial in record.trials}
     pairs = dict.fromkeys([*wanted_pairs(record), *by_pair])
-    searched = {arm["label"]: arm.get("state") for arm in (record.search or {}).get("arms", ())}
+    searched = {arm["label"]: arm["state"] for arm in (record.search or {}).get("arms", ())}
     gaps = []
     for arm, seed in pairs:
         if (arm, seed) in usable:

@@ -268,32 +268,27 @@ def interactions(analysis: Analysis) -> list[Drawing]:
 
 
 def importances(analysis: Analysis) -> list[Drawing]:
-    """What a search's objectives depend on: the share of each parameter, one figure per objective."""
-    found = (analysis.record.search or {}).get("importances") or {}
-    values = found.get("values") or {}
-    if not values:
+    """How much of a search's first objective each parameter explains; none for a search with too few arms."""
+    search = analysis.record.search
+    if search is None or "tuning" in search or not search["importances"]["values"]:
         return []
-    nested = all(isinstance(value, Mapping) for value in values.values())
-    by_objective = values if nested else {_objective(analysis): values}
-    drawings = []
-    for number, (objective, shares) in enumerate(by_objective.items()):
-        ranked = sorted(shares.items(), key=lambda item: -item[1])
-        names = [short_path(str(name)) for name, _ in ranked]
+    found = search["importances"]
+    ranked = sorted(found["values"].items(), key=lambda item: -item[1])
+    names = [short_path(name) for name, _ in ranked]
+    shares = [100 * share for _, share in ranked]
 
-        def draw(figure: Figure, names: list[str] = names, ranked: Any = ranked) -> None:
-            axes = _rows(figure, names)
-            axes.barh(range(len(ranked)), [100 * share for _, share in ranked], height=0.5, color=PALETTE[0])
-            axes.set_xlim(0, None)
-            for row, (_, share) in enumerate(ranked):
-                axes.text(
-                    1.03, row, f"{100 * share:.0f}", transform=axes.get_yaxis_transform(), va="center", weight="bold"
-                )
-            axes.set_xlabel("% of importance")
+    def draw(figure: Figure) -> None:
+        axes = _rows(figure, names)
+        axes.barh(range(len(shares)), shares, height=0.5, color=PALETTE[0])
+        axes.set_xlim(0, None)
+        for row, share in enumerate(shares):
+            axes.text(1.03, row, f"{share:.0f}", transform=axes.get_yaxis_transform(), va="center", weight="bold")
+        axes.set_xlabel("% of importance")
 
-        title = f"What {_cut(str(objective).replace('/', ' ').replace('_', ' '), 40)} depends on"
-        caption = f"Importance by {found.get('method', 'an unknown method')}, over the arms that the search finished."
-        drawings.append(_drawing(f"importance_{number}", title, caption, draw, _WIDE, _height(names)))
-    return drawings
+    first, *_ = search["objectives"]
+    title = f"What {_cut(first.replace('/', ' ').replace('_', ' '), 40)} depends on"
+    caption = f"Importance by {found['method']}, over the arms that the search finished."
+    return [_drawing("importance_0", title, caption, draw, _WIDE, _height(names))]
 
 
 def heat_maps(analysis: Analysis) -> list[Drawing]:
@@ -522,12 +517,6 @@ def _interaction_found(p: float) -> str:
 
 def _is_paid_by_vote(trials: Sequence[TrialRecord]) -> bool:
     return any(setting(trial.spec, "rewards.majority_vote.weight") for trial in trials)
-
-
-def _objective(analysis: Analysis) -> str:
-    objectives = (analysis.record.search or {}).get("objectives") or [analysis.record.metric]
-    first = objectives[0] if isinstance(objectives, list | tuple) else next(iter(objectives))
-    return str(first.get("metric", first) if isinstance(first, Mapping) else first)
 
 
 def _curves(

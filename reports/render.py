@@ -207,34 +207,22 @@ def _short(value: Any) -> str:
 def _search(analysis: Analysis) -> dict[str, Any] | None:
     """What a search did, as text: its objectives, and every arm with parameters, values and state."""
     search = analysis.record.search
-    if not search:
+    if search is None:
         return None
-    objectives = search.get("objectives") or [analysis.record.metric]
-    names = [str(one.get("metric", one) if isinstance(one, Mapping) else one) for one in objectives]
-    front = set(search.get("pareto") or ())
+    if "tuning" in search:  # a comparison tuned each algorithm by a search of its own; the page does not list them
+        return {"objectives": [analysis.record.metric], "rows": [], "several": False}
+    objectives = list(search["objectives"])
     rows = [
         {
-            "label": str(arm.get("label", "?")),
-            "parameters": ", ".join(f"{key} = {_short(value)}" for key, value in (arm.get("parameters") or {}).items()),
-            "values": [_objective_text(value, name) for value, name in _objective_values(arm.get("values"), names)],
-            "state": str(arm.get("state", "?")),
-            "is_pareto": arm.get("label") in front,
+            "label": arm["label"],
+            "parameters": ", ".join(f"{key} = {_short(value)}" for key, value in arm["parameters"].items()),
+            "values": [prose.number(arm["values"].get(name, math.nan), name) for name in objectives],
+            "state": arm["state"],
+            "is_pareto": arm["label"] in search["pareto"],
         }
-        for arm in search.get("arms") or ()
+        for arm in search["arms"]
     ]
-    return {"objectives": names, "rows": rows, "several": len(names) > 1}
-
-
-def _objective_values(values: Any, names: Sequence[str]) -> list[tuple[Any, str]]:
-    """(value, objective), whether they are stored by name or in order; None where an arm reached none."""
-    if isinstance(values, Mapping):
-        return [(values.get(name), name) for name in names]
-    found = list(values) if isinstance(values, list | tuple) else []
-    return [(found[i] if i < len(found) else None, name) for i, name in enumerate(names)]
-
-
-def _objective_text(value: Any, name: str) -> str:
-    return prose.number(float(value), name) if isinstance(value, int | float) else "n/a"
+    return {"objectives": objectives, "rows": rows, "several": len(objectives) > 1}
 
 
 def _shown(drawing: Drawing) -> dict[str, Any]:

@@ -458,29 +458,31 @@ def test_the_front_holds_the_arms_that_no_other_beats_in_cost_and_accuracy() -> 
     assert figures.pareto_front(points) == [2, 3, 0]
 
 
-def searched() -> StudyRecord:
+def searched(*objectives: str) -> StudyRecord:
+    """A search of three arms, the last one pruned, as `search.json` holds it."""
     arms = factor_grid({"algorithm.kl_beta": [0.0, 0.1, 0.2]})
     record = fake_study(arms, seeds=[0, 1], states={(arms[2].label, 0): "stopped", (arms[2].label, 1): None})
-    states = ["complete", "complete", "pruned"]
+    importances = {"method": "fANOVA", "values": {"algorithm.kl_beta": 0.75, "steps<script>": 0.25}, "reason": None}
+    listed = [
+        {"label": arm.label, "parameters": dict(arm.factors), "state": state, "values": values}
+        for arm, state, values in zip(
+            arms,
+            ("complete", "complete", "pruned"),
+            (dict.fromkeys(objectives, 0.5), dict.fromkeys(objectives, 0.625), {}),
+            strict=True,
+        )
+    ]
     search = {
-        "objectives": ["validation/accuracy", "seconds/total"],
-        "importances": {"method": "PED-ANOVA", "values": {"algorithm.kl_beta": 0.75, "steps<script>": 0.25}},
-        "arms": [
-            {
-                "label": arm.label,
-                "parameters": dict(arm.factors),
-                "values": [0.5, 9.0] if i < 2 else None,
-                "state": state,
-            }
-            for i, (arm, state) in enumerate(zip(arms, states, strict=True))
-        ],
+        "objectives": dict.fromkeys(objectives, "maximize"),
+        "importances": importances,
+        "arms": listed,
         "pareto": [arms[1].label],
     }
     return dataclasses.replace(record, search=search)
 
 
 def test_a_search_shows_importances_arms_front_and_what_it_pruned(tmp_path: Path) -> None:
-    record = searched()
+    record = searched("validation/accuracy", "seconds/total")
     analysis = analysed(record)
     assert {(gap.arm, gap.state) for gap in analysis.gaps} == {("kl_beta=0.2", "pruned")}
     assert prose.answer(analysis).endswith("2 pruned trials are left out.")
@@ -488,25 +490,29 @@ def test_a_search_shows_importances_arms_front_and_what_it_pruned(tmp_path: Path
     page = read_page(write_report(record, tmp_path, formats=()).html.read_text(encoding="utf-8"))
     text = " ".join("".join(page.text).split())
     assert "What the search found" in text
-    assert any("Importance by PED-ANOVA" in value for _, value in page.attributes)
+    assert any("Importance by fANOVA" in value for _, value in page.attributes)
     assert "kl_beta=0.1front" in text
-    assert "algorithm.kl_beta = 0.2n/an/apruned" in text.replace("> ", ">")
+    assert "algorithm.kl_beta = 0.162.50.625complete" in text
+    assert "algorithm.kl_beta = 0.2n/an/apruned" in text
     assert "script" not in page.tags
     (drawing,) = figures.importances(analysis)
     assert drawing.title == "What validation accuracy depends on"
     assert figures.importances(analysed(fake_study(num_steps=10))) == []
 
 
-def test_importances_of_several_objectives_are_a_figure_each() -> None:
-    record = searched()
+def test_a_search_with_too_few_arms_has_no_importances() -> None:
+    record = searched("validation/accuracy")
     assert record.search is not None
-    values = {"validation/accuracy": {"steps": 1.0}, "seconds/total": {"steps": 0.5, "model": 0.5}}
-    search = {**record.search, "importances": {"method": "fANOVA", "values": values}}
-    drawn = figures.importances(analysed(dataclasses.replace(record, search=search)))
-    assert [drawing.title for drawing in drawn] == [
-        "What validation accuracy depends on",
-        "What seconds total depends on",
-    ]
+    unknown = {"method": None, "values": {}, "reason": "needs 4 complete arms, there are 2"}
+    few = dataclasses.replace(record, search={**record.search, "importances": unknown})
+    assert figures.importances(analysed(few)) == []
+
+
+def test_a_tuned_comparison_keeps_a_search_per_cell_and_still_has_a_page(tmp_path: Path) -> None:
+    tuning = {"tuning": {"ppo": searched("validation/accuracy").search}}
+    record = dataclasses.replace(fake_study(num_steps=10), search=tuning)
+    assert figures.importances(analysed(record)) == []
+    assert write_report(record, tmp_path, formats=()).answer == prose.answer(analysed(record))
 
 
 def test_mcnemar_of_a_comparison_counts_majority_verdicts_over_the_shared_seeds() -> None:
