@@ -1,60 +1,41 @@
-"""Decides what a study's trials say: the outcome that is compared, each arm's estimate, the comparisons, the gaps.
+"""Decides what a study's trials say: each arm's estimate, the comparisons, the gaps, the grid.
 
-Only complete trials count; the others are listed with their reason. Arms are compared with the baseline over the
-seeds that both completed and the same test problems, because equal seeds share prompts, noise and initial weights
-(common random numbers), and the p-values of a study form one Holm family.
+Trials that do not count are listed with their reason. Arms are compared with the baseline over the seeds that both
+completed and the same test problems, because equal seeds share prompts, noise and initial weights (common random
+numbers). The p-values of a study form one Holm family.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.random import Generator
 
-from harness.types import StudyRecord, TrialRecord, TrialState
+from harness.types import StudyRecord, TrialRecord
 from reports import statistics
-from reports.join import JoinedStudy
-from reports.statistics import CrossedVariance, Effect, Floats, Interval, McNemar
+from reports.anova import Effect, anova
+from reports.statistics import ALPHA, CrossedVariance, Floats, Interval, McNemar
+from reports.trials import Outcome, Trials, choose_outcome, score, usable_trials, wanted_pairs
 
-ALPHA = 0.05
 POWER = 0.8
 PLANNED_DIFFERENCES = (0.01, 0.02, 0.05, 0.10)
-_FRACTIONS = ("accuracy", "answered", "truncated", "clip_fraction", "zero_variance_groups")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The number that the arms are compared by: its metric name, and whether single problems are known for it."""
-
-    name: str
-    per_problem: bool
-
-    @property
-    def is_fraction(self) -> bool:
-        return is_fraction(self.name)
-
-    @property
-    def label(self) -> str:
-        return self.name.replace("/", " ").replace("_", " ")
 
 
 @dataclass(frozen=True)
 class ArmSummary:
     """One arm over its complete trials.
 
-    scores   seed -> outcome; empty without a complete trial
-    cells    fraction right, seeds (in the order of `scores`) by problems, or None
-    interval the report's default; None with fewer than 2 seeds
-    costs    mean over seeds of the numbers of `TrialRecord.summary`; peak_memory_bytes is the largest
-    states   number of trials in each state
+    scores    seed -> outcome; empty without a complete trial
+    cells     fraction right, seeds (in the order of `scores`) by problems, or None
+    interval  the one that reports state; None with fewer than 2 seeds
+    costs     mean over seeds of the numbers of `TrialRecord.summary`; peak_memory_bytes is the largest
     """
 
     label: str
-    algorithm: str
     is_baseline: bool
     factors: Mapping[str, Any]
     scores: Mapping[int, float]
@@ -64,7 +45,6 @@ class ArmSummary:
     bootstrap: Interval | None
     crossed_bootstrap: Interval | None
     costs: Mapping[str, float]
-    states: Mapping[str, int]
 
     @property
     def mean(self) -> float:
@@ -74,16 +54,21 @@ class ArmSummary:
     def interquartile_mean(self) -> float:
         return statistics.interquartile_mean(list(self.scores.values())) if self.scores else math.nan
 
+    def cells_of(self, seeds: Iterable[int]) -> Floats | None:
+        """The rows of `cells` that belong to these seeds."""
+        order = list(self.scores)
+        return None if self.cells is None else self.cells[[order.index(seed) for seed in seeds]]
+
 
 @dataclass(frozen=True)
 class Comparison:
     """An arm minus the baseline over `seeds`, the seeds that both completed; intervals are None with fewer than 2.
 
     detectable    the true difference that this design finds with probability 0.8 after Holm's first step
-    seeds_needed  seeds per arm to find the observed difference with that probability; None where 200 would not do
-    seeds_for     the same for each of the planned differences (fractions); empty where no variance is known
+    seeds_needed  seeds per arm to find the observed difference with that probability; None if 200 are too few
+    seeds_for     the same for each of the planned differences (fractions); empty without a known variance
     sign_flip_p   exact and free of normality, but never below 2 / 2^seeds
-    mcnemar       majority verdicts on single problems, where those are known
+    mcnemar       majority verdicts on single problems; None if their scores are not known
     """
 
     arm: str
@@ -122,11 +107,11 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Gap:
-    """An (arm, seed) without a usable result, and why."""
+    """An (arm, seed) without a usable result, and why; `state` is its trial's or says what is missing."""
 
     arm: str
     seed: int
-    state: TrialState | str
+    state: str
     reason: str
 
 
@@ -134,7 +119,7 @@ class Gap:
 class Grid:
     """A full factorial: `labels[i, j, ...]` is the arm at level i of the first factor, j of the second, ...
 
-    `effects` is empty where a cell or a seed is missing.
+    `effects` is empty if a cell is missing or fewer than 2 seeds are shared.
     """
 
     factors: tuple[str, ...]
@@ -166,6 +151,10 @@ class Analysis:
     def num_complete(self) -> int:
         return sum(len(arm.scores) for arm in self.arms)
 
+    @property
+    def num_expected(self) -> int:
+        return max(self.record.expected, self.num_complete)
+
     def arm(self, label: str) -> ArmSummary:
         return next(arm for arm in self.arms if arm.label == label)
 
@@ -180,70 +169,30 @@ def analyse(record: StudyRecord, rng: Generator) -> Analysis:
     labels = list(dict.fromkeys([*record.arms, *(trial.arm for trial in record.trials)]))
     arms = [_summarise(label, record, outcome, usable, rng) for label in labels]
     comparisons = _compare(arms, outcome, rng)
-    return Analysis(record, outcome, arms, comparisons, _gaps(record, usable), _grid(record, arms))
-
-
-def choose_outcome(record: StudyRecord) -> Outcome:
-    """The study's metric on the test split where every complete trial has it, otherwise the metric itself.
-
-    A metric of the validation split guides tuning; the test split is scored once, at the end, so it decides.
-    """
-    complete = [trial for trial in record.trials if trial.state == "complete"]
-    area, _, quantity = record.metric.partition("/")
-    test = f"test/{quantity}"
-    if area == "validation" and complete and all(score(trial, test) is not None for trial in complete):
-        problems = {frozenset(trial.per_problem) for trial in complete}
-        return Outcome(test, quantity == "accuracy" and len(problems) == 1 and len(problems.pop()) > 1)
-    return Outcome(record.metric, False)
-
-
-def usable_trials(record: StudyRecord, outcome: Outcome) -> dict[tuple[str, int], TrialRecord]:
-    """(arm, seed) -> its complete trial with a finite outcome. ValueError where two trials claim one pair."""
-    found: dict[tuple[str, int], TrialRecord] = {}
-    for trial in record.trials:
-        if trial.state != "complete" or score(trial, outcome.name) is None:
-            continue
-        key = (trial.arm, trial.seed)
-        if key in found:
-            raise ValueError(
-                f"study '{record.name}': each (arm, seed) must be complete once, got trials {found[key].trial} and "
-                f"{trial.trial} for arm '{trial.arm}', seed {trial.seed}; delete one of the two runs"
-            )
-        found[key] = trial
-    return found
+    return Analysis(record, outcome, arms, comparisons, _gaps(record, usable), _grid(arms))
 
 
 def contrast(values: Mapping[str, Mapping[int, float]], weights: Mapping[str, float]) -> Contrast:
-    """The weighted sum of arms for each seed, with t interval and test over seeds; `values`: arm -> seed -> value."""
+    """The weighted sum of arms for each seed, with t interval and test; `values` maps arm -> seed -> value."""
     seeds = [seed for seed in values[next(iter(weights))] if all(seed in values[arm] for arm in weights)]
     sums = {seed: sum(weight * values[arm][seed] for arm, weight in weights.items()) for seed in seeds}
     interval = statistics.t_interval(list(sums.values()))
     return Contrast(sums, interval, statistics.t_test(interval) if interval is not None else math.nan)
 
 
-def outcome_contrast(arms: Mapping[str, ArmSummary], weights: Mapping[str, float]) -> Contrast:
-    """The same for the study's outcome, over seeds and problems where those are known."""
-    found = contrast({arm: arms[arm].scores for arm in weights}, weights)
-    cells = [(weight, arms[arm], arms[arm].cells) for arm, weight in weights.items()]
-    if found.interval is None or any(one is None for _, _, one in cells):
+def outcome_contrast(analysis: Analysis, weights: Mapping[str, float]) -> Contrast:
+    """The same for the study's outcome, over seeds and problems if the scores of single problems are known."""
+    found = contrast({arm.label: arm.scores for arm in analysis.arms}, weights)
+    cells = [(weight, analysis.arm(arm).cells_of(found.differences)) for arm, weight in weights.items()]
+    weighted = [weight * rows for weight, rows in cells if rows is not None]
+    if found.interval is None or len(weighted) < len(weights):
         return found
-    rows = [
-        weight * one[[list(arm.scores).index(seed) for seed in found.differences]]
-        for weight, arm, one in cells
-        if one is not None
-    ]
-    summed = np.sum(rows, axis=0)
+    summed = np.sum(weighted, axis=0)
     return Contrast(found.differences, statistics.cautious_interval(summed), _p_value(None, found.differences, summed))
 
 
-def wanted_pairs(record: StudyRecord) -> list[tuple[str, int]]:
-    """The (arm, seed) pairs that a study asks for, in its order."""
-    seeds = record.arm_seeds if isinstance(record, JoinedStudy) else dict.fromkeys(record.arms, record.seeds)
-    return [(arm, seed) for arm in record.arms for seed in seeds[arm]]
-
-
 def level_means(analysis: Analysis, factor: str) -> dict[Any, float]:
-    """Level -> mean outcome over the arms at that level, each arm counting once; empty where an arm has no result."""
+    """Level -> mean outcome over the arms at that level, each arm counting once; empty if an arm has no result."""
     if analysis.grid is None:
         return {}
     levels = analysis.grid.levels[analysis.grid.factors.index(factor)]
@@ -254,71 +203,36 @@ def level_means(analysis: Analysis, factor: str) -> dict[Any, float]:
 
 
 def marginal(analysis: Analysis, levels: Mapping[str, Any]) -> Contrast | None:
-    """The mean outcome of the grid's arms at these levels, over what else varies; None where an arm has no result."""
-    arms = {
-        arm.label: arm
+    """The mean outcome of the grid's arms at these levels, over all other factors; None if an arm has no result."""
+    arms = [
+        arm
         for arm in analysis.arms
         if arm.factors and all(arm.factors.get(factor) == level for factor, level in levels.items())
-    }
-    if not arms or not set.intersection(*(set(arm.scores) for arm in arms.values())):
+    ]
+    if not arms or not set.intersection(*(set(arm.scores) for arm in arms)):
         return None
-    return outcome_contrast(arms, dict.fromkeys(arms, 1 / len(arms)))
+    return outcome_contrast(analysis, {arm.label: 1 / len(arms) for arm in arms})
 
 
-def score(trial: TrialRecord, metric: str) -> float | None:
-    """The last value of a metric in a trial; None where there is none or it is not finite."""
-    series = trial.history.get(metric)
-    summary = {"test/accuracy": "test_accuracy", "validation/accuracy": "accuracy_final"}.get(metric, "")
-    value = trial.summary.get(summary, series[-1][1] if series else None)
-    return float(value) if value is not None and math.isfinite(value) else None
-
-
-def is_fraction(metric: str) -> bool:
-    """Whether a metric is a fraction in [0, 1], shown in percent."""
-    quantity = metric.rpartition("/")[2]
-    return quantity.endswith(_FRACTIONS) or quantity.startswith(("accuracy_", "pass_at_", "maj_at_"))
-
-
-def setting(trial_spec: Mapping[str, Any], dotted: str, default: Any = None) -> Any:
-    """The value at a dotted path of a run's spec, or `default`."""
-    value: Any = trial_spec
-    for key in dotted.split("."):
-        if not isinstance(value, Mapping) or key not in value:
-            return default
-        value = value[key]
-    return value
-
-
-def _summarise(
-    label: str,
-    record: StudyRecord,
-    outcome: Outcome,
-    usable: Mapping[tuple[str, int], TrialRecord],
-    rng: Generator,
-) -> ArmSummary:
-    trials = [trial for trial in record.trials if trial.arm == label]
+def _summarise(label: str, record: StudyRecord, outcome: Outcome, usable: Trials, rng: Generator) -> ArmSummary:
     mine = sorted((trial for (arm, _), trial in usable.items() if arm == label), key=lambda trial: trial.seed)
     scores = {trial.seed: value for trial in mine if (value := score(trial, outcome.name)) is not None}
     cells = _cells(mine) if outcome.per_problem and mine else None
     values = list(scores.values())
-    student = _bounded(statistics.t_interval(values), outcome)
-    interval = _bounded(statistics.cautious_interval(cells), outcome) if cells is not None else student
+    interval = _bounded(_stated(values, cells), outcome)
     if interval is not None and interval.error == 0 and outcome.is_fraction:
         interval = _without_spread(interval, mine, outcome)
-    states = [trial.state for trial in trials]
     return ArmSummary(
         label=label,
-        algorithm=str(setting(trials[0].spec, "algorithm.name", "")) if trials else "",
         is_baseline=label == record.baseline,
-        factors=trials[0].factors if trials else {},
+        factors=next((trial.factors for trial in record.trials if trial.arm == label), {}),
         scores=scores,
         cells=cells,
         interval=interval,
-        student=student,
+        student=_bounded(statistics.t_interval(values), outcome),
         bootstrap=statistics.bootstrap_interval(values, rng),
         crossed_bootstrap=statistics.crossed_bootstrap_interval(cells, rng) if cells is not None else None,
         costs=_costs(mine),
-        states={state: states.count(state) for state in dict.fromkeys(states)},
     )
 
 
@@ -327,12 +241,17 @@ def _cells(trials: Sequence[TrialRecord]) -> Floats:
     return np.array([[trial.per_problem[problem] for problem in problems] for trial in trials], dtype=float)
 
 
+def _stated(values: Sequence[float], cells: Floats | None) -> Interval | None:
+    """The interval that reports state: over seeds and problems if single problems are known, otherwise over seeds."""
+    return statistics.t_interval(values) if cells is None else statistics.cautious_interval(cells)
+
+
 def _bounded(interval: Interval | None, outcome: Outcome) -> Interval | None:
     return interval.clipped(0.0, 1.0) if interval is not None and outcome.is_fraction else interval
 
 
 def _without_spread(interval: Interval, trials: Sequence[TrialRecord], outcome: Outcome) -> Interval:
-    """Equal seeds at 0 or 1 leave no spread to estimate: the exact interval over problems, where they are counted."""
+    """The exact interval over problems, if they were counted: equal seeds at 0 or 1 leave no spread to estimate."""
     counted = trials[0].history.get(f"{outcome.name.partition('/')[0]}/num_prompts")
     num_problems = len(trials[0].per_problem) if outcome.per_problem else int(counted[-1][1]) if counted else 0
     if interval.estimate in (0.0, 1.0) and num_problems:
@@ -351,73 +270,71 @@ def _costs(trials: Sequence[TrialRecord]) -> dict[str, float]:
 
 def _compare(arms: Sequence[ArmSummary], outcome: Outcome, rng: Generator) -> list[Comparison]:
     baseline = next((arm for arm in arms if arm.is_baseline and arm.scores), None)
-    others = [arm for arm in arms if baseline and arm is not baseline and set(arm.scores) & set(baseline.scores)]
-    if baseline is None or not others:
+    if baseline is None:
         return []
+    others = [arm for arm in arms if arm is not baseline and set(arm.scores) & set(baseline.scores)]
     pairs = [_pair(arm, baseline) for arm in others]
     intervals = [_difference(*pair, arm, baseline) for arm, pair in zip(others, pairs, strict=True)]
     p_values = [_p_value(interval, *pair) for interval, pair in zip(intervals, pairs, strict=True)]
-    family = max(sum(not math.isnan(p) for p in p_values), 1)
+    family = max(len([p for p in p_values if not math.isnan(p)]), 1)
     result = []
     for arm, (differences, cells), interval, p, adjusted in zip(
         others, pairs, intervals, p_values, statistics.holm(p_values), strict=True
     ):
         values = list(differences.values())
-        testable = interval is not None and interval.error > 0
-        exact = 2 <= len(values) <= statistics.EXACT_SIGN_FLIPS
+        estimate = float(np.mean(values))
+        improved = statistics.probability_of_improvement(list(arm.scores.values()), list(baseline.scores.values()))
+        has_exact = 2 <= len(values) <= statistics.EXACT_SIGN_FLIPS
+        detectable, needed = math.nan, None
+        planned: dict[float, int | None] = {}
+        if interval is not None and interval.error > 0:
+            detectable = statistics.minimum_detectable_difference(interval.error, interval.df, ALPHA / family, POWER)
+            needed = _seeds_needed(estimate, values, cells, family)
+            sizes = PLANNED_DIFFERENCES if outcome.is_fraction else ()
+            planned = {size: _seeds_needed(size, values, cells, family) for size in sizes}
         result.append(
             Comparison(
                 arm=arm.label,
                 seeds=tuple(differences),
-                estimate=float(np.mean(values)),
+                estimate=estimate,
                 interval=interval,
                 student=statistics.t_interval(values),
                 bootstrap=statistics.bootstrap_interval(values, rng),
                 crossed_bootstrap=statistics.crossed_bootstrap_interval(cells, rng) if cells is not None else None,
                 p=p,
                 p_adjusted=adjusted,
-                sign_flip_p=statistics.sign_flip_test(values) if exact else math.nan,
-                improvement=_improvement(arm, baseline),
+                sign_flip_p=statistics.sign_flip_test(values) if has_exact else math.nan,
+                improvement=statistics.improvement_interval(improved, len(arm.scores), len(baseline.scores)),
                 mcnemar=_mcnemar(arm, baseline, tuple(differences)),
-                detectable=statistics.minimum_detectable_difference(interval.error, interval.df, ALPHA / family, POWER)
-                if interval is not None and testable
-                else math.nan,
-                seeds_needed=_seeds_needed(float(np.mean(values)), values, cells, family) if testable else None,
-                seeds_for={size: _seeds_needed(size, values, cells, family) for size in PLANNED_DIFFERENCES}
-                if testable and outcome.is_fraction
-                else {},
+                detectable=detectable,
+                seeds_needed=needed,
+                seeds_for=planned,
             )
         )
     return result
 
 
 def _pair(arm: ArmSummary, baseline: ArmSummary) -> tuple[dict[int, float], Floats | None]:
-    """Differences over shared seeds, and per problem where both are known."""
-    seeds = [seed for seed in arm.scores if seed in baseline.scores]
-    differences = {seed: arm.scores[seed] - baseline.scores[seed] for seed in seeds}
-    if arm.cells is None or baseline.cells is None:
-        return differences, None
-    rows, base_rows = ([list(one.scores).index(seed) for seed in seeds] for one in (arm, baseline))
-    return differences, arm.cells[rows] - baseline.cells[base_rows]
+    """Differences over shared seeds, and per problem if both are known."""
+    differences = {seed: arm.scores[seed] - baseline.scores[seed] for seed in arm.scores if seed in baseline.scores}
+    cells, baseline_cells = arm.cells_of(differences), baseline.cells_of(differences)
+    return differences, None if cells is None or baseline_cells is None else cells - baseline_cells
 
 
 def _difference(
     differences: Mapping[int, float], cells: Floats | None, arm: ArmSummary, baseline: ArmSummary
 ) -> Interval | None:
-    """The stated interval of a paired difference; between arms that are all right or all wrong, what theirs allow."""
-    if cells is not None:
-        interval = statistics.cautious_interval(cells)
-    else:
-        interval = statistics.t_interval(list(differences.values()))
+    """The stated interval of a paired difference; it spans those of the arms if both are all right or all wrong."""
+    interval = _stated(list(differences.values()), cells)
     if interval is None or interval.error > 0 or arm.interval is None or baseline.interval is None:
         return interval
     low, high = arm.interval.low - baseline.interval.high, arm.interval.high - baseline.interval.low
-    spread = any(value not in (0.0, 1.0) for one in (arm, baseline) for value in one.scores.values())
-    return interval if spread else replace(interval, low=low, high=high)
+    has_spread = any(value not in (0.0, 1.0) for one in (arm, baseline) for value in one.scores.values())
+    return interval if has_spread else replace(interval, low=low, high=high)
 
 
 def _p_value(interval: Interval | None, differences: Mapping[int, float], cells: Floats | None) -> float:
-    """The larger of the p-values behind a cautious interval, so that it is below 0.05 where the interval excludes 0."""
+    """The larger of the p-values behind a cautious interval: it is below 0.05 only if that interval excludes 0."""
     tests = [interval, statistics.t_interval(list(differences.values()))]
     if cells is not None:
         tests.append(statistics.crossed_interval(cells))
@@ -432,34 +349,25 @@ def _seeds_needed(difference: float, values: Sequence[float], cells: Floats | No
     return statistics.seeds_needed(difference, variance, problems, ALPHA / family, POWER)
 
 
-def _improvement(arm: ArmSummary, baseline: ArmSummary) -> Interval:
-    probability = statistics.probability_of_improvement(list(arm.scores.values()), list(baseline.scores.values()))
-    return statistics.improvement_interval(probability, len(arm.scores), len(baseline.scores))
-
-
 def _mcnemar(arm: ArmSummary, baseline: ArmSummary, seeds: Sequence[int]) -> McNemar | None:
     """Majority verdicts of both arms over the seeds that they share."""
-    if arm.cells is None or baseline.cells is None:
+    cells, baseline_cells = arm.cells_of(seeds), baseline.cells_of(seeds)
+    if cells is None or baseline_cells is None:
         return None
-    verdicts = [
-        statistics.majority_verdicts(one.cells[[list(one.scores).index(seed) for seed in seeds]])
-        for one in (arm, baseline)
-        if one.cells is not None
-    ]
-    return statistics.mcnemar_test(*verdicts)
+    return statistics.mcnemar_test(statistics.majority_verdicts(cells), statistics.majority_verdicts(baseline_cells))
 
 
-def _gaps(record: StudyRecord, usable: Mapping[tuple[str, int], TrialRecord]) -> list[Gap]:
+def _gaps(record: StudyRecord, usable: Trials) -> list[Gap]:
     by_pair = {(trial.arm, trial.seed): trial for trial in record.trials}
     pairs = dict.fromkeys([*wanted_pairs(record), *by_pair])
-    searched = {arm["label"]: arm.get("state") for arm in (record.search or {}).get("arms", ())}
+    searched = {arm["label"]: arm["state"] for arm in (record.search or {}).get("arms", ())}
     gaps = []
     for arm, seed in pairs:
         if (arm, seed) in usable:
             continue
         trial = by_pair.get((arm, seed))
         if searched.get(arm) == "pruned":
-            reason = trial.reason if trial else None
+            reason = trial.reason if trial is not None else None
             gaps.append(Gap(arm, seed, "pruned", reason or "the search gave this arm up early"))
         elif trial is None:
             gaps.append(Gap(arm, seed, "not started", "no trial yet"))
@@ -470,13 +378,13 @@ def _gaps(record: StudyRecord, usable: Mapping[tuple[str, int], TrialRecord]) ->
     return gaps
 
 
-def _grid(record: StudyRecord, arms: Sequence[ArmSummary]) -> Grid | None:
+def _grid(arms: Sequence[ArmSummary]) -> Grid | None:
     """The factorial that the arms form, or None: at least 2 factors, or one of at least 3 numeric levels."""
     known = [arm for arm in arms if arm.factors]
     names = list(dict.fromkeys(name for arm in known for name in arm.factors))
-    if not known or any(set(arm.factors) != set(names) for arm in known):
+    if any(set(arm.factors) != set(names) for arm in known):
         return None
-    levels = {name: tuple(dict.fromkeys(arm.factors[name] for arm in known)) for name in names}
+    levels = {name: _ordered(tuple(dict.fromkeys(arm.factors[name] for arm in known))) for name in names}
     varied = tuple(name for name in names if len(levels[name]) > 1)
     shape = tuple(len(levels[name]) for name in varied)
     place = {tuple(levels[name].index(arm.factors[name]) for name in varied): arm for arm in known}
@@ -484,12 +392,11 @@ def _grid(record: StudyRecord, arms: Sequence[ArmSummary]) -> Grid | None:
         return None
     if len(place) != len(known) or len(place) != math.prod(shape):
         return None
-    ordered = {name: _ordered(levels[name]) for name in varied}
     labels = np.empty(shape, dtype=object)
-    for arm in known:
-        labels[tuple(ordered[name].index(arm.factors[name]) for name in varied)] = arm.label
+    for index, arm in place.items():
+        labels[index] = arm.label
     effects = _effects(varied, labels, {arm.label: arm for arm in known})
-    return Grid(varied, tuple(ordered[name] for name in varied), labels, effects)
+    return Grid(varied, tuple(levels[name] for name in varied), labels, effects)
 
 
 def _ordered(levels: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -505,4 +412,4 @@ def _effects(factors: tuple[str, ...], labels: np.ndarray, arms: Mapping[str, Ar
     if len(seeds) < 2:
         return []
     scores = [[arms[label].scores[seed] for seed in seeds] for label in labels.flat]
-    return statistics.anova(np.array(scores).reshape(*labels.shape, len(seeds)), factors)
+    return anova(np.array(scores).reshape(*labels.shape, len(seeds)), factors)

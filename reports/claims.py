@@ -1,9 +1,9 @@
 """Decides what a study says about published claims on GRPO: supported, contradicted, undecided, or not tested here.
 
-A claim is tested only where arms differ in what it speaks about and in nothing else (up to seeds). It is supported or
-contradicted only by a contrast over seeds whose p-value, Holm-adjusted over the claims tested, is below 0.05; a
-difference in the claimed direction that is not significant leaves it undecided. A verdict holds for the model, task and
-machine of the study, which is rarely what the claim was made about: the page says so.
+A claim is tested only between arms that differ in its subject and in nothing else (up to seeds). Only a contrast over
+seeds supports or contradicts it, with a p-value below 0.05 after Holm's correction over the claims tested; a difference
+in the claimed direction that is not significant leaves it undecided. A verdict holds for the model, task and machine of
+the study, which are rarely those of the claim's source: the page says so.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from typing import Any, Literal
 import numpy as np
 
 from harness.types import TrialRecord
-from reports import prose, statistics
-from reports.analysis import ALPHA, Analysis, Contrast, contrast, outcome_contrast, score, setting, usable_trials
-from reports.statistics import Interval
+from reports import statistics
+from reports.analysis import Analysis, Contrast, contrast, outcome_contrast
+from reports.prose import wording
+from reports.statistics import ALPHA
+from reports.trials import Trials, arm_specs, score, setting, usable_trials
 
 Verdict = Literal["supported", "contradicted", "undecided", "not tested"]
 Weights = dict[str, float]
@@ -32,7 +34,7 @@ BETA_RANGE = (0.02, 0.06)
 
 @dataclass(frozen=True)
 class Claim:
-    """A published claim beside what this study measured; `p_adjusted` is NaN where nothing could be tested."""
+    """A published claim beside what this study measured; `p_adjusted` is NaN for a claim that was not tested."""
 
     statement: str
     source: str
@@ -43,7 +45,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class _Evidence:
-    """What was measured, and the verdict that it gives if its p-value stays below 0.05 after correction."""
+    """What was measured, and its verdict if the p-value stays below 0.05 after correction."""
 
     measured: str
     verdict: Verdict = "not tested"
@@ -67,18 +69,17 @@ def _decide(if_significant: Verdict, p_adjusted: float) -> Verdict:
     return if_significant if p_adjusted < ALPHA else "undecided"
 
 
-def _memory(analysis: Analysis, trials: _Trials) -> _Evidence:
+def _memory(analysis: Analysis, trials: Trials) -> _Evidence:
     """Peak memory of PPO over that of GRPO, against 1.7.
 
     Source: practitioners' guides; the reason, a critic as large as the policy, is given without a figure by
-    DeepSeekMath (Shao et al. 2024, arXiv:2402.03300, section 4.1). Not tested with the built-in model `tiny`, whose
-    peak is mostly what the libraries take.
+    DeepSeekMath (Shao et al. 2024, arXiv:2402.03300, section 4.1). Not tested with the built-in model `tiny`, because
+    its peak is mostly the memory of the libraries.
     """
     weights = _ppo_minus_grpo(trials)
     if not weights:
         return _Evidence(_NO_PAIR)
-    values = _per_seed(trials, lambda trial: _log(trial.summary.get("peak_memory_bytes")))
-    found = contrast(values, weights)
+    found = contrast(_per_seed(trials, lambda trial: _log(trial.summary.get("peak_memory_bytes"))), weights)
     if not found.differences:
         return _Evidence("No shared seed of PPO and GRPO has a peak of memory.")
     text = f"PPO's peak is {_ratio(found)} times that of GRPO"
@@ -87,7 +88,7 @@ def _memory(analysis: Analysis, trials: _Trials) -> _Evidence:
     return _against(found, math.log(MEMORY_RATIO), text)
 
 
-def _time(analysis: Analysis, trials: _Trials) -> _Evidence:
+def _time(analysis: Analysis, trials: Trials) -> _Evidence:
     """Seconds of GRPO's training steps over those of PPO's, against 0.65.
 
     Source: practitioners' guides, which report 35 to 50 % less; DeepSeekMath (arXiv:2402.03300) gives no figure.
@@ -102,22 +103,22 @@ def _time(analysis: Analysis, trials: _Trials) -> _Evidence:
     return _against(found, -math.log(1 - TIME_SAVED), text)
 
 
-def _accuracy(analysis: Analysis, trials: _Trials) -> _Evidence:
+def _accuracy(analysis: Analysis, trials: Trials) -> _Evidence:
     """Accuracy of GRPO minus that of PPO.
 
     Source: stated widely since DeepSeek-R1 (2025, arXiv:2501.12948) was trained with GRPO. "At least as accurate"
-    counts as supported where GRPO is detectably above: failing to find a difference shows no equality.
+    counts as supported if GRPO is detectably above: finding no difference does not show equality.
     """
     weights = {arm: -weight for arm, weight in _ppo_minus_grpo(trials).items()}
     if not weights:
         return _Evidence(_NO_PAIR)
-    found = outcome_contrast({arm.label: arm for arm in analysis.arms}, weights)
+    found = outcome_contrast(analysis, weights)
     if not found.differences:
         return _Evidence("PPO and GRPO share no complete seed.")
     return _signed(found, f"GRPO is {_points(found, analysis)} PPO", positive="supported", negative="contradicted")
 
 
-def _group_size(analysis: Analysis, trials: _Trials) -> _Evidence:
+def _group_size(analysis: Analysis, trials: Trials) -> _Evidence:
     """How far below its own best validation accuracy a run ends, with G >= 8 against G < 8.
 
     Source: a rule of thumb of practitioners' guides, and the default of TRL's trainer. "Stable" is made measurable
@@ -133,27 +134,24 @@ def _group_size(analysis: Analysis, trials: _Trials) -> _Evidence:
     found = contrast(_per_seed(trials, lambda trial: _drawdown(trial, analysis.record.metric)), weights)
     if not found.differences:
         return _Evidence("No shared seed of such arms has a learning curve.")
-    metric = analysis.record.metric
     text = (
-        f"Runs with G >= {STABLE_GROUP} end {prose.points(found.estimate, metric)}{_bounds(found, analysis)} "
+        f"Runs with G >= {STABLE_GROUP} end {wording.points(found.estimate, analysis.record.metric, found.interval)} "
         f"{'further' if found.estimate >= 0 else 'less far'} below their own best than those with G < {STABLE_GROUP}"
     )
-    broken = sum(
-        trial.state == "invalid" and (setting(trial.spec, "algorithm.group_size") or 0) >= STABLE_GROUP
-        for trial in analysis.record.trials
-    )
+    invalid = [trial for trial in analysis.record.trials if trial.state == "invalid"]
+    broken = [trial for trial in invalid if (setting(trial.spec, "algorithm.group_size") or 0) >= STABLE_GROUP]
     if broken:
-        text += f"; {prose.plural(broken, 'run')} with G >= {STABLE_GROUP} became invalid"
+        text += f"; {wording.plural(len(broken), 'run')} with G >= {STABLE_GROUP} became invalid"
     supported: Verdict = "undecided" if broken else "supported"
     return _signed(found, text, positive="contradicted", negative=supported)
 
 
-def _kl_weight(analysis: Analysis, trials: _Trials) -> _Evidence:
+def _kl_weight(analysis: Analysis, trials: Trials) -> _Evidence:
     """The arms with beta from 0.02 to 0.06 against each other beta.
 
     Source: DeepSeekMath (arXiv:2402.03300, section 4.2) trains with 0.04; the range is that of practitioners' guides.
-    Supported where the range is detectably above every other beta (the largest p, an intersection-union test, Berger
-    1982), contradicted where one beta outside is detectably above it (the smallest, Holm-adjusted).
+    Supported if the range is detectably above every other beta (the largest p, an intersection-union test, Berger
+    1982), contradicted if one beta outside is detectably above it (the smallest p, Holm-adjusted).
     """
     low, high = BETA_RANGE
     blocks = list(_levels(trials, "algorithm.kl_beta").values())
@@ -163,7 +161,7 @@ def _kl_weight(analysis: Analysis, trials: _Trials) -> _Evidence:
         pairs = [([a for b, a in found if low <= b <= high], [a for b, a in found if b == level]) for found in blocks]
         weights = _block_weights(pairs)
         if weights:
-            found = outcome_contrast({arm.label: arm for arm in analysis.arms}, weights)
+            found = outcome_contrast(analysis, weights)
             if found.differences:
                 contrasts[level] = found
     if not contrasts:
@@ -177,7 +175,7 @@ def _kl_weight(analysis: Analysis, trials: _Trials) -> _Evidence:
     return _tested(text, "contradicted", min((adjusted[level] for level in below), key=_nan_last))
 
 
-def _hard_tasks(analysis: Analysis, trials: _Trials) -> _Evidence:
+def _hard_tasks(analysis: Analysis, trials: Trials) -> _Evidence:
     """What the largest group gains over the smallest on the hardest problems, minus what it gains on the easiest.
 
     Source: practitioners' guides; the reason is that a group without any right answer teaches nothing (DAPO, Yu et al.
@@ -205,16 +203,15 @@ def _hard_tasks(analysis: Analysis, trials: _Trials) -> _Evidence:
     names = [metric.rpartition("accuracy_")[2].replace("_", " ") for metric in (hard, easy)]
     text = (
         f"From the smallest to the largest group, accuracy on {names[0]} changes by "
-        f"{prose.points(found.estimate, analysis.outcome.name)}{_bounds(found, analysis)} "
+        f"{wording.points(found.estimate, analysis.outcome.name, found.interval)} "
         f"{'more' if found.estimate >= 0 else 'less'} than on {names[1]}"
     )
     return _signed(found, text, positive="supported", negative="contradicted")
 
 
-_Trials = Mapping[tuple[str, int], TrialRecord]
 _NO_PAIR = "No arms of PPO and GRPO that differ in nothing else."
 _GUIDES = "practitioners' guides"
-_CLAIMS: tuple[tuple[str, str, Callable[[Analysis, _Trials], _Evidence]], ...] = (
+_CLAIMS: tuple[tuple[str, str, Callable[[Analysis, Trials], _Evidence]], ...] = (
     ("GRPO needs 1.7 to 2 times less memory than PPO", f"{_GUIDES}; arXiv:2402.03300, section 4.1", _memory),
     ("GRPO takes 35 to 50 % less time than PPO", _GUIDES, _time),
     ("GRPO is at least as accurate as PPO", f"{_GUIDES}; arXiv:2501.12948", _accuracy),
@@ -224,20 +221,20 @@ _CLAIMS: tuple[tuple[str, str, Callable[[Analysis, _Trials], _Evidence]], ...] =
 )
 
 
-def _ppo_minus_grpo(trials: _Trials) -> Weights:
+def _ppo_minus_grpo(trials: Trials) -> Weights:
     """Arms named ppo and grpo whose runs differ in nothing but the algorithm and its settings."""
-    blocks: dict[str, tuple[list[str], list[str]]] = {}
-    for arm, spec in _specs(trials).items():
+    blocks: dict[str, dict[str, list[str]]] = {}
+    for arm, spec in arm_specs(trials.values()).items():
         name = setting(spec, "algorithm.name")
         if name in ("ppo", "grpo"):
-            blocks.setdefault(_key(spec, "algorithm"), ([], []))[name == "grpo"].append(arm)
-    return _block_weights(blocks.values())
+            blocks.setdefault(_key(spec, "algorithm"), {"ppo": [], "grpo": []})[name].append(arm)
+    return _block_weights([(block["ppo"], block["grpo"]) for block in blocks.values()])
 
 
-def _levels(trials: _Trials, dotted: str) -> dict[str, list[tuple[float, str]]]:
-    """Arms that differ in one setting alone -> its values and their arms."""
+def _levels(trials: Trials, dotted: str) -> dict[str, list[tuple[float, str]]]:
+    """Settings of a run without the one at `dotted`, as text -> the values of that one and their arms."""
     blocks: dict[str, list[tuple[float, str]]] = {}
-    for arm, spec in _specs(trials).items():
+    for arm, spec in arm_specs(trials.values()).items():
         value = setting(spec, dotted)
         if isinstance(value, int | float):
             blocks.setdefault(_key(spec, dotted), []).append((value, arm))
@@ -245,17 +242,13 @@ def _levels(trials: _Trials, dotted: str) -> dict[str, list[tuple[float, str]]]:
 
 
 def _block_weights(blocks: Iterable[tuple[Sequence[str], Sequence[str]]]) -> Weights:
-    """Mean of the first arms minus mean of the second, averaged over the blocks that have both; empty without any."""
+    """Mean of the first arms minus mean of the second, averaged over the blocks that have both; else empty."""
     whole = [(first, second) for first, second in blocks if first and second]
     weights: Weights = {}
     for first, second in whole:
         weights |= {arm: 1 / len(first) / len(whole) for arm in first}
         weights |= {arm: -1 / len(second) / len(whole) for arm in second}
     return weights
-
-
-def _specs(trials: _Trials) -> dict[str, Mapping[str, Any]]:
-    return {arm: trial.spec for (arm, _), trial in trials.items() if trial.spec}
 
 
 def _key(spec: Mapping[str, Any], dotted: str) -> str:
@@ -269,7 +262,7 @@ def _key(spec: Mapping[str, Any], dotted: str) -> str:
     return json.dumps(kept, sort_keys=True)
 
 
-def _per_seed(trials: _Trials, value: Callable[[TrialRecord], float | None]) -> dict[str, dict[int, float]]:
+def _per_seed(trials: Trials, value: Callable[[TrialRecord], float | None]) -> dict[str, dict[int, float]]:
     """Arm -> seed -> value, for the trials that have one."""
     found: dict[str, dict[int, float]] = {arm: {} for arm, _ in trials}
     for (arm, seed), trial in trials.items():
@@ -279,7 +272,7 @@ def _per_seed(trials: _Trials, value: Callable[[TrialRecord], float | None]) -> 
     return found
 
 
-def _difficulty(trials: _Trials, outcome: str) -> tuple[str, str] | None:
+def _difficulty(trials: Trials, outcome: str) -> tuple[str, str] | None:
     """The metrics of the easiest and the hardest tag that all trials share: `test/accuracy_level_5`."""
     prefix = f"{outcome.partition('/')[0]}/accuracy_"
     shared = set.intersection(*({key for key in trial.history if key.startswith(prefix)} for trial in trials.values()))
@@ -295,7 +288,7 @@ def _difficulty(trials: _Trials, outcome: str) -> tuple[str, str] | None:
 
 
 def _log_seconds(trial: TrialRecord) -> float | None:
-    """Log of the mean seconds of a training step, evaluations left out; the first step, which warms up, too."""
+    """Log of the mean seconds of a training step, without evaluations and without the first step, which warms up."""
     steps = [value for _, value in trial.history.get("seconds/step", ())][1:]
     return _log(float(np.mean(steps))) if steps else None
 
@@ -310,14 +303,11 @@ def _drawdown(trial: TrialRecord, metric: str) -> float | None:
 
 
 def _against(found: Contrast, bound: float, text: str) -> _Evidence:
-    """A contrast of logarithms against the bound of a claim: above it supports."""
-    interval = found.interval
-    if interval is None:
+    """A contrast of logarithms against the bound of a claim, which a larger value supports."""
+    if found.interval is None:
         return _tested(text, "undecided", math.nan)
-    shifted = Interval(
-        interval.estimate - bound, interval.low - bound, interval.high - bound, interval.error, interval.df
-    )
-    return _tested(text, "supported" if shifted.estimate >= 0 else "contradicted", statistics.t_test(shifted), found)
+    excess = found.interval.shifted(-bound)
+    return _tested(text, "supported" if excess.estimate >= 0 else "contradicted", statistics.t_test(excess), found)
 
 
 def _signed(found: Contrast, text: str, positive: Verdict, negative: Verdict) -> _Evidence:
@@ -325,7 +315,7 @@ def _signed(found: Contrast, text: str, positive: Verdict, negative: Verdict) ->
 
 
 def _tested(text: str, verdict: Verdict, p: float, found: Contrast | None = None) -> _Evidence:
-    seeds = f" ({prose.plural(len(found.differences), 'seed')})" if found is not None else ""
+    seeds = f" ({wording.plural(len(found.differences), 'seed')})" if found is not None else ""
     if math.isnan(p):
         return _Evidence(f"{text}; with one shared seed no test is possible.")
     return _Evidence(f"{text}{seeds}.", verdict, p)
@@ -342,20 +332,9 @@ def _ratio(found: Contrast, inverse: bool = False) -> str:
 
 
 def _points(found: Contrast, analysis: Analysis) -> str:
-    """`2.1 points [0.3, 3.9] below`: the interval has the sign of the stated direction."""
-    side = "above" if found.estimate >= 0 else "below"
-    return f"{prose.points(found.estimate, analysis.outcome.name)}{_bounds(found, analysis)} {side}"
-
-
-def _bounds(found: Contrast, analysis: Analysis) -> str:
-    if found.interval is None:
-        return ""
-    sign = 1 if found.estimate >= 0 else -1
-    low, high = sorted((sign * found.interval.low, sign * found.interval.high))
-    text = prose.limits(Interval(abs(found.estimate), low, high), analysis.outcome.name, signed=True)
-    return f" {text.replace('+', '')}"
+    return wording.apart(found.estimate, analysis.outcome.name, found.interval)
 
 
 def _nan_last(p: float) -> float:
-    """A key under which an unknown p is the largest, so that it never decides."""
+    """A sort key: an unknown p is the largest, so it never decides."""
     return 2.0 if math.isnan(p) else p

@@ -1,19 +1,19 @@
-"""Decides whether several studies may be read as one, and joins those that may: same task, same test problems.
+"""Decides whether several studies may be read as one, and joins them: same task, same test problems.
 
-Arms keep their trials and are named `study: arm`; differences are taken to the first study's baseline. Settings of the
-task and of the evaluation must be equal, because they define what accuracy means. All else may differ, and each
-difference between the base runs is a warning of the report: such studies differ in more than their arms.
+Arms keep their trials and are named `study: arm`; they are compared with the first study's baseline. Settings of the
+task and of the evaluation must be equal, because they define accuracy. All other settings may differ. Each difference
+between the base runs is a warning of the report, because such studies differ in more than their arms.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from harness.types import StudyRecord, TrialRecord
+from harness.types import StudyRecord
+from reports.prose.wording import listed
 
 _MEASURED_BY = ("num_test_prompts", "num_samples", "temperature", "top_p", "top_k")
 _EACH_RUNS_OWN = ("seed", "algorithm", "rewards")
@@ -25,7 +25,7 @@ class JoinedStudy(StudyRecord):
 
     arm_seeds  arm -> the seeds that its own study asks for
     studies    arm -> the name of its study
-    warnings   dotted setting -> study -> its values, where base runs differ
+    warnings   dotted setting -> study -> its values, for each difference between base runs
     """
 
     arm_seeds: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class JoinedStudy(StudyRecord):
 
 
 def join(records: Sequence[StudyRecord]) -> JoinedStudy:
-    """One record of at least two studies; ValueError that names what keeps them apart."""
+    """One record of at least two studies; ValueError with the difference that keeps them apart."""
     names = [record.name for record in records]
     if len(records) < 2 or len(set(names)) != len(names):
         raise ValueError(f"a comparison needs at least two different studies, got {', '.join(names) or 'none'}")
@@ -45,21 +45,21 @@ def join(records: Sequence[StudyRecord]) -> JoinedStudy:
     questions = dict.fromkeys(record.question for record in records)
     return JoinedStudy(
         name=" + ".join(names),
-        question=f"How do the arms of {_listed(names)} compare? ({' / '.join(questions)})",
+        question=f"How do the arms of {listed(names, most=len(names))} compare? ({' / '.join(questions)})",
         metric=first.metric,
         baseline=_label(first, first.baseline),
         arms=[_label(record, arm) for record in records for arm in record.arms],
         seeds=sorted({seed for record in records for seed in record.seeds}),
         expected=sum(record.expected for record in records),
         spec={record.name: record.spec for record in records},
-        trials=[_trial(record, trial) for record in records for trial in record.trials],
-        command="\n".join(
-            [*(record.command for record in records), f"cohort report {' '.join(record.name for record in records)}"]
-        ),
+        trials=[replace(one, arm=_label(record, one.arm), factors={}) for record in records for one in record.trials],
+        command="\n".join([*(record.command for record in records), f"cohort report {' '.join(names)}"]),
         versions=_versions(records),
         arm_seeds={_label(record, arm): record.seeds for record in records for arm in record.arms},
         studies={
-            _label(record, arm): record.name for record in records for arm in [*record.arms, *_unlisted_arms(record)]
+            _label(record, arm): record.name
+            for record in records
+            for arm in [*record.arms, *(trial.arm for trial in record.trials)]
         },
         warnings=_warnings(records),
     )
@@ -67,14 +67,6 @@ def join(records: Sequence[StudyRecord]) -> JoinedStudy:
 
 def _label(record: StudyRecord, arm: str) -> str:
     return f"{record.name}: {arm}"
-
-
-def _unlisted_arms(record: StudyRecord) -> list[str]:
-    return list(dict.fromkeys(trial.arm for trial in record.trials if trial.arm not in record.arms))
-
-
-def _trial(record: StudyRecord, trial: TrialRecord) -> TrialRecord:
-    return dataclasses.replace(trial, arm=_label(record, trial.arm), factors={})
 
 
 def _check_metric(records: Sequence[StudyRecord]) -> None:
@@ -88,7 +80,7 @@ def _check_metric(records: Sequence[StudyRecord]) -> None:
 
 
 def _check_settings(records: Sequence[StudyRecord]) -> None:
-    """The task and how accuracy is measured must be one for all trials of all studies."""
+    """All trials of all studies must share the task and the way accuracy is measured."""
     settings: dict[str, dict[str, str]] = {}
     for record in records:
         for trial in record.trials:
@@ -109,24 +101,23 @@ def _check_settings(records: Sequence[StudyRecord]) -> None:
 
 
 def _check_problems(records: Sequence[StudyRecord]) -> None:
-    """The test problems must be the same ones: a data set may have changed under equal settings."""
-    problems = {
-        record.name: next((frozenset(trial.per_problem) for trial in record.trials if trial.per_problem), None)
-        for record in records
-    }
-    known = {name: found for name, found in problems.items() if found is not None}
-    if len(set(known.values())) > 1:
-        (first, here), (other, there) = next(
-            (one, two) for one in known.items() for two in known.items() if one[1] != two[1]
-        )
-        raise ValueError(
-            f"studies must share their test problems to be compared: '{first}' has {len(here)}, "
-            f"'{other}' {len(there)}, {len(here & there)} of them in both; the data or the split changed between them"
-        )
+    """All studies must share their test problems: a data set may have changed under equal settings."""
+    known: dict[str, frozenset[str]] = {}
+    for record in records:
+        for trial in record.trials:
+            if trial.per_problem:
+                known.setdefault(record.name, frozenset(trial.per_problem))
+    for other, there in known.items():
+        first, here = next(iter(known.items()))
+        if here != there:
+            raise ValueError(
+                f"studies must share their test problems to be compared: '{first}' has {len(here)}, '{other}' "
+                f"{len(there)}, {len(here & there)} of them in both; the data or the split changed between them"
+            )
 
 
 def _warnings(records: Sequence[StudyRecord]) -> dict[str, dict[str, str]]:
-    """Settings that differ between the base runs, without those that a study varies itself."""
+    """Settings that differ between the base runs; those that a study varies itself are left out."""
     varied = {path for record in records for trial in record.trials for path in trial.factors}
     values: dict[str, dict[str, dict[str, None]]] = {}
     for record in records:
@@ -134,10 +125,9 @@ def _warnings(records: Sequence[StudyRecord]) -> dict[str, dict[str, str]]:
             for key, value in _flat({k: v for k, v in trial.spec.items() if k not in _EACH_RUNS_OWN}, ""):
                 values.setdefault(key, {}).setdefault(record.name, {})[value] = None
     found = {}
+    begun = [record.name for record in records if record.trials]
     for key, by_study in values.items():
-        texts = {
-            name: ", ".join(by_study.get(name, {"not set": None})) for name in (r.name for r in records if r.trials)
-        }
+        texts = {name: ", ".join(by_study.get(name, {"not set": None})) for name in begun}
         if key not in varied and len(set(texts.values())) > 1:
             found[key] = texts
     versions = {key for record in records for key in record.versions}
@@ -149,10 +139,8 @@ def _warnings(records: Sequence[StudyRecord]) -> dict[str, dict[str, str]]:
 
 
 def _versions(records: Sequence[StudyRecord]) -> dict[str, str]:
-    names = dict.fromkeys(name for record in records for name in record.versions)
-    return {
-        name: " / ".join(dict.fromkeys(record.versions.get(name, "unknown") for record in records)) for name in names
-    }
+    keys = dict.fromkeys(key for record in records for key in record.versions)
+    return {key: " / ".join(dict.fromkeys(one.versions.get(key, "unknown") for one in records)) for key in keys}
 
 
 def _flat(settings: Any, prefix: str) -> list[tuple[str, str]]:
@@ -164,7 +152,3 @@ def _flat(settings: Any, prefix: str) -> list[tuple[str, str]]:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join([", ".join(names[:-1]), names[-1]])

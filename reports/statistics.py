@@ -1,20 +1,20 @@
-"""Decides how sure a study may be: intervals, paired differences, tests and effect sizes for few seeds.
+"""Decides how sure a study may be: intervals, paired differences and tests for few seeds.
 
-Notation: S seeds, N test problems, K samples of each problem; `scores_S` holds one number per seed, `scores_SN` the
-fraction of the K samples that were right, per seed and problem. Randomness comes only from the `numpy.random.Generator`
-that is passed in.
+Notation: S seeds, N test problems, K samples of each problem. `scores_S` holds one number per seed. `scores_SN` holds,
+per seed and problem, the fraction of the K samples that were right. The only randomness is that of the
+`numpy.random.Generator` that is passed in.
 
 Which interval. Seeds and problems are crossed random effects: every seed is scored on the same problems.
-`SIMULATED_COVERAGE` holds how often each nominal 95 % interval encloses the accuracy of an arm on new seeds and new
+`SIMULATED_COVERAGE` says how often each nominal 95 % interval encloses the accuracy of an arm on new seeds and new
 problems of the same kind (512 problems, 4 samples each, accuracy 71 %, seeds with a standard deviation of 2.5 points;
-4000 simulated studies; `tests/test_statistics.py` repeats it with fewer).
+4000 simulated studies; `tests/test_statistics.py` repeats them with fewer).
 
 The percentile bootstrap cannot work with 3 seeds: its interval ends at the lowest and the highest seed, which enclose
 the truth in 1 - 2 / 2^3 = 75 % of studies. The Student t interval over seeds covers 95 % for these very problems
 (normal seeds, measured 95.1, 94.8 and 94.9 %), but not for new problems, which all seeds share. Reports therefore state
-the wider of the two-way and the Student t interval where the scores of single problems are known, Student's over seeds
-where they are not, and show the bootstrap beside it. The same holds for paired differences. For the probability of
-improvement, whose bootstrap is a point where two arms do not overlap, reports state Newcombe's interval.
+the wider of the two-way and the Student t interval. Where the scores of single problems are not known, they state
+Student's over seeds. The bootstrap is shown beside it. The same holds for paired differences. The bootstrap of the
+probability of improvement is a point if two arms do not overlap, so reports state Newcombe's interval.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import optimize, stats
 
 Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
 
 LEVEL = 0.95
+ALPHA = 0.05
 EXACT_SIGN_FLIPS = 16
 
-# Method -> seeds -> percent; the text at the top says of what. P(higher) is the probability of improvement of an arm
+# Method -> seeds -> percent of the simulations described above. P(higher) is the probability of improvement of an arm
 # whose normal seeds are 0, 1 or 2 standard deviations higher.
 SIMULATED_COVERAGE = {
     "Stated: the wider of two-way t and Student t": {3: 95.6, 5: 94.5, 10: 95.5},
@@ -54,7 +54,7 @@ SIMULATED_COVERAGE = {
 class Interval:
     """An estimate with its two-sided interval.
 
-    `error` is the standard error and `df` its degrees of freedom where the method has them, otherwise NaN.
+    `error` is the standard error and `df` its degrees of freedom; NaN for a method without them.
     """
 
     estimate: float
@@ -65,7 +65,11 @@ class Interval:
 
     def clipped(self, low: float, high: float) -> Interval:
         """The same interval without the impossible values outside [low, high]."""
-        return Interval(self.estimate, max(self.low, low), min(self.high, high), self.error, self.df)
+        return replace(self, low=max(self.low, low), high=min(self.high, high))
+
+    def shifted(self, by: float) -> Interval:
+        """The interval of the quantity plus a constant."""
+        return replace(self, estimate=self.estimate + by, low=self.low + by, high=self.high + by)
 
 
 @dataclass(frozen=True)
@@ -94,22 +98,6 @@ class McNemar:
     p: float
 
 
-@dataclass(frozen=True)
-class Effect:
-    """One row of an analysis of variance; `p_adjusted` is Holm's over the rows.
-
-    `partial_omega_squared` is the less biased effect size, at least 0.
-    """
-
-    factors: tuple[str, ...]
-    sum_of_squares: float
-    df: int
-    f: float
-    p: float
-    p_adjusted: float
-    partial_omega_squared: float
-
-
 def interquartile_mean(scores_S: ArrayLike) -> float:
     """Mean of the middle half (Agarwal et al. 2021, arXiv:2108.13264); with fewer than 4 values the plain mean."""
     return float(stats.trim_mean(np.asarray(scores_S, dtype=float), 0.25))
@@ -118,7 +106,7 @@ def interquartile_mean(scores_S: ArrayLike) -> float:
 def t_interval(scores_S: ArrayLike, level: float = LEVEL) -> Interval | None:
     """Student's interval for the mean over seeds, given these test problems; None with fewer than 2 seeds.
 
-    Exact for normally distributed seeds (Student 1908). It says nothing about other problems: all seeds share them.
+    Exact for normally distributed seeds (Student 1908). It says nothing about other problems: all seeds share these.
     """
     values = np.asarray(scores_S, dtype=float)
     if values.size < 2:
@@ -152,8 +140,8 @@ def crossed_interval(scores_SN: ArrayLike, level: float = LEVEL) -> Interval | N
 def cautious_interval(scores_SN: ArrayLike, level: float = LEVEL) -> Interval | None:
     """The wider of `crossed_interval` and `t_interval` over the seeds: what reports state; None without both.
 
-    Two rough estimates of spread stand behind few seeds; taking the wider interval, a statement about new problems
-    too is never more certain than one about these problems alone, and coverage holds from 2 seeds on.
+    Few seeds give two rough estimates of spread. With the wider interval a statement that includes new problems is
+    never more certain than one about these problems alone, and coverage holds from 2 seeds on.
     """
     scores = np.asarray(scores_SN, dtype=float)
     crossed = crossed_interval(scores, level)
@@ -196,8 +184,8 @@ def crossed_bootstrap_interval(
 ) -> Interval | None:
     """Percentile bootstrap that resamples seeds and problems independently; None with fewer than 2 of either.
 
-    The pigeonhole bootstrap (Owen 2007, doi:10.1214/07-AOAS122) for crossed effects: rows and columns are weighted by
-    how often they were drawn.
+    The pigeonhole bootstrap (Owen 2007, doi:10.1214/07-AOAS122) for crossed effects weights each row and column by how
+    often it was drawn.
     """
     scores = np.asarray(scores_SN, dtype=float)
     if scores.ndim != 2 or min(scores.shape) < 2:
@@ -209,7 +197,7 @@ def crossed_bootstrap_interval(
 
 
 def t_test(difference: Interval) -> float:
-    """Two-sided p-value of a difference of 0, from the interval's own error and degrees of freedom; NaN without."""
+    """Two-sided p-value of a difference of 0, from the interval's error and degrees of freedom; NaN without them."""
     if math.isnan(difference.error):
         return math.nan
     if difference.error == 0:
@@ -218,7 +206,7 @@ def t_test(difference: Interval) -> float:
 
 
 def sign_flip_test(differences_S: ArrayLike) -> float:
-    """Exact two-sided p-value of paired differences whose sign is arbitrary (Fisher 1935), without normality.
+    """Exact two-sided p-value of paired differences with arbitrary signs (Fisher 1935); assumes no normality.
 
     With S seeds it cannot fall below 2 / 2^S: 0.25 for 3 seeds. ValueError above 16 seeds.
     """
@@ -231,19 +219,20 @@ def sign_flip_test(differences_S: ArrayLike) -> float:
     return float(np.mean(sums >= observed * (1 - 1e-9)))
 
 
-def majority_verdicts(scores_SN: ArrayLike) -> Bools:
-    """Whether an arm gets each problem right: more than half of all its samples, those of all seeds together, are."""
+def majority_verdicts(scores_SN: ArrayLike) -> NDArray[np.bool_]:
+    """Whether an arm gets each problem right: more than half of its samples over all seeds are right."""
     return np.asarray(scores_SN, dtype=float).mean(axis=0) > 0.5
 
 
 def mcnemar_test(right_N: ArrayLike, baseline_right_N: ArrayLike) -> McNemar:
     """The exact test of paired verdicts (McNemar 1947): problems that both or neither get right say nothing.
 
-    It speaks about these very models on new problems. Training with another seed moves many verdicts at once, which the
-    test takes for evidence, so that it must not decide whether one algorithm is better than another.
+    It speaks about these very models on new problems. Training with another seed moves many verdicts at once, and the
+    test takes that for evidence, so it must not decide whether one algorithm is better than another.
     """
     arm, baseline = np.asarray(right_N, dtype=bool), np.asarray(baseline_right_N, dtype=bool)
-    only_arm, only_baseline = int((arm & ~baseline).sum()), int((baseline & ~arm).sum())
+    only_arm = int(np.count_nonzero(arm & ~baseline))
+    only_baseline = int(np.count_nonzero(baseline & ~arm))
     discordant = only_arm + only_baseline
     p = float(stats.binomtest(only_arm, discordant).pvalue) if discordant else 1.0
     return McNemar(only_arm, only_baseline, p)
@@ -263,18 +252,18 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def probability_of_improvement(scores_S: ArrayLike, baseline_S: ArrayLike) -> float:
     """Chance that a run of the arm beats a run of the baseline, ties counting half (Agarwal et al. 2021, eq. 1).
 
-    A second axis holds tasks, whose probabilities are averaged.
+    A second axis of both holds tasks; their probabilities are averaged.
     """
     arm, baseline = np.asarray(scores_S, dtype=float)[:, None], np.asarray(baseline_S, dtype=float)[None, :]
-    return float(np.mean((arm > baseline) + 0.5 * (arm == baseline)))
+    return float(np.mean(np.heaviside(arm - baseline, 0.5)))
 
 
 def improvement_interval(probability: float, num_seeds: int, num_baseline: int, level: float = LEVEL) -> Interval:
     """The interval of a probability of improvement between arms with that many seeds (Newcombe 2006, method 5).
 
-    Its limits are where the squared distance to the estimate is z^2 times the variance of Hanley and McNeil (1982) at
-    the limit itself, with both counts in it replaced by their mean (doi:10.1002/sim.2324). Unlike the bootstrap it does
-    not shrink to a point where the arms do not overlap. It treats the arms as independent, which is cautious where they
+    At its limits the squared distance to the estimate is z^2 times the variance of Hanley and McNeil (1982) at the
+    limit itself, with both counts replaced by their mean (doi:10.1002/sim.2324). Unlike the bootstrap it does not
+    shrink to a point if the arms do not overlap. It treats the arms as independent, which is cautious for arms that
     share seeds.
     """
     z, runs = float(stats.norm.isf((1 - level) / 2)), (num_seeds + num_baseline) / 2 - 1
@@ -289,23 +278,7 @@ def improvement_interval(probability: float, num_seeds: int, num_baseline: int, 
     return Interval(probability, low, high)
 
 
-def improvement_bootstrap_interval(
-    scores_S: ArrayLike, baseline_S: ArrayLike, rng: Generator, level: float = LEVEL, resamples: int = 2000
-) -> Interval | None:
-    """Percentile bootstrap of the probability of improvement, the runs of each arm drawn on their own (Agarwal et al.).
-
-    None with fewer than 2 seeds of either. Too narrow for few seeds: see the table at the top.
-    """
-    arm, baseline = np.asarray(scores_S, dtype=float), np.asarray(baseline_S, dtype=float)
-    if min(arm.size, baseline.size) < 2:
-        return None
-    beats = (arm[:, None] > baseline) + 0.5 * (arm[:, None] == baseline)
-    rows, columns = (_times_drawn(one.size, resamples, rng) for one in (arm, baseline))
-    shares = np.einsum("bm,bm->b", rows @ beats, columns) / beats.size
-    return _percentiles(float(beats.mean()), shares, level)
-
-
-def minimum_detectable_difference(error: float, df: float, alpha: float = 0.05, power: float = 0.8) -> float:
+def minimum_detectable_difference(error: float, df: float, alpha: float = ALPHA, power: float = 0.8) -> float:
     """The true difference that a two-sided t test at `alpha` finds with probability `power`.
 
     From the non-central t distribution; as uncertain as `error` itself, so a guide and no guarantee.
@@ -313,27 +286,29 @@ def minimum_detectable_difference(error: float, df: float, alpha: float = 0.05, 
     if error == 0:
         return 0.0
     critical = float(stats.t.isf(alpha / 2, df))
-    low, high = 0.0, 1.0
-    while _power(high, critical, df) < power:
+
+    def excess(standardised: float) -> float:
+        found = _power(standardised, critical, df)
+        return 1.0 if math.isnan(found) else found - power  # far from 0 scipy's distribution may be NaN
+
+    high = 1.0
+    while excess(high) < 0:
         high *= 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _power(middle, critical, df) < power else (low, middle)
-    return high * error
+    return _root(excess, 0.0, high) * error
 
 
 def seeds_needed(
     difference: float,
     variance: CrossedVariance,
     num_problems: float,
-    alpha: float = 0.05,
+    alpha: float = ALPHA,
     power: float = 0.8,
     most: int = 200,
 ) -> int | None:
-    """Seeds per arm with which a paired t test finds `difference`; None where `most` seeds would not.
+    """Seeds per arm with which a paired t test finds `difference`; None if `most` seeds do not find it.
 
     More seeds cannot average out the choice of test problems: below that floor only more problems help.
-    Uses S - 1 degrees of freedom, which is cautious where problems carry most of the variance.
+    Uses S - 1 degrees of freedom, which is cautious if problems carry most of the variance.
     """
     for num_seeds in range(2, most + 1):
         error = math.sqrt(variance.of_mean(num_seeds, num_problems))
@@ -341,56 +316,6 @@ def seeds_needed(
         if error == 0 or _power(abs(difference) / error, critical, num_seeds - 1) >= power:
             return num_seeds
     return None
-
-
-def anova(scores: ArrayLike, factors: Sequence[str]) -> list[Effect]:
-    """Main effects and interactions of a complete grid, seeds as blocks.
-
-    `scores` has one axis per factor (its levels) and the seeds last, each of length at least 2. Seeds share random
-    numbers across arms, so their own effect is removed; the error is all that varies with the seed and a factor,
-    with (cells - 1)(S - 1) degrees of freedom (randomised complete blocks, Fisher 1935).
-    """
-    values = np.asarray(scores, dtype=float)
-    if values.ndim != len(factors) + 1 or min(values.shape) < 2:
-        raise ValueError(f"scores must have an axis of at least 2 per factor and one of seeds, got {values.shape}")
-    num_seeds, num_cells = values.shape[-1], values[..., 0].size
-    grand = values.mean()
-    cell_means = values.mean(axis=-1)
-    seed_means = values.reshape(-1, num_seeds).mean(axis=0)
-    residual = values - cell_means[..., None] - seed_means + grand
-    error, error_df = float((residual**2).sum()), (num_cells - 1) * (num_seeds - 1)
-    axes = range(len(factors))
-    subsets = [subset for size in range(1, len(factors) + 1) for subset in itertools.combinations(axes, size)]
-    effects = []
-    for subset in subsets:
-        squares = num_seeds * float((_interaction(cell_means, subset) ** 2).sum())
-        df = math.prod(values.shape[axis] - 1 for axis in subset)
-        effects.append(_effect(tuple(factors[a] for a in subset), squares, df, error, error_df, values.size))
-    adjusted = holm([effect.p for effect in effects])
-    return [replace(effect, p_adjusted=p) for effect, p in zip(effects, adjusted, strict=True)]
-
-
-def _effect(factors: tuple[str, ...], squares: float, df: int, error: float, error_df: int, size: int) -> Effect:
-    mean_error = error / error_df
-    if mean_error == 0:
-        f = math.inf if squares > 0 else math.nan
-    else:
-        f = squares / df / mean_error
-    p = math.nan if math.isnan(f) else float(stats.f.sf(f, df, error_df))
-    unbiased = squares - df * mean_error
-    whole = squares + (size - df) * mean_error
-    return Effect(factors, squares, df, f, p, p, max(unbiased / whole, 0.0) if whole > 0 else 0.0)
-
-
-def _interaction(cell_means: Floats, subset: tuple[int, ...]) -> Floats:
-    """The effect of exactly these factors in every cell, by inclusion and exclusion of marginal means."""
-    total = np.zeros_like(cell_means)
-    for size in range(len(subset) + 1):
-        for kept in itertools.combinations(subset, size):
-            others = tuple(axis for axis in range(cell_means.ndim) if axis not in kept)
-            marginal = cell_means.mean(axis=others, keepdims=True) if others else cell_means
-            total = total + (-1) ** (len(subset) - size) * marginal
-    return total
 
 
 def _mean_squares(scores: Floats) -> tuple[float, float, float]:
@@ -411,7 +336,8 @@ def _tidy(mean_square: float) -> float:
 
 
 def _root(function: Callable[[float], float], low: float, high: float) -> float:
-    return float(optimize.root_scalar(function, bracket=(low, high), method="brentq").root)
+    """A sign change by bisection: scipy's non-central t is too rough for methods that read more than signs."""
+    return float(optimize.root_scalar(function, bracket=(low, high), method="bisect", xtol=1e-15).root)
 
 
 def _times_drawn(size: int, resamples: int, rng: Generator) -> Floats:

@@ -11,9 +11,9 @@ import pytest
 from fake_study import FakeArm, fake_study
 
 from harness.types import StudyRecord
-from reports import prose
 from reports.analysis import analyse
 from reports.join import join
+from reports.prose.notes import notes
 from reports.render import results_csv, write_report
 
 
@@ -83,9 +83,9 @@ def test_differences_between_base_runs_are_warned_about_but_not_what_a_study_var
         "steps": {"a": "10", "b": "50"},
         "version of torch": {"a": "2.13.0", "b": "2.0"},
     }
-    notes = dict(prose.notes(analyse(joined, np.random.default_rng(0))))
-    assert "steps (a: 10, b: 50)" in notes["Base runs differ between the studies"]
-    same = dict(prose.notes(analyse(join([study("a"), study("b")]), np.random.default_rng(0))))
+    differing = dict(notes(analyse(joined, np.random.default_rng(0))))
+    assert "steps (a: 10, b: 50)" in differing["Base runs differ between the studies"]
+    same = dict(notes(analyse(join([study("a"), study("b")]), np.random.default_rng(0))))
     assert "Studies that share all but their arms" in same
 
 

@@ -17,9 +17,16 @@ from fake_study import HOSTILE_ARM, FakeArm, factor_grid, fake_study, three_algo
 from markdown_it import MarkdownIt
 
 from harness.types import StudyRecord, TrialRecord
-from reports import figures, prose
-from reports.analysis import Analysis, analyse, choose_outcome, marginal
+from reports.analysis import Analysis, analyse, marginal
+from reports.figures import curves, grid
+from reports.figures.outcome import pareto_front
+from reports.figures.series import Series, aligned, smoothed
+from reports.figures.style import GREY, PALETTE, color_of, write_files
+from reports.prose import wording
+from reports.prose.answer import answer
+from reports.prose.notes import interval_method, notes
 from reports.render import COLUMNS, ReportFiles, results_csv, visible, write_report
+from reports.trials import choose_outcome
 
 
 def analysed(record: StudyRecord) -> Analysis:
@@ -182,7 +189,7 @@ def test_a_factor_named_like_a_column_does_not_repeat_it() -> None:
 
 def test_the_answer_names_the_best_arm_its_difference_and_p() -> None:
     analysis = analysed(fake_study(two_arms(0.4, 0.7), seeds=range(5)))
-    text = prose.answer(analysis)
+    text = answer(analysis)
     comparison = analysis.comparison("b")
     assert comparison is not None
     assert comparison.interval is not None
@@ -193,7 +200,7 @@ def test_the_answer_names_the_best_arm_its_difference_and_p() -> None:
 
 
 def test_equal_arms_are_reported_as_no_detected_difference_with_what_could_have_been() -> None:
-    text = prose.answer(analysed(fake_study(two_arms(0.7, 0.7))))
+    text = answer(analysed(fake_study(two_arms(0.7, 0.7))))
     assert text.startswith("No difference between b and a could be detected")
     assert "would be found in 4 of 5 such studies" in text
 
@@ -201,20 +208,20 @@ def test_equal_arms_are_reported_as_no_detected_difference_with_what_could_have_
 def test_one_seed_gives_no_interval_and_the_report_says_so() -> None:
     analysis = analysed(fake_study(two_arms(0.4, 0.7), seeds=[0]))
     assert all(arm.interval is None and arm.bootstrap is None for arm in analysis.arms)
-    assert "no interval or test over seeds is possible" in prose.answer(analysis)
-    assert "no interval and no test over seeds is possible" in prose.interval_method(analysis)
+    assert "no interval or test over seeds is possible" in answer(analysis)
+    assert "no interval and no test over seeds is possible" in interval_method(analysis)
 
 
 def test_accuracies_near_zero_are_reported_as_such_with_an_interval() -> None:
     analysis = analysed(fake_study(two_arms(0.0, 0.0), num_problems=100, seed_deviation=0.0))
-    assert prose.answer(analysis).startswith("Every arm stays near zero: no difference between b and a")
+    assert answer(analysis).startswith("Every arm stays near zero: no difference between b and a")
     # 0 of 100 problems: 1 - 0.025^(1/100) = 3.62 %
     interval = analysis.arms[0].interval
     assert interval is not None
     assert interval.high == pytest.approx(0.0362167, rel=1e-5)
-    assert "b reaches 0.0 % test accuracy [0.0, 3.6]" in prose.answer(analysis)
+    assert "b reaches 0.0 % test accuracy [0.0, 3.6]" in answer(analysis)
     # the difference of two such arms is as uncertain as both
-    assert "0.0 points [-3.6, 3.6] above a" in prose.answer(analysis)
+    assert "0.0 points [-3.6, 3.6] above a" in answer(analysis)
     assert analysis.comparisons[0].p == 1.0
 
 
@@ -234,7 +241,7 @@ def test_an_invalid_trial_is_listed_with_its_reason_and_never_averaged_in(tmp_pa
     assert with_broken.arm("b").interval == without.arm("b").interval
     assert with_broken.comparisons == without.comparisons
     assert [(gap.arm, gap.seed, gap.state) for gap in with_broken.gaps] == [("b", 3, "invalid")]
-    assert prose.answer(with_broken).endswith("; 1 invalid trial is left out.")
+    assert answer(with_broken).endswith("; 1 invalid trial is left out.")
     page = "".join(read_page(write_report(record, tmp_path, formats=()).html.read_text(encoding="utf-8")).text)
     assert "policy/loss is NaN at step 17" in page
 
@@ -245,7 +252,7 @@ def test_a_trial_that_never_started_is_missing_and_makes_the_answer_preliminary(
         ("ppo", 1, "not started"),
         ("grpo", 2, "running"),
     ]
-    assert prose.answer(analysis).startswith("Preliminary (7 of 9 trials complete): ")
+    assert answer(analysis).startswith("Preliminary (7 of 9 trials complete): ")
 
 
 def test_differences_are_paired_over_the_seeds_that_both_arms_completed() -> None:
@@ -314,11 +321,11 @@ def test_a_study_without_any_complete_trial_has_no_answer_yet() -> None:
         states={("ppo", 0): "running"} | {(a.label, s): None for a in three_algorithms()[1:] for s in range(3)}
     )
     record = dataclasses.replace(record, trials=record.trials[:1])
-    assert prose.answer(analysed(record)) == "No answer yet: 0 of 9 trials complete (1 running, 8 not started)."
+    assert answer(analysed(record)) == "No answer yet: 0 of 9 trials complete (1 running, 8 not started)."
 
 
 def topics(record: StudyRecord) -> dict[str, str]:
-    return dict(prose.notes(analysed(record)))
+    return dict(notes(analysed(record)))
 
 
 def test_one_update_per_batch_is_said_to_make_clipping_and_arms_that_vary_it_void() -> None:
@@ -340,11 +347,11 @@ def test_arms_that_differ_in_more_than_clipping_are_not_called_identical() -> No
 
 
 def test_shared_cold_start_budget_and_reward_scale_are_noted() -> None:
-    notes = topics(fake_study())
-    assert "cold_start.seed 0" in notes["One starting point"]
-    assert notes["Equal budgets"].startswith("All arms draw 128 rollouts per step for 100 steps.")
-    assert "1 / -0.1 and 1 / 0" in notes["Reward scale cancels"]
-    assert notes["Rewards that are not accuracy"].startswith("grpo_self_consistency is rewarded for agreeing")
+    found = topics(fake_study())
+    assert "cold_start.seed 0" in found["One starting point"]
+    assert found["Equal budgets"].startswith("All arms draw 128 rollouts per step for 100 steps.")
+    assert "1 / -0.1 and 1 / 0" in found["Reward scale cancels"]
+    assert found["Rewards that are not accuracy"].startswith("grpo_self_consistency is rewarded for agreeing")
 
 
 def test_arms_that_are_paid_differently_are_told_apart_and_only_standardised_rewards_cancel() -> None:
@@ -354,23 +361,23 @@ def test_arms_that_are_paid_differently_are_told_apart_and_only_standardised_rew
             two_arms(0.4, 0.7), ({}, {"format": {"weight": 0.1}, "overlong": {"weight": 0}}), strict=True
         )
     ]
-    notes = topics(fake_study(arms))
-    assert f"{arms[1].label}: 1 accuracy, 0.1 format)" in notes["Different rewards"]
-    assert "Reward scale cancels" not in notes
+    found = topics(fake_study(arms))
+    assert f"{arms[1].label}: 1 accuracy, 0.1 format)" in found["Different rewards"]
+    assert "Reward scale cancels" not in found
 
 
 def test_unequal_budgets_and_cold_starts_are_warned_about() -> None:
     arms = two_arms(0.4, 0.7)
     arms[1] = dataclasses.replace(arms[1], settings={"rollouts_per_step": 64, "cold_start.steps": 800})
-    notes = topics(fake_study(arms))
-    assert "rollouts_per_step" in notes["Budgets differ"]
-    assert "Arms start from different cold starts" in notes
+    found = topics(fake_study(arms))
+    assert "rollouts_per_step" in found["Budgets differ"]
+    assert "Arms start from different cold starts" in found
 
 
 def test_only_the_factor_that_matters_is_said_to_matter() -> None:
     # accuracy rises by 8 points per level of group_size and does not depend on kl_beta
     analysis = analysed(fake_study(factor_grid({"algorithm.group_size": [8, 2, 4], "algorithm.kl_beta": [0.0, 0.1]})))
-    text = prose.answer(analysis)
+    text = answer(analysis)
     assert text.startswith("Over the whole grid group_size matters: ")
     assert "kl_beta matters" not in text
     assert ", and no interaction of factors is detected; " in text
@@ -382,7 +389,7 @@ def test_an_interaction_is_named_in_the_answer() -> None:
     # group_size helps by 20 points with kl_beta = 0 and not at all with 0.1
     arms = factor_grid({"algorithm.group_size": [4, 8], "algorithm.kl_beta": [0.0, 0.1]})
     arms = [dataclasses.replace(arm, accuracy=a) for arm, a in zip(arms, (0.5, 0.5, 0.7, 0.5), strict=True)]
-    text = prose.answer(analysed(fake_study(arms, seeds=range(5), seed_deviation=0.01, num_steps=10)))
+    text = answer(analysed(fake_study(arms, seeds=range(5), seed_deviation=0.01, num_steps=10)))
     assert "and factors interact: group_size x kl_beta (Holm-adjusted p " in text
 
 
@@ -390,39 +397,39 @@ def test_a_grid_of_two_factors_is_one_heat_map_and_of_three_one_per_level_of_the
     two = analysed(
         fake_study(factor_grid({"algorithm.group_size": [2, 4, 8], "algorithm.kl_beta": [0.0, 0.1]}), num_steps=10)
     )
-    assert [drawing.name for drawing in figures.heat_maps(two)] == ["heat_0"]
+    assert [drawing.name for drawing in grid.heat_maps(two)] == ["heat_0"]
     levels = {
         "algorithm.group_size": [2, 4, 8],
         "algorithm.clip_epsilon": [0.1, 0.2],
         "algorithm.kl_beta": [0.0, 0.1, 0.2],
     }
     three = analysed(fake_study(factor_grid(levels), seeds=[0, 1], num_steps=10))
-    maps = figures.heat_maps(three)
+    maps = grid.heat_maps(three)
     assert [drawing.title for drawing in maps] == [f"Test accuracy (%), clip_epsilon = {level}" for level in (0.1, 0.2)]
-    assert figures.heat_maps(analysed(fake_study())) == []
+    assert grid.heat_maps(analysed(fake_study())) == []
 
 
 def test_label_quality_is_drawn_for_self_consistency_arms_only() -> None:
-    drawn = figures.label_quality(analysed(fake_study()))
+    drawn = curves.label_quality(analysed(fake_study()))
     assert [drawing.title for drawing in drawn] == [
         "Are the majority labels right? grpo_self_consistency",
         "How clear are the votes? grpo_self_consistency",
     ]
     unpaid = three_algorithms()
     unpaid[2] = dataclasses.replace(unpaid[2], settings={"rewards": {"majority_vote": {"weight": 0.0}}})
-    assert figures.label_quality(analysed(fake_study(unpaid))) == []
+    assert curves.label_quality(analysed(fake_study(unpaid))) == []
 
 
 def test_figures_of_an_earlier_report_do_not_stay(tmp_path: Path) -> None:
     (tmp_path / "figures").mkdir()
     (tmp_path / "figures" / "old.pdf").write_bytes(b"")
     (tmp_path / "figures" / "mine.txt").write_text("kept")
-    figures.write_files([], tmp_path / "figures")
+    write_files([], tmp_path / "figures")
     assert [file.name for file in (tmp_path / "figures").iterdir()] == ["mine.txt"]
 
 
 def test_learning_curves_are_drawn_against_steps_rollouts_tokens_and_seconds() -> None:
-    drawn = figures.learning_curves(analysed(fake_study(num_steps=10)))
+    drawn = curves.learning_curves(analysed(fake_study(num_steps=10)))
     assert [drawing.name for drawing in drawn] == [
         "learning_steps",
         "learning_rollouts",
@@ -434,11 +441,11 @@ def test_learning_curves_are_drawn_against_steps_rollouts_tokens_and_seconds() -
 def test_interactions_are_drawn_for_every_two_factors_and_say_what_was_found() -> None:
     levels = {"algorithm.group_size": [2, 4, 8], "algorithm.kl_beta": [0.0, 0.1], "algorithm.clip_epsilon": [0.1, 0.2]}
     analysis = analysed(fake_study(factor_grid(levels), seeds=[0, 1], num_steps=10))
-    drawn = figures.interactions(analysis)
+    drawn = grid.interactions(analysis)
     assert len(drawn) == 3
     assert all("interact" in drawing.title for drawing in drawn)
     assert sum("group_size x" in drawing.title for drawing in drawn) == 2
-    assert figures.interactions(analysed(fake_study(num_steps=10))) == []
+    assert grid.interactions(analysed(fake_study(num_steps=10))) == []
 
 
 def test_a_marginal_mean_averages_over_the_other_factors() -> None:
@@ -455,58 +462,64 @@ def test_a_marginal_mean_averages_over_the_other_factors() -> None:
 def test_the_front_holds_the_arms_that_no_other_beats_in_cost_and_accuracy() -> None:
     # (2, 5) costs as much as (2, 6) for less; (4, 6) costs more than (2, 6) for the same
     points = [(3.0, 7.0), (2.0, 5.0), (1.0, 1.0), (2.0, 6.0), (4.0, 6.0)]
-    assert figures.pareto_front(points) == [2, 3, 0]
+    assert pareto_front(points) == [2, 3, 0]
 
 
-def searched() -> StudyRecord:
+def searched(*objectives: str) -> StudyRecord:
+    """A search of three arms, the last one pruned, as `search.json` holds it."""
     arms = factor_grid({"algorithm.kl_beta": [0.0, 0.1, 0.2]})
     record = fake_study(arms, seeds=[0, 1], states={(arms[2].label, 0): "stopped", (arms[2].label, 1): None})
-    states = ["complete", "complete", "pruned"]
+    importances = {"method": "fANOVA", "values": {"algorithm.kl_beta": 0.75, "steps<script>": 0.25}, "reason": None}
+    listed = [
+        {"label": arm.label, "parameters": dict(arm.factors), "state": state, "values": values}
+        for arm, state, values in zip(
+            arms,
+            ("complete", "complete", "pruned"),
+            (dict.fromkeys(objectives, 0.5), dict.fromkeys(objectives, 0.625), {}),
+            strict=True,
+        )
+    ]
     search = {
-        "objectives": ["validation/accuracy", "seconds/total"],
-        "importances": {"method": "PED-ANOVA", "values": {"algorithm.kl_beta": 0.75, "steps<script>": 0.25}},
-        "arms": [
-            {
-                "label": arm.label,
-                "parameters": dict(arm.factors),
-                "values": [0.5, 9.0] if i < 2 else None,
-                "state": state,
-            }
-            for i, (arm, state) in enumerate(zip(arms, states, strict=True))
-        ],
+        "objectives": dict.fromkeys(objectives, "maximize"),
+        "importances": importances,
+        "arms": listed,
         "pareto": [arms[1].label],
     }
     return dataclasses.replace(record, search=search)
 
 
 def test_a_search_shows_importances_arms_front_and_what_it_pruned(tmp_path: Path) -> None:
-    record = searched()
+    record = searched("validation/accuracy", "seconds/total")
     analysis = analysed(record)
     assert {(gap.arm, gap.state) for gap in analysis.gaps} == {("kl_beta=0.2", "pruned")}
-    assert prose.answer(analysis).endswith("2 pruned trials are left out.")
-    assert not prose.answer(analysis).startswith("Preliminary")
+    assert answer(analysis).endswith("2 pruned trials are left out.")
+    assert not answer(analysis).startswith("Preliminary")
     page = read_page(write_report(record, tmp_path, formats=()).html.read_text(encoding="utf-8"))
     text = " ".join("".join(page.text).split())
     assert "What the search found" in text
-    assert any("Importance by PED-ANOVA" in value for _, value in page.attributes)
+    assert any("Importance by fANOVA" in value for _, value in page.attributes)
     assert "kl_beta=0.1front" in text
-    assert "algorithm.kl_beta = 0.2n/an/apruned" in text.replace("> ", ">")
+    assert "algorithm.kl_beta = 0.162.50.625complete" in text
+    assert "algorithm.kl_beta = 0.2n/an/apruned" in text
     assert "script" not in page.tags
-    (drawing,) = figures.importances(analysis)
+    (drawing,) = grid.importances(analysis)
     assert drawing.title == "What validation accuracy depends on"
-    assert figures.importances(analysed(fake_study(num_steps=10))) == []
+    assert grid.importances(analysed(fake_study(num_steps=10))) == []
 
 
-def test_importances_of_several_objectives_are_a_figure_each() -> None:
-    record = searched()
+def test_a_search_with_too_few_arms_has_no_importances() -> None:
+    record = searched("validation/accuracy")
     assert record.search is not None
-    values = {"validation/accuracy": {"steps": 1.0}, "seconds/total": {"steps": 0.5, "model": 0.5}}
-    search = {**record.search, "importances": {"method": "fANOVA", "values": values}}
-    drawn = figures.importances(analysed(dataclasses.replace(record, search=search)))
-    assert [drawing.title for drawing in drawn] == [
-        "What validation accuracy depends on",
-        "What seconds total depends on",
-    ]
+    unknown = {"method": None, "values": {}, "reason": "needs 4 complete arms, there are 2"}
+    few = dataclasses.replace(record, search={**record.search, "importances": unknown})
+    assert grid.importances(analysed(few)) == []
+
+
+def test_a_tuned_comparison_keeps_a_search_per_cell_and_still_has_a_page(tmp_path: Path) -> None:
+    tuning = {"tuning": {"ppo": searched("validation/accuracy").search}}
+    record = dataclasses.replace(fake_study(num_steps=10), search=tuning)
+    assert grid.importances(analysed(record)) == []
+    assert write_report(record, tmp_path, formats=()).answer == answer(analysed(record))
 
 
 def test_mcnemar_of_a_comparison_counts_majority_verdicts_over_the_shared_seeds() -> None:
@@ -541,12 +554,12 @@ def test_the_page_and_markdown_show_every_claim_with_its_verdict(hostile: Report
 
 
 def test_arms_keep_their_colour_and_a_crowd_is_grey_but_for_three() -> None:
-    few = figures.arm_colors(analysed(fake_study()))
-    assert list(few.values()) == list(figures.PALETTE[:3])
+    few = analysed(fake_study())
+    assert [color_of(few, arm.label) for arm in few.arms] == list(PALETTE[:3])
     many = analysed(fake_study(factor_grid({"algorithm.group_size": list(range(2, 12))}), num_steps=10))
-    colours = list(figures.arm_colors(many).values())
+    colours = [color_of(many, arm.label) for arm in many.arms]
     assert len(colours) == 10
-    assert 2 <= len(colours) - colours.count(figures.GREY) <= 3
+    assert 2 <= len(colours) - colours.count(GREY) <= 3
 
 
 def trial_with(history: dict[str, list[tuple[int, float]]]) -> TrialRecord:
@@ -556,7 +569,7 @@ def trial_with(history: dict[str, list[tuple[int, float]]]) -> TrialRecord:
 def test_curves_keep_the_steps_that_all_seeds_have_and_drop_what_is_not_finite() -> None:
     first = trial_with({"m": [(0, 1.0), (1, 2.0), (2, math.nan), (3, 4.0)]})
     second = trial_with({"m": [(0, 3.0), (2, 5.0), (3, 8.0)]})
-    series = figures.aligned([first, second], "m", None)
+    series = aligned([first, second], "m", None)
     assert series is not None
     assert series.x_T.tolist() == [0.0, 3.0]
     assert series.values_ST.tolist() == [[1.0, 4.0], [3.0, 8.0]]
@@ -565,30 +578,30 @@ def test_curves_keep_the_steps_that_all_seeds_have_and_drop_what_is_not_finite()
 def test_curves_against_tokens_read_the_tokens_spent_up_to_each_step() -> None:
     # step 0 costs nothing, step 2 comes after 30 tokens: linear from (0, 0) to (30, 1), at 15 tokens 0.5
     trial = trial_with({"m": [(0, 0.0), (2, 1.0)], "tokens": [(1, 10.0), (2, 30.0), (3, 60.0)]})
-    series = figures.aligned([trial], "m", "tokens")
+    series = aligned([trial], "m", "tokens")
     assert series is not None
     assert (series.x_T[0], series.x_T[-1]) == (0.0, 30.0)
     assert series.values_ST[0][20] == pytest.approx(0.5)
-    assert figures.aligned([trial], "absent", None) is None
+    assert aligned([trial], "absent", None) is None
 
 
 def test_smoothing_averages_over_a_fortieth_of_the_steps() -> None:
     # 160 steps: 2 neighbours on either side; a spike of 5 at step 80 becomes 1 over five steps
     values = np.zeros((1, 160))
     values[0, 80] = 5.0
-    smooth = figures.smoothed(figures.Series(np.arange(160.0), values))
+    smooth = smoothed(Series(np.arange(160.0), values))
     assert smooth.values_ST[0, 77:84].tolist() == [0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
 
 
 def test_numbers_read_as_a_reader_expects() -> None:
-    assert prose.number(0.8123, "test/accuracy") == "81.2"
-    assert prose.number(0.0039, "test/accuracy") == "0.39"
-    assert prose.number(-0.0001, "test/accuracy", signed=True) == "0.0"
-    assert prose.number(0.081, "kl/reference") == "0.081"
-    assert (prose.p_value(0.04969), prose.p_value(0.0004), prose.p_value(0.0496)) == ("0.04969", "< 0.001", "0.04960")
-    assert (prose.quantity(812), prose.quantity(12_345), prose.quantity(4.56e6)) == ("812", "12.3k", "4.56M")
-    assert (prose.duration(48), prose.duration(200), prose.duration(7500)) == ("48 s", "3 min 20 s", "2 h 05 min")
-    assert (prose.size(611 * 2**20), prose.size(3 * 2**30)) == ("611 MiB", "3.00 GiB")
+    assert wording.number(0.8123, "test/accuracy") == "81.2"
+    assert wording.number(0.0039, "test/accuracy") == "0.39"
+    assert wording.number(-0.0001, "test/accuracy", signed=True) == "0.0"
+    assert wording.number(0.081, "kl/reference") == "0.081"
+    assert [wording.p_value(p) for p in (0.04969, 0.0004, 0.0496)] == ["0.04969", "< 0.001", "0.04960"]
+    assert (wording.quantity(812), wording.quantity(12_345), wording.quantity(4.56e6)) == ("812", "12.3k", "4.56M")
+    assert (wording.duration(48), wording.duration(200), wording.duration(7500)) == ("48 s", "3 min 20 s", "2 h 05 min")
+    assert (wording.size(611 * 2**20), wording.size(3 * 2**30)) == ("611 MiB", "3.00 GiB")
 
 
 def test_reports_import_neither_torch_nor_mlflow() -> None:

@@ -31,9 +31,11 @@ def hostile_study() -> StudyRecord:
     )
     record = fake_study(arms, states={("ppo", 2): "invalid"}, num_steps=20)
     found = {"<img src=x onerror=alert(8)>": 0.9, "a_parameter_with_a_rather_long_name.of_a_section": 0.1}
-    listed = [{"label": arm.label, "parameters": found, "values": [0.5], "state": "complete"} for arm in arms]
-    search = {"objectives": ["validation/accuracy"], "importances": {"method": "<b>", "values": found}, "arms": listed}
-    return dataclasses.replace(record, search=search)
+    values = {"validation/accuracy": 0.5}
+    listed = [{"label": arm.label, "parameters": found, "values": values, "state": "complete"} for arm in arms]
+    importances = {"method": "<b>", "values": found, "reason": None}
+    search = {"objectives": {"validation/accuracy": "maximize"}, "importances": importances, "arms": listed}
+    return dataclasses.replace(record, search={**search, "pareto": [HOSTILE_ARM]})
 
 
 @pytest.fixture(scope="module", params=["hostile", "grid"])

@@ -17,6 +17,19 @@ from statsmodels.stats.nonparametric import rank_compare_2indep
 from statsmodels.stats.power import TTestPower
 
 from reports import statistics as ours
+from reports.anova import anova
+
+
+def improvement_bootstrap(
+    arm: np.ndarray, baseline: np.ndarray, rng: np.random.Generator, resamples: int
+) -> ours.Interval:
+    """Percentile bootstrap of the probability of improvement, the runs of each arm drawn apart (Agarwal et al.)."""
+    shares = [
+        ours.probability_of_improvement(rng.choice(arm, arm.size), rng.choice(baseline, baseline.size))
+        for _ in range(resamples)
+    ]
+    low, high = np.quantile(shares, [0.025, 0.975])
+    return ours.Interval(ours.probability_of_improvement(arm, baseline), low, high)
 
 
 def close(value: float) -> object:
@@ -128,7 +141,6 @@ def test_two_calls_with_one_generator_seed_are_identical() -> None:
     for method, values in (
         (ours.bootstrap_interval, (scores[:, 0],)),
         (ours.crossed_bootstrap_interval, (scores,)),
-        (ours.improvement_bootstrap_interval, (scores[:, 0], scores[:, 1])),
     ):
         first, second = (method(*values, np.random.default_rng(7)) for _ in range(2))
         assert first is not None
@@ -251,8 +263,7 @@ def test_arms_that_do_not_overlap_are_not_certain_to_differ() -> None:
     assert (higher.high, lower.low) == (1.0, 0.0)
     assert higher.low == close(1 - lower.high)
     assert 0.4 < higher.low < 0.6
-    bootstrap = ours.improvement_bootstrap_interval([3, 4, 5], [0, 1, 2], np.random.default_rng(0))
-    assert bootstrap is not None
+    bootstrap = improvement_bootstrap(np.array([3, 4, 5]), np.array([0, 1, 2]), np.random.default_rng(0), 100)
     assert (bootstrap.low, bootstrap.high) == (1.0, 1.0)
 
 
@@ -306,14 +317,14 @@ def test_seeds_cannot_average_out_the_choice_of_problems() -> None:
 
 def test_anova_of_two_levels_is_the_squared_paired_t_statistic() -> None:
     scores = np.random.default_rng(0).normal(size=(2, 6))
-    (effect,) = ours.anova(scores, ["beta"])
+    (effect,) = anova(scores, ["beta"])
     test = stats.ttest_rel(scores[0], scores[1])
     assert (effect.f, effect.p, effect.df) == (close(test.statistic**2), close(test.pvalue), 1)
 
 
 def test_anova_agrees_with_nested_least_squares_models() -> None:
     scores = np.random.default_rng(0).normal(size=(2, 3, 4))
-    effects = {effect.factors: effect for effect in ours.anova(scores, ["a", "b"])}
+    effects = {effect.factors: effect for effect in anova(scores, ["a", "b"])}
     a, b, seed = (axis.ravel() for axis in np.indices(scores.shape))
 
     def columns(*labels: np.ndarray) -> np.ndarray:
@@ -345,7 +356,7 @@ def test_anova_agrees_with_statsmodels() -> None:
     a, b, seed = (axis.ravel() for axis in np.indices(scores.shape))
     frame = pandas.DataFrame({"y": scores.ravel(), "a": a, "b": b, "seed": seed})
     table = anova_lm(ols("y ~ C(a) * C(b) + C(seed)", frame).fit())
-    for effect in ours.anova(scores, ["a", "b"]):
+    for effect in anova(scores, ["a", "b"]):
         row = table.loc[":".join(f"C({name})" for name in effect.factors)]
         assert (effect.sum_of_squares, effect.f, effect.p) == tuple(
             close(row[key]) for key in ("sum_sq", "F", "PR(>F)")
@@ -354,7 +365,7 @@ def test_anova_agrees_with_statsmodels() -> None:
 
 def test_anova_refuses_a_factor_with_one_level() -> None:
     with pytest.raises(ValueError, match="at least 2 per factor"):
-        ours.anova(np.zeros((1, 3, 4)), ["a", "b"])
+        anova(np.zeros((1, 3, 4)), ["a", "b"])
 
 
 @pytest.mark.parametrize("num_seeds", [3, 5, 10])
@@ -378,7 +389,7 @@ def test_simulated_coverage_is_what_the_report_says(num_seeds: int) -> None:
             (ours.cautious_interval(other - cells), 0.0),
             (ours.crossed_bootstrap_interval(other - cells, rng, resamples=400), 0.0),
             (ours.improvement_interval(probability, num_seeds, num_seeds), higher),
-            (ours.improvement_bootstrap_interval(arm, baseline, rng, resamples=400), higher),
+            (improvement_bootstrap(arm, baseline, rng, 400), higher),
         )
         for name, (interval, value) in zip(hits, intervals, strict=True):
             assert interval is not None

@@ -1,0 +1,80 @@
+"""Decides which factors of a complete grid matter: an analysis of variance with seeds as blocks (Fisher 1935)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy import stats
+
+from reports.statistics import Floats, holm
+
+
+@dataclass(frozen=True)
+class Effect:
+    """One row of an analysis of variance; `p_adjusted` is Holm's over the rows.
+
+    `partial_omega_squared` is the less biased effect size, at least 0.
+    """
+
+    factors: tuple[str, ...]
+    sum_of_squares: float
+    df: int
+    f: float
+    p: float
+    p_adjusted: float
+    partial_omega_squared: float
+
+
+def anova(scores: ArrayLike, factors: Sequence[str]) -> list[Effect]:
+    """Main effects and interactions of the grid.
+
+    `scores` has one axis per factor (its levels) and the seeds last, each of length at least 2. Seeds share random
+    numbers across arms, so their own effect is removed. The error is all that varies with the seed and a factor; it
+    has (cells - 1)(S - 1) degrees of freedom.
+    """
+    values = np.asarray(scores, dtype=float)
+    if values.ndim != len(factors) + 1 or min(values.shape) < 2:
+        raise ValueError(f"scores must have an axis of at least 2 per factor and one of seeds, got {values.shape}")
+    num_seeds, num_cells = values.shape[-1], values[..., 0].size
+    grand = values.mean()
+    cell_means = values.mean(axis=-1)
+    seed_means = values.reshape(-1, num_seeds).mean(axis=0)
+    residual = values - cell_means[..., None] - seed_means + grand
+    error, error_df = float((residual**2).sum()), (num_cells - 1) * (num_seeds - 1)
+    axes = range(len(factors))
+    subsets = [subset for size in range(1, len(factors) + 1) for subset in itertools.combinations(axes, size)]
+    effects = []
+    for subset in subsets:
+        squares = num_seeds * float((_interaction(cell_means, subset) ** 2).sum())
+        df = math.prod(values.shape[axis] - 1 for axis in subset)
+        effects.append(_effect(tuple(factors[a] for a in subset), squares, df, error, error_df, values.size))
+    adjusted = holm([effect.p for effect in effects])
+    return [replace(effect, p_adjusted=p) for effect, p in zip(effects, adjusted, strict=True)]
+
+
+def _effect(factors: tuple[str, ...], squares: float, df: int, error: float, error_df: int, size: int) -> Effect:
+    mean_error = error / error_df
+    if mean_error > 0:
+        f = squares / df / mean_error
+    else:
+        f = math.inf if squares > 0 else math.nan
+    p = math.nan if math.isnan(f) else float(stats.f.sf(f, df, error_df))
+    unbiased = squares - df * mean_error
+    whole = squares + (size - df) * mean_error
+    return Effect(factors, squares, df, f, p, p, max(unbiased / whole, 0.0) if whole > 0 else 0.0)
+
+
+def _interaction(cell_means: Floats, subset: tuple[int, ...]) -> Floats:
+    """The effect of exactly these factors in every cell, by inclusion and exclusion of marginal means."""
+    total = np.zeros_like(cell_means)
+    for size in range(len(subset) + 1):
+        for kept in itertools.combinations(subset, size):
+            others = tuple(axis for axis in range(cell_means.ndim) if axis not in kept)
+            marginal = cell_means.mean(axis=others, keepdims=True) if others else cell_means
+            total = total + (-1) ** (len(subset) - size) * marginal
+    return total

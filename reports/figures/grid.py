@@ -1,0 +1,173 @@
+"""Decides how the effect of settings is drawn: heat maps and interactions of a grid, importances of a search."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from harness.types import short_path
+from reports.analysis import Analysis, marginal
+from reports.figures.axes import PLOT, axis_label, cut, label_ends, rows, rows_height, scale_of, tidy, write_unit
+from reports.figures.style import INK, MARKERS, NARROW, PALETTE, WIDE, Draw, Drawing, drawn
+from reports.prose import wording
+from reports.statistics import ALPHA
+
+
+def heat_maps(analysis: Analysis) -> list[Drawing]:
+    """The outcome over two factors; for three, one map per level of the third (the one with the fewest levels)."""
+    grid = analysis.grid
+    if grid is None or len(grid.factors) not in (2, 3) or not analysis.finished_arms:
+        return []
+    if len(grid.factors) == 2:
+        return [_heat_map(analysis, grid.labels, grid.factors, grid.levels)]
+    last = min(range(3), key=lambda axis: len(grid.levels[axis]))
+    kept = [axis for axis in range(3) if axis != last]
+    maps = []
+    for index, level in enumerate(grid.levels[last]):
+        suffix = f", {short_path(grid.factors[last])} = {level}"
+        labels = np.take(grid.labels, index, axis=last)
+        factors, levels = [grid.factors[axis] for axis in kept], [grid.levels[axis] for axis in kept]
+        maps.append(_heat_map(analysis, labels, factors, levels, suffix, index))
+    return maps
+
+
+def interactions(analysis: Analysis) -> list[Drawing]:
+    """For each two factors of a grid: the outcome over one, a line per level of the other.
+
+    At most six pairs, those with the smallest p first. Parallel lines do not interact.
+    """
+    grid = analysis.grid
+    if grid is None or len(grid.factors) < 2:
+        return []
+    effects = {effect.factors: effect for effect in grid.effects}
+    pairs = [(a, b) for i, a in enumerate(grid.factors) for b in grid.factors[i + 1 :]]
+    pairs.sort(key=lambda pair: effects[pair].p if pair in effects else 1.0)
+    drawings = []
+    for number, pair in enumerate(pairs[:6]):
+        levels = dict(zip(grid.factors, grid.levels, strict=True))
+        across, lines = sorted(pair, key=lambda factor: -len(levels[factor]))
+        if len(levels[lines]) > len(PALETTE):
+            continue
+        effect = effects.get(pair)
+        found = f": {_interaction_found(effect.p_adjusted)}" if effect is not None else ""
+        title = f"{wording.factor_title((across, lines))}{found}"
+        num_others = len(grid.factors) - 2
+        others = f", averaged over the other {'factors' if num_others > 1 else 'factor'}" if num_others else ""
+        caption = (
+            f"{wording.capitalised(analysis.outcome.label)} with its 95 % interval{others}. "
+            "Parallel lines: the two can be chosen each on its own."
+        )
+        draw = _interaction(analysis, across, levels[across], lines, levels[lines])
+        drawings.append(drawn(f"interaction_{number}", title, caption, draw, NARROW, 2.8))
+    return drawings
+
+
+def importances(analysis: Analysis) -> list[Drawing]:
+    """How much of a search's first objective each parameter explains; none for a search with too few arms."""
+    search = analysis.record.search
+    if search is None or "tuning" in search or not search["importances"]["values"]:
+        return []
+    found = search["importances"]
+    ranked = sorted(found["values"].items(), key=lambda item: -item[1])
+    names = [short_path(name) for name, _ in ranked]
+    shares = [100 * share for _, share in ranked]
+
+    def draw(figure: Figure) -> None:
+        axes = rows(figure, names)
+        axes.barh(range(len(shares)), shares, height=0.5, color=PALETTE[0])
+        axes.set_xlim(0, None)
+        for row, share in enumerate(shares):
+            axes.text(1.03, row, f"{share:.0f}", transform=axes.get_yaxis_transform(), va="center", weight="bold")
+        axes.set_xlabel("% of importance")
+
+    first, *_ = search["objectives"]
+    title = f"What {cut(wording.spoken(first), 40)} depends on"
+    caption = f"Importance by {found['method']}, over the arms that the search finished."
+    return [drawn("importance_0", title, caption, draw, WIDE, rows_height(names))]
+
+
+def _heat_map(
+    analysis: Analysis,
+    labels: np.ndarray,
+    factors: Sequence[str],
+    levels: Sequence[Sequence[Any]],
+    suffix: str = "",
+    index: int = 0,
+) -> Drawing:
+    metric = analysis.outcome.name
+    means = [arm.mean for arm in analysis.finished_arms]
+    low, high = min(means), max(means)  # one scale for all maps of a study
+    colors = matplotlib.colormaps["Blues"]
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_axes((0.17, 0.15, 0.8, 0.69))
+        for row, column in np.ndindex(labels.shape):
+            arm = analysis.arm(str(labels[row, column]))
+            position = 0.5 if high == low else (arm.mean - low) / (high - low)
+            empty = math.isnan(arm.mean)
+            color = "#f3f4f6" if empty else colors(0.08 + 0.8 * position)
+            axes.add_patch(Rectangle((column - 0.485, row - 0.485), 0.97, 0.97, color=color, lw=0))
+            ink = INK if empty or position < 0.6 else "white"
+            value = "no result" if empty else wording.number(arm.mean, metric)
+            axes.text(column, row - 0.1, value, ha="center", va="center", color=ink, weight="bold", size=9.5)
+            limits = wording.limits(arm.interval, metric).strip("[]").replace(", ", " to ")
+            axes.text(column, row + 0.2, limits, ha="center", va="center", color=ink, size=7)
+        axes.set_xlim(-0.5, labels.shape[1] - 0.5)
+        axes.set_ylim(labels.shape[0] - 0.5, -0.5)
+        axes.set_xticks(range(labels.shape[1]), [cut(str(level), 12) for level in levels[1]])
+        axes.set_yticks(range(labels.shape[0]), [cut(str(level), 10) for level in levels[0]])
+        axes.set_xlabel(short_path(factors[1]))
+        axes.set_ylabel(short_path(factors[0]))
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0)
+
+    unit = " (%)" if analysis.outcome.is_fraction else ""
+    title = f"{wording.capitalised(analysis.outcome.label)}{unit}{suffix or f' by {wording.factor_title(factors)}'}"
+    caption = "Mean over seeds with its 95 % interval; darker is higher."
+    return drawn(f"heat_{index}", title, caption, draw, WIDE, 1.1 + 0.62 * labels.shape[0])
+
+
+def _interaction(analysis: Analysis, across: str, positions: Sequence[Any], lines: str, levels: Sequence[Any]) -> Draw:
+    metric = analysis.outcome.name
+    scale = scale_of(metric)
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_axes(PLOT)
+        ends = []
+        for number, level in enumerate(levels):
+            color, mean = PALETTE[number], math.nan
+            shift = 0.05 * (number - (len(levels) - 1) / 2)  # so that intervals do not hide each other
+            points = []
+            for place, position in enumerate(positions):
+                found = marginal(analysis, {across: position, lines: level})
+                if found is None:
+                    continue
+                mean = scale * found.estimate
+                points.append((place + shift, mean))
+                if found.interval is not None:
+                    limits = [scale * found.interval.low, scale * found.interval.high]
+                    axes.plot([place + shift] * 2, limits, color=color, lw=1.2, alpha=0.55)
+            if points:
+                axes.plot(*zip(*points, strict=True), color=color, lw=1.7, marker=MARKERS[number], ms=5, mec="white")
+                ends.append((mean, f"{short_path(lines)} {cut(str(level), 14)}", color))
+        axes.set_xlim(-0.3, len(positions) - 0.7)
+        axes.set_xlabel(short_path(across))
+        write_unit(axes, axis_label(metric))
+        tidy(axes)
+        axes.set_xticks(range(len(positions)), [cut(str(position), 12) for position in positions])
+        label_ends(axes, ends)
+
+    return draw
+
+
+def _interaction_found(p: float) -> str:
+    if math.isnan(p):
+        return "no test possible"
+    shown = wording.p_equals(p).replace("p ", "p\u00a0").replace("= ", "=\u00a0")
+    return f"{'they interact' if p < ALPHA else 'no interaction detected'} ({shown})"

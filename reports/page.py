@@ -1,0 +1,269 @@
+"""Decides what a report shows: the numbers of every section as text, and which rollouts and figures stand in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from harness.types import SampleRow, StudyRecord, TrialRecord
+from reports.analysis import PLANNED_DIFFERENCES, Analysis, ArmSummary
+from reports.claims import check_claims
+from reports.figures import curves, grid, outcome
+from reports.figures.style import Drawing, color_of
+from reports.prose import wording
+from reports.prose.answer import answer, progress
+from reports.prose.notes import interval_method, interval_reading, notes
+from reports.statistics import SIMULATED_COVERAGE, Interval
+from reports.trials import setting, wanted_pairs
+
+_MOST_PROMPTS, _MOST_ARMS = 4, 4
+_MOST_CHARACTERS = 1600
+
+
+def page_drawings(analysis: Analysis) -> dict[str, list[Drawing]]:
+    """Section of the page -> its figures, only those that the record can fill."""
+    outcomes = outcome.final_accuracy(analysis) + outcome.differences(analysis)
+    maps = grid.heat_maps(analysis)
+    num_top = max(2 - len(maps), 0)  # of the outcome beside the heat maps
+    return {
+        "top": [*maps, *outcomes[:num_top]],
+        "outcome": outcomes[num_top:],
+        "curves": curves.learning_curves(analysis),
+        "interactions": grid.interactions(analysis),
+        "importance": grid.importances(analysis),
+        "cost": outcome.cost_against_accuracy(analysis),
+        "labels": curves.label_quality(analysis),
+        "dynamics": curves.dynamics(analysis),
+    }
+
+
+def page_values(analysis: Analysis, drawings: Mapping[str, Sequence[Drawing]]) -> dict[str, Any]:
+    """What the templates read."""
+    record = analysis.record
+    return {
+        "record": record,
+        "answer": answer(analysis),
+        "facts": _facts(analysis),
+        "drawings": drawings,
+        "rows": [_row(arm, analysis) for arm in analysis.arms],
+        "details": [_detail(arm, analysis) for arm in analysis.arms if arm.scores],
+        "effects": _effects(analysis),
+        "outcome": analysis.outcome.label,
+        "search": _search(analysis),
+        "claims": check_claims(analysis),
+        "planned": [f"{100 * size:g}" for size in PLANNED_DIFFERENCES],
+        "unit": " (%)" if analysis.outcome.is_fraction else "",
+        "method": interval_method(analysis),
+        "reading": interval_reading(analysis),
+        "notes": notes(analysis),
+        "coverage": SIMULATED_COVERAGE,
+        "rollouts": _rollouts(analysis),
+        "gaps": analysis.gaps,
+        "complete": analysis.num_complete,
+        "expected": analysis.num_expected,
+        "spec_yaml": yaml.safe_dump(_plain(record.spec), sort_keys=False, allow_unicode=True, width=100).strip(),
+    }
+
+
+def _facts(analysis: Analysis) -> list[str]:
+    """The study at a glance: progress, arms, seeds, task and model."""
+    record = analysis.record
+    specs = [trial.spec for trial in record.trials]
+    tasks = dict.fromkeys(str(setting(spec, "task.name", "?")) for spec in specs)
+    models = dict.fromkeys(str(setting(spec, "model", "?")) for spec in specs)
+    seeds = ", ".join(map(str, record.seeds))
+    facts = [progress(analysis), wording.plural(len(analysis.arms), "arm"), f"seeds {seeds}"]
+    facts += [f"task {', '.join(tasks)}"] if tasks else []
+    return facts + ([f"model {', '.join(models)}"] if models else [])
+
+
+def _search(analysis: Analysis) -> dict[str, Any] | None:
+    """What a search did, as text: its objectives, and every arm with parameters, values and state."""
+    search = analysis.record.search
+    if search is None:
+        return None
+    if "tuning" in search:  # a comparison tuned each algorithm by a search of its own; the page does not list them
+        return {"objectives": [analysis.record.metric], "rows": [], "several": False}
+    objectives = list(search["objectives"])
+    rows = [
+        {
+            "label": arm["label"],
+            "parameters": ", ".join(f"{key} = {_short(value)}" for key, value in arm["parameters"].items()),
+            "values": [wording.number(arm["values"].get(name, math.nan), name) for name in objectives],
+            "state": arm["state"],
+            "is_pareto": arm["label"] in search["pareto"],
+        }
+        for arm in search["arms"]
+    ]
+    return {"objectives": objectives, "rows": rows, "several": len(objectives) > 1}
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _row(arm: ArmSummary, analysis: Analysis) -> dict[str, Any]:
+    """One row of the comparison table, as text."""
+    metric = analysis.outcome.name
+    comparison = analysis.comparison(arm.label)
+    costs = arm.costs
+    wanted = [seed for label, seed in wanted_pairs(analysis.record) if label == arm.label]
+    return {
+        "label": arm.label,
+        "color": color_of(analysis, arm.label),
+        "is_baseline": arm.is_baseline,
+        "seeds": f"{len(arm.scores)}/{max(len(wanted), len(arm.scores))}",
+        "initial": wording.number(costs.get("accuracy_initial", math.nan), "accuracy"),
+        "final": wording.number(costs.get("accuracy_final", math.nan), "accuracy"),
+        "outcome": wording.number(arm.mean, metric),
+        "limits": wording.limits(arm.interval, metric),
+        "bootstrap": wording.limits(arm.bootstrap, metric),
+        "difference": wording.number(comparison.estimate, metric, signed=True) if comparison else "",
+        "difference_limits": wording.limits(comparison.interval, metric, signed=True) if comparison else "",
+        "p": wording.p_value(comparison.p_adjusted) if comparison else "",
+        "is_detected": comparison is not None and comparison.is_detected,
+        "tokens": wording.quantity(costs.get("generated_tokens")),
+        "seconds": wording.duration(costs.get("seconds")),
+        "memory": wording.size(costs.get("peak_memory_bytes")),
+    }
+
+
+def _detail(arm: ArmSummary, analysis: Analysis) -> dict[str, Any]:
+    """Every interval of an arm and everything known of its comparison, as text."""
+    metric = analysis.outcome.name
+    comparison = analysis.comparison(arm.label)
+
+    def limits(interval: Interval | None, signed: bool = False) -> str:
+        return wording.limits(interval, metric, signed) or "n/a"
+
+    shown: dict[str, Any] = {
+        "label": arm.label,
+        "mean": wording.number(arm.mean, metric),
+        "interquartile_mean": wording.number(arm.interquartile_mean, metric),
+        "crossed": limits(arm.interval),
+        "student": limits(arm.student),
+        "bootstrap": limits(arm.bootstrap),
+        "crossed_bootstrap": limits(arm.crossed_bootstrap),
+        "comparison": None,
+    }
+    if comparison is not None:
+        mcnemar, improvement = comparison.mcnemar, comparison.improvement
+        is_testable = not math.isnan(comparison.detectable)
+        shown["comparison"] = {
+            "difference": wording.number(comparison.estimate, metric, signed=True),
+            "student": limits(comparison.student, True),
+            "bootstrap": limits(comparison.bootstrap, True),
+            "crossed_bootstrap": limits(comparison.crossed_bootstrap, True),
+            "p": wording.p_value(comparison.p),
+            "p_adjusted": wording.p_value(comparison.p_adjusted),
+            "sign_flip_p": wording.p_value(comparison.sign_flip_p),
+            "improvement": f"{100 * improvement.estimate:.0f}",
+            "improvement_limits": f"[{100 * improvement.low:.0f}, {100 * improvement.high:.0f}]",
+            "mcnemar": f"{mcnemar.only_arm} / {mcnemar.only_baseline}" if mcnemar else "n/a",
+            "mcnemar_p": wording.p_value(mcnemar.p if mcnemar else math.nan),
+            "detectable": wording.points(comparison.detectable, metric) if is_testable else "n/a",
+            "seeds_needed": _seeds(comparison.seeds_needed) if is_testable else "n/a",
+            "seeds_for": [_seeds(count) for count in comparison.seeds_for.values()]
+            or ["n/a"] * len(PLANNED_DIFFERENCES),
+        }
+    return shown
+
+
+def _seeds(count: int | None) -> str:
+    return "> 200" if count is None else str(count)
+
+
+def _effects(analysis: Analysis) -> list[dict[str, str]]:
+    if analysis.grid is None:
+        return []
+    return [
+        {
+            "name": wording.factor_title(effect.factors),
+            "df": str(effect.df),
+            "f": f"{effect.f:.3g}",
+            "p": wording.p_value(effect.p),
+            "p_adjusted": wording.p_value(effect.p_adjusted),
+            "size": f"{effect.partial_omega_squared:.2f}",
+        }
+        for effect in analysis.grid.effects
+    ]
+
+
+def _rollouts(analysis: Analysis) -> dict[str, Any]:
+    """The same few prompts answered by the arms side by side, from each arm's first seed with samples."""
+    sources = {arm.label: trial for arm in analysis.arms if (trial := _sampled_trial(analysis.record, arm.label))}
+    chosen = _chosen_arms(analysis, list(sources))
+    latest = {label: _latest(sources[label].samples) for label in chosen}
+    prompts = dict.fromkeys(key for rows in latest.values() for key in rows)
+    order = {"test": 0, "validation": 1, "train": 2}
+
+    def interest(key: tuple[str, str]) -> tuple[int, int, bool]:
+        shown = [rows[key] for rows in latest.values() if key in rows]
+        return (-len(shown), order[key[0]], len({row.correct for row in shown}) == 1)
+
+    groups = []
+    for key in sorted(prompts, key=interest)[:_MOST_PROMPTS]:
+        answers = [_answer(label, rows.get(key), analysis) for label, rows in latest.items()]
+        first = next(rows[key] for rows in latest.values() if key in rows)
+        groups.append({"prompt": _shorten(first.prompt), "gold": first.gold, "split": key[0], "answers": answers})
+    return {
+        "groups": groups,
+        "omitted_arms": len(sources) - len(chosen),
+        "seeds": ", ".join(f"{label}: seed {sources[label].seed}" for label in chosen),
+    }
+
+
+def _sampled_trial(record: StudyRecord, label: str) -> TrialRecord | None:
+    trials = [trial for trial in record.trials if trial.arm == label and trial.samples]
+    return min(trials, key=lambda trial: (trial.state != "complete", trial.seed), default=None)
+
+
+def _chosen_arms(analysis: Analysis, labels: list[str]) -> list[str]:
+    """At most four arms: the baseline, the highest, the lowest, then the study's order."""
+    if len(labels) <= _MOST_ARMS:
+        return labels
+    ranked = [arm.label for arm in sorted(analysis.finished_arms, key=lambda arm: arm.mean, reverse=True)]
+    wanted = [analysis.record.baseline, *ranked[:1], *ranked[-1:], *labels]
+    return [label for label in dict.fromkeys(wanted) if label in labels][:_MOST_ARMS]
+
+
+def _latest(samples: Sequence[SampleRow]) -> dict[tuple[str, str], SampleRow]:
+    """(split, prompt id) -> the first rollout of the last step at which it was sampled."""
+    found: dict[tuple[str, str], SampleRow] = {}
+    for row in samples:
+        key = (row.split, row.prompt_id)
+        if key not in found or row.step > found[key].step:
+            found[key] = row
+    return found
+
+
+def _answer(label: str, row: SampleRow | None, analysis: Analysis) -> dict[str, Any]:
+    color = color_of(analysis, label)
+    if row is None:
+        return {"label": label, "color": color, "row": None}
+    facts = [
+        f"answer {row.answer}" if row.answer is not None else "no answer found",
+        wording.plural(row.num_tokens, "token"),
+        "cut off by the token limit" if row.finish_reason == "length" else "stopped by itself",
+        f"step {row.step}",
+    ]
+    if row.reward is not None:
+        facts.insert(1, f"reward {row.reward:.3g}")
+    return {"label": label, "color": color, "row": row, "text": _shorten(row.completion), "facts": facts}
+
+
+def _shorten(text: str) -> str:
+    rest = len(text) - _MOST_CHARACTERS
+    return text if rest <= 0 else f"{text[:_MOST_CHARACTERS]} ... ({rest} more characters)"
+
+
+def _plain(value: Any) -> Any:
+    """Only the types that YAML writes without tags."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

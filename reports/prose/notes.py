@@ -1,0 +1,245 @@
+"""Decides what a reader must know before comparing: how intervals are made, what the runs share, what limits them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from reports.analysis import Analysis
+from reports.join import JoinedStudy
+from reports.prose import wording
+from reports.statistics import ALPHA
+from reports.trials import arm_specs, setting
+
+_Note = tuple[str, str]  # topic, text
+_Specs = Mapping[str, Mapping[str, Any]]  # arm -> settings of its runs
+
+
+def interval_method(analysis: Analysis) -> str:
+    """Which interval the report states, in a sentence or two."""
+    most = max((len(arm.scores) for arm in analysis.finished_arms), default=0)
+    if most < 2:
+        return (
+            "No arm has two complete seeds, so no interval and no test over seeds is possible: nothing here says how "
+            "another seed would come out."
+        )
+    reach = "seeds and test problems" if analysis.outcome.per_problem else "seeds, for these very problems"
+    text = f"Intervals cover {reach} at 95 %; each stands for itself, and only p is corrected for the number of arms."
+    if min(len(arm.scores) for arm in analysis.finished_arms) < 2:
+        text += " An arm with one complete seed has none."
+    if most < 5:
+        seeds = wording.plural(most, "seed")
+        text += f" With {seeds} they are wide and lean on normality: add seeds before a close call."
+    return text
+
+
+def interval_reading(analysis: Analysis) -> str:
+    """How the stated interval is made, and what it does not cover."""
+    if analysis.outcome.per_problem:
+        return (
+            "The stated interval is the wider of two: the two-way t interval, in which seeds and problems are both "
+            "random (Satterthwaite degrees of freedom), and Student's t interval over seeds. It speaks about new seeds "
+            "and new problems of the same kind, not about other tasks, models or cold starts. Student's interval and "
+            "the bootstrap over seeds speak about new seeds on these very problems only."
+        )
+    return (
+        "The stated interval is Student's t interval over seeds. Scores of single problems are not known for this "
+        "metric, so it speaks about new seeds on these very problems, and is too narrow for new problems."
+    )
+
+
+def notes(analysis: Analysis) -> list[_Note]:
+    """(topic, what makes the comparison fair or limits it), from the settings of the runs."""
+    specs = arm_specs(analysis.record.trials)
+    if not specs:
+        return [("Nothing has run", "The notes on comparability appear with the first trial.")]
+    found = [
+        _join_note(analysis),
+        *_clip_notes(specs),
+        *_reward_notes(specs),
+        _cold_start_note(specs),
+        _budget_note(specs),
+        _token_note(analysis),
+        _evaluation_note(analysis, specs),
+        _selection_note(analysis),
+        _gap_note(analysis),
+    ]
+    return [note for note in found if note is not None]
+
+
+def _values(specs: _Specs, dotted: str, default: object = None) -> dict[str, Any]:
+    return {arm: setting(spec, dotted, default) for arm, spec in specs.items()}
+
+
+def _updates(spec: Mapping[str, Any]) -> int:
+    epochs = int(setting(spec, "optimizer.num_inner_epochs", 1))
+    return epochs * int(setting(spec, "optimizer.num_minibatches", 1))
+
+
+def _join_note(analysis: Analysis) -> _Note | None:
+    """What differs between the studies of a joined page besides their arms."""
+    record = analysis.record
+    if not isinstance(record, JoinedStudy):
+        return None
+    studies = wording.listed(list(dict.fromkeys(record.studies.values())))
+    if not record.warnings:
+        return (
+            "Studies that share all but their arms",
+            f"{studies} have the same task, test problems, base run and versions, so their arms differ as those of one "
+            "study do. They were not planned together: p is corrected over all arms of this page.",
+        )
+    shown = [
+        f"{key} ({', '.join(f'{name}: {value}' for name, value in values.items())})"
+        for key, values in list(record.warnings.items())[:6]
+    ]
+    more = f", and {len(record.warnings) - 6} more" if len(record.warnings) > 6 else ""
+    return (
+        "Base runs differ between the studies",
+        f"Arms of {studies} also differ in: {'; '.join(shown)}{more}.",
+    )
+
+
+def _clip_notes(specs: _Specs) -> list[_Note]:
+    updates = {arm: _updates(spec) for arm, spec in specs.items()}
+    single = [arm for arm, count in updates.items() if count == 1]
+    if not single:
+        text = (
+            f"Each batch receives {min(updates.values())} or more optimiser steps, so ratios leave 1 and clipping can "
+            "bind; see the clip fraction under training dynamics."
+        )
+        return [("Clipping is active", text)]
+    who = "Every arm" if len(single) == len(specs) else wording.listed(single)
+    verb = "gives" if len(single) == 1 or who == "Every arm" else "give"
+    text = (
+        f"{who} {verb} each batch one optimiser step (num_inner_epochs x num_minibatches = 1): the ratio is exactly 1, "
+        "so clip_epsilon cannot bind."
+    )
+    same = _same_but_for_clipping({arm: specs[arm] for arm in single})
+    if same:
+        shown = [wording.listed(arms) for arms in same[:2]]
+        shown += [f"{len(same) - 2} more such sets"] if len(same) > 2 else []
+        text += f" Arms that differ only in it are identical by construction: {'; '.join(shown)}."
+    return [("The clip range has no effect" if len(single) == len(specs) else "Clipping in some arms only", text)]
+
+
+def _same_but_for_clipping(specs: _Specs) -> list[list[str]]:
+    groups: dict[str, list[str]] = {}
+    for arm, spec in specs.items():
+        kept = {key: value for key, value in spec.items() if key not in ("seed", "algorithm")}
+        algorithm = {k: v for k, v in setting(spec, "algorithm", {}).items() if not k.startswith("clip_epsilon")}
+        groups.setdefault(repr((sorted(kept.items()), sorted(algorithm.items()))), []).append(arm)
+    return [arms for arms in groups.values() if len(arms) > 1]
+
+
+def _reward_notes(specs: _Specs) -> list[_Note]:
+    found = []
+    if any(floor is not None for floor in _values(specs, "algorithm.std_floor").values()):
+        text = (
+            "Group standardisation subtracts the group's mean reward and divides by its standard deviation, so "
+            "rewards of 1 / -0.1 and 1 / 0 give the same advantages (up to the floor on the deviation), and a "
+            "group of equal rewards teaches nothing."
+        )
+        found.append(("Reward scale cancels", text))
+    paid = {arm: _paid(rewards) for arm, rewards in _values(specs, "rewards", {}).items()}
+    blind = [arm for arm, names in paid.items() if "majority_vote" in names and "accuracy" not in names]
+    if blind:
+        text = (
+            f"{wording.listed(blind)} {'is' if len(blind) == 1 else 'are'} rewarded for agreeing with the majority, "
+            "never for being right: a rising reward beside a falling accuracy is collapse. Mean reward cannot be "
+            "compared between arms with different rewards."
+        )
+        found.append(("Rewards that are not accuracy", text))
+    elif len({repr(names) for names in paid.values()}) > 1:
+        each = "; ".join(
+            f"{arm}: {', '.join(f'{w:g} {name}' for name, w in names.items())}" for arm, names in paid.items()
+        )
+        found.append(("Different rewards", f"Mean reward cannot be compared between arms ({each}); accuracy can."))
+    return found
+
+
+def _paid(rewards: object) -> dict[str, float]:
+    """Name -> weight of the rewards that a run is paid by; empty if its record does not name them."""
+    if not isinstance(rewards, dict):
+        return {}
+    return {name: settings["weight"] for name, settings in rewards.items() if settings.get("weight")}
+
+
+def _cold_start_note(specs: _Specs) -> _Note | None:
+    starts = _values(specs, "cold_start", {})
+    if len({repr(start) for start in starts.values()}) > 1:
+        return (
+            "Arms start from different cold starts",
+            "cold_start differs between arms, and each was made once: its own luck is part of the difference and is "
+            "not in the intervals.",
+        )
+    first = next(iter(specs.values()))
+    steps, seed = setting(first, "cold_start.steps", 0), setting(first, "cold_start.seed", 0)
+    origin = f"one cold start ({steps} steps, cold_start.seed {seed})" if steps else "the same initial model"
+    return (
+        "One starting point",
+        f"All arms and seeds start from {origin}. Intervals therefore cover the seeds of reinforcement learning only, "
+        "not the luck of the starting point.",
+    )
+
+
+def _budget_note(specs: _Specs) -> _Note:
+    rollouts = set(_values(specs, "rollouts_per_step").values())
+    steps = set(_values(specs, "steps").values())
+    if len(rollouts) == 1 and len(steps) == 1:
+        groups = {value for value in _values(specs, "algorithm.group_size").values() if value is not None}
+        text = f"All arms draw {rollouts.pop()} rollouts per step for {steps.pop()} steps."
+        if len(groups) > 1:
+            text += " A larger group means fewer prompts per step, never more samples."
+        return "Equal budgets", text
+    differing = [name for name, values in (("rollouts_per_step", rollouts), ("steps", steps)) if len(values) > 1]
+    return (
+        "Budgets differ",
+        f"Arms differ in {' and '.join(differing)}: read the curves against rollouts or tokens, not against steps.",
+    )
+
+
+def _token_note(analysis: Analysis) -> _Note | None:
+    tokens = {arm.label: arm.costs["generated_tokens"] for arm in analysis.arms if "generated_tokens" in arm.costs}
+    if len(tokens) < 2 or max(tokens.values()) < 1.1 * min(tokens.values()):
+        return None
+    least, most = min(tokens, key=tokens.__getitem__), max(tokens, key=tokens.__getitem__)
+    return (
+        "Equal rollouts are not equal tokens",
+        f"Completions differ in length: {least} generated {wording.quantity(tokens[least])} tokens per run, {most} "
+        f"{wording.quantity(tokens[most])}.",
+    )
+
+
+def _evaluation_note(analysis: Analysis, specs: _Specs) -> _Note:
+    spec = next(iter(specs.values()))
+    samples, temperature = setting(spec, "evaluation.num_samples", "?"), setting(spec, "evaluation.temperature", "?")
+    text = f"Accuracy is the mean over problems of {samples} samples each at temperature {temperature}."
+    if analysis.outcome.name.startswith("test/"):
+        cells = next((arm.cells for arm in analysis.arms if arm.cells is not None), None)
+        problems = f"the same {cells.shape[1]} test problems are" if cells is not None else "the test split is"
+        text += f" Curves use the validation split; {problems} scored once, at the end of each run."
+    return "What accuracy means", text
+
+
+def _selection_note(analysis: Analysis) -> _Note | None:
+    if len(analysis.finished_arms) < 3:
+        return None
+    return (
+        "The best of several looks better than it is",
+        f"Picking the highest of {len(analysis.finished_arms)} arms favours luck. Holm's correction keeps the chance "
+        f"of any false difference to the baseline below {100 * ALPHA:g} %; the winner's own estimate stays a little "
+        "high.",
+    )
+
+
+def _gap_note(analysis: Analysis) -> _Note | None:
+    broken = [gap for gap in analysis.gaps if gap.state in ("invalid", "failed", "no value")]
+    if not broken:
+        return None
+    arms = list(dict.fromkeys(gap.arm for gap in broken))
+    return (
+        "Trials are left out",
+        f"{wording.plural(len(broken), 'trial')} of {wording.listed(arms)} gave no usable result and "
+        f"{'is' if len(broken) == 1 else 'are'} never averaged in. If an arm breaks on the seeds where it would do "
+        "badly, the seeds that remain flatter it.",
+    )

@@ -1,0 +1,135 @@
+"""Decides how single numbers and names are written: units, decimals, signs, lists."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from harness.types import short_path
+from reports.statistics import ALPHA, Interval
+
+_FRACTIONS = ("accuracy", "answered", "truncated", "clip_fraction", "zero_variance_groups")
+
+
+def is_fraction(metric: str) -> bool:
+    """Whether a metric is a fraction in [0, 1], shown in percent."""
+    quantity = metric.rpartition("/")[2]
+    return quantity.endswith(_FRACTIONS) or quantity.startswith(("accuracy_", "pass_at_", "maj_at_"))
+
+
+def number(value: float, metric: str, signed: bool = False) -> str:
+    """A value of a metric without unit: percent with one decimal (two below 1 %) for a fraction."""
+    sign = "+" if signed else ""
+    if math.isnan(value):
+        return "n/a"
+    if not is_fraction(metric):
+        return f"{value:{sign}.4g}"
+    percent = 100 * value
+    decimals = 2 if 0 < abs(percent) < 1 and not signed else 1
+    text = f"{percent:{sign}.{decimals}f}"
+    return text.lstrip("+-") if float(text) == 0 else text
+
+
+def with_unit(value: float, metric: str) -> str:
+    """`81.2 %` for a fraction, the bare number otherwise."""
+    return f"{number(value, metric)} %" if is_fraction(metric) else number(value, metric)
+
+
+def limits(interval: Interval | None, metric: str, signed: bool = False) -> str:
+    """`[79.0, 83.4]`, or an empty string without an interval."""
+    if interval is None:
+        return ""
+    return f"[{number(interval.low, metric, signed)}, {number(interval.high, metric, signed)}]"
+
+
+def points(value: float, metric: str, interval: Interval | None = None) -> str:
+    """A difference's size: `5.1 points` for fractions, the bare number otherwise.
+
+    With an interval `5.1 points [0.8, 9.4]`; its limits have the sign of the difference's direction.
+    """
+    if is_fraction(metric):
+        text = f"{number(abs(value), metric, signed=True).lstrip('+')} points"
+    else:
+        text = f"{abs(value):.4g}"
+    if interval is None:
+        return text
+    sign = 1.0 if value >= 0 else -1.0
+    low, high = sorted((sign * interval.low, sign * interval.high))
+    return f"{text} {limits(Interval(abs(value), low, high), metric, signed=True).replace('+', '')}"
+
+
+def apart(value: float, metric: str, interval: Interval | None = None) -> str:
+    """A difference with its direction: `5.1 points [0.8, 9.4] above`."""
+    return f"{points(value, metric, interval)} {'above' if value >= 0 else 'below'}"
+
+
+def p_value(p: float) -> str:
+    """`0.031`, `< 0.001`, or n/a; never rounded across the threshold of 0.05."""
+    if math.isnan(p):
+        return "n/a"
+    if p < 0.001:
+        return "< 0.001"
+    text = f"{p:.2f}" if p >= 0.1 else f"{p:.3f}"
+    return f"{p:.5f}" if (float(text) < ALPHA) != (p < ALPHA) else text
+
+
+def p_equals(p: float) -> str:
+    """`p = 0.031` or `p < 0.001`."""
+    text = p_value(p)
+    return f"p {text}" if text.startswith("<") else f"p = {text}"
+
+
+def quantity(count: float | None) -> str:
+    """A count as a reader takes it in: 812, 12.3k, 4.56M."""
+    if count is None or math.isnan(count):
+        return "n/a"
+    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if count >= size:
+            return f"{count / (1e3 if suffix == 'k' else size):.3g}{suffix}"
+    return f"{count:.0f}"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds as `48 s`, `3 min 20 s` or `2 h 05 min`."""
+    if seconds is None or math.isnan(seconds):
+        return "n/a"
+    whole = round(seconds)
+    if whole < 120:
+        return f"{seconds:.3g} s" if seconds < 10 else f"{whole} s"
+    if whole < 7200:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def size(num_bytes: float | None) -> str:
+    """Bytes in MiB or GiB."""
+    if num_bytes is None or math.isnan(num_bytes):
+        return "n/a"
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """`a`, `a and b`, `a, b, c and 3 more`."""
+    shown = list(names[:most])
+    if len(names) > most:
+        return f"{', '.join(shown)} and {len(names) - most} more"
+    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+
+
+def spoken(metric: str) -> str:
+    """`test accuracy` for `test/accuracy`."""
+    return metric.replace("/", " ").replace("_", " ")
+
+
+def capitalised(text: str) -> str:
+    """The text with a capital first letter; the others stay as they are."""
+    return text[:1].upper() + text[1:]
+
+
+def factor_title(factors: Sequence[str]) -> str:
+    """`group_size x kl_beta`."""
+    return " x ".join(short_path(factor) for factor in factors)
