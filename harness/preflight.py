@@ -7,7 +7,7 @@ from pathlib import Path
 
 from harness.spec.errors import SpecError
 from harness.spec.run import RunSpec
-from harness.tracking.mlflow_store import check_runs
+from harness.tracking.mlflow_store import check_runs_folder
 from harness.types import Split
 
 
@@ -19,7 +19,7 @@ def check_inputs(
     Reads no weights and writes nothing. `splits` are those that must have problems, by default all that a run reads;
     without `models` only the folder and the data are checked. What several specs share is checked once.
     """
-    check_runs(runs)
+    check_runs_folder(runs)
     if models:
         _check_models(specs)
     read = {spec.task.model_dump_json(): (spec.task, splits or _splits(spec)) for spec in specs}

@@ -28,7 +28,7 @@ from harness.spec.run import RunSpec, parse_run
 from harness.tracking import mlflow_copy
 from harness.tracking.events import read_events, read_history
 from harness.tracking.mlflow_address import tracking_uri
-from harness.tracking.mlflow_store import check_runs
+from harness.tracking.mlflow_store import check_runs_folder
 from harness.tracking.mlflow_studies import close_study, list_studies, log_report, open_study, read_study, study_url
 from harness.tracking.mlflow_ui import check_port, serve_ui
 from harness.tracking.run_log import RunLog, read_progress, read_result, replay
@@ -375,7 +375,7 @@ def test_a_moved_runs_folder_can_be_read_but_not_written(runs: Path):
     moved = runs.rename(runs.parent / "moved")
     assert read_study(moved, "sizes").trials[0].per_problem == {"p1": 0.75}
     with pytest.raises(ValueError, match="was moved; move it back"):
-        check_runs(moved)
+        check_runs_folder(moved)
 
 
 def test_the_report_and_its_answer_are_attached_to_the_study(runs: Path):
@@ -470,7 +470,7 @@ def test_the_number_of_traces_can_be_set_and_a_wrong_one_is_refused(runs: Path, 
     assert traces_of(runs, str(log.run_id)) == []
     monkeypatch.setenv("COHORT_TRACES", "-1")
     with pytest.raises(ValueError, match=r"COHORT_TRACES must be a whole number .* got '-1'"):
-        check_runs(runs)
+        check_runs_folder(runs)
 
 
 def test_system_metrics_are_sampled_beside_a_run_and_kept_out_of_its_results(
@@ -497,46 +497,46 @@ def test_system_metrics_are_sampled_beside_a_run_and_kept_out_of_its_results(
 
 
 def test_a_usable_runs_folder_passes_and_nothing_is_written(tmp_path: Path):
-    check_runs(tmp_path / "a" / "b")
+    check_runs_folder(tmp_path / "a" / "b")
     assert not (tmp_path / "a").exists()
 
 
 def test_a_file_in_place_of_the_runs_folder_is_refused(tmp_path: Path):
     (tmp_path / "runs").write_text("")
     with pytest.raises(ValueError, match="must be a folder"):
-        check_runs(tmp_path / "runs" / "deeper")
+        check_runs_folder(tmp_path / "runs" / "deeper")
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that even root cannot write to")
 def test_a_folder_that_cannot_be_written_is_refused():
     with pytest.raises(ValueError, match="must be writable, but writing to '/proc' fails"):
-        check_runs(Path("/proc/runs"))
+        check_runs_folder(Path("/proc/runs"))
 
 
 def test_a_full_disk_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match=r"needs 1000000000000 MB of free disk"):
-        check_runs(tmp_path, min_free_bytes=10**18)
+        check_runs_folder(tmp_path, min_free_bytes=10**18)
 
 
 def test_a_study_of_another_format_is_refused(runs: Path):
     (runs / "studies" / "s").mkdir(parents=True)
     (runs / "studies" / "s" / "study.json").write_text('{"format": 2, "name": "s"}')
     with pytest.raises(ValueError, match=r"study.json must have format 1, got 2.*another version"):
-        check_runs(runs)
+        check_runs_folder(runs)
     (runs / "studies" / "s" / "study.json").write_text('{"format": 1')
     with pytest.raises(ValueError, match="not valid JSON"):
-        check_runs(runs)
+        check_runs_folder(runs)
 
 
 def test_a_store_of_another_version_is_refused(runs: Path):
-    check_runs(runs)
+    check_runs_folder(runs)
     with sqlite3.connect(runs / "mlflow.db") as database:
         database.execute("UPDATE alembic_version SET version_num = 'abc'")
     with pytest.raises(ValueError, match=r"must have schema \w+ of MLflow [\d.]+, got abc; .* 'mlflow db upgrade"):
-        check_runs(runs)
+        check_runs_folder(runs)
     (runs / "mlflow.db").write_text("this is no database, " * 100)
     with pytest.raises(ValueError, match="is not an MLflow store"):
-        check_runs(runs)
+        check_runs_folder(runs)
 
 
 # The UI and the imports -----------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from test_tracking import COLUMN, a_spec, a_study, in_file, in_store, log_trial,
 from harness.files import read_json
 from harness.tracking import mlflow_address
 from harness.tracking.mlflow_address import shown
-from harness.tracking.mlflow_store import check_runs
+from harness.tracking.mlflow_store import check_runs_folder
 from harness.tracking.mlflow_studies import close_study, list_studies, log_report, open_study, read_study
 from harness.tracking.mlflow_ui import UIServer, start_server
 from harness.tracking.run_log import RunLog
@@ -82,7 +82,7 @@ def test_a_study_is_written_and_read_through_a_server_alone(
 ):
     use(server, monkeypatch)
     runs = tmp_path / "runs"
-    check_runs(runs)
+    check_runs_folder(runs)
     parent = open_study(runs, a_study(), "cohort study run sizes")
     log = log_trial(runs, parent, "group_size=4", 0, "complete")
     close_study(runs, parent, "complete")
@@ -175,7 +175,7 @@ def test_an_address_that_is_no_store_is_refused_before_anything_runs(
 ):
     monkeypatch.setenv(mlflow_address.TRACKING_URI, uri)
     with pytest.raises(ValueError, match=message):
-        check_runs(tmp_path)
+        check_runs_folder(tmp_path)
 
 
 def test_a_password_is_never_shown():
@@ -187,7 +187,7 @@ def test_a_database_without_its_driver_says_what_to_install(tmp_path: Path, monk
     monkeypatch.setenv(mlflow_address.TRACKING_URI, "postgresql+psycopg://me@host/db")
     monkeypatch.setattr(mlflow_address, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"needs the package psycopg; pip install psycopg\[binary\]"):
-        check_runs(tmp_path)
+        check_runs_folder(tmp_path)
 
 
 class Away:

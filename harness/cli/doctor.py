@@ -28,7 +28,7 @@ class Check:
 
 
 def check_machine(runs: Path, environment: Mapping[str, str] = os.environ) -> list[Check]:
-    """Every check, in the order of reading. Writes nothing but what `tracking.check_runs` does."""
+    """Every check, in the order of reading. Writes nothing but what `check_runs_folder` does."""
     return [
         Check("python", "ok", platform.python_version()),
         *map(_package, PACKAGES),
@@ -88,10 +88,10 @@ def _wait_policy(environment: Mapping[str, str]) -> Check:
 
 def _runs_folder(runs: Path) -> Check:
     """Whether results can be kept here, by a store that this version reads."""
-    from harness.tracking.mlflow_store import check_runs
+    from harness.tracking.mlflow_store import check_runs_folder
 
     try:
-        check_runs(runs)
+        check_runs_folder(runs)
     except ValueError as error:
         return Check("runs folder", "problem", str(error), "choose another folder with --runs or COHORT_RUNS")
     store = "with a store of this version" if (runs / "mlflow.db").exists() else "no store yet"

@@ -50,7 +50,7 @@ _ENVIRONMENT = {
 _LARGEST = sys.float_info.max  # how MLflow stores infinity
 
 
-def check_runs(runs: Path, min_free_bytes: int = MIN_FREE_BYTES) -> None:
+def check_runs_folder(runs: Path, min_free_bytes: int = MIN_FREE_BYTES) -> None:
     """Raise ValueError where results cannot be written to `runs`, or were written there by another version.
 
     Writes nothing that stays; the folder need not exist yet.

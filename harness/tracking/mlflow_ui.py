@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Self
 
 from harness.tracking.mlflow_address import tracking_uri
-from harness.tracking.mlflow_store import TRAINING_PAGES, check_runs, connect
+from harness.tracking.mlflow_store import TRAINING_PAGES, check_runs_folder, connect
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def serve_ui(
     KeyboardInterrupt where `should_stop()` turned true before it did.
     """
     check_port(port)
-    check_runs(runs)
+    check_runs_folder(runs)
     connect(runs)
     return start_server(tracking_uri(runs), runs / "mlartifacts", port, timeout_seconds, should_stop)
 

@@ -25,7 +25,7 @@ from harness.files import read_json, write_json, write_text
 from harness.tracking.events import EVENTS, event_line, read_events
 from harness.tracking.mlflow_address import patient, server_address, tracking_uri
 from harness.tracking.mlflow_copy import Copier, Identity
-from harness.tracking.mlflow_store import SYSTEM, check_runs, connect, search_runs
+from harness.tracking.mlflow_store import SYSTEM, check_runs_folder, connect, search_runs
 from harness.tracking.mlflow_studies import (
     close_study,
     list_studies,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "RunLog", "UIServer", "check_port", "check_runs", "close_study", "connect", "list_studies", "log_report",
+    "RunLog", "UIServer", "check_port", "check_runs_folder", "close_study", "connect", "list_studies", "log_report",
     "log_search", "open_study", "read_progress", "read_result", "read_study", "replay", "search_runs", "serve_ui",
     "server_address", "study_run_id", "study_url", "tracking_uri",
 ]  # fmt: skip
