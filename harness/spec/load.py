@@ -18,7 +18,7 @@ from harness.spec.study import StudySpec, parse_study
 def runs_of(name_or_path: str, overrides: Sequence[str] = ()) -> dict[str, RunSpec]:
     """The runs that a file describes: one by its algorithm's name, or those of a study by the labels of its arms."""
     path = Path(name_or_path)
-    raw = read_yaml(path) if path.is_file() else {"run": {}}  # what is no file is the name of a shipped study
+    raw = read_yaml(path) if path.is_file() else None  # a shipped study has no file of its name here
     if isinstance(raw, Mapping) and "run" not in raw:
         run = load_run(name_or_path, overrides)
         return {run.algorithm.name: run}
@@ -40,23 +40,22 @@ def load_study(name_or_path: str, overrides: Sequence[str] = ()) -> StudySpec:
     run: dict[str, Any] = {}
     for dotted, value in parse_overrides(overrides).items():
         if dotted.partition(".")[0] in StudySpec.model_fields:
-            raw = with_overrides(raw, {dotted: value})
+            raw = with_overrides(raw, {dotted: value}, whole=StudySpec.dotted_keys)
         else:
             run[dotted] = value
     if run and isinstance(raw.get("run"), dict):
         raw["run"] = with_overrides(raw["run"], run)
-        searched = (raw.get("search") or {}).get("space") or {} if isinstance(raw.get("search"), dict) else {}
-        fixed = [dotted for dotted in run if dotted in searched]
-        if fixed:
-            raise SpecError(
-                f"--set {fixed[0]}: the study searches it; change the range: --set 'search.space.{fixed[0]}="
-                "{low: ..., high: ...}'"
-            )
-        fixed = [dotted for dotted in run if dotted in raw.get("factors", {})]
-        if fixed:
-            raise SpecError(
-                f"--set {fixed[0]}: the study varies it; override the levels: --set 'factors.{fixed[0]}=[...]'"
-            )
+        space = _section(_section(raw, "search"), "space")
+        for dotted in run:
+            if dotted in space:
+                raise SpecError(
+                    f"--set {dotted}: the study searches it; change the range: --set 'search.space.{dotted}="
+                    "{low: ..., high: ...}'"
+                )
+            if dotted in _section(raw, "factors"):
+                raise SpecError(
+                    f"--set {dotted}: the study varies it; override the levels: --set 'factors.{dotted}=[...]'"
+                )
     return parse_study(raw, where=str(path))
 
 
@@ -75,6 +74,11 @@ def shipped_studies() -> dict[str, Path]:
     """Name -> file of every study that Cohort ships."""
     folder = Path(str(importlib.resources.files("studies")))
     return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+
+
+def _section(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    section = raw.get(key)
+    return section if isinstance(section, Mapping) else {}
 
 
 def _study_file(name_or_path: str) -> Path:

@@ -29,40 +29,32 @@ def parse_overrides(items: Sequence[str]) -> dict[str, Any]:
     return result
 
 
-def with_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """A deep copy of `raw` with each dotted path set; a plugin given by name alone becomes a mapping.
+def with_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any], whole: Sequence[str] = ()) -> dict[str, Any]:
+    """A deep copy of `raw` with each dotted path set.
 
-    A key of a mapping that itself holds dots (`factors`, `search.space`) is matched as a whole; a number for a reward
-    is its weight and leaves its other settings as they are.
+    `whole` names mappings whose keys may hold dots: everything after such a name is one key. A plain value with a path
+    below it becomes the mapping that it stands for. A number for a reward changes its weight only.
     """
     result = deepcopy(dict(raw))
     for dotted, value in overrides.items():
-        head, _, rest = dotted.partition(".")
-        if head in ("factors", "arms") and rest:
-            result.setdefault(head, {})[rest] = value
-            continue
-        if dotted.startswith("search.space."):
-            result.setdefault("search", {}).setdefault("space", {})[rest.removeprefix("space.")] = value
-            continue
-        node: dict[str, Any] = result
-        keys = dotted.split(".")
-        for depth, key in enumerate(keys[:-1]):
-            child = node.get(key)
+        *above, last = _keys(dotted, whole)
+        node = result
+        for depth, key in enumerate(above, start=1):
+            child = _mapping(node.get(key), above[:depth])
             if child is None:
-                child = {}
-            elif isinstance(child, str):
-                child = {"name": child}
-            elif keys[0] == "rewards" and depth == 1 and isinstance(child, int | float):
-                child = {"weight": child}
-            elif not isinstance(child, dict):
-                raise SpecError(f"'{dotted}': '{'.'.join(keys[: depth + 1])}' is {child!r}, which has no keys")
+                raise SpecError(f"'{dotted}': '{'.'.join(above[:depth])}' is {node[key]!r}, which has no keys")
             node[key] = child
             node = child
-        old = node.get(keys[-1])
-        if keys[0] == "rewards" and len(keys) == 2 and isinstance(old, dict) and isinstance(value, int | float):
+        old = node.get(last)
+        if above == ["rewards"] and isinstance(old, dict) and is_number(value):
             value = {**old, "weight": value}
-        node[keys[-1]] = value
+        node[last] = value
     return result
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is an int or a float, but no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def digest(value: Any) -> str:
@@ -79,6 +71,22 @@ def read_yaml(path: Path) -> Any:
         raise SpecError(f"{path}: cannot be read: {os.strerror(error.errno or 0)}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SpecError(f"{path}: not valid YAML: {error}") from None
+
+
+def _keys(dotted: str, whole: Sequence[str]) -> list[str]:
+    for name in whole:
+        if dotted.startswith(f"{name}."):
+            return [*name.split("."), dotted.removeprefix(f"{name}.")]
+    return dotted.split(".")
+
+
+def _mapping(value: Any, path: Sequence[str]) -> dict[str, Any] | None:
+    """The mapping that a value is or stands for: text names a plugin, a number in `rewards` is a weight."""
+    if isinstance(value, str):
+        return {"name": value}
+    if len(path) == 2 and path[0] == "rewards" and is_number(value):
+        return {"weight": value}
+    return {} if value is None else value if isinstance(value, dict) else None
 
 
 def _parse_yaml(text: str) -> Any:

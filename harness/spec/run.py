@@ -1,7 +1,7 @@
-"""What a run and a study are: validated, frozen, serialisable values; every setting is written in one place.
+"""The settings of a training run: a validated, frozen, serialisable value; every setting is written in one place.
 
-`RunSpec` is one training run, `StudySpec` a question with the arms and seeds that answer it. Settings of a plugin
-(algorithm, task, engine) are fields of the plugin's own class, so a spec file is checked against the class it names.
+Settings of a plugin (algorithm, task, engine, reward) are fields of the plugin's own class, so a file is checked
+against the classes that it names.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, ValidationError, ValidationInfo, field_validator, model_validator
 
 from harness import plugins
 from harness.interfaces import Algorithm, Reward, RolloutEngine, Task
 from harness.spec.errors import SpecError, explain
-from harness.spec.raw import digest
+from harness.spec.raw import digest, is_number
 from harness.types import Sampling, Section
 
 Scalar = bool | int | float | str | None
@@ -161,7 +161,7 @@ def _reward(name: str, settings: Any) -> Reward:
     if isinstance(settings, Reward):
         return settings
     cls = plugins.load("reward", name)
-    if isinstance(settings, int | float) and not isinstance(settings, bool):
+    if is_number(settings):
         settings = {"weight": settings}
     if not isinstance(settings, Mapping):
         raise ValueError(f"rewards.{name} must be a weight or a mapping of settings, got {settings!r}")
@@ -220,16 +220,20 @@ class RunSpec(Section):
 
     @field_validator("rewards", mode="before")
     @classmethod
-    def _rewards(cls, value: Any) -> Any:
+    def _rewards(cls, value: Any, info: ValidationInfo) -> Any:
+        """The rewards that are given and the algorithm's own, unless it is given too, in the order of their names.
+
+        `algorithm` is declared before `rewards`, so it has been validated; it is absent where it was refused.
+        """
         if not isinstance(value, Mapping):
             raise ValueError(f"rewards must be a mapping of names to weights or settings, got {value!r}")
-        return {str(name): _reward(str(name), settings) for name, settings in value.items()}
+        given = {str(name): _reward(str(name), settings) for name, settings in value.items()}
+        weights = info.data["algorithm"].default_rewards if "algorithm" in info.data else {}
+        own = {name: _reward(name, weight) for name, weight in weights.items()}
+        return dict(sorted({**own, **given}.items()))
 
     @model_validator(mode="after")
-    def _complete_rewards(self) -> Self:
-        """The algorithm's own reward is one of the run's, unless the spec gives it another weight."""
-        default = {name: _reward(name, weight) for name, weight in self.algorithm.default_rewards.items()}
-        object.__setattr__(self, "rewards", dict(sorted({**default, **self.rewards}.items())))
+    def _may_use_its_rewards(self) -> Self:
         for name, reward in self.rewards.items():
             if reward.sees_gold and reward.weight and not self.algorithm.sees_gold:
                 raise ValueError(

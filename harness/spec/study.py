@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -197,6 +197,8 @@ class StudySpec(Section):
     algorithm on every task; the arms of a `search` are found while it runs. The run section is kept as written;
     `run_spec` validates it together with an arm's overrides.
     """
+
+    dotted_keys: ClassVar[tuple[str, ...]] = ("factors", "arms", "search.space")  # mappings with dots in their keys
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80)
     question: str = Field(min_length=1)
