@@ -198,7 +198,7 @@ def test_a_grid_under_fire_ends_as_an_undisturbed_one(
     # What an undisturbed run logs is known: the fake's accuracy is a function of spec and step.
     for arm in study.design_arms():
         for seed in study.seeds:
-            spec = study.run_spec(arm, seed)
+            spec = arm.run_spec(seed)
             want = {f"{METRIC}@{step}": fake_trials.accuracy(spec, step) for step in range(spec.steps + 1)}
             assert values(runs)[queue.plan.directory((arm.label, seed)).name] == want
     record = read_study(runs, "chaos")
@@ -206,7 +206,7 @@ def test_a_grid_under_fire_ends_as_an_undisturbed_one(
         (*key, "complete") for key in queue.plan.keys
     )
     assert {(t.arm, t.seed): t.history[METRIC][-1][1] for t in record.trials} == {
-        (arm.label, seed): fake_trials.accuracy(study.run_spec(arm, seed), 7)
+        (arm.label, seed): fake_trials.accuracy(arm.run_spec(seed), 7)
         for arm in study.design_arms()
         for seed in study.seeds
     }
@@ -244,7 +244,7 @@ def test_two_hosts_that_share_only_a_database_share_the_work(
     for runs in places:
         check_once_each(study, queue_of(study, runs, url))
         assert finals(queue_of(study, runs, url)) == {
-            (arm.label, seed): ("complete", fake_trials.accuracy(study.run_spec(arm, seed), 7))
+            (arm.label, seed): ("complete", fake_trials.accuracy(arm.run_spec(seed), 7))
             for arm in study.design_arms()
             for seed in study.seeds
         }
@@ -286,7 +286,7 @@ def test_a_grid_on_two_ray_nodes_ends_as_a_local_one(
     queue = queue_of(study, runs, url)
     check_once_each(study, queue)
     assert finals(queue) == {
-        (arm.label, seed): ("complete", fake_trials.accuracy(study.run_spec(arm, seed), 7))
+        (arm.label, seed): ("complete", fake_trials.accuracy(arm.run_spec(seed), 7))
         for arm in study.design_arms()
         for seed in study.seeds
     }

@@ -360,7 +360,7 @@ def test_a_run_and_its_checkpoint_can_be_evaluated(cohort: Shell, runs: Path):
 def test_a_comparison_has_one_arm_per_algorithm_and_all_else_equal():
     study = study_commands.comparison("ppo,grpo", "arithmetic", "tiny", "3,4", 7, ["optimizer.learning_rate=0.5"], None)
     assert (study.name, study.seeds) == ("compare-arithmetic", [3, 4])
-    first, second = (study.run_spec(arm, 3) for arm in study.design_arms())
+    first, second = (arm.run_spec(3) for arm in study.design_arms())
     assert (first.algorithm.name, second.algorithm.name) == ("ppo", "grpo")
     assert first.model_dump(exclude={"algorithm"}) == second.model_dump(exclude={"algorithm"})
     assert (first.steps, first.optimizer.learning_rate, first.cold_start.steps) == (7, 0.5, 400)
@@ -369,7 +369,7 @@ def test_a_comparison_has_one_arm_per_algorithm_and_all_else_equal():
 def test_a_comparison_of_a_model_that_can_read_needs_no_cold_start():
     study = study_commands.comparison("ppo", "arithmetic", "some/model", None, None, None, "mine")
     assert (study.name, study.seeds) == ("mine", [0, 1, 2])
-    assert study.run_spec(study.design_arms()[0], 0).cold_start.steps == 0
+    assert study.design_arms()[0].run_spec(0).cold_start.steps == 0
 
 
 def test_a_study_with_an_invalid_trial_goes_on_is_reported_and_ends_with_exit_code_1(

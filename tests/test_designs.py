@@ -46,7 +46,7 @@ def error_of(raw: dict[str, Any]) -> str:
 def test_a_comparison_has_every_algorithm_on_every_task_with_its_own_settings_and_the_common_ones():
     tasks = ["arithmetic", {"name": "svamp", "path": "somewhere/svamp"}]
     parsed = parse_study(compare(tasks=tasks), "toy.yaml")
-    runs = {arm.label: parsed.run_spec(arm, 0) for arm in parsed.design_arms()}
+    runs = {arm.label: arm.run_spec(0) for arm in parsed.design_arms()}
     assert list(runs) == ["ppo, arithmetic", "ppo, svamp", "grpo, arithmetic", "grpo, svamp"]
     assert {run.algorithm.group_size for run in runs.values()} == {4}
     assert runs["grpo, svamp"].algorithm.model_dump()["kl_beta"] == 0.5
@@ -124,6 +124,7 @@ def test_a_dimension_knows_its_points(dimension: dict[str, Any], points: list[An
         (compare(algorithms=["ppoo"]), "did you mean 'ppo'?"),
         (compare(tasks=[{"path": "x"}]), "compare.tasks must be names, or mappings with a 'name'"),
         (compare(tuning={**TUNING, "seeds": [1, 2]}), "must differ from the study's seeds [0, 1], got [1] in both"),
+        (compare(tuning={**TUNING, "seeds": [-1]}), "compare.tuning.seeds.0: Input should be greater than"),
         (compare(tuning={**TUNING, "spaces": {"rloo": {}}}), "must name compared algorithms, got 'rloo'"),
         (compare(tuning={**TUNING, "space": {}}), "must search something for ppo"),
         (compare(tuning={**TUNING, "space": {"algorithm.std_floor": RATE}}), "std_floor"),  # PPO has none

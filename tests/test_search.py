@@ -22,7 +22,7 @@ from harness.spec.study import StudySpec, parse_study
 from harness.study.plan import Plan
 from harness.study.queue import Claim, Outcome, Queue
 from harness.study.runner import run_study
-from harness.study.search import MIN_FOR_IMPORTANCE
+from harness.study.search_record import MIN_FOR_IMPORTANCE
 from harness.tracking.mlflow_studies import read_study
 
 METRIC = "validation/accuracy"

@@ -281,7 +281,7 @@ def test_an_arm_changes_what_it_names_and_nothing_else():
     parsed = parse_study(study(factors={"algorithm.group_size": [4, 8]}), "toy.yaml")
     four, eight = parsed.design_arms()
     assert (four.levels, eight.levels) == ({"algorithm.group_size": 4}, {"algorithm.group_size": 8})
-    first, second = (parsed.run_spec(arm, 1).model_dump() for arm in (four, eight))
+    first, second = (arm.run_spec(1).model_dump() for arm in (four, eight))
     assert first["seed"] == second["seed"] == 1
     assert [key for key in first if first[key] != second[key]] == ["algorithm"]
     assert (first["algorithm"].pop("group_size"), second["algorithm"].pop("group_size")) == (4, 8)
@@ -361,7 +361,7 @@ def test_a_study_file_takes_its_name_from_the_file_and_overrides_from_the_comman
     file.write_text(yaml.safe_dump({"question": "Does it?", "run": RUN, "factors": {"algorithm.group_size": [4, 8]}}))
     loaded = load_study(str(file), ["steps=3", "seeds=[5]", "task.max_operands=4", "metric=train/accuracy"])
     assert (loaded.name, loaded.seeds, loaded.metric) == ("my_study", [5], "train/accuracy")
-    run = loaded.run_spec(loaded.design_arms()[0], 5)
+    run = loaded.design_arms()[0].run_spec(5)
     assert (run.steps, run.seed, run.task.model_dump()["max_operands"]) == (3, 5, 4)
     levels = load_study(str(file), ["factors.algorithm.group_size=[16, 32]"]).design_arms()
     assert [arm.label for arm in levels] == ["group_size=16", "group_size=32"]

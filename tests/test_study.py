@@ -114,7 +114,7 @@ def living_workers() -> list[psutil.Process]:
 def check_history(trial: TrialRecord, steps: int = 7) -> None:
     """The store has what an undisturbed fake logs: every step, once, with the right value."""
     size = trial.factors["algorithm.group_size"]
-    spec = a_study().run_spec(a_study().design_arms()[0], trial.seed)
+    spec = a_study().design_arms()[0].run_spec(trial.seed)
     spec = spec.model_copy(update={"algorithm": spec.algorithm.model_copy(update={"group_size": size})})
     assert trial.history[METRIC] == [(step, fake_trials.accuracy(spec, step)) for step in range(steps + 1)]
     assert [row.step for row in trial.samples] == list(range(1, steps + 1))

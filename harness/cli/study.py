@@ -153,13 +153,13 @@ def study_show(
     spec = _started_study(study, runs, sets, seeds) or _load_study(study, sets, seeds)
     arms, budget = [], 0
     for arm in spec.design_arms():
-        run = spec.run_spec(arm, spec.seeds[0])
+        run = arm.spec
         rollouts = run.steps * run.rollouts_per_step
         budget += rollouts * len(spec.seeds)
         arms.append({"arm": arm.label, "overrides": dict(arm.overrides), "steps": run.steps, "rollouts": rollouts})
     trials = len(arms) * len(spec.seeds)
     for plan in spec.searches():
-        run = spec.run_spec(plan.base, spec.seeds[0])
+        run = plan.base.spec
         count = plan.search.trials * len(plan.seeds) + len(plan.final_seeds)
         trials += count
         budget += count * run.steps * run.rollouts_per_step
@@ -315,7 +315,7 @@ def _run_study(
     from harness.study.runner import run_study
 
     for arm in study.checked_arms():
-        resolve_device(study.run_spec(arm, study.seeds[0]).device)
+        resolve_device(arm.spec.device)
     with study_view() as view:
         status = run_study(
             study,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
@@ -16,18 +17,32 @@ from harness.spec.raw import digest, with_overrides
 from harness.spec.run import RunSpec, Scalar, get_path, parse_run
 from harness.types import Section, short_path
 
+Direction = Literal["maximize", "minimize"]
+Phase = Literal["final", "tuning"]
+
 
 @dataclass(frozen=True)
 class Arm:
     """One setting under comparison: a readable label, the dotted overrides that make it, its level of each factor.
 
-    Arms of phase "tuning" only choose the settings of final arms and never enter the comparison.
+    `spec` is its validated run, with any seed. Arms of phase "tuning" only choose the settings of final arms and never
+    enter the comparison.
     """
 
     label: str
     overrides: Mapping[str, Any]
     levels: Mapping[str, Scalar]
-    phase: Literal["final", "tuning"] = "final"
+    spec: RunSpec = field(repr=False)
+    phase: Phase = "final"
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of `spec`; one study's arms with equal digests are the same run."""
+        return self.spec.digest()
+
+    def run_spec(self, seed: int) -> RunSpec:
+        """The complete run of one trial. The seed is not validated here: a study validates its seeds."""
+        return self.spec.model_copy(update={"seed": seed})
 
 
 class Dimension(Section):
@@ -95,7 +110,7 @@ class Search(Section):
     trials: int = Field(ge=1, description="arms; each is run with every seed; may be raised later")
     sampler: SamplerName = "tpe"
     pruner: PrunerName = Field(default="none", description="stops arms that are behind; seeds of an arm run in order")
-    objectives: dict[str, Literal["maximize", "minimize"]] = Field(
+    objectives: dict[str, Direction] = Field(
         default_factory=dict, description="metric -> direction; by default the study's metric, maximised"
     )
     startup: int = Field(default=5, ge=1, description="arms drawn at random before the sampler learns from results")
@@ -120,7 +135,7 @@ class Tuning(Section):
         default_factory=dict, description="algorithm -> what is searched for it beside 'space'"
     )
     trials: int = Field(ge=1, description="arms of each search")
-    seeds: list[int] = Field(min_length=1, description="must differ from the study's seeds")
+    seeds: list[Annotated[int, Field(ge=0)]] = Field(min_length=1, description="must differ from the study's seeds")
     sampler: SamplerName = "tpe"
     pruner: PrunerName = "none"
     startup: int = Field(default=5, ge=1)
@@ -160,14 +175,15 @@ class Comparison(Section):
 
 @dataclass(frozen=True)
 class SearchPlan:
-    """One search of a study: its name ("" where there is one alone), base, space, and the seeds of every arm.
+    """One search of a study: its name ("" for the only one), base, space, objectives, and the seeds of every arm.
 
-    Where `final_seeds` are given, the best arm is run with these too, as the final arm called `name`.
+    The best arm runs with the `final_seeds` too, if there are any, as the final arm called `name`.
     """
 
     name: str
     base: Arm
     search: Search
+    objectives: Mapping[str, Direction]
     seeds: tuple[int, ...]
     final_seeds: tuple[int, ...] = ()
 
@@ -194,8 +210,10 @@ class StudySpec(Section):
 
     `factors` maps a dotted RunSpec path to its levels; `arms` maps a label to several overrides at once. `grid` takes
     every combination (of arms and factors), `one_at_a_time` the base run and each level on its own, `compare` every
-    algorithm on every task; the arms of a `search` are found while it runs. The run section is kept as written;
-    `run_spec` validates it together with an arm's overrides.
+    algorithm on every task; a `search` finds its arms while it runs. The run section is kept as written.
+
+    A study expands itself once, on first use, into arms that hold their validated runs. `model_copy` would keep them:
+    change the mapping instead and parse it.
     """
 
     dotted_keys: ClassVar[tuple[str, ...]] = ("factors", "arms", "search.space")  # mappings with dots in their keys
@@ -229,12 +247,12 @@ class StudySpec(Section):
             raise ValueError("the arms of a search have no names beforehand; leave 'baseline' out")
         if self.search is not None and self.metric not in self.objectives():
             raise ValueError(f"search.objectives must contain the study's metric, {self.metric}")
-        if self.search is not None or (self.compare is not None and self.compare.tuning is not None):
+        if self.search is not None or self._tuning is not None:
             for metric in self.objectives():
                 if metric.startswith("test/"):
                     raise ValueError(f"a search must not see the test split, got {metric}; use validation/...")
-        if self.compare is not None and self.compare.tuning is not None:
-            both = sorted(set(self.seeds) & set(self.compare.tuning.seeds))
+        if self._tuning is not None:
+            both = sorted(set(self.seeds) & set(self._tuning.seeds))
             if both:
                 raise ValueError(
                     f"compare.tuning.seeds must differ from the study's seeds {self.seeds}, got {both} in both"
@@ -252,56 +270,99 @@ class StudySpec(Section):
                 raise ValueError(f"factor '{path}' names a level twice: {levels}")
         return self
 
-    def objectives(self) -> dict[str, Literal["maximize", "minimize"]]:
+    def objectives(self) -> dict[str, Direction]:
         """Metric -> direction of what decides between arms: for most studies the metric, maximised."""
         return (self.search.objectives if self.search else {}) or {self.metric: "maximize"}
-
-    def searches(self) -> list[SearchPlan]:
-        """The searches that the study makes: one, one for each algorithm and task of a tuned comparison, or none."""
-        if self.search is not None:
-            return [SearchPlan("", Arm("", {}, {}), self.search, tuple(self.seeds))]
-        if self.compare is None or self.compare.tuning is None:
-            return []
-        tuning, seeds = self.compare.tuning, tuple(self.seeds)
-        return [
-            SearchPlan(cell.label, cell, tuning.search(cell.overrides["algorithm.name"]), tuple(tuning.seeds), seeds)
-            for cell in self._cells()
-        ]
-
-    def arm_labels(self) -> list[str]:
-        """Labels of the arms that are compared in the end, as far as they are known before the study runs."""
-        arms = [plan.base for plan in self.searches()] if self.compare else self.design_arms()
-        return [arm.label for arm in arms or self.design_arms()]
-
-    def checked_arms(self) -> list[Arm]:
-        """The arms whose validity stands for all: every one that is known, or the base and the values of each
-        dimension of a search, one at a time."""
-        arms = self.design_arms()
-        for plan in self.searches():
-            probes = [{path: value} for path, found in plan.search.space.items() for value in found.probes()]
-            for point in [{}, *probes]:
-                label = ", ".join(filter(None, [plan.name, *(_describe(*item) for item in point.items())]))
-                arms.append(Arm(label or "base", {**plan.base.overrides, **point}, {**plan.base.levels, **point}))
-        for arm in arms:
-            self.run_spec(arm, self.seeds[0])
-        return arms
 
     def design_arms(self) -> list[Arm]:
         """Every arm that is known before the study runs, in order, the baseline among them; none of a search.
 
-        SpecError for one that is not a valid run.
+        SpecError for an arm that is no valid run.
         """
-        if self.design == "search" or self.searches():
-            self._check_baseline([plan.name for plan in self.searches()])
+        return list(self._design)
+
+    def searches(self) -> list[SearchPlan]:
+        """The searches that the study makes: one, one for each algorithm and task of a tuned comparison, or none."""
+        return list(self._searches)
+
+    def checked_arms(self) -> list[Arm]:
+        """Arms whose validity stands for all: those of the design, or the base of each search and single changes of it
+        by the values of each dimension."""
+        return [*self._design, *self._probes]
+
+    def arm_labels(self) -> list[str]:
+        """Labels of the arms that are compared in the end, as far as they are known before the study runs."""
+        final = [plan.base for plan in self._searches if plan.final_seeds]
+        return [arm.label for arm in final or self._design]
+
+    def searched_arm(
+        self, label: str, overrides: Mapping[str, Any], levels: Mapping[str, Scalar], phase: Phase = "final"
+    ) -> Arm:
+        """An arm of a search. SpecError for overrides that give no valid run."""
+        return Arm(label, overrides, levels, self._parse({**overrides, "seed": self.seeds[0]}), phase)
+
+    def digest(self) -> str:
+        """A stable hash of what every arm runs: it must not change between resumes.
+
+        Seeds may be added, except to a search, whose arms were judged by the seeds that it had; it may gain trials.
+        """
+        known = {arm.label: arm.run_spec(0).model_dump(mode="json") for arm in self._design}
+        for plan in self._searches:
+            search = plan.search.model_dump(mode="json", exclude=None if plan.final_seeds else {"trials"})
+            base = plan.base.run_spec(0).model_dump(mode="json")
+            known[f"search/{plan.name}"] = {"base": base, "search": search, "seeds": list(plan.seeds)}
+        return digest(known)
+
+    @property
+    def _tuning(self) -> Tuning | None:
+        return self.compare.tuning if self.compare is not None else None
+
+    @cached_property
+    def _design(self) -> list[Arm]:
+        if self.search is not None:
             return []
+        if self._tuning is not None:
+            self._check_baseline([label for label, _, _ in self._cells()])
+            return []
+        if self.compare is not None:
+            arms = [Arm(name, changes, levels, self._parse(changes)) for name, changes, levels in self._cells()]
+        else:
+            arms = self._varied()
+        self._check_baseline([arm.label for arm in arms])
+        return arms
+
+    @cached_property
+    def _searches(self) -> list[SearchPlan]:
+        seeds = tuple(self.seeds)
+        if self.search is not None:
+            return [SearchPlan("", self.searched_arm("", {}, {}), self.search, self.objectives(), seeds)]
+        if self._tuning is None:
+            return []
+        plans = []
+        for cell in self._cells():
+            base = self.searched_arm(*cell)
+            search = self._tuning.search(base.overrides["algorithm.name"])
+            tuning_seeds = tuple(self._tuning.seeds)
+            plans.append(SearchPlan(base.label, base, search, self.objectives(), tuning_seeds, seeds))
+        return plans
+
+    @cached_property
+    def _probes(self) -> list[Arm]:
+        arms = []
+        for plan in self._searches:
+            base = plan.base
+            arms.append(replace(base, label=plan.name or "base"))
+            for path, dimension in plan.search.space.items():
+                for value in dimension.probes():
+                    label = ", ".join(filter(None, [plan.name, _describe(path, value)]))
+                    changed = {path: value}
+                    arms.append(self.searched_arm(label, {**base.overrides, **changed}, {**base.levels, **changed}))
+        return arms
+
+    def _varied(self) -> list[Arm]:
+        """The arms of a grid or of one_at_a_time."""
         arms: dict[str, Arm] = {}
         label_of: dict[str, str] = {}
-        if self.compare is not None:
-            arms = {arm.label: arm for arm in self._cells()}
-            for arm in arms.values():
-                self._parse(arm.overrides)
-            self._check_baseline(list(arms))
-            return list(arms.values())
         for name, point in self._points():
             overrides = {**self.arms.get(name, {}), **point}
             spec = self._parse(overrides)
@@ -309,31 +370,15 @@ class StudySpec(Section):
             levels |= {path: get_path(spec, path) for path in self.factors}
             shown = levels if self.design == "grid" else {path: levels[path] for path in point}
             label = ", ".join(_describe(path, level) for path, level in shown.items()) or "base"
-            same = label_of.get(spec.digest())
+            arm = Arm(label, overrides, levels, spec)
+            same = label_of.get(arm.digest)
             if same is not None and self.design == "one_at_a_time":
                 continue  # this level is the base run's own
             if same is not None or label in arms:
                 raise SpecError(f"study '{self.name}': arms '{same or label}' and '{label}' are the same; remove one")
-            label_of[spec.digest()] = label
-            arms[label] = Arm(label, overrides, levels)
-        self._check_baseline(list(arms))
+            label_of[arm.digest] = label
+            arms[label] = arm
         return list(arms.values())
-
-    def run_spec(self, arm: Arm, seed: int) -> RunSpec:
-        """The complete run of one trial."""
-        return self._parse({**arm.overrides, "seed": seed})
-
-    def digest(self) -> str:
-        """A stable hash of what every arm runs: it must not change between resumes.
-
-        Seeds may be added, but not to a search, whose arms were judged by the ones there were; that may gain trials.
-        """
-        known = {arm.label: self.run_spec(arm, 0).model_dump(mode="json") for arm in self.design_arms()}
-        for plan in self.searches():
-            search = plan.search.model_dump(mode="json", exclude=None if plan.final_seeds else {"trials"})
-            base = self.run_spec(plan.base, 0).model_dump(mode="json")
-            known[f"search/{plan.name}"] = {"base": base, "search": search, "seeds": list(plan.seeds)}
-        return digest(known)
 
     def _check_baseline(self, labels: Sequence[str]) -> None:
         if self.baseline is not None and self.baseline not in labels:
@@ -341,8 +386,8 @@ class StudySpec(Section):
             fix = f"did you mean '{near}'?" if near else f"arms: {', '.join(labels)}"
             raise SpecError(f"study '{self.name}': baseline must be an arm's label, got '{self.baseline}'; {fix}")
 
-    def _cells(self) -> list[Arm]:
-        """Every algorithm on every task of a comparison; what all have in common is no part of a label."""
+    def _cells(self) -> list[tuple[str, dict[str, Any], dict[str, Scalar]]]:
+        """Label, overrides and levels of every algorithm on every task; a label leaves out what all have in common."""
         assert self.compare is not None
         several = {"algorithm": len(self.compare.algorithms) > 1, "task": len(self.compare.tasks) > 1}
         cells = []
@@ -355,7 +400,7 @@ class StudySpec(Section):
                 if several[kind] or (kind == "algorithm" and not any(several.values())):
                     levels[f"{kind}.name"] = settings["name"]
             label = ", ".join(_describe(path, level) for path, level in levels.items())
-            cells.append(Arm(label, overrides, levels))
+            cells.append((label, overrides, levels))
         return cells
 
     def _points(self) -> list[tuple[str, dict[str, Any]]]:

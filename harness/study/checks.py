@@ -58,7 +58,7 @@ def check_study(study: StudySpec, runs: Path, workers: int | None, execute: str)
     """ValueError for what cannot run; reads no weights and writes nothing."""
     if workers is not None and workers < 1:
         raise SpecError(f"the number of workers must be at least 1, got {workers}")
-    specs = [study.run_spec(arm, study.seeds[0]) for arm in study.checked_arms()]
+    specs = [arm.spec for arm in study.checked_arms()]
     check_inputs(specs, runs, models=execute == EXECUTE)
     if execute == EXECUTE:
         from harness.memory.fit import check_memory

@@ -68,7 +68,7 @@ def budget(plan: Plan, workers: int) -> dict[str, Any]:
     measured = _measured(plan.runs)
     arms, samples = [], 0
     for arm, trials in _planned(plan.study):
-        spec = plan.study.run_spec(arm, plan.study.seeds[0])
+        spec = arm.spec
         rates = measured.get(_shape(spec), [])
         samples += len(rates)
         rollouts = spec.steps * spec.rollouts_per_step

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ class Plan:
         self.arms: dict[str, Arm] = {arm.label: arm for arm in study.design_arms()}
         self.keys: list[Key] = [(arm, seed) for seed in study.seeds for arm in self.arms]
         self._searched: dict[str, list[int]] = {}  # arm label -> seeds
-        self.spec = lru_cache(maxsize=None)(self._spec)
 
     def add(self, searched: Sequence[tuple[Arm, Sequence[int]]]) -> None:
         """Take over the arms that searches have found, with the seeds that they may run."""
@@ -36,8 +34,8 @@ class Plan:
             self.keys += [(arm.label, seed) for seed in seeds if seed not in known]
             known += [seed for seed in seeds if seed not in known]
 
-    def _spec(self, key: Key) -> RunSpec:
-        return self.study.run_spec(self.arms[key[0]], key[1])
+    def spec(self, key: Key) -> RunSpec:
+        return self.arms[key[0]].run_spec(key[1])
 
     def __contains__(self, key: Key) -> bool:
         return key[0] in self.arms and key[1] in self._searched.get(key[0], self.study.seeds)

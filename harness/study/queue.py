@@ -1,25 +1,24 @@
-"""The queue of a study: every (arm, seed) is handed to exactly one worker, and handed on when that one dies.
+"""The queue of a study: it hands every (arm, seed) to exactly one worker, and on to another when that one dies.
 
-Optuna's storage is the record: one Optuna trial is one attempt at an (arm, seed), made when a worker claims it. What
-waits follows from the plan and the record, so nothing is put in a queue. Operations happen under one lock, and a
-claimed trial has a lease that its worker renews (`_storage.py`): Optuna's own `ask()` may hand one trial to two
-workers, and its journal knows no heartbeat. A trial whose worker is gone is claimed again and continues from its own
-folder's checkpoints.
+Optuna's storage is the record: one Optuna trial is one attempt at an (arm, seed), made when a worker claims it
+(`attempts.py`). Which trials wait follows from the plan and the record, so nothing is put in a queue. Operations happen
+under one lock, and the worker of a claimed trial renews its lease (`storage/`): Optuna's own `ask()` may hand one trial
+to two workers, and its journal knows no heartbeat. A trial whose worker is gone is claimed again and continues from the
+checkpoints in its folder.
 
-An attempt ends COMPLETE with the study's metric as value, or FAIL with the attribute `result`: "invalid" (the result
-must not be used; never repeated), "failed" (a crash; repeated when the study is started again), "stopped" (asked to
-stop) or "lost" (its worker died), both repeated at once; or PRUNED, given up with its arm. `_search.py` says which arms
-a search runs; it, this module and the storages alone import optuna.
+An attempt ends COMPLETE with the study's metric as value, or PRUNED with its arm, or FAIL. The attribute `result` of a
+FAIL says more: "invalid" (the result must not be used; never repeated), "failed" (a crash; repeated when the study is
+started again), "stopped" (asked to stop) or "lost" (its worker died); the last two are repeated at once. `search.py`
+decides which arms a search runs.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
@@ -31,16 +30,17 @@ from optuna.trial import TrialState as OptunaState
 from harness.plugins import nearest
 from harness.spec.errors import SpecError
 from harness.spec.study import parse_study
+from harness.study.attempts import Attempts
 from harness.study.plan import Key, Plan
 from harness.study.processes import usable_gpus
-from harness.study.search import Result, Searches
+from harness.study.search import Searches
 from harness.study.status import StudyStatus, TrialStatus
 from harness.study.storage.base import Lease, Storage
 from harness.study.storage.files import LocalStorage
 from harness.study.storage.open import open_storage
 from harness.types import ENDED, TrialState
 
-MAX_LOST = 10  # attempts at a trial that may lose their worker without a step's progress
+MAX_LOST = 10  # attempts in a row at a trial that may lose their worker without progress
 RETRY_BELOW = "retry_failed_below"  # attribute of the Optuna study: failed attempts with lower numbers are repeated
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -63,7 +63,7 @@ class Outcome:
 
 
 def _translated(method: Callable[Concatenate[Queue, P], R]) -> Callable[Concatenate[Queue, P], R]:
-    """The method with the storage's own errors of connection as StorageUnavailable."""
+    """The method, raising StorageUnavailable where the storage raises an error of its connection."""
 
     @functools.wraps(method)
     def run(queue: Queue, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -83,8 +83,8 @@ class Queue:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.plan = plan
         self.storage = storage or LocalStorage(plan.folder)
-        self._record = _Record()
-        self._distributions = lru_cache(maxsize=1)(lambda num_arms: plan.distributions())  # a plan may gain arms
+        self._attempts = Attempts()
+        self._distributions = plan.distributions()
 
     @_translated
     def retry_failed(self) -> None:
@@ -96,10 +96,10 @@ class Queue:
     def claim(self) -> Claim | None:
         """The next waiting trial, ours alone from now on; None where none waits."""
         with self.storage.lock():
-            record = self._read()
-            self._end_lost(record)
-            self._advance(record)
-            key = self._next(record) or self._ask()
+            attempts = self._read()
+            self._end_lost(attempts)
+            self._advance(attempts)
+            key = self._next(attempts) or self._ask()
             lease = self.storage.take_lease(self.plan.directory(key)) if key else None
             if key is None or lease is None:
                 return None
@@ -132,14 +132,14 @@ class Queue:
         return self._searches.prunes()
 
     def search_record(self) -> dict[str, Any]:
-        """What the study's searches have found so far: see `_search.py`."""
-        return self._searches.record(self._results(self._read()))
+        """What the study's searches have found so far: see `search_record.py`."""
+        return self._searches.record(self._read().results())
 
     @_translated
     def unfinished(self) -> bool:
         """Whether a trial waits, runs or has to be repeated, or a search has another to come."""
-        record = self._read()
-        return any(record.state(key) not in ENDED for key in self.plan.keys) or self._to_come(record) > 0
+        attempts = self._read()
+        return any(attempts.state(key) not in ENDED for key in self.plan.keys) or self._to_come(attempts) > 0
 
     @_translated
     def num_claims(self) -> int:
@@ -148,50 +148,44 @@ class Queue:
 
     @_translated
     def status(self) -> StudyStatus:
-        record = self._read()
-        dead = self._dead(record)
-        if dead:  # or just ended: the lease is given up after the record has it
-            record = self._read()
-        states = {key: record.state(key) for key in self.plan.keys}
+        attempts = self._read()
+        dead = self._dead(attempts)
+        if dead:  # or just ended: a worker gives its lease up after it has recorded the end
+            attempts = self._read()
+        states = {key: attempts.state(key) for key in self.plan.keys}
         shown = self.storage.progress(
             [self.plan.directory(key) for key, state in states.items() if state not in ("waiting", "complete")]
         )
-        trials = [self._trial_status(key, record, dead, shown) for key in self.plan.keys]
+        trials = [self._trial_status(key, attempts, dead, shown) for key in self.plan.keys]
         study = self.plan.study
-        return StudyStatus(study.name, study.question, study.metric, tuple(trials), self._to_come(record))
+        return StudyStatus(study.name, study.question, study.metric, tuple(trials), self._to_come(attempts))
 
     @cached_property
     def _searches(self) -> Searches:
         return Searches(self.plan.study, self.storage.optuna)
 
-    def _advance(self, record: _Record) -> None:
-        """Let the searches go on: arms that have ended are recorded, more of their seeds join the plan."""
+    def _advance(self, attempts: Attempts) -> None:
+        """Let the searches go on: they record arms that have ended, and more of their seeds join the plan."""
         if self.plan.study.searches():
-            self._searches.advance(self._results(record))
+            self._searches.advance(attempts.results())
             self.plan.add(self._searches.arms())
 
     def _ask(self) -> Key | None:
         """The first trial of a new arm of a search; None where no arm is due."""
-        asked = self._searches.ask()
-        self.plan.add(self._searches.arms() if asked else [])
-        return asked[0] if asked else None
+        key = self._searches.ask()
+        if key is not None:
+            self.plan.add(self._searches.arms())
+        return key
 
-    def _to_come(self, record: _Record) -> int:
+    def _to_come(self, attempts: Attempts) -> int:
         if not self.plan.study.searches() or not self.storage.exists():
             return 0
-        return self._searches.to_come(self._results(record))
-
-    def _results(self, record: _Record) -> dict[Key, Result]:
-        """Where each (arm, seed) stands that was ever begun, for the searches."""
-        found = {}
-        for key, tried in record.attempts.items():
-            said = tried[-1].user_attrs.get("result", {})
-            found[key] = Result(record.state(key), said.get("reason"), said.get("values", {}))
-        return found
+        return self._searches.to_come(attempts.results())
 
     @cached_property
     def _study(self) -> optuna.Study:
-        storage, name, sampler = self.storage.optuna, self.plan.study.name, RandomSampler(seed=0)
+        storage, name = self.storage.optuna, self.plan.study.name
+        sampler = RandomSampler(seed=0)
         try:
             return optuna.load_study(study_name=name, storage=storage, sampler=sampler)
         except KeyError:
@@ -199,24 +193,25 @@ class Queue:
                 storage=storage, study_name=name, direction="maximize", sampler=sampler, load_if_exists=True
             )
 
-    def _read(self) -> _Record:
+    def _read(self) -> Attempts:
         """The record of all attempts, brought up to date."""
         if "_study" in self.__dict__ or self.storage.exists():
             trials = self._study.get_trials(deepcopy=False)
-            self._record.update(trials, self._study.user_attrs.get(RETRY_BELOW, 0))
+            self._attempts.update(trials, self._study.user_attrs.get(RETRY_BELOW, 0))
             if self.plan.study.searches():
                 self.plan.add(self._searches.arms())
-        return self._record
+        return self._attempts
 
-    def _next(self, record: _Record) -> Key | None:
-        """The trial to run next: the first of the plan that was never begun, then what was begun longest ago."""
-        again = []
+    def _next(self, attempts: Attempts) -> Key | None:
+        """The trial to run next: the first of the plan that was never begun, or else the one begun longest ago."""
+        again: dict[int, Key] = {}
         for key in self.plan.keys:
-            if key not in record.attempts:
+            last = attempts.last(key)
+            if last is None:
                 return key
-            if record.state(key) in ("waiting", "lost", "stopped"):
-                again.append(key)
-        return min(again, key=lambda key: record.attempts[key][-1].number, default=None)
+            if attempts.state(key) in ("waiting", "lost", "stopped"):
+                again[last.number] = key
+        return again[min(again)] if again else None
 
     def _begin(self, key: Key) -> int:
         """The number of a new attempt at a trial. The caller holds the lock."""
@@ -224,34 +219,37 @@ class Queue:
         trial = optuna.create_trial(
             state=OptunaState.RUNNING,
             params=self.plan.parameters(key),
-            distributions=self._distributions(len(self.plan.arms)),
+            distributions=self._distributions,
             user_attrs={"arm": key[0], "seed": key[1], "gpu": on_gpu},
         )
         storage, study = self._study._storage, self._study._study_id
         return storage.get_trial_number_from_id(storage.create_new_trial(study, template_trial=trial))
 
-    def _dead(self, record: _Record) -> set[int]:
+    def _dead(self, attempts: Attempts) -> set[int]:
         """Numbers of the running attempts at the plan's trials whose worker is gone."""
-        directories = {self.plan.directory(key): number for key, number in record.running().items() if key in self.plan}
+        running = attempts.running().items()
+        directories = {self.plan.directory(key): number for key, number in running if key in self.plan}
         held = self.storage.held(directories)
         return {number for directory, number in directories.items() if directory not in held}
 
-    def _end_lost(self, record: _Record) -> None:
-        """Record the end of attempts whose worker died, so that they are repeated, or failed where that is vain."""
-        dead = self._dead(record)
-        for key in [key for key, number in record.running().items() if number in dead]:
-            directory, tried = self.plan.directory(key), record.attempts[key]
+    def _end_lost(self, attempts: Attempts) -> None:
+        """Record that attempts have lost their worker. They are repeated, unless too many have made no progress."""
+        dead = self._dead(attempts)
+        for key in [key for key, number in attempts.running().items() if number in dead]:
+            directory, last = self.plan.directory(key), attempts.last(key)
+            assert last is not None
             step = self.storage.progress([directory]).get(directory, {}).get("step", 0)
-            lost = _lost_in_vain(tried[:-1], step) + 1
+            lost = attempts.num_stuck(key, step)
             outcome = Outcome("lost", summary={"step": step})
             if lost >= MAX_LOST:
                 reason = f"the worker died {lost} times at step {step}, the last time without saying why"
                 outcome = Outcome("failed", reason)
-            self._tell(tried[-1], outcome)
+            self._tell(last, outcome)
         if dead:
             self._read()
 
     def _tell(self, trial: FrozenTrial, outcome: Outcome) -> None:
+        """Record an attempt's end. The attribute comes first: a COMPLETE trial takes none."""
         result: dict[str, Any] = {"state": outcome.state, "reason": outcome.reason, "summary": dict(outcome.summary)}
         if outcome.state == "complete":
             result["values"] = {name: outcome.metrics[name] for name in self.plan.study.objectives()}
@@ -263,13 +261,14 @@ class Queue:
             self._study.tell(trial.number, state=ending)
 
     def _trial_status(
-        self, key: Key, record: _Record, dead: set[int], progress: Mapping[Path, Mapping[str, Any]]
+        self, key: Key, attempts: Attempts, dead: set[int], progress: Mapping[Path, Mapping[str, Any]]
     ) -> TrialStatus:
-        directory, state, tried = self.plan.directory(key), record.state(key), record.attempts.get(key)
-        result = tried[-1].user_attrs.get("result", {}) if tried and state != "waiting" else {}
-        reason, summary = result.get("reason"), result.get("summary", {})
-        if state == "lost" or (state == "running" and tried and tried[-1].number in dead):
+        state, last = attempts.state(key), attempts.last(key)
+        said = attempts.said(key) if state != "waiting" else {}
+        reason, summary = said.get("reason"), said.get("summary", {})
+        if state == "lost" or (state == "running" and last is not None and last.number in dead):
             state, reason = "stopped", "its worker died; the study continues it when it is started again"
+        directory = self.plan.directory(key)
         shown = progress.get(directory, {})
         return TrialStatus(
             arm=key[0],
@@ -284,69 +283,8 @@ class Queue:
             seconds=summary.get("seconds", shown.get("seconds")),
             directory=directory,
             generated_tokens=summary.get("generated_tokens"),
-            on_gpu=bool(tried and tried[-1].user_attrs.get("gpu")),
+            on_gpu=last is not None and bool(last.user_attrs.get("gpu")),
         )
-
-
-class _Record:
-    """The attempts at each (arm, seed), kept between reads: only new trials and those that ran are looked at again."""
-
-    def __init__(self) -> None:
-        self.attempts: dict[Key, list[FrozenTrial]] = {}
-        self.size = 0  # trials seen
-        self._places: dict[int, tuple[Key, int]] = {}  # of unfinished attempts: number -> key, position in its list
-        self._retry_below = 0
-
-    def update(self, trials: Sequence[FrozenTrial], retry_below: int) -> None:
-        """Take in all trials of the Optuna study, in their order."""
-        self._retry_below = retry_below
-        for number, (key, position) in list(self._places.items()):
-            self.attempts[key][position] = trials[number]
-            if trials[number].state.is_finished():
-                del self._places[number]
-        for trial in itertools.islice(trials, self.size, None):
-            key = _key(trial.user_attrs)
-            if key is None:
-                continue
-            tried = self.attempts.setdefault(key, [])
-            tried.append(trial)
-            if not trial.state.is_finished():
-                self._places[trial.number] = (key, len(tried) - 1)
-        self.size = len(trials)
-
-    def state(self, key: Key) -> str:
-        """waiting, running, complete, invalid, failed, lost or stopped: what the last attempt says."""
-        if key not in self.attempts:
-            return "waiting"
-        last = self.attempts[key][-1]
-        state = _state(last)
-        return "waiting" if state == "failed" and last.number < self._retry_below else state
-
-    def running(self) -> dict[Key, int]:
-        """The number of the last attempt at each trial where that one runs."""
-        keys = (key for key, _ in self._places.values() if self.state(key) == "running")
-        return {key: self.attempts[key][-1].number for key in keys}
-
-
-def _key(attributes: Mapping[str, Any]) -> Key | None:
-    return (attributes["arm"], attributes["seed"]) if "arm" in attributes else None
-
-
-def _state(trial: FrozenTrial) -> str:
-    """waiting, running, complete, or what `result` says of a FAIL."""
-    if trial.state == OptunaState.FAIL:
-        return trial.user_attrs.get("result", {"state": "lost"})["state"]
-    return trial.state.name.lower()
-
-
-def _lost_in_vain(tried: Sequence[FrozenTrial], step: int) -> int:
-    """How many attempts before this one lost their worker without any of them, or this one, getting further."""
-    steps = []
-    for trial in reversed(tried):
-        if _state(trial) != "lost":
-            break
-        steps.append(trial.user_attrs.get("result", {}).get("summary", {}).get("step", 0))
-    return len(list(itertools.takewhile(lambda s: s >= step, steps)))
 
 
 def open_queue(name: str, runs: Path, url: str | None) -> Queue:

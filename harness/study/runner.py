@@ -101,7 +101,7 @@ def dry_run(
     with queue.storage.errors():
         queue.storage.check()
         check_unchanged(study, study.digest(), queue.storage)
-    specs = {arm.label: study.run_spec(arm, study.seeds[0]) for arm in study.checked_arms()}
+    specs = {arm.label: arm.spec for arm in study.checked_arms()}
     not_checked, memory = missing_here(specs.values()), {}
     if not not_checked:
         check_study(study, runs, workers, execute)

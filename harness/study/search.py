@@ -1,56 +1,45 @@
-"""Searches of a study: which arm comes next, when an arm is given up, and what is known of the settings afterwards.
+"""Searches of a study: which arm comes next, when an arm is given up, and which arm is the best in the end.
 
-Each search is an Optuna study in the storage of the queue, beside the queue's own; one Optuna trial is one arm, and its
-value is the mean over all seeds of the arm, so that seeds are replicates and never searched. A new arm is asked for
-when a worker has nothing else to do. The sampler is made afresh for every arm, with a seed from the search's name and
-the arm's number: what it proposes depends on the recorded arms alone, so that a search with one worker is reproducible
-and one that was killed goes on as if it had not been. A point that is no valid run, or the same run as an earlier arm,
-is refused and counts for nothing.
+Each search is an Optuna study in the storage of the queue, beside the queue's own. One Optuna trial is one arm, and its
+value is the mean over all seeds of the arm: seeds are replicates and never searched. A worker that has nothing else to
+do asks for a new arm. The sampler is made afresh for every arm, with a seed from the search's name and the arm's
+number, so its proposal depends on the recorded arms alone: a search with one worker is reproducible, and a killed one
+goes on as if nothing had happened. A point that is no valid run, or the same run as an earlier arm, is refused and
+counts for nothing.
 
-An arm ends COMPLETE when all its seeds are, FAIL when one is invalid, PRUNED when it is behind. While one of its seeds
-has crashed it stays RUNNING, because crashed trials are tried again when the study is started again. Pruning follows
-the running mean over the seeds of an arm at equal steps: seeds run in order, and the value at step s of the third is
-the mean of three values at step s. Every function here is called under the lock of the queue or only reads.
+An arm ends COMPLETE when all its seeds are, FAIL when one is invalid, PRUNED when it is behind. It stays RUNNING while
+one of its seeds has crashed, because a restart of the study tries crashed trials again. Pruning follows the running
+mean over the seeds of an arm at equal steps: seeds run in order, and the value at step s of the third is the mean of
+three values at step s. The queue holds its lock for every function here that writes.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
-import math
 import random
 import statistics
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
-from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner
-from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, RandomSampler, TPESampler
+from optuna.pruners import BasePruner
+from optuna.samplers import BaseSampler, RandomSampler
 from optuna.storages import BaseStorage
-from optuna.trial import FrozenTrial
-from optuna.trial import TrialState as OptunaState
+from optuna.trial import FrozenTrial, TrialState
 
 from harness.spec.errors import SpecError
-from harness.spec.study import Arm, Dimension, SearchPlan, StudySpec
+from harness.spec.study import Arm, Phase, SearchPlan, StudySpec
+from harness.study.attempts import Result
+from harness.study.plan import Key
+from harness.study.proposals import distribution, new_pruner, new_sampler, untried
+from harness.study.search_record import best_trial, keys_of, search_record
 from harness.types import ENDED, short_path
 
-MIN_FOR_IMPORTANCE = 4  # complete arms; a forest on fewer says nothing
-MAX_LISTED = 100_000  # points of a space that are listed to find one that was not tried
 LIVE = ("waiting", "running", "stopped", "lost")
 ENDED_BADLY = tuple(state for state in ENDED if state != "complete")
-Key = tuple[str, int]  # arm label, seed
-
-
-@dataclass(frozen=True)
-class Result:
-    """Where an (arm, seed) stands, as the queue says it, with the objectives of a complete one."""
-
-    state: str
-    reason: str | None = None
-    values: Mapping[str, float] = field(default_factory=dict)
+REPEATED = "the same run as arm"  # how the reason begins for which a repeated point is refused
 
 
 class Searches:
@@ -68,17 +57,18 @@ class Searches:
         """Every arm that was handed out, in order, with the seeds that it may run."""
         return [found for search in self._searches for found in search.arms()]
 
-    def advance(self, results: Mapping[Key, Result]) -> list[Key]:
-        """Record the arms that have ended, and return what must be queued next. Repeating it changes nothing."""
-        return [key for search in self._searches for key in search.advance(results)]
+    def advance(self, results: Mapping[Key, Result]) -> None:
+        """Record the arms that have ended and hand out the next seeds of the others. Repeating it changes nothing."""
+        for search in self._searches:
+            search.advance(results)
 
-    def ask(self) -> list[Key]:
-        """The seeds of a new arm to be queued, of the search with the fewest arms; empty where no arm is due."""
-        for search in sorted(self._searches, key=lambda search: search.num_arms):
-            keys = search.ask()
-            if keys:
-                return keys
-        return []
+    def ask(self) -> Key | None:
+        """The first trial of a new arm, of the search with the fewest arms; None where no arm is due."""
+        for search in sorted(self._searches, key=lambda search: len(search.handed_out())):
+            key = search.ask()
+            if key is not None:
+                return key
+        return None
 
     def to_come(self, results: Mapping[Key, Result]) -> int:
         """Number of (arm, seed) pairs, at most, that are not handed out yet."""
@@ -95,7 +85,7 @@ class Searches:
         return any(search.plan.search.pruner != "none" for search in self._searches)
 
     def record(self, results: Mapping[Key, Result]) -> dict[str, Any]:
-        """What `search.json` holds: see `ArmSearch.record`; of a tuned comparison `{"tuning": {cell: record}}`."""
+        """The content of `search.json`: see `search_record`; of a tuned comparison `{"tuning": {cell: record}}`."""
         if len(self._searches) == 1 and not self._searches[0].plan.final_seeds:
             return self._searches[0].record(results)
         return {"tuning": {search.plan.name: search.record(results) for search in self._searches}}
@@ -103,30 +93,28 @@ class Searches:
 
 class ArmSearch:
     """One search. The attributes of its Optuna trials are `arm` (label), `seeds` handed out so far, `reason`, `behind`
-    (why the pruner gives it up) and `seed i` (step -> value of the validations of its i-th seed)."""
+    (why the pruner gives it up), `seed i` (step -> value of the validations of its i-th seed) and `refused`."""
 
     def __init__(self, study: StudySpec, plan: SearchPlan, storage: BaseStorage) -> None:
-        self.study, self.plan, self.search, self.storage = study, plan, plan.search, storage
+        self.study, self.plan = study, plan
+        self.storage = storage
         self.name = "/".join(filter(None, [study.name, "search", plan.name]))
-        self.objectives = study.objectives()
-        self._digests: dict[int, str] = {}  # of the arms, by the number of their trial
-        self.distributions = {path: distribution(dimension) for path, dimension in self.search.space.items()}
-        self.steps = study.run_spec(plan.base, 0).steps
-        self.every = study.run_spec(plan.base, 0).evaluation.every
+        self._distributions = {path: distribution(dimension) for path, dimension in plan.search.space.items()}
+        self._arms: dict[str, Arm] = {}  # by label; a trial keeps its point
 
     def create(self) -> None:
         try:
             self._load()
         except KeyError:
-            directions = list(self.objectives.values())
+            directions = list(self.plan.objectives.values())
             optuna.create_study(storage=self.storage, study_name=self.name, directions=directions)
 
-    @property
-    def num_arms(self) -> int:
-        return sum("arm" in trial.user_attrs for trial in self._trials())
+    def handed_out(self) -> list[FrozenTrial]:
+        """The trials of all arms so far, in order."""
+        return [trial for trial in self._trials() if "arm" in trial.user_attrs]
 
     def arms(self) -> list[tuple[Arm, list[int]]]:
-        found = [(self._arm(t), list(t.user_attrs["seeds"])) for t in self._trials() if "arm" in t.user_attrs]
+        found = [(self._arm(trial), list(trial.user_attrs["seeds"])) for trial in self.handed_out()]
         final = self._final_arm()
         return [*found, *([(final, list(self.plan.final_seeds))] if final else [])]
 
@@ -134,203 +122,133 @@ class ArmSearch:
         """The arm's trial while it has not ended."""
         return next((t for t in self._unended() if t.user_attrs.get("arm") == label), None)
 
-    def advance(self, results: Mapping[Key, Result]) -> list[Key]:
-        queued = [key for trial in self._unended() for key in self._advance(trial, results)]
-        if not queued and self.plan.final_seeds and self._final_arm() is None and self._settled(results):
-            complete = [t for t in self._trials() if t.state == OptunaState.COMPLETE]
-            if complete:
-                self._load().set_user_attr("best", _best(self._load()).user_attrs["arm"])
-        if (final := self._final_arm()) is not None:
-            queued += [(final.label, s) for s in self.plan.final_seeds if (final.label, s) not in results]
-        return queued
+    def advance(self, results: Mapping[Key, Result]) -> None:
+        for trial in self._unended():
+            self._advance(trial, results)
+        if self.plan.final_seeds and self._final_arm() is None and self._settled(results) and self._has_complete():
+            study = self._load()
+            study.set_user_attr("best", best_trial(study).user_attrs["arm"])
 
-    def ask(self) -> list[Key]:
-        while self._open():
-            trials = self._trials()
-            number = sum("arm" in t.user_attrs or "refused" in t.user_attrs for t in trials)
-            seed = int.from_bytes(hashlib.sha256(f"{self.name}/{number}".encode()).digest()[:4], "big")
-            if trials and trials[-1].user_attrs.get("refused", "").startswith("the same run"):
-                trial_id, params = self._add_untried(random.Random(seed))
-            else:
-                study = self._load(self._sampler(seed), self._pruner())
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-                    trial = study.ask(self.distributions)
-                trial_id, params = trial._trial_id, trial.params
-            problem = self._problem(params)
-            if problem is not None:
-                self._set(trial_id, "refused", problem)
-                self._tell(self.storage.get_trial(trial_id), OptunaState.FAIL)
+    def ask(self) -> Key | None:
+        while self._is_due():
+            trial = self._propose()
+            earlier = self.handed_out()
+            label = self._label(len(earlier) + 1, trial.params)
+            try:
+                arm = self._arm_at(label, trial.params)
+                self._check_new(arm, earlier)
+            except SpecError as error:
+                self._set(trial, "refused", str(error))
+                self._tell(trial, TrialState.FAIL)
                 continue
-            label = self._label(self.num_arms + 1, params)
-            seeds = list(self.plan.seeds[:1] if self.search.pruner != "none" else self.plan.seeds)
-            self._set(trial_id, "seeds", seeds)
-            self._set(trial_id, "arm", label)  # last: without it the trial counts for nothing
-            return [(label, seed) for seed in seeds]
-        return []
+            seeds = list(self.plan.seeds[:1] if self.plan.search.pruner != "none" else self.plan.seeds)
+            self._set(trial, "seeds", seeds)
+            self._set(trial, "arm", label)  # last: without it the trial counts for nothing
+            self._arms[label] = arm
+            return label, seeds[0]
+        return None
 
     def to_come(self, results: Mapping[Key, Result]) -> int:
-        count = (self.search.trials - self.num_arms) * len(self.plan.seeds) if self._open() else 0
+        seeds = len(self.plan.seeds)
+        count = (self.plan.search.trials - len(self.handed_out())) * seeds if self._is_due() else 0
         for trial in self._unended():
-            keys = self._keys(trial)
+            keys = keys_of(trial)
             if not any(key in results and results[key].state in ENDED_BADLY for key in keys):
-                count += len(self.plan.seeds) - len(keys)
-        if self._final_arm() is None and not self._hopeless(results):
+                count += seeds - len(keys)
+        hopeless = self._settled(results) and not self._has_complete()  # no final arm will come
+        if self._final_arm() is None and not hopeless:
             count += len(self.plan.final_seeds)
         return count
 
     def report(self, trial: FrozenTrial, seed: int, step: int, value: float) -> str | None:
-        if self.search.pruner == "none" or "behind" in trial.user_attrs:
+        if self.plan.search.pruner == "none" or "behind" in trial.user_attrs:
             return trial.user_attrs.get("behind")
         position = trial.user_attrs["seeds"].index(seed)
         values = [trial.user_attrs[f"seed {i}"][str(step)] for i in range(position)] + [value]
         known = trial.user_attrs.get(f"seed {position}", {})
-        self._set(trial._trial_id, f"seed {position}", {**known, str(step): value})
-        at = position * self.steps + step
-        self.storage.set_trial_intermediate_value(trial._trial_id, at, statistics.fmean(values))
-        if at >= len(self.plan.seeds) * self.steps:
-            return None  # all of the arm is paid for
-        if not self._pruner().prune(self._load(pruner=self._pruner()), self.storage.get_trial(trial._trial_id)):
-            return None
-        of = f" of seed {position + 1} of {len(self.plan.seeds)}" if len(self.plan.seeds) > 1 else ""
+        self._set(trial, f"seed {position}", {**known, str(step): value})
+        num_seeds, num_steps = len(self.plan.seeds), self.plan.base.spec.steps
+        at = position * num_steps + step
         mean = statistics.fmean(values)
-        reason = f"behind the other arms with {self.study.metric} {mean:.4g} at step {step}{of} ({self.search.pruner})"
-        self._set(trial._trial_id, "behind", reason)
+        self.storage.set_trial_intermediate_value(trial._trial_id, at, mean)
+        if at >= num_seeds * num_steps:
+            return None  # all of the arm is paid for
+        pruner = new_pruner(self.plan)
+        if not pruner.prune(self._load(pruner=pruner), self.storage.get_trial(trial._trial_id)):
+            return None
+        of = f" of seed {position + 1} of {num_seeds}" if num_seeds > 1 else ""
+        found = f"{self.study.metric} {mean:.4g} at step {step}{of}"
+        reason = f"behind the other arms with {found} ({self.plan.search.pruner})"
+        self._set(trial, "behind", reason)
         return reason
 
     def record(self, results: Mapping[Key, Result]) -> dict[str, Any]:
-        """What the search found, as plain data.
+        return search_record(self._load(), self.plan, results)
 
-        objectives   metric -> direction
-        importances  method and path -> share of the variance of the first objective between arms, in [0, 1], or
-                     no method and why
-        arms         label, parameters, state, reason, values (objective -> mean over seeds; only of complete arms)
-                     and seeds (seed -> objective -> value, as far as they are complete)
-        pareto, best labels of the arms that no other arm beats in all objectives; the best one of a single objective
-        refused      points that the sampler proposed and that were no new valid run, with the reason
-        """
-        study, trials = self._load(), self._trials()
-        complete = [t for t in trials if t.state == OptunaState.COMPLETE]
-        pareto = [t.user_attrs["arm"] for t in study.best_trials] if complete else []
-        single = len(self.objectives) == 1
-        return {
-            "sampler": self.search.sampler,
-            "pruner": self.search.pruner,
-            "trials": self.search.trials,
-            "objectives": dict(self.objectives),
-            "importances": importances(study, list(self.distributions)),
-            "arms": [self._arm_record(t, results) for t in trials if "arm" in t.user_attrs],
-            "pareto": pareto,
-            "best": _best(study).user_attrs["arm"] if complete and single else None,
-            "refused": [
-                {"parameters": t.params, "reason": t.user_attrs["refused"]} for t in trials if "refused" in t.user_attrs
-            ],
-        }
-
-    def _arm_record(self, trial: FrozenTrial, results: Mapping[Key, Result]) -> dict[str, Any]:
-        found = {key[1]: results[key] for key in self._keys(trial) if key in results}
-        bad = next((result for result in found.values() if result.state in ("failed", "invalid")), None)
-        state = {"COMPLETE": "complete", "PRUNED": "pruned"}.get(trial.state.name, bad.state if bad else "running")
-        values = dict(zip(self.objectives, trial.values or (), strict=True)) if state == "complete" else {}
-        return {
-            "label": trial.user_attrs["arm"],
-            "parameters": trial.params,
-            "state": state,
-            "reason": trial.user_attrs.get("reason") or (bad.reason if bad else None),
-            "values": values,
-            "seeds": {str(seed): dict(r.values) for seed, r in found.items() if r.state == "complete"},
-            "num_seeds": len(self._keys(trial)),
-        }
-
-    def _advance(self, trial: FrozenTrial, results: Mapping[Key, Result]) -> list[Key]:
-        """Record an unended arm's end where it has come; what must be queued for it."""
+    def _advance(self, trial: FrozenTrial, results: Mapping[Key, Result]) -> None:
+        """Record the end of an unended arm, or hand out its next seed, as far as its results say so."""
         if "arm" not in trial.user_attrs:
-            self._end(trial, OptunaState.FAIL, "its worker died before it was handed out")
-            return []
-        keys = self._keys(trial)
-        missing = [key for key in keys if key not in results]
-        if missing:
-            return missing
-        found = {key: results[key] for key in keys}
-        states = {result.state for result in found.values()}
-        if states & {*LIVE, "failed"}:
-            return []
-        for state, ending in (("pruned", OptunaState.PRUNED), ("invalid", OptunaState.FAIL)):
-            for (_, seed), result in found.items():
+            self._end(trial, TrialState.FAIL, "its worker died before it was handed out")
+            return
+        keys = keys_of(trial)
+        if any(key not in results or results[key].state in (*LIVE, "failed") for key in keys):
+            return
+        found = {seed: results[label, seed] for label, seed in keys}
+        for state, ending in (("pruned", TrialState.PRUNED), ("invalid", TrialState.FAIL)):
+            for seed, result in found.items():
                 if result.state == state:
                     self._end(trial, ending, f"seed {seed}: {result.reason}")
-                    return []
-        if len(keys) < len(self.plan.seeds):
-            if "behind" in trial.user_attrs:
-                self._end(trial, OptunaState.PRUNED, trial.user_attrs["behind"])
-                return []
-            seeds = list(self.plan.seeds[: len(keys) + 1])
-            self._set(trial._trial_id, "seeds", seeds)
-            return [(trial.user_attrs["arm"], seeds[-1])]
-        means = [statistics.fmean(r.values[name] for r in found.values()) for name in self.objectives]
-        self._tell(trial, OptunaState.COMPLETE, means)
-        return []
+                    return
+        if len(keys) == len(self.plan.seeds):
+            means = [statistics.fmean(r.values[name] for r in found.values()) for name in self.plan.objectives]
+            self._tell(trial, TrialState.COMPLETE, means)
+        elif "behind" in trial.user_attrs:
+            self._end(trial, TrialState.PRUNED, trial.user_attrs["behind"])
+        else:
+            self._set(trial, "seeds", list(self.plan.seeds[: len(keys) + 1]))
 
     def _settled(self, results: Mapping[Key, Result]) -> bool:
-        """Whether no arm is due, and none runs or could go on without the study being started again."""
-        return not self._open() and all(
-            any(key in results and results[key].state == "failed" for key in self._keys(trial))
-            and not any(key not in results or results[key].state in LIVE for key in self._keys(trial))
-            for trial in self._unended()
-        )
+        """Whether no arm is due, and none runs or could go on unless the study is started again."""
+        for trial in self._unended():
+            states = {results[key].state if key in results else "waiting" for key in keys_of(trial)}
+            if "failed" not in states or states & set(LIVE):
+                return False
+        return not self._is_due()
 
-    def _hopeless(self, results: Mapping[Key, Result]) -> bool:
-        """Whether the search is over and no arm of it is complete, so that no final arm will come."""
-        return self._settled(results) and not any(t.state == OptunaState.COMPLETE for t in self._trials())
+    def _has_complete(self) -> bool:
+        return any(trial.state == TrialState.COMPLETE for trial in self._trials())
 
-    def _open(self) -> bool:
-        """Whether another arm is due: fewer than `trials` were handed out, and not too many points were refused."""
-        trials = self._trials()
-        refused = sum("refused" in t.user_attrs for t in trials)
-        if self.num_arms >= self.search.trials or refused >= 2 * self.search.trials:
+    def _is_due(self) -> bool:
+        """Whether another arm is due: the search may run more, has refused few points, and has untried ones."""
+        refused, limit = self._refused(), self.plan.search.trials
+        if len(self.handed_out()) >= limit or len(refused) >= 2 * limit:
             return False
-        return not refused or next(self._untried(), None) is not None
+        return not refused or next(untried(self.plan.search.space, self._tried()), None) is not None
 
-    def _untried(self) -> Iterator[dict[str, Any]]:
-        """Points that were not proposed yet; of a space without end, or too large to list, no more than one."""
-        points = [dimension.points() for dimension in self.search.space.values()]
-        size = math.prod(math.inf if found is None else len(found) for found in points)
-        if size > MAX_LISTED:
-            yield {}
-            return
-        tried = [trial.params for trial in self._trials()]
-        for values in itertools.product(*(found or [] for found in points)):
-            point = dict(zip(self.search.space, values, strict=True))
-            if point not in tried:
-                yield point
+    def _propose(self) -> FrozenTrial:
+        """A new trial at the sampler's point, or at a random untried one where the sampler has just repeated itself."""
+        trials = self._trials()
+        number = len(self.handed_out()) + len(self._refused())
+        seed = int.from_bytes(hashlib.sha256(f"{self.name}/{number}".encode()).digest()[:4], "big")
+        if not trials or not trials[-1].user_attrs.get("refused", "").startswith(REPEATED):
+            study = self._load(new_sampler(self.plan.search, seed), new_pruner(self.plan))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+                return self.storage.get_trial(study.ask(self._distributions)._trial_id)
+        rng = random.Random(seed)
+        params = rng.choice(list(untried(self.plan.search.space, self._tried())))
+        if params:
+            state, distributions = TrialState.RUNNING, self._distributions
+            self._load().add_trial(optuna.create_trial(state=state, params=params, distributions=distributions))
+        else:
+            self._load(RandomSampler(rng.randrange(2**32))).ask(self._distributions)
+        return self._trials()[-1]
 
-    def _add_untried(self, rng: random.Random) -> tuple[int, dict[str, Any]]:
-        """A trial at a random point that was not proposed yet: (trial id, params)."""
-        params = rng.choice(list(self._untried()))
-        if not params:
-            params = dict(self._load(RandomSampler(rng.randrange(2**32))).ask(self.distributions).params)
-            return self._trials()[-1]._trial_id, params
-        self._load().add_trial(
-            optuna.create_trial(state=OptunaState.RUNNING, params=params, distributions=self.distributions)
-        )
-        return self._trials()[-1]._trial_id, params
-
-    def _problem(self, params: Mapping[str, Any]) -> str | None:
-        """Why a point is no arm: not a valid run, or the same as an earlier arm's."""
-        try:
-            digest = self._digest(params)
-        except SpecError as error:
-            return str(error)
-        for trial in self._trials():
-            if "arm" in trial.user_attrs:
-                if trial.number not in self._digests:
-                    self._digests[trial.number] = self._digest(trial.params)
-                if self._digests[trial.number] == digest:
-                    return f"the same run as arm '{trial.user_attrs['arm']}'"
-        return None
-
-    def _digest(self, params: Mapping[str, Any]) -> str:
-        return self.study.run_spec(Arm("", {**self.plan.base.overrides, **params}, {}), 0).digest()
+    def _check_new(self, arm: Arm, earlier: Sequence[FrozenTrial]) -> None:
+        """SpecError for the same run as an earlier arm."""
+        for other in map(self._arm, earlier):
+            if other.digest == arm.digest:
+                raise SpecError(f"{REPEATED} '{other.label}'")
 
     def _label(self, number: int, params: Mapping[str, Any]) -> str:
         shown = [
@@ -339,28 +257,33 @@ class ArmSearch:
         return " ".join(filter(None, [self.plan.name, f"{number:03d}:", ", ".join(shown)]))
 
     def _arm(self, trial: FrozenTrial) -> Arm:
+        label = trial.user_attrs["arm"]
+        if label not in self._arms:
+            self._arms[label] = self._arm_at(label, trial.params)
+        return self._arms[label]
+
+    def _arm_at(self, label: str, params: Mapping[str, Any]) -> Arm:
         base = self.plan.base
-        return Arm(
-            trial.user_attrs["arm"],
-            {**base.overrides, **trial.params},
-            {**base.levels, **trial.params},
-            phase="tuning" if self.plan.final_seeds else "final",
-        )
+        phase: Phase = "tuning" if self.plan.final_seeds else "final"
+        return self.study.searched_arm(label, {**base.overrides, **params}, {**base.levels, **params}, phase)
 
     def _final_arm(self) -> Arm | None:
         """The best arm of a search that is over, under the name of its cell. Once chosen it never changes."""
-        trials = self._trials() if self.plan.final_seeds else []
+        trials = self.handed_out() if self.plan.final_seeds else []
         label = self._load().user_attrs.get("best") if trials else None
         if label is None:
             return None
-        best = next(t for t in trials if t.user_attrs.get("arm") == label)
-        return Arm(self.plan.name, {**self.plan.base.overrides, **best.params}, self.plan.base.levels)
+        best = next(self._arm(trial) for trial in trials if trial.user_attrs["arm"] == label)
+        return replace(best, label=self.plan.name, levels=self.plan.base.levels, phase="final")
 
-    def _keys(self, trial: FrozenTrial) -> list[Key]:
-        return [(trial.user_attrs.get("arm", ""), seed) for seed in trial.user_attrs.get("seeds", [])]
+    def _refused(self) -> list[FrozenTrial]:
+        return [trial for trial in self._trials() if "refused" in trial.user_attrs]
+
+    def _tried(self) -> list[dict[str, Any]]:
+        return [trial.params for trial in self._trials()]
 
     def _unended(self) -> list[FrozenTrial]:
-        return [trial for trial in self._trials() if trial.state == OptunaState.RUNNING]
+        return [trial for trial in self._trials() if trial.state == TrialState.RUNNING]
 
     def _trials(self) -> list[FrozenTrial]:
         try:
@@ -368,77 +291,16 @@ class ArmSearch:
         except KeyError:  # not created yet
             return []
 
-    def _end(self, trial: FrozenTrial, state: OptunaState, reason: str) -> None:
-        self._set(trial._trial_id, "reason", reason)
+    def _end(self, trial: FrozenTrial, state: TrialState, reason: str) -> None:
+        self._set(trial, "reason", reason)
         self._tell(trial, state)
 
-    def _tell(self, trial: FrozenTrial, state: OptunaState, values: Sequence[float] | None = None) -> None:
-        self._load(RandomSampler(0)).tell(trial.number, values, state)
+    def _tell(self, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None = None) -> None:
+        self._load().tell(trial.number, values, state)
 
-    def _set(self, trial_id: int, key: str, value: Any) -> None:
-        self.storage.set_trial_user_attr(trial_id, key, value)
+    def _set(self, trial: FrozenTrial, key: str, value: Any) -> None:
+        self.storage.set_trial_user_attr(trial._trial_id, key, value)
 
     def _load(self, sampler: BaseSampler | None = None, pruner: BasePruner | None = None) -> optuna.Study:
         sampler = sampler or RandomSampler(0)
         return optuna.load_study(study_name=self.name, storage=self.storage, sampler=sampler, pruner=pruner)
-
-    def _sampler(self, seed: int) -> BaseSampler:
-        startup = self.search.startup
-        match self.search.sampler:
-            case "tpe":
-                return TPESampler(n_startup_trials=startup, seed=seed)
-            case "gp":
-                return GPSampler(n_startup_trials=startup, seed=seed)
-            case "nsga2":
-                return NSGAIISampler(population_size=self.search.population, seed=seed)
-            case "random":
-                return RandomSampler(seed)
-
-    def _pruner(self) -> BasePruner:
-        """Steps of the pruner are training steps, counted on from one seed of the arm to the next."""
-        match self.search.pruner:
-            case "none":
-                return NopPruner()
-            case "median":
-                return MedianPruner(n_startup_trials=self.search.startup)
-            case "hyperband":
-                return HyperbandPruner(self.every, len(self.plan.seeds) * self.steps)
-
-
-def distribution(dimension: Dimension) -> BaseDistribution:
-    """Optuna's description of a dimension."""
-    if dimension.choices is not None:
-        return CategoricalDistribution(dimension.choices)
-    assert dimension.low is not None
-    assert dimension.high is not None
-    if dimension.whole:
-        return IntDistribution(int(dimension.low), int(dimension.high), dimension.log, int(dimension.step or 1))
-    return FloatDistribution(float(dimension.low), float(dimension.high), dimension.log, dimension.step)
-
-
-def importances(study: optuna.Study, paths: Sequence[str]) -> dict[str, Any]:
-    """Shares of the variance of the first objective between complete arms that each setting explains (fANOVA).
-
-    A random forest is fitted to the arms and its variance decomposed (Hutter et al. 2014, PMLR 32(1):754-762); only the
-    effects of single settings are counted, scaled to the sum 1. Few arms make a rough guess.
-    """
-    complete = [t for t in study.get_trials(deepcopy=False) if t.state == OptunaState.COMPLETE]
-    if len(complete) < MIN_FOR_IMPORTANCE:
-        reason = f"needs {MIN_FOR_IMPORTANCE} complete arms, there are {len(complete)}"
-        return {"method": None, "values": {}, "reason": reason}
-    if len({t.values[0] for t in complete}) == 1:
-        return {"method": None, "values": {}, "reason": "all complete arms have the same value"}
-    values = optuna.importance.get_param_importances(
-        study,
-        evaluator=optuna.importance.FanovaImportanceEvaluator(seed=0),
-        params=list(paths),
-        target=lambda trial: trial.values[0],
-    )
-    return {"method": "fANOVA", "values": {path: float(value) for path, value in values.items()}, "reason": None}
-
-
-def _best(study: optuna.Study) -> FrozenTrial:
-    """The complete arm with the best value of a single objective; of equal ones the first."""
-    sign = -1 if study.direction == optuna.study.StudyDirection.MAXIMIZE else 1
-    complete = [t for t in study.get_trials(deepcopy=False) if t.state == OptunaState.COMPLETE]
-    return min(complete, key=lambda t: (sign * t.values[0], t.number))

@@ -1,0 +1,92 @@
+"""The attempts at every (arm, seed) of a study, as the trials of its Optuna study record them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from optuna.trial import FrozenTrial, TrialState
+
+from harness.study.plan import Key
+
+
+@dataclass(frozen=True)
+class Result:
+    """Where an (arm, seed) stands, with the objectives of a complete one."""
+
+    state: str
+    reason: str | None = None
+    values: Mapping[str, float] = field(default_factory=dict)
+
+
+class Attempts:
+    """The attempts at each (arm, seed), kept between reads: an update looks at new trials and at those that ran."""
+
+    def __init__(self) -> None:
+        self.size = 0  # trials seen
+        self._of: dict[Key, list[FrozenTrial]] = {}
+        self._places: dict[int, tuple[Key, int]] = {}  # of unfinished attempts: number -> key, position in its list
+        self._retry_below = 0
+
+    def update(self, trials: Sequence[FrozenTrial], retry_below: int) -> None:
+        """Take in all trials of the Optuna study, in their order; failures with a number below `retry_below` wait."""
+        self._retry_below = retry_below
+        for number, (key, position) in list(self._places.items()):
+            self._of[key][position] = trials[number]
+            if trials[number].state.is_finished():
+                del self._places[number]
+        for trial in itertools.islice(trials, self.size, None):
+            if "arm" not in trial.user_attrs:
+                continue
+            key = (trial.user_attrs["arm"], trial.user_attrs["seed"])
+            tried = self._of.setdefault(key, [])
+            tried.append(trial)
+            if not trial.state.is_finished():
+                self._places[trial.number] = (key, len(tried) - 1)
+        self.size = len(trials)
+
+    def last(self, key: Key) -> FrozenTrial | None:
+        return self._of[key][-1] if key in self._of else None
+
+    def state(self, key: Key) -> str:
+        """waiting, running, complete, pruned, invalid, failed, lost or stopped: what the last attempt says."""
+        last = self.last(key)
+        if last is None:
+            return "waiting"
+        state = _state(last)
+        return "waiting" if state == "failed" and last.number < self._retry_below else state
+
+    def said(self, key: Key) -> Mapping[str, Any]:
+        """What the last attempt said of its end: state, reason, summary, values; empty before it has ended."""
+        last = self.last(key)
+        return {} if last is None else _said(last)
+
+    def results(self) -> dict[Key, Result]:
+        """Where each (arm, seed) stands that was ever begun."""
+        said = {key: self.said(key) for key in self._of}
+        return {key: Result(self.state(key), s.get("reason"), s.get("values", {})) for key, s in said.items()}
+
+    def running(self) -> dict[Key, int]:
+        """The number of the last attempt at each trial where that attempt runs."""
+        keys = (key for key, _ in self._places.values() if self.state(key) == "running")
+        return {key: self._of[key][-1].number for key in keys}
+
+    def num_stuck(self, key: Key, step: int) -> int:
+        """How many attempts in a row lost their worker without progress: the last one, which reached `step`, and those
+        before it that had already reached as much."""
+        earlier = itertools.takewhile(
+            lambda trial: _state(trial) == "lost" and _said(trial).get("summary", {}).get("step", 0) >= step,
+            reversed(self._of[key][:-1]),
+        )
+        return 1 + len(list(earlier))
+
+
+def _said(trial: FrozenTrial) -> Mapping[str, Any]:
+    return trial.user_attrs.get("result", {})
+
+
+def _state(trial: FrozenTrial) -> str:
+    """waiting, running, complete, pruned, or what `result` says of a FAIL."""
+    return _said(trial).get("state", "lost") if trial.state == TrialState.FAIL else trial.state.name.lower()

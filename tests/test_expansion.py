@@ -1,0 +1,103 @@
+"""A study is expanded once: no process validates the run of an arm twice, whatever the design and the seeds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import fake_trials
+import pytest
+import yaml
+
+import harness.spec.run
+from harness.spec.load import load_study, shipped_studies
+from harness.spec.raw import with_overrides
+from harness.study.plan import Plan
+from harness.study.queue import Queue
+from harness.study.runner import dry_run, run_study
+from harness.study.worker import worker_main
+
+RATE = {"low": 1e-5, "high": 1e-3, "log": True}
+TUNING = {"space": {"optimizer.learning_rate": RATE}, "trials": 2, "seeds": [7]}
+COMPARED = {"algorithms": ["fake", "grpo"], "tasks": ["fake"]}
+DESIGNS: dict[str, dict[str, Any]] = {
+    "grid": {"factors": {"algorithm.group_size": [2, 4]}},
+    "one_at_a_time": {"design": "one_at_a_time", "factors": {"algorithm.group_size": [2, 8]}},
+    "compare": {"design": "compare", "compare": COMPARED},
+    "tuned": {"design": "compare", "compare": {**COMPARED, "tuning": TUNING}},
+    "search": {"design": "search", "search": {"space": {"optimizer.learning_rate": RATE}, "trials": 3}},
+}
+
+
+@pytest.fixture(autouse=True)
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_trials.install(tmp_path / "plugins", monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fake_trials.empty_store(tmp_path_factory)
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often this process has parsed the settings of each run, apart from its seed."""
+    counts: Counter[str] = Counter()
+    parse_run = harness.spec.run.parse_run
+
+    def counted(raw: Mapping[str, Any], where: str) -> Any:
+        counts[json.dumps({key: value for key, value in raw.items() if key != "seed"}, sort_keys=True)] += 1
+        return parse_run(raw, where)
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "parse_run", None) is parse_run:
+            monkeypatch.setattr(module, "parse_run", counted)
+    return counts
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_each_process_of_a_study_parses_an_arm_once(
+    design: str, tmp_path: Path, empty_store: Path, parsed: Counter[str]
+):
+    file, runs = tmp_path / "toy.yaml", tmp_path / "runs"
+    raw = {"question": "?", "run": fake_trials.run_settings(), "seeds": [0, 1, 2], **DESIGNS[design]}
+    file.write_text(yaml.safe_dump(raw))
+    most: dict[str, int] = {}
+
+    def note(process: str) -> None:
+        most[process] = max(parsed.values())
+        parsed.clear()
+
+    dry_run(load_study(str(file)), runs, workers=1, execute=fake_trials.EXECUTE)
+    note("a dry run")
+    study = load_study(str(file))
+    queue = Queue(Plan(study, runs))
+    queue.plan.folder.mkdir(parents=True)
+    queue.storage.write_document({"digest": study.digest(), **study.model_dump(mode="json")})
+    queue.retry_failed()
+    shutil.copy(empty_store, runs / "mlflow.db")
+    parsed.clear()
+    assert worker_main("toy", runs, execute=fake_trials.EXECUTE) == 0
+    note("a worker")
+    status = run_study(
+        load_study(str(file)), runs, workers=1, command="", report=False, execute=fake_trials.EXECUTE
+    )  # nothing is left to run, so this process starts no worker
+    note("the study's own process")
+    assert status.finished and status.all_valid
+    assert most == {"a dry run": 1, "a worker": 1, "the study's own process": 1}
+
+
+@pytest.mark.parametrize("name", shipped_studies())
+def test_the_run_of_an_arm_and_a_seed_is_the_one_that_its_settings_describe(name: str):
+    study = load_study(name)
+    for arm in study.checked_arms():
+        for seed in study.seeds:
+            settings = with_overrides(study.run, {**arm.overrides, "seed": seed})
+            described = harness.spec.run.parse_run(settings, "here")
+            assert arm.run_spec(seed) == described
+            assert arm.run_spec(seed).digest() == described.digest()
