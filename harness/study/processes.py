@@ -8,6 +8,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +19,7 @@ from pathlib import Path
 # MOVED
 from harness.stop import StopRequest, stop_on_signals
 
+POLL_SECONDS = 0.5
 MAX_CRASHES, MAX_KILLS = 3, 20  # workers that may end before any claims a trial: by an error, by a signal
 HOME = str(Path(__file__).resolve().parents[2])  # a worker runs this code from any working directory
 log = logging.getLogger(__name__)
@@ -27,37 +30,77 @@ def worker_command(module: str, arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
-class WorkerPool:
-    """At most `size` processes of `python -m MODULE ARGUMENTS`, each with a log file in `logs`."""
+class Pool(ABC):
+    """The workers of a study, wherever they run: stopped together by a signal, and refused where they only crash."""
 
-    def __init__(
-        self, module: str, arguments: Sequence[str], size: int, logs: Path, environment: Mapping[str, str] = {}
-    ) -> None:
-        self.size, self.logs, self.environment = size, logs, environment
-        self._command = [word.replace("{parent}", str(os.getpid())) for word in worker_command(module, arguments)]
+    size: int
+
+    def __init__(self) -> None:
         self._stop = StopRequest()
-        self._alive: dict[int, subprocess.Popen[bytes]] = {}
-        self._ended_early: Counter[str] = Counter()
         self._claims = 0
+        self._ended_early: Counter[str] = Counter()
+
+    @abstractmethod
+    def fill(self, wanted: int) -> None:
+        """Start workers until there are as many as fit and are wanted."""
+
+    @abstractmethod
+    def collect(self, claims: int | None) -> int:
+        """Number of living workers; RuntimeError where they keep dying before they can claim a trial.
+
+        `claims` is the number of attempts so far, None where the storage does not say.
+        """
+
+    @abstractmethod
+    def _ask_to_stop(self) -> None: ...
+
+    @abstractmethod
+    def _kill(self) -> None: ...
 
     @contextmanager
     def signals(self) -> Iterator[None]:
         """Stop on SIGINT and SIGTERM, at once on the second; leave no worker behind, whatever happens."""
         try:
-            with stop_on_signals(self._stop_workers) as self._stop:
+            with stop_on_signals(self._ask_to_stop) as self._stop:
                 yield
         finally:
-            for process in self._alive.values():
-                process.kill()
-                process.wait()
+            self._kill()
 
     @property
     def stopping(self) -> bool:
         return self._stop.is_set()
 
-    def _stop_workers(self) -> None:
+    def rest(self, seconds: float) -> None:
+        """Wait so long, or until a signal asks to stop; at least for POLL_SECONDS."""
+        time.sleep(POLL_SECONDS)
+        if not self.stopping:
+            self._stop.wait(seconds - POLL_SECONDS)
+
+    def _note_claims(self, claims: int | None) -> None:
+        if claims is not None and claims != self._claims:
+            self._claims = claims
+            self._ended_early.clear()
+
+
+class WorkerPool(Pool):
+    """At most `size` processes of `python -m MODULE ARGUMENTS`, each with a log file in `logs`."""
+
+    def __init__(
+        self, module: str, arguments: Sequence[str], size: int, logs: Path, environment: Mapping[str, str] = {}
+    ) -> None:
+        super().__init__()
+        self.size, self.logs, self.environment = size, logs, environment
+        self._command = [word.replace("{parent}", str(os.getpid())) for word in worker_command(module, arguments)]
+        self._alive: dict[int, subprocess.Popen[bytes]] = {}
+
+    def _ask_to_stop(self) -> None:
         for process in self._alive.values():
             process.terminate()
+
+    def _kill(self) -> None:
+        for process in self._alive.values():
+            process.kill()
+            process.wait()
 
     def fill(self, wanted: int) -> None:
         """Start workers until there are as many as fit and are wanted.
@@ -70,13 +113,7 @@ class WorkerPool:
             self._alive[slot] = self._start(slot)
 
     def collect(self, claims: int | None) -> int:
-        """Number of living workers; RuntimeError where they keep dying before they can claim a trial.
-
-        `claims` is the number of attempts so far, None where the storage does not say.
-        """
-        if claims is not None and claims != self._claims:
-            self._claims = claims
-            self._ended_early.clear()
+        self._note_claims(claims)
         for slot, process in list(self._alive.items()):
             code = process.poll()
             if code is None:

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 import uuid
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,10 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from harness.spec.errors import SpecError
-from harness.stop import StopRequest, stop_on_signals
-from harness.study.processes import HOME, MAX_CRASHES, log, usable_cores, usable_gpus, worker_command
+from harness.study.processes import (
+    HOME,
+    MAX_CRASHES,
+    POLL_SECONDS,
+    Pool,
+    log,
+    usable_cores,
+    usable_gpus,
+    worker_command,
+)
 
-POLL_SECONDS = 0.5
 PROBE_SECONDS = 60.0
 
 
@@ -62,8 +68,8 @@ class Cluster:
     num_gpus: float | None = None
 
 
-class RayPool:
-    """At most `size` workers on a cluster, with the same methods as `_workers.WorkerPool`."""
+class RayPool(Pool):
+    """At most `size` workers on a cluster, placed by Ray."""
 
     def __init__(
         self,
@@ -75,15 +81,13 @@ class RayPool:
         *,
         cluster: Cluster,
     ) -> None:
+        super().__init__()
         self._command, self._logs, self._environment = worker_command(module, arguments), logs, dict(environment)
         self._address = cluster.address or os.environ.get("RAY_ADDRESS") or "local"
         self._ray = import_ray(self._address)
         self._wanted_size, self._num_cpus, self._num_gpus = size, cluster.num_cpus, cluster.num_gpus
         self.size = size or 0
-        self._stop = StopRequest()
         self._tasks: dict[Any, None] = {}
-        self._crashes: Counter[str] = Counter()
-        self._claims: int | None = 0
 
     @contextmanager
     def connected(self) -> Iterator[None]:
@@ -150,19 +154,12 @@ class RayPool:
                 "database with --storage postgresql://..., or a folder on a common disk with --runs"
             )
 
-    @contextmanager
-    def signals(self) -> Iterator[None]:
-        """Stop on SIGINT and SIGTERM, at once on the second; leave no worker behind, whatever happens."""
-        try:
-            with stop_on_signals(lambda: self._flag.set.remote()) as self._stop:
-                yield
-        finally:
-            for task in self._tasks:
-                self._ray.cancel(task, force=True)
+    def _ask_to_stop(self) -> None:
+        self._flag.set.remote()
 
-    @property
-    def stopping(self) -> bool:
-        return self._stop.is_set()
+    def _kill(self) -> None:
+        for task in self._tasks:
+            self._ray.cancel(task, force=True)
 
     def fill(self, wanted: int) -> None:
         """Start workers until there are as many as fit and are wanted; Ray starts them when it has room."""
@@ -171,9 +168,7 @@ class RayPool:
 
     def collect(self, claims: int | None) -> int:
         """Number of workers that have not ended; RuntimeError where they keep failing before they claim a trial."""
-        if claims is not None and claims != self._claims:
-            self._claims = claims
-            self._crashes.clear()
+        self._note_claims(claims)
         if self._tasks:
             ended, _ = self._ray.wait(list(self._tasks), num_returns=len(self._tasks), timeout=0)
             for task in ended:
@@ -189,8 +184,8 @@ class RayPool:
             return
         if status:
             log.warning("a worker ended with status %d:\n%s", status, words)
-            self._crashes["crashed" if status > 0 else "killed"] += 1
-            if self._crashes["crashed"] >= MAX_CRASHES:
+            self._ended_early["crashed" if status > 0 else "killed"] += 1
+            if self._ended_early["crashed"] >= MAX_CRASHES:
                 raise RuntimeError(
                     f"workers end before they can start a trial; the last one with status {status}:\n{words}"
                 )

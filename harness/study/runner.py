@@ -18,13 +18,13 @@ from harness.files import write_json
 from harness.spec.study import StudySpec
 from harness.study.checks import check_study, check_unchanged, missing_here
 from harness.study.plan import Plan
-from harness.study.processes import WorkerPool, default_workers
+from harness.study.processes import Pool, WorkerPool, default_workers
 from harness.study.queue import Queue, open_queue
 from harness.study.ray_cluster import Cluster, RayPool
 from harness.study.status import StudyStatus
 from harness.study.storage.base import StorageUnavailable
 from harness.study.storage.open import open_storage
-from harness.study.worker import EXECUTE, MAX_WAIT_SECONDS, POLL_SECONDS, STORAGE, log
+from harness.study.worker import EXECUTE, MAX_WAIT_SECONDS, STORAGE, log
 from harness.tracking.mlflow_address import TRACKING_URI
 from harness.tracking.mlflow_studies import close_study, log_report, log_search, open_study, read_study
 from harness.tracking.run_log import replay
@@ -115,7 +115,7 @@ def dry_run(
 @contextmanager
 def _pool(
     name: str, plan: Plan, execute: str, workers: int | None, storage: str | None, cluster: Cluster | None
-) -> Iterator[WorkerPool | RayPool]:
+) -> Iterator[Pool]:
     """The workers to be, of this machine or of a cluster. The storage's password is in no process's arguments."""
     arguments = [name, "--runs", str(plan.runs), "--parent", "{parent}", "--execute", execute]
     environment = {STORAGE: storage or "", TRACKING_URI: os.environ.get(TRACKING_URI, "")}
@@ -130,7 +130,7 @@ def _pool(
         yield pool
 
 
-def _watch(pool: WorkerPool | RayPool, queue: Queue, on_status: Callable[[StudyStatus], None] | None) -> StudyStatus:
+def _watch(pool: Pool, queue: Queue, on_status: Callable[[StudyStatus], None] | None) -> StudyStatus:
     """Keep workers at work and the caller informed until nothing is left to do; what was reached.
 
     A storage that does not answer stops nothing: the workers go on, and are watched again when it does.
@@ -143,7 +143,7 @@ def _watch(pool: WorkerPool | RayPool, queue: Queue, on_status: Callable[[StudyS
             if not pool.collect(None) and pool.stopping:
                 raise
             log.warning("%s; the workers go on", error)
-            time.sleep(MAX_WAIT_SECONDS if not pool.stopping else POLL_SECONDS)
+            pool.rest(MAX_WAIT_SECONDS)
             continue
         unfinished = sum(trial.state not in ENDED for trial in status.trials) + status.to_come
         if on_status is not None:
@@ -151,7 +151,7 @@ def _watch(pool: WorkerPool | RayPool, queue: Queue, on_status: Callable[[StudyS
         if not alive and (pool.stopping or not unfinished):
             return queue.status()
         pool.fill(unfinished)
-        time.sleep(max(POLL_SECONDS, 9 * (time.monotonic() - began)))  # a large study is watched less often
+        pool.rest(min(9 * (time.monotonic() - began), MAX_WAIT_SECONDS))  # a large study is watched less often
 
 
 def _write_search(queue: Queue, runs: Path, parent_run_id: str) -> None:
