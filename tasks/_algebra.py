@@ -22,7 +22,7 @@ from sympy.core.relational import Relational
 from sympy.logic.boolalg import BooleanAtom
 from sympy.matrices.expressions import MatrixExpr
 
-from tasks._child import COMPARE, FIRST, SECOND, Verdict
+from tasks._questions import COMPARE, FIRST, SECOND, Verdict
 
 # No units: that rule takes the `t` off `10t`.
 _REWRITES = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")

@@ -11,16 +11,8 @@ import os
 import select
 import sys
 from contextlib import suppress
-from typing import Literal
 
-Verdict = Literal["equal", "different", "unparsable"]
-
-# One byte each: the child is ready, begins a stage, or answers.
-READY = b"R"
-FIRST = b"1"
-SECOND = b"2"
-COMPARE = b"C"
-ANSWERS: dict[bytes, Verdict] = {b"=": "equal", b"!": "different", b"?": "unparsable"}
+from tasks._questions import ANSWERS, READY
 
 _WARM_UP = (  # the first question is the slowest
     r"[\frac{1}{2},\sqrt{3}) \cup (4x,5\pi)",

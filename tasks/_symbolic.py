@@ -23,8 +23,8 @@ from collections import Counter, OrderedDict
 from functools import cache
 from typing import Any
 
-from tasks import _child
-from tasks._child import Verdict
+from tasks import _child, _questions
+from tasks._questions import Verdict
 
 START_SECONDS = 120.0  # importing sympy on a busy machine
 CACHED_VERDICTS = 16_384
@@ -158,8 +158,8 @@ class Checker:
 
     def _note(self, pair: tuple[str, str], verdict: Verdict | None, stage: bytes) -> None:
         if verdict is None:
-            if stage in (_child.FIRST, _child.SECOND):
-                text = pair[0] if stage == _child.FIRST else pair[1]
+            if stage in (_questions.FIRST, _questions.SECOND):
+                text = pair[0] if stage == _questions.FIRST else pair[1]
                 _remember(self._unread, text, self._unread.get(text, 0) + 1, CACHED_UNREAD)
             _log.warning("not compared within %s s and %d bytes: %.60r, %.60r", self.limits[0], self.limits[2], *pair)
         _remember(self._verdicts, pair, verdict or "unparsable", CACHED_VERDICTS)
@@ -192,7 +192,7 @@ class _Child:
             env=environment,
             bufsize=0,
         )
-        if self._read(START_SECONDS) != _child.READY:
+        if self._read(START_SECONDS) != _questions.READY:
             self.end()
             raise RuntimeError(f"the process that compares answers (python -m {_child.__name__}) does not start")
 
@@ -206,8 +206,8 @@ class _Child:
         except BrokenPipeError:  # something killed it while it was idle
             return None, stage
         while said := self._read(self._wall_seconds + GRACE_SECONDS):
-            if said in _child.ANSWERS:
-                return _child.ANSWERS[said], stage
+            if said in _questions.ANSWERS:
+                return _questions.ANSWERS[said], stage
             stage = said
         return None, stage
 
