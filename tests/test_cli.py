@@ -10,8 +10,10 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +24,10 @@ from rich.console import Console
 from harness.cli import app, views
 from harness.cli import study as study_commands
 from harness.console import progress, terminal
+from harness.study import runner
+from harness.study.processes import WorkerPool
 from harness.study.status import StudyStatus, TrialStatus
+from harness.tracking import mlflow_address
 from harness.tracking.run_log import read_progress
 from harness.types import SampleRow, TrialState
 
@@ -46,11 +51,12 @@ def commands(app: typer.Typer = app.app, path: tuple[str, ...] = ()) -> list[tup
 
 
 @pytest.fixture(autouse=True)
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("COHORT_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("COHORT_TRACEBACK", raising=False)
-    return tmp_path / "runs"
+    yield tmp_path / "runs"
+    mlflow_address.use(None)
 
 
 class Shell:
@@ -148,6 +154,50 @@ def test_bad_input_is_a_message_and_exit_code_2_and_writes_nothing(
     assert words in cohort.err
     assert "Traceback" not in cohort.err
     assert not runs.exists()
+
+
+STORED = {
+    ("train",): ["--set", "task=arithmetic", "--set", "algorithm=grpo"],
+    ("evaluate",): ["tiny", "--task", "arithmetic"],
+    ("compare",): ["--algorithms", "ppo", "--task", "arithmetic"],
+    ("study", "run"): ["quickstart"],
+    ("report",): ["quickstart"],
+    ("ui",): [],
+}
+
+
+@pytest.mark.parametrize("command", STORED, ids=" ".join)
+def test_the_option_names_the_store_before_the_environment_does(
+    command: tuple[str, ...], cohort: Shell, runs: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(mlflow_address.TRACKING_URI, "ftp://environment")
+    assert cohort(*command, *STORED[command], "--tracking-uri", "ftp://option") == 2
+    assert "got 'ftp://option'" in cohort.err
+    assert cohort(*command, *STORED[command]) == 2
+    assert "got 'ftp://environment'" in cohort.err
+    assert not runs.exists()
+
+
+def test_the_commands_that_name_a_store_are_those_above(cohort: Shell):
+    found = set()
+    for command in commands():
+        cohort(*command, "--help")
+        found |= {command} if "--tracking-uri" in cohort.out else set()
+    assert found == set(STORED)
+
+
+def test_workers_get_the_store_that_the_command_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(mlflow_address.TRACKING_URI, "http://environment:5000")
+    plan: Any = SimpleNamespace(runs=tmp_path, folder=tmp_path)
+
+    def environment() -> object:
+        with runner._pool("sizes", plan, "", 1, None, None) as pool:
+            assert isinstance(pool, WorkerPool)
+            return pool.environment[mlflow_address.TRACKING_URI]
+
+    assert environment() == "http://environment:5000"
+    mlflow_address.use("http://option:5000")
+    assert environment() == "http://option:5000"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")

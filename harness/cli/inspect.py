@@ -10,7 +10,7 @@ import typer
 
 from harness.cli import views
 from harness.cli.commands import app, command, list_app, task_app
-from harness.cli.options import RUNS, DataPath, Json, Runs, Sets, TrackingUri, data_path
+from harness.cli.options import RUNS, DataPath, Json, Runs, Sets, TrackingUri, data_path, use_store
 from harness.cli.study import study_list
 from harness.console import terminal
 
@@ -91,6 +91,7 @@ def ui(
 
     With --tracking-uri of an MLflow server, show the addresses of its pages instead: it serves them itself.
     """
+    use_store(tracking_uri)
     from harness.stop import stop_on_signals
 
     with stop_on_signals() as should_stop:  # a flag: an exception that a signal raises is lost in a library's callback

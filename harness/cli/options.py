@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 from collections.abc import Mapping
@@ -22,7 +21,6 @@ TrackingUri = Annotated[
         "--tracking-uri",
         envvar="COHORT_TRACKING_URI",
         metavar="URI",
-        callback=lambda uri: _use_tracking_uri(uri),
         help="MLflow store: http://HOST:PORT of an MLflow server or postgresql://...; by default a file in --runs.",
     ),
 ]
@@ -58,11 +56,11 @@ def num_workers(text: str) -> int | None:
     return int(text)
 
 
-def _use_tracking_uri(uri: str | None) -> str | None:
-    """Keep results there, in this process and in its workers, which inherit the variable."""
-    if uri:
-        os.environ["COHORT_TRACKING_URI"] = uri
-    return uri
+def use_store(tracking_uri: str | None) -> None:
+    """Keep and read the results of this command in that MLflow store; without one, in the runs folder's."""
+    from harness.tracking import mlflow_address
+
+    mlflow_address.use(tracking_uri)
 
 
 def checked_name(name: str) -> str:

@@ -27,6 +27,7 @@ from harness.cli.options import (
     integers,
     num_workers,
     shell,
+    use_store,
 )
 from harness.console import terminal
 
@@ -68,6 +69,7 @@ def compare(
     algorithm first gets the same search over its learning rate (a fifth to five times the run's own), judged on the
     validation split with a seed of its own; a study file can search more.
     """
+    use_store(tracking_uri)
     study = comparison(algorithms, task, model, seeds, steps, sets, name, tune)
     options = {"--algorithms": algorithms, "--task": task, "--model": model, "--seeds": seeds, "--steps": steps}
     command = shell("compare", {**options, "--tune": tune, "--set": sets, "--name": name})
@@ -109,6 +111,7 @@ def study_run(
     Hosts that share only a database run the same command with the same --storage: each takes trials that no other has.
     A trial whose host died starts anew on another one that has no copy of its folder; it ends the same.
     """
+    use_store(tracking_uri)
     spec, count = _load_study(study, sets, seeds, name), num_workers(workers)
     cluster = _cluster(launcher, ray_address, ray_cpus, ray_gpus)
     if dry_run:
@@ -224,6 +227,7 @@ def report(
 
     That of several lies in RUNS/reports, its arms named `study: arm`.
     """
+    use_store(tracking_uri)
     files = _write_report(studies[0], runs)[1] if len(studies) == 1 else _write_joined_report(studies, runs)
     terminal.say(files.answer)
     terminal.say(f"Report: {files.html}")

@@ -12,7 +12,7 @@ import typer
 
 from harness.cli import views
 from harness.cli.commands import app, command, reward_app
-from harness.cli.options import RUNS, DataPath, Json, Name, Runs, Sets, TrackingUri, checked_name, data_path
+from harness.cli.options import RUNS, DataPath, Json, Name, Runs, Sets, TrackingUri, checked_name, data_path, use_store
 from harness.console import terminal
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train once, in RUNS/train/NAME; the same command resumes. A file with `stages` runs them one after another."""
+    use_store(tracking_uri)
     from harness.spec.load import load_run
 
     if spec is not None and _lists_stages(spec):
@@ -130,6 +131,7 @@ def evaluate(
 
     Metrics and all graded completions go to MLflow's experiment `evaluate` and to RUNS/evaluate/NAME.
     """
+    use_store(tracking_uri)
     from harness.console.progress import phase_bar
     from harness.runs.single import evaluate_once, model_folder
     from harness.spec.errors import SpecError

@@ -1,7 +1,7 @@
 """Where the MLflow store is, and what counts as an outage of it.
 
-By default the store is a file in the runs folder. COHORT_TRACKING_URI names another: `http(s)://host:port` of an
-`mlflow server`, or `postgresql://user@host/database`. Workers inherit the variable.
+By default the store is a file in the runs folder. `use` or else COHORT_TRACKING_URI names another: `http(s)://host:port`
+of an `mlflow server`, or `postgresql://user@host/database`. Worker processes get the variable.
 """
 
 from __future__ import annotations
@@ -26,17 +26,24 @@ _ANSWER_SECONDS = 10.0
 _DRIVERS = {"postgresql": "psycopg2", "postgresql+psycopg2": "psycopg2", "postgresql+psycopg": "psycopg"}
 P = ParamSpec("P")
 R = TypeVar("R")
+_chosen: str | None = None
 log = logging.getLogger(__name__)
 
 
+def use(uri: str | None) -> None:
+    """Make `uri` the store of this process; None leaves the choice to COHORT_TRACKING_URI."""
+    global _chosen
+    _chosen = uri
+
+
 def tracking_uri(runs: Path) -> str:
-    """The address of the MLflow store of a runs folder. ValueError where COHORT_TRACKING_URI names none."""
+    """The address of the MLflow store of a runs folder. ValueError where the one that is named cannot be one."""
     return remote_uri() or f"sqlite:///{runs.resolve() / 'mlflow.db'}"
 
 
 def remote_uri() -> str | None:
-    """The store that COHORT_TRACKING_URI names; None where it is the file of the runs folder."""
-    uri = os.environ.get(TRACKING_URI, "").strip()
+    """The store that `use` or COHORT_TRACKING_URI names; None where it is the file of the runs folder."""
+    uri = (_chosen or os.environ.get(TRACKING_URI, "")).strip()
     if not uri:
         return None
     parts = _parts(uri)
@@ -78,7 +85,7 @@ def store_name(runs: Path) -> str:
 
 
 def check_remote() -> None:
-    """ValueError where COHORT_TRACKING_URI names a store that does not answer now."""
+    """ValueError where the remote store, if there is one, does not answer now."""
     uri = remote_uri()
     if uri is None:
         return
