@@ -6,18 +6,18 @@ of an `mlflow server`, or `postgresql://user@host/database`. Worker processes ge
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import socket
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import NoReturn, ParamSpec, TypeVar
 from urllib.parse import SplitResult, urlsplit
+
+from tenacity import RetryCallState, retry, retry_if_exception, stop_before_delay, wait_exponential
 
 TRACKING_URI = "COHORT_TRACKING_URI"
 PATIENCE_SECONDS = 300.0  # how long a command waits for a remote store to come back
@@ -97,7 +97,7 @@ def check_remote() -> None:
         )
 
 
-def is_outage(error: Exception) -> bool:
+def is_outage(error: BaseException) -> bool:
     """Whether an error says that the store is out of reach, not that it refuses what it is given."""
     from mlflow.exceptions import MlflowException
 
@@ -112,27 +112,25 @@ def patient(function: Callable[P, R]) -> Callable[P, R]:
 
     ConnectionError where it stays so. The function must bear to be repeated.
     """
+    return retry(
+        retry=retry_if_exception(lambda error: remote_uri() is not None and is_outage(error)),
+        wait=wait_exponential(FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS),
+        stop=stop_before_delay(PATIENCE_SECONDS),
+        before_sleep=_say_waiting,
+        retry_error_callback=_give_up,
+    )(function)
 
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        uri = remote_uri()
-        began, wait = time.monotonic(), FIRST_WAIT_SECONDS
-        while True:
-            try:
-                return function(*args, **kwargs)
-            except Exception as error:
-                if uri is None or not is_outage(error):
-                    raise
-                if time.monotonic() - began + wait > PATIENCE_SECONDS:
-                    raise ConnectionError(
-                        f"the MLflow store at {shown(uri)} did not answer for {PATIENCE_SECONDS:.0f} s; everything is "
-                        "in the runs folder: the same command copies it when the store is back"
-                    ) from error
-                log.warning("the MLflow store at %s does not answer; trying again in %.0f s", shown(uri), wait)
-            time.sleep(wait)
-            wait = min(2 * wait, LONGEST_WAIT_SECONDS)
 
-    return call
+def _say_waiting(call: RetryCallState) -> None:
+    wait = call.upcoming_sleep
+    log.warning("the MLflow store at %s does not answer; trying again in %.0f s", shown(remote_uri() or ""), wait)
+
+
+def _give_up(call: RetryCallState) -> NoReturn:
+    raise ConnectionError(
+        f"the MLflow store at {shown(remote_uri() or '')} did not answer for {PATIENCE_SECONDS:.0f} s; everything is "
+        "in the runs folder: the same command copies it when the store is back"
+    ) from (call.outcome.exception() if call.outcome else None)
 
 
 def _parts(uri: str) -> SplitResult | None:
