@@ -22,8 +22,9 @@ import torch
 import typer
 from rich.console import Console
 
-from harness.cli import app, doctor, views
-from harness.cli import study as study_commands
+from harness.cli import app, doctor
+from harness.cli.compare import comparison
+from harness.cli.views.answers import show_samples
 from harness.console import progress, terminal
 from harness.study import runner
 from harness.study.processes import WorkerPool
@@ -441,7 +442,7 @@ def test_a_run_and_its_checkpoint_can_be_evaluated(cohort: Shell, runs: Path):
 
 
 def test_a_comparison_has_one_arm_per_algorithm_and_all_else_equal():
-    study = study_commands.comparison("ppo,grpo", "arithmetic", "tiny", "3,4", 7, ["optimizer.learning_rate=0.5"], None)
+    study = comparison("ppo,grpo", "arithmetic", "tiny", "3,4", 7, ["optimizer.learning_rate=0.5"], None)
     assert (study.name, study.seeds) == ("compare-arithmetic", [3, 4])
     first, second = (arm.run_spec(3) for arm in study.design_arms())
     assert (first.algorithm.name, second.algorithm.name) == ("ppo", "grpo")
@@ -450,7 +451,7 @@ def test_a_comparison_has_one_arm_per_algorithm_and_all_else_equal():
 
 
 def test_a_comparison_of_a_model_that_can_read_needs_no_cold_start():
-    study = study_commands.comparison("ppo", "arithmetic", "some/model", None, None, None, "mine")
+    study = comparison("ppo", "arithmetic", "some/model", None, None, None, "mine")
     assert (study.name, study.seeds) == ("mine", [0, 1, 2])
     assert study.design_arms()[0].run_spec(0).cold_start.steps == 0
 
@@ -557,7 +558,7 @@ def test_sampled_completions_reach_the_terminal_harmless(capsys: pytest.CaptureF
         step=1, split="test", prompt_id="p", prompt="2+2=", completion="[link=http://x]4[/link]\x1b]0;owned\x07",
         gold="4", answer="4", correct=True, reward=None, num_tokens=3, finish_reason="stop",
     )  # fmt: skip
-    views.show_samples([row])
+    show_samples([row])
     out = capsys.readouterr().out
     assert "[link=http://x]4[/link]]0;owned" in out
     assert "\x1b" not in out
@@ -581,13 +582,6 @@ def test_json_holds_no_number_that_json_lacks(capsys: pytest.CaptureFixture[str]
 )  # fmt: skip
 def test_durations_read_as_a_person_says_them(seconds: float | None, text: str):
     assert terminal.duration(seconds) == text
-
-
-def test_wilson_intervals_match_the_textbook():
-    # p = 0.5, n = 10, z = 1.96: centre 0.5, half-width 1.96 * sqrt(0.025 + 0.009604) / 1.38416 = 0.2634
-    assert views.wilson_interval(0.5, 10) == pytest.approx((0.23659, 0.76341), abs=1e-4)
-    assert views.wilson_interval(0.0, 10) == pytest.approx((0.0, 3.841459 / 13.841459), abs=1e-6)
-    assert views.wilson_interval(1.0, 10) == pytest.approx((10 / 13.841459, 1.0), abs=1e-6)
 
 
 def test_time_left_follows_from_the_growth_that_was_seen():

@@ -1,8 +1,7 @@
-"""`cohort train`, `cohort evaluate` and `cohort reward-model train`."""
+"""`cohort train` and `cohort evaluate`."""
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,14 +9,17 @@ from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
-from harness.cli import views
-from harness.cli.commands import app, command, reward_app
+from harness.cli.commands import app, command
 from harness.cli.options import RUNS, DataPath, Json, Name, Runs, Sets, TrackingUri, checked_name, data_path, use_store
+from harness.cli.views.answers import show_evaluation
 from harness.console import terminal
 
 if TYPE_CHECKING:
     from harness.runs.single import Watch
+    from harness.training.run import RunResult
     from harness.types import Split
+
+EXIT_CODE = {"complete": 0, "stopped": 130}  # of a run; 1 for any other state
 
 
 @command(
@@ -36,26 +38,25 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train once, in RUNS/train/NAME; the same command resumes. A file with `stages` runs them one after another."""
-    use_store(tracking_uri)
     from harness.spec.load import load_run
 
+    use_store(tracking_uri)
     if spec is not None and _lists_stages(spec):
         return _train_pipeline(spec, sets, name, runs, as_json)
     run = load_run(None if spec is None else str(spec), sets or ())
     name = checked_name(name or f"{run.task.name}-{run.algorithm.name}-seed{run.seed}-{run.digest()[:8]}")
-    from harness.runs.single import train_once
+    from harness.runs.single import train_once  # after the checks: it takes seconds
 
-    directory = runs / "train" / name
     with _watched() as watch:
         result = train_once(run, runs, name, watch)
+    directory = runs / "train" / name
     if as_json:
         terminal.print_json({"name": name, "directory": directory, **vars(result)})
     else:
         rows = [(key, terminal.quantity(key, value)) for key, value in result.summary.items()]
         terminal.show_table("", ["quantity", "value"], rows, numeric=["value"])
-        terminal.say(f"{name}: {result.state}" + (f" ({result.reason})" if result.reason else ""))
-        terminal.say(f"Files: {directory}")
-    raise typer.Exit({"complete": 0, "stopped": 130}.get(result.state, 1))
+        _say_ending(name, result, directory)
+    raise typer.Exit(EXIT_CODE.get(result.state, 1))
 
 
 @contextmanager
@@ -103,9 +104,13 @@ def _train_pipeline(spec: Path, sets: list[str] | None, name: str | None, runs: 
             for s in ended
         ]
         terminal.show_table("", ["stage", "kind", "state", *keys], rows, numeric=keys)
-        terminal.say(f"{name}: {result.state}" + (f" ({result.reason})" if result.reason else ""))
-        terminal.say(f"Files: {directory}")
-    raise typer.Exit({"complete": 0, "stopped": 130}.get(result.state, 1))
+        _say_ending(name, result, directory)
+    raise typer.Exit(EXIT_CODE.get(result.state, 1))
+
+
+def _say_ending(name: str, result: RunResult, directory: Path) -> None:
+    terminal.say(f"{name}: {result.state}" + (f" ({result.reason})" if result.reason else ""))
+    terminal.say(f"Files: {directory}")
 
 
 @command(
@@ -131,13 +136,14 @@ def evaluate(
 
     Metrics and all graded completions go to MLflow's experiment `evaluate` and to RUNS/evaluate/NAME.
     """
-    use_store(tracking_uri)
     from harness.console.progress import phase_bar
     from harness.runs.single import evaluate_once, model_folder
     from harness.spec.errors import SpecError
     from harness.spec.load import load_run
+    from harness.training.evaluate import intervals
     from harness.types import InvalidRun, Split
 
+    use_store(tracking_uri)
     if split not in get_args(Split):
         raise SpecError(f"--split must be one of {', '.join(get_args(Split))}, got '{split}'")
     extra = [] if samples is None else [f"evaluation.num_samples={samples}"]
@@ -151,12 +157,14 @@ def evaluate(
         terminal.fail(error)
         raise typer.Exit(1) from None
     if as_json:
-        document = {"model": model, "task": task, "split": split, "spec": spec.model_dump(mode="json")}
         terminal.print_json(
             {
-                **document,
+                "model": model,
+                "task": task,
+                "split": split,
+                "spec": spec.model_dump(mode="json"),
                 "metrics": result.metrics,
-                "intervals": views.intervals(result),
+                "intervals": intervals(result),
                 "breakdown": result.breakdown,
                 "correct_counts": result.correct_counts,
                 "samples": result.samples[:16],
@@ -164,49 +172,5 @@ def evaluate(
             }
         )
         return
-    views.show_evaluation(f"{model} on {task} ({split})", result)
+    show_evaluation(f"{model} on {task} ({split})", result)
     terminal.say(f"Files: {runs / 'evaluate' / name}")
-
-
-@command(
-    reward_app,
-    "train",
-    "cohort reward-model train runs/train/my-run --model tiny --out models/reward",
-    "cohort reward-model train runs/studies/my-study/trials/* --model runs/train/my-run --out reward --by correct",
-)
-def reward_model_train(
-    rollouts: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or files of rollouts.")],
-    model: Annotated[str, typer.Option(help="Where the fit starts: 'tiny', a Hub id, a model folder or a run.")],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="New folder for the reward model.")],
-    by: Annotated[str, typer.Option(help="What ranks completions: reward, correct, or one of the rewards.")] = "reward",
-    epochs: Annotated[int, typer.Option(min=1, metavar="N", help="Passes over the pairs.")] = 3,
-    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Prompts per optimiser step.")] = 16,
-    learning_rate: Annotated[float, typer.Option(min=0.0, metavar="RATE", help="Of AdamW, constant.")] = 1e-4,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Data order and initial head.")] = 0,
-    as_json: Json = False,
-) -> None:
-    """Fit a Bradley-Terry reward model on ranked rollouts (RLHF's second step).
-
-    Use it with --set rewards.reward_model.path=DIR.
-    """
-    from harness.console.progress import phase_bar
-    from harness.policy.bradley_terry import train_reward_model
-    from harness.runs.single import model_folder
-
-    with phase_bar("reward model") as bar:
-        fit = train_reward_model(
-            rollouts,
-            model_folder(model),
-            out,
-            by=by,
-            epochs=epochs,
-            prompts_per_batch=batch,
-            learning_rate=learning_rate,
-            seed=seed,
-            on_progress=lambda done, total: bar("fit", done, total),
-        )
-    if as_json:
-        terminal.print_json({"directory": out, **vars(fit)})
-        return
-    views.show_reward_model(fit)
-    terminal.say(f"Use it: --set rewards.reward_model.path={shlex.quote(str(out))}")

@@ -1,0 +1,111 @@
+"""`cohort compare`: a study of algorithms without a study file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from harness.cli.commands import app, command
+from harness.cli.options import (
+    RUNS,
+    Json,
+    Name,
+    Runs,
+    Seeds,
+    Sets,
+    TrackingUri,
+    Workers,
+    integers,
+    num_workers,
+    shell,
+    use_store,
+)
+from harness.cli.study_outcome import run_and_report
+
+if TYPE_CHECKING:
+    from harness.spec.study import StudySpec
+
+TINY_COLD_START = 400
+
+
+@command(
+    app,
+    "compare",
+    "cohort compare --algorithms ppo,grpo --task arithmetic --steps 50",
+    "cohort compare --algorithms ppo,grpo,grpo_self_consistency --task gsm8k --set task.path=data/gsm8k --steps 5",
+    "cohort compare --algorithms grpo,ppo --task gsm8k --model Qwen/Qwen2.5-0.5B --seeds 0,1",
+    "cohort compare --algorithms grpo,ppo --task arithmetic --tune 6",
+)
+def compare(
+    algorithms: Annotated[str, typer.Option(metavar="A,B,...", help="Algorithms; the first is the baseline.")],
+    task: Annotated[str, typer.Option(metavar="A,B,...", help="Tasks by name; every algorithm learns each.")],
+    model: Annotated[str, typer.Option(help="'tiny', a Hub id or a local folder.")] = "tiny",
+    seeds: Seeds = None,
+    steps: Annotated[int | None, typer.Option(min=0, metavar="N", help="Training steps of each trial.")] = None,
+    tune: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="First tune each learning rate, with N settings each.")
+    ] = None,
+    sets: Sets = None,
+    name: Name = None,
+    workers: Workers = "auto",
+    runs: Runs = RUNS,
+    tracking_uri: TrackingUri = None,
+    as_json: Json = False,
+) -> None:
+    """Run one study with an arm per algorithm (and task) and all else equal.
+
+    The model 'tiny' gets a supervised cold start of 400 steps (--set cold_start.steps=N for another). With --tune each
+    algorithm first gets the same search over its learning rate (a fifth to five times the run's own), judged on the
+    validation split with a seed of its own; a study file can search more.
+    """
+    use_store(tracking_uri)
+    study = comparison(algorithms, task, model, seeds, steps, sets, name, tune)
+    options = {"--algorithms": algorithms, "--task": task, "--model": model, "--seeds": seeds, "--steps": steps}
+    command = shell("compare", {**options, "--tune": tune, "--set": sets, "--name": name})
+    run_and_report(study, runs, num_workers(workers), command, as_json)
+
+
+def comparison(
+    algorithms: str,
+    task: str,
+    model: str,
+    seeds: str | None,
+    steps: int | None,
+    sets: Sequence[str] | None,
+    name: str | None,
+    tune: int | None = None,
+) -> StudySpec:
+    """The study that `cohort compare` runs: one arm for each algorithm and task, all else equal."""
+    from harness.spec.errors import SpecError
+    from harness.spec.raw import parse_overrides, with_overrides
+    from harness.spec.run import Optimizer
+    from harness.spec.study import parse_study
+
+    run: dict[str, Any] = {"model": model}
+    if model == "tiny":
+        run["cold_start"] = {"steps": TINY_COLD_START}
+    if steps is not None:
+        run["steps"] = steps
+    names = [word.strip() for word in algorithms.split(",")]
+    if len(set(names)) != len(names) or not all(names):
+        raise SpecError(f"--algorithms must be distinct names with commas between, as ppo,grpo, got '{algorithms}'")
+    tasks = [word.strip() for word in task.split(",")]
+    if len(set(tasks)) != len(tasks) or not all(tasks):
+        raise SpecError(f"--task must be distinct names with commas between, as gsm8k,svamp, got '{task}'")
+    run = with_overrides(run, parse_overrides(sets or ()))
+    raw: dict[str, Any] = {
+        "name": name or f"compare-{'-'.join(tasks)}",
+        "question": f"Which of {', '.join(names)} learns {' and '.join(tasks)} best from the same start with the same "
+        "rollouts?",
+        "run": run,
+        "design": "compare",
+        "compare": {"algorithms": names, "tasks": tasks},
+        "seeds": [0, 1, 2] if seeds is None else integers(seeds),
+    }
+    if tune is not None:
+        rate = Optimizer.model_validate(run.get("optimizer", {})).learning_rate
+        space = {"optimizer.learning_rate": {"low": rate / 5, "high": rate * 5, "log": True}}
+        raw["compare"]["tuning"] = {"space": space, "trials": tune, "seeds": [max(raw["seeds"]) + 1]}
+    return parse_study(raw, where="cohort compare")
