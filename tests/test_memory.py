@@ -8,7 +8,7 @@ import transformers
 
 from harness.cli import app
 from harness.cli.measure_memory import Measured, as_documents, measure, shape
-from harness.cli.views.memory import show_measured
+from harness.cli.memory import show_measured
 from harness.memory.estimate import estimate, estimate_run, model_config, peak_bytes, saved_bytes
 from harness.memory.fit import _fixes, check_memory
 from harness.memory.usage import device_bytes

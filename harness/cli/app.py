@@ -13,7 +13,7 @@ from harness.cli.commands import app
 
 # Each module registers its commands; `cohort --help` lists them in this order.
 # isort: off
-from harness.cli import train, reward_model, compare, study, report, inspect, ui, machine, lists  # noqa: F401
+from harness.cli import train, reward_model, compare, study, report, inspect, ui, doctor, memory, lists  # noqa: F401
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

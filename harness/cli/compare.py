@@ -7,21 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from harness.cli import options
 from harness.cli.commands import app, command
-from harness.cli.options import (
-    RUNS,
-    Json,
-    Name,
-    Runs,
-    Seeds,
-    Sets,
-    TrackingUri,
-    Workers,
-    integers,
-    num_workers,
-    shell,
-    use_store,
-)
 from harness.cli.study_outcome import run_and_report
 
 if TYPE_CHECKING:
@@ -42,17 +29,17 @@ def compare(
     algorithms: Annotated[str, typer.Option(metavar="A,B,...", help="Algorithms; the first is the baseline.")],
     task: Annotated[str, typer.Option(metavar="A,B,...", help="Tasks by name; every algorithm learns each.")],
     model: Annotated[str, typer.Option(help="'tiny', a Hub id or a local folder.")] = "tiny",
-    seeds: Seeds = None,
+    seeds: options.Seeds = None,
     steps: Annotated[int | None, typer.Option(min=0, metavar="N", help="Training steps of each trial.")] = None,
     tune: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="First tune each learning rate, with N settings each.")
     ] = None,
-    sets: Sets = None,
-    name: Name = None,
-    workers: Workers = "auto",
-    runs: Runs = RUNS,
-    tracking_uri: TrackingUri = None,
-    as_json: Json = False,
+    sets: options.Sets = None,
+    name: options.Name = None,
+    workers: options.Workers = "auto",
+    runs: options.Runs = options.RUNS,
+    tracking_uri: options.TrackingUri = None,
+    as_json: options.Json = False,
 ) -> None:
     """Run one study with an arm per algorithm (and task) and all else equal.
 
@@ -60,11 +47,11 @@ def compare(
     algorithm first gets the same search over its learning rate (a fifth to five times the run's own), judged on the
     validation split with a seed of its own; a study file can search more.
     """
-    use_store(tracking_uri)
+    options.use_store(tracking_uri)
     study = comparison(algorithms, task, model, seeds, steps, sets, name, tune)
-    options = {"--algorithms": algorithms, "--task": task, "--model": model, "--seeds": seeds, "--steps": steps}
-    command = shell("compare", {**options, "--tune": tune, "--set": sets, "--name": name})
-    run_and_report(study, runs, num_workers(workers), command, as_json)
+    given = {"--algorithms": algorithms, "--task": task, "--model": model, "--seeds": seeds, "--steps": steps}
+    command = options.shell("compare", {**given, "--tune": tune, "--set": sets, "--name": name})
+    run_and_report(study, runs, options.num_workers(workers), command, as_json)
 
 
 def comparison(
@@ -78,7 +65,6 @@ def comparison(
     tune: int | None = None,
 ) -> StudySpec:
     """The study that `cohort compare` runs: one arm for each algorithm and task, all else equal."""
-    from harness.spec.errors import SpecError
     from harness.spec.raw import parse_overrides, with_overrides
     from harness.spec.run import Optimizer
     from harness.spec.study import parse_study
@@ -88,12 +74,8 @@ def comparison(
         run["cold_start"] = {"steps": TINY_COLD_START}
     if steps is not None:
         run["steps"] = steps
-    names = [word.strip() for word in algorithms.split(",")]
-    if len(set(names)) != len(names) or not all(names):
-        raise SpecError(f"--algorithms must be distinct names with commas between, as ppo,grpo, got '{algorithms}'")
-    tasks = [word.strip() for word in task.split(",")]
-    if len(set(tasks)) != len(tasks) or not all(tasks):
-        raise SpecError(f"--task must be distinct names with commas between, as gsm8k,svamp, got '{task}'")
+    names = _distinct("--algorithms", algorithms, "ppo,grpo")
+    tasks = _distinct("--task", task, "gsm8k,svamp")
     run = with_overrides(run, parse_overrides(sets or ()))
     raw: dict[str, Any] = {
         "name": name or f"compare-{'-'.join(tasks)}",
@@ -102,10 +84,17 @@ def comparison(
         "run": run,
         "design": "compare",
         "compare": {"algorithms": names, "tasks": tasks},
-        "seeds": [0, 1, 2] if seeds is None else integers(seeds),
+        "seeds": [0, 1, 2] if seeds is None else options.integers(seeds),
     }
     if tune is not None:
         rate = Optimizer.model_validate(run.get("optimizer", {})).learning_rate
         space = {"optimizer.learning_rate": {"low": rate / 5, "high": rate * 5, "log": True}}
         raw["compare"]["tuning"] = {"space": space, "trials": tune, "seeds": [max(raw["seeds"]) + 1]}
     return parse_study(raw, where="cohort compare")
+
+
+def _distinct(option: str, text: str, example: str) -> list[str]:
+    names = [word.strip() for word in text.split(",")]
+    if len(set(names)) != len(names) or not all(names):
+        raise ValueError(f"{option} must be distinct names with commas between, as {example}, got '{text}'")
+    return names

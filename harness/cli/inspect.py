@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from harness.cli.commands import app, command, task_app
-from harness.cli.options import DataPath, Json, Sets, data_path
+from harness.cli.options import DataPath, Json, Sets, checked_split, data_path
 from harness.cli.views import answers
 from harness.console import terminal
 
 if TYPE_CHECKING:
+    from harness.interfaces import Task
     from harness.types import Split
 
 
@@ -62,16 +64,61 @@ def task_show(
     as_json: Json = False,
 ) -> None:
     """Show a task's settings, sizes and problems exactly as a policy reads them."""
-    from harness.cli.inspect_task import inspect_task
-    from harness.spec.errors import SpecError
     from harness.spec.load import load_run
-    from harness.types import Split
 
-    if split not in get_args(Split):
-        raise SpecError(f"--split must be one of {', '.join(get_args(Split))}, got '{split}'")
+    part = checked_split(split)
     spec = load_run(None, [*(sets or ()), *data_path(path)], {"task": task, "algorithm": "grpo"})
-    document = inspect_task(spec.task, cast("Split", split), count, model)
+    document = _inspect(spec.task, part, count, model)
     if as_json:
         terminal.print_json(document)
     else:
         answers.show_task(document)
+
+
+def _inspect(task: Task, split: Split, count: int, model: str | None) -> dict[str, Any]:
+    """Settings, sizes of the splits (or why one is missing), the first problems of `split`, a worked solution.
+
+    With a model the problems are shown through its chat template, as the model will read them.
+    """
+    from harness.training.grading import problem_rows
+
+    prompts = task.prompts(split)
+    problems = problem_rows(prompts[:count])
+    if model is not None:
+        _encode(problems, model)
+    demonstrations = _or_reason(task.demonstrations)
+    shown = demonstrations[0] if demonstrations and not isinstance(demonstrations, str) else None
+    return {
+        "task": task.name,
+        "settings": task.model_dump(mode="json"),
+        "sizes": {name: _size(task, name) for name in ("train", "validation", "test")},
+        "skipped_rows": task.num_skipped_rows(split),
+        "max_completion_tokens": task.max_completion_tokens,
+        "split": split,
+        "problems": problems,
+        "worked_solution": None if shown is None else {"prompt": shown.prompt, "completion": shown.completion},
+    }
+
+
+def _size(task: Task, split: Split) -> int | str:
+    found = _or_reason(lambda: task.prompts(split))
+    return found if isinstance(found, str) else len(found)
+
+
+def _or_reason(read: Callable[[], Any]) -> Any:
+    """What `read` gives, or the message of its ValueError."""
+    try:
+        return read()
+    except ValueError as error:
+        return str(error)
+
+
+def _encode(problems: Sequence[dict[str, Any]], model: str) -> None:
+    """Replace each prompt by what the model's tokenizer hands on, and add its length in tokens."""
+    from harness.policy.model import encode_prompt, load_tokenizer
+
+    tokenizer = load_tokenizer(model)
+    for problem in problems:
+        ids = encode_prompt(tokenizer, problem["prompt"])
+        problem["prompt"] = str(tokenizer.decode(ids, skip_special_tokens=False))
+        problem["prompt_tokens"] = len(ids)

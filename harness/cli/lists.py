@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from harness.cli.commands import command, list_app
 from harness.cli.options import RUNS, Json, Runs
@@ -11,7 +13,11 @@ from harness.cli.study import study_list
 from harness.console import terminal
 
 if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
     from harness.plugins import Kind
+
+SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
 @command(list_app, "algorithms", "cohort list algorithms", "cohort list algorithms --json")
@@ -46,9 +52,9 @@ def list_studies(runs: Runs = RUNS, as_json: Json = False) -> None:
 
 def _show_plugins(kind: Kind, as_json: bool, facts: Sequence[str] = (), tables: Sequence[str] = ()) -> None:
     """`facts` are class attributes for the first table, `tables` mappings that each get a table of their own."""
-    from harness.cli.listing import describe_plugins
+    from harness import plugins
 
-    documents = describe_plugins(kind, [*facts, *tables])
+    documents = [_describe(kind, name, [*facts, *tables]) for name in plugins.names(kind)]
     if as_json:
         terminal.print_json(documents)
         return
@@ -65,3 +71,32 @@ def _show_plugins(kind: Kind, as_json: bool, facts: Sequence[str] = (), tables: 
         for i, field in enumerate(document["settings"])
     ]
     terminal.show_table("Settings", [kind, "setting", "default", "range", "meaning"], settings)
+
+
+def _describe(kind: Kind, name: str, facts: Sequence[str]) -> dict[str, Any]:
+    """A plugin as its class and its module tell: summary, facts (class attributes), settings."""
+    from harness import plugins
+
+    cls: Any = plugins.load(kind, name)
+    settings = plugins.settings_class(kind, name)
+    document = importlib.import_module(cls.__module__).__doc__ or cls.__doc__ or ""
+    return {
+        "name": name,
+        "summary": _first_sentence(document),
+        **{fact: getattr(cls, fact) for fact in facts},
+        "settings": [_setting(key, field) for key, field in settings.model_fields.items() if key != "name"],
+    }
+
+
+def _first_sentence(text: str) -> str:
+    """The first sentence of a docstring, on one line."""
+    paragraph = " ".join(text.strip().split("\n\n")[0].split())
+    return re.split(r"(?<=[.])\s+(?=[A-Z`])", paragraph)[0]
+
+
+def _setting(name: str, field: FieldInfo) -> dict[str, Any]:
+    bounds = [f"{sign} {getattr(m, key)}" for m in field.metadata for key, sign in SIGNS.items() if hasattr(m, key)]
+    if get_origin(field.annotation) is Literal:
+        bounds.append(" or ".join(map(str, get_args(field.annotation))))
+    default = "required" if field.is_required() else field.get_default(call_default_factory=True)
+    return {"name": name, "default": default, "range": ", ".join(bounds), "description": field.description or ""}

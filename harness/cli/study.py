@@ -9,23 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from harness.cli import options
 from harness.cli.commands import command, study_app
-from harness.cli.options import (
-    RUNS,
-    Json,
-    Name,
-    Runs,
-    Seeds,
-    Sets,
-    Storage,
-    Study,
-    TrackingUri,
-    Workers,
-    integers,
-    num_workers,
-    shell,
-    use_store,
-)
 from harness.cli.study_outcome import run_and_report
 from harness.cli.views import studies
 from harness.console import terminal
@@ -46,12 +31,12 @@ if TYPE_CHECKING:
     "COHORT_STORAGE=postgresql://me:secret@db/cohort cohort study run group_size    (the same on each host)",
 )
 def study_run(
-    study: Study,
-    workers: Workers = "auto",
-    sets: Sets = None,
-    seeds: Seeds = None,
-    name: Name = None,
-    storage: Storage = None,
+    study: options.Study,
+    workers: options.Workers = "auto",
+    sets: options.Sets = None,
+    seeds: options.Seeds = None,
+    name: options.Name = None,
+    storage: options.Storage = None,
     launcher: Annotated[str, typer.Option(metavar="local|ray", help="Where the workers run.")] = "local",
     ray_address: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="A running cluster; else RAY_ADDRESS, else one made here.")
@@ -61,28 +46,27 @@ def study_run(
         float | None, typer.Option(min=0, metavar="N", help="GPUs of each worker; 1 where the cluster has any.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and estimate; run and write nothing.")] = False,
-    runs: Runs = RUNS,
-    tracking_uri: TrackingUri = None,
-    as_json: Json = False,
+    runs: options.Runs = options.RUNS,
+    tracking_uri: options.TrackingUri = None,
+    as_json: options.Json = False,
 ) -> None:
     """Run every arm with every seed, once, then write the report; the same command continues a stopped study.
 
     Hosts that share only a database run the same command with the same --storage: each takes trials that no other has.
     A trial whose host died starts anew on another one that has no copy of its folder; it ends the same.
     """
-    use_store(tracking_uri)
-    spec, count = _load_study(study, sets, seeds, name), num_workers(workers)
+    options.use_store(tracking_uri)
+    spec, count = _load_study(study, sets, seeds, name), options.num_workers(workers)
     cluster = _cluster(launcher, ray_address, ray_cpus, ray_gpus)
     if dry_run:
         return _show_dry_run(spec, runs, count, storage, as_json)
-    command = shell(f"study run {shlex.quote(study)}", {"--seeds": seeds, "--set": sets, "--name": name})
+    command = options.shell(f"study run {shlex.quote(study)}", {"--seeds": seeds, "--set": sets, "--name": name})
     run_and_report(spec, runs, count, command, as_json, storage=storage, cluster=cluster)
 
 
 @command(study_app, "list", "cohort study list", "cohort study list --runs /data/runs --json")
-def study_list(runs: Runs = RUNS, as_json: Json = False) -> None:
+def study_list(runs: options.Runs = options.RUNS, as_json: options.Json = False) -> None:
     """List the shipped studies and those in the runs folder."""
-    from harness.spec.errors import SpecError
     from harness.spec.load import shipped_studies
     from harness.spec.raw import read_yaml
 
@@ -92,7 +76,7 @@ def study_list(runs: Runs = RUNS, as_json: Json = False) -> None:
     for name, file in {**shipped, **started}.items():
         try:
             question = " ".join(str((read_yaml(file) or {}).get("question", "")).split())
-        except (SpecError, AttributeError) as error:
+        except (ValueError, AttributeError) as error:
             question = f"not readable: {error}"
         places = {"shipped": shipped, "in the runs folder": started}
         where = " and ".join(place for place, names in places.items() if name in names)
@@ -107,10 +91,10 @@ def study_list(runs: Runs = RUNS, as_json: Json = False) -> None:
 @command(study_app, "show", "cohort study show quickstart", "cohort study show my_study.yaml --set steps=20 --json")
 def study_show(
     study: Annotated[str, typer.Argument(metavar="STUDY", help="A shipped study, a file, or a started study.")],
-    sets: Sets = None,
-    seeds: Seeds = None,
-    runs: Runs = RUNS,
-    as_json: Json = False,
+    sets: options.Sets = None,
+    seeds: options.Seeds = None,
+    runs: options.Runs = options.RUNS,
+    as_json: options.Json = False,
 ) -> None:
     """Show a study's question, arms, base run and budget without running it."""
     spec = _started_study(study, runs, sets, seeds) or _load_study(study, sets, seeds)
@@ -136,9 +120,9 @@ def study_show(
 @command(study_app, "status", "cohort study status quickstart", "cohort study status quickstart --json")
 def study_status(
     study: Annotated[str, typer.Argument(metavar="STUDY", help="Name of a study in the runs folder.")],
-    storage: Storage = None,
-    runs: Runs = RUNS,
-    as_json: Json = False,
+    storage: options.Storage = None,
+    runs: options.Runs = options.RUNS,
+    as_json: options.Json = False,
 ) -> None:
     """Show what each trial of a study has reached, what it has cost and when it may end.
 
@@ -162,15 +146,14 @@ def study_status(
 
 
 def _cluster(launcher: str, address: str | None, num_cpus: float, num_gpus: float | None) -> Cluster | None:
-    """The Ray cluster that the options name; None for the local launcher. SpecError where Ray is not installed."""
-    from harness.spec.errors import SpecError
+    """The Ray cluster that the options name; None for the local launcher. ValueError where Ray is not installed."""
     from harness.study.ray_cluster import Cluster, check_ray
 
     if launcher not in ("local", "ray"):
-        raise SpecError(f"--launcher must be local or ray, got '{launcher}'")
+        raise ValueError(f"--launcher must be local or ray, got '{launcher}'")
     if launcher == "local":
         if address is not None:
-            raise SpecError("--ray-address names a Ray cluster; add --launcher ray")
+            raise ValueError("--ray-address names a Ray cluster; add --launcher ray")
         return None
     check_ray()
     return Cluster(address, num_cpus, num_gpus)
@@ -191,7 +174,7 @@ def _load_study(name: str, sets: list[str] | None, seeds: str | None, rename: st
 
     overrides = list(sets or ())
     if seeds is not None:
-        overrides.append(f"seeds={json.dumps(integers(seeds))}")
+        overrides.append(f"seeds={json.dumps(options.integers(seeds))}")
     if rename is not None:
         overrides.append(f"name={json.dumps(rename)}")
     return load_study(name, overrides)

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from harness.cli import options
 from harness.cli.commands import app, command
-from harness.cli.options import RUNS, DataPath, Json, Name, Runs, Sets, TrackingUri, checked_name, data_path, use_store
 from harness.cli.views.answers import show_evaluation
 from harness.console import terminal
 
 if TYPE_CHECKING:
     from harness.runs.single import Watch
     from harness.training.run import RunResult
-    from harness.types import Split
 
 EXIT_CODE = {"complete": 0, "stopped": 130}  # of a run; 1 for any other state
 
@@ -31,20 +30,20 @@ EXIT_CODE = {"complete": 0, "stopped": 130}  # of a run; 1 for any other state
 )
 def train(
     spec: Annotated[Path | None, typer.Argument(metavar="SPEC.yaml", help="Run file; without it, --set alone.")] = None,
-    sets: Sets = None,
-    name: Name = None,
-    runs: Runs = RUNS,
-    tracking_uri: TrackingUri = None,
-    as_json: Json = False,
+    sets: options.Sets = None,
+    name: options.Name = None,
+    runs: options.Runs = options.RUNS,
+    tracking_uri: options.TrackingUri = None,
+    as_json: options.Json = False,
 ) -> None:
     """Train once, in RUNS/train/NAME; the same command resumes. A file with `stages` runs them one after another."""
     from harness.spec.load import load_run
 
-    use_store(tracking_uri)
+    options.use_store(tracking_uri)
     if spec is not None and _lists_stages(spec):
         return _train_pipeline(spec, sets, name, runs, as_json)
     run = load_run(None if spec is None else str(spec), sets or ())
-    name = checked_name(name or f"{run.task.name}-{run.algorithm.name}-seed{run.seed}-{run.digest()[:8]}")
+    name = options.checked_name(name or f"{run.task.name}-{run.algorithm.name}-seed{run.seed}-{run.digest()[:8]}")
     from harness.runs.single import train_once  # after the checks: it takes seconds
 
     with _watched() as watch:
@@ -85,7 +84,7 @@ def _train_pipeline(spec: Path, sets: list[str] | None, name: str | None, runs: 
     from harness.runs.stages import load_pipeline, pipeline_digest
 
     stages = load_pipeline(spec, sets or ())
-    name = checked_name(name or f"{spec.stem}-{pipeline_digest(stages)[:8]}")
+    name = options.checked_name(name or f"{spec.stem}-{pipeline_digest(stages)[:8]}")
     with _watched() as watch:
         result, ended = train_pipeline(stages, runs, name, watch)
     directory = runs / "train" / name
@@ -124,13 +123,13 @@ def evaluate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="'tiny', a Hub id, a model folder or a checkpoint.")],
     task: Annotated[str, typer.Option(help="Task by name.")],
     split: Annotated[str, typer.Option(help="train, validation or test.")] = "test",
-    path: DataPath = None,
+    path: options.DataPath = None,
     samples: Annotated[int | None, typer.Option(min=1, metavar="K", help="Samples of each problem.")] = None,
-    sets: Sets = None,
-    name: Name = None,
-    runs: Runs = RUNS,
-    tracking_uri: TrackingUri = None,
-    as_json: Json = False,
+    sets: options.Sets = None,
+    name: options.Name = None,
+    runs: options.Runs = options.RUNS,
+    tracking_uri: options.TrackingUri = None,
+    as_json: options.Json = False,
 ) -> None:
     """Measure held-out accuracy: greedy, mean of K samples, pass@k and majority of K, with 95 % intervals.
 
@@ -138,21 +137,19 @@ def evaluate(
     """
     from harness.console.progress import phase_bar
     from harness.runs.single import evaluate_once, model_folder
-    from harness.spec.errors import SpecError
     from harness.spec.load import load_run
     from harness.training.evaluate import intervals
-    from harness.types import InvalidRun, Split
+    from harness.types import InvalidRun
 
-    use_store(tracking_uri)
-    if split not in get_args(Split):
-        raise SpecError(f"--split must be one of {', '.join(get_args(Split))}, got '{split}'")
+    options.use_store(tracking_uri)
+    part = options.checked_split(split)
     extra = [] if samples is None else [f"evaluation.num_samples={samples}"]
     defaults = {"model": model_folder(model), "task": task, "algorithm": "grpo"}
-    spec = load_run(None, [*(sets or ()), *data_path(path), *extra], defaults)
-    name = checked_name(name or f"{spec.task.name}-{split}-{spec.digest()[:8]}")
+    spec = load_run(None, [*(sets or ()), *options.data_path(path), *extra], defaults)
+    name = options.checked_name(name or f"{spec.task.name}-{split}-{spec.digest()[:8]}")
     try:
         with phase_bar(f"{spec.model} on {spec.task.name}") as show:
-            result = evaluate_once(spec, cast("Split", split), runs, name, show)
+            result = evaluate_once(spec, part, runs, name, show)
     except InvalidRun as error:
         terminal.fail(error)
         raise typer.Exit(1) from None

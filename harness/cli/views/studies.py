@@ -72,18 +72,9 @@ def show_dry_run(name: str, question: str, document: Mapping[str, Any]) -> None:
     rows = []
     for arm in document["arms"]:
         needed = memory.get(arm["arm"], {}).get("peak_bytes")
-        rows.append(
-            [
-                arm["arm"],
-                _changes(arm),
-                arm["trials"],
-                arm["steps"],
-                f"{arm['rollouts']:,}",
-                f"{arm['generated_tokens_bound']:,}",
-                "-" if needed is None else mebibytes(needed),
-                duration(arm["seconds"]),
-            ]
-        )
+        size = "-" if needed is None else mebibytes(needed)
+        counts = [arm["trials"], arm["steps"], f"{arm['rollouts']:,}", f"{arm['generated_tokens_bound']:,}"]
+        rows.append([arm["arm"], _changes(arm), *counts, size, duration(arm["seconds"])])
     headers = ["arm", "what it changes", "trials", "steps", "rollouts", "tokens, at most", "memory, MiB", "time"]
     show_table(f"{name}: {' '.join(question.split())}", headers, rows, numeric=headers[2:])
     trials, tokens = document["trials"], document["generated_tokens_bound"]
