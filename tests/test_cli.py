@@ -10,8 +10,11 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +22,14 @@ import torch
 import typer
 from rich.console import Console
 
-from harness.cli import app, views
-from harness.cli import study as study_commands
+from harness.cli import app, doctor
+from harness.cli.compare import comparison
+from harness.cli.views.answers import show_samples
 from harness.console import progress, terminal
+from harness.study import runner
+from harness.study.processes import WorkerPool
 from harness.study.status import StudyStatus, TrialStatus
+from harness.tracking import mlflow_address
 from harness.tracking.run_log import read_progress
 from harness.types import SampleRow, TrialState
 
@@ -46,11 +53,12 @@ def commands(app: typer.Typer = app.app, path: tuple[str, ...] = ()) -> list[tup
 
 
 @pytest.fixture(autouse=True)
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("COHORT_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("COHORT_TRACEBACK", raising=False)
-    return tmp_path / "runs"
+    yield tmp_path / "runs"
+    mlflow_address.use(None)
 
 
 class Shell:
@@ -150,6 +158,50 @@ def test_bad_input_is_a_message_and_exit_code_2_and_writes_nothing(
     assert not runs.exists()
 
 
+STORED = {
+    ("train",): ["--set", "task=arithmetic", "--set", "algorithm=grpo"],
+    ("evaluate",): ["tiny", "--task", "arithmetic"],
+    ("compare",): ["--algorithms", "ppo", "--task", "arithmetic"],
+    ("study", "run"): ["quickstart"],
+    ("report",): ["quickstart"],
+    ("ui",): [],
+}
+
+
+@pytest.mark.parametrize("command", STORED, ids=" ".join)
+def test_the_option_names_the_store_before_the_environment_does(
+    command: tuple[str, ...], cohort: Shell, runs: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(mlflow_address.TRACKING_URI, "ftp://environment")
+    assert cohort(*command, *STORED[command], "--tracking-uri", "ftp://option") == 2
+    assert "got 'ftp://option'" in cohort.err
+    assert cohort(*command, *STORED[command]) == 2
+    assert "got 'ftp://environment'" in cohort.err
+    assert not runs.exists()
+
+
+def test_the_commands_that_name_a_store_are_those_above(cohort: Shell):
+    found = set()
+    for command in commands():
+        cohort(*command, "--help")
+        found |= {command} if "--tracking-uri" in cohort.out else set()
+    assert found == set(STORED)
+
+
+def test_workers_get_the_store_that_the_command_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(mlflow_address.TRACKING_URI, "http://environment:5000")
+    plan: Any = SimpleNamespace(runs=tmp_path, folder=tmp_path)
+
+    def environment() -> object:
+        with runner._pool("sizes", plan, "", 1, None, None) as pool:
+            assert isinstance(pool, WorkerPool)
+            return pool.environment[mlflow_address.TRACKING_URI]
+
+    assert environment() == "http://environment:5000"
+    mlflow_address.use("http://option:5000")
+    assert environment() == "http://option:5000"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
 @pytest.mark.parametrize("command", [TRAIN, ["compare", "--algorithms", "grpo", "--task", "arithmetic"]])
 def test_a_device_that_is_not_there_is_refused(command: list[str], cohort: Shell, runs: Path):
@@ -240,6 +292,38 @@ def test_doctor_finds_this_machine_sound(cohort: Shell, monkeypatch: pytest.Monk
     assert "OMP_WAIT_POLICY=PASSIVE" in found["OMP_WAIT_POLICY"]["advice"]
     assert found["OMP_NUM_THREADS"]["state"] == "ok"
     assert not runs.exists()
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vllm is installed")
+def test_doctor_says_how_to_get_the_vllm_engine(cohort: Shell):
+    assert cohort("doctor", "--json") == 0
+    (found,) = [check for check in cohort.json() if check["name"] == "vllm"]
+    assert (found["state"], found["advice"]) == ("ok", None)
+    assert found["value"].startswith("not installed; engine=vllm needs it: pip install 'cohort-rl[vllm]'")
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "words"),
+    [
+        ("current_platform = SimpleNamespace(device_type='cuda')", "ok", "0.32.0; engine=vllm can run here, on cuda"),
+        ("current_platform = SimpleNamespace(device_type='')", "advice", "0.32.0, without a device here"),
+        ("raise ImportError('libcudart.so.13')", "advice", "does not import: libcudart.so.13"),
+    ],
+)
+def test_doctor_says_whether_the_vllm_engine_can_run_here(
+    code: str, state: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("__version__ = '0.32.0'")
+    (tmp_path / "vllm" / "platforms.py").write_text(f"from types import SimpleNamespace\n{code}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    for name in ("vllm", "vllm.platforms"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    (found,) = [check for check in doctor.check_machine(tmp_path) if check.name == "vllm"]
+    assert (found.state, found.value) == (state, words)
+    for name in ("vllm", "vllm.platforms"):
+        sys.modules.pop(name, None)
 
 
 def test_doctor_fails_on_a_runs_folder_that_cannot_be_used(cohort: Shell, runs: Path):
@@ -358,7 +442,7 @@ def test_a_run_and_its_checkpoint_can_be_evaluated(cohort: Shell, runs: Path):
 
 
 def test_a_comparison_has_one_arm_per_algorithm_and_all_else_equal():
-    study = study_commands.comparison("ppo,grpo", "arithmetic", "tiny", "3,4", 7, ["optimizer.learning_rate=0.5"], None)
+    study = comparison("ppo,grpo", "arithmetic", "tiny", "3,4", 7, ["optimizer.learning_rate=0.5"], None)
     assert (study.name, study.seeds) == ("compare-arithmetic", [3, 4])
     first, second = (arm.run_spec(3) for arm in study.design_arms())
     assert (first.algorithm.name, second.algorithm.name) == ("ppo", "grpo")
@@ -367,7 +451,7 @@ def test_a_comparison_has_one_arm_per_algorithm_and_all_else_equal():
 
 
 def test_a_comparison_of_a_model_that_can_read_needs_no_cold_start():
-    study = study_commands.comparison("ppo", "arithmetic", "some/model", None, None, None, "mine")
+    study = comparison("ppo", "arithmetic", "some/model", None, None, None, "mine")
     assert (study.name, study.seeds) == ("mine", [0, 1, 2])
     assert study.design_arms()[0].run_spec(0).cold_start.steps == 0
 
@@ -474,7 +558,7 @@ def test_sampled_completions_reach_the_terminal_harmless(capsys: pytest.CaptureF
         step=1, split="test", prompt_id="p", prompt="2+2=", completion="[link=http://x]4[/link]\x1b]0;owned\x07",
         gold="4", answer="4", correct=True, reward=None, num_tokens=3, finish_reason="stop",
     )  # fmt: skip
-    views.show_samples([row])
+    show_samples([row])
     out = capsys.readouterr().out
     assert "[link=http://x]4[/link]]0;owned" in out
     assert "\x1b" not in out
@@ -498,13 +582,6 @@ def test_json_holds_no_number_that_json_lacks(capsys: pytest.CaptureFixture[str]
 )  # fmt: skip
 def test_durations_read_as_a_person_says_them(seconds: float | None, text: str):
     assert terminal.duration(seconds) == text
-
-
-def test_wilson_intervals_match_the_textbook():
-    # p = 0.5, n = 10, z = 1.96: centre 0.5, half-width 1.96 * sqrt(0.025 + 0.009604) / 1.38416 = 0.2634
-    assert views.wilson_interval(0.5, 10) == pytest.approx((0.23659, 0.76341), abs=1e-4)
-    assert views.wilson_interval(0.0, 10) == pytest.approx((0.0, 3.841459 / 13.841459), abs=1e-6)
-    assert views.wilson_interval(1.0, 10) == pytest.approx((10 / 13.841459, 1.0), abs=1e-6)
 
 
 def test_time_left_follows_from_the_growth_that_was_seen():

@@ -6,8 +6,9 @@ import pytest
 import torch
 import transformers
 
-from harness.cli import app, views
+from harness.cli import app
 from harness.cli.measure_memory import Measured, as_documents, measure, shape
+from harness.cli.memory import show_measured
 from harness.memory.estimate import estimate, estimate_run, model_config, peak_bytes, saved_bytes
 from harness.memory.fit import _fixes, check_memory
 from harness.memory.usage import device_bytes
@@ -273,7 +274,7 @@ def test_what_was_measured_is_shown_with_ratios_to_the_first_algorithm(capsys):
     ]
     documents = as_documents(results)
     assert [(d["memory_ratio"], d["time_ratio"]) for d in documents] == [(1, 1), (0.5, 0.6)]
-    views.show_measured("a model", documents)
+    show_measured("a model", documents)
     (grpo,) = (line for line in capsys.readouterr().out.splitlines() if "0.60" in line)
     assert [cell.strip() for cell in grpo.strip("\u2502").split("\u2502")] == [
         "grpo", "2,048", "1,536", "0.50", "3", "0.60"

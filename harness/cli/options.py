@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
+
+if TYPE_CHECKING:
+    from harness.types import Split
 
 RUNS = Path("runs")
 Runs = Annotated[
@@ -22,7 +24,6 @@ TrackingUri = Annotated[
         "--tracking-uri",
         envvar="COHORT_TRACKING_URI",
         metavar="URI",
-        callback=lambda uri: _use_tracking_uri(uri),
         help="MLflow store: http://HOST:PORT of an MLflow server or postgresql://...; by default a file in --runs.",
     ),
 ]
@@ -49,28 +50,32 @@ Study = Annotated[str, typer.Argument(metavar="STUDY", help="Name of a shipped s
 
 def num_workers(text: str) -> int | None:
     """The number that --workers gives; None for auto."""
-    from harness.spec.errors import SpecError
-
     if text == "auto":
         return None
     if not text.isdecimal() or int(text) < 1:
-        raise SpecError(f"--workers must be a number from 1 on, or auto, got '{text}'")
+        raise ValueError(f"--workers must be a number from 1 on, or auto, got '{text}'")
     return int(text)
 
 
-def _use_tracking_uri(uri: str | None) -> str | None:
-    """Keep results there, in this process and in its workers, which inherit the variable."""
-    if uri:
-        os.environ["COHORT_TRACKING_URI"] = uri
-    return uri
+def use_store(tracking_uri: str | None) -> None:
+    """Keep and read the results of this command in that MLflow store; without one, in the runs folder's."""
+    from harness.tracking import mlflow_address
+
+    mlflow_address.use(tracking_uri)
 
 
 def checked_name(name: str) -> str:
-    from harness.spec.errors import SpecError
-
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-        raise SpecError(f"--name must be letters, digits, '.', '_' or '-', the first a letter or digit, got '{name}'")
+        raise ValueError(f"--name must be letters, digits, '.', '_' or '-', the first a letter or digit, got '{name}'")
     return name
+
+
+def checked_split(split: str) -> Split:
+    from harness.types import Split
+
+    if split not in get_args(Split):
+        raise ValueError(f"--split must be one of {', '.join(get_args(Split))}, got '{split}'")
+    return cast("Split", split)
 
 
 def data_path(path: str | None) -> list[str]:
@@ -78,12 +83,10 @@ def data_path(path: str | None) -> list[str]:
 
 
 def integers(text: str) -> list[int]:
-    from harness.spec.errors import SpecError
-
     try:
         return [int(word) for word in text.split(",")]
     except ValueError:
-        raise SpecError(f"--seeds must be integers with commas between, as 0,1,2, got '{text}'") from None
+        raise ValueError(f"--seeds must be integers with commas between, as 0,1,2, got '{text}'") from None
 
 
 def shell(command: str, options: Mapping[str, Any]) -> str:

@@ -102,16 +102,11 @@ def regrade(task: Task, cases: Sequence[Case], names: Sequence[str], workers: in
             start = time.perf_counter()
             grades[name] = list(pool.map(known[name], [case.completion for case in cases], golds))
             seconds[name] = time.perf_counter() - start
-    verdicts = [
-        Verdict(
-            row,
-            case.expected,
-            case.label,
-            {name: grades[name][row - 1][0] for name in names},
-            {name: grades[name][row - 1][1] for name in names},
-        )
-        for row, case in enumerate(cases, start=1)
-    ]
+    verdicts = []
+    for i, case in enumerate(cases):
+        answers = {name: grades[name][i][0] for name in names}
+        correct = {name: grades[name][i][1] for name in names}
+        verdicts.append(Verdict(i + 1, case.expected, case.label, answers, correct))
     summaries = {name: _summary(cases, grades[name], seconds[name]) for name in names}
     return Regraded(verdicts, summaries, [v.row for v in verdicts if len(set(v.correct.values())) > 1])
 

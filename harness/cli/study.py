@@ -1,77 +1,23 @@
-"""`cohort study`, `cohort compare` and `cohort report`."""
+"""`cohort study`."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.cli import views
-from harness.cli.commands import app, command, study_app
-from harness.cli.options import (
-    RUNS,
-    Json,
-    Name,
-    Runs,
-    Seeds,
-    Sets,
-    Storage,
-    Study,
-    TrackingUri,
-    Workers,
-    integers,
-    num_workers,
-    shell,
-)
+from harness.cli import options
+from harness.cli.commands import command, study_app
+from harness.cli.study_outcome import run_and_report
+from harness.cli.views import studies
 from harness.console import terminal
 
 if TYPE_CHECKING:
-    from harness.spec.study import Dimension, StudySpec
+    from harness.spec.study import StudySpec
     from harness.study.ray_cluster import Cluster
-
-
-TINY_COLD_START = 400
-
-
-@command(
-    app,
-    "compare",
-    "cohort compare --algorithms ppo,grpo --task arithmetic --steps 50",
-    "cohort compare --algorithms ppo,grpo,grpo_self_consistency --task gsm8k --set task.path=data/gsm8k --steps 5",
-    "cohort compare --algorithms grpo,ppo --task gsm8k --model Qwen/Qwen2.5-0.5B --seeds 0,1",
-    "cohort compare --algorithms grpo,ppo --task arithmetic --tune 6",
-)
-def compare(
-    algorithms: Annotated[str, typer.Option(metavar="A,B,...", help="Algorithms; the first is the baseline.")],
-    task: Annotated[str, typer.Option(metavar="A,B,...", help="Tasks by name; every algorithm learns each.")],
-    model: Annotated[str, typer.Option(help="'tiny', a Hub id or a local folder.")] = "tiny",
-    seeds: Seeds = None,
-    steps: Annotated[int | None, typer.Option(min=0, metavar="N", help="Training steps of each trial.")] = None,
-    tune: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="First tune each learning rate, with N settings each.")
-    ] = None,
-    sets: Sets = None,
-    name: Name = None,
-    workers: Workers = "auto",
-    runs: Runs = RUNS,
-    tracking_uri: TrackingUri = None,
-    as_json: Json = False,
-) -> None:
-    """Run one study with an arm per algorithm (and task) and all else equal.
-
-    The model 'tiny' gets a supervised cold start of 400 steps (--set cold_start.steps=N for another). With --tune each
-    algorithm first gets the same search over its learning rate (a fifth to five times the run's own), judged on the
-    validation split with a seed of its own; a study file can search more.
-    """
-    study = comparison(algorithms, task, model, seeds, steps, sets, name, tune)
-    options = {"--algorithms": algorithms, "--task": task, "--model": model, "--seeds": seeds, "--steps": steps}
-    command = shell("compare", {**options, "--tune": tune, "--set": sets, "--name": name})
-    _run_study(study, runs, num_workers(workers), command, as_json)
 
 
 @command(
@@ -85,12 +31,12 @@ def compare(
     "COHORT_STORAGE=postgresql://me:secret@db/cohort cohort study run group_size    (the same on each host)",
 )
 def study_run(
-    study: Study,
-    workers: Workers = "auto",
-    sets: Sets = None,
-    seeds: Seeds = None,
-    name: Name = None,
-    storage: Storage = None,
+    study: options.Study,
+    workers: options.Workers = "auto",
+    sets: options.Sets = None,
+    seeds: options.Seeds = None,
+    name: options.Name = None,
+    storage: options.Storage = None,
     launcher: Annotated[str, typer.Option(metavar="local|ray", help="Where the workers run.")] = "local",
     ray_address: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="A running cluster; else RAY_ADDRESS, else one made here.")
@@ -100,39 +46,40 @@ def study_run(
         float | None, typer.Option(min=0, metavar="N", help="GPUs of each worker; 1 where the cluster has any.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and estimate; run and write nothing.")] = False,
-    runs: Runs = RUNS,
-    tracking_uri: TrackingUri = None,
-    as_json: Json = False,
+    runs: options.Runs = options.RUNS,
+    tracking_uri: options.TrackingUri = None,
+    as_json: options.Json = False,
 ) -> None:
     """Run every arm with every seed, once, then write the report; the same command continues a stopped study.
 
     Hosts that share only a database run the same command with the same --storage: each takes trials that no other has.
     A trial whose host died starts anew on another one that has no copy of its folder; it ends the same.
     """
-    spec, count = _load_study(study, sets, seeds, name), num_workers(workers)
+    options.use_store(tracking_uri)
+    spec, count = _load_study(study, sets, seeds, name), options.num_workers(workers)
     cluster = _cluster(launcher, ray_address, ray_cpus, ray_gpus)
     if dry_run:
         return _show_dry_run(spec, runs, count, storage, as_json)
-    command = shell(f"study run {shlex.quote(study)}", {"--seeds": seeds, "--set": sets, "--name": name})
-    _run_study(spec, runs, count, command, as_json, storage=storage, cluster=cluster)
+    command = options.shell(f"study run {shlex.quote(study)}", {"--seeds": seeds, "--set": sets, "--name": name})
+    run_and_report(spec, runs, count, command, as_json, storage=storage, cluster=cluster)
 
 
 @command(study_app, "list", "cohort study list", "cohort study list --runs /data/runs --json")
-def study_list(runs: Runs = RUNS, as_json: Json = False) -> None:
+def study_list(runs: options.Runs = options.RUNS, as_json: options.Json = False) -> None:
     """List the shipped studies and those in the runs folder."""
-    from harness.spec.errors import SpecError
     from harness.spec.load import shipped_studies
     from harness.spec.raw import read_yaml
 
-    files = {**shipped_studies(), **{f.parent.name: f for f in sorted((runs / "studies").glob("*/study.json"))}}
     shipped = shipped_studies()
+    started = {file.parent.name: file for file in sorted((runs / "studies").glob("*/study.json"))}
     documents = []
-    for name, file in files.items():
+    for name, file in {**shipped, **started}.items():
         try:
             question = " ".join(str((read_yaml(file) or {}).get("question", "")).split())
-        except (SpecError, AttributeError) as error:
+        except (ValueError, AttributeError) as error:
             question = f"not readable: {error}"
-        where = " and ".join(["shipped"] * (name in shipped) + ["in the runs folder"] * (shipped.get(name) != file))
+        places = {"shipped": shipped, "in the runs folder": started}
+        where = " and ".join(place for place, names in places.items() if name in names)
         documents.append({"name": name, "where": where, "question": question})
     if as_json:
         terminal.print_json(documents)
@@ -144,20 +91,20 @@ def study_list(runs: Runs = RUNS, as_json: Json = False) -> None:
 @command(study_app, "show", "cohort study show quickstart", "cohort study show my_study.yaml --set steps=20 --json")
 def study_show(
     study: Annotated[str, typer.Argument(metavar="STUDY", help="A shipped study, a file, or a started study.")],
-    sets: Sets = None,
-    seeds: Seeds = None,
-    runs: Runs = RUNS,
-    as_json: Json = False,
+    sets: options.Sets = None,
+    seeds: options.Seeds = None,
+    runs: options.Runs = options.RUNS,
+    as_json: options.Json = False,
 ) -> None:
     """Show a study's question, arms, base run and budget without running it."""
     spec = _started_study(study, runs, sets, seeds) or _load_study(study, sets, seeds)
-    arms, budget = [], 0
+    arms = []
     for arm in spec.design_arms():
         run = arm.spec
         rollouts = run.steps * run.rollouts_per_step
-        budget += rollouts * len(spec.seeds)
         arms.append({"arm": arm.label, "overrides": dict(arm.overrides), "steps": run.steps, "rollouts": rollouts})
     trials = len(arms) * len(spec.seeds)
+    budget = sum(arm["rollouts"] for arm in arms) * len(spec.seeds)
     for plan in spec.searches():
         run = plan.base.spec
         count = plan.search.trials * len(plan.seeds) + len(plan.final_seeds)
@@ -166,31 +113,16 @@ def study_show(
     if as_json:
         document = spec.model_dump(mode="json")
         terminal.print_json({**document, "design_arms": arms, "budget": {"trials": trials, "rollouts": budget}})
-        return
-    terminal.say(f"{spec.name}: {' '.join(spec.question.split())}\n")
-    for plan in spec.searches():
-        search = plan.search
-        rows = [(path, _values(dimension)) for path, dimension in search.space.items()]
-        title = f"{plan.name or 'search'}: {search.sampler}, {search.trials} arms, pruner {search.pruner}"
-        terminal.show_table(title, ["searched", "values"], rows)
-    changes = [", ".join(f"{k}={v}" for k, v in arm["overrides"].items()) or "the base run" for arm in arms]
-    rows = [(a["arm"], c, a["steps"], f"{a['rollouts']:,}") for a, c in zip(arms, changes, strict=True)]
-    headers = ["arm", "what it changes", "steps", "rollouts per trial"]
-    if arms:
-        terminal.show_table("", headers, rows, numeric=headers[2:])
-    terminal.say(f"\nBase run: {json.dumps(spec.run)}")
-    baseline = spec.baseline or next(iter(spec.arm_labels()), "none beforehand")
-    terminal.say(f"Metric: {spec.metric}. Baseline: {baseline}. Design: {spec.design}.")
-    product = f"arms x seeds = {len(arms)} x {len(spec.seeds)} = " if arms else "at most "
-    terminal.say(f"Budget: {product}{trials} trials; {budget:,} training rollouts.")
+    else:
+        studies.show_study(spec, arms, trials, budget)
 
 
 @command(study_app, "status", "cohort study status quickstart", "cohort study status quickstart --json")
 def study_status(
     study: Annotated[str, typer.Argument(metavar="STUDY", help="Name of a study in the runs folder.")],
-    storage: Storage = None,
-    runs: Runs = RUNS,
-    as_json: Json = False,
+    storage: options.Storage = None,
+    runs: options.Runs = options.RUNS,
+    as_json: options.Json = False,
 ) -> None:
     """Show what each trial of a study has reached, what it has cost and when it may end.
 
@@ -206,85 +138,22 @@ def study_status(
         estimates = {"cost": spent, "remaining_seconds": remaining}
         terminal.print_json({**document, **estimates, "trials": status.trials})
     else:
-        views.show_status(status)
-        terminal.say(f"Cost so far: {views.cost_text(spent)}")
+        studies.show_status(status)
+        terminal.say(f"Cost so far: {studies.cost_text(spent)}")
         if not status.finished:
             terminal.say(f"Time left with the workers at work: {terminal.duration(remaining)}")
     raise typer.Exit(0 if status.finished and status.all_valid else 1)
 
 
-@command(app, "report", "cohort report quickstart --open", "cohort report group_size kl_beta")
-def report(
-    studies: Annotated[list[str], typer.Argument(metavar="STUDY...", help="Names of studies in the runs folder.")],
-    browser: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
-    runs: Runs = RUNS,
-    tracking_uri: TrackingUri = None,
-) -> None:
-    """Write a study's report again, from the MLflow store alone; several studies of one task give one report.
-
-    That of several lies in RUNS/reports, its arms named `study: arm`.
-    """
-    files = _write_report(studies[0], runs)[1] if len(studies) == 1 else _write_joined_report(studies, runs)
-    terminal.say(files.answer)
-    terminal.say(f"Report: {files.html}")
-    if browser:
-        typer.launch(files.html.resolve().as_uri())
-
-
-def comparison(
-    algorithms: str,
-    task: str,
-    model: str,
-    seeds: str | None,
-    steps: int | None,
-    sets: Sequence[str] | None,
-    name: str | None,
-    tune: int | None = None,
-) -> StudySpec:
-    """The study that `cohort compare` runs: one arm for each algorithm and task, all else equal."""
-    from harness.spec.errors import SpecError
-    from harness.spec.raw import parse_overrides, with_overrides
-    from harness.spec.run import Optimizer
-    from harness.spec.study import parse_study
-
-    run: dict[str, Any] = {"model": model}
-    if model == "tiny":
-        run["cold_start"] = {"steps": TINY_COLD_START}
-    if steps is not None:
-        run["steps"] = steps
-    names = [word.strip() for word in algorithms.split(",")]
-    if len(set(names)) != len(names) or not all(names):
-        raise SpecError(f"--algorithms must be distinct names with commas between, as ppo,grpo, got '{algorithms}'")
-    tasks = [word.strip() for word in task.split(",")]
-    if len(set(tasks)) != len(tasks) or not all(tasks):
-        raise SpecError(f"--task must be distinct names with commas between, as gsm8k,svamp, got '{task}'")
-    run = with_overrides(run, parse_overrides(sets or ()))
-    raw: dict[str, Any] = {
-        "name": name or f"compare-{'-'.join(tasks)}",
-        "question": f"Which of {', '.join(names)} learns {' and '.join(tasks)} best from the same start with the same "
-        "rollouts?",
-        "run": run,
-        "design": "compare",
-        "compare": {"algorithms": names, "tasks": tasks},
-        "seeds": [0, 1, 2] if seeds is None else integers(seeds),
-    }
-    if tune is not None:
-        rate = Optimizer.model_validate(run.get("optimizer", {})).learning_rate
-        space = {"optimizer.learning_rate": {"low": rate / 5, "high": rate * 5, "log": True}}
-        raw["compare"]["tuning"] = {"space": space, "trials": tune, "seeds": [max(raw["seeds"]) + 1]}
-    return parse_study(raw, where="cohort compare")
-
-
 def _cluster(launcher: str, address: str | None, num_cpus: float, num_gpus: float | None) -> Cluster | None:
-    """The Ray cluster that the options name; None for the local launcher. SpecError where Ray is not installed."""
-    from harness.spec.errors import SpecError
+    """The Ray cluster that the options name; None for the local launcher. ValueError where Ray is not installed."""
     from harness.study.ray_cluster import Cluster, check_ray
 
     if launcher not in ("local", "ray"):
-        raise SpecError(f"--launcher must be local or ray, got '{launcher}'")
+        raise ValueError(f"--launcher must be local or ray, got '{launcher}'")
     if launcher == "local":
         if address is not None:
-            raise SpecError("--ray-address names a Ray cluster; add --launcher ray")
+            raise ValueError("--ray-address names a Ray cluster; add --launcher ray")
         return None
     check_ray()
     return Cluster(address, num_cpus, num_gpus)
@@ -297,79 +166,7 @@ def _show_dry_run(study: StudySpec, runs: Path, workers: int | None, storage: st
     if as_json:
         terminal.print_json({"study": study.name, "question": study.question, **document})
     else:
-        views.show_dry_run(study.name, study.question, document)
-
-
-def _run_study(
-    study: StudySpec,
-    runs: Path,
-    workers: int | None,
-    command: str,
-    as_json: bool,
-    *,
-    storage: str | None = None,
-    cluster: Cluster | None = None,
-) -> None:
-    from harness.console.progress import study_view
-    from harness.policy.device import resolve_device
-    from harness.study.runner import run_study
-
-    for arm in study.checked_arms():
-        resolve_device(arm.spec.device)
-    with study_view() as view:
-        status = run_study(
-            study,
-            runs,
-            workers=workers,
-            command=command,
-            on_status=view.update,
-            report=False,
-            storage=storage,
-            cluster=cluster,
-        )
-    if not status.finished:  # asked to stop
-        raise KeyboardInterrupt
-    record, files = _write_report(study.name, runs)
-    if len(record.trials) < len(status.trials):
-        terminal.say(
-            f"This host's MLflow store has {len(record.trials)} of {len(status.trials)} trials, and so has its report: "
-            "other hosts ran the rest. `cohort study status` shows all of them.",
-            stderr=True,
-        )
-    if as_json:
-        paths = {"report": files.html, "csv": files.csv, "markdown": files.markdown}
-        document = {"study": study.name, "answer": files.answer, **paths, "command": command}
-        terminal.print_json({**document, "counts": status.counts(), "trials": status.trials})
-    else:
-        views.show_results(record)
-        for trial in status.trials:
-            if trial.state != "complete":
-                reason = f" ({trial.reason})" if trial.reason else ""
-                terminal.say(f"{trial.arm} | seed {trial.seed}: {trial.state}{reason}")
-        terminal.say(f"\n{files.answer}\n")
-        terminal.say(f"Report: {files.html}")
-        terminal.say(f"Browse: cohort ui --runs {shlex.quote(str(runs))}")
-        terminal.say(f"Reproduce: {command}")
-    raise typer.Exit(0 if status.all_valid else 1)
-
-
-def _write_report(name: str, runs: Path) -> tuple[Any, Any]:
-    """(StudyRecord, ReportFiles) of a study; the report is logged to its MLflow run too."""
-    from harness.tracking.mlflow_studies import log_report, read_study
-
-    record = read_study(runs, name)
-    folder = runs / "studies" / name / "report"
-    files = importlib.import_module("reports.render").write_report(record, folder)
-    log_report(runs, name, folder, files.answer)
-    return record, files
-
-
-def _write_joined_report(names: Sequence[str], runs: Path) -> Any:
-    """The ReportFiles of several studies in one report; ValueError where they measure different things."""
-    from harness.tracking.mlflow_studies import read_study
-
-    record = importlib.import_module("reports.join").join([read_study(runs, name) for name in names])
-    return importlib.import_module("reports.render").write_report(record, runs / "reports" / "+".join(names))
+        studies.show_dry_run(study.name, study.question, document)
 
 
 def _load_study(name: str, sets: list[str] | None, seeds: str | None, rename: str | None = None) -> StudySpec:
@@ -377,7 +174,7 @@ def _load_study(name: str, sets: list[str] | None, seeds: str | None, rename: st
 
     overrides = list(sets or ())
     if seeds is not None:
-        overrides.append(f"seeds={json.dumps(integers(seeds))}")
+        overrides.append(f"seeds={json.dumps(options.integers(seeds))}")
     if rename is not None:
         overrides.append(f"name={json.dumps(rename)}")
     return load_study(name, overrides)
@@ -394,10 +191,3 @@ def _started_study(name: str, runs: Path, sets: list[str] | None, seeds: str | N
     return parse_study(
         {key: value for key, value in read_json(file).items() if key in StudySpec.model_fields}, str(file)
     )
-
-
-def _values(dimension: Dimension) -> str:
-    if dimension.choices is not None:
-        return ", ".join(map(str, dimension.choices))
-    step = f", step {dimension.step}" if dimension.step else ""
-    return f"{dimension.low} to {dimension.high}" + (", log" if dimension.log else step)

@@ -1,23 +1,24 @@
-"""`cohort train`, `cohort evaluate` and `cohort reward-model train`."""
+"""`cohort train` and `cohort evaluate`."""
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.cli import views
-from harness.cli.commands import app, command, reward_app
-from harness.cli.options import RUNS, DataPath, Json, Name, Runs, Sets, TrackingUri, checked_name, data_path
+from harness.cli import options
+from harness.cli.commands import app, command
+from harness.cli.views.answers import show_evaluation
 from harness.console import terminal
 
 if TYPE_CHECKING:
     from harness.runs.single import Watch
-    from harness.types import Split
+    from harness.training.run import RunResult
+
+EXIT_CODE = {"complete": 0, "stopped": 130}  # of a run; 1 for any other state
 
 
 @command(
@@ -29,32 +30,32 @@ if TYPE_CHECKING:
 )
 def train(
     spec: Annotated[Path | None, typer.Argument(metavar="SPEC.yaml", help="Run file; without it, --set alone.")] = None,
-    sets: Sets = None,
-    name: Name = None,
-    runs: Runs = RUNS,
-    tracking_uri: TrackingUri = None,
-    as_json: Json = False,
+    sets: options.Sets = None,
+    name: options.Name = None,
+    runs: options.Runs = options.RUNS,
+    tracking_uri: options.TrackingUri = None,
+    as_json: options.Json = False,
 ) -> None:
     """Train once, in RUNS/train/NAME; the same command resumes. A file with `stages` runs them one after another."""
     from harness.spec.load import load_run
 
+    options.use_store(tracking_uri)
     if spec is not None and _lists_stages(spec):
         return _train_pipeline(spec, sets, name, runs, as_json)
     run = load_run(None if spec is None else str(spec), sets or ())
-    name = checked_name(name or f"{run.task.name}-{run.algorithm.name}-seed{run.seed}-{run.digest()[:8]}")
-    from harness.runs.single import train_once
+    name = options.checked_name(name or f"{run.task.name}-{run.algorithm.name}-seed{run.seed}-{run.digest()[:8]}")
+    from harness.runs.single import train_once  # after the checks: it takes seconds
 
-    directory = runs / "train" / name
     with _watched() as watch:
         result = train_once(run, runs, name, watch)
+    directory = runs / "train" / name
     if as_json:
         terminal.print_json({"name": name, "directory": directory, **vars(result)})
     else:
         rows = [(key, terminal.quantity(key, value)) for key, value in result.summary.items()]
         terminal.show_table("", ["quantity", "value"], rows, numeric=["value"])
-        terminal.say(f"{name}: {result.state}" + (f" ({result.reason})" if result.reason else ""))
-        terminal.say(f"Files: {directory}")
-    raise typer.Exit({"complete": 0, "stopped": 130}.get(result.state, 1))
+        _say_ending(name, result, directory)
+    raise typer.Exit(EXIT_CODE.get(result.state, 1))
 
 
 @contextmanager
@@ -83,7 +84,7 @@ def _train_pipeline(spec: Path, sets: list[str] | None, name: str | None, runs: 
     from harness.runs.stages import load_pipeline, pipeline_digest
 
     stages = load_pipeline(spec, sets or ())
-    name = checked_name(name or f"{spec.stem}-{pipeline_digest(stages)[:8]}")
+    name = options.checked_name(name or f"{spec.stem}-{pipeline_digest(stages)[:8]}")
     with _watched() as watch:
         result, ended = train_pipeline(stages, runs, name, watch)
     directory = runs / "train" / name
@@ -102,9 +103,13 @@ def _train_pipeline(spec: Path, sets: list[str] | None, name: str | None, runs: 
             for s in ended
         ]
         terminal.show_table("", ["stage", "kind", "state", *keys], rows, numeric=keys)
-        terminal.say(f"{name}: {result.state}" + (f" ({result.reason})" if result.reason else ""))
-        terminal.say(f"Files: {directory}")
-    raise typer.Exit({"complete": 0, "stopped": 130}.get(result.state, 1))
+        _say_ending(name, result, directory)
+    raise typer.Exit(EXIT_CODE.get(result.state, 1))
+
+
+def _say_ending(name: str, result: RunResult, directory: Path) -> None:
+    terminal.say(f"{name}: {result.state}" + (f" ({result.reason})" if result.reason else ""))
+    terminal.say(f"Files: {directory}")
 
 
 @command(
@@ -118,13 +123,13 @@ def evaluate(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="'tiny', a Hub id, a model folder or a checkpoint.")],
     task: Annotated[str, typer.Option(help="Task by name.")],
     split: Annotated[str, typer.Option(help="train, validation or test.")] = "test",
-    path: DataPath = None,
+    path: options.DataPath = None,
     samples: Annotated[int | None, typer.Option(min=1, metavar="K", help="Samples of each problem.")] = None,
-    sets: Sets = None,
-    name: Name = None,
-    runs: Runs = RUNS,
-    tracking_uri: TrackingUri = None,
-    as_json: Json = False,
+    sets: options.Sets = None,
+    name: options.Name = None,
+    runs: options.Runs = options.RUNS,
+    tracking_uri: options.TrackingUri = None,
+    as_json: options.Json = False,
 ) -> None:
     """Measure held-out accuracy: greedy, mean of K samples, pass@k and majority of K, with 95 % intervals.
 
@@ -132,29 +137,31 @@ def evaluate(
     """
     from harness.console.progress import phase_bar
     from harness.runs.single import evaluate_once, model_folder
-    from harness.spec.errors import SpecError
     from harness.spec.load import load_run
-    from harness.types import InvalidRun, Split
+    from harness.training.evaluate import intervals
+    from harness.types import InvalidRun
 
-    if split not in get_args(Split):
-        raise SpecError(f"--split must be one of {', '.join(get_args(Split))}, got '{split}'")
+    options.use_store(tracking_uri)
+    part = options.checked_split(split)
     extra = [] if samples is None else [f"evaluation.num_samples={samples}"]
     defaults = {"model": model_folder(model), "task": task, "algorithm": "grpo"}
-    spec = load_run(None, [*(sets or ()), *data_path(path), *extra], defaults)
-    name = checked_name(name or f"{spec.task.name}-{split}-{spec.digest()[:8]}")
+    spec = load_run(None, [*(sets or ()), *options.data_path(path), *extra], defaults)
+    name = options.checked_name(name or f"{spec.task.name}-{split}-{spec.digest()[:8]}")
     try:
         with phase_bar(f"{spec.model} on {spec.task.name}") as show:
-            result = evaluate_once(spec, cast("Split", split), runs, name, show)
+            result = evaluate_once(spec, part, runs, name, show)
     except InvalidRun as error:
         terminal.fail(error)
         raise typer.Exit(1) from None
     if as_json:
-        document = {"model": model, "task": task, "split": split, "spec": spec.model_dump(mode="json")}
         terminal.print_json(
             {
-                **document,
+                "model": model,
+                "task": task,
+                "split": split,
+                "spec": spec.model_dump(mode="json"),
                 "metrics": result.metrics,
-                "intervals": views.intervals(result),
+                "intervals": intervals(result),
                 "breakdown": result.breakdown,
                 "correct_counts": result.correct_counts,
                 "samples": result.samples[:16],
@@ -162,49 +169,5 @@ def evaluate(
             }
         )
         return
-    views.show_evaluation(f"{model} on {task} ({split})", result)
+    show_evaluation(f"{model} on {task} ({split})", result)
     terminal.say(f"Files: {runs / 'evaluate' / name}")
-
-
-@command(
-    reward_app,
-    "train",
-    "cohort reward-model train runs/train/my-run --model tiny --out models/reward",
-    "cohort reward-model train runs/studies/my-study/trials/* --model runs/train/my-run --out reward --by correct",
-)
-def reward_model_train(
-    rollouts: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or files of rollouts.")],
-    model: Annotated[str, typer.Option(help="Where the fit starts: 'tiny', a Hub id, a model folder or a run.")],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="New folder for the reward model.")],
-    by: Annotated[str, typer.Option(help="What ranks completions: reward, correct, or one of the rewards.")] = "reward",
-    epochs: Annotated[int, typer.Option(min=1, metavar="N", help="Passes over the pairs.")] = 3,
-    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Prompts per optimiser step.")] = 16,
-    learning_rate: Annotated[float, typer.Option(min=0.0, metavar="RATE", help="Of AdamW, constant.")] = 1e-4,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Data order and initial head.")] = 0,
-    as_json: Json = False,
-) -> None:
-    """Fit a Bradley-Terry reward model on ranked rollouts (RLHF's second step).
-
-    Use it with --set rewards.reward_model.path=DIR.
-    """
-    from harness.console.progress import phase_bar
-    from harness.policy.bradley_terry import train_reward_model
-    from harness.runs.single import model_folder
-
-    with phase_bar("reward model") as bar:
-        fit = train_reward_model(
-            rollouts,
-            model_folder(model),
-            out,
-            by=by,
-            epochs=epochs,
-            prompts_per_batch=batch,
-            learning_rate=learning_rate,
-            seed=seed,
-            on_progress=lambda done, total: bar("fit", done, total),
-        )
-    if as_json:
-        terminal.print_json({"directory": out, **vars(fit)})
-        return
-    views.show_reward_model(fit)
-    terminal.say(f"Use it: --set rewards.reward_model.path={shlex.quote(str(out))}")

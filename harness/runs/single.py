@@ -134,19 +134,13 @@ def run_logged(
 
 def _status(name: str, seed: int, directory: Path, progress: Mapping[str, Any]) -> StudyStatus:
     """A running run as a study of one trial, for what shows studies."""
+    phase = progress["phase"] or "loading"
+    accuracy, speed, seconds = (progress.get(key) for key in ("accuracy", "tokens_per_second", "seconds"))
+    steps = {"done": progress["done"], "total": progress["total"]}
     trial = TrialStatus(
-        arm=name,
-        seed=seed,
-        state="running",
-        reason=None,
-        phase=progress["phase"] or "loading",
-        done=progress["done"],
-        total=progress["total"],
-        accuracy=progress.get("accuracy"),
-        tokens_per_second=progress.get("tokens_per_second"),
-        seconds=progress.get("seconds"),
+        name, seed, "running", None, phase, **steps, accuracy=accuracy, tokens_per_second=speed, seconds=seconds,
         directory=directory,
-    )
+    )  # fmt: skip
     return StudyStatus(name=name, question="", metric="validation/accuracy", trials=(trial,))
 
 

@@ -7,7 +7,6 @@ anything is written, and the report is written at the end.
 from __future__ import annotations
 
 import importlib
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from harness.study.status import StudyStatus
 from harness.study.storage.base import StorageUnavailable
 from harness.study.storage.open import open_storage
 from harness.study.worker import EXECUTE, MAX_WAIT_SECONDS, STORAGE, log
-from harness.tracking.mlflow_address import TRACKING_URI
+from harness.tracking.mlflow_address import TRACKING_URI, remote_uri
 from harness.tracking.mlflow_studies import close_study, log_report, log_search, open_study, read_study
 from harness.tracking.run_log import replay
 from harness.types import ENDED
@@ -118,7 +117,7 @@ def _pool(
 ) -> Iterator[Pool]:
     """The workers to be, of this machine or of a cluster. The storage's password is in no process's arguments."""
     arguments = [name, "--runs", str(plan.runs), "--parent", "{parent}", "--execute", execute]
-    environment = {STORAGE: storage or "", TRACKING_URI: os.environ.get(TRACKING_URI, "")}
+    environment = {STORAGE: storage or "", TRACKING_URI: remote_uri() or ""}
     logs = plan.folder / "logs"
     if cluster is None:
         yield WorkerPool("harness.study.worker", arguments, workers or default_workers(), logs, environment)

@@ -1,23 +1,23 @@
 """Where the MLflow store is, and what counts as an outage of it.
 
-By default the store is a file in the runs folder. COHORT_TRACKING_URI names another: `http(s)://host:port` of an
-`mlflow server`, or `postgresql://user@host/database`. Workers inherit the variable.
+By default the store is a file in the runs folder. `use` or else COHORT_TRACKING_URI names another: `http(s)://host:port`
+of an `mlflow server`, or `postgresql://user@host/database`. Worker processes get the variable.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import socket
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import NoReturn, ParamSpec, TypeVar
 from urllib.parse import SplitResult, urlsplit
+
+from tenacity import RetryCallState, retry, retry_if_exception, stop_before_delay, wait_exponential
 
 TRACKING_URI = "COHORT_TRACKING_URI"
 PATIENCE_SECONDS = 300.0  # how long a command waits for a remote store to come back
@@ -26,17 +26,24 @@ _ANSWER_SECONDS = 10.0
 _DRIVERS = {"postgresql": "psycopg2", "postgresql+psycopg2": "psycopg2", "postgresql+psycopg": "psycopg"}
 P = ParamSpec("P")
 R = TypeVar("R")
+_chosen: str | None = None
 log = logging.getLogger(__name__)
 
 
+def use(uri: str | None) -> None:
+    """Make `uri` the store of this process; None leaves the choice to COHORT_TRACKING_URI."""
+    global _chosen
+    _chosen = uri
+
+
 def tracking_uri(runs: Path) -> str:
-    """The address of the MLflow store of a runs folder. ValueError where COHORT_TRACKING_URI names none."""
+    """The address of the MLflow store of a runs folder. ValueError where the one that is named cannot be one."""
     return remote_uri() or f"sqlite:///{runs.resolve() / 'mlflow.db'}"
 
 
 def remote_uri() -> str | None:
-    """The store that COHORT_TRACKING_URI names; None where it is the file of the runs folder."""
-    uri = os.environ.get(TRACKING_URI, "").strip()
+    """The store that `use` or COHORT_TRACKING_URI names; None where it is the file of the runs folder."""
+    uri = (_chosen or os.environ.get(TRACKING_URI, "")).strip()
     if not uri:
         return None
     parts = _parts(uri)
@@ -78,7 +85,7 @@ def store_name(runs: Path) -> str:
 
 
 def check_remote() -> None:
-    """ValueError where COHORT_TRACKING_URI names a store that does not answer now."""
+    """ValueError where the remote store, if there is one, does not answer now."""
     uri = remote_uri()
     if uri is None:
         return
@@ -90,7 +97,7 @@ def check_remote() -> None:
         )
 
 
-def is_outage(error: Exception) -> bool:
+def is_outage(error: BaseException) -> bool:
     """Whether an error says that the store is out of reach, not that it refuses what it is given."""
     from mlflow.exceptions import MlflowException
 
@@ -105,27 +112,25 @@ def patient(function: Callable[P, R]) -> Callable[P, R]:
 
     ConnectionError where it stays so. The function must bear to be repeated.
     """
+    return retry(
+        retry=retry_if_exception(lambda error: remote_uri() is not None and is_outage(error)),
+        wait=wait_exponential(FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS),
+        stop=stop_before_delay(PATIENCE_SECONDS),
+        before_sleep=_say_waiting,
+        retry_error_callback=_give_up,
+    )(function)
 
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        uri = remote_uri()
-        began, wait = time.monotonic(), FIRST_WAIT_SECONDS
-        while True:
-            try:
-                return function(*args, **kwargs)
-            except Exception as error:
-                if uri is None or not is_outage(error):
-                    raise
-                if time.monotonic() - began + wait > PATIENCE_SECONDS:
-                    raise ConnectionError(
-                        f"the MLflow store at {shown(uri)} did not answer for {PATIENCE_SECONDS:.0f} s; everything is "
-                        "in the runs folder: the same command copies it when the store is back"
-                    ) from error
-                log.warning("the MLflow store at %s does not answer; trying again in %.0f s", shown(uri), wait)
-            time.sleep(wait)
-            wait = min(2 * wait, LONGEST_WAIT_SECONDS)
 
-    return call
+def _say_waiting(call: RetryCallState) -> None:
+    wait = call.upcoming_sleep
+    log.warning("the MLflow store at %s does not answer; trying again in %.0f s", shown(remote_uri() or ""), wait)
+
+
+def _give_up(call: RetryCallState) -> NoReturn:
+    raise ConnectionError(
+        f"the MLflow store at {shown(remote_uri() or '')} did not answer for {PATIENCE_SECONDS:.0f} s; everything is "
+        "in the runs folder: the same command copies it when the store is back"
+    ) from (call.outcome.exception() if call.outcome else None)
 
 
 def _parts(uri: str) -> SplitResult | None:

@@ -202,31 +202,15 @@ def _table_view(metric: str) -> dict[str, Any]:
     """
     columns = [metric, f"{SUMMARY}test_accuracy", "train/generated_tokens"]
     return {
-        "searchFilter": "",
-        "orderByKey": f"metrics.`{metric}`",
-        "orderByAsc": False,
-        "startTime": "ALL",
-        "lifecycleFilter": "Active",
-        "datasetsFilter": [],
-        "modelVersionFilter": "All Runs",
-        "selectedColumns": [f"metrics.`{column}`" for column in dict.fromkeys(columns)],
-        "columnOrder": [],
-        "columnWidths": {},
-        "runsExpanded": {},
-        "runsPinned": [],
-        "runsHidden": [],
-        "runsVisibilityMap": {},
-        "runsHiddenMode": "FIRST_10_RUNS",
-        "viewMaximized": False,
-        "runListHidden": False,
-        "isAccordionReordered": False,
-        "useGroupedValuesInCharts": True,
-        "hideEmptyCharts": True,
-        "groupBy": None,
-        "groupsExpanded": {},
-        "autoRefreshEnabled": True,
+        "searchFilter": "", "orderByKey": f"metrics.`{metric}`", "orderByAsc": False, "startTime": "ALL",
+        "lifecycleFilter": "Active", "datasetsFilter": [], "modelVersionFilter": "All Runs",
+        "selectedColumns": [f"metrics.`{column}`" for column in dict.fromkeys(columns)], "columnOrder": [],
+        "columnWidths": {}, "runsExpanded": {}, "runsPinned": [], "runsHidden": [], "runsVisibilityMap": {},
+        "runsHiddenMode": "FIRST_10_RUNS", "viewMaximized": False, "runListHidden": False,
+        "isAccordionReordered": False, "useGroupedValuesInCharts": True, "hideEmptyCharts": True, "groupBy": None,
+        "groupsExpanded": {}, "autoRefreshEnabled": True,
         "globalLineChartConfig": {"xAxisKey": "step", "lineSmoothness": 0, "selectedXAxisMetricKey": ""},
-    }
+    }  # fmt: skip
 
 
 def _study_run_file(runs: Path, name: str) -> Path:

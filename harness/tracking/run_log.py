@@ -23,31 +23,15 @@ from typing import IO, TYPE_CHECKING, Any, Self
 
 from harness.files import read_json, write_json, write_text
 from harness.tracking.events import EVENTS, event_line, read_events
-from harness.tracking.mlflow_address import patient, server_address, tracking_uri
+from harness.tracking.mlflow_address import patient
 from harness.tracking.mlflow_copy import Copier, Identity
-from harness.tracking.mlflow_store import SYSTEM, check_runs_folder, connect, search_runs
-from harness.tracking.mlflow_studies import (
-    close_study,
-    list_studies,
-    log_report,
-    log_search,
-    open_study,
-    read_study,
-    study_run_id,
-    study_url,
-)
-from harness.tracking.mlflow_ui import UIServer, check_port, serve_ui
+from harness.tracking.mlflow_store import SYSTEM
 from harness.types import SampleRow, TrialState
 
 if TYPE_CHECKING:
     from harness.spec.run import RunSpec
 
 
-__all__ = [
-    "RunLog", "UIServer", "check_port", "check_runs_folder", "close_study", "connect", "list_studies", "log_report",
-    "log_search", "open_study", "read_progress", "read_result", "read_study", "replay", "search_runs", "serve_ui",
-    "server_address", "study_run_id", "study_url", "tracking_uri",
-]  # fmt: skip
 FLUSH_STEPS = 20
 PROGRESS_SECONDS = 0.25
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from statistics import NormalDist
 
 import numpy as np
 
@@ -107,6 +108,25 @@ def sample_metrics(graded: Sequence[GradedGroup]) -> dict[str, float]:
         "num_prompts": float(len(graded)),
         "num_samples": float(k),
     }
+
+
+def intervals(result: EvaluationResult) -> dict[str, tuple[float, float]]:
+    """The 95 % interval of each accuracy of an evaluation; its problems are the sample."""
+    keys = ["greedy_accuracy", "accuracy", *(key for key in result.metrics if "_at_" in key)]
+    count = int(result.metrics["num_prompts"])
+    return {key: wilson_interval(result.metrics[key], count) for key in keys}
+
+
+def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
+    """The 95 % interval of a proportion observed on `count` problems (Wilson 1927, eq. for the score interval).
+
+    For a mean of values in [0, 1] that are not all 0 or 1 it is wider than needed, never narrower. SciPy's takes whole
+    numbers of successes only.
+    """
+    z2 = NormalDist().inv_cdf(0.975) ** 2
+    centre = (fraction + z2 / (2 * count)) / (1 + z2 / count)
+    spread = math.sqrt(z2 * (fraction * (1 - fraction) / count + z2 / (4 * count**2))) / (1 + z2 / count)
+    return max(0.0, centre - spread), min(1.0, centre + spread)
 
 
 def majority_correct(group: GradedGroup) -> float:

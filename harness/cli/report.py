@@ -1,0 +1,42 @@
+"""`cohort report`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from harness.cli.commands import app, command
+from harness.cli.options import RUNS, Runs, TrackingUri, use_store
+from harness.cli.study_outcome import write_report
+from harness.console import terminal
+
+
+@command(app, "report", "cohort report quickstart --open", "cohort report group_size kl_beta")
+def report(
+    studies: Annotated[list[str], typer.Argument(metavar="STUDY...", help="Names of studies in the runs folder.")],
+    browser: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
+    runs: Runs = RUNS,
+    tracking_uri: TrackingUri = None,
+) -> None:
+    """Write a study's report again, from the MLflow store alone; several studies of one task give one report.
+
+    That of several lies in RUNS/reports, its arms named `study: arm`.
+    """
+    use_store(tracking_uri)
+    files = write_report(studies[0], runs)[1] if len(studies) == 1 else _write_joined_report(studies, runs)
+    terminal.say(files.answer)
+    terminal.say(f"Report: {files.html}")
+    if browser:
+        typer.launch(files.html.resolve().as_uri())
+
+
+def _write_joined_report(names: Sequence[str], runs: Path) -> Any:
+    """The ReportFiles of several studies in one report; ValueError where they measure different things."""
+    from harness.tracking.mlflow_studies import read_study
+
+    record = importlib.import_module("reports.join").join([read_study(runs, name) for name in names])
+    return importlib.import_module("reports.render").write_report(record, runs / "reports" / "+".join(names))

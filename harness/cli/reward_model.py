@@ -1,0 +1,73 @@
+"""`cohort reward-model train`."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from harness.cli.commands import command, reward_app
+from harness.cli.options import Json
+from harness.console import terminal
+
+if TYPE_CHECKING:
+    from harness.policy.bradley_terry import RewardModelFit
+
+
+@command(
+    reward_app,
+    "train",
+    "cohort reward-model train runs/train/my-run --model tiny --out models/reward",
+    "cohort reward-model train runs/studies/my-study/trials/* --model runs/train/my-run --out reward --by correct",
+)
+def reward_model_train(
+    rollouts: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or files of rollouts.")],
+    model: Annotated[str, typer.Option(help="Where the fit starts: 'tiny', a Hub id, a model folder or a run.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="New folder for the reward model.")],
+    by: Annotated[str, typer.Option(help="What ranks completions: reward, correct, or one of the rewards.")] = "reward",
+    epochs: Annotated[int, typer.Option(min=1, metavar="N", help="Passes over the pairs.")] = 3,
+    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Prompts per optimiser step.")] = 16,
+    learning_rate: Annotated[float, typer.Option(min=0.0, metavar="RATE", help="Of AdamW, constant.")] = 1e-4,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Data order and initial head.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Fit a Bradley-Terry reward model on ranked rollouts (RLHF's second step).
+
+    Use it with --set rewards.reward_model.path=DIR.
+    """
+    from harness.console.progress import phase_bar
+    from harness.policy.bradley_terry import train_reward_model
+    from harness.runs.single import model_folder
+
+    with phase_bar("reward model") as bar:
+        fit = train_reward_model(
+            rollouts,
+            model_folder(model),
+            out,
+            by=by,
+            epochs=epochs,
+            prompts_per_batch=batch,
+            learning_rate=learning_rate,
+            seed=seed,
+            on_progress=lambda done, total: bar("fit", done, total),
+        )
+    if as_json:
+        terminal.print_json({"directory": out, **vars(fit)})
+        return
+    _show(fit)
+    terminal.say(f"Use it: --set rewards.reward_model.path={shlex.quote(str(out))}")
+
+
+def _show(fit: RewardModelFit) -> None:
+    """What a reward model was fitted on, and how often it ranks a pair rightly."""
+    rows = [
+        ["fitted", f"{fit.num_prompts:,}", f"{fit.num_pairs:,}", terminal.percent(fit.accuracy)],
+        ["held out", f"{fit.held_out_prompts:,}", f"{fit.held_out_pairs:,}", terminal.percent(fit.held_out_accuracy)],
+    ]
+    headers = ["prompts", "number", "pairs", "ranked rightly"]
+    terminal.show_table("Bradley-Terry reward model", headers, rows, numeric=headers[1:])
+    terminal.say(
+        f"{fit.dropped_prompts:,} groups of rollouts rank nothing and were left out; last mean loss {fit.loss:.4f}"
+    )

@@ -1,0 +1,68 @@
+"""`cohort ui`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from harness.cli.commands import app, command
+from harness.cli.options import RUNS, Runs, TrackingUri, use_store
+from harness.console import terminal
+
+
+@command(app, "ui", "cohort ui", "cohort ui --port 5001 --open")
+def ui(
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1.")] = 5000,
+    browser: Annotated[bool, typer.Option("--open", help="Open the newest study's page in a browser.")] = False,
+    runs: Runs = RUNS,
+    tracking_uri: TrackingUri = None,
+) -> None:
+    """Serve the MLflow pages of the runs folder on 127.0.0.1 until Ctrl-C.
+
+    With --tracking-uri of an MLflow server, show the addresses of its pages instead: it serves them itself.
+    """
+    from harness.stop import stop_on_signals
+
+    use_store(tracking_uri)
+    with stop_on_signals() as should_stop:  # a flag: an exception that a signal raises is lost in a library's callback
+        ending = _serve_pages(runs, port, browser, should_stop)
+    if ending is not None and not should_stop():
+        terminal.fail(ending)
+        raise typer.Exit(1)
+
+
+def _serve_pages(runs: Path, port: int, browser: bool, should_stop: Callable[[], bool]) -> str | None:
+    """Serve the pages until `should_stop()`; why they ended before, or None."""
+    from harness.tracking.mlflow_address import server_address
+    from harness.tracking.mlflow_ui import serve_ui
+
+    address = server_address()
+    if address is not None:
+        _show_pages(runs, address, browser, lambda: False)
+        return None
+    try:
+        with serve_ui(runs, port, should_stop=should_stop) as server:
+            terminal.say(f"MLflow: {server.url} (Ctrl-C ends it)")
+            _show_pages(runs, server.address, browser, should_stop)
+            return f"the MLflow server ended by itself with status {server.wait(should_stop)}"
+    except KeyboardInterrupt:
+        return None
+    except RuntimeError as error:
+        return str(error)
+
+
+def _show_pages(runs: Path, address: str, browser: bool, should_stop: Callable[[], bool]) -> None:
+    """Print the page of every study, the newest last, and open that one (without a study: the start page)."""
+    from harness.tracking.mlflow_studies import list_studies, study_url
+
+    page = address
+    for name in list_studies(runs, by="start"):
+        if should_stop():
+            return
+        page = study_url(runs, name, address)
+        terminal.say(f"{name}: {page}")
+    if browser:
+        typer.launch(page)

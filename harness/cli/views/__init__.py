@@ -1,0 +1,1 @@
+"""What a terminal shows of results: one file per subject."""

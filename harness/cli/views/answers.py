@@ -1,0 +1,105 @@
+"""Problems and completions on a terminal: tasks, evaluations, grades, samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from harness.console.terminal import percent, say, show_table
+
+if TYPE_CHECKING:
+    from harness.cli.regrade import Regraded
+    from harness.types import EvaluationResult, SampleRow
+
+SHOWN_CHARACTERS = 400
+
+
+def show_evaluation(title: str, result: EvaluationResult) -> None:
+    """Held-out accuracies with their intervals, then a few of the completions."""
+    from harness.training.evaluate import intervals, wilson_interval
+
+    metrics, count = result.metrics, int(result.metrics["num_prompts"])
+    names = {"greedy_accuracy": "greedy", "accuracy": f"mean@{int(metrics['num_samples'])}"}
+    rows = [
+        [names.get(key, key.replace("_at_", "@")), percent(metrics[key]), f"{percent(low)} to {percent(high)}"]
+        for key, (low, high) in intervals(result).items()
+    ]
+    show_table(f"{title}, {count:,} problems", ["measure", "accuracy", "95 % interval"], rows, numeric=["accuracy"])
+    say(
+        f"answered {percent(metrics['answered'])}, answer format {percent(metrics['format'])}, "
+        f"cut at the token limit {percent(metrics['truncated'])}, {metrics['num_tokens']:.1f} tokens per completion"
+    )
+    for tag, parts in result.breakdown.items():
+        headers = [tag, "problems", "greedy", names["accuracy"], "95 % interval"]
+        rows = []
+        for value, part in parts.items():
+            count = int(part["num_prompts"])
+            low, high = wilson_interval(part["accuracy"], count)
+            accuracies = [percent(part["greedy_accuracy"]), percent(part["accuracy"])]
+            rows.append([value, f"{count:,}", *accuracies, f"{percent(low)} to {percent(high)}"])
+        show_table("", headers, rows, numeric=headers[1:4])
+    show_samples(result.samples[:3])
+
+
+def show_grades(title: str, result: Regraded, count: int) -> None:
+    """A summary per grader, then the first verdicts, those on which graders disagree before the others."""
+    labelled = any(summary.agreement is not None for summary in result.summaries.values())
+    compared = ["agrees with labels", "wrongly right", "wrongly wrong"] if labelled else []
+    headers = ["grader", "correct", "answered", *compared, "rows/s"]
+    rows = []
+    for name, s in result.summaries.items():
+        against = [percent(s.agreement), s.false_positives, s.false_negatives] if labelled else []
+        rows.append([name, percent(s.correct), percent(s.answered), *against, f"{s.rows_per_second:,.0f}"])
+    show_table(f"{title}: {len(result.verdicts):,} rows", headers, rows, numeric=headers[1:])
+    graders = list(result.summaries)
+    if len(graders) > 1:
+        say(f"Graders disagree on {len(result.disagreements):,} of {len(result.verdicts):,} rows.")
+    suspicious = set(result.disagreements)
+    wrong = {v.row for v in result.verdicts if v.label is not None and set(v.correct.values()) != {v.label}}
+    order = sorted(result.verdicts, key=lambda v: (v.row not in suspicious, v.row not in wrong, v.row))
+    cells = [
+        [v.row, _shortened(v.gold), "" if v.label is None else _yes(v.label)]
+        + [part for g in graders for part in (_shortened(v.answers[g] or "-"), _yes(v.correct[g]))]
+        for v in order[:count]
+    ]
+    columns = [part for g in graders for part in (f"{g} answer", f"{g} right")]
+    if cells:
+        show_table("Verdicts", ["row", "gold", "label", *columns], cells, numeric=["row"])
+    if len(order) > count:
+        say(f"{len(order) - count:,} more rows; --show N or --json shows them")
+
+
+def show_task(document: Mapping[str, Any]) -> None:
+    """A task's settings, sizes, problems and one worked solution, line breaks kept."""
+    show_table(
+        f"Task {document['task']}", ["setting", "value"], [(k, repr(v)) for k, v in document["settings"].items()]
+    )
+    show_table("", ["split", "problems"], list(document["sizes"].items()))
+    say(f"Completion limit: {document['max_completion_tokens']} tokens")
+    if document["skipped_rows"]:
+        say(f"Bad rows skipped in the {document['split']} split: {document['skipped_rows']:,}", style="yellow")
+    for number, problem in enumerate(document["problems"], start=1):
+        tokens = f", {problem['prompt_tokens']} tokens" if "prompt_tokens" in problem else ""
+        tags = "".join(f", {name} {value}" for name, value in problem["tags"].items())
+        say(f"\nProblem {number} ({document['split']}{tags}{tokens})", style="bold")
+        say(_shortened(problem["prompt"], 4000))
+        say(f"gold: {problem['gold']}", style="green")
+    if document["worked_solution"]:
+        say("\nA worked solution (cold start)", style="bold")
+        say(document["worked_solution"]["prompt"] + document["worked_solution"]["completion"])
+
+
+def show_samples(rows: Sequence[SampleRow]) -> None:
+    """Completions as a model wrote them, shortened and harmless."""
+    cells = [
+        (_shortened(r.prompt), _shortened(r.completion), r.answer, r.gold, "yes" if r.correct else "no") for r in rows
+    ]
+    show_table("Samples", ["prompt", "completion", "answer", "gold", "correct"], cells)
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _shortened(text: str, limit: int = SHOWN_CHARACTERS) -> str:
+    return text if len(text) <= limit else text[:limit] + " ..."

@@ -1,0 +1,110 @@
+"""Studies on a terminal: plan, status, accuracies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from harness.console.terminal import duration, mebibytes, percent, say, show_table, state_text
+
+if TYPE_CHECKING:
+    from harness.spec.study import Dimension, StudySpec
+    from harness.study.status import StudyStatus
+    from harness.types import StudyRecord
+
+
+def show_study(study: StudySpec, arms: Sequence[Mapping[str, Any]], trials: int, rollouts: int) -> None:
+    """A study's question, searches, arms, base run and budget."""
+    say(f"{study.name}: {' '.join(study.question.split())}\n")
+    for plan in study.searches():
+        search = plan.search
+        rows = [(path, _values(dimension)) for path, dimension in search.space.items()]
+        title = f"{plan.name or 'search'}: {search.sampler}, {search.trials} arms, pruner {search.pruner}"
+        show_table(title, ["searched", "values"], rows)
+    if arms:
+        rows = [(arm["arm"], _changes(arm), arm["steps"], f"{arm['rollouts']:,}") for arm in arms]
+        headers = ["arm", "what it changes", "steps", "rollouts per trial"]
+        show_table("", headers, rows, numeric=headers[2:])
+    say(f"\nBase run: {json.dumps(study.run)}")
+    baseline = study.baseline or next(iter(study.arm_labels()), "none beforehand")
+    say(f"Metric: {study.metric}. Baseline: {baseline}. Design: {study.design}.")
+    product = f"arms x seeds = {len(arms)} x {len(study.seeds)} = " if arms else "at most "
+    say(f"Budget: {product}{trials} trials; {rollouts:,} training rollouts.")
+
+
+def show_results(record: StudyRecord) -> None:
+    """Accuracy of each arm: the mean over its complete seeds, with the lowest and highest seed."""
+    keys = ("accuracy_initial", "accuracy_final", "test_accuracy")
+    headers = ["arm", "valid seeds", "validation, start", "validation, end", "test"]
+    rows = []
+    for arm in record.arms:
+        trials = [t for t in record.trials if t.arm == arm and t.state == "complete"]
+        label = f"{arm} (baseline)" if arm == record.baseline else arm
+        accuracies = [_over_seeds([t.summary[key] for t in trials if key in t.summary]) for key in keys]
+        rows.append([label, f"{len(trials)}/{len(record.seeds)}", *accuracies])
+    show_table("Accuracy: mean (lowest-highest seed)", headers, rows, numeric=headers[1:])
+
+
+def show_status(status: StudyStatus) -> None:
+    """What each trial of a study has reached."""
+    headers = ["arm", "seed", "state", "phase", "done", "accuracy", "time", "note"]
+    rows = []
+    for t in status.trials:
+        done = f"{t.done}/{t.total}" if t.total else ""
+        rows.append(
+            [t.arm, t.seed, state_text(t.state), t.phase, done, percent(t.accuracy), duration(t.seconds), t.reason]
+        )
+    show_table(f"{status.name}: {status.question}", headers, rows, numeric=["seed", "done", "accuracy", "time"])
+    counts = {**status.counts(), "to come": status.to_come}
+    say(", ".join(f"{count} {state}" for state, count in counts.items() if count))
+
+
+def cost_text(cost: Mapping[str, float]) -> str:
+    """Time of trials and of GPUs, and generated tokens, in one line."""
+    gpu = f", {duration(cost['gpu_seconds'])} of them with a GPU" if cost["gpu_seconds"] else ""
+    return f"{duration(cost['trial_seconds'])} of trials{gpu}; {cost['generated_tokens']:,.0f} tokens in ended trials"
+
+
+def show_dry_run(name: str, question: str, document: Mapping[str, Any]) -> None:
+    """What a study would do and need, as `harness.study.runner.dry_run` says it."""
+    memory = document["memory"]
+    rows = []
+    for arm in document["arms"]:
+        needed = memory.get(arm["arm"], {}).get("peak_bytes")
+        size = "-" if needed is None else mebibytes(needed)
+        counts = [arm["trials"], arm["steps"], f"{arm['rollouts']:,}", f"{arm['generated_tokens_bound']:,}"]
+        rows.append([arm["arm"], _changes(arm), *counts, size, duration(arm["seconds"])])
+    headers = ["arm", "what it changes", "trials", "steps", "rollouts", "tokens, at most", "memory, MiB", "time"]
+    show_table(f"{name}: {' '.join(question.split())}", headers, rows, numeric=headers[2:])
+    trials, tokens = document["trials"], document["generated_tokens_bound"]
+    say(
+        f"{trials} trials with seeds {document['seeds']}: {document['steps']:,} steps, "
+        f"{document['rollouts']:,} rollouts, at most {tokens:,} generated tokens of training."
+    )
+    if document["seconds"] is None:
+        say("Time: unknown, for this runs folder has no complete trial of the same shape for every arm.")
+    else:
+        took, workers = duration(document["seconds"]), document["workers"]
+        say(f"Time: about {took} with {workers} workers, from {document['measured']} trials of the same shape.")
+    for words in document["not_checked"]:
+        say(f"Not checked here: {words}")
+    say("Nothing was run or written.")
+
+
+def _changes(arm: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in arm["overrides"].items()) or "the base run"
+
+
+def _values(dimension: Dimension) -> str:
+    if dimension.choices is not None:
+        return ", ".join(map(str, dimension.choices))
+    step = f", step {dimension.step}" if dimension.step else ""
+    return f"{dimension.low} to {dimension.high}" + (", log" if dimension.log else step)
+
+
+def _over_seeds(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    mean = percent(sum(values) / len(values))
+    return mean if len(values) == 1 else f"{mean} ({100 * min(values):.1f}-{100 * max(values):.1f})"
