@@ -1,5 +1,8 @@
 """The built-in model and tokenizer, and clear errors for folders that are no model."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -114,3 +117,11 @@ def test_a_hub_id_is_left_to_the_loader():
 def test_cuda_is_refused_where_there_is_none():
     with pytest.raises(ValueError, match="device=cpu"):
         resolve_device("cuda")
+
+
+def test_a_model_is_made_without_scikit_learn_which_stays_available():
+    code = (
+        "import sys; from harness.policy.model import tiny_model; tiny_model(0); assert 'sklearn' not in sys.modules;"
+        "from transformers.utils import is_sklearn_available; assert is_sklearn_available()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -44,6 +44,16 @@ def test_rows_that_end_early_leave_the_batch_without_disturbing_the_others():
         assert [r.token_ids for r in alone.rollouts] == [r.token_ids for r in groups[i].rollouts]
 
 
+def test_without_end_tokens_every_completion_reaches_its_limit():
+    engine = make_engine()
+    with torch.no_grad():
+        engine.policy.get_input_embeddings().weight[1] = engine.policy.get_input_embeddings().weight.mean(0) * 40
+    endless = TransformersEngine(engine.settings, engine.policy, engine.tokenizer, end_ids=())
+    groups = endless.generate(PROMPTS, 4, Sampling(max_tokens=20), seed=0, step=0)
+    assert {len(r.token_ids) for g in groups for r in g.rollouts} == {20}
+    assert {r.finish_reason for g in groups for r in g.rollouts} == {"length"}
+
+
 def test_chunks_of_the_decode_batch_do_not_change_the_rollouts():
     sampling = Sampling(max_tokens=8)
     whole = make_engine().generate(PROMPTS, 4, sampling, seed=0, step=0)

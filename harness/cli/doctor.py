@@ -166,7 +166,8 @@ def _estimate(run: str, sets: Sequence[str], as_json: bool) -> None:
     from harness.spec.load import runs_of
 
     found = [
-        {"run": label, "algorithm": spec.algorithm.name, **judge(spec)} for label, spec in runs_of(run, sets).items()
+        {"run": label, "algorithm": spec.algorithm.name, **judge(spec).as_json()}
+        for label, spec in runs_of(run, sets).items()
     ]
     if as_json:
         terminal.print_json(found)

@@ -32,7 +32,7 @@ from harness.spec.run import RunSpec, parse_run
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from harness.types import Prompt
+    from harness.types import Prompt, SampleRow
 
 
 # Public configurations, written down here so that nothing is downloaded; all tie the head to the embeddings.
@@ -185,25 +185,31 @@ def _measure_here(folder: Path) -> None:
 
 def _train_here(spec: RunSpec, prompts: Sequence[Prompt], folder: Path) -> list[dict[str, float]]:
     """The metrics of the run's steps; no token ends a completion, so that all are equally long."""
+    from harness.engines.transformers import TransformersEngine
     from harness.training.run import prepare
     from harness.training.step import train_step
 
-    log: Any = _NoLog()
-    run, _ = prepare(spec, folder, log, folder, lambda: False)
-    engine: Any = run.engine
-    engine.end_ids = torch.empty(0, dtype=torch.int64)
+    run, _ = prepare(spec, folder, _NoLog(), folder, lambda: False)
+    if isinstance(run.engine, TransformersEngine):
+        run.engine = TransformersEngine(run.engine.settings, run.learner.policy, run.tokenizer, end_ids=())
     try:
         return [train_step(run, prompts, step)[0] for step in range(spec.steps)]
     finally:
-        engine.close()
+        run.engine.close()
 
 
 class _NoLog:
     """A RunLogger that forgets."""
 
-    def resume(self, *_: Any) -> None: ...
+    def resume(self, step: int) -> None: ...
 
-    progress = metrics = samples = per_problem = resume
+    def progress(self, phase: str, done: int, total: int) -> None: ...
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def samples(self, rows: Sequence[SampleRow]) -> None: ...
+
+    def per_problem(self, fractions: Mapping[str, float]) -> None: ...
 
 
 def as_documents(results: Sequence[Measured]) -> list[dict[str, Any]]:

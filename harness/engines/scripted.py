@@ -35,11 +35,13 @@ class ScriptedEngine(RolloutEngine):
     def generate(
         self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, *, seed: int, step: int
     ) -> list[Group]:
+        limit = sampling.max_tokens
+        assert limit is not None
         return [
             Group(
                 prompt,
                 tuple(encode_prompt(self.tokenizer, prompt.text)),
-                tuple(self._rollout(self.script(prompt, i), sampling.max_tokens or 0) for i in range(group_size)),
+                tuple(self._rollout(self.script(prompt, i), limit) for i in range(group_size)),
             )
             for prompt in prompts
         ]

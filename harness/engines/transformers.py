@@ -39,11 +39,19 @@ class TransformersEngine(RolloutEngine):
             default=512, ge=1, description="completions decoded at once; memory only, no effect"
         )
 
-    def __init__(self, settings: Settings, policy: nn.Module, tokenizer: PreTrainedTokenizerBase):
+    def __init__(
+        self,
+        settings: Settings,
+        policy: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        end_ids: Sequence[int] | None = None,
+    ):
+        """`end_ids` are the tokens that end a completion, by default the model's own."""
         self.settings = settings
         self.policy = policy
         self.tokenizer = tokenizer
-        self.end_ids = torch.tensor(end_token_ids(policy, tokenizer))
+        ends = end_token_ids(policy, tokenizer) if end_ids is None else end_ids
+        self.end_ids = torch.tensor(ends, dtype=torch.int64)
         self.prompt_tokens: dict[str, tuple[int, ...]] = {}
 
     def generate(
@@ -70,7 +78,7 @@ class TransformersEngine(RolloutEngine):
     def _generate(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, noise: Tensor) -> list[Group]:
         device = next(self.policy.parameters()).device
         encoded = [self._encode(prompt) for prompt in prompts]
-        limit = sampling.max_tokens or 0
+        limit = noise.shape[1]
         rows = len(prompts) * group_size
         tokens = torch.zeros(limit, rows, dtype=torch.int64, device=device)  # what follows a row's end is cut off below
         logprobs = torch.zeros(limit, rows, device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,9 +11,7 @@ import torch
 from harness.memory.estimate import estimate_run, peak_bytes
 from harness.memory.usage import GIB, device_bytes
 from harness.policy.device import resolve_device
-from harness.policy.model import (
-    check_model,
-)
+from harness.policy.model import check_model
 from harness.spec.errors import SpecError
 from harness.spec.run import RunSpec
 
@@ -31,7 +30,8 @@ def check_fits(
 
     `spec` leaves out of the advice what the run does already.
     """
-    needed, available = copies * peak_bytes(components), device_bytes(device)
+    needed = copies * peak_bytes(components)
+    available = device_bytes(device)
     if needed <= available:
         return
     has = f"the GPU has {gib(available)}" if device.type == "cuda" else f"this machine has {gib(available)} free"
@@ -49,19 +49,35 @@ def gib(size: int) -> str:
     return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.0f} MiB"
 
 
-def judge(spec: RunSpec) -> dict[str, Any]:
-    """JSON of what a run needs and whether it fits: `components`, `peak_bytes`, `device_bytes`, `problem`."""
+@dataclass(frozen=True)
+class Fit:
+    """What a run needs, component by component (None: cannot be told), and why it cannot fit or cannot be told."""
+
+    components: dict[str, int] | None
+    device_bytes: int
+    problem: str | None
+
+    def as_json(self) -> dict[str, Any]:
+        peak = None if self.components is None else peak_bytes(self.components)
+        return {
+            "components": self.components,
+            "peak_bytes": peak,
+            "device_bytes": self.device_bytes,
+            "problem": self.problem,
+        }
+
+
+def judge(spec: RunSpec) -> Fit:
+    """What a run needs on this machine; ValueError for a model folder that cannot be used."""
     check_model(spec.model)
     device = resolve_device(spec.device)
     components, problem = estimate_run(spec)
-    if components is None:
-        return {"components": None, "peak_bytes": None, "device_bytes": device_bytes(device), "problem": problem}
-    try:
-        check_fits(components, device, spec)
-    except SpecError as error:
-        problem = str(error)
-    peak = peak_bytes(components)
-    return {"components": components, "peak_bytes": peak, "device_bytes": device_bytes(device), "problem": problem}
+    if components is not None:
+        try:
+            check_fits(components, device, spec)
+        except SpecError as error:
+            problem = str(error)
+    return Fit(components, device_bytes(device), problem)
 
 
 def _large(components: Mapping[str, int]) -> list[tuple[str, int]]:

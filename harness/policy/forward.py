@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from harness.policy.fused_llama import Fused
 
 
+CHUNK = 4096  # completion tokens that go through the language-model head at once
+
+
 def microbatch_tokens(settings: Optimizer, device: torch.device) -> int:
     """Padded tokens in one forward pass: short passes stay in a processor's caches, long ones fill a GPU."""
     return settings.tokens_per_microbatch or (8192 if device.type == "cuda" else 1024)
@@ -48,7 +51,7 @@ def token_logprobs(
     prompts: PromptStates | None = None,
     hidden: Tensor | None = None,
     entropy_gradient: bool = False,
-    chunk: int = 4096,
+    chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """(log-probs, entropies), both [B, T] nats, at least float32: of the tokens in `mask_BT`, and 0 elsewhere.
 
@@ -59,15 +62,30 @@ def token_logprobs(
     """
     hidden = completion_states(model, tokens_BT, mask_BT, prompts) if hidden is None else hidden
     targets = tokens_BT[:, 1:][mask_BT[:, 1:]]
+    found = state_logprobs(model, hidden, targets, temperature, entropy_gradient=entropy_gradient, chunk=chunk)
+    logprobs, entropies = (_scatter(values, mask_BT) for values in found)
+    return logprobs, entropies
+
+
+def state_logprobs(
+    model: nn.Module,
+    hidden_NH: Tensor,
+    targets_N: Tensor,
+    temperature: float,
+    *,
+    entropy_gradient: bool = False,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """(log-probs, entropies), both [N]: of the tokens that follow the states, as `token_logprobs` has them."""
     head = model.get_output_embeddings()  # pyright: ignore
     logprobs, entropies = [], []
-    for part, target in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+    for part, target in zip(hidden_NH.split(chunk), targets_N.split(chunk), strict=True):
         logits = _at_least_float32(head(part)) / (temperature or 1.0)
         all_logprobs = F.log_softmax(logits, dim=-1)
         logprobs.append(all_logprobs.gather(-1, target[:, None])[:, 0])
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropies.append(-(all_logprobs.exp() * all_logprobs).sum(-1))
-    return _scatter(logprobs, mask_BT), _scatter(entropies, mask_BT)
+    return torch.cat(logprobs), torch.cat(entropies)
 
 
 @dataclass
@@ -191,13 +209,12 @@ def token_values(backbone: nn.Module, head: nn.Linear, tokens_BT: Tensor, mask_B
 
 def state_values(head: nn.Linear, hidden: Tensor, mask_BT: Tensor) -> Tensor:
     """[B, T], at least float32: the values of `hidden`, the states [N, H] of the N tokens in `mask_BT`, 0 elsewhere."""
-    return _scatter([_at_least_float32(head(hidden.to(head.weight.dtype)))[:, 0]], mask_BT)
+    return _scatter(_at_least_float32(head(hidden.to(head.weight.dtype)))[:, 0], mask_BT)
 
 
 def _at_least_float32(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _scatter(parts: list[Tensor], mask_BT: Tensor) -> Tensor:
-    flat = torch.cat(parts)
+def _scatter(flat: Tensor, mask_BT: Tensor) -> Tensor:
     return torch.zeros(mask_BT.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask_BT, flat)

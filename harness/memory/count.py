@@ -1,0 +1,224 @@
+"""What a run's models hold and what one pass keeps for its backward pass, counted on models without storage.
+
+The pass runs on PyTorch's fake tensors, which have shape, type and device and no numbers; autograd's hooks see every
+tensor that it saves. Distinct storages count, parameters apart. The fake tensors are those of a CPU, whatever the
+run's device: those of a GPU would start a CUDA context in a process that only estimates.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from harness.policy.critic import Critic
+from harness.policy.device import mixed_precision
+from harness.policy.forward import backbone, state_logprobs
+from harness.policy.fused_llama import recognised
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from harness.spec.run import LoRA, RunSpec
+
+
+@dataclass(frozen=True)
+class Shape:
+    """All that decides what the models hold and what a pass over `rows` rows of full length keeps."""
+
+    config: str  # of the model, as JSON
+    dtype: str
+    autocast: bool
+    lora: LoRA | None
+    needs_critic: bool
+    shares_trunk: bool
+    entropy_gradient: bool
+    rows: int
+    prompt_tokens: int
+    max_tokens: int
+
+    @classmethod
+    def of(cls, spec: RunSpec, config: PretrainedConfig, rows: int, prompt_tokens: int) -> Shape:
+        return cls(
+            json.dumps(config.to_dict(), default=str),
+            spec.dtype,
+            spec.autocast,
+            spec.lora,
+            spec.algorithm.needs_critic,
+            spec.algorithm.shares_trunk,
+            spec.algorithm.entropy_needs_gradient,
+            rows,
+            prompt_tokens,
+            spec.max_tokens,
+        )
+
+
+@dataclass
+class Kept:
+    """Bytes that a pass keeps: in each layer that checkpointing computes again, of what goes into it, and outside."""
+
+    outside: int = 0
+    layers: list[int] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    cache: list[int] = field(default_factory=list)  # keys and values of each layer, which only a sampler keeps
+
+    def total(self, checkpointing: bool) -> int:
+        return self.outside + sum(self.inputs if checkpointing else self.layers)
+
+    def largest_layer(self) -> int:
+        """What the largest layer adds to its input while it is computed again."""
+        return max((layer - given for layer, given in zip(self.layers, self.inputs, strict=True)), default=0)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Bytes of parameters (a critic's are those that the policy lacks) and of what passes keep."""
+
+    policy: int
+    critic: int
+    trainable: int
+    head: int  # of the trainable ones
+    head_is_tied: bool
+    is_fused: bool  # the run makes rearranged copies of the weights
+    cast_weights: int  # of the trunk: bfloat16 copies that autocast holds until a forward pass ends
+    vocabulary: int
+    trunk: Kept  # of the policy; a critic's own trunk is a copy of it and keeps the same
+    logprobs: int  # kept after the trunk
+    values: int
+
+
+@lru_cache(maxsize=64)  # arms of a study often share their shape
+def count(shape: Shape) -> Counts:
+    """The counts of a shape. Raises whatever a model raises that cannot be built or run without numbers."""
+    policy = _meta_policy(shape)
+    critic = Critic(policy, shared=shape.shares_trunk) if shape.needs_critic else None
+    own = {id(p) for p in policy.parameters()}
+    added = [p for p in critic.parameters() if id(p) not in own] if critic is not None else []
+    head = policy.get_output_embeddings().weight
+    trunk, logprobs, values = _pass(shape, policy, critic)
+    return Counts(
+        policy=_bytes(policy.parameters()),
+        critic=_bytes(added),
+        trainable=_bytes(p for p in [*policy.parameters(), *added] if p.requires_grad),
+        head=_bytes([head] if head.requires_grad else []),
+        head_is_tied=head is policy.get_input_embeddings().weight,
+        is_fused=recognised(policy) and not shape.autocast,
+        cast_weights=_bytes(_cast_weights(backbone(policy))) // 2 if shape.autocast else 0,
+        vocabulary=len(head),
+        trunk=trunk,
+        logprobs=logprobs,
+        values=values,
+    )
+
+
+def _meta_policy(shape: Shape) -> Any:
+    """The run's policy with shapes and no storage."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**json.loads(shape.config))
+    with torch.device("meta"):
+        policy = AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
+    policy = policy.to(dtype=getattr(torch, shape.dtype))
+    if shape.lora is not None:
+        from harness.policy.lora import add_adapter
+
+        add_adapter(policy, shape.lora, seed=0)
+    return policy
+
+
+def _cast_weights(trunk: nn.Module) -> Iterator[Tensor]:
+    """The weights that autocast keeps a copy of: of linear layers, if they are trained."""
+    weights = (m.weight for m in trunk.modules() if isinstance(m, nn.Linear))
+    yield from (w for w in weights if w.requires_grad and w.dtype == torch.float32)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def _pass(shape: Shape, policy: nn.Module, critic: Critic | None) -> tuple[Kept, int, int]:
+    """What the trunk keeps, and how many bytes the log-probs and the values of its states add."""
+    models = nn.ModuleList([policy, *([critic.head] if critic is not None else [])])
+    kept = Kept()
+    with FakeTensorMode():
+        models = deepcopy(models, {id(x): _fake(x) for x in (*models.parameters(), *models.buffers())})
+        policy, *value_heads = models
+        tokens_BT = torch.zeros(shape.rows, shape.prompt_tokens + shape.max_tokens, dtype=torch.int64)
+        with _watched(models, kept), mixed_precision(tokens_BT.device, shape.autocast):
+            cache = _passing_cache(policy, kept)
+            states_BTH = backbone(policy)(input_ids=tokens_BT, past_key_values=cache, use_cache=True).last_hidden_state
+            trunk, kept.outside = kept.outside, 0
+            hidden_NH = states_BTH[:, shape.prompt_tokens - 1 : -1].flatten(0, 1)
+            targets_N = torch.zeros(len(hidden_NH), dtype=torch.int64)
+            # In one chunk: the size of the chunks does not change what is kept.
+            found = state_logprobs(
+                policy, hidden_NH, targets_N, 1.0, entropy_gradient=shape.entropy_gradient, chunk=len(targets_N)
+            )
+            logprobs, kept.outside = kept.outside, 0
+            if not shape.shares_trunk:
+                hidden_NH = hidden_NH.clone()
+            found = [found, *(head(hidden_NH.to(head.weight.dtype)) for head in value_heads)]
+    values, kept.outside = kept.outside, trunk
+    return kept, logprobs, values
+
+
+def _fake(x: Tensor) -> Tensor:
+    """`x` without numbers, on the CPU, inside FakeTensorMode."""
+    empty = torch.empty(x.shape, dtype=x.dtype)
+    return nn.Parameter(empty, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else empty
+
+
+@contextmanager
+def _watched(models: nn.Module, kept: Kept) -> Iterator[None]:
+    """Add to `kept` what autograd saves, in the layer that runs or outside of all."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    storages = {id(s): s for s in (p.untyped_storage() for p in models.parameters())}  # held, or ids are used again
+    inside = False
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if id(storage) not in storages:
+            storages[id(storage)] = storage
+            if inside:
+                kept.layers[-1] += storage.nbytes()
+            else:
+                kept.outside += storage.nbytes()
+        return tensor
+
+    def enter(layer: nn.Module, arguments: tuple[Any, ...]) -> None:
+        nonlocal inside
+        inside = True
+        kept.layers.append(0)
+        kept.inputs.append(_bytes(x for x in arguments if isinstance(x, Tensor)))
+
+    def leave(*_: Any) -> None:
+        nonlocal inside
+        inside = False
+
+    for layer in models.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.register_forward_pre_hook(enter)
+            layer.register_forward_hook(leave)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield
+
+
+def _passing_cache(policy: Any, kept: Kept) -> Any:
+    """A cache that hands keys and values on. The library builds a causal mask from numbers unless it is given one."""
+    from transformers.cache_utils import DynamicCache
+
+    class PassingCache(DynamicCache):
+        def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+            kept.cache.append(_bytes([key_states, value_states]))
+            return key_states, value_states
+
+    return PassingCache(config=policy.config)
