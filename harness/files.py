@@ -1,4 +1,4 @@
-"""How small files are written and locked, so that neither a reader nor a crash ever sees half of one."""
+"""Writes and locks small files, so that neither a reader nor a crash ever sees half of one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FORMAT = 1  # of every JSON file of a runs folder
 
 
 def file_lock(path: Path) -> FileLock:
-    """A lock between processes, to be used with `with`; the operating system frees it when its holder dies."""
+    """A lock between processes, for `with`; the operating system frees it when its holder dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return FileLock(path)
 
@@ -57,8 +57,8 @@ def strict(value: Any) -> Any:
 def publish_folder(folder: Path) -> Iterator[Path]:
     """A new folder to fill beside `folder`, synced and moved there at the end: a folder with that name is whole.
 
-    It replaces what was there. One process at a time may publish the same folder; what a killed one has left of it is
-    removed by the next.
+    It replaces the old folder. One process at a time may publish the same folder; the next one removes the remains of a
+    killed one.
     """
     partial = folder.with_name(f".partial-{folder.name}")
     for leftover in folder.parent.glob(f"{partial.name}*"):

@@ -1,4 +1,4 @@
-"""Requests to stop, which signal handlers make at any moment."""
+"""Requests to stop; a signal handler may make one at any moment."""
 
 from __future__ import annotations
 

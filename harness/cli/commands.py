@@ -1,4 +1,4 @@
-"""Groups of commands, and how a function becomes a command: examples below its help, errors as exit codes."""
+"""The groups of commands; `command` puts a function into one, with examples below its help and errors as exit codes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def command(group: typer.Typer, name: str, *examples: str) -> Callable[[Callable
         def run(*args: Any, **kwargs: Any) -> None:
             try:
                 function(*args, **kwargs)
-            except (ValueError, OSError) as error:  # what the user wrote; a model, disk or network out of reach
+            except (ValueError, OSError) as error:  # bad input; a model, disk or network out of reach
                 if os.environ.get("COHORT_TRACEBACK"):
                     raise
                 terminal.fail(error)

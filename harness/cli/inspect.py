@@ -106,7 +106,7 @@ def _size(task: Task, split: Split) -> int | str:
 
 
 def _or_reason(read: Callable[[], Any]) -> Any:
-    """What `read` gives, or the message of its ValueError."""
+    """The result of `read`, or the message of its ValueError."""
     try:
         return read()
     except ValueError as error:
@@ -114,7 +114,7 @@ def _or_reason(read: Callable[[], Any]) -> Any:
 
 
 def _encode(problems: Sequence[dict[str, Any]], model: str) -> None:
-    """Replace each prompt by what the model's tokenizer hands on, and add its length in tokens."""
+    """Replace each prompt by the text that the model reads, and add its length in tokens."""
     from harness.policy.model import encode_prompt, load_tokenizer
 
     tokenizer = load_tokenizer(model)

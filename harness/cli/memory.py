@@ -1,4 +1,4 @@
-"""`cohort memory`: what is measured is in `measure_memory`."""
+"""`cohort memory`; `measure_memory` does the measuring."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def memory(
 
 
 def show_measured(title: str, documents: Sequence[Mapping[str, Any]]) -> None:
-    """Measured next to estimated memory, the seconds of a step by phase, and ratios to the first algorithm."""
+    """Print measured and estimated memory, the seconds of a step by phase, and ratios to the first algorithm."""
     first = documents[0]["algorithm"]
     headers = ["algorithm", "peak MiB", "estimate MiB", f"memory / {first}", "s per step", f"time / {first}"]
     rows = [

@@ -1,4 +1,4 @@
-"""Options that several commands share, and how their text is read."""
+"""Options that several commands share, and the readers of their text."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def num_workers(text: str) -> int | None:
 
 
 def use_store(tracking_uri: str | None) -> None:
-    """Keep and read the results of this command in that MLflow store; without one, in the runs folder's."""
+    """Keep the results of this command in that MLflow store; without one, in that of the runs folder."""
     from harness.tracking import mlflow_address
 
     mlflow_address.use(tracking_uri)

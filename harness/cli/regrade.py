@@ -1,4 +1,4 @@
-"""What graders make of stored completions: one verdict per row and grader, where they disagree, and how fast they are.
+"""Grades stored completions: one verdict per row and grader, the rows on which graders disagree, and their speed.
 
 `strict` is the task's own grader, which rewards and evaluations use; `lenient` also takes an answer that is not marked
 as the final one; a task may add graders of other libraries. A row has `gold` and `completion`, and optionally `label`
@@ -23,7 +23,7 @@ _LABELS = {True: True, False: False, "true": True, "false": False, "1": True, "0
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A completion and the gold answer expected of it; `label` is None where nobody says whether it is right."""
+    """A completion and its gold answer; `label` says whether it is right, None if nobody has said."""
 
     expected: str
     completion: str
@@ -32,7 +32,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What each grader made of one case."""
+    """The answers and verdicts of all graders for one case."""
 
     row: int
     gold: str
@@ -76,7 +76,7 @@ def graders(task: Task) -> dict[str, Callable[[str, str], Grade]]:
 
 
 def read_cases(file: Path) -> list[Case]:
-    """The cases of a JSON Lines file. ValueError naming line, field and rule for a row that is none."""
+    """The cases of a JSON Lines file. ValueError with line, field and rule for a row that is none."""
     cases: list[Case] = []
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
@@ -88,7 +88,7 @@ def read_cases(file: Path) -> list[Case]:
 
 
 def regrade(task: Task, cases: Sequence[Case], names: Sequence[str], workers: int = 1) -> Regraded:
-    """Every case by every named grader. ValueError for a grader that the task has not."""
+    """Every case by every named grader. ValueError for a grader that the task does not have."""
     known = graders(task)
     for name in names:
         if name not in known:

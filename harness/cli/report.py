@@ -11,7 +11,7 @@ import typer
 
 from harness.cli.commands import app, command
 from harness.cli.options import RUNS, Runs, TrackingUri, use_store
-from harness.cli.study_outcome import write_report
+from harness.cli.study import write_report
 from harness.console import terminal
 
 
@@ -35,7 +35,7 @@ def report(
 
 
 def _write_joined_report(names: Sequence[str], runs: Path) -> Any:
-    """The ReportFiles of several studies in one report; ValueError where they measure different things."""
+    """The ReportFiles of several studies in one report. ValueError if they measure different things."""
     from harness.tracking.mlflow_studies import read_study
 
     record = importlib.import_module("reports.join").join([read_study(runs, name) for name in names])

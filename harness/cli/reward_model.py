@@ -61,7 +61,7 @@ def reward_model_train(
 
 
 def _show(fit: RewardModelFit) -> None:
-    """What a reward model was fitted on, and how often it ranks a pair rightly."""
+    """Print the data of a fit, and how often the reward model ranks a pair rightly."""
     rows = [
         ["fitted", f"{fit.num_prompts:,}", f"{fit.num_pairs:,}", terminal.percent(fit.accuracy)],
         ["held out", f"{fit.held_out_prompts:,}", f"{fit.held_out_pairs:,}", terminal.percent(fit.held_out_accuracy)],

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from harness.cli import options
 from harness.cli.commands import command, study_app
-from harness.cli.study_outcome import run_and_report
 from harness.cli.views import studies
 from harness.console import terminal
 
@@ -43,7 +43,7 @@ def study_run(
     ] = None,
     ray_cpus: Annotated[float, typer.Option(min=0, metavar="N", help="Cores of each worker.")] = 1,
     ray_gpus: Annotated[
-        float | None, typer.Option(min=0, metavar="N", help="GPUs of each worker; 1 where the cluster has any.")
+        float | None, typer.Option(min=0, metavar="N", help="GPUs of each worker; 1 if the cluster has any.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and estimate; run and write nothing.")] = False,
     runs: options.Runs = options.RUNS,
@@ -145,8 +145,73 @@ def study_status(
     raise typer.Exit(0 if status.finished and status.all_valid else 1)
 
 
+def run_and_report(
+    study: StudySpec,
+    runs: Path,
+    workers: int | None,
+    command: str,
+    as_json: bool,
+    *,
+    storage: str | None = None,
+    cluster: Cluster | None = None,
+) -> None:
+    """Run a study, write its report and show both; the exit code says whether all trials are valid."""
+    from harness.console.progress import study_view
+    from harness.policy.device import resolve_device
+    from harness.study.runner import run_study
+
+    for arm in study.checked_arms():
+        resolve_device(arm.spec.device)
+    with study_view() as view:
+        status = run_study(
+            study,
+            runs,
+            workers=workers,
+            command=command,
+            on_status=view.update,
+            report=False,
+            storage=storage,
+            cluster=cluster,
+        )
+    if not status.finished:  # asked to stop
+        raise KeyboardInterrupt
+    record, files = write_report(study.name, runs)
+    if len(record.trials) < len(status.trials):
+        terminal.say(
+            f"This host's MLflow store has {len(record.trials)} of {len(status.trials)} trials, and so has its report: "
+            "other hosts ran the rest. `cohort study status` shows all of them.",
+            stderr=True,
+        )
+    if as_json:
+        paths = {"report": files.html, "csv": files.csv, "markdown": files.markdown}
+        document = {"study": study.name, "answer": files.answer, **paths, "command": command}
+        terminal.print_json({**document, "counts": status.counts(), "trials": status.trials})
+    else:
+        studies.show_results(record)
+        for trial in status.trials:
+            if trial.state != "complete":
+                reason = f" ({trial.reason})" if trial.reason else ""
+                terminal.say(f"{trial.arm} | seed {trial.seed}: {trial.state}{reason}")
+        terminal.say(f"\n{files.answer}\n")
+        terminal.say(f"Report: {files.html}")
+        terminal.say(f"Browse: cohort ui --runs {shlex.quote(str(runs))}")
+        terminal.say(f"Reproduce: {command}")
+    raise typer.Exit(0 if status.all_valid else 1)
+
+
+def write_report(name: str, runs: Path) -> tuple[Any, Any]:
+    """(StudyRecord, ReportFiles) of a study. Its MLflow run gets the report too."""
+    from harness.tracking.mlflow_studies import log_report, read_study
+
+    record = read_study(runs, name)
+    folder = runs / "studies" / name / "report"
+    files = importlib.import_module("reports.render").write_report(record, folder)
+    log_report(runs, name, folder, files.answer)
+    return record, files
+
+
 def _cluster(launcher: str, address: str | None, num_cpus: float, num_gpus: float | None) -> Cluster | None:
-    """The Ray cluster that the options name; None for the local launcher. ValueError where Ray is not installed."""
+    """The Ray cluster that the options name; None for the local launcher. ValueError if Ray is not installed."""
     from harness.study.ray_cluster import Cluster, check_ray
 
     if launcher not in ("local", "ray"):
@@ -181,7 +246,7 @@ def _load_study(name: str, sets: list[str] | None, seeds: str | None, rename: st
 
 
 def _started_study(name: str, runs: Path, sets: list[str] | None, seeds: str | None) -> StudySpec | None:
-    """A study of the runs folder as it was started; None where there is none, or changes are asked for."""
+    """A study of the runs folder as it was started; None without one, or if the options change it."""
     from harness.files import read_json
     from harness.spec.study import StudySpec, parse_study
 

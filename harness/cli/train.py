@@ -60,7 +60,7 @@ def train(
 
 @contextmanager
 def _watched() -> Iterator[Watch]:
-    """Shows on stderr how far a run is, and that Ctrl-C was heard."""
+    """Show on stderr how far a run is, and that Ctrl-C was heard."""
     from harness.console.progress import study_view
     from harness.runs.single import Watch
 
@@ -79,7 +79,7 @@ def _lists_stages(spec: Path) -> bool:
 
 
 def _train_pipeline(spec: Path, sets: list[str] | None, name: str | None, runs: Path, as_json: bool) -> None:
-    """Run a file's stages; exit code as of one run."""
+    """Run a file's stages; the exit code is that of one run."""
     from harness.runs.pipeline import train_pipeline
     from harness.runs.stages import load_pipeline, pipeline_digest
 
@@ -93,15 +93,10 @@ def _train_pipeline(spec: Path, sets: list[str] | None, name: str | None, runs: 
         terminal.print_json({"name": name, "directory": directory, **vars(result), "stages": shown})
     else:
         keys = ("accuracy_initial", "accuracy_final", "test_accuracy", "rollouts", "seconds")
-        rows = [
-            (
-                s.name,
-                s.kind,
-                s.result.state,
-                *(terminal.quantity(k, v) if (v := s.result.summary.get(k)) is not None else "" for k in keys),
-            )
-            for s in ended
-        ]
+        rows = []
+        for s in ended:
+            found = [terminal.quantity(k, s.result.summary[k]) if k in s.result.summary else "" for k in keys]
+            rows.append([s.name, s.kind, s.result.state, *found])
         terminal.show_table("", ["stage", "kind", "state", *keys], rows, numeric=keys)
         _say_ending(name, result, directory)
     raise typer.Exit(EXIT_CODE.get(result.state, 1))
@@ -154,20 +149,10 @@ def evaluate(
         terminal.fail(error)
         raise typer.Exit(1) from None
     if as_json:
-        terminal.print_json(
-            {
-                "model": model,
-                "task": task,
-                "split": split,
-                "spec": spec.model_dump(mode="json"),
-                "metrics": result.metrics,
-                "intervals": intervals(result),
-                "breakdown": result.breakdown,
-                "correct_counts": result.correct_counts,
-                "samples": result.samples[:16],
-                "directory": runs / "evaluate" / name,
-            }
-        )
+        given = {"model": model, "task": task, "split": split, "spec": spec.model_dump(mode="json")}
+        found = {"metrics": result.metrics, "intervals": intervals(result), "breakdown": result.breakdown}
+        rows = {"correct_counts": result.correct_counts, "samples": result.samples[:16]}
+        terminal.print_json({**given, **found, **rows, "directory": runs / "evaluate" / name})
         return
     show_evaluation(f"{model} on {task} ({split})", result)
     terminal.say(f"Files: {runs / 'evaluate' / name}")

@@ -1,1 +1,1 @@
-"""What a terminal shows; nothing below imports it."""
+"""Text, tables and progress on a terminal; nothing below imports it."""

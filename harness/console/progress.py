@@ -1,4 +1,4 @@
-"""How a running study looks: bars where stderr is a terminal, elsewhere lines that keep a log file readable.
+"""Shows a running study: bars if stderr is a terminal, else lines that keep a log file readable.
 
 Without a terminal a study reports one line per change of a trial's state, and a heartbeat now and then.
 """
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 class Pace:
-    """Time that something needs to finish, from how its done fraction has grown since it was first above 0.
+    """Estimates the time left from the growth of a done fraction since it was first above 0.
 
-    What comes before the first progress (loading, a cold start) would say nothing about the speed afterwards.
+    The time before the first progress (loading, a cold start) says nothing about the speed afterwards.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Pace:
 
 
 class StudyTracker:
-    """What each trial has done so far, remembered across phases: evaluation does not hide the training steps."""
+    """Remembers the progress of each trial across phases: an evaluation does not hide the training steps."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -63,21 +63,24 @@ class StudyTracker:
         phase, done, total = self.bar(trial)
         return done / total if phase == "train" and total else 0.0
 
+    def study_fraction(self, status: StudyStatus) -> float:
+        """Share of all training steps that are done, those of trials to come included."""
+        return sum(map(self.fraction, status.trials)) / max(len(status.trials) + status.to_come, 1)
+
     def remaining(self, trial: TrialStatus) -> float | None:
-        """Seconds that the trial still needs, or None where unknown."""
+        """Seconds that the trial still needs, or None if unknown."""
         return self._remaining((trial.arm, trial.seed), self.fraction(trial))
 
     def study_remaining(self, status: StudyStatus) -> float | None:
-        """Seconds that the study still needs, or None where unknown."""
-        done = sum(map(self.fraction, status.trials))
-        return self._remaining("study", done / max(len(status.trials) + status.to_come, 1))
+        """Seconds that the study still needs, or None if unknown."""
+        return self._remaining("study", self.study_fraction(status))
 
     def _remaining(self, key: object, fraction: float) -> float | None:
         return self._paces.setdefault(key, Pace()).remaining(self._clock(), fraction)
 
 
 def study_view(screen: Console | None = None) -> LiveView | LineView:
-    """Bars where stderr is a terminal, lines otherwise."""
+    """Bars if stderr is a terminal, lines otherwise."""
     screen = screen or console(stderr=True)
     return LiveView(screen) if screen.is_terminal else LineView(screen)
 
@@ -110,9 +113,8 @@ class LiveView:
 
     def update(self, status: StudyStatus) -> None:
         left = duration(self._tracker.study_remaining(status))
-        fraction = sum(map(self._tracker.fraction, status.trials)) / max(len(status.trials) + status.to_come, 1)
         text = f"{_counts(status)}, {left} left"
-        self._study.update(self._overall, completed=fraction, text=text)
+        self._study.update(self._overall, completed=self._tracker.study_fraction(status), text=text)
         running = {(t.arm, t.seed): t for t in status.trials if t.state == "running"}
         for key in [key for key in self._tasks if key not in running]:
             self._trials.remove_task(self._tasks.pop(key))
@@ -129,7 +131,8 @@ class LineView:
     """One line for each change of a trial's state, and a heartbeat at most every `heartbeat` seconds."""
 
     def __init__(self, screen: Console, heartbeat: float = 30.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self._screen, self._heartbeat, self._clock = screen, heartbeat, clock
+        self._screen = screen
+        self._heartbeat, self._clock = heartbeat, clock
         self._tracker = StudyTracker(clock)
         self._states: dict[tuple[str, int], str] = {}
         self._last = clock()

@@ -65,12 +65,12 @@ def state_text(state: str) -> Text:
 
 
 def percent(value: float | None) -> str:
-    """A fraction as a percentage, `-` where there is none."""
+    """A fraction as a percentage; `-` for None and NaN."""
     return "-" if value is None or math.isnan(value) else f"{100 * value:.1f} %"
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds as a person says them: `45 s`, `3 min 05 s`, `2 h 10 min`, `-` where unknown."""
+    """Seconds as a person says them: `45 s`, `3 min 05 s`, `2 h 10 min`; `-` if unknown."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
     whole = round(seconds)
@@ -82,7 +82,7 @@ def duration(seconds: float | None) -> str:
 
 
 def quantity(name: str, value: float) -> str:
-    """A number of a run's summary in the unit that its name says."""
+    """A number of a run's summary, in the unit that its name implies."""
     if "accuracy" in name:
         return percent(value)
     if name == "seconds":

@@ -1,1 +1,1 @@
-"""What runs one thing: a run, an evaluation, a pipeline of stages."""
+"""Runs one thing: a run, an evaluation, a pipeline of stages."""

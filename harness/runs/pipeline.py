@@ -1,9 +1,9 @@
-"""A run in stages, each a run of its own that starts from the policy of the one before: what a file says, and its run.
+"""Runs stages one after another; each is a run of its own and starts from the policy of the one before.
 
 The recipe of DeepSeek-R1 (arXiv:2501.12948, section 2.3): a supervised cold start, reinforcement learning, rejection
-sampling (the model's own correct answers, on which it is fine-tuned), reinforcement learning with other rewards. The
-cold start belongs to the first stage. Departures: which answers are correct is the task's decision, no model filters
-them; the fine-tuning goes on from the sampling policy unless `restart` is set, as the paper's does from the base model.
+sampling (fine-tuning on the model's own correct answers), reinforcement learning with other rewards. The cold start
+belongs to the first stage. Departures: the task decides which answers are correct, and no model filters them; the
+fine-tuning goes on from the sampling policy, or with `restart` from the first one, as in the paper.
 
 A stage has a folder (`stages/<number>-<name>`), events and an MLflow run, child of the pipeline's. One that is complete
 is not run again; reinforcement learning continues from its checkpoint, a fine-tuning from the answers it has kept.
@@ -39,7 +39,7 @@ PARENT_SECONDS = 60.0  # how long the stages wait for the MLflow run that they a
 
 @dataclass(frozen=True)
 class StageResult:
-    """How a stage ended, and where it is."""
+    """The result of a stage, and its folder."""
 
     name: str
     kind: Kind
@@ -50,9 +50,9 @@ class StageResult:
 def train_pipeline(
     stages: Sequence[Stage], runs: Path, name: str, watch: Watch = UNWATCHED
 ) -> tuple[RunResult, list[StageResult]]:
-    """Run the stages in `runs/train/name`, or those that are left; the result of all, and that of each that began.
+    """Run the stages that are left in `runs/train/name`; the result of all, and that of each that began.
 
-    ValueError, before any model loads, for what cannot run and for a folder with something else.
+    ValueError, before any model loads, if a stage cannot run or if the folder has something else.
     """
     check_inputs([stage.spec for stage in stages], runs, ("train", "validation", "test"))
     for stage in stages:
@@ -65,7 +65,8 @@ def train_pipeline(
         opened = RunLog.open(runs, directory, stages[0].spec, experiment="train", run_name=name, tags=tags)
         with opened as log, stop_on_signals(watch.on_stop) as should_stop:
             log.resume(-1)
-            parent, model, results = _parent_run(log), stages[0].spec.model, []
+            parent, model = _parent_run(log), stages[0].spec.model
+            results = []
             for number, stage in enumerate(stages, start=1):
                 folder = directory / "stages" / f"{number}-{stage.name}"
                 spec = stage.spec.model_copy(update={"model": model})
@@ -93,7 +94,7 @@ def _tags(stage: Stage, pipeline: str) -> dict[str, str]:
 
 
 def _parent_run(log: RunLog) -> str | None:
-    """The id of the pipeline's MLflow run; None where the store does not answer, and the stages stand on their own."""
+    """The id of the pipeline's MLflow run; None if the store does not answer: the stages then stand on their own."""
     deadline = time.monotonic() + PARENT_SECONDS
     while log.run_id is None and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -101,7 +102,7 @@ def _parent_run(log: RunLog) -> str | None:
 
 
 def _check_unchanged(directory: Path, stages: Sequence[Stage]) -> None:
-    """SpecError where the folder has a pipeline with other stages."""
+    """SpecError if the folder has a pipeline with other stages."""
     file, document = directory / PIPELINE, {"stages": [stage.document() for stage in stages]}
     if not file.exists():
         write_json(file, document)
@@ -110,14 +111,11 @@ def _check_unchanged(directory: Path, stages: Sequence[Stage]) -> None:
 
 
 def _stage_metrics(result: RunResult) -> dict[str, float]:
-    """What the pipeline's own run shows of a stage, at the stage's number: accuracies and costs."""
+    """The metrics of a stage in the pipeline's own run, at the stage's number: accuracies and costs."""
     names = {
-        "accuracy_final": "validation/accuracy",
-        "test_accuracy": "test/accuracy",
-        "rollouts": "train/rollouts",
-        "generated_tokens": "train/generated_tokens",
-        "seconds": "seconds/total",
-    }
+        "accuracy_final": "validation/accuracy", "test_accuracy": "test/accuracy", "rollouts": "train/rollouts",
+        "generated_tokens": "train/generated_tokens", "seconds": "seconds/total",
+    }  # fmt: skip
     return {metric: float(result.summary[key]) for key, metric in names.items() if key in result.summary}
 
 

@@ -131,7 +131,8 @@ def kept_answers(
             counts["samples"] += len(group.rollouts)
             counts["correct"] += len(correct)
             counts["duplicates"] += len(correct) - len(distinct)
-            counts["covered"] += bool(correct)
+            if correct:
+                counts["covered"] += 1
             counts["tokens"] += sum(graded.num_tokens)
         on_progress(min(first + PROMPTS_AT_ONCE, len(prompts)), len(prompts))
     metrics = {

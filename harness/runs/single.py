@@ -34,7 +34,7 @@ OnProgress = Callable[[str, int, int], None]  # phase, done, total
 
 @dataclass(frozen=True)
 class Watch:
-    """What a run tells whoever watches it: how far it is, and that it will stop after this step."""
+    """The calls that a run makes for a watcher: with its progress, and when it will stop after this step."""
 
     on_status: Callable[[StudyStatus], None] = lambda status: None
     on_stop: Callable[[], None] = lambda: None
@@ -46,7 +46,7 @@ UNWATCHED = Watch()
 def train_once(spec: RunSpec, runs: Path, name: str, watch: Watch = UNWATCHED) -> RunResult:
     """Train in `runs/train/name`, or continue there, or return the result of a run that has ended there.
 
-    ValueError, before any model loads, for what cannot run and for a folder with another run.
+    ValueError, before any model loads, if it cannot run or if the folder has another run.
     """
     check_inputs([spec], runs)
     if spec.steps:
@@ -87,7 +87,7 @@ def _evaluate(
 
 
 def model_folder(model: str) -> str:
-    """The folder that transformers loads, where `model` is a checkpoint or a run with checkpoints; else `model`."""
+    """The folder that transformers loads, if `model` is a checkpoint or a run with checkpoints; else `model`."""
     for folder in (Path(model), *sorted((Path(model) / "checkpoints").glob("step-*"), reverse=True)):
         if (folder / "policy" / "config.json").is_file():
             return str(folder / "policy")
@@ -95,7 +95,7 @@ def model_folder(model: str) -> str:
 
 
 def ended_result(directory: Path) -> RunResult | None:
-    """The result of a run that has ended in its folder for good; None where there is something left to do."""
+    """The result of a run that has ended in its folder for good; None if there is something left to do."""
     ended = read_result(directory)
     return RunResult(ended["state"], ended["reason"], ended["summary"]) if ended and ended["state"] in FINAL else None
 
@@ -112,7 +112,7 @@ def run_logged(
     parent_run_id: str | None = None,
     tags: Mapping[str, str] = {},
 ) -> RunResult:
-    """What `execute`, called like `harness.training.loop.train`, makes of the run; it is logged and watched."""
+    """The result of `execute`, called like `harness.training.loop.train`, with a log and a watcher."""
 
     def show(progress: Mapping[str, Any]) -> None:
         watch.on_status(_status(name, spec.seed, directory, progress))
@@ -133,20 +133,18 @@ def run_logged(
 
 
 def _status(name: str, seed: int, directory: Path, progress: Mapping[str, Any]) -> StudyStatus:
-    """A running run as a study of one trial, for what shows studies."""
-    phase = progress["phase"] or "loading"
-    accuracy, speed, seconds = (progress.get(key) for key in ("accuracy", "tokens_per_second", "seconds"))
-    steps = {"done": progress["done"], "total": progress["total"]}
+    """A run in progress as a study of one trial: a view of studies can show it."""
     trial = TrialStatus(
-        name, seed, "running", None, phase, **steps, accuracy=accuracy, tokens_per_second=speed, seconds=seconds,
-        directory=directory,
+        arm=name, seed=seed, state="running", reason=None, phase=progress["phase"] or "loading", done=progress["done"],
+        total=progress["total"], accuracy=progress.get("accuracy"), tokens_per_second=progress.get("tokens_per_second"),
+        seconds=progress.get("seconds"), directory=directory,
     )  # fmt: skip
     return StudyStatus(name=name, question="", metric="validation/accuracy", trials=(trial,))
 
 
 @contextmanager
 def own_folder(directory: Path, spec: RunSpec) -> Iterator[None]:
-    """Hold the folder; SpecError where it has a run with other settings, or another process holds it."""
+    """Hold the folder; SpecError if it has a run with other settings, or if another process holds it."""
     file = directory / "run.json"
     if file.exists() and read_json(file)["spec"] != spec.model_dump(mode="json"):
         raise SpecError(f"'{directory}' holds a run with other settings; choose another --name or delete the folder")

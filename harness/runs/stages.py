@@ -1,4 +1,4 @@
-"""What a file of stages says: each a run of its own, which starts from the policy of the one before."""
+"""Reads a file of stages; each is a run of its own and starts from the policy of the one before."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def load_pipeline(path: Path, overrides: Sequence[str] = ()) -> list[Stage]:
 
     `overrides` are `path=value`, of all stages, or of one as `stages.<name>.<path>=value`.
     """
-    raw, common, own = read_yaml(path), {}, {}
+    raw = read_yaml(path)
+    common, own = {}, {}
     for dotted, value in parse_overrides(overrides).items():
         (own if dotted.startswith("stages.") else common)[dotted] = value
     base = {key: value for key, value in raw.items() if key != "stages"}
@@ -75,14 +76,14 @@ def pipeline_digest(stages: Sequence[Stage]) -> str:
 
 
 def policy_folder(stage: Stage, folder: Path) -> Path:
-    """Where a complete stage has left its policy."""
-    return folder / "policy" if stage.kind == "rejection_sampling" else (
-        folder / "checkpoints" / f"step-{stage.spec.steps:08d}" / "policy"
-    )  # fmt: skip
+    """The folder of a complete stage's policy."""
+    if stage.kind == "rejection_sampling":
+        return folder / "policy"
+    return folder / "checkpoints" / f"step-{stage.spec.steps:08d}" / "policy"
 
 
 def _stage(base: Mapping[str, Any], raw: Mapping[str, Any], place: int, where: str) -> Stage:
-    """One stage from the file's common settings and its own; SpecError where it is not a valid run."""
+    """One stage from the file's common settings and its own; SpecError if it is not a valid run."""
     kind = raw.get("kind", "train")
     if kind not in get_args(Kind):
         raise SpecError(f"{where}: kind must be one of {', '.join(get_args(Kind))}, got {kind!r}")

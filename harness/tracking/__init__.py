@@ -1,1 +1,1 @@
-"""Where results are kept: the event file of a run, and MLflow, which only `mlflow_*` import."""
+"""Keeps results: the event file of a run, and MLflow, which only the `mlflow_*` modules import."""

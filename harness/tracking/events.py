@@ -1,4 +1,4 @@
-"""The event file of a run, `events.jsonl`, and what it says when read.
+"""The event file of a run, `events.jsonl`, and its reader.
 
 One JSON object a line: `start` of an attempt, `metrics` of a step, `samples`, `per_problem`, `finish`; each with its
 `time` (milliseconds since 1970), those of a training step with its number. Non-finite numbers are "nan", "inf", "-inf".
@@ -19,9 +19,9 @@ EVENTS = "events.jsonl"
 
 @dataclass(frozen=True)
 class RunHistory:
-    """What an event file says: metric -> step -> value, the sampled rollouts, the test problems, how the run ended.
+    """The content of an event file: metric -> step -> value, the sampled rollouts, the test problems, the run's ending.
 
-    What a later attempt logged again for a step replaces what an earlier one had logged.
+    A later attempt that logs a step again replaces the values of an earlier one.
     """
 
     history: dict[str, dict[int, tuple[float, int]]] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class RunHistory:
 
 
 def read_history(directory: Path) -> RunHistory:
-    """What the event file in a run's folder says; empty without one. A line torn by a killed writer ends the file."""
+    """The content of the event file in a run's folder; empty without one. A line torn by a killed writer ends it."""
     result = RunHistory()
     for event in read_events(directory / EVENTS):
         result.add(event)

@@ -1,4 +1,4 @@
-"""Where the MLflow store is, and what counts as an outage of it.
+"""The address of the MLflow store, and the wait for a store that is out of reach.
 
 By default the store is a file in the runs folder. `use` or else COHORT_TRACKING_URI names another: `http(s)://host:port`
 of an `mlflow server`, or `postgresql://user@host/database`. Worker processes get the variable.
@@ -37,12 +37,12 @@ def use(uri: str | None) -> None:
 
 
 def tracking_uri(runs: Path) -> str:
-    """The address of the MLflow store of a runs folder. ValueError where the one that is named cannot be one."""
+    """The address of the MLflow store of a runs folder. ValueError if the named one cannot be a store."""
     return remote_uri() or f"sqlite:///{runs.resolve() / 'mlflow.db'}"
 
 
 def remote_uri() -> str | None:
-    """The store that `use` or COHORT_TRACKING_URI names; None where it is the file of the runs folder."""
+    """The store that `use` or COHORT_TRACKING_URI names; None if it is the file of the runs folder."""
     uri = (_chosen or os.environ.get(TRACKING_URI, "")).strip()
     if not uri:
         return None
@@ -65,7 +65,7 @@ def is_server(uri: str | None) -> bool:
 
 
 def server_address() -> str | None:
-    """Where the pages of the store are served already; None where it is no server."""
+    """The address that serves the pages of the store already; None if the store is no server."""
     uri = remote_uri()
     return uri if is_server(uri) else None
 
@@ -85,7 +85,7 @@ def store_name(runs: Path) -> str:
 
 
 def check_remote() -> None:
-    """ValueError where the remote store, if there is one, does not answer now."""
+    """ValueError if there is a remote store and it does not answer now."""
     uri = remote_uri()
     if uri is None:
         return
@@ -98,7 +98,7 @@ def check_remote() -> None:
 
 
 def is_outage(error: BaseException) -> bool:
-    """Whether an error says that the store is out of reach, not that it refuses what it is given."""
+    """Whether an error says that the store is out of reach, not that it refuses the data."""
     from mlflow.exceptions import MlflowException
 
     if isinstance(error, MlflowException):
@@ -110,7 +110,7 @@ def is_outage(error: BaseException) -> bool:
 def patient(function: Callable[P, R]) -> Callable[P, R]:
     """The same function, called again while a remote store is out of reach, for at most PATIENCE_SECONDS.
 
-    ConnectionError where it stays so. The function must bear to be repeated.
+    ConnectionError after that. A repeated call of the function must do no harm.
     """
     return retry(
         retry=retry_if_exception(lambda error: remote_uri() is not None and is_outage(error)),
@@ -136,14 +136,14 @@ def _give_up(call: RetryCallState) -> NoReturn:
 def _parts(uri: str) -> SplitResult | None:
     try:
         parts = urlsplit(uri)
-        _ = parts.port  # raises for what is no number
+        _ = parts.port  # raises if it is no number
     except ValueError:
         return None
     return parts
 
 
 def _health(uri: str) -> str | None:
-    """Why the server at `uri` is of no use now; None where it answers."""
+    """Why the server at `uri` is of no use now; None if it answers."""
     try:
         with urllib.request.urlopen(f"{uri}/health", timeout=_ANSWER_SECONDS) as answer:
             return None if answer.status == 200 else f"status {answer.status} of {uri}/health"

@@ -83,14 +83,15 @@ class Identity:
 class Copier:
     """Copies the events of one run to MLflow, from a thread of its own after `start`, or in `flush`.
 
-    A (metric, step) that the store has is not sent again. If the store has another value there, or steps that the
-    ended run does not have (an attempt that was killed went on after its last checkpoint, and the machine does not
-    repeat itself exactly), the MLflow run is replaced by a new one made from the file alone. Costs (seconds, memory)
-    always differ between attempts, so there the first value stays.
+    A (metric, step) that the store has is not sent again. A killed attempt may have gone on after its last checkpoint,
+    and the machine does not repeat itself exactly: if the store has another value there, or steps that the ended run
+    does not have, a new MLflow run made from the file alone replaces the old one. Costs (seconds, memory) always differ
+    between attempts, so their first value stays.
     """
 
     def __init__(self, runs: Path, directory: Path, identity: Identity) -> None:
-        self.runs, self.directory, self.identity = runs, directory, identity
+        self.runs, self.directory = runs, directory
+        self.identity = identity
         self.history = RunHistory()
         self._lock = threading.Lock()  # guards history, _pending and _samples_changed
         self._pending: list[_Key] = []
@@ -103,7 +104,8 @@ class Copier:
         self._stored: dict[_Key, float] = {}
         self._samples_at = -math.inf
         self._error: Exception | None = None
-        self._wake, self._stop, self._give_up = threading.Event(), threading.Event(), threading.Event()
+        self._wake, self._stop = threading.Event(), threading.Event()
+        self._give_up = threading.Event()
         self._thread: threading.Thread | None = None
 
     def push(self, event: Mapping[str, Any]) -> None:
@@ -128,7 +130,7 @@ class Copier:
         return system
 
     def stop(self, drain_seconds: float) -> None:
-        """Let the thread finish its work, and warn of what it could not copy."""
+        """Let the thread finish its work, and warn if it could not copy all."""
         if self._thread is None:
             return
         self._stop.set()
@@ -143,7 +145,8 @@ class Copier:
             )  # fmt: skip
 
     def _run(self) -> None:
-        sampler, sampled, wait, retry = SystemSampler(), time.monotonic(), 0.0, RETRY_SECONDS
+        sampler, sampled = SystemSampler(), time.monotonic()
+        wait, retry = 0.0, RETRY_SECONDS
         while not self._give_up.is_set():
             self._wake.wait(wait)
             self._wake.clear()
@@ -153,18 +156,19 @@ class Copier:
             try:
                 self.flush()
             except Exception as error:  # kept, retried, and reported by stop(): training goes on without the store
-                self._error, self._client = error, None  # what the store has is read again: an answer may be lost
+                self._error, self._client = error, None  # the stored values are read again: an answer may be lost
                 (self._give_up if last else self._stop).wait(retry)  # a new step does not shorten the wait
                 wait, retry = 0.0, min(2 * retry, LONGEST_RETRY_SECONDS)
                 continue
             finally:
                 self.cpu_seconds = time.thread_time()
-            self._error, wait, retry = None, FLUSH_SECONDS, RETRY_SECONDS
+            self._error = None
+            wait, retry = FLUSH_SECONDS, RETRY_SECONDS
             if last:
                 return
 
     def flush(self) -> None:
-        """Copy all that is there now. Raises MLflow's error where the store does not take it; nothing is lost then."""
+        """Copy all events up to now. Raises MLflow's error if the store refuses them; nothing is lost then."""
         with file_lock(self.directory / "mlflow.lock"):
             self._flush()
 
@@ -211,16 +215,18 @@ class Copier:
         """Start a new MLflow run, to be filled from the file alone, and delete the old one."""
         self.identity = dataclasses.replace(self.identity, run_id=None, token="", superseded=self._run_id())
         self.identity.save(self.directory)
-        self._client, self._traces, self._samples_at = None, None, -math.inf
+        self._client = self._traces = None
+        self._samples_at = -math.inf
         with self._lock:
             self._pending = [(key, step) for key, steps in self.history.history.items() for step in steps]
             self._samples_changed = bool(self.history.samples)
         self._attach()
 
     def _attach(self) -> MlflowClient:
-        """Connect, find or create the MLflow run, and learn what it already has."""
+        """Connect, find or create the MLflow run, and read the values that it has."""
         client = connect(self.runs)
-        self.identity = identity = Identity.load(self.directory) or self.identity
+        identity = Identity.load(self.directory) or self.identity
+        self.identity = identity
         run = active_run(client, identity.run_id) or self._find_by_token(client) or self._create(client)
         identity.run_id = run.info.run_id
         identity.save(self.directory)
@@ -306,7 +312,7 @@ class Copier:
             self._samples_changed = len(self.history.rows()) > len(rows)
 
     def _copy_traces(self) -> None:
-        """The first rollouts of every step and split as traces; given up where the store takes only metrics."""
+        """Send the first rollouts of every step and split as traces, unless the store takes only metrics."""
         if self._traces is None:
             return
         with self._lock:

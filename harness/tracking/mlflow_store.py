@@ -1,6 +1,6 @@
-"""The MLflow store of a runs folder: where it is, whether this version can use it, and how its runs are found.
+"""The MLflow store of a runs folder: checks it, connects to it and finds its runs.
 
-Only the `_mlflow_*` modules import mlflow, inside functions because the import takes seconds.
+Only the `mlflow_*` modules import mlflow, inside functions because the import takes seconds.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _LARGEST = sys.float_info.max  # how MLflow stores infinity
 
 
 def check_runs_folder(runs: Path, min_free_bytes: int = MIN_FREE_BYTES) -> None:
-    """Raise ValueError where results cannot be written to `runs`, or were written there by another version.
+    """Raise ValueError if results cannot be written to `runs`, or if another version wrote there.
 
     Writes nothing that stays; the folder need not exist yet.
     """
@@ -94,7 +94,7 @@ def import_mlflow() -> None:
 
 
 def connect(runs: Path) -> MlflowClient:
-    """A client of the runs folder's store; a file is created where there is none."""
+    """A client of the runs folder's store; creates the file if there is none."""
     import_mlflow()
     from mlflow import MlflowClient
 
@@ -114,14 +114,14 @@ def existing_store(runs: Path) -> MlflowClient | None:
 
 
 def source_tags() -> dict[str, str]:
-    """MLflow's own tags that say which code made a run, and the versions."""
+    """MLflow's own tags for the code of a run, and the versions."""
     tags = {"mlflow.source.name": "cohort", "mlflow.source.type": "LOCAL", "cohort.versions": json.dumps(versions())}
     commit = versions()["git_commit"].removesuffix("-dirty")
     return tags | ({"mlflow.source.git.commit": commit} if commit != "unknown" else {})
 
 
 def log_diff(client: MlflowClient, run_id: str) -> None:
-    """Attach what the checkout has beyond its commit, if anything."""
+    """Attach the uncommitted changes of the checkout, if any."""
     if text := uncommitted_diff():
         client.log_text(run_id, text, "uncommitted.diff")
 
@@ -148,7 +148,7 @@ def experiment_of(client: MlflowClient, runs: Path, name: str) -> Experiment:
 
 
 def active_run(client: MlflowClient, run_id: str | None) -> Run | None:
-    """The run, or None where the store does not have it or it was deleted."""
+    """The run, or None if the store does not have it or it was deleted."""
     from mlflow.exceptions import MlflowException
 
     if run_id is None:
@@ -192,7 +192,7 @@ def set_tags(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> None
 
 
 def artifact(client: MlflowClient, runs: Path, run: Run, name: str) -> Any:
-    """A run's JSON or YAML artifact, or None; found beside the store too where the runs folder was moved."""
+    """A run's JSON or YAML artifact, or None; if the runs folder was moved, the one beside the store."""
     place = urlsplit(run.info.artifact_uri or "")
     if place.scheme not in ("", "file"):
         return _download(client, run, name)
@@ -224,7 +224,7 @@ def from_stored(value: float) -> float:
 
 
 def _check_file(runs: Path) -> None:
-    """ValueError where mlflow.db is no store, has another schema, or belongs to a runs folder that was moved."""
+    """ValueError if mlflow.db is no store, has another schema, or belongs to a runs folder that was moved."""
     store = runs.resolve() / "mlflow.db"
     if not store.exists():
         return

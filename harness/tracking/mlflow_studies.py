@@ -45,7 +45,7 @@ _VIEW = "mlflow.sharedViewState.cohort"  # an experiment tag that holds a view w
 
 @patient
 def open_study(runs: Path, study: StudySpec, command: str) -> str:
-    """The id of the study's parent run, created or brought up to date; the same one as long as its folder stays."""
+    """The id of the study's parent run, now up to date; the same one as long as its folder stays."""
     client = connect(runs)
     file = _study_run_file(runs, study.name)
     known = study_run_id(runs, study.name) if file.exists() else None
@@ -83,7 +83,7 @@ def study_run_id(runs: Path, name: str) -> str:
 
 @patient
 def log_search(runs: Path, run_id: str, document: Mapping[str, Any]) -> None:
-    """Attach what a study's search has found to its parent run, where `read_study` finds it."""
+    """Attach the results of a study's search to its parent run, for `read_study`."""
     connect(runs).log_dict(run_id, {"format": FORMAT, **document}, "search.json")
 
 
@@ -112,7 +112,7 @@ def log_report(runs: Path, name: str, folder: Path, answer: str | None = None) -
 def read_study(runs: Path, name: str) -> StudyRecord:
     """The study rebuilt from the MLflow store: one record for each (arm, seed) that has begun.
 
-    Where an (arm, seed) has several MLflow runs, the newest complete one counts, or else the newest. ValueError for a
+    If an (arm, seed) has several MLflow runs, the newest complete one counts, or else the newest. ValueError for a
     study that the store does not have.
     """
     client = existing_store(runs)
@@ -167,7 +167,7 @@ def _given_up(trial: TrialRecord, reason: str) -> TrialRecord:
 
 @patient
 def list_studies(runs: Path, by: Literal["name", "start"] = "name") -> list[str]:
-    """Names of the studies in the store, sorted, or the newest last; empty where there is no store yet."""
+    """Names of the studies in the store, sorted, or the newest last; empty without a store."""
     client = existing_store(runs)
     if client is None:
         return []
@@ -238,7 +238,7 @@ def _trial_record(client: MlflowClient, runs: Path, run: Run) -> TrialRecord:
 
 
 def _sample_row(row: Mapping[str, Any]) -> SampleRow:
-    """A row of the samples table; `rewards` is missing where an earlier version wrote it."""
+    """A row of the samples table; those of an earlier version have no `rewards`."""
     rewards = {name: float(value) for name, value in row.get("rewards", {}).items()}
     return SampleRow(**{**row, "reward": _number(row["reward"]), "rewards": rewards})
 

@@ -1,9 +1,9 @@
 """Sampled rollouts as MLflow traces, so that one reads them in its UI, filtered by run, step, correctness and reward.
 
 A trace is one completion: the prompt as input, the completion as output, its graded properties as assessments. Ids are
-a hash of run, step, split and place, so that a trace that is sent twice is stored once. Written with the client that
-MLflow's own exporter uses (mlflow.tracing.client): a trace with its assessments is one request, about a tenth of the
-cost of the public functions, which also want a span that is still open.
+a hash of run, step, split and place, so that a trace that is sent twice is stored once. The client is that of MLflow's
+own exporter (mlflow.tracing.client): a trace with its assessments is one request, about a tenth of the cost of the
+public functions, which also want an open span.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _traces_of(uri: str, experiment_id: str, run_id: str) -> Sequence[TraceInfo]
 
 
 def _attributes(row: _Row) -> dict[str, str]:
-    """What a rollout is found by, as tags and in the trace itself."""
+    """The search keys of a rollout, for tags and for the trace itself."""
     named = {key: row[key] for key in ("step", "split", "prompt_id", "num_tokens", "finish_reason")}
     return {key: _storable(str(value)) for key, value in named.items()}
 
@@ -195,5 +195,5 @@ def _base64(hexadecimal: str) -> str:
 
 
 def _storable(text: str) -> str:
-    """The text without what databases refuse: lone surrogates and NUL."""
+    """The text without lone surrogates and NUL, which databases refuse."""
     return text.encode("utf-8", "replace").decode().replace("\x00", "\N{REPLACEMENT CHARACTER}")

@@ -60,8 +60,8 @@ def serve_ui(
 ) -> UIServer:
     """A server of the MLflow pages of `runs` on 127.0.0.1 that answers already; an empty store is created if needed.
 
-    ValueError where the port is in use, RuntimeError with the server's last words where it does not come up,
-    KeyboardInterrupt where `should_stop()` turned true before it did.
+    ValueError if the port is in use, RuntimeError with the server's last words if it does not come up,
+    KeyboardInterrupt if `should_stop()` turned true before it did.
     """
     check_port(port)
     check_runs_folder(runs)
@@ -114,7 +114,7 @@ def _wait_until_up(server: UIServer, output: IO[bytes], deadline: float, should_
 
 
 def check_port(port: int) -> None:
-    """ValueError where 127.0.0.1:port cannot be listened on."""
+    """ValueError if a server cannot listen on 127.0.0.1:port."""
     with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

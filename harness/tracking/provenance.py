@@ -1,4 +1,4 @@
-"""Which code and which packages results come from."""
+"""The code and the packages that results come from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_DIFF = 500_000  # characters
 
 @functools.cache
 def versions() -> Mapping[str, str]:
-    """Versions of what results depend on, `python` and `git_commit` among them."""
+    """Versions of the packages that results depend on, and `python` and `git_commit`."""
     found = {"python": platform.python_version(), "git_commit": _git_commit()}
     for package in ("cohort-rl", "torch", "transformers", "vllm", "mlflow", "optuna", "numpy"):
         with suppress(importlib.metadata.PackageNotFoundError):

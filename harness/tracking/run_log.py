@@ -1,13 +1,12 @@
-"""Where results are kept: a run's own event file is the truth, MLflow the copy that one browses and reports from.
+"""Keeps the results of a run: its own event file is the truth, MLflow the copy for browsing and reports.
 
 A run appends to `events.jsonl` in its folder, one JSON object a line, flushed at once: `start` of an attempt, `metrics`
 of a step, `samples`, `per_problem`, `finish`. A thread copies the events to MLflow in batches, so that a slow or absent
-store never holds up training; what it could not copy stays in the file and is copied by the next attempt or by
-`replay`. In MLflow a study is a parent run and a trial a child run; `read_study` needs the store alone.
+store never holds up training; the next attempt or `replay` copies the rest. In MLflow a study is a parent run and a
+trial a child run; `mlflow_studies.read_study` needs the store alone.
 
 Non-finite metrics are kept: as "nan", "inf" or "-inf" in the file (strict JSON), as NaN or the largest double in MLflow
-(its convention), and as floats again when read. This module is what the rest of the project uses; the store is reached
-through `_mlflow_store.py`, `_mlflow_copy.py` and `_mlflow_studies.py`, the only importers of mlflow.
+(its convention), and as floats again when read. Only the `mlflow_*` modules import mlflow.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ def read_progress(directory: Path) -> dict[str, Any]:
 class RunLog:
     """The `RunLogger` of one run: the event file first, MLflow second.
 
-    Nothing of the store's troubles reaches the training run; `finish` waits for the copy, at most `drain_seconds`, and
-    warns of what is missing.
+    Trouble with the store never reaches the training run; `finish` waits for the copy, at most `drain_seconds`, and
+    warns if it is incomplete.
     """
 
     drain_seconds = 60.0
@@ -72,7 +71,7 @@ class RunLog:
     ) -> Self:
         """The log of a new run, or of one that continues in the same folder as the same MLflow run.
 
-        `on_progress` gets what `read_progress` reads, at every change.
+        `on_progress` gets the content of `progress.json` at every change.
         """
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "result.json").unlink(missing_ok=True)
@@ -115,7 +114,7 @@ class RunLog:
         return self._latest
 
     def resume(self, step: int) -> None:
-        """Keep what was logged up to `step` (nothing for -1) and go on from there; comes before anything is logged."""
+        """Keep the events up to `step` (none for -1) and go on from there; comes before anything is logged."""
         assert self._file is None, "resume() comes before the first event"
         kept = [e for e in read_events(self._path) if e["type"] == "start" or e.get("step", math.inf) <= step]
         write_text(self._path, "".join(event_line(event) for event in kept))
@@ -167,7 +166,7 @@ class RunLog:
             self._file.close()
 
     def close(self) -> None:
-        """Release what the log holds; a run that did not `finish` counts as stopped."""
+        """End the log; a run that did not `finish` counts as stopped."""
         if not self._closed:
             self.finish("stopped", "ended by an error or an interrupt", {})
 
@@ -199,9 +198,9 @@ class RunLog:
 
 @patient
 def replay(runs: Path, directory: Path, parent_run_id: str | None) -> None:
-    """Copy to MLflow what it lacks of the run in `directory`; cheap where nothing is missing.
+    """Copy the events of the run in `directory` that MLflow lacks; cheap if none are missing.
 
-    Raises MLflow's own error where the store cannot be written.
+    Raises MLflow's own error if the store cannot be written.
     """
     identity, events = Identity.load(directory), read_events(directory / EVENTS)
     if identity is None or not events or (identity.synced and identity.parent_run_id == parent_run_id):

@@ -1,4 +1,4 @@
-"""What a run takes of its machine while it runs: processor, memory and, where there is one, the GPU."""
+"""Measures the load of a run on its machine: processor, memory and the GPU, if there is one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SystemSampler:
 
 
 def _gpu(torch: Any) -> dict[str, float]:
-    """Bytes in use on the run's device by all its processes, and its load where nvidia-ml-py is installed."""
+    """Bytes in use on the run's device by all its processes, and its load if nvidia-ml-py is installed."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return {}
     free, total = torch.cuda.mem_get_info()

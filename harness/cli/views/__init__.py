@@ -1,1 +1,1 @@
-"""What a terminal shows of results: one file per subject."""
+"""Results on a terminal: one file per subject."""

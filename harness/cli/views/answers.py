@@ -15,7 +15,7 @@ SHOWN_CHARACTERS = 400
 
 
 def show_evaluation(title: str, result: EvaluationResult) -> None:
-    """Held-out accuracies with their intervals, then a few of the completions."""
+    """Print held-out accuracies with their intervals, then a few of the completions."""
     from harness.training.evaluate import intervals, wilson_interval
 
     metrics, count = result.metrics, int(result.metrics["num_prompts"])
@@ -42,7 +42,7 @@ def show_evaluation(title: str, result: EvaluationResult) -> None:
 
 
 def show_grades(title: str, result: Regraded, count: int) -> None:
-    """A summary per grader, then the first verdicts, those on which graders disagree before the others."""
+    """Print a summary per grader, then `count` verdicts; those on which graders disagree come first."""
     labelled = any(summary.agreement is not None for summary in result.summaries.values())
     compared = ["agrees with labels", "wrongly right", "wrongly wrong"] if labelled else []
     headers = ["grader", "correct", "answered", *compared, "rows/s"]
@@ -70,7 +70,7 @@ def show_grades(title: str, result: Regraded, count: int) -> None:
 
 
 def show_task(document: Mapping[str, Any]) -> None:
-    """A task's settings, sizes, problems and one worked solution, line breaks kept."""
+    """Print a task's settings, sizes, problems and one worked solution; line breaks stay."""
     show_table(
         f"Task {document['task']}", ["setting", "value"], [(k, repr(v)) for k, v in document["settings"].items()]
     )
@@ -90,7 +90,7 @@ def show_task(document: Mapping[str, Any]) -> None:
 
 
 def show_samples(rows: Sequence[SampleRow]) -> None:
-    """Completions as a model wrote them, shortened and harmless."""
+    """Print completions as a model wrote them, shortened and harmless."""
     cells = [
         (_shortened(r.prompt), _shortened(r.completion), r.answer, r.gold, "yes" if r.correct else "no") for r in rows
     ]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def show_study(study: StudySpec, arms: Sequence[Mapping[str, Any]], trials: int, rollouts: int) -> None:
-    """A study's question, searches, arms, base run and budget."""
+    """Print a study's question, searches, arms, base run and budget."""
     say(f"{study.name}: {' '.join(study.question.split())}\n")
     for plan in study.searches():
         search = plan.search
@@ -34,7 +34,7 @@ def show_study(study: StudySpec, arms: Sequence[Mapping[str, Any]], trials: int,
 
 
 def show_results(record: StudyRecord) -> None:
-    """Accuracy of each arm: the mean over its complete seeds, with the lowest and highest seed."""
+    """Print the accuracy of each arm: the mean over its complete seeds, with the lowest and highest seed."""
     keys = ("accuracy_initial", "accuracy_final", "test_accuracy")
     headers = ["arm", "valid seeds", "validation, start", "validation, end", "test"]
     rows = []
@@ -47,7 +47,7 @@ def show_results(record: StudyRecord) -> None:
 
 
 def show_status(status: StudyStatus) -> None:
-    """What each trial of a study has reached."""
+    """Print how far each trial of a study is."""
     headers = ["arm", "seed", "state", "phase", "done", "accuracy", "time", "note"]
     rows = []
     for t in status.trials:
@@ -67,7 +67,7 @@ def cost_text(cost: Mapping[str, float]) -> str:
 
 
 def show_dry_run(name: str, question: str, document: Mapping[str, Any]) -> None:
-    """What a study would do and need, as `harness.study.runner.dry_run` says it."""
+    """Print the plan and the needs of a study, from `harness.study.runner.dry_run`."""
     memory = document["memory"]
     rows = []
     for arm in document["arms"]:
