@@ -27,11 +27,13 @@ from harness.files import read_json, write_json
 from harness.spec.errors import SpecError
 from harness.spec.load import load_study, shipped_studies
 from harness.spec.study import StudySpec
-from harness.study import processes
+from harness.stop import StopRequest
+from harness.study import processes, worker
 from harness.study.plan import Plan
 from harness.study.queue import MAX_LOST, Claim, Outcome, Queue
 from harness.study.runner import run_study, study_status
 from harness.study.status import StudyStatus
+from harness.study.storage.base import StorageUnavailable
 from harness.study.storage.lease import GRACE_SECONDS, FileLease, is_held
 from harness.study.worker import worker_main
 from harness.tracking.events import read_events
@@ -511,3 +513,54 @@ def test_a_device_that_is_absent_is_refused_before_anything_is_written(tmp_path)
     with pytest.raises(ValueError, match="device=cpu"):
         run_study(study, tmp_path, workers=1, command="")
     assert not (tmp_path / "studies").exists()
+
+
+class StorageThatIsAway:
+    """It cannot be reached the first `failures` times."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures, self.asked = failures, 0
+
+    def answer(self) -> str:
+        self.asked += 1
+        if self.asked <= self.failures:
+            raise StorageUnavailable(f"no answer to question {self.asked}")
+        return "here"
+
+
+class NotedWaits(StopRequest):
+    """Nobody really waits; the request to stop is made during the last of `allowed` waits."""
+
+    def __init__(self, allowed: int) -> None:
+        super().__init__()
+        self.allowed = allowed
+        self.seconds: list[float] = []
+
+    def wait(self, seconds: float) -> bool:
+        self.seconds.append(seconds)
+        if len(self.seconds) == self.allowed:
+            self.set()
+        return self.is_set()
+
+
+def test_a_worker_waits_for_its_storage_longer_each_time(caplog: pytest.LogCaptureFixture):
+    storage, stop = StorageThatIsAway(7), NotedWaits(100)
+    assert worker._patiently(storage.answer, stop) == "here"
+    assert stop.seconds == [0.5, 1, 2, 4, 8, 15, 15]
+    assert caplog.messages == [f"no answer to question {i}; trying again" for i in range(1, 8)]
+
+
+def test_a_request_to_stop_ends_the_wait_for_a_storage_with_its_last_error(caplog: pytest.LogCaptureFixture):
+    storage, stop = StorageThatIsAway(7), NotedWaits(3)
+    with pytest.raises(StorageUnavailable, match=r"^no answer to question 3$"):
+        worker._patiently(storage.answer, stop)
+    assert len(caplog.messages) == 2
+    with pytest.raises(StorageUnavailable, match=r"^no answer to question 4$"):  # after the request it is asked once
+        worker._patiently(storage.answer, stop)
+
+
+def test_an_error_that_is_not_of_the_connection_ends_a_worker_at_once():
+    stop = NotedWaits(100)
+    with pytest.raises(ZeroDivisionError):
+        worker._patiently(lambda: 1 / 0, stop)
+    assert stop.seconds == []

@@ -17,10 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tenacity import Retrying, retry_if_exception_type, wait_exponential
+
 from harness.files import file_lock
 from harness.interfaces import RunLogger
 from harness.stop import StopRequest, stop_on_signals
-from harness.study.plan import Plan
 from harness.study.queue import Claim, Outcome, Queue, open_queue
 from harness.study.storage.base import StorageUnavailable
 from harness.tracking.mlflow_studies import open_study, study_run_id
@@ -28,7 +29,7 @@ from harness.tracking.run_log import RunLog, read_result
 from harness.types import FINAL
 
 EXECUTE = "harness.training.loop:train"
-ORPHAN_SECONDS = 120.0  # how long a worker whose parent died may take to stop after its current step
+ORPHAN_SECONDS = 120.0  # a worker whose parent died has so long to stop after its current step
 POLL_SECONDS = 0.5
 MAX_WAIT_SECONDS = 15.0  # between attempts to reach a storage
 STORAGE = "COHORT_STORAGE"  # environment variable with the storage's URL
@@ -39,10 +40,10 @@ log = logging.getLogger(__name__)
 def worker_main(
     name: str, runs: Path, *, parent: int | None = None, execute: str = EXECUTE, storage: str | None = None
 ) -> int:
-    """Run trials of a started study until none is left or the process is told to stop; the exit status.
+    """Run trials of a started study until none is left or a signal asks to stop; the exit status.
 
-    `parent` is the process id of the study's own process: when it dies, the worker stops after its current step. While
-    the storage cannot be reached the worker waits for it, also with the result of a trial.
+    `parent` is the id of the study's own process: when that dies, the worker stops after its current step. The worker
+    waits for a storage that it cannot reach, also with the result of a trial.
     """
     runs = runs.resolve()
     with stop_on_signals(on_second=lambda number: os._exit(128 + number)) as stop:
@@ -54,45 +55,39 @@ def worker_main(
 
 def _run_claims(name: str, runs: Path, execute: str, storage: str | None, stop: StopRequest) -> None:
     queue = _patiently(lambda: open_queue(name, runs, storage), stop)
-    run_trial = _resolve(execute) if _patiently(queue.unfinished, stop) else None
-    if run_trial is not None:
-        _ensure_tracked(queue)
-    while run_trial is not None and not stop.is_set():
+    if not _patiently(queue.unfinished, stop):
+        return
+    run_trial = _resolve(execute)
+    _ensure_tracked(queue)
+    while not stop.is_set():
         claim = _patiently(queue.claim, stop)
         if claim is not None:
-            _run_claim(claim, queue, queue.plan, run_trial, stop)
+            _run_claim(claim, queue, run_trial, stop)
         elif not _patiently(queue.unfinished, stop):
-            break
+            return
         else:
-            stop.wait(2 * POLL_SECONDS)  # a trial that another worker runs may still come back to the queue
+            stop.wait(2 * POLL_SECONDS)  # the trial of another worker may still come back to the queue
 
 
-def _run_claim(claim: Claim, queue: Queue, plan: Plan, run_trial: Callable[..., Any], stop: StopRequest) -> None:
-    """Run a claimed trial to its end, whatever that is, and record it."""
+def _run_claim(claim: Claim, queue: Queue, run_trial: Callable[..., Any], stop: StopRequest) -> None:
+    """Run a claimed trial to its end, even a failure, and record it."""
+    plan = queue.plan
     directory, objectives = plan.directory(claim.key), list(plan.study.objectives())
-    ended = read_result(directory)  # a worker that died just before it could record the end
+    ended = read_result(directory)  # of a worker that died just before it could record the end
     if ended is not None and ended["state"] in FINAL:
         metrics = {key: float(value) for key, value in ended["metrics"].items()}
         outcome = Outcome(ended["state"], ended["reason"], ended["summary"], metrics)
         _patiently(lambda: queue.finish(claim, _with_metrics(outcome, objectives)), stop)
         return
-    arm, seed = claim.key
-    run_log = RunLog.open(
-        plan.runs,
-        directory,
-        plan.spec(claim.key),
-        experiment=plan.study.name,
-        run_name=f"{arm} | seed {seed}",
-        parent_run_id=study_run_id(plan.runs, plan.study.name),
-        tags={
-            "cohort.kind": "trial",
-            "cohort.study": plan.study.name,
-            "cohort.arm": arm,
-            "cohort.seed": str(seed),
-            "cohort.factors": json.dumps(plan.arms[arm].levels),
-            "cohort.phase": plan.arms[arm].phase,
-        },
-    )
+    (label, seed), name = claim.key, plan.study.name
+    arm, spec = plan.arms[label], plan.spec(claim.key)
+    tags = {
+        "cohort.kind": "trial", "cohort.study": name, "cohort.arm": label, "cohort.seed": str(seed),
+        "cohort.factors": json.dumps(arm.levels), "cohort.phase": arm.phase,
+    }  # fmt: skip
+    parent = study_run_id(plan.runs, name)
+    title = f"{label} | seed {seed}"
+    run_log = RunLog.open(plan.runs, directory, spec, experiment=name, run_name=title, parent_run_id=parent, tags=tags)
     judged = _JudgedLog(run_log, plan.study.metric, queue, claim, stop) if queue.prunes else None
 
     def should_stop() -> bool:
@@ -100,7 +95,7 @@ def _run_claim(claim: Claim, queue: Queue, plan: Plan, run_trial: Callable[..., 
 
     try:
         cache = plan.runs / "cache"
-        result = run_trial(plan.spec(claim.key), directory, judged or run_log, cache=cache, should_stop=should_stop)
+        result = run_trial(spec, directory, judged or run_log, cache=cache, should_stop=should_stop)
         outcome = Outcome(result.state, result.reason, dict(result.summary), dict(run_log.latest))
         if outcome.state == "stopped" and judged is not None and judged.reason is not None:
             outcome = replace(outcome, state="pruned", reason=judged.reason)
@@ -114,19 +109,19 @@ def _run_claim(claim: Claim, queue: Queue, plan: Plan, run_trial: Callable[..., 
 
 def _patiently(operation: Callable[[], R], stop: StopRequest) -> R:
     """The operation's result, tried until the storage answers; StorageUnavailable only once `stop` is set."""
-    wait = POLL_SECONDS
-    while True:
-        try:
-            return operation()
-        except StorageUnavailable as error:
-            if stop.wait(wait):
-                raise
-            log.warning("%s; trying again", error)
-            wait = min(2 * wait, MAX_WAIT_SECONDS)
+    retrying = Retrying(
+        retry=retry_if_exception_type(StorageUnavailable),
+        wait=wait_exponential(multiplier=POLL_SECONDS, max=MAX_WAIT_SECONDS),
+        stop=lambda state: stop.wait(state.upcoming_sleep),  # the wait itself: a request ends it at once
+        sleep=lambda seconds: None,
+        before_sleep=lambda state: log.warning("%s; trying again", state.outcome and state.outcome.exception()),
+        reraise=True,
+    )
+    return retrying(operation)
 
 
 def _ensure_tracked(queue: Queue) -> None:
-    """Make the study's parent run on a host where only workers run, as a node of a cluster."""
+    """Make the study's parent run on a host that has none yet, because only workers run there."""
     plan = queue.plan
     try:
         study_run_id(plan.runs, plan.study.name)
@@ -136,10 +131,12 @@ def _ensure_tracked(queue: Queue) -> None:
 
 
 class _JudgedLog:
-    """A run's log that shows the search every validation after training has begun: a `RunLogger` around another."""
+    """A `RunLogger` around another that shows the search every validation after training has begun."""
 
     def __init__(self, log: RunLogger, metric: str, queue: Queue, claim: Claim, stop: StopRequest) -> None:
-        self._log, self._metric, self._queue, self._claim, self._stop = log, metric, queue, claim, stop
+        self._log, self._metric = log, metric
+        self._queue, self._claim = queue, claim
+        self._stop = stop
         self._new: tuple[int, float] | None = None
         self.reason: str | None = None  # why the arm is given up
         self.resume, self.progress = log.resume, log.progress
@@ -158,7 +155,7 @@ class _JudgedLog:
 
 
 def _with_metrics(outcome: Outcome, objectives: Sequence[str]) -> Outcome:
-    """The same outcome, or a failure where a complete run lacks a finite value of what decides the study."""
+    """The same outcome, or a failure if a complete run lacks a finite value of an objective."""
     lacking = [name for name in objectives if not math.isfinite(outcome.metrics.get(name, math.nan))]
     if outcome.state != "complete" or not lacking:
         return outcome
@@ -186,13 +183,5 @@ if __name__ == "__main__":
     parser.add_argument("--runs", type=Path, required=True)
     parser.add_argument("--parent", type=int, help="process id of the study's own process")
     parser.add_argument("--execute", default=EXECUTE, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    sys.exit(
-        worker_main(
-            arguments.name,
-            arguments.runs,
-            parent=arguments.parent,
-            execute=arguments.execute,
-            storage=os.environ.get(STORAGE),
-        )
-    )
+    options = vars(parser.parse_args())
+    sys.exit(worker_main(**options, storage=os.environ.get(STORAGE)))
