@@ -54,8 +54,8 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counts[json.dumps({key: value for key, value in raw.items() if key != "seed"}, sort_keys=True)] += 1
         return parse_run(raw, where)
 
-    for module in list(sys.modules.values()):
-        if getattr(module, "parse_run", None) is parse_run:
+    for name, module in list(sys.modules.items()):
+        if name.startswith("harness.") and getattr(module, "parse_run", None) is parse_run:
             monkeypatch.setattr(module, "parse_run", counted)
     return counts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -25,8 +25,8 @@ Phase = Literal["final", "tuning"]
 class Arm:
     """One setting under comparison: a readable label, the dotted overrides that make it, its level of each factor.
 
-    `spec` is its validated run, with any seed. Arms of phase "tuning" only choose the settings of final arms and never
-    enter the comparison.
+    `spec` is its validated run, whose seed means nothing. Arms of phase "tuning" only choose the settings of final arms
+    and never enter the comparison.
     """
 
     label: str
@@ -37,16 +37,16 @@ class Arm:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of `spec`; one study's arms with equal digests are the same run."""
+        """A hash of `spec`: arms of one study with equal digests are the same run."""
         return self.spec.digest()
 
     def run_spec(self, seed: int) -> RunSpec:
-        """The complete run of one trial. The seed is not validated here: a study validates its seeds."""
+        """The complete run of one trial. The study has validated its seeds."""
         return self.spec.model_copy(update={"seed": seed})
 
 
 class Dimension(Section):
-    """The values that a search may give to one setting: a range (whole numbers where both ends are), or choices."""
+    """The values that a search may give to one setting: choices, or a range (of whole numbers if both ends are)."""
 
     low: int | float | None = None
     high: int | float | None = None
@@ -82,18 +82,17 @@ class Dimension(Section):
         return isinstance(self.low, int) and isinstance(self.high, int)
 
     def points(self) -> list[Scalar] | None:
-        """Every value; None where there is no end of them."""
+        """Every value; None if they are infinitely many."""
         if self.choices is not None:
             return list(self.choices)
-        assert self.low is not None
-        assert self.high is not None
+        assert self.low is not None and self.high is not None
         if self.step is None and not self.whole:
             return None
         step = self.step or 1
         return [self.low + i * step for i in range(round((self.high - self.low) / step) + 1)]
 
     def probes(self) -> list[Scalar]:
-        """The values that are checked before a study starts: all of them where they are few, else both ends."""
+        """The values that are checked before a study starts: all of a few, both ends of many."""
         points = self.points()
         return points if points is not None and len(points) <= 64 else [self.low, self.high]
 
@@ -118,7 +117,12 @@ class Search(Section):
 
     @model_validator(mode="after")
     def _searchable(self) -> Self:
-        _check_space(self.space, self.trials, "search")
+        if "seed" in self.space:
+            raise ValueError("'seed' is a replicate, never searched; list seeds under 'seeds'")
+        counts = [dimension.points() for dimension in self.space.values()]
+        size = math.prod(math.inf if points is None else len(points) for points in counts)
+        if self.trials > size:
+            raise ValueError(f"search.trials must be at most the points of the space ({size:g}), got {self.trials}")
         if self.pruner != "none" and len(self.objectives) > 1:
             raise ValueError(f"search.pruner must be none with several objectives, got {self.pruner}")
         fixed = [path for path in ("steps", "evaluation.every") if path in self.space]
@@ -188,15 +192,6 @@ class SearchPlan:
     final_seeds: tuple[int, ...] = ()
 
 
-def _check_space(space: Mapping[str, Dimension], trials: int, where: str) -> None:
-    if "seed" in space:
-        raise ValueError("'seed' is a replicate, never searched; list seeds under 'seeds'")
-    counts = [dimension.points() for dimension in space.values()]
-    size = math.prod(math.inf if points is None else len(points) for points in counts)
-    if trials > size:
-        raise ValueError(f"{where}.trials must be at most the points of the space ({size:g}), got {trials}")
-
-
 def _plugin_name(item: str | Mapping[str, Any], where: str) -> str:
     if isinstance(item, str):
         return item
@@ -206,14 +201,14 @@ def _plugin_name(item: str | Mapping[str, Any], where: str) -> str:
 
 
 class StudySpec(Section):
-    """A question, the base run, what varies, and the seeds that replicate each arm.
+    """A question, the base run, the settings that vary, and the seeds that replicate each arm.
 
     `factors` maps a dotted RunSpec path to its levels; `arms` maps a label to several overrides at once. `grid` takes
     every combination (of arms and factors), `one_at_a_time` the base run and each level on its own, `compare` every
     algorithm on every task; a `search` finds its arms while it runs. The run section is kept as written.
 
-    A study expands itself once, on first use, into arms that hold their validated runs. `model_copy` would keep them:
-    change the mapping instead and parse it.
+    A study expands itself once, on first use, into arms that hold their validated runs. `model_copy` would keep these
+    arms: to change a study, change its mapping and parse it.
     """
 
     dotted_keys: ClassVar[tuple[str, ...]] = ("factors", "arms", "search.space")  # mappings with dots in their keys
@@ -247,12 +242,12 @@ class StudySpec(Section):
             raise ValueError("the arms of a search have no names beforehand; leave 'baseline' out")
         if self.search is not None and self.metric not in self.objectives():
             raise ValueError(f"search.objectives must contain the study's metric, {self.metric}")
-        if self.search is not None or self._tuning is not None:
+        if self._is_searched:
             for metric in self.objectives():
                 if metric.startswith("test/"):
                     raise ValueError(f"a search must not see the test split, got {metric}; use validation/...")
-        if self._tuning is not None:
-            both = sorted(set(self.seeds) & set(self._tuning.seeds))
+        if self.compare is not None and self.compare.tuning is not None:
+            both = sorted(set(self.seeds) & set(self.compare.tuning.seeds))
             if both:
                 raise ValueError(
                     f"compare.tuning.seeds must differ from the study's seeds {self.seeds}, got {both} in both"
@@ -271,7 +266,7 @@ class StudySpec(Section):
         return self
 
     def objectives(self) -> dict[str, Direction]:
-        """Metric -> direction of what decides between arms: for most studies the metric, maximised."""
+        """The metrics that decide between arms, each with its direction: for most studies the metric, maximised."""
         return (self.search.objectives if self.search else {}) or {self.metric: "maximize"}
 
     def design_arms(self) -> list[Arm]:
@@ -279,91 +274,83 @@ class StudySpec(Section):
 
         SpecError for an arm that is no valid run.
         """
-        return list(self._design)
+        return [] if self._is_searched else list(self._known)
 
     def searches(self) -> list[SearchPlan]:
         """The searches that the study makes: one, one for each algorithm and task of a tuned comparison, or none."""
-        return list(self._searches)
-
-    def checked_arms(self) -> list[Arm]:
-        """Arms whose validity stands for all: those of the design, or the base of each search and single changes of it
-        by the values of each dimension."""
-        return [*self._design, *self._probes]
+        objectives, seeds = self.objectives(), tuple(self.seeds)
+        if self.search is not None:
+            return [SearchPlan("", base, self.search, objectives, seeds) for base in self._known]
+        if self.compare is None or self.compare.tuning is None:
+            return []
+        tuning, tuned = self.compare.tuning, tuple(self.compare.tuning.seeds)
+        found = [(base, tuning.search(base.overrides["algorithm.name"])) for base in self._known]
+        return [SearchPlan(base.label, base, search, objectives, tuned, seeds) for base, search in found]
 
     def arm_labels(self) -> list[str]:
         """Labels of the arms that are compared in the end, as far as they are known before the study runs."""
-        final = [plan.base for plan in self._searches if plan.final_seeds]
-        return [arm.label for arm in final or self._design]
+        return [] if self.search is not None else [arm.label for arm in self._known]
 
-    def searched_arm(
-        self, label: str, overrides: Mapping[str, Any], levels: Mapping[str, Scalar], phase: Phase = "final"
-    ) -> Arm:
-        """An arm of a search. SpecError for overrides that give no valid run."""
-        return Arm(label, overrides, levels, self._parse({**overrides, "seed": self.seeds[0]}), phase)
+    def checked_arms(self) -> list[Arm]:
+        """Arms whose validity stands for all: those of the design, or of each search its base and single changes."""
+        return list(self._probes if self._is_searched else self._known)
+
+    def changed(self, base: Arm, label: str, point: Mapping[str, Any]) -> Arm:
+        """The base of a search with other values. SpecError for values that give no valid run."""
+        overrides, levels = {**base.overrides, **point}, {**base.levels, **point}
+        return replace(base, label=label, overrides=overrides, levels=levels, spec=self._parse(overrides))
 
     def digest(self) -> str:
-        """A stable hash of what every arm runs: it must not change between resumes.
+        """A stable hash of the runs of every arm: it must not change between resumes.
 
-        Seeds may be added, except to a search, whose arms were judged by the seeds that it had; it may gain trials.
+        A study may gain seeds. A search may not, because its seeds have judged its arms; it may gain trials.
         """
-        known = {arm.label: arm.run_spec(0).model_dump(mode="json") for arm in self._design}
-        for plan in self._searches:
+        known = {arm.label: arm.run_spec(0).model_dump(mode="json") for arm in self.design_arms()}
+        for plan in self.searches():
             search = plan.search.model_dump(mode="json", exclude=None if plan.final_seeds else {"trials"})
             base = plan.base.run_spec(0).model_dump(mode="json")
             known[f"search/{plan.name}"] = {"base": base, "search": search, "seeds": list(plan.seeds)}
         return digest(known)
 
     @property
-    def _tuning(self) -> Tuning | None:
-        return self.compare.tuning if self.compare is not None else None
+    def _is_searched(self) -> bool:
+        return self.search is not None or (self.compare is not None and self.compare.tuning is not None)
 
     @cached_property
-    def _design(self) -> list[Arm]:
+    def _known(self) -> list[Arm]:
+        """The arms of the design, or the base of each search."""
         if self.search is not None:
-            return []
-        if self._tuning is not None:
-            self._check_baseline([label for label, _, _ in self._cells()])
-            return []
-        if self.compare is not None:
-            arms = [Arm(name, changes, levels, self._parse(changes)) for name, changes, levels in self._cells()]
-        else:
-            arms = self._varied()
-        self._check_baseline([arm.label for arm in arms])
+            return [Arm("", {}, {}, self._parse({}))]
+        arms = self._varied() if self.compare is None else self._compared()
+        labels = [arm.label for arm in arms]
+        if self.baseline is not None and self.baseline not in labels:
+            near = plugins.nearest(self.baseline, labels)
+            fix = f"did you mean '{near}'?" if near else f"arms: {', '.join(labels)}"
+            raise SpecError(f"study '{self.name}': baseline must be an arm's label, got '{self.baseline}'; {fix}")
         return arms
-
-    @cached_property
-    def _searches(self) -> list[SearchPlan]:
-        seeds = tuple(self.seeds)
-        if self.search is not None:
-            return [SearchPlan("", self.searched_arm("", {}, {}), self.search, self.objectives(), seeds)]
-        if self._tuning is None:
-            return []
-        plans = []
-        for cell in self._cells():
-            base = self.searched_arm(*cell)
-            search = self._tuning.search(base.overrides["algorithm.name"])
-            tuning_seeds = tuple(self._tuning.seeds)
-            plans.append(SearchPlan(base.label, base, search, self.objectives(), tuning_seeds, seeds))
-        return plans
 
     @cached_property
     def _probes(self) -> list[Arm]:
         arms = []
-        for plan in self._searches:
-            base = plan.base
-            arms.append(replace(base, label=plan.name or "base"))
+        for plan in self.searches():
+            arms.append(replace(plan.base, label=plan.name or "base"))
             for path, dimension in plan.search.space.items():
                 for value in dimension.probes():
                     label = ", ".join(filter(None, [plan.name, _describe(path, value)]))
-                    changed = {path: value}
-                    arms.append(self.searched_arm(label, {**base.overrides, **changed}, {**base.levels, **changed}))
+                    arms.append(self.changed(plan.base, label, {path: value}))
         return arms
 
     def _varied(self) -> list[Arm]:
         """The arms of a grid or of one_at_a_time."""
         arms: dict[str, Arm] = {}
-        label_of: dict[str, str] = {}
-        for name, point in self._points():
+        label_of: dict[str, str] = {}  # digest -> label
+        if self.design == "one_at_a_time":
+            single = [{path: level} for path, levels in self.factors.items() for level in levels]
+            points = [("", point) for point in [{}, *single]]
+        else:
+            grid = [dict(zip(self.factors, c, strict=True)) for c in itertools.product(*self.factors.values())]
+            points = [(name, point) for name in (self.arms or [""]) for point in grid]
+        for name, point in points:
             overrides = {**self.arms.get(name, {}), **point}
             spec = self._parse(overrides)
             levels: dict[str, Scalar] = {"arm": name} if self.arms else {}
@@ -380,17 +367,11 @@ class StudySpec(Section):
             arms[label] = arm
         return list(arms.values())
 
-    def _check_baseline(self, labels: Sequence[str]) -> None:
-        if self.baseline is not None and self.baseline not in labels:
-            near = plugins.nearest(self.baseline, list(labels))
-            fix = f"did you mean '{near}'?" if near else f"arms: {', '.join(labels)}"
-            raise SpecError(f"study '{self.name}': baseline must be an arm's label, got '{self.baseline}'; {fix}")
-
-    def _cells(self) -> list[tuple[str, dict[str, Any], dict[str, Scalar]]]:
-        """Label, overrides and levels of every algorithm on every task; a label leaves out what all have in common."""
+    def _compared(self) -> list[Arm]:
+        """Every algorithm on every task of a comparison; a label leaves out what all have in common."""
         assert self.compare is not None
         several = {"algorithm": len(self.compare.algorithms) > 1, "task": len(self.compare.tasks) > 1}
-        cells = []
+        arms = []
         for pair in itertools.product(self.compare.algorithms, self.compare.tasks):
             overrides: dict[str, Any] = {}
             levels: dict[str, Scalar] = {}
@@ -400,18 +381,12 @@ class StudySpec(Section):
                 if several[kind] or (kind == "algorithm" and not any(several.values())):
                     levels[f"{kind}.name"] = settings["name"]
             label = ", ".join(_describe(path, level) for path, level in levels.items())
-            cells.append((label, overrides, levels))
-        return cells
-
-    def _points(self) -> list[tuple[str, dict[str, Any]]]:
-        if self.design == "one_at_a_time":
-            single = [{path: level} for path, levels in self.factors.items() for level in levels]
-            return [("", point) for point in [{}, *single]]
-        combinations = [dict(zip(self.factors, c, strict=True)) for c in itertools.product(*self.factors.values())]
-        return [(name, point) for name in (self.arms or [""]) for point in combinations]
+            arms.append(Arm(label, overrides, levels, self._parse(overrides)))
+        return arms
 
     def _parse(self, overrides: Mapping[str, Any]) -> RunSpec:
-        return parse_run(with_overrides(self.run, overrides), where=f"study '{self.name}'")
+        seed = {"seed": self.seeds[0]} if self._is_searched else {}  # a search ignores the seed of its base run
+        return parse_run(with_overrides(self.run, {**overrides, **seed}), where=f"study '{self.name}'")
 
 
 def parse_study(raw: Mapping[str, Any], where: str) -> StudySpec:

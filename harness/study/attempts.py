@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
 from harness.study.plan import Key
-
-
-@dataclass(frozen=True)
-class Result:
-    """Where an (arm, seed) stands, with the objectives of a complete one."""
-
-    state: str
-    reason: str | None = None
-    values: Mapping[str, float] = field(default_factory=dict)
 
 
 class Attempts:
@@ -51,22 +41,17 @@ class Attempts:
         return self._of[key][-1] if key in self._of else None
 
     def state(self, key: Key) -> str:
-        """waiting, running, complete, pruned, invalid, failed, lost or stopped: what the last attempt says."""
+        """waiting, running, complete, pruned, invalid, failed, lost or stopped, as the last attempt says."""
         last = self.last(key)
         if last is None:
             return "waiting"
         state = _state(last)
         return "waiting" if state == "failed" and last.number < self._retry_below else state
 
-    def said(self, key: Key) -> Mapping[str, Any]:
-        """What the last attempt said of its end: state, reason, summary, values; empty before it has ended."""
+    def end(self, key: Key) -> Mapping[str, Any]:
+        """The end of the last attempt: state, reason, summary and (of a complete one) values; empty before its end."""
         last = self.last(key)
-        return {} if last is None else _said(last)
-
-    def results(self) -> dict[Key, Result]:
-        """Where each (arm, seed) stands that was ever begun."""
-        said = {key: self.said(key) for key in self._of}
-        return {key: Result(self.state(key), s.get("reason"), s.get("values", {})) for key, s in said.items()}
+        return {} if last is None else _end(last)
 
     def running(self) -> dict[Key, int]:
         """The number of the last attempt at each trial where that attempt runs."""
@@ -77,16 +62,16 @@ class Attempts:
         """How many attempts in a row lost their worker without progress: the last one, which reached `step`, and those
         before it that had already reached as much."""
         earlier = itertools.takewhile(
-            lambda trial: _state(trial) == "lost" and _said(trial).get("summary", {}).get("step", 0) >= step,
+            lambda trial: _state(trial) == "lost" and _end(trial).get("summary", {}).get("step", 0) >= step,
             reversed(self._of[key][:-1]),
         )
         return 1 + len(list(earlier))
 
 
-def _said(trial: FrozenTrial) -> Mapping[str, Any]:
+def _end(trial: FrozenTrial) -> Mapping[str, Any]:
     return trial.user_attrs.get("result", {})
 
 
 def _state(trial: FrozenTrial) -> str:
     """waiting, running, complete, pruned, or what `result` says of a FAIL."""
-    return _said(trial).get("state", "lost") if trial.state == TrialState.FAIL else trial.state.name.lower()
+    return _end(trial).get("state", "lost") if trial.state == TrialState.FAIL else trial.state.name.lower()

@@ -1,4 +1,4 @@
-"""What a study runs: every (arm, seed), its validated run and its folder."""
+"""The trials of a study: every (arm, seed), its validated run and its folder."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Key = tuple[str, int]  # arm label, seed
 
 
 class Plan:
-    """The trials of a study in the order in which they run: all arms of the first seed, then of the next, so that a
-    study that is stopped early is balanced. The arms of a search come later, one by one, each with all its seeds."""
+    """The trials of a study in the order in which they run: all arms with the first seed, then with the next, so an
+    unfinished study is balanced. The arms of a search come later, one by one, each with all its seeds."""
 
     def __init__(self, study: StudySpec, runs: Path) -> None:
         self.study, self.runs = study, runs
@@ -27,7 +27,7 @@ class Plan:
         self._searched: dict[str, list[int]] = {}  # arm label -> seeds
 
     def add(self, searched: Sequence[tuple[Arm, Sequence[int]]]) -> None:
-        """Take over the arms that searches have found, with the seeds that they may run."""
+        """Add the arms that searches have found, with the seeds that they may run."""
         for arm, seeds in searched:
             known = self._searched.setdefault(arm.label, [])
             self.arms[arm.label] = arm
@@ -45,14 +45,14 @@ class Plan:
         return self.folder / "trials" / f"{slug}-seed{key[1]}-{self.spec(key).digest()[:8]}"
 
     def parameters(self, key: Key) -> dict[str, Any]:
-        levels = {} if key[0] in self._searched else self.arms[key[0]].levels  # a search's study has them
+        levels = {} if key[0] in self._searched else self.arms[key[0]].levels  # a search records its own
         return {**levels, "seed": key[1]}
 
     def distributions(self) -> dict[str, BaseDistribution]:
-        """Optuna's description of what varies: the levels of each factor, and the seed as a plain number, because
-        seeds may be added later."""
+        """Optuna's description of the design: the levels of each factor, and the seed as a plain number, because a
+        study may gain seeds."""
         levels: dict[str, list[Any]] = {}
-        for arm in (arm for label, arm in self.arms.items() if label not in self._searched):
+        for arm in self.study.design_arms():
             for path, level in arm.levels.items():
                 if level not in levels.setdefault(path, []):
                     levels[path].append(level)

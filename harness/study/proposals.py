@@ -20,8 +20,7 @@ def distribution(dimension: Dimension) -> BaseDistribution:
     """Optuna's description of a dimension."""
     if dimension.choices is not None:
         return CategoricalDistribution(dimension.choices)
-    assert dimension.low is not None
-    assert dimension.high is not None
+    assert dimension.low is not None and dimension.high is not None
     if dimension.whole:
         return IntDistribution(int(dimension.low), int(dimension.high), dimension.log, int(dimension.step or 1))
     return FloatDistribution(float(dimension.low), float(dimension.high), dimension.log, dimension.step)
@@ -52,8 +51,7 @@ def new_pruner(plan: SearchPlan) -> BasePruner:
 
 
 def untried(space: Mapping[str, Dimension], tried: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The points of a space without those that were tried; one empty point for a space that is infinite or too large
-    to list."""
+    """The points of a space that were not tried; one empty point for a space that is too large to list."""
     points = [dimension.points() for dimension in space.values()]
     size = math.prod(math.inf if found is None else len(found) for found in points)
     if size > MAX_LISTED:

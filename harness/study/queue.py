@@ -124,7 +124,7 @@ class Queue:
     def report(self, key: Key, step: int, value: float) -> str | None:
         """Note a validation of a running trial; why a search gives its arm up now, or None."""
         with self.storage.lock():
-            return self._searches.report(key[0], key[1], step, value)
+            return self._searches.report(*key, step, value)
 
     @property
     def prunes(self) -> bool:
@@ -133,7 +133,7 @@ class Queue:
 
     def search_record(self) -> dict[str, Any]:
         """What the study's searches have found so far: see `search_record.py`."""
-        return self._searches.record(self._read().results())
+        return self._searches.record(self._read())
 
     @_translated
     def unfinished(self) -> bool:
@@ -152,10 +152,8 @@ class Queue:
         dead = self._dead(attempts)
         if dead:  # or just ended: a worker gives its lease up after it has recorded the end
             attempts = self._read()
-        states = {key: attempts.state(key) for key in self.plan.keys}
-        shown = self.storage.progress(
-            [self.plan.directory(key) for key, state in states.items() if state not in ("waiting", "complete")]
-        )
+        reporting = [key for key in self.plan.keys if attempts.state(key) not in ("waiting", "complete")]
+        shown = self.storage.progress([self.plan.directory(key) for key in reporting])
         trials = [self._trial_status(key, attempts, dead, shown) for key in self.plan.keys]
         study = self.plan.study
         return StudyStatus(study.name, study.question, study.metric, tuple(trials), self._to_come(attempts))
@@ -166,9 +164,8 @@ class Queue:
 
     def _advance(self, attempts: Attempts) -> None:
         """Let the searches go on: they record arms that have ended, and more of their seeds join the plan."""
-        if self.plan.study.searches():
-            self._searches.advance(attempts.results())
-            self.plan.add(self._searches.arms())
+        self._searches.advance(attempts)
+        self.plan.add(self._searches.arms())
 
     def _ask(self) -> Key | None:
         """The first trial of a new arm of a search; None where no arm is due."""
@@ -178,28 +175,23 @@ class Queue:
         return key
 
     def _to_come(self, attempts: Attempts) -> int:
-        if not self.plan.study.searches() or not self.storage.exists():
-            return 0
-        return self._searches.to_come(attempts.results())
+        is_searching = self.plan.study.searches() and self.storage.exists()
+        return self._searches.to_come(attempts) if is_searching else 0
 
     @cached_property
     def _study(self) -> optuna.Study:
-        storage, name = self.storage.optuna, self.plan.study.name
-        sampler = RandomSampler(seed=0)
+        place: Any = {"study_name": self.plan.study.name, "storage": self.storage.optuna}
         try:
-            return optuna.load_study(study_name=name, storage=storage, sampler=sampler)
+            return optuna.load_study(**place, sampler=RandomSampler(0))
         except KeyError:
-            return optuna.create_study(
-                storage=storage, study_name=name, direction="maximize", sampler=sampler, load_if_exists=True
-            )
+            return optuna.create_study(**place, sampler=RandomSampler(0), direction="maximize", load_if_exists=True)
 
     def _read(self) -> Attempts:
         """The record of all attempts, brought up to date."""
         if "_study" in self.__dict__ or self.storage.exists():
             trials = self._study.get_trials(deepcopy=False)
             self._attempts.update(trials, self._study.user_attrs.get(RETRY_BELOW, 0))
-            if self.plan.study.searches():
-                self.plan.add(self._searches.arms())
+            self.plan.add(self._searches.arms())
         return self._attempts
 
     def _next(self, attempts: Attempts) -> Key | None:
@@ -264,8 +256,8 @@ class Queue:
         self, key: Key, attempts: Attempts, dead: set[int], progress: Mapping[Path, Mapping[str, Any]]
     ) -> TrialStatus:
         state, last = attempts.state(key), attempts.last(key)
-        said = attempts.said(key) if state != "waiting" else {}
-        reason, summary = said.get("reason"), said.get("summary", {})
+        end = attempts.end(key) if state != "waiting" else {}
+        reason, summary = end.get("reason"), end.get("summary", {})
         if state == "lost" or (state == "running" and last is not None and last.number in dead):
             state, reason = "stopped", "its worker died; the study continues it when it is started again"
         directory = self.plan.directory(key)
@@ -298,9 +290,7 @@ def open_queue(name: str, runs: Path, url: str | None) -> Queue:
         known = sorted(file.parent.name for file in folder.glob("*/study.json"))
         near = nearest(name, known)
         hint = f"did you mean '{near}'? " if near else ""
-        raise SpecError(
-            f"no study '{name}' was started in '{runs}'; {hint}"
-            + (f"there are: {', '.join(known)}" if known else "start one with: cohort study run NAME")
-        )
+        there = f"there are: {', '.join(known)}" if known else "start one with: cohort study run NAME"
+        raise SpecError(f"no study '{name}' was started in '{runs}'; {hint}{there}")
     fields = {key: value for key, value in document.items() if key not in ("format", "digest")}
     return Queue(Plan(parse_study(fields, where=storage.document_place), runs), storage)

@@ -19,7 +19,7 @@ import hashlib
 import random
 import statistics
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,8 +30,8 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from harness.spec.errors import SpecError
-from harness.spec.study import Arm, Phase, SearchPlan, StudySpec
-from harness.study.attempts import Result
+from harness.spec.study import Arm, SearchPlan, StudySpec
+from harness.study.attempts import Attempts
 from harness.study.plan import Key
 from harness.study.proposals import distribution, new_pruner, new_sampler, untried
 from harness.study.search_record import best_trial, keys_of, search_record
@@ -57,10 +57,10 @@ class Searches:
         """Every arm that was handed out, in order, with the seeds that it may run."""
         return [found for search in self._searches for found in search.arms()]
 
-    def advance(self, results: Mapping[Key, Result]) -> None:
+    def advance(self, attempts: Attempts) -> None:
         """Record the arms that have ended and hand out the next seeds of the others. Repeating it changes nothing."""
         for search in self._searches:
-            search.advance(results)
+            search.advance(attempts)
 
     def ask(self) -> Key | None:
         """The first trial of a new arm, of the search with the fewest arms; None where no arm is due."""
@@ -70,9 +70,9 @@ class Searches:
                 return key
         return None
 
-    def to_come(self, results: Mapping[Key, Result]) -> int:
+    def to_come(self, attempts: Attempts) -> int:
         """Number of (arm, seed) pairs, at most, that are not handed out yet."""
-        return sum(search.to_come(results) for search in self._searches)
+        return sum(search.to_come(attempts) for search in self._searches)
 
     def report(self, label: str, seed: int, step: int, value: float) -> str | None:
         """Note a validation of an arm; why the arm is given up now, or None."""
@@ -84,11 +84,11 @@ class Searches:
     def prunes(self) -> bool:
         return any(search.plan.search.pruner != "none" for search in self._searches)
 
-    def record(self, results: Mapping[Key, Result]) -> dict[str, Any]:
+    def record(self, attempts: Attempts) -> dict[str, Any]:
         """The content of `search.json`: see `search_record`; of a tuned comparison `{"tuning": {cell: record}}`."""
         if len(self._searches) == 1 and not self._searches[0].plan.final_seeds:
-            return self._searches[0].record(results)
-        return {"tuning": {search.plan.name: search.record(results) for search in self._searches}}
+            return self._searches[0].record(attempts)
+        return {"tuning": {search.plan.name: search.record(attempts) for search in self._searches}}
 
 
 class ArmSearch:
@@ -122,10 +122,10 @@ class ArmSearch:
         """The arm's trial while it has not ended."""
         return next((t for t in self._unended() if t.user_attrs.get("arm") == label), None)
 
-    def advance(self, results: Mapping[Key, Result]) -> None:
+    def advance(self, attempts: Attempts) -> None:
         for trial in self._unended():
-            self._advance(trial, results)
-        if self.plan.final_seeds and self._final_arm() is None and self._settled(results) and self._has_complete():
+            self._advance(trial, attempts)
+        if self.plan.final_seeds and self._final_arm() is None and self._settled(attempts) and self._has_complete():
             study = self._load()
             study.set_user_attr("best", best_trial(study).user_attrs["arm"])
 
@@ -136,7 +136,9 @@ class ArmSearch:
             label = self._label(len(earlier) + 1, trial.params)
             try:
                 arm = self._arm_at(label, trial.params)
-                self._check_new(arm, earlier)
+                for other in map(self._arm, earlier):
+                    if other.digest == arm.digest:
+                        raise SpecError(f"{REPEATED} '{other.label}'")
             except SpecError as error:
                 self._set(trial, "refused", str(error))
                 self._tell(trial, TrialState.FAIL)
@@ -148,14 +150,14 @@ class ArmSearch:
             return label, seeds[0]
         return None
 
-    def to_come(self, results: Mapping[Key, Result]) -> int:
+    def to_come(self, attempts: Attempts) -> int:
         seeds = len(self.plan.seeds)
         count = (self.plan.search.trials - len(self.handed_out())) * seeds if self._is_due() else 0
         for trial in self._unended():
             keys = keys_of(trial)
-            if not any(key in results and results[key].state in ENDED_BADLY for key in keys):
+            if not any(attempts.state(key) in ENDED_BADLY for key in keys):
                 count += seeds - len(keys)
-        hopeless = self._settled(results) and not self._has_complete()  # no final arm will come
+        hopeless = self._settled(attempts) and not self._has_complete()  # no final arm will come
         if self._final_arm() is None and not hopeless:
             count += len(self.plan.final_seeds)
         return count
@@ -182,36 +184,36 @@ class ArmSearch:
         self._set(trial, "behind", reason)
         return reason
 
-    def record(self, results: Mapping[Key, Result]) -> dict[str, Any]:
-        return search_record(self._load(), self.plan, results)
+    def record(self, attempts: Attempts) -> dict[str, Any]:
+        return search_record(self._load(), self.plan, attempts)
 
-    def _advance(self, trial: FrozenTrial, results: Mapping[Key, Result]) -> None:
-        """Record the end of an unended arm, or hand out its next seed, as far as its results say so."""
+    def _advance(self, trial: FrozenTrial, attempts: Attempts) -> None:
+        """Record the end of an arm, or hand out its next seed, if all seeds that it has have ended."""
         if "arm" not in trial.user_attrs:
             self._end(trial, TrialState.FAIL, "its worker died before it was handed out")
             return
         keys = keys_of(trial)
-        if any(key not in results or results[key].state in (*LIVE, "failed") for key in keys):
+        if any(attempts.state(key) in (*LIVE, "failed") for key in keys):
             return
-        found = {seed: results[label, seed] for label, seed in keys}
         for state, ending in (("pruned", TrialState.PRUNED), ("invalid", TrialState.FAIL)):
-            for seed, result in found.items():
-                if result.state == state:
-                    self._end(trial, ending, f"seed {seed}: {result.reason}")
+            for key in keys:
+                if attempts.state(key) == state:
+                    self._end(trial, ending, f"seed {key[1]}: {attempts.end(key).get('reason')}")
                     return
         if len(keys) == len(self.plan.seeds):
-            means = [statistics.fmean(r.values[name] for r in found.values()) for name in self.plan.objectives]
+            values = [attempts.end(key)["values"] for key in dict.fromkeys(keys)]
+            means = [statistics.fmean(found[name] for found in values) for name in self.plan.objectives]
             self._tell(trial, TrialState.COMPLETE, means)
         elif "behind" in trial.user_attrs:
             self._end(trial, TrialState.PRUNED, trial.user_attrs["behind"])
         else:
             self._set(trial, "seeds", list(self.plan.seeds[: len(keys) + 1]))
 
-    def _settled(self, results: Mapping[Key, Result]) -> bool:
-        """Whether no arm is due, and none runs or could go on unless the study is started again."""
+    def _settled(self, attempts: Attempts) -> bool:
+        """Whether no arm is due, runs or can go on before the study is started again."""
         for trial in self._unended():
-            states = {results[key].state if key in results else "waiting" for key in keys_of(trial)}
-            if "failed" not in states or states & set(LIVE):
+            states = {attempts.state(key) for key in keys_of(trial)}
+            if "failed" not in states or not states.isdisjoint(LIVE):
                 return False
         return not self._is_due()
 
@@ -223,32 +225,25 @@ class ArmSearch:
         refused, limit = self._refused(), self.plan.search.trials
         if len(self.handed_out()) >= limit or len(refused) >= 2 * limit:
             return False
-        return not refused or next(untried(self.plan.search.space, self._tried()), None) is not None
+        return not refused or next(self._untried(), None) is not None
 
     def _propose(self) -> FrozenTrial:
-        """A new trial at the sampler's point, or at a random untried one where the sampler has just repeated itself."""
-        trials = self._trials()
+        """A new trial at the sampler's point, or at a random untried one after the sampler has repeated itself."""
         number = len(self.handed_out()) + len(self._refused())
         seed = int.from_bytes(hashlib.sha256(f"{self.name}/{number}".encode()).digest()[:4], "big")
-        if not trials or not trials[-1].user_attrs.get("refused", "").startswith(REPEATED):
+        if not any(trial.user_attrs.get("refused", "").startswith(REPEATED) for trial in self._trials()[-1:]):
             study = self._load(new_sampler(self.plan.search, seed), new_pruner(self.plan))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
                 return self.storage.get_trial(study.ask(self._distributions)._trial_id)
         rng = random.Random(seed)
-        params = rng.choice(list(untried(self.plan.search.space, self._tried())))
+        params = rng.choice(list(self._untried()))
         if params:
             state, distributions = TrialState.RUNNING, self._distributions
             self._load().add_trial(optuna.create_trial(state=state, params=params, distributions=distributions))
         else:
             self._load(RandomSampler(rng.randrange(2**32))).ask(self._distributions)
         return self._trials()[-1]
-
-    def _check_new(self, arm: Arm, earlier: Sequence[FrozenTrial]) -> None:
-        """SpecError for the same run as an earlier arm."""
-        for other in map(self._arm, earlier):
-            if other.digest == arm.digest:
-                raise SpecError(f"{REPEATED} '{other.label}'")
 
     def _label(self, number: int, params: Mapping[str, Any]) -> str:
         shown = [
@@ -263,9 +258,8 @@ class ArmSearch:
         return self._arms[label]
 
     def _arm_at(self, label: str, params: Mapping[str, Any]) -> Arm:
-        base = self.plan.base
-        phase: Phase = "tuning" if self.plan.final_seeds else "final"
-        return self.study.searched_arm(label, {**base.overrides, **params}, {**base.levels, **params}, phase)
+        arm = self.study.changed(self.plan.base, label, params)
+        return replace(arm, phase="tuning") if self.plan.final_seeds else arm
 
     def _final_arm(self) -> Arm | None:
         """The best arm of a search that is over, under the name of its cell. Once chosen it never changes."""
@@ -279,8 +273,8 @@ class ArmSearch:
     def _refused(self) -> list[FrozenTrial]:
         return [trial for trial in self._trials() if "refused" in trial.user_attrs]
 
-    def _tried(self) -> list[dict[str, Any]]:
-        return [trial.params for trial in self._trials()]
+    def _untried(self) -> Iterator[dict[str, Any]]:
+        return untried(self.plan.search.space, [trial.params for trial in self._trials()])
 
     def _unended(self) -> list[FrozenTrial]:
         return [trial for trial in self._trials() if trial.state == TrialState.RUNNING]

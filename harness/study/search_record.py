@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import optuna
@@ -10,13 +10,13 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from harness.spec.study import SearchPlan
-from harness.study.attempts import Result
+from harness.study.attempts import Attempts
 from harness.study.plan import Key
 
 MIN_FOR_IMPORTANCE = 4  # complete arms; a forest on fewer says nothing
 
 
-def search_record(study: optuna.Study, plan: SearchPlan, results: Mapping[Key, Result]) -> dict[str, Any]:
+def search_record(study: optuna.Study, plan: SearchPlan, attempts: Attempts) -> dict[str, Any]:
     """The record of one search.
 
     objectives   metric -> direction
@@ -36,7 +36,7 @@ def search_record(study: optuna.Study, plan: SearchPlan, results: Mapping[Key, R
         "trials": plan.search.trials,
         "objectives": dict(objectives),
         "importances": importances(study, list(plan.search.space)),
-        "arms": [_arm_record(t, list(objectives), results) for t in trials if "arm" in t.user_attrs],
+        "arms": [_arm_record(t, list(objectives), attempts) for t in trials if "arm" in t.user_attrs],
         "pareto": [t.user_attrs["arm"] for t in study.best_trials] if is_complete else [],
         "best": best_trial(study).user_attrs["arm"] if is_complete and len(objectives) == 1 else None,
         "refused": [
@@ -78,17 +78,17 @@ def importances(study: optuna.Study, paths: Sequence[str]) -> dict[str, Any]:
     return {"method": "fANOVA", "values": {path: float(value) for path, value in values.items()}, "reason": None}
 
 
-def _arm_record(trial: FrozenTrial, objectives: Sequence[str], results: Mapping[Key, Result]) -> dict[str, Any]:
-    keys = keys_of(trial)
-    found = {seed: results[label, seed] for label, seed in keys if (label, seed) in results}
-    bad = next((result for result in found.values() if result.state in ("failed", "invalid")), None)
-    state = {"COMPLETE": "complete", "PRUNED": "pruned"}.get(trial.state.name, bad.state if bad else "running")
+def _arm_record(trial: FrozenTrial, objectives: Sequence[str], attempts: Attempts) -> dict[str, Any]:
+    states = {key: attempts.state(key) for key in keys_of(trial)}
+    bad = next((key for key, state in states.items() if state in ("failed", "invalid")), None)
+    state = {"COMPLETE": "complete", "PRUNED": "pruned"}.get(trial.state.name, states[bad] if bad else "running")
+    complete = [key for key, state in states.items() if state == "complete"]
     return {
         "label": trial.user_attrs["arm"],
         "parameters": trial.params,
         "state": state,
-        "reason": trial.user_attrs.get("reason") or (bad.reason if bad else None),
+        "reason": trial.user_attrs.get("reason") or (attempts.end(bad).get("reason") if bad else None),
         "values": dict(zip(objectives, trial.values, strict=True)) if state == "complete" else {},
-        "seeds": {str(seed): dict(r.values) for seed, r in found.items() if r.state == "complete"},
-        "num_seeds": len(keys),
+        "seeds": {str(key[1]): attempts.end(key).get("values", {}) for key in complete},
+        "num_seeds": len(keys_of(trial)),
     }
