@@ -1,4 +1,4 @@
-"""What a user replaces: the algorithm, the rewards, the task and the rollout engine.
+"""The contracts of what a user can replace: algorithm, reward, task and rollout engine.
 
 A plugin is one file with one public class. Algorithms, rewards and tasks are frozen values whose fields are the
 settings of their section in a spec; an engine has state, so its settings are a class of their own (`Settings`).
@@ -46,7 +46,7 @@ class Algorithm(Section, ABC):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether `advantages` reads `old_logprobs_BT`; with several updates per batch the learner sets them anyway."""
+        """Whether `advantages` reads `old_logprobs_BT`; the learner sets them for several updates per batch anyway."""
         return False
 
     @property
@@ -55,7 +55,7 @@ class Algorithm(Section, ABC):
 
     @property
     def shares_trunk(self) -> bool:
-        """Whether the critic is a head on the policy's own hidden states; else it is a network of its own."""
+        """Whether the critic is a head on the policy's hidden states, and not a network of its own."""
         return False
 
     @abstractmethod
@@ -66,22 +66,22 @@ class Algorithm(Section, ABC):
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         """A scalar to minimise and metrics (`area/quantity`), each a sum over tokens weighted by `loss_weight_BT`.
 
-        Being weighted sums, the values of the micro-batches of a minibatch add up to the minibatch's own. The loss may
-        weigh rows otherwise (Dr. GRPO does), as long as its parts add up too.
+        The sums of the micro-batches of a minibatch thus add up to the sum of the minibatch. The loss may weigh rows in
+        another way (Dr. GRPO does) if its parts add up too.
         """
 
     def loss_weights(self, completion_mask_BT: Tensor) -> Tensor:
-        """Weight of each token in the loss of a minibatch, float32, summing to 1: here the mean over a row's tokens,
+        """Weight of each token in the loss of a minibatch, float32, with sum 1: here the mean over the tokens of a row,
         then over rows (GRPO, arXiv:2402.03300, eq. 3)."""
         tokens_B1 = completion_mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
         return completion_mask_BT / (tokens_B1 * completion_mask_BT.shape[0])
 
 
 class Reward(Section, ABC):
-    """What completions of a group are worth, as a pure function of the graded group.
+    """The worth of the completions of a group, as a pure function of the graded group.
 
-    A subclass lives in the file of its name and declares its settings as fields. A reward that does not see gold gets
-    a group whose `correct` is None.
+    A subclass lives in the file of its name and declares its settings as fields. A reward without `sees_gold` gets a
+    group with `correct` None.
     """
 
     sees_gold: ClassVar[bool] = False
@@ -93,22 +93,22 @@ class Reward(Section, ABC):
         """G values, one per completion, before the weight."""
 
     def metrics(self, group: GradedGroup, scores: Sequence[float]) -> Mapping[str, float]:
-        """More about the group for the reader (`area/quantity`, NaN where undefined), averaged over a step's groups.
+        """Further metrics of the group (`area/quantity`, NaN if undefined), averaged over the groups of a step.
 
-        Here, and only here, the group has `correct` whatever the reward may see.
+        Here, and only here, the group has `correct` even for a reward without `sees_gold`.
         """
         return {}
 
     def check(self) -> None:
-        """ValueError for a setting that cannot be used on this machine, before any model loads."""
+        """ValueError for a setting that this machine cannot use, before any model loads."""
 
 
 class StepReward(Reward):
-    """A reward for steps inside a completion, so that credit goes to the tokens that earned it."""
+    """A reward for steps inside a completion: credit goes to the tokens that earned it."""
 
     @abstractmethod
     def steps(self, group: GradedGroup) -> list[list[tuple[int, float]]]:
-        """For each of the G completions its steps, in order: (character at which the step ends, exclusive; value)."""
+        """The steps of each of the G completions, in order: (character at which the step ends, exclusive; value)."""
 
     def score(self, group: GradedGroup) -> list[float]:
         """The mean value of a completion's steps, 0 without any."""
@@ -130,28 +130,28 @@ class Task(Section, ABC):
     @property
     @abstractmethod
     def max_completion_tokens(self) -> int:
-        """Token limit of a completion where the spec sets none."""
+        """Token limit of a completion if the spec sets none."""
 
     @abstractmethod
     def prompts(self, split: Split) -> Sequence[Prompt]:
-        """All problems of the split, in a fixed order of which any first part is a fair sample.
+        """All problems of the split, in a fixed order; any first part of it is a fair sample.
 
         ValueError for a missing path, field, split or gold answer.
         """
 
     @abstractmethod
     def demonstrations(self) -> Sequence[Demonstration]:
-        """Worked solutions for the cold start; empty where the task has none."""
+        """Worked solutions for the cold start; empty if the task has none."""
 
     @abstractmethod
     def extract(self, completion: str) -> str | None:
-        """The final answer that a completion states, in canonical spelling where there is one, or None.
+        """The final answer that a completion states, in its canonical spelling if it has one, or None.
 
-        Never raises, whatever the text, in bounded time and memory.
+        Never raises, whatever the text, and takes bounded time and memory.
         """
 
     def extract_lenient(self, completion: str) -> str | None:
-        """Like `extract`, but an answer that is not marked as final counts too. For regrading, not for rewards."""
+        """Like `extract`, but also an answer that is not marked as final. For regrading, not for rewards."""
         return self.extract(completion)
 
     def format_score(self, completion: str) -> float:
@@ -159,19 +159,19 @@ class Task(Section, ABC):
         return float(self.extract(completion) is not None)
 
     def reasoning(self, completion: str) -> str:
-        """The part of the completion that comes before its answer."""
+        """The part of the completion before its answer."""
         return completion
 
     def num_skipped_rows(self, split: Split) -> int:
-        """Rows of the split's source that are no problem and were left out because the settings allow it."""
+        """Rows of the split's source that are no problem and were skipped, as the settings allow."""
         return 0
 
     def num_unparsable(self) -> int | None:
-        """Comparisons of this process so far that ended without a verdict; None where none can."""
+        """Comparisons of this process so far without a verdict; None if every comparison has one."""
         return None
 
     def use_processes(self, count: int) -> None:
-        """Let that many threads compare answers at once, where comparisons run in processes of their own."""
+        """Let that many threads compare answers at once, if comparisons run in processes of their own."""
 
     def peer_graders(self) -> Mapping[str, Callable[[str, str], tuple[str | None, bool]]]:
         """Graders of other libraries, for comparison: name -> (completion, gold) -> (answer, whether it is right)."""
@@ -185,8 +185,8 @@ class Task(Section, ABC):
 class RolloutEngine(ABC):
     """Samples groups of completions from the current policy.
 
-    `exact_logprobs` says that the sampler's log-probs come from the learner's own module and precision, so that they
-    can serve as old log-probs.
+    With `exact_logprobs` the sampler's log-probs come from the learner's own module and precision and can serve as old
+    log-probs.
     """
 
     exact_logprobs: ClassVar[bool] = False
@@ -195,7 +195,7 @@ class RolloutEngine(ABC):
         name: str
 
         def check(self, sampling: Sampling) -> None:
-            """ValueError where the engine cannot run on this machine or sample like this, before any model loads."""
+            """ValueError if the engine cannot run on this machine or sample like this, before any model loads."""
 
     @abstractmethod
     def __init__(self, settings: Settings, policy: nn.Module, tokenizer: PreTrainedTokenizerBase): ...
@@ -206,8 +206,8 @@ class RolloutEngine(ABC):
     ) -> list[Group]:
         """One group per prompt, in order.
 
-        `sampling.max_tokens` must be set. The noise of a token depends on (seed, step, prompt id, sample, position)
-        and on nothing else, so that a row does not change with the batch that it is in.
+        `sampling.max_tokens` must be set. The noise of a token depends only on (seed, step, prompt id, sample,
+        position), so a row does not change with its batch.
         """
 
     @abstractmethod
@@ -216,28 +216,28 @@ class RolloutEngine(ABC):
 
     def score(self, rows: Sequence[tuple[Sequence[int], int]]) -> list[list[float]] | None:
         """Log-probs (nats, temperature 1) under the engine's own weights: for each (token ids, n) those of the tokens
-        after the first n. None where the engine shares the learner's weights, which cannot be stale."""
+        after the first n. None if the engine shares the learner's weights, which cannot be stale."""
         return None
 
     def sleep(self) -> None:  # noqa: B027
-        """Give the device's memory back while the learner works; `wake` comes before the next use."""
+        """Give the device's memory back while the learner works; `wake` precedes the next use."""
 
     def wake(self) -> None:  # noqa: B027
         """Be ready to load weights and generate again."""
 
     def close(self) -> None:  # noqa: B027
-        """Release what the engine holds; it is not used again."""
+        """Release everything that the engine holds; it is not used again."""
 
 
 class RunLogger(Protocol):
-    """Where a training run reports to; `harness.tracking.run_log.RunLog` is the real one."""
+    """Receives the reports of a training run; `harness.tracking.run_log.RunLog` is the real one."""
 
     def resume(self, step: int) -> None:
-        """Forget what was logged for training steps after `step`: the run continues from there."""
+        """Forget everything logged for training steps after `step`: the run continues from there."""
         ...
 
     def progress(self, phase: str, done: int, total: int) -> None:
-        """Tell a watching user how far a phase ("cold start", "train", "validation", "test") has come."""
+        """Tell a watching user the progress of a phase ("cold start", "train", "validation", "test")."""
         ...
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:

@@ -1,8 +1,8 @@
-"""Where plugins are found: a file's name is the plugin's name, and installed packages add theirs by entry points.
+"""Finds plugins by name: a file's name is the plugin's name, and installed packages add theirs by entry points.
 
 `algorithms/x.py`, `tasks/x.py`, `harness/rewards/x.py` and `harness/engines/x.py` each hold one public class; a third
 party declares the same under the entry-point groups `cohort.algorithms`, `cohort.tasks`, `cohort.rewards` and
-`cohort.engines`. A name means one class: two that share a name are refused, because a study would not say which it ran.
+`cohort.engines`. Two classes of one name are refused, because a study would not say which of them it ran.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ def names(kind: Kind) -> list[str]:
 
 @cache
 def load(kind: Kind, name: str) -> type:
-    """The plugin's class. ValueError with the nearest name for an unknown one, and where a name or a class is wrong."""
+    """The plugin's class. ValueError for a wrong class or name, with the nearest name for an unknown one."""
     known = names(kind)
     if name not in known:
         near = get_close_matches(name, known, n=1)
         hint = f"did you mean '{near[0]}'? " if near else ""
         raise ValueError(f"unknown {kind} '{name}'; {hint}available: {', '.join(known)}")
     points = [point for point in _external(kind) if point.name == name]
-    if len(points) + (name in _files(kind)) > 1:
-        built_in = ["Cohort itself"] if name in _files(kind) else []
-        owners = " and ".join([*built_in, *sorted(_package(point) for point in points)])
+    built_in = ["Cohort itself"] if name in _files(kind) else []
+    owners = [*built_in, *sorted(_package(point) for point in points)]
+    if len(owners) > 1:
         raise ValueError(
-            f"{kind} '{name}' is declared by {owners}; a name means one {kind}, so rename the entry point "
-            f"under cohort.{kind}s or uninstall its package"
+            f"{kind} '{name}' is declared by {' and '.join(owners)}; a name means one {kind}, so rename the entry "
+            f"point under cohort.{kind}s or uninstall its package"
         )
     if points:
         return _installed_plugin(points[0], kind)
@@ -51,13 +51,13 @@ def load(kind: Kind, name: str) -> type:
 
 
 def settings_class(kind: Kind, name: str) -> type[Section]:
-    """The class whose fields are the plugin's settings: its own, but `Settings` of an engine. ValueError as `load`."""
+    """The class with the plugin's settings as fields: its own, or the `Settings` of an engine. Errors as `load`."""
     cls = load(kind, name)
     return cls.Settings if issubclass(cls, RolloutEngine) else cls  # pyright: ignore[reportReturnType]
 
 
 def nearest(word: str, known: list[str]) -> str | None:
-    """The known word most like `word`, or None where nothing is close."""
+    """The known word most like `word`, or None if none is close."""
     near = get_close_matches(word, known, n=1, cutoff=0.5)
     return near[0] if near else None
 
@@ -76,7 +76,7 @@ def _package(point: EntryPoint) -> str:
 
 
 def _installed_plugin(point: EntryPoint, kind: Kind) -> type:
-    """The class of an entry point, which must be what a file of that name would have to be."""
+    """The class of an entry point, which keeps the rules for a file of that name."""
     where = f"{kind} '{point.name}' of {_package(point)} ({point.value})"
     try:
         cls = point.load()

@@ -1,4 +1,4 @@
-"""What is checked of runs before any of them starts: folder, devices, models, engines, rewards, data."""
+"""The checks of runs before any of them starts: folder, devices, models, engines, rewards, data."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def check_inputs(
 ) -> None:
     """ValueError for a runs folder, device, model, engine, reward or data that cannot be used.
 
-    Reads no weights and writes nothing. `splits` are those that must have problems, by default all that a run reads;
-    without `models` only the folder and the data are checked. What several specs share is checked once.
+    Reads no weights and writes nothing. Each of the `splits` must have problems, by default all that a run reads.
+    Without `models` only the folder and the data are checked. Settings that specs share are checked once.
     """
     check_runs_folder(runs)
     if models:

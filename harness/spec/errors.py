@@ -1,4 +1,4 @@
-"""What a user reads where a file or an override is wrong: file, key, rule, value and the nearest valid key."""
+"""The message for a wrong file or override: file, key, rule, value and the nearest valid key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness.types import Section
 
 
 class SpecError(ValueError):
-    """What a user wrote cannot be run; the message names the file, the key, the rule, the value and a fix."""
+    """A user's settings cannot run; the message names the file, the key, the rule, the value and a fix."""
 
 
 def explain(error: ValidationError, model: type[Section], raw: Mapping[str, Any], where: str) -> str:

@@ -18,7 +18,7 @@ from harness.spec.study import StudySpec, parse_study
 def runs_of(name_or_path: str, overrides: Sequence[str] = ()) -> dict[str, RunSpec]:
     """The runs that a file describes: one by its algorithm's name, or those of a study by the labels of its arms."""
     path = Path(name_or_path)
-    raw = read_yaml(path) if path.is_file() else None  # a shipped study has no file of its name here
+    raw = read_yaml(path) if path.is_file() else None  # any other name is a shipped study's
     if isinstance(raw, Mapping) and "run" not in raw:
         run = load_run(name_or_path, overrides)
         return {run.algorithm.name: run}
@@ -48,14 +48,11 @@ def load_study(name_or_path: str, overrides: Sequence[str] = ()) -> StudySpec:
         space = _section(_section(raw, "search"), "space")
         for dotted in run:
             if dotted in space:
-                raise SpecError(
-                    f"--set {dotted}: the study searches it; change the range: --set 'search.space.{dotted}="
-                    "{low: ..., high: ...}'"
-                )
+                how = f"searches it; change the range: --set 'search.space.{dotted}={{low: ..., high: ...}}'"
+                raise SpecError(f"--set {dotted}: the study {how}")
             if dotted in _section(raw, "factors"):
-                raise SpecError(
-                    f"--set {dotted}: the study varies it; override the levels: --set 'factors.{dotted}=[...]'"
-                )
+                how = f"varies it; override the levels: --set 'factors.{dotted}=[...]'"
+                raise SpecError(f"--set {dotted}: the study {how}")
     return parse_study(raw, where=str(path))
 
 

@@ -32,8 +32,8 @@ def parse_overrides(items: Sequence[str]) -> dict[str, Any]:
 def with_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any], whole: Sequence[str] = ()) -> dict[str, Any]:
     """A deep copy of `raw` with each dotted path set.
 
-    `whole` names mappings whose keys may hold dots: everything after such a name is one key. A plain value with a path
-    below it becomes the mapping that it stands for. A number for a reward changes its weight only.
+    `whole` names mappings whose keys may hold dots: the rest of a path below one of them is one key. A plain value with
+    a path below it becomes the mapping that it stands for. A number for a reward changes only its weight.
     """
     result = deepcopy(dict(raw))
     for dotted, value in overrides.items():
@@ -64,7 +64,7 @@ def digest(value: Any) -> str:
 
 
 def read_yaml(path: Path) -> Any:
-    """A YAML (or JSON) file's content; SpecError where it is missing, malformed, or has a key twice."""
+    """The content of a YAML (or JSON) file; SpecError for a file that is missing, malformed, or has a key twice."""
     try:
         return _parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -98,7 +98,7 @@ def _parse_yaml(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, which lets the last of two equal keys win, made to refuse them."""
+    """PyYAML's safe loader, but refusing two equal keys, of which PyYAML takes the last."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

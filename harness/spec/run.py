@@ -50,8 +50,8 @@ class Optimizer(Section):
 
 
 class DynamicSampling(Section):
-    """Replace groups of equal rewards by further prompts' groups (DAPO, arXiv:2503.14476, eq. 11), within a budget; all
-    that is generated is charged."""
+    """Replace groups of equal rewards by groups of further prompts, within a budget (DAPO, arXiv:2503.14476, eq. 11);
+    replaced groups are charged like all others."""
 
     max_batches: int = Field(
         default=1, ge=1, description="batches of prompts_per_step prompts that a step may sample; 1: none is replaced"
@@ -82,7 +82,7 @@ class KLControl(Section):
 
 
 class Mismatch(Section):
-    """What is done where the engine's probabilities differ from the learner's; nothing is with the learner's own."""
+    """The correction where the engine's probabilities differ from the learner's."""
 
     correction: Literal["none", "truncated", "masked"] = Field(
         default="none", description="importance weights, cut at the bound, or 0 outside [1 / bound, bound]"
@@ -112,7 +112,7 @@ class Evaluation(Section):
 
 
 class Checkpoints(Section):
-    """What a run keeps on disk: enough to resume, and whole batches of rollouts to read, regrade or rank."""
+    """The files that a run keeps: enough to resume, and whole batches of rollouts to read, regrade or rank."""
 
     every: int = Field(default=20, ge=1, description="training steps between checkpoints")
     keep: int = Field(default=2, ge=1)
@@ -122,7 +122,7 @@ class Checkpoints(Section):
 
 
 class Gates(Section):
-    """Bounds on what every step measures, beyond which the run ends INVALID; null turns one off. A non-finite loss or
+    """Bounds on the measurements of every step: a run beyond one ends INVALID; null turns one off. A non-finite loss or
     gradient ends a run in any case."""
 
     mismatch_kl: float | None = Field(
@@ -203,20 +203,11 @@ class RunSpec(Section):
 
     plugin_fields: ClassVar[tuple[plugins.Kind, ...]] = ("task", "algorithm", "engine")
 
-    @field_validator("task", mode="before")
+    @field_validator(*plugin_fields, mode="before")
     @classmethod
-    def _task(cls, value: Any) -> Any:
-        return _plugin("task", value)
-
-    @field_validator("algorithm", mode="before")
-    @classmethod
-    def _algorithm(cls, value: Any) -> Any:
-        return _plugin("algorithm", value)
-
-    @field_validator("engine", mode="before")
-    @classmethod
-    def _engine(cls, value: Any) -> Any:
-        return _plugin("engine", value)
+    def _plugins(cls, value: Any, info: ValidationInfo) -> Any:
+        kind: Any = info.field_name
+        return _plugin(kind, value)
 
     @field_validator("rewards", mode="before")
     @classmethod

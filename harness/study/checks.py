@@ -1,4 +1,4 @@
-"""What is checked of a study before anything of it is written or run."""
+"""The checks of a study before it writes or runs anything."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ COSTS = (
 
 
 def missing_here(specs: Iterable[RunSpec]) -> list[str]:
-    """What of the runs this machine lacks, in words: a device, a model, data, an engine."""
+    """Everything that the runs need and this machine lacks, in words: a device, a model, data, an engine."""
     from harness.policy.device import resolve_device
     from harness.policy.model import check_model
 
     missing: dict[str, None] = {}
-    tried: set[tuple[str, str]] = set()  # what arms share is asked once: a Hub out of reach takes seconds to say so
+    tried: set[tuple[str, str]] = set()  # arms share most of these, and an unreachable Hub takes seconds to answer
     for spec in specs:
         for subject, settings, check in (
             (f"device '{spec.device}'", "", lambda spec=spec: resolve_device(spec.device)),
@@ -47,7 +47,7 @@ def missing_here(specs: Iterable[RunSpec]) -> list[str]:
 
 
 def _is_local(model: str) -> bool:
-    """Whether a model is built in, a folder, or in the Hub's cache."""
+    """Whether a model is built in, a folder, or in the cache of the Hub."""
     from huggingface_hub import try_to_load_from_cache
 
     built_in = model == "tiny" or Path(model).expanduser().is_dir()
@@ -55,7 +55,7 @@ def _is_local(model: str) -> bool:
 
 
 def check_study(study: StudySpec, runs: Path, workers: int | None, execute: str) -> None:
-    """ValueError for what cannot run; reads no weights and writes nothing."""
+    """ValueError for a study that cannot run; reads no weights and writes nothing."""
     if workers is not None and workers < 1:
         raise SpecError(f"the number of workers must be at least 1, got {workers}")
     specs = [arm.spec for arm in study.checked_arms()]
@@ -66,7 +66,7 @@ def check_study(study: StudySpec, runs: Path, workers: int | None, execute: str)
 
         _check_metrics(study, specs)
         for spec in specs:
-            if spec.steps:  # without a GPU for each worker all of them share the machine's memory
+            if spec.steps:  # workers without a GPU of their own share the machine's memory
                 trials = len(specs) * len(study.seeds)
                 on_gpu = resolve_device(spec.device).type == "cuda"
                 check_memory(spec, copies=1 if on_gpu else min(workers or default_workers(), trials))
@@ -90,7 +90,7 @@ def _check_metrics(study: StudySpec, specs: Sequence[RunSpec]) -> None:
 
 
 def check_unchanged(study: StudySpec, digest: str, storage: Storage) -> None:
-    """SpecError where the study was started with other settings, or with seeds that are missing now."""
+    """SpecError if the study was started with other settings, or with seeds that it lacks now."""
     started = storage.read_document()
     if started is None:
         return

@@ -16,17 +16,16 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
-# MOVED
 from harness.stop import StopRequest, stop_on_signals
 
 POLL_SECONDS = 0.5
-MAX_CRASHES, MAX_KILLS = 3, 20  # workers that may end before any claims a trial: by an error, by a signal
+MAX_CRASHES, MAX_KILLS = 3, 20  # workers that an error, or a signal, may end before any claims a trial
 HOME = str(Path(__file__).resolve().parents[2])  # a worker runs this code from any working directory
 log = logging.getLogger(__name__)
 
 
 def worker_command(module: str, arguments: Sequence[str]) -> list[str]:
-    """The command of a worker process; `{parent}` in it stands for the process id of the one that starts it."""
+    """The command of a worker process; `{parent}` in it stands for the id of the process that starts it."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
@@ -105,7 +104,7 @@ class WorkerPool(Pool):
     def fill(self, wanted: int) -> None:
         """Start workers until there are as many as fit and are wanted.
 
-        Their number of threads depends on `size` alone, so that a trial that is continued sums in the same order.
+        Their number of threads depends on `size` alone, so a continued trial sums in the same order.
         """
         free = (slot for slot in itertools.count() if slot not in self._alive)
         while len(self._alive) < min(self.size, wanted) and not self.stopping:
@@ -138,7 +137,7 @@ class WorkerPool(Pool):
             "TOKENIZERS_PARALLELISM": "false",
             **os.environ,
             **self.environment,
-            "OMP_NUM_THREADS": str(max(1, usable_cores() // self.size)),  # also when few trials are left: see fill()
+            "OMP_NUM_THREADS": str(max(1, usable_cores() // self.size)),  # even for few trials: see fill()
             "PYTHONPATH": os.pathsep.join(filter(None, [HOME, os.environ.get("PYTHONPATH")])),
         }
         gpus = usable_gpus()
@@ -169,7 +168,8 @@ def usable_gpus() -> tuple[str, ...]:
     if shutil.which("nvidia-smi") is None:
         return ()
     found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    return tuple(str(i) for i in range(sum(line.startswith("GPU ") for line in found.stdout.splitlines())))
+    gpus = [line for line in found.stdout.splitlines() if line.startswith("GPU ")]
+    return tuple(str(i) for i, _ in enumerate(gpus))
 
 
 def default_workers() -> int:

@@ -1,8 +1,8 @@
 """The workers of a study as Ray tasks, each with its share of a cluster's cores and GPUs.
 
 A task starts the same worker process as the local launcher, so a trial cannot tell who started it. Ray only places
-workers: which trial runs where is decided by the queue, and the trials of a node that dies come back through their
-leases. Ray is imported when a study asks for it.
+workers: the queue decides which trial runs where, and the leases bring back the trials of a node that dies. Ray is
+imported when a study asks for it.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ PROBE_SECONDS = 60.0
 
 
 def check_ray() -> None:
-    """SpecError where Ray is not installed; imports nothing."""
+    """SpecError if Ray is not installed; imports nothing."""
     if importlib.util.find_spec("ray") is None:
         raise SpecError("--launcher ray needs Ray; pip install 'cohort-rl[ray]'")
 
 
 def import_ray(address: str) -> Any:
-    """The module, made ready for a cluster on this machine where `address` is "local".
+    """The module, made ready for a cluster on this machine if `address` is "local".
 
-    Ray replaces 127.0.0.1 by the address of a network interface unless it is told before its import, by a variable
-    named after the systems where that is its default, that clusters of several machines are not wanted.
+    Ray replaces 127.0.0.1 by the address of a network interface, unless a variable says before its import that clusters
+    of several machines are not wanted. The variable is named after the systems where Ray does without them by default.
     """
     check_ray()
     if address == "local":
@@ -57,10 +57,10 @@ def import_ray(address: str) -> Any:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where the workers run, and what each asks for.
+    """The cluster that runs the workers, and the resources that each asks for.
 
-    `address` is that of a running cluster, by default RAY_ADDRESS or, without it, one on this machine for as long as
-    the study runs. `num_gpus` is by default 1 where the cluster has GPUs.
+    Without `address` it is the running cluster of RAY_ADDRESS, or else one on this machine for as long as the study
+    runs. `num_gpus` is by default 1 if the cluster has GPUs.
     """
 
     address: str | None = None
@@ -82,16 +82,17 @@ class RayPool(Pool):
         cluster: Cluster,
     ) -> None:
         super().__init__()
-        self._command, self._logs, self._environment = worker_command(module, arguments), logs, dict(environment)
+        self._command = worker_command(module, arguments)
+        self._logs, self._environment = logs, dict(environment)
         self._address = cluster.address or os.environ.get("RAY_ADDRESS") or "local"
         self._ray = import_ray(self._address)
-        self._wanted_size, self._num_cpus, self._num_gpus = size, cluster.num_cpus, cluster.num_gpus
-        self.size = size or 0
+        self._num_cpus, self._num_gpus = cluster.num_cpus, cluster.num_gpus
+        self._wanted_size, self.size = size, size or 0
         self._tasks: dict[Any, None] = {}
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        """A connection to the cluster, and the resources of each worker settled; ValueError where none fits."""
+        """A connection to the cluster, with the resources of each worker settled; ValueError if no worker fits."""
         here = self._address == "local"
         paths = filter(None, [HOME, os.environ.get("PYTHONPATH")])
         options: dict[str, Any] = {
@@ -132,7 +133,7 @@ class RayPool(Pool):
         self._run = self._ray.remote(num_cpus=self._num_cpus, num_gpus=self._num_gpus, max_retries=0)(run_worker)
 
     def check_shared(self, runs: Path) -> None:
-        """SpecError where a node of the cluster cannot see the runs folder: it needs a storage of another kind."""
+        """SpecError if a node of the cluster cannot see the runs folder: it needs another kind of storage."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         runs.mkdir(parents=True, exist_ok=True)
@@ -145,7 +146,7 @@ class RayPool(Pool):
                 probe.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(str(token))
                 for node in nodes
             ]
-            blind = len(nodes) - sum(self._ray.get(answers, timeout=PROBE_SECONDS))
+            blind = self._ray.get(answers, timeout=PROBE_SECONDS).count(False)
         finally:
             token.unlink()
         if blind:
@@ -167,7 +168,7 @@ class RayPool(Pool):
             self._tasks[self._run.remote(self._command, self._environment, str(self._logs), self._flag)] = None
 
     def collect(self, claims: int | None) -> int:
-        """Number of workers that have not ended; RuntimeError where they keep failing before they claim a trial."""
+        """Number of workers that have not ended; RuntimeError if they keep failing before they claim a trial."""
         self._note_claims(claims)
         if self._tasks:
             ended, _ = self._ray.wait(list(self._tasks), num_returns=len(self._tasks), timeout=0)
@@ -210,7 +211,7 @@ def sees(file: str) -> bool:
 
 
 def run_worker(command: Sequence[str], environment: Mapping[str, str], logs: str, flag: Any) -> tuple[int, str]:
-    """Run one worker process on this node to its end: its exit status and its last words.
+    """The exit status and the last words of one worker process, run on this node to its end.
 
     It has the GPUs that Ray gave this task (CUDA_VISIBLE_DEVICES), and stops after its step when the flag is set.
     """

@@ -1,7 +1,7 @@
 """Runs a study: every (arm, seed) exactly once, by worker processes that may die at any moment.
 
-`_queue.py` keeps who runs what and how it ended; `_workers.py` starts the processes. What runs here is checked before
-anything is written, and the report is written at the end.
+`queue.py` records who runs which trial and how it ended; `processes.py` starts the workers. A study is checked before
+it writes anything, and its report is written at the end.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def run_study(
     storage: str | None = None,
     cluster: Cluster | None = None,
 ) -> StudyStatus:
-    """Run what the study still lacks with `workers` processes, write the report, and return what was reached.
+    """Run the trials that the study still lacks with `workers` processes and write the report; how far it has come.
 
     Ctrl-C (or SIGTERM) lets each worker finish its step and write a checkpoint; a second one stops at once. Bad input
     raises ValueError before anything is written. `execute` names the function that runs a trial (`module:function`,
-    called as `harness.training.loop.train`), `storage` where the queue lives (`_storage.open_storage`),
-    `cluster` the Ray cluster that runs the workers, instead of this machine.
+    called as `harness.training.loop.train`), `storage` the place of the queue (see `open_storage`), `cluster` the Ray
+    cluster that runs the workers instead of this machine.
     """
     runs = runs.resolve()
     plan = Plan(study, runs)
@@ -63,13 +63,13 @@ def run_study(
             parent_run_id = open_study(runs, study, command)
             document = {"digest": digest, **study.model_dump(mode="json")}
             queue.storage.write_document(document)
-            write_json(plan.folder / "study.json", document)  # what is here is listed here, wherever the queue lives
+            write_json(plan.folder / "study.json", document)  # `study list` reads it, wherever the queue lives
             queue.retry_failed()
         with pool.signals():
             status = _watch(pool, queue, on_status)
     _write_search(queue, runs, parent_run_id)
     for trial in status.trials:
-        if trial.state != "running" and trial.directory.exists():  # other hosts have run the others
+        if trial.state != "running" and trial.directory.exists():  # trials of other hosts have no folder here
             replay(runs, trial.directory, parent_run_id)
     close_study(runs, parent_run_id, "complete" if status.finished else "stopped")
     if report:
@@ -78,18 +78,18 @@ def run_study(
 
 
 def study_status(name: str, runs: Path, storage: str | None = None) -> StudyStatus:
-    """What the study in the runs folder, or in the storage, has reached. ValueError for an unknown one."""
+    """How far the study in the runs folder, or in the storage, has come. ValueError for an unknown one."""
     return open_queue(name, runs.resolve(), storage).status()
 
 
 def dry_run(
     study: StudySpec, runs: Path, *, workers: int | None, execute: str = EXECUTE, storage: str | None = None
 ) -> dict[str, Any]:
-    """What `run_study` would do and need, after all the checks that it makes; writes nothing.
+    """The budget of `run_study`, after all the checks that it makes; writes nothing.
 
-    Adds to `_estimates.budget`: `memory`, the estimate of each arm that can be estimated here; `not_checked`, what only
-    the machine that runs the study can say (its GPU, a model or data that are not here yet). SpecError for what no
-    machine can run.
+    Adds to `estimates.budget`: `memory`, the estimate of each arm that can be estimated here; `not_checked`,
+    everything that only the machine that runs the study can check (its GPU, a model or data that are not here yet).
+    SpecError for a study that no machine can run.
     """
     from harness.memory.fit import judge
     from harness.study.estimates import budget
@@ -107,7 +107,7 @@ def dry_run(
         if execute == EXECUTE:
             memory = {arm: judge(spec).as_json() for arm, spec in specs.items() if spec.steps}
     elif not any(words.startswith("data") for words in not_checked):
-        check_study(study, runs, workers, execute="")  # all but what needs the model and the device
+        check_study(study, runs, workers, execute="")  # without the checks of the model and the device
     return {**budget(plan, workers or default_workers()), "memory": memory, "not_checked": not_checked}
 
 
@@ -115,7 +115,7 @@ def dry_run(
 def _pool(
     name: str, plan: Plan, execute: str, workers: int | None, storage: str | None, cluster: Cluster | None
 ) -> Iterator[Pool]:
-    """The workers to be, of this machine or of a cluster. The storage's password is in no process's arguments."""
+    """The workers to be, of this machine or of a cluster. No process has the storage's password in its arguments."""
     arguments = [name, "--runs", str(plan.runs), "--parent", "{parent}", "--execute", execute]
     environment = {STORAGE: storage or "", TRACKING_URI: remote_uri() or ""}
     logs = plan.folder / "logs"
@@ -130,9 +130,9 @@ def _pool(
 
 
 def _watch(pool: Pool, queue: Queue, on_status: Callable[[StudyStatus], None] | None) -> StudyStatus:
-    """Keep workers at work and the caller informed until nothing is left to do; what was reached.
+    """Keep workers at work and the caller informed until nothing is left to do; how far the study has come.
 
-    A storage that does not answer stops nothing: the workers go on, and are watched again when it does.
+    A storage that does not answer stops nothing: the workers go on, and are watched again when it answers.
     """
     while True:
         began = time.monotonic()
@@ -144,7 +144,7 @@ def _watch(pool: Pool, queue: Queue, on_status: Callable[[StudyStatus], None] | 
             log.warning("%s; the workers go on", error)
             pool.rest(MAX_WAIT_SECONDS)
             continue
-        unfinished = sum(trial.state not in ENDED for trial in status.trials) + status.to_come
+        unfinished = len([trial for trial in status.trials if trial.state not in ENDED]) + status.to_come
         if on_status is not None:
             on_status(status)
         if not alive and (pool.stopping or not unfinished):
@@ -154,7 +154,7 @@ def _watch(pool: Pool, queue: Queue, on_status: Callable[[StudyStatus], None] | 
 
 
 def _write_search(queue: Queue, runs: Path, parent_run_id: str) -> None:
-    """Keep what the study's searches have found beside `study.json`, and with the parent run."""
+    """Keep the record of the study's searches beside `study.json`, and with the parent run."""
     if queue.plan.study.searches():
         found = queue.search_record()
         write_json(queue.plan.folder / "search.json", found)

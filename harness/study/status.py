@@ -1,4 +1,4 @@
-"""What each trial of a study has reached."""
+"""How far each trial of a study has come."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.types import ENDED, TrialState
 
 @dataclass(frozen=True)
 class TrialStatus:
-    """What one (arm, seed) has reached: accuracy as a fraction, seconds of training, `done` of `total` in `phase`."""
+    """The progress of one (arm, seed): accuracy as a fraction, seconds of training, `done` of `total` in `phase`."""
 
     arm: str
     seed: int
@@ -31,9 +31,9 @@ class TrialStatus:
 
 @dataclass(frozen=True)
 class StudyStatus:
-    """What a study has reached; trials in the order in which they run.
+    """The progress of a study; its trials are in the order in which they run.
 
-    `to_come` is the number of trials, at most, that a search has not thought of yet.
+    `to_come` is the number of trials, at most, that a search has not handed out yet.
     """
 
     name: str

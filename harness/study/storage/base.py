@@ -1,8 +1,7 @@
-"""Where the queue of a study lives: Optuna's storage, one lock, the leases of running trials, and the study's document.
+"""The place of a study's queue: Optuna's storage, one lock, the leases of running trials, and the study's document.
 
-By default all four are files in the study's folder: Optuna's journal, a file lock, a lease file in each trial's folder,
-`study.json`. With `--storage postgresql://...` they are in a database (`_postgres.py`), so that hosts without a common
-disk can share a study. `open_storage` chooses; nothing else knows which of the two it has.
+By default all four are files in the study's folder (`files.py`). With `--storage postgresql://...` they are in a
+database (`postgres.py`), and hosts without a common disk can share a study. Only `open.py` knows which one it is.
 """
 
 from __future__ import annotations
@@ -23,27 +22,27 @@ class StorageUnavailable(ConnectionError):
 
 
 class Lease(Protocol):
-    """That this process runs a trial; it ends the process at once where another one has taken over."""
+    """The right of this process to run a trial; it ends the process at once if another one has taken over."""
 
     def release(self) -> None: ...
 
 
 class Storage(ABC):
-    """What the queue of one study asks of the place where it lives. Trials are named by their folders' names."""
+    """The needs of one study's queue. A trial is known by the name of its folder."""
 
     place: str  # in words, without a password
     document_place: str
 
     def check(self) -> None:  # noqa: B027
-        """StorageUnavailable where it cannot be used; writes nothing."""
+        """StorageUnavailable if it cannot be used; writes nothing."""
 
     def errors(self) -> AbstractContextManager[None]:
-        """Turns the loss of a connection inside into StorageUnavailable: what was asked can be asked again."""
+        """Turns the loss of a connection inside into StorageUnavailable: the same can be asked again."""
         return nullcontext()
 
     @abstractmethod
     def exists(self) -> bool:
-        """Whether anything was ever written for this study; asks without writing."""
+        """Whether anything was ever written for this study; writes nothing."""
 
     @cached_property
     @abstractmethod
@@ -56,19 +55,19 @@ class Storage(ABC):
 
     @abstractmethod
     def take_lease(self, directory: Path) -> Lease | None:
-        """The lease of the trial in `directory`, ours from now on; None where a living worker has it."""
+        """The lease of the trial in `directory`, ours from now on; None if a living worker has it."""
 
     @abstractmethod
     def held(self, directories: Collection[Path]) -> set[Path]:
-        """Those of the trials' folders whose lease a living worker holds."""
+        """The trials' folders whose lease a living worker holds."""
 
     @abstractmethod
     def progress(self, directories: Collection[Path]) -> dict[Path, dict[str, Any]]:
-        """What each trial last said of itself (`tracking.read_progress`); trials that said nothing are absent."""
+        """The last progress that each trial reported (`read_progress`); trials without any are absent."""
 
     @abstractmethod
     def read_document(self) -> dict[str, Any] | None:
-        """The document of the study as it was started (digest and spec); None where it was not."""
+        """The document of the study as it was started (digest and spec); None if it was not."""
 
     @abstractmethod
     def write_document(self, document: Mapping[str, Any]) -> None: ...

@@ -22,7 +22,8 @@ class LocalStorage(Storage):
     """Files in the study's folder, for the processes of one machine or of one shared disk."""
 
     def __init__(self, folder: Path) -> None:
-        self._journal, self._lock, self._document = folder / "optuna.journal", folder / "lock", folder / "study.json"
+        self._journal, self._lock = folder / "optuna.journal", folder / "lock"
+        self._document = folder / "study.json"
         self.place = f"'{folder}'"
         self.document_place = f"'{self._document}'; delete '{folder}' to start anew"
 
@@ -54,8 +55,8 @@ class LocalStorage(Storage):
 
 
 class _JournalLock(JournalFileOpenLock):
-    """The journal's lock: freed by the operating system when its holder dies, and on taking it half a line that a
-    killed writer left at the end is cut off."""
+    """The journal's lock. The operating system frees it when its holder dies, and taking it cuts off half a line that a
+    killed writer left at the end."""
 
     def __init__(self, journal: Path) -> None:
         super().__init__(str(journal))
@@ -66,7 +67,8 @@ class _JournalLock(JournalFileOpenLock):
         self._lock.acquire()
         with self._journal.open("rb+") as file:
             size = file.seek(0, os.SEEK_END)
-            if size and (file.seek(size - 1), file.read(1))[1] != b"\n":
+            file.seek(max(0, size - 1))
+            if file.read(1) not in (b"", b"\n"):
                 file.seek(0)
                 file.truncate(file.read().rfind(b"\n") + 1)
         return True

@@ -1,4 +1,4 @@
-"""Who runs a trial: a file in its folder, touched while its worker lives; without that the trial is handed on."""
+"""The lease of a trial in files: its worker touches a file in its folder; without that another worker gets it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ GRACE_SECONDS = 60.0  # how old the last heartbeat of a worker on another machin
 
 
 class FileLease:
-    """A file in a trial's folder that says who runs the trial, touched every few seconds from a thread.
+    """A file in a trial's folder that names the worker of the trial, touched every few seconds from a thread.
 
-    A worker that finds another's name in it ends at once: both writing to one folder would spoil the run.
+    A worker that finds another's name in it ends at once: two writers in one folder would spoil the run.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -57,8 +57,8 @@ class FileLease:
 def is_held(directory: Path) -> bool:
     """Whether a living worker holds the lease of a trial's folder.
 
-    On this machine the process decides (a suspended one is alive); elsewhere, or where the process id was given to
-    another process, the age of the last heartbeat does.
+    On this machine the process decides (a suspended one is alive). The age of the last heartbeat decides for another
+    machine, or if another process has got the process id.
     """
     file = directory / "lease"
     try:
@@ -70,12 +70,12 @@ def is_held(directory: Path) -> bool:
 
 
 def this_process() -> dict[str, Any]:
-    """What `is_alive` asks for: process id and start time (seconds since 1970)."""
+    """The arguments of `is_alive`: process id and start time (seconds since 1970)."""
     return {"pid": os.getpid(), "started": psutil.Process().create_time()}
 
 
 def is_alive(pid: int, started: float) -> bool | None:
-    """Whether a process of this machine lives; None where its id was given to another process."""
+    """Whether a process of this machine lives; None if another process has got its id."""
     try:
         process = psutil.Process(pid)
         if process.status() == psutil.STATUS_ZOMBIE:

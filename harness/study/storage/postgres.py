@@ -1,14 +1,14 @@
 """A study's queue in a PostgreSQL database, for hosts that share nothing else.
 
-Optuna's tables hold the attempts. Mutual exclusion is an advisory lock of the database session, which the server frees
-when the connection dies. Two tables are added: `cohort_studies` with the document of each study, `cohort_leases` with
-the worker of each running trial, the time of its last heartbeat and what it said of its progress. All times are the
-database's: the hosts' clocks are compared with nothing.
+Optuna's tables hold the attempts. Mutual exclusion is an advisory lock of the database session; the server frees it
+when the connection dies. Two more tables are `cohort_studies`, with the document of each study, and `cohort_leases`,
+with the worker of each running trial, the time of its last heartbeat and its progress. All times are the database's:
+the clocks of the hosts do not matter.
 
 A lease ends when its worker's process is gone (seen from the same machine) or its last heartbeat is older than
-GRACE_SECONDS; after a restart of the server every lease gets a new grace, since nobody could renew it. A worker that
-cannot reach the database goes on, and ends at once when it finds another's token in its lease. Taking a lease compares
-and swaps, so that even two holders of the lock (one cut off, one new) cannot run one trial.
+GRACE_SECONDS; a restart of the server gives every lease a new grace, since nobody could renew it. A worker that cannot
+reach the database goes on, and ends at once when it finds another's token in its lease. Taking a lease compares and
+swaps, so even two holders of the lock (one cut off, one new) cannot run one trial.
 """
 
 from __future__ import annotations
@@ -98,23 +98,16 @@ class PostgresStorage(Storage):
 
     def take_lease(self, directory: Path) -> Lease | None:
         trial, token = directory.name, uuid.uuid4().hex
-        before = self._leases([trial])
-        if trial in before and self._is_held(before[trial]):
+        before = self._leases([trial]).get(trial)
+        if before is not None and self._is_held(before):
             return None
-        me = this_process()
-        taken = self._execute(
-            """INSERT INTO cohort_leases (study, trial, token, host, pid, started, beat)
+        statement = """INSERT INTO cohort_leases (study, trial, token, host, pid, started, beat)
                VALUES (:study, :trial, :token, :host, :pid, :started, clock_timestamp())
                ON CONFLICT (study, trial) DO UPDATE SET token = excluded.token, host = excluded.host,
                    pid = excluded.pid, started = excluded.started, beat = excluded.beat
-               WHERE cohort_leases.token = :before""",
-            trial=trial,
-            token=token,
-            host=machine(),
-            pid=me["pid"],
-            started=me["started"],
-            before=before[trial]["token"] if trial in before else None,
-        )
+               WHERE cohort_leases.token = :before"""
+        old = None if before is None else before["token"]
+        taken = self._execute(statement, trial=trial, token=token, host=machine(), before=old, **this_process())
         return PostgresLease(self, directory, token) if taken else None
 
     def held(self, directories: Collection[Path]) -> set[Path]:
@@ -138,38 +131,29 @@ class PostgresStorage(Storage):
         with self._locked("tables"):
             for statement in TABLES:
                 self._execute(statement)
-        self._execute(
-            """INSERT INTO cohort_studies VALUES (:study, :document)
-               ON CONFLICT (study) DO UPDATE SET document = excluded.document""",
-            document=json.dumps(document),
-        )
+        statement = """INSERT INTO cohort_studies VALUES (:study, :document)
+               ON CONFLICT (study) DO UPDATE SET document = excluded.document"""
+        self._execute(statement, document=json.dumps(document))
 
     def renew(self, directory: Path, token: str) -> bool:
         """Write a heartbeat and the trial's progress; whether the lease is still ours."""
+        statement = """UPDATE cohort_leases SET beat = clock_timestamp(), progress = :progress
+               WHERE study = :study AND trial = :trial AND token = :token"""
         progress = json.dumps(read_progress(directory))
-        return self._execute(
-            """UPDATE cohort_leases SET beat = clock_timestamp(), progress = :progress
-               WHERE study = :study AND trial = :trial AND token = :token""",
-            trial=directory.name,
-            token=token,
-            progress=progress,
-        )
+        return self._execute(statement, trial=directory.name, token=token, progress=progress)
 
     def give_up(self, directory: Path, token: str) -> None:
-        """Let others take the lease; what the trial said of its progress stays."""
+        """Let others take the lease; the trial's progress stays."""
         self.renew(directory, token)
-        self._execute(
-            "UPDATE cohort_leases SET token = '' WHERE study = :study AND trial = :trial AND token = :token",
-            trial=directory.name,
-            token=token,
-        )
+        statement = "UPDATE cohort_leases SET token = '' WHERE study = :study AND trial = :trial AND token = :token"
+        self._execute(statement, trial=directory.name, token=token)
 
     @cached_property
     def _engine(self) -> sqlalchemy.Engine:
-        """Two connections at rest for each process: that of the lock, and that of what is done under it.
+        """Two connections at rest for each process: one for the lock, one for the operations under it.
 
-        A connection is not asked whether it lives before each use: that would be a round trip for every operation, and
-        every operation can be tried again.
+        No connection is tested before its use: that would be a round trip for every operation, and every operation can
+        be tried again.
         """
         engine = sqlalchemy.create_engine(
             self._url, pool_size=2, max_overflow=3,
@@ -203,13 +187,10 @@ class PostgresStorage(Storage):
         """The leases of those trials that ever had one; `fresh` where the last heartbeat is young enough."""
         if not trials:
             return {}
-        rows = self._rows(
-            """SELECT trial, token, host, pid, started, progress, clock_timestamp()
+        statement = """SELECT trial, token, host, pid, started, progress, clock_timestamp()
                  - greatest(beat, pg_postmaster_start_time()) < make_interval(secs => :grace) AS fresh
-               FROM cohort_leases WHERE study = :study AND trial = ANY(:trials)""",
-            trials=list(trials),
-            grace=GRACE_SECONDS,
-        )
+               FROM cohort_leases WHERE study = :study AND trial = ANY(:trials)"""
+        rows = self._rows(statement, trials=list(trials), grace=GRACE_SECONDS)
         return {row["trial"]: row for row in rows}
 
     def _is_held(self, lease: Mapping[str, Any]) -> bool:
@@ -230,7 +211,7 @@ class PostgresStorage(Storage):
 
 
 class PostgresLease:
-    """A row that says who runs a trial, renewed every few seconds from a thread, whatever the connection does."""
+    """A row that names the worker of a trial; a thread renews it every few seconds, whatever the connection does."""
 
     def __init__(self, storage: PostgresStorage, directory: Path, token: str) -> None:
         self._storage, self._directory, self._token = storage, directory, token
@@ -264,16 +245,12 @@ class PostgresLease:
 
 @lru_cache(maxsize=1)
 def machine() -> str:
-    """A name of this machine's processes that no other machine or container has: host, boot and process namespace."""
+    """A name that no other machine or container has: host, boot and process namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     namespace = Path("/proc/self/ns/pid")
-    return "/".join(
-        [
-            platform.node(),
-            boot.read_text().strip() if boot.exists() else str(uuid.getnode()),
-            str(namespace.stat().st_ino) if namespace.exists() else "",
-        ]
-    )
+    started = boot.read_text().strip() if boot.exists() else uuid.getnode()
+    inode = namespace.stat().st_ino if namespace.exists() else ""
+    return f"{platform.node()}/{started}/{inode}"
 
 
 def _with_driver(url: str) -> str:
