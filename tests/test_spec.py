@@ -226,6 +226,29 @@ def test_an_override_below_a_plain_value_is_refused():
     assert error_of(with_overrides, {"steps": 3}, {"steps.x": 1}) == "'steps.x': 'steps' is 3, which has no keys"
 
 
+def test_a_number_for_a_reward_changes_only_its_weight():
+    raw = {"rewards": {"format": 0.5, "repetition": {"weight": 1.0, "ngram": 3}}}
+    overrides = {"rewards.format.scale": 2, "rewards.repetition": 0.25, "rewards.overlong": 0.1}
+    assert with_overrides(raw, overrides) == {
+        "rewards": {
+            "format": {"weight": 0.5, "scale": 2},
+            "repetition": {"weight": 0.25, "ngram": 3},
+            "overlong": 0.1,
+        }
+    }
+
+
+def test_everything_below_a_mapping_with_dotted_keys_is_one_key():
+    raw = {"search": None, "factors": {"steps": [1]}}
+    changed = with_overrides(
+        raw, {"factors.a.b": [2], "search.space.c.d": 3, "e.f": 4}, whole=["factors", "search.space"]
+    )
+    assert changed == {"search": {"space": {"c.d": 3}}, "factors": {"steps": [1], "a.b": [2]}, "e": {"f": 4}}
+    assert error_of(with_overrides, {"factors": 3}, {"factors.a.b": 1}, ["factors"]) == (
+        "'factors.a.b': 'factors' is 3, which has no keys"
+    )
+
+
 def test_a_run_loads_from_yaml_with_overrides(tmp_path: Path):
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump({**RUN, "steps": 7}))

@@ -206,15 +206,14 @@ class RunSpec(Section):
     @field_validator(*plugin_fields, mode="before")
     @classmethod
     def _plugins(cls, value: Any, info: ValidationInfo) -> Any:
-        kind: Any = info.field_name
-        return _plugin(kind, value)
+        return _plugin(info.field_name, value)  # pyright: ignore[reportArgumentType]
 
     @field_validator("rewards", mode="before")
     @classmethod
     def _rewards(cls, value: Any, info: ValidationInfo) -> Any:
         """The rewards that are given and the algorithm's own, unless it is given too, in the order of their names.
 
-        `algorithm` is declared before `rewards`, so it has been validated; it is absent where it was refused.
+        `algorithm` is declared before `rewards`, so it has been validated; it is absent if it was refused.
         """
         if not isinstance(value, Mapping):
             raise ValueError(f"rewards must be a mapping of names to weights or settings, got {value!r}")

@@ -30,7 +30,7 @@ def worker_command(module: str, arguments: Sequence[str]) -> list[str]:
 
 
 class Pool(ABC):
-    """The workers of a study, wherever they run: stopped together by a signal, and refused where they only crash."""
+    """The workers of a study on any machine: a signal stops them together, and too many crashes end the study."""
 
     size: int
 
@@ -45,9 +45,9 @@ class Pool(ABC):
 
     @abstractmethod
     def collect(self, claims: int | None) -> int:
-        """Number of living workers; RuntimeError where they keep dying before they can claim a trial.
+        """Number of living workers; RuntimeError if they keep dying before they can claim a trial.
 
-        `claims` is the number of attempts so far, None where the storage does not say.
+        `claims` is the number of attempts so far, None if the storage does not answer.
         """
 
     @abstractmethod
@@ -88,7 +88,8 @@ class WorkerPool(Pool):
         self, module: str, arguments: Sequence[str], size: int, logs: Path, environment: Mapping[str, str] = {}
     ) -> None:
         super().__init__()
-        self.size, self.logs, self.environment = size, logs, environment
+        self.size, self.logs = size, logs
+        self.environment = environment
         self._command = [word.replace("{parent}", str(os.getpid())) for word in worker_command(module, arguments)]
         self._alive: dict[int, subprocess.Popen[bytes]] = {}
 

@@ -63,7 +63,7 @@ class Outcome:
 
 
 def _translated(method: Callable[Concatenate[Queue, P], R]) -> Callable[Concatenate[Queue, P], R]:
-    """The method, raising StorageUnavailable where the storage raises an error of its connection."""
+    """The method, with errors of the storage's connection as StorageUnavailable."""
 
     @functools.wraps(method)
     def run(queue: Queue, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -94,7 +94,7 @@ class Queue:
 
     @_translated
     def claim(self) -> Claim | None:
-        """The next waiting trial, ours alone from now on; None where none waits."""
+        """The next waiting trial, ours alone from now on; None if none waits."""
         with self.storage.lock():
             attempts = self._read()
             self._end_lost(attempts)
@@ -168,7 +168,7 @@ class Queue:
         self.plan.add(self._searches.arms())
 
     def _ask(self) -> Key | None:
-        """The first trial of a new arm of a search; None where no arm is due."""
+        """The first trial of a new arm of a search; None if no arm is due."""
         key = self._searches.ask()
         if key is not None:
             self.plan.add(self._searches.arms())
@@ -263,8 +263,7 @@ class Queue:
         directory = self.plan.directory(key)
         shown = progress.get(directory, {})
         return TrialStatus(
-            arm=key[0],
-            seed=key[1],
+            *key,
             state=state,  # pyright: ignore[reportArgumentType]
             reason=reason,
             phase=shown.get("phase", ""),

@@ -63,7 +63,7 @@ class Searches:
             search.advance(attempts)
 
     def ask(self) -> Key | None:
-        """The first trial of a new arm, of the search with the fewest arms; None where no arm is due."""
+        """The first trial of a new arm, of the search with the fewest arms; None if no arm is due."""
         for search in sorted(self._searches, key=lambda search: len(search.handed_out())):
             key = search.ask()
             if key is not None:

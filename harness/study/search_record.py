@@ -27,8 +27,7 @@ def search_record(study: optuna.Study, plan: SearchPlan, attempts: Attempts) -> 
     pareto, best labels of the arms that no other arm beats in all objectives; the best arm of a single objective
     refused      proposed points that are no valid run or repeat one, with the reason
     """
-    objectives = plan.objectives
-    trials = study.get_trials(deepcopy=False)
+    objectives, trials = plan.objectives, study.get_trials(deepcopy=False)
     is_complete = any(trial.state == TrialState.COMPLETE for trial in trials)
     return {
         "sampler": plan.search.sampler,

@@ -184,7 +184,7 @@ class PostgresStorage(Storage):
                     connection.invalidate()  # the server frees the lock with the session
 
     def _leases(self, trials: Collection[str]) -> dict[str, Mapping[str, Any]]:
-        """The leases of those trials that ever had one; `fresh` where the last heartbeat is young enough."""
+        """The leases of the trials that ever had one; `fresh` if the last heartbeat is young enough."""
         if not trials:
             return {}
         statement = """SELECT trial, token, host, pid, started, progress, clock_timestamp()
@@ -214,7 +214,8 @@ class PostgresLease:
     """A row that names the worker of a trial; a thread renews it every few seconds, whatever the connection does."""
 
     def __init__(self, storage: PostgresStorage, directory: Path, token: str) -> None:
-        self._storage, self._directory, self._token = storage, directory, token
+        self._storage = storage
+        self._directory, self._token = directory, token
         self._released = threading.Event()
         self._lock = threading.Lock()  # between a heartbeat and the release
         threading.Thread(target=self._beat, name="lease", daemon=True).start()
