@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast, get_args
 
@@ -254,7 +255,7 @@ def _show_estimates(run: str, sets: Sequence[str], as_json: bool) -> None:
     from harness.spec.load import runs_of
 
     found = [
-        {"run": label, "algorithm": spec.algorithm.name, **judge(spec).as_json()}
+        {"run": label, "algorithm": spec.algorithm.name, **asdict(judge(spec))}
         for label, spec in runs_of(run, sets).items()
     ]
     if as_json:

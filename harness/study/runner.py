@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def dry_run(
     if not not_checked:
         check_study(study, runs, workers, execute)
         if execute == EXECUTE:
-            memory = {arm: judge(spec).as_json() for arm, spec in specs.items() if spec.steps}
+            memory = {arm: asdict(judge(spec)) for arm, spec in specs.items() if spec.steps}
     elif not any(words.startswith("data") for words in not_checked):
         check_study(study, runs, workers, execute="")  # all but what needs the model and the device
     return {**budget(plan, workers or default_workers()), "memory": memory, "not_checked": not_checked}
