@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -164,7 +164,7 @@ def _estimate(run: str, sets: Sequence[str], as_json: bool) -> None:
     from harness.spec.load import runs_of
 
     found = [
-        {"run": label, "algorithm": spec.algorithm.name, **judge(spec).as_json()}
+        {"run": label, "algorithm": spec.algorithm.name, **asdict(judge(spec))}
         for label, spec in runs_of(run, sets).items()
     ]
     if as_json:

@@ -21,10 +21,7 @@ from harness.memory.fit import check_fits
 from harness.memory.usage import resident_bytes
 from harness.plugins import nearest
 from harness.policy.device import resolve_device
-from harness.policy.model import (
-    TINY,
-    tiny_tokenizer,
-)
+from harness.policy.model import TINY, tiny_tokenizer
 from harness.spec.errors import SpecError
 from harness.spec.raw import with_overrides
 from harness.spec.run import RunSpec, parse_run
@@ -32,32 +29,19 @@ from harness.spec.run import RunSpec, parse_run
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from harness.types import Prompt, SampleRow
+    from harness.types import Prompt
 
 
 # Public configurations, written down here so that nothing is downloaded; all tie the head to the embeddings.
-SHAPES: dict[str, dict[str, Any]] = {
-    "Qwen2.5-0.5B": {
-        "model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
-        "num_key_value_heads": 2, "intermediate_size": 4864, "vocab_size": 151936,
-    },
-    "Qwen2.5-1.5B": {
-        "model_type": "qwen2", "hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12,
-        "num_key_value_heads": 2, "intermediate_size": 8960, "vocab_size": 151936,
-    },
-    "Qwen2.5-3B": {
-        "model_type": "qwen2", "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16,
-        "num_key_value_heads": 2, "intermediate_size": 11008, "vocab_size": 151936,
-    },
-    "Llama-3.2-1B": {
-        "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "intermediate_size": 8192, "vocab_size": 128256,
-    },
-    "SmolLM2-135M": {
-        "model_type": "llama", "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9,
-        "num_key_value_heads": 3, "intermediate_size": 1536, "vocab_size": 49152,
-    },
-}  # fmt: skip
+SIZES = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+         "intermediate_size", "vocab_size")  # fmt: skip
+SHAPES = {
+    "Qwen2.5-0.5B": ("qwen2", 896, 24, 14, 2, 4864, 151936),
+    "Qwen2.5-1.5B": ("qwen2", 1536, 28, 12, 2, 8960, 151936),
+    "Qwen2.5-3B": ("qwen2", 2048, 36, 16, 2, 11008, 151936),
+    "Llama-3.2-1B": ("llama", 2048, 16, 32, 8, 8192, 128256),
+    "SmolLM2-135M": ("llama", 576, 30, 9, 3, 1536, 49152),
+}
 
 
 @dataclass(frozen=True)
@@ -76,7 +60,8 @@ def shape(name: str) -> PretrainedConfig:
     if name in SHAPES:
         from transformers import AutoConfig
 
-        return AutoConfig.for_model(**SHAPES[name], tie_word_embeddings=True, max_position_embeddings=32768)
+        sizes: dict[str, Any] = dict(zip(SIZES, SHAPES[name], strict=True))
+        return AutoConfig.for_model(**sizes, tie_word_embeddings=True, max_position_embeddings=32768)
     if name == TINY or (Path(name).expanduser() / "config.json").is_file():
         return model_config(name)
     names = [TINY, *SHAPES]
@@ -189,7 +174,8 @@ def _train_here(spec: RunSpec, prompts: Sequence[Prompt], folder: Path) -> list[
     from harness.training.run import prepare
     from harness.training.step import train_step
 
-    run, _ = prepare(spec, folder, _NoLog(), folder, lambda: False)
+    log: Any = _NoLog()
+    run, _ = prepare(spec, folder, log, folder, lambda: False)
     if isinstance(run.engine, TransformersEngine):
         run.engine = TransformersEngine(run.engine.settings, run.learner.policy, run.tokenizer, end_ids=())
     try:
@@ -201,15 +187,9 @@ def _train_here(spec: RunSpec, prompts: Sequence[Prompt], folder: Path) -> list[
 class _NoLog:
     """A RunLogger that forgets."""
 
-    def resume(self, step: int) -> None: ...
+    def forget(self, *values: Any) -> None: ...
 
-    def progress(self, phase: str, done: int, total: int) -> None: ...
-
-    def metrics(self, step: int, values: Mapping[str, float]) -> None: ...
-
-    def samples(self, rows: Sequence[SampleRow]) -> None: ...
-
-    def per_problem(self, fractions: Mapping[str, float]) -> None: ...
+    resume = progress = metrics = samples = per_problem = forget
 
 
 def as_documents(results: Sequence[Measured]) -> list[dict[str, Any]]:

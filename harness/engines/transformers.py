@@ -8,6 +8,7 @@ the batch that it is in only through floating-point rounding.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -16,13 +17,14 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation.stopping_criteria import StopStringCriteria
 
+from harness.engines._groups import as_groups
 from harness.engines._noise import uniforms
 from harness.interfaces import RolloutEngine
 from harness.policy.fused_llama import recognised
 from harness.policy.llama_decoder import LeanDecoder
 from harness.policy.model import encode_prompt, end_token_ids
 from harness.tensors import pad_left
-from harness.types import Group, Prompt, Rollout, Sampling
+from harness.types import Group, Prompt, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,7 +54,7 @@ class TransformersEngine(RolloutEngine):
         self.tokenizer = tokenizer
         ends = end_token_ids(policy, tokenizer) if end_ids is None else end_ids
         self.end_ids = torch.tensor(ends, dtype=torch.int64)
-        self.prompt_tokens: dict[str, tuple[int, ...]] = {}
+        self.encode = cache(lambda text: tuple(encode_prompt(tokenizer, text)))
 
     def generate(
         self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, *, seed: int, step: int
@@ -77,7 +79,7 @@ class TransformersEngine(RolloutEngine):
     @torch.inference_mode()
     def _generate(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, noise: Tensor) -> list[Group]:
         device = next(self.policy.parameters()).device
-        encoded = [self._encode(prompt) for prompt in prompts]
+        encoded = [self.encode(prompt.text) for prompt in prompts]
         limit = noise.shape[1]
         rows = len(prompts) * group_size
         tokens = torch.zeros(limit, rows, dtype=torch.int64, device=device)  # what follows a row's end is cut off below
@@ -115,37 +117,13 @@ class TransformersEngine(RolloutEngine):
                     decoder.select(keep)
                     active, running, chosen = active[keep], running[keep], chosen[keep]
             logits = decoder.step(chosen)
-        return self._groups(prompts, encoded, group_size, tokens.t(), logprobs.t(), lengths, stopped)
+        ends = lengths.tolist()
+        ids = (row[:n] for row, n in zip(tokens.t().tolist(), ends, strict=True))
+        nats = (row[:n] for row, n in zip(logprobs.t().tolist(), ends, strict=True))
+        return as_groups(prompts, encoded, zip(ids, nats, stopped.tolist(), strict=True), self.tokenizer)
 
     def _decoder(self, capacity: int) -> LeanDecoder | LibraryDecoder:
         return LeanDecoder(self.policy, capacity) if recognised(self.policy) else LibraryDecoder(self.policy, capacity)
-
-    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
-        if prompt.text not in self.prompt_tokens:
-            self.prompt_tokens[prompt.text] = tuple(encode_prompt(self.tokenizer, prompt.text))
-        return self.prompt_tokens[prompt.text]
-
-    def _groups(
-        self,
-        prompts: Sequence[Prompt],
-        encoded: Sequence[tuple[int, ...]],
-        group_size: int,
-        tokens: Tensor,
-        logprobs: Tensor,
-        lengths: Tensor,
-        stopped: Tensor,
-    ) -> list[Group]:
-        ids = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
-        nats = [row[:n] for row, n in zip(logprobs.tolist(), lengths.tolist(), strict=True)]
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        rollouts = [
-            Rollout(text, tuple(row), tuple(values), "stop" if end else "length")
-            for text, row, values, end in zip(texts, ids, nats, stopped.tolist(), strict=True)
-        ]
-        return [
-            Group(prompt, encoded[i], tuple(rollouts[i * group_size : (i + 1) * group_size]))
-            for i, prompt in enumerate(prompts)
-        ]
 
 
 class LibraryDecoder:

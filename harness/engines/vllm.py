@@ -20,19 +20,21 @@ import random
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from harness.engines._groups import as_groups
 from harness.interfaces import RolloutEngine
 from harness.policy.model import encode_prompt, end_token_ids, save_model
-from harness.types import Group, Prompt, Rollout, Sampling
+from harness.types import Group, Prompt, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,21 +71,25 @@ class VLLMEngine(RolloutEngine):
             _check_installed()
             _check_sampling(sampling)
 
+    _last: ClassVar[weakref.ref[VLLMEngine] | None] = None
+
     def __init__(self, settings: Settings, policy: nn.Module, tokenizer: PreTrainedTokenizerBase):
         _check_installed()
         self.settings = settings
         self.tokenizer = tokenizer
         self.end_ids = end_token_ids(policy, tokenizer)
-        self.prompt_tokens: dict[str, tuple[int, ...]] = {}
+        self.encode = cache(lambda text: tuple(encode_prompt(tokenizer, text)))
         self.asleep = False
         self.has_weights = True
         self.closed = False
-        _shut_down_the_last_engine()
+        last = VLLMEngine._last and VLLMEngine._last()
+        if last is not None:
+            last.close()
         with _process_state_kept(), tempfile.TemporaryDirectory(prefix="cohort-vllm-") as folder:
             save_model(Path(folder), policy, tokenizer)
             self.llm = _start(settings, folder, dtype=next(policy.parameters()).dtype)
         self.on_gpu = _on_gpu()
-        _remember(self)
+        VLLMEngine._last = weakref.ref(self)
 
     def generate(
         self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, *, seed: int, step: int
@@ -91,7 +97,7 @@ class VLLMEngine(RolloutEngine):
         assert sampling.max_tokens is not None
         _check_sampling(sampling)
         self._check_open()
-        encoded = [self._encode(prompt) for prompt in prompts]
+        encoded = [self.encode(prompt.text) for prompt in prompts]
         self._check_length(max(map(len, encoded)), sampling.max_tokens)
         seeds = [request_seed(seed, step, p.id, k) for p in prompts for k in range(group_size)]
         rows = [tokens for tokens in encoded for _ in range(group_size)]
@@ -101,15 +107,8 @@ class VLLMEngine(RolloutEngine):
         if sampling.temperature and (sampling.top_p < 1 or sampling.top_k):
             whole = [(prompt + completion, len(prompt)) for prompt, completion in zip(rows, completions, strict=True)]
             logprobs = [tuple(row) for row in self.score(whole)]
-        texts = self.tokenizer.batch_decode([list(ids) for ids in completions], skip_special_tokens=True)
-        rollouts = [
-            Rollout(text, ids, nats, "stop" if ids[-1] in self.end_ids else "length")
-            for text, ids, nats in zip(texts, completions, logprobs, strict=True)
-        ]
-        return [
-            Group(prompt, encoded[i], tuple(rollouts[i * group_size : (i + 1) * group_size]))
-            for i, prompt in enumerate(prompts)
-        ]
+        ended = [ids[-1] in self.end_ids for ids in completions]
+        return as_groups(prompts, encoded, zip(completions, logprobs, ended, strict=True), self.tokenizer)
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Overwrite every weight and forget the cached prefixes, which the old weights computed."""
@@ -181,11 +180,6 @@ class VLLMEngine(RolloutEngine):
 
     def _reload(self, source: dict[str, Any]) -> None:
         self.llm.collective_rpc("reload_weights", kwargs={**source, "is_checkpoint_format": True})
-
-    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
-        if prompt.text not in self.prompt_tokens:
-            self.prompt_tokens[prompt.text] = tuple(encode_prompt(self.tokenizer, prompt.text))
-        return self.prompt_tokens[prompt.text]
 
     def _check_open(self) -> None:
         assert not self.closed, "a newer vLLM engine of this process took this one's place"
@@ -305,17 +299,3 @@ def _no_compiler_on_cpu() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-_last_engine: weakref.ref[VLLMEngine] | None = None
-
-
-def _shut_down_the_last_engine() -> None:
-    engine = _last_engine() if _last_engine is not None else None
-    if engine is not None:
-        engine.close()
-
-
-def _remember(engine: VLLMEngine) -> None:
-    global _last_engine
-    _last_engine = weakref.ref(engine)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from harness.policy.critic import Critic
 from harness.policy.device import mixed_precision
 from harness.policy.forward import backbone, state_logprobs
 from harness.policy.fused_llama import recognised
+from harness.policy.lora import add_adapter
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -47,31 +48,22 @@ class Shape:
 
     @classmethod
     def of(cls, spec: RunSpec, config: PretrainedConfig, rows: int, prompt_tokens: int) -> Shape:
-        return cls(
-            json.dumps(config.to_dict(), default=str),
-            spec.dtype,
-            spec.autocast,
-            spec.lora,
-            spec.algorithm.needs_critic,
-            spec.algorithm.shares_trunk,
-            spec.algorithm.entropy_needs_gradient,
-            rows,
-            prompt_tokens,
-            spec.max_tokens,
-        )
+        model = (json.dumps(config.to_dict(), default=str), spec.dtype, spec.autocast, spec.lora)
+        needed = (spec.algorithm.needs_critic, spec.algorithm.shares_trunk, spec.algorithm.entropy_needs_gradient)
+        return cls(*model, *needed, rows, prompt_tokens, spec.max_tokens)
 
 
 @dataclass
 class Kept:
-    """Bytes that a pass keeps: in each layer that checkpointing computes again, of what goes into it, and outside."""
+    """Bytes that a pass keeps: in all, in each layer that checkpointing computes again, and of what goes into it."""
 
-    outside: int = 0
+    all: int = 0
     layers: list[int] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
     cache: list[int] = field(default_factory=list)  # keys and values of each layer, which only a sampler keeps
 
     def total(self, checkpointing: bool) -> int:
-        return self.outside + sum(self.inputs if checkpointing else self.layers)
+        return self.all - sum(self.layers) + sum(self.inputs) if checkpointing else self.all
 
     def largest_layer(self) -> int:
         """What the largest layer adds to its input while it is computed again."""
@@ -88,7 +80,7 @@ class Counts:
     head: int  # of the trainable ones
     head_is_tied: bool
     is_fused: bool  # the run makes rearranged copies of the weights
-    cast_weights: int  # of the trunk: bfloat16 copies that autocast holds until a forward pass ends
+    cast: int  # of the trunk's weights: copies in bfloat16 that autocast holds until a forward pass ends
     vocabulary: int
     trunk: Kept  # of the policy; a critic's own trunk is a copy of it and keeps the same
     logprobs: int  # kept after the trunk
@@ -103,6 +95,7 @@ def count(shape: Shape) -> Counts:
     own = {id(p) for p in policy.parameters()}
     added = [p for p in critic.parameters() if id(p) not in own] if critic is not None else []
     head = policy.get_output_embeddings().weight
+    linear = [m.weight for m in backbone(policy).modules() if isinstance(m, nn.Linear) and m.weight.requires_grad]
     trunk, logprobs, values = _pass(shape, policy, critic)
     return Counts(
         policy=_bytes(policy.parameters()),
@@ -111,7 +104,7 @@ def count(shape: Shape) -> Counts:
         head=_bytes([head] if head.requires_grad else []),
         head_is_tied=head is policy.get_input_embeddings().weight,
         is_fused=recognised(policy) and not shape.autocast,
-        cast_weights=_bytes(_cast_weights(backbone(policy))) // 2 if shape.autocast else 0,
+        cast=_bytes(linear) // 2 if shape.autocast else 0,
         vocabulary=len(head),
         trunk=trunk,
         logprobs=logprobs,
@@ -128,16 +121,8 @@ def _meta_policy(shape: Shape) -> Any:
         policy = AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
     policy = policy.to(dtype=getattr(torch, shape.dtype))
     if shape.lora is not None:
-        from harness.policy.lora import add_adapter
-
         add_adapter(policy, shape.lora, seed=0)
     return policy
-
-
-def _cast_weights(trunk: nn.Module) -> Iterator[Tensor]:
-    """The weights that autocast keeps a copy of: of linear layers, if they are trained."""
-    weights = (m.weight for m in trunk.modules() if isinstance(m, nn.Linear))
-    yield from (w for w in weights if w.requires_grad and w.dtype == torch.float32)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
@@ -147,27 +132,23 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 def _pass(shape: Shape, policy: nn.Module, critic: Critic | None) -> tuple[Kept, int, int]:
     """What the trunk keeps, and how many bytes the log-probs and the values of its states add."""
     models = nn.ModuleList([policy, *([critic.head] if critic is not None else [])])
-    kept = Kept()
     with FakeTensorMode():
         models = deepcopy(models, {id(x): _fake(x) for x in (*models.parameters(), *models.buffers())})
         policy, *value_heads = models
         tokens_BT = torch.zeros(shape.rows, shape.prompt_tokens + shape.max_tokens, dtype=torch.int64)
-        with _watched(models, kept), mixed_precision(tokens_BT.device, shape.autocast):
+        with _watched(models) as kept, mixed_precision(tokens_BT.device, shape.autocast):
             cache = _passing_cache(policy, kept)
             states_BTH = backbone(policy)(input_ids=tokens_BT, past_key_values=cache, use_cache=True).last_hidden_state
-            trunk, kept.outside = kept.outside, 0
+            trunk = replace(kept)
             hidden_NH = states_BTH[:, shape.prompt_tokens - 1 : -1].flatten(0, 1)
-            targets_N = torch.zeros(len(hidden_NH), dtype=torch.int64)
-            # In one chunk: the size of the chunks does not change what is kept.
-            found = state_logprobs(
-                policy, hidden_NH, targets_N, 1.0, entropy_gradient=shape.entropy_gradient, chunk=len(targets_N)
-            )
-            logprobs, kept.outside = kept.outside, 0
+            targets_N = tokens_BT[:, shape.prompt_tokens :].flatten()
+            entropy, whole = shape.entropy_gradient, len(targets_N)  # the size of the chunks changes nothing
+            found = state_logprobs(policy, hidden_NH, targets_N, 1.0, entropy_gradient=entropy, chunk=whole)
+            with_logprobs = kept.all
             if not shape.shares_trunk:
                 hidden_NH = hidden_NH.clone()
             found = [found, *(head(hidden_NH.to(head.weight.dtype)) for head in value_heads)]
-    values, kept.outside = kept.outside, trunk
-    return kept, logprobs, values
+    return trunk, with_logprobs - trunk.all, kept.all - with_logprobs
 
 
 def _fake(x: Tensor) -> Tensor:
@@ -177,43 +158,35 @@ def _fake(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def _watched(models: nn.Module, kept: Kept) -> Iterator[None]:
-    """Add to `kept` what autograd saves, in the layer that runs or outside of all."""
+def _watched(models: nn.Module) -> Iterator[Kept]:
+    """What autograd saves within the context."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
+    kept, before = Kept(), 0
     storages = {id(s): s for s in (p.untyped_storage() for p in models.parameters())}  # held, or ids are used again
-    inside = False
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if id(storage) not in storages:
             storages[id(storage)] = storage
-            if inside:
-                kept.layers[-1] += storage.nbytes()
-            else:
-                kept.outside += storage.nbytes()
+            kept.all += storage.nbytes()
         return tensor
 
     def enter(layer: nn.Module, arguments: tuple[Any, ...]) -> None:
-        nonlocal inside
-        inside = True
-        kept.layers.append(0)
+        nonlocal before
+        before = kept.all
         kept.inputs.append(_bytes(x for x in arguments if isinstance(x, Tensor)))
-
-    def leave(*_: Any) -> None:
-        nonlocal inside
-        inside = False
 
     for layer in models.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.register_forward_pre_hook(enter)
-            layer.register_forward_hook(leave)
+            layer.register_forward_hook(lambda *_: kept.layers.append(kept.all - before))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        yield
+        yield kept
 
 
 def _passing_cache(policy: Any, kept: Kept) -> Any:
-    """A cache that hands keys and values on. The library builds a causal mask from numbers unless it is given one."""
+    """A cache that hands on what it is given. Without a cache the library looks into the numbers of positions."""
     from transformers.cache_utils import DynamicCache
 
     class PassingCache(DynamicCache):

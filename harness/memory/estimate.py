@@ -1,13 +1,11 @@
 """How much memory a run needs, told from its spec before anything loads, and measured afterwards.
 
-Weights, gradients, optimiser states, what a pass keeps for its backward pass and a sampler's keys and values are
-counted (`harness.memory.count`). The worst moment of a pass adds to that 3 x 4 bytes per logit of a chunk, or a layer
-that is computed again, or a gradient of the head; autograd's own temporaries beside these are left out. With them the
-estimate of `activations` is within 2 % of what a forward and backward pass hold at their peak. Gradients are counted as
-if they were there all the time, as they are from the second micro-batch on. Not counted: the cold start, the
-libraries, the CUDA context, intermediates of the prefill, and what the allocator holds beyond what is in use. With
-glibc the last is up to 60 % of the peak (blocks below 32 MiB are not given back); `measure` has blocks of 1 MiB and
-more given back at once, which counts as CUDA's allocator does.
+Parameters, what a pass keeps for its backward pass and a sampler's keys and values are counted (`memory.count`). The
+worst moment of a pass adds 3 x 4 bytes per logit of a chunk, a layer that is computed again, or a gradient of the head;
+without autograd's other temporaries that is within 2 % of what a pass holds at its peak. Gradients count as if they
+were always there, as they are from the second micro-batch on. Not counted: the cold start, libraries, CUDA context,
+intermediates of the prefill, and what the allocator holds beyond what is in use. With glibc the last is up to 60 % of
+the peak (it keeps blocks below 32 MiB), so `measure` has those of 1 MiB and more given back, as CUDA's allocator would.
 """
 
 from __future__ import annotations
@@ -21,13 +19,7 @@ from harness.memory.count import Counts, Shape, count
 from harness.memory.usage import GIB, device_bytes
 from harness.policy.device import resolve_device
 from harness.policy.forward import CHUNK, microbatch_tokens
-from harness.policy.model import (
-    TINY,
-    encode_prompt,
-    load_tokenizer,
-    local_or_hub,
-    tiny_config,
-)
+from harness.policy.model import TINY, encode_prompt, load_tokenizer, local_or_hub, tiny_config
 from harness.spec.run import RunSpec
 
 if TYPE_CHECKING:
@@ -43,22 +35,22 @@ def estimate(
     with `sampling` are never there at once: see `peak_bytes`. Raises what `count` raises, and ValueError for a mixture
     of experts.
     """
+    if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        raise ValueError(f"the {config.model_type} is a mixture of experts")  # what it keeps depends on the tokens
     device = resolve_device(spec.device) if device is None else device
-    _check_dense(config)
     fit = microbatch_tokens(spec.optimizer, device) // (prompt_tokens + spec.max_tokens)
-    shape = Shape.of(spec, config, min(_rows(spec), max(1, fit)), prompt_tokens)
+    rows = spec.rollouts_per_step // spec.optimizer.num_minibatches
+    shape = Shape.of(spec, config, min(rows, max(1, fit)), prompt_tokens)
     counts = count(shape)
+    activations = _activation_bytes(spec, counts, shape, several=rows > shape.rows)
     needs_copy = spec.algorithm.needs_reference and spec.lora is None  # else the adapter is switched off
-    weights = {
+    return {
         "policy": counts.policy * (2 if counts.is_fused else 1),  # a copy while it samples, and while it learns
         "reference": counts.policy if needs_copy else 0,
         "critic": counts.critic,
         "gradients": counts.trainable,
         "optimizer": 2 * counts.trainable,  # AdamW: two moments in the precision of the parameters
-    }
-    return {
-        **weights,
-        "activations": _activation_bytes(spec, counts, shape),
+        "activations": activations,
         **_engine_bytes(spec, counts, shape, device),
     }
 
@@ -93,32 +85,21 @@ def longest_prompt(spec: RunSpec) -> int:
     return max(len(encode_prompt(tokenizer, text)) for text in texts)
 
 
-def _check_dense(config: PretrainedConfig) -> None:
-    """ValueError for a mixture of experts: what a pass keeps depends on which experts its tokens choose."""
-    if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
-        raise ValueError(f"the {config.model_type} is a mixture of experts")
-
-
-def _rows(spec: RunSpec) -> int:
-    """Rows of a minibatch."""
-    return spec.rollouts_per_step // spec.optimizer.num_minibatches
-
-
-def _activation_bytes(spec: RunSpec, counts: Counts, shape: Shape) -> int:
-    """What one micro-batch keeps for its backward pass, and what the pass adds to it at its worst moment."""
+def _activation_bytes(spec: RunSpec, counts: Counts, shape: Shape, *, several: bool) -> int:
+    """What one micro-batch, of `several`, keeps for its backward pass and adds to it at its worst moment."""
     own_trunk = spec.algorithm.needs_critic and not spec.algorithm.shares_trunk
     trunk = counts.trunk.total(spec.gradient_checkpointing)
     policy = trunk + counts.logprobs
     critic = counts.values + (trunk if own_trunk else 0)
     completion = shape.rows * shape.max_tokens
     chunk = 4 * min(CHUNK, completion) * counts.vocabulary
-    head_gradient = counts.head if _rows(spec) > shape.rows else 0  # a temporary only where there is one to add it to
+    head_gradient = counts.head if several else 0  # a temporary only where there is one to add it to
     # A critic's trunk comes after the log-probs in the forward pass and before them in the backward pass.
     stages = [policy + critic, policy + 3 * chunk, policy + chunk + head_gradient]
     if spec.gradient_checkpointing:
         others = policy + critic if own_trunk else policy - 4 * completion * counts.vocabulary
         stages.append(others + counts.trunk.largest_layer())
-        stages.append(policy + counts.cast_weights + 3 * chunk)  # else the copies are among what is kept
+        stages.append(policy + counts.cast + 3 * chunk)  # else the copies are among what is kept
     if counts.head_is_tied:
         stages.append(2 * head_gradient)  # at the end of the backward pass: the head's and the embeddings'
     return max(stages)

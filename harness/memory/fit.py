@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -23,13 +22,8 @@ def check_memory(spec: RunSpec, copies: int = 1) -> None:
         check_fits(found, resolve_device(spec.device), spec, copies)
 
 
-def check_fits(
-    components: Mapping[str, int], device: torch.device, spec: RunSpec | None = None, copies: int = 1
-) -> None:
-    """ValueError where `copies` runs that need this need more than the GPU has, or than is free of the machine's RAM.
-
-    `spec` leaves out of the advice what the run does already.
-    """
+def check_fits(components: Mapping[str, int], device: torch.device, spec: RunSpec, copies: int = 1) -> None:
+    """ValueError where `copies` runs that need this need more than the GPU has, or than is free of the RAM."""
     needed = copies * peak_bytes(components)
     available = device_bytes(device)
     if needed <= available:
@@ -51,20 +45,12 @@ def gib(size: int) -> str:
 
 @dataclass(frozen=True)
 class Fit:
-    """What a run needs, component by component (None: cannot be told), and why it cannot fit or cannot be told."""
+    """What a run needs by component and at its peak (None: cannot be told), and why it cannot be told or cannot fit."""
 
     components: dict[str, int] | None
+    peak_bytes: int | None
     device_bytes: int
     problem: str | None
-
-    def as_json(self) -> dict[str, Any]:
-        peak = None if self.components is None else peak_bytes(self.components)
-        return {
-            "components": self.components,
-            "peak_bytes": peak,
-            "device_bytes": self.device_bytes,
-            "problem": self.problem,
-        }
 
 
 def judge(spec: RunSpec) -> Fit:
@@ -77,7 +63,8 @@ def judge(spec: RunSpec) -> Fit:
             check_fits(components, device, spec)
         except SpecError as error:
             problem = str(error)
-    return Fit(components, device_bytes(device), problem)
+    peak = None if components is None else peak_bytes(components)
+    return Fit(components, peak, device_bytes(device), problem)
 
 
 def _large(components: Mapping[str, int]) -> list[tuple[str, int]]:
@@ -86,34 +73,25 @@ def _large(components: Mapping[str, int]) -> list[tuple[str, int]]:
     return sorted(((k, v) for k, v in components.items() if v > least), key=lambda item: -item[1])
 
 
-def _fixes(components: Mapping[str, int], spec: RunSpec | None, copies: int) -> Iterator[str]:
-    """What would make the run smaller, the largest components first."""
+def _fixes(components: Mapping[str, int], spec: RunSpec, copies: int) -> list[str]:
+    """What would make the run smaller, the largest components first; not what the run does already."""
     learning = components["activations"] >= components["kv_cache"] + components["sampling"]
-    given: set[str] = set()
-    if copies > 1:
-        yield "use fewer --workers"
-    for name, _ in _large(components):
-        advice: list[str] = []
-        if name == "activations" and learning:
-            advice = ["lower optimizer.tokens_per_microbatch"]
-            if spec is None or not spec.gradient_checkpointing:
-                advice.append("set gradient_checkpointing=true")
-        elif name in ("kv_cache", "sampling") and not learning:
-            vllm = spec is not None and spec.engine.name == "vllm"
-            advice = [f"lower engine.{'gpu_memory_utilization' if vllm else 'max_batch_rows'}"]
-        elif name == "engine":
-            advice = ["lower engine.cpu_cache_gib or set engine.sleep=true"]
-        elif name in ("gradients", "optimizer") and (spec is None or spec.lora is None):
-            advice = ["train adapters (lora.rank=16)"]
-        elif name == "reference":
-            advice = ["set algorithm.kl_beta=0 (no reference)"]
-        elif name == "critic":
-            advice = ["use an algorithm without a critic"]
-        elif name == "policy":
-            advice = ["use a smaller model"]
-            if spec is None or spec.dtype == "float32":
-                advice.append("set dtype=bfloat16")
-        for text in advice:
-            if text not in given:
-                given.add(text)
-                yield text
+    rows = "gpu_memory_utilization" if spec.engine.name == "vllm" else "max_batch_rows"
+    sampling = [] if learning else [f"lower engine.{rows}"]
+    activations = ["lower optimizer.tokens_per_microbatch"] if learning else []
+    if learning and not spec.gradient_checkpointing:
+        activations.append("set gradient_checkpointing=true")
+    trained = ["train adapters (lora.rank=16)"] if spec.lora is None else []
+    fixes = {
+        "activations": activations,
+        "kv_cache": sampling,
+        "sampling": sampling,
+        "engine": ["lower engine.cpu_cache_gib or set engine.sleep=true"],
+        "gradients": trained,
+        "optimizer": trained,
+        "reference": ["set algorithm.kl_beta=0 (no reference)"],
+        "critic": ["use an algorithm without a critic"],
+        "policy": ["use a smaller model", *(["set dtype=bfloat16"] if spec.dtype == "float32" else [])],
+    }
+    fewer = ["use fewer --workers"] if copies > 1 else []
+    return list(dict.fromkeys([*fewer, *(text for name, _ in _large(components) for text in fixes[name])]))

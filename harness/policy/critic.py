@@ -7,10 +7,7 @@ from copy import deepcopy
 import torch
 from torch import Tensor, nn
 
-from harness.policy.forward import (
-    backbone,
-    token_values,
-)
+from harness.policy.forward import backbone, token_values
 
 
 class Critic(nn.Module):

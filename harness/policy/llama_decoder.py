@@ -7,6 +7,7 @@ Attention of a single token is two batched products, which on a CPU take a third
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -124,15 +125,9 @@ def _finish(x: Tensor, read: Tensor, layer: Layer, shape: Shape) -> Tensor:
 
 def _contiguous(model: Fused) -> Fused:
     """The same weights laid out for products with few rows, the last norm's in the head."""
-    layers = [
-        Layer(
-            layer.qkv.contiguous(),
-            layer.qkv_bias,
-            layer.head_norm,
-            layer.out.contiguous(),
-            layer.gate_up.contiguous(),
-            layer.down.contiguous(),
-        )
-        for layer in model.layers
-    ]
+    layers = [Layer(*map(_dense, vars(layer).values())) for layer in model.layers]
     return replace(model, layers=layers, head=(model.head * model.norm).t().contiguous())
+
+
+def _dense(weight: Any) -> Any:
+    return None if weight is None else weight.contiguous()

@@ -10,6 +10,7 @@ import importlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ def dry_run(
     if not not_checked:
         check_study(study, runs, workers, execute)
         if execute == EXECUTE:
-            memory = {arm: judge(spec).as_json() for arm, spec in specs.items() if spec.steps}
+            memory = {arm: asdict(judge(spec)) for arm, spec in specs.items() if spec.steps}
     elif not any(words.startswith("data") for words in not_checked):
         check_study(study, runs, workers, execute="")  # without the checks of the model and the device
     return {**budget(plan, workers or default_workers()), "memory": memory, "not_checked": not_checked}

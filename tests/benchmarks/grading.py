@@ -1,10 +1,10 @@
 """How fast answers are graded: numeric on one core, symbolic with one and with two processes, side by side.
 
-    python benchmarks/grading.py [--rows 10000] [--math data/math500/test.jsonl]
+    python tests/benchmarks/grading.py [--rows 10000] [--math data/math500/test.jsonl]
 
 Numeric completions are made up; symbolic ones are distinct unsimplified spellings of the answers in a MATH file, or
 else of the project's own corpus, so that no verdict comes from a cache. Prints rows per second and writes
-`benchmarks/results/grading.json`.
+`results/grading.json`.
 """
 
 from __future__ import annotations
