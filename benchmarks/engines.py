@@ -27,7 +27,8 @@ from _workload import GROUP_SIZE, SETTINGS, DigitSum, Setting, write_model
 
 from harness.engines.transformers import LibraryDecoder, TransformersEngine
 from harness.interfaces import RolloutEngine
-from harness.policy.model import encode_prompt, load_policy, load_tokenizer
+from harness.policy.model import load_policy, load_tokenizer
+from harness.policy.text import encode_prompt
 from harness.types import Prompt, Sampling
 
 Sampler = Callable[[list[Prompt], int], int]  # prompts and step to the number of tokens sampled
