@@ -52,7 +52,7 @@ $(BENCH_BIN)/.installed: pyproject.toml constraints-bench.txt
 	touch $@
 
 bench: $(BENCH_BIN)/.installed
-	$(BENCH_BIN)/python benchmarks/speed.py
+	$(BENCH_BIN)/python tests/benchmarks/speed.py
 
 # Objectives beside verl's and TRL's. Of verl only one module of functions is used: its own requirements (an older
 # transformers, an older packaging through tensordict) are left out, and what that module imports is named here.
@@ -66,7 +66,7 @@ $(PARITY_BIN)/.installed: pyproject.toml constraints-parity.txt
 	touch $@
 
 parity: $(PARITY_BIN)/.installed
-	OMP_NUM_THREADS=1 $(PARITY_BIN)/python parity/compare.py
+	OMP_NUM_THREADS=1 $(PARITY_BIN)/python tests/parity/compare.py
 
 check: $(BIN)/.installed
 	$(BIN)/ruff check .

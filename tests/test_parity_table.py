@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
+sys.path.insert(0, str(Path(__file__).resolve().parent / "parity"))
 from _cases import PROMPT, Numbers, cases, our_loss
 from _table import Row, evaluate, markdown
 

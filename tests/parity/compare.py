@@ -1,6 +1,6 @@
 """Compares value and gradient of every objective with verl and TRL, live, and fails where a difference is unexplained.
 
-`python parity/compare.py [verl|trl ...]` prints the table; the README beside says how to read it.
+`python tests/parity/compare.py [verl|trl ...]` prints the table; the README beside says how to read it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2])]
 warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
 

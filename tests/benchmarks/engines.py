@@ -1,11 +1,11 @@
 """How fast a step's completions are sampled: our engines beside the library's own paths, in turn in one process.
 
-    python benchmarks/engines.py [--setting a|b] [--rounds 5] [--compile] [--continuous]
+    python tests/benchmarks/engines.py [--setting a|b] [--rounds 5] [--compile] [--continuous]
 
 Paths: our engine as it is; the same loop around the model's own forward pass; `model.generate` with a dynamic, a static
 and (`--compile`) a compiled static cache; (`--continuous`) transformers' continuous batching; vLLM where it can be
-imported. A path that fails is listed with its error. Prints medians and writes `benchmarks/results/engines.json`; the
-first call, start-up and compilation included, is a column of its own.
+imported. A path that fails is listed with its error. Prints medians and writes `results/engines.json` beside; the first
+call, start-up and compilation included, is a column of its own.
 """
 
 from __future__ import annotations

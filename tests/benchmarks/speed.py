@@ -1,11 +1,11 @@
 """How fast a training step is beside TRL's GRPOTrainer: same tiny Llama, prompts, lengths, reward and threads.
 
-    make bench                                  (or, in its environment: python benchmarks/speed.py)
-    python benchmarks/speed.py --only "a:" --rounds 3
+    make bench                                  (or, in its environment: python tests/benchmarks/speed.py)
+    python tests/benchmarks/speed.py --only "a:" --rounds 3
 
 Each side runs in a process of its own, in turn (ours, TRL, ours, TRL, ...), so that a busy spell of the machine meets
 both; medians are over the steps of all rounds, warm-up left out. TRL first tries attention, cache and micro-batch and
-keeps the fastest. Prints a table and writes `benchmarks/results/latest.json`. `benchmarks/README.md` explains figures.
+keeps the fastest. Prints a table and writes `results/latest.json` beside; the README beside explains the figures.
 """
 
 from __future__ import annotations
