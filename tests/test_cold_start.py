@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from harness.engines.transformers import TransformersEngine
-from harness.policy.model import tiny_model, tiny_tokenizer
+from harness.policy.tiny import tiny_model, tiny_tokenizer
 from harness.spec.run import ColdStart, parse_run
 from harness.training.cold_start import cold_start_key, fit_demonstrations, start_policy
 from harness.types import Demonstration, InvalidRun, Prompt, Sampling

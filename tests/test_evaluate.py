@@ -7,7 +7,7 @@ import pytest
 from fakes import graded_group
 
 from harness.engines.scripted import ScriptedEngine
-from harness.policy.model import tiny_model, tiny_tokenizer
+from harness.policy.tiny import tiny_model, tiny_tokenizer
 from harness.spec.run import Evaluation, parse_run
 from harness.training.evaluate import (
     breakdown,

@@ -20,7 +20,7 @@ from harness.policy import fused_llama
 from harness.policy.forward import prompt_states, token_logprobs
 from harness.policy.llama_decoder import LeanDecoder
 from harness.policy.lora import add_adapter
-from harness.policy.model import tiny_model, tiny_tokenizer
+from harness.policy.tiny import tiny_model, tiny_tokenizer
 from harness.spec.run import LoRA
 from harness.tensors import pad_left
 from harness.types import Prompt, Sampling

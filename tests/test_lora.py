@@ -9,7 +9,8 @@ from test_train import BASE, StopAfter
 
 from harness.policy.forward import token_logprobs
 from harness.policy.lora import adapter_off, adapter_weights, add_adapter, merged_weights
-from harness.policy.model import load_policy, save_model, tiny_model, tiny_tokenizer
+from harness.policy.model import load_policy, save_model
+from harness.policy.tiny import tiny_model, tiny_tokenizer
 from harness.spec.errors import SpecError
 from harness.spec.run import parse_run
 from harness.training.learner import Learner

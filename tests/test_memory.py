@@ -17,7 +17,7 @@ from harness.policy.critic import Critic
 from harness.policy.device import mixed_precision
 from harness.policy.forward import token_logprobs
 from harness.policy.lora import add_adapter
-from harness.policy.model import tiny_model, tiny_tokenizer
+from harness.policy.tiny import tiny_model, tiny_tokenizer
 from harness.spec.errors import SpecError
 from harness.spec.load import runs_of
 from harness.spec.run import parse_run

@@ -7,16 +7,9 @@ import pytest
 import torch
 
 from harness.policy.device import resolve_device
-from harness.policy.model import (
-    check_model,
-    encode_completion,
-    encode_prompt,
-    load_policy,
-    load_tokenizer,
-    save_model,
-    tiny_model,
-    tiny_tokenizer,
-)
+from harness.policy.model import check_model, load_policy, load_tokenizer, save_model
+from harness.policy.text import encode_completion, encode_prompt
+from harness.policy.tiny import tiny_model, tiny_tokenizer
 
 
 @pytest.fixture
@@ -119,9 +112,17 @@ def test_cuda_is_refused_where_there_is_none():
         resolve_device("cuda")
 
 
-def test_a_model_is_made_without_scikit_learn_which_stays_available():
-    code = (
-        "import sys; from harness.policy.model import tiny_model; tiny_model(0); assert 'sklearn' not in sys.modules;"
-        "from transformers.utils import is_sklearn_available; assert is_sklearn_available()"
-    )
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from harness.policy.tiny import tiny_model; tiny_model(0)",
+        "from harness.spec.run import parse_run; from harness.memory.estimate import estimate_run;"
+        "estimate_run(parse_run({'task': 'arithmetic', 'algorithm': 'grpo'}, ''))",
+    ],
+    ids=["made", "estimated"],
+)
+def test_a_model_needs_no_scikit_learn_which_stays_available(code):
+    code += "; import sys; assert 'transformers.models.llama.modeling_llama' in sys.modules"
+    code += "; assert 'sklearn' not in sys.modules"
+    code += "; from transformers.utils import is_sklearn_available; assert is_sklearn_available()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

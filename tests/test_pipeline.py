@@ -11,7 +11,7 @@ from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
 from safetensors.torch import load_file
 
 from harness.engines.scripted import ScriptedEngine
-from harness.policy.model import tiny_model, tiny_tokenizer
+from harness.policy.tiny import tiny_model, tiny_tokenizer
 from harness.runs import pipeline, rejection
 from harness.runs.pipeline import train_pipeline
 from harness.runs.rejection import correct_answers, kept_answers

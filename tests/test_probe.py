@@ -7,7 +7,8 @@ import torch
 
 from harness.engines.transformers import TransformersEngine
 from harness.policy.forward import token_logprobs
-from harness.policy.model import encode_prompt, tiny_model, tiny_tokenizer
+from harness.policy.text import encode_prompt
+from harness.policy.tiny import tiny_model, tiny_tokenizer
 from harness.training.weight_sync import check_sync, probe
 from harness.types import InvalidRun, Prompt, Sampling
 

@@ -9,7 +9,7 @@ from fakes import MemoryLog, graded_group
 
 from harness.policy import bradley_terry
 from harness.policy.bradley_terry import Ranked, Scorer, load_scorer, pair_loss, read_ranked, train_reward_model
-from harness.policy.model import tiny_model, tiny_tokenizer
+from harness.policy.tiny import tiny_model, tiny_tokenizer
 from harness.rewards.reward_model import RewardModel
 from harness.spec.run import parse_run
 from harness.training.loop import train

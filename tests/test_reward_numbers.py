@@ -6,7 +6,7 @@ import time
 import pytest
 from fakes import graded_group
 
-from harness.policy.model import tiny_tokenizer
+from harness.policy.tiny import tiny_tokenizer
 from harness.rewards._calculations import MAX_CALCULATIONS, MAX_CHARS, calculations
 from harness.rewards.accuracy import Accuracy
 from harness.rewards.format import Format

@@ -8,7 +8,7 @@ from fakes import MemoryLog
 from test_learner import make_batch
 from test_train import BASE, StopAfter, assert_same_weights, final_weights
 
-from harness.policy.model import tiny_model
+from harness.policy.tiny import tiny_model
 from harness.spec.errors import SpecError
 from harness.spec.run import KLControl, Mismatch, Optimizer, parse_run
 from harness.training.learner import Learner, correct_mismatch

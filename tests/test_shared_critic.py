@@ -7,7 +7,7 @@ from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
 from harness.memory.estimate import estimate, model_config
 from harness.policy.forward import hidden_states
 from harness.policy.lora import add_adapter
-from harness.policy.model import tiny_model
+from harness.policy.tiny import tiny_model
 from harness.spec.run import parse_run
 from harness.training.learner import Learner
 from harness.training.loop import train

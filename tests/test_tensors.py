@@ -3,7 +3,7 @@
 import torch
 
 from harness.policy.forward import token_logprobs
-from harness.policy.model import tiny_model
+from harness.policy.tiny import tiny_model
 from harness.tensors import masked_mean, pad_left, pad_right
 
 

@@ -6,7 +6,8 @@ import torch
 
 from harness.engines._noise import uniforms
 from harness.engines.transformers import TransformersEngine, _draw
-from harness.policy.model import encode_prompt, tiny_model, tiny_tokenizer
+from harness.policy.text import encode_prompt
+from harness.policy.tiny import tiny_model, tiny_tokenizer
 from harness.types import Prompt, Sampling
 
 PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-"])]

@@ -14,7 +14,8 @@ from fakes import MemoryLog
 from harness.engines.transformers import TransformersEngine
 from harness.engines.vllm import VLLMEngine, _check_sampling, _write_weights, request_seed
 from harness.policy.forward import token_logprobs
-from harness.policy.model import encode_prompt, tiny_model, tiny_tokenizer
+from harness.policy.text import encode_prompt
+from harness.policy.tiny import tiny_model, tiny_tokenizer
 from harness.spec.run import parse_run
 from harness.training.loop import train
 from harness.training.weight_sync import check_sync, probe

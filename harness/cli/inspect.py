@@ -115,7 +115,8 @@ def _or_reason(read: Callable[[], Any]) -> Any:
 
 def _encode(problems: Sequence[dict[str, Any]], model: str) -> None:
     """Replace each prompt by the text that the model reads, and add its length in tokens."""
-    from harness.policy.model import encode_prompt, load_tokenizer
+    from harness.policy.model import load_tokenizer
+    from harness.policy.text import encode_prompt
 
     tokenizer = load_tokenizer(model)
     for problem in problems:

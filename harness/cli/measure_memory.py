@@ -21,7 +21,7 @@ from harness.memory.fit import check_fits
 from harness.memory.usage import resident_bytes
 from harness.plugins import nearest
 from harness.policy.device import resolve_device
-from harness.policy.model import TINY, tiny_tokenizer
+from harness.policy.tiny import TINY, tiny_tokenizer
 from harness.spec.errors import SpecError
 from harness.spec.raw import with_overrides
 from harness.spec.run import RunSpec, parse_run

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from harness.interfaces import RolloutEngine
-from harness.policy.model import encode_completion, encode_prompt
+from harness.policy.text import encode_completion, encode_prompt
 from harness.types import Group, Prompt, Rollout, Sampling
 
 Script = Callable[[Prompt, int], str]

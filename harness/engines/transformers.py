@@ -22,7 +22,7 @@ from harness.engines._noise import uniforms
 from harness.interfaces import RolloutEngine
 from harness.policy.fused_llama import recognised
 from harness.policy.llama_decoder import LeanDecoder
-from harness.policy.model import encode_prompt, end_token_ids
+from harness.policy.text import encode_prompt, end_token_ids
 from harness.tensors import pad_left
 from harness.types import Group, Prompt, Sampling
 

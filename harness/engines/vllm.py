@@ -33,7 +33,8 @@ from torch import Tensor, nn
 
 from harness.engines._groups import as_groups
 from harness.interfaces import RolloutEngine
-from harness.policy.model import encode_prompt, end_token_ids, save_model
+from harness.policy.model import save_model
+from harness.policy.text import encode_prompt, end_token_ids
 from harness.types import Group, Prompt, Sampling
 
 if TYPE_CHECKING:

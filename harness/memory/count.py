@@ -23,6 +23,7 @@ from harness.policy.critic import Critic
 from harness.policy.device import mixed_precision
 from harness.policy.forward import backbone, state_logprobs
 from harness.policy.fused_llama import recognised
+from harness.policy.library import import_generation
 from harness.policy.lora import add_adapter
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ def count(shape: Shape) -> Counts:
 
 def _meta_policy(shape: Shape) -> Any:
     """The run's policy with shapes and no storage."""
+    import_generation()
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(**json.loads(shape.config))

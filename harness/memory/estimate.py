@@ -19,7 +19,10 @@ from harness.memory.count import Counts, Shape, count
 from harness.memory.usage import GIB, device_bytes
 from harness.policy.device import resolve_device
 from harness.policy.forward import CHUNK, microbatch_tokens
-from harness.policy.model import TINY, encode_prompt, load_tokenizer, local_or_hub, tiny_config
+from harness.policy.library import import_generation
+from harness.policy.model import load_tokenizer, local_or_hub
+from harness.policy.text import encode_prompt
+from harness.policy.tiny import TINY, tiny_config
 from harness.spec.run import RunSpec
 
 if TYPE_CHECKING:
@@ -73,6 +76,7 @@ def model_config(name: str) -> PretrainedConfig:
     """The shape of a model by its name in a spec; downloads no weights."""
     if name == TINY:
         return tiny_config()
+    import_generation()
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(local_or_hub(name), trust_remote_code=False)

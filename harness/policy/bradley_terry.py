@@ -25,16 +25,10 @@ from transformers import PreTrainedTokenizerBase
 
 from harness.files import publish_folder
 from harness.policy.device import resolve_device
-from harness.policy.model import (
-    TINY,
-    check_model,
-    encode_completion,
-    encode_prompt,
-    load_tokenizer,
-    local_or_hub,
-    save_model,
-    tiny_config,
-)
+from harness.policy.library import import_generation
+from harness.policy.model import check_model, load_tokenizer, local_or_hub, save_model
+from harness.policy.text import encode_completion, encode_prompt
+from harness.policy.tiny import TINY, tiny_config
 from harness.tensors import pad_right
 from harness.types import InvalidRun
 
@@ -100,6 +94,7 @@ def load_classifier(name: str, seed: int | None = None) -> tuple[nn.Module, PreT
 
     Without a seed the model must have a head of its own: ValueError otherwise.
     """
+    import_generation()
     from transformers import AutoConfig, AutoModelForSequenceClassification, LlamaForSequenceClassification
 
     tokenizer = load_tokenizer(name)

@@ -18,14 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from harness.files import publish_folder
 from harness.policy.device import resolve_device
 from harness.policy.forward import token_logprobs
-from harness.policy.model import (
-    encode_completion,
-    encode_prompt,
-    load_policy,
-    load_tokenizer,
-    model_identity,
-    save_model,
-)
+from harness.policy.model import load_policy, load_tokenizer, model_identity, save_model
+from harness.policy.text import encode_completion, encode_prompt
 from harness.spec.raw import digest
 from harness.spec.run import ColdStart, RunSpec
 from harness.tensors import pad_right

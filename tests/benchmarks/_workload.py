@@ -18,7 +18,8 @@ from typing import ClassVar, Literal
 import torch
 
 from harness.interfaces import Task
-from harness.policy.model import save_model, tiny_config, tiny_tokenizer
+from harness.policy.model import save_model
+from harness.policy.tiny import tiny_config, tiny_tokenizer
 from harness.types import Demonstration, Prompt, Split
 
 END_PROBABILITY = 1 / 25

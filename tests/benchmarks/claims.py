@@ -1,7 +1,7 @@
 """How long claiming, finishing, status and resuming take as a study grows, on each storage.
 
-Runs no trial: it claims every (arm, seed) of a grid and finishes it at once. `python claims.py --arms 100
-500 2000`; with --storage URL on a PostgreSQL database that exists. Prints one row for each size: median milliseconds of
+Runs no trial: it claims every (arm, seed) of a grid and finishes it at once. `python tests/benchmarks/claims.py --arms
+100 500 2000`; with --storage URL on a PostgreSQL database that exists. A row for each size: median milliseconds of
 the first and the last 50 claims, finishes and looks whether anything is left; seconds of a status (the first of a new
 process, then again), of a new process's first claim with half of the study done, and how many bytes the journal has.
 """

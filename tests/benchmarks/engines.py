@@ -4,8 +4,8 @@
 
 Paths: our engine as it is; the same loop around the model's own forward pass; `model.generate` with a dynamic, a static
 and (`--compile`) a compiled static cache; (`--continuous`) transformers' continuous batching; vLLM where it can be
-imported. A path that fails is listed with its error. Prints medians and writes `results/engines.json`; the
-first call, start-up and compilation included, is a column of its own.
+imported. A path that fails is listed with its error. Prints medians and writes `results/engines.json` beside; the first
+call, start-up and compilation included, is a column of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from _workload import GROUP_SIZE, SETTINGS, DigitSum, Setting, write_model
 
 from harness.engines.transformers import LibraryDecoder, TransformersEngine
 from harness.interfaces import RolloutEngine
-from harness.policy.model import encode_prompt, load_policy, load_tokenizer
+from harness.policy.model import load_policy, load_tokenizer
+from harness.policy.text import encode_prompt
 from harness.types import Prompt, Sampling
 
 Sampler = Callable[[list[Prompt], int], int]  # prompts and step to the number of tokens sampled

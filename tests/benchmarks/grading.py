@@ -4,7 +4,7 @@
 
 Numeric completions are made up; symbolic ones are distinct unsimplified spellings of the answers in a MATH file, or
 else of the project's own corpus, so that no verdict comes from a cache. Prints rows per second and writes
-`results/grading.json`.
+`results/grading.json` beside.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def golds_of(file: Path | None) -> list[str]:
     if file is not None:
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         return list(dict.fromkeys(str(row["answer"]) for row in rows))
-    cases: Any = yaml.safe_load((HERE.parent / "tests/golden/math_equivalence.yaml").read_text(encoding="utf-8"))
+    cases: Any = yaml.safe_load((HERE.parent / "golden/math_equivalence.yaml").read_text(encoding="utf-8"))
     return list(dict.fromkeys(str(case["gold"]) for case in cases))
 
 

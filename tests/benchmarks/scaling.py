@@ -3,7 +3,7 @@
     python tests/benchmarks/scaling.py [--rounds 3] [--steps 3]
 
 The built-in `tiny` shape with texts that never end, GRPO with a reference; every point runs in turn, `--rounds` times.
-Prints seconds per step and per token beside the first point's, and writes `results/scaling.json`.
+Prints seconds per step and per token beside the first point's, and writes `results/scaling.json` beside.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 Each side runs in a process of its own, in turn (ours, TRL, ours, TRL, ...), so that a busy spell of the machine meets
 both; medians are over the steps of all rounds, warm-up left out. TRL first tries attention, cache and micro-batch and
-keeps the fastest. Prints a table and writes `results/latest.json`. the README explains figures.
+keeps the fastest. Prints a table and writes `results/latest.json` beside; the README beside explains the figures.
 """
 
 from __future__ import annotations

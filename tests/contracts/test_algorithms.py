@@ -9,7 +9,7 @@ import torch
 
 from harness import plugins
 from harness.policy.forward import token_logprobs
-from harness.policy.model import tiny_model
+from harness.policy.tiny import tiny_model
 from harness.spec.run import parse_run
 from harness.training.learner import Learner
 from harness.training.scoring import score

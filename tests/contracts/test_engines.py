@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness import plugins
-from harness.policy.model import tiny_model, tiny_tokenizer
+from harness.policy.tiny import tiny_model, tiny_tokenizer
 from harness.types import Prompt, Sampling
 
 PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-", "7+7=", "8-3+2="])]

@@ -30,7 +30,8 @@ from algorithms.gspo import GSPO
 from algorithms.online_dpo import OnlineDPO
 from algorithms.rloo import RLOO
 from harness.interfaces import Algorithm
-from harness.policy.model import save_model, tiny_model, tiny_tokenizer
+from harness.policy.model import save_model
+from harness.policy.tiny import tiny_model, tiny_tokenizer
 from harness.types import Batch
 
 TEXT = "1+1="  # every prompt: what it says does not matter here

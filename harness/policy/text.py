@@ -1,0 +1,36 @@
+"""Prompts and completions as token ids, and the tokens that end a text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a prompt: through the chat template where the tokenizer has one, as plain text otherwise."""
+    if tokenizer.chat_template:
+        text = str(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+            )
+        )
+        return tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore
+    return tokenizer(text)["input_ids"]  # pyright: ignore
+
+
+def encode_completion(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a completion, end of sequence included."""
+    return [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]  # pyright: ignore
+
+
+def end_token_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every token that ends a completion: the tokenizer's own and those of the model's generation settings."""
+    ids: set[Any] = set()
+    for config in (tokenizer, getattr(model, "generation_config", None), getattr(model, "config", None)):
+        value: Any = getattr(config, "eos_token_id", None)
+        ids.update(value if isinstance(value, list | tuple) else [value])
+    return sorted(i for i in ids if i is not None)
