@@ -174,7 +174,7 @@ def check_once_each(study: StudySpec, queue: Queue) -> None:
     """Every (arm, seed) has exactly one attempt that is complete."""
     status = queue.status()
     assert status.counts() == {"complete": 24}
-    attempts = queue._read().attempts
+    attempts = queue._read().by_key
     complete = Counter(key for key, tried in attempts.items() for t in tried if t.state.name == "COMPLETE")
     assert complete == Counter((arm.label, seed) for arm in study.design_arms() for seed in study.seeds)
 

@@ -16,7 +16,7 @@ class Attempts:
 
     def __init__(self) -> None:
         self.size = 0  # trials seen
-        self._of: dict[Key, list[FrozenTrial]] = {}
+        self.by_key: dict[Key, list[FrozenTrial]] = {}  # in the order of the attempts
         self._places: dict[int, tuple[Key, int]] = {}  # of unfinished attempts: number -> key, position in its list
         self._retry_below = 0
 
@@ -24,21 +24,21 @@ class Attempts:
         """Take in all trials of the Optuna study, in their order; failures with a number below `retry_below` wait."""
         self._retry_below = retry_below
         for number, (key, position) in list(self._places.items()):
-            self._of[key][position] = trials[number]
+            self.by_key[key][position] = trials[number]
             if trials[number].state.is_finished():
                 del self._places[number]
         for trial in itertools.islice(trials, self.size, None):
             if "arm" not in trial.user_attrs:
                 continue
             key = (trial.user_attrs["arm"], trial.user_attrs["seed"])
-            tried = self._of.setdefault(key, [])
+            tried = self.by_key.setdefault(key, [])
             tried.append(trial)
             if not trial.state.is_finished():
                 self._places[trial.number] = (key, len(tried) - 1)
         self.size = len(trials)
 
     def last(self, key: Key) -> FrozenTrial | None:
-        return self._of[key][-1] if key in self._of else None
+        return self.by_key[key][-1] if key in self.by_key else None
 
     def state(self, key: Key) -> str:
         """waiting, running, complete, pruned, invalid, failed, lost or stopped, as the last attempt says."""
@@ -56,14 +56,14 @@ class Attempts:
     def running(self) -> dict[Key, int]:
         """The number of the last attempt at each trial where that attempt runs."""
         keys = (key for key, _ in self._places.values() if self.state(key) == "running")
-        return {key: self._of[key][-1].number for key in keys}
+        return {key: self.by_key[key][-1].number for key in keys}
 
     def num_stuck(self, key: Key, step: int) -> int:
         """How many attempts in a row lost their worker without progress: the last one, which reached `step`, and those
         before it that had already reached as much."""
         earlier = itertools.takewhile(
             lambda trial: _state(trial) == "lost" and _end(trial).get("summary", {}).get("step", 0) >= step,
-            reversed(self._of[key][:-1]),
+            reversed(self.by_key[key][:-1]),
         )
         return 1 + len(list(earlier))
 
