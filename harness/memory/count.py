@@ -91,8 +91,9 @@ class Counts:
 @lru_cache(maxsize=64)  # arms of a study often share their shape
 def count(shape: Shape) -> Counts:
     """The counts of a shape. Raises whatever a model raises that cannot be built or run without numbers."""
-    policy = _meta_policy(shape)
-    critic = Critic(policy, shared=shape.shares_trunk) if shape.needs_critic else None
+    with torch.random.fork_rng(devices=[]):  # heads and adapters draw initial weights
+        policy = _meta_policy(shape)
+        critic = Critic(policy, shared=shape.shares_trunk) if shape.needs_critic else None
     own = {id(p) for p in policy.parameters()}
     added = [p for p in critic.parameters() if id(p) not in own] if critic is not None else []
     head = policy.get_output_embeddings().weight
