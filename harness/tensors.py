@@ -1,7 +1,4 @@
-"""Padding, masked sums, token log-probs and KL estimators: the one place where logits are shifted onto tokens.
-
-Column t of every `_BT` tensor describes token t of its row; the logits that produced it stand in column t - 1.
-"""
+"""Padding, masked means and KL estimators."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ def pad_right(rows: Sequence[Sequence[Any]], dtype: torch.dtype, width: int | No
 
 
 def pad_left(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """([B, T] tokens with each row ending in the last column, [B, T] bool mask of what is not padding)."""
+    """([B, T] tokens with each row ending in the last column, [B, T] bool mask that is False for padding)."""
     width = max(map(len, rows))
     tokens = torch.zeros(len(rows), width, dtype=torch.int64)
     mask = torch.zeros(len(rows), width, dtype=torch.bool)
@@ -34,7 +31,7 @@ def pad_left(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """The mean of `values` where `mask` is True, 0 where it never is."""
+    """The mean of `values` over `mask`; 0 if the mask is empty."""
     return (values * mask).sum() / mask.sum().clamp(min=1)
 
 

@@ -99,6 +99,12 @@ def test_the_cache_and_the_distributions_of_sampling_are_counted_by_hand():
     assert held_out["sampling"] == 64 * 4 * 100 * 25
 
 
+def test_counting_leaves_the_random_state_as_it_was():
+    before = torch.random.get_rng_state()
+    parts("ppo", prompt_tokens=21, lora={"rank": 3})  # not counted by another test
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
 def test_an_engine_of_its_own_holds_a_copy_of_the_weights_and_its_cache_all_the_time():
     found = parts(engine={"name": "vllm", "cpu_cache_gib": 0.5})
     assert (found["engine"], found["kv_cache"], found["sampling"]) == (4 * TINY + 2**29, 0, 0)

@@ -46,8 +46,8 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Measured:
-    """What training steps of one algorithm took: bytes at the peak beyond those before the model was built, the
-    estimate of the same by component, and seconds per step by phase."""
+    """The cost of one algorithm's training steps: bytes at the peak beyond those before the model was built, their
+    estimate by component, and seconds per step by phase."""
 
     algorithm: str
     peak_bytes: int
@@ -150,7 +150,7 @@ def _in_fresh_process(folder: Path, spec: RunSpec, prompt_tokens: int) -> dict[s
 
 
 def _measure_here(folder: Path) -> None:
-    """Train as the task file in `folder` says, in this process, and write what it took next to it."""
+    """Train in this process as the task file in `folder` says, and write time and memory beside it."""
     from harness.memory.usage import peak_memory, reset_peak_memory
 
     task = json.loads((folder / "task.json").read_text())

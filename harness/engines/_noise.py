@@ -1,4 +1,4 @@
-"""Counter-based sampling noise: the uniform behind a token is a hash of where the token stands, nothing else.
+"""Counter-based sampling noise: the uniform behind a token is a hash of the token's place, nothing else.
 
 Rows therefore do not change with the batch that they are in, a resumed run repeats itself, and arms of a study that
 share a seed share their noise (common random numbers). Mixing function: splitmix64 (Steele, Lea and Flood 2014).

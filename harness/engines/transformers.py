@@ -82,7 +82,7 @@ class TransformersEngine(RolloutEngine):
         encoded = [self.encode(prompt.text) for prompt in prompts]
         limit = noise.shape[1]
         rows = len(prompts) * group_size
-        tokens = torch.zeros(limit, rows, dtype=torch.int64, device=device)  # what follows a row's end is cut off below
+        tokens = torch.zeros(limit, rows, dtype=torch.int64, device=device)  # cut at each row's end below
         logprobs = torch.zeros(limit, rows, device=device)
         lengths = torch.full((rows,), limit, device=device)
         stopped = torch.zeros(rows, dtype=torch.bool, device=device)
@@ -115,7 +115,8 @@ class TransformersEngine(RolloutEngine):
                 if num_running <= 0.9375 * len(running):  # moves about as many lines as have ended
                     keep = _fill_holes(running)
                     decoder.select(keep)
-                    active, running, chosen = active[keep], running[keep], chosen[keep]
+                    active, running = active[keep], running[keep]
+                    chosen = chosen[keep]
             logits = decoder.step(chosen)
         ends = lengths.tolist()
         ids = (row[:n] for row, n in zip(tokens.t().tolist(), ends, strict=True))
@@ -135,7 +136,7 @@ class LibraryDecoder:
         self.cache = _preallocated_cache(model, capacity)
 
     def prefill(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """[P, V] logits after the left-padded prompts, [P, T] with a mask of what is no padding."""
+        """[P, V] logits after the left-padded prompts, [P, T] with a mask that is False for padding."""
         self.mask = mask
         self.padded = not bool(mask.all())
         return self._forward(tokens, (mask.cumsum(-1) - 1).clamp(min=0))
@@ -182,7 +183,7 @@ def _draw(logits: Tensor, sampling: Sampling, noise: Tensor) -> tuple[Tensor, Te
 
 
 def _fill_holes(running: Tensor) -> Tensor:
-    """The lines that still run, those of the tail moved into the places of ended ones and all others where they are."""
+    """The lines that still run: those of the tail move into the places of ended ones, the others stay."""
     lines = running.nonzero()[:, 0]
     count = len(lines)
     keep = torch.arange(count, device=lines.device)
@@ -209,7 +210,7 @@ def _preallocated_cache(policy: nn.Module, capacity: int) -> DynamicCache:
 
 
 class _PreallocatedLayer(DynamicLayer):
-    """A cache layer of fixed capacity; `keys` and `values` are views of what is filled."""
+    """A cache layer of fixed capacity; `keys` and `values` are views of its filled part."""
 
     def __init__(self, capacity: int):
         super().__init__()

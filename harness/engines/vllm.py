@@ -2,7 +2,7 @@
 
 vLLM keeps its own copy of the weights, which every `load_weights` overwrites in full. Each sample is a request of its
 own with a seed that hashes (seed, step, prompt id, sample), so a row depends on its batch only through floating-point
-rounding; prefix caching shares what the prompts of a group have in common. The seeds are not the noise of the
+rounding; prefix caching shares the common part of a group's prompts. The seeds are not the noise of the
 transformers engine: arms of a study share noise only among arms with this engine.
 
 Departure from vLLM's own defaults: log-probs are those of the whole tempered distribution. vLLM can state them before
@@ -68,7 +68,7 @@ class VLLMEngine(RolloutEngine):
         sleep: bool = Field(default=True, description="free vLLM's GPU memory while the learner works; GPU only")
 
         def check(self, sampling: Sampling) -> None:
-            """Raise ValueError where vLLM is not installed or cannot sample in this way."""
+            """ValueError if vLLM is not installed or cannot sample in this way."""
             _check_installed()
             _check_sampling(sampling)
 
@@ -262,7 +262,7 @@ def _on_gpu() -> bool:
 
 
 def _write_weights(folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """One safetensors file with every name. Tied weights are copied: vLLM 0.32 reloads only what is named, and without
+    """One safetensors file with every name. Tied weights are copied: vLLM 0.32 reloads named weights only, and without
     `lm_head.weight` it keeps the old head."""
     from safetensors.torch import save_file
 
@@ -271,12 +271,13 @@ def _write_weights(folder: Path, weights: Mapping[str, Tensor]) -> None:
 
 @contextlib.contextmanager
 def _process_state_kept() -> Iterator[None]:
-    """Put back what vLLM changes for the whole process: random states, environment, number of threads.
+    """Undo vLLM's changes to the whole process: random states, environment, number of threads.
 
     It reseeds every generator, draws from torch's, preloads libraries into child processes, and on a CPU replaces
     `torch.set_num_threads`.
     """
-    python, numpy, environment = random.getstate(), np.random.get_state(), dict(os.environ)
+    python, numpy = random.getstate(), np.random.get_state()
+    environment = dict(os.environ)
     threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     try:

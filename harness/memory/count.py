@@ -1,4 +1,4 @@
-"""What a run's models hold and what one pass keeps for its backward pass, counted on models without storage.
+"""Counts the parameters of a run and the bytes that one pass keeps for its backward pass, on models without storage.
 
 The pass runs on PyTorch's fake tensors, which have shape, type and device and no numbers; autograd's hooks see every
 tensor that it saves. Distinct storages count, parameters apart. The fake tensors are those of a CPU, whatever the
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shape:
-    """All that decides what the models hold and what a pass over `rows` rows of full length keeps."""
+    """Everything that decides the counts; a pass reads `rows` rows of full length."""
 
     config: str  # of the model, as JSON
     dtype: str
@@ -56,7 +56,7 @@ class Shape:
 
 @dataclass
 class Kept:
-    """Bytes that a pass keeps: in all, in each layer that checkpointing computes again, and of what goes into it."""
+    """Bytes that a pass keeps: in all, in each layer that checkpointing computes again, and of that layer's inputs."""
 
     all: int = 0
     layers: list[int] = field(default_factory=list)
@@ -67,13 +67,13 @@ class Kept:
         return self.all - sum(self.layers) + sum(self.inputs) if checkpointing else self.all
 
     def largest_layer(self) -> int:
-        """What the largest layer adds to its input while it is computed again."""
+        """Bytes that the largest layer adds to its input while it is computed again."""
         return max((layer - given for layer, given in zip(self.layers, self.inputs, strict=True)), default=0)
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Bytes of parameters (a critic's are those that the policy lacks) and of what passes keep."""
+    """Bytes of parameters (a critic's are those that the policy lacks) and bytes that passes keep."""
 
     policy: int
     critic: int
@@ -91,8 +91,9 @@ class Counts:
 @lru_cache(maxsize=64)  # arms of a study often share their shape
 def count(shape: Shape) -> Counts:
     """The counts of a shape. Raises whatever a model raises that cannot be built or run without numbers."""
-    policy = _meta_policy(shape)
-    critic = Critic(policy, shared=shape.shares_trunk) if shape.needs_critic else None
+    with torch.random.fork_rng(devices=[]):  # heads and adapters draw initial weights
+        policy = _meta_policy(shape)
+        critic = Critic(policy, shared=shape.shares_trunk) if shape.needs_critic else None
     own = {id(p) for p in policy.parameters()}
     added = [p for p in critic.parameters() if id(p) not in own] if critic is not None else []
     head = policy.get_output_embeddings().weight
@@ -132,7 +133,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _pass(shape: Shape, policy: nn.Module, critic: Critic | None) -> tuple[Kept, int, int]:
-    """What the trunk keeps, and how many bytes the log-probs and the values of its states add."""
+    """The bytes that the trunk keeps, and those that log-probs and values of its states add."""
     models = nn.ModuleList([policy, *([critic.head] if critic is not None else [])])
     with FakeTensorMode():
         models = deepcopy(models, {id(x): _fake(x) for x in (*models.parameters(), *models.buffers())})
@@ -161,7 +162,7 @@ def _fake(x: Tensor) -> Tensor:
 
 @contextmanager
 def _watched(models: nn.Module) -> Iterator[Kept]:
-    """What autograd saves within the context."""
+    """The bytes that autograd saves within the context."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     kept, before = Kept(), 0
@@ -188,7 +189,7 @@ def _watched(models: nn.Module) -> Iterator[Kept]:
 
 
 def _passing_cache(policy: Any, kept: Kept) -> Any:
-    """A cache that hands on what it is given. Without a cache the library looks into the numbers of positions."""
+    """A cache that hands on keys and values. Without any cache the library reads the numbers of positions."""
     from transformers.cache_utils import DynamicCache
 
     class PassingCache(DynamicCache):

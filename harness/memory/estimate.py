@@ -1,11 +1,11 @@
-"""How much memory a run needs, told from its spec before anything loads, and measured afterwards.
+"""Estimates the memory of a run from its spec, before anything loads.
 
-Parameters, what a pass keeps for its backward pass and a sampler's keys and values are counted (`memory.count`). The
+Parameters, the bytes that a pass keeps for its backward pass and a sampler's cache are counted (`memory.count`). The
 worst moment of a pass adds 3 x 4 bytes per logit of a chunk, a layer that is computed again, or a gradient of the head;
-without autograd's other temporaries that is within 2 % of what a pass holds at its peak. Gradients count as if they
-were always there, as they are from the second micro-batch on. Not counted: the cold start, libraries, CUDA context,
-intermediates of the prefill, and what the allocator holds beyond what is in use. With glibc the last is up to 60 % of
-the peak (it keeps blocks below 32 MiB), so `measure` has those of 1 MiB and more given back, as CUDA's allocator would.
+without autograd's other temporaries that is within 2 % of the peak of a pass. Gradients count as if they were always
+there, as they are from the second micro-batch on. Not counted: the cold start, libraries, CUDA context, intermediates
+of the prefill, and bytes that the allocator holds and nobody uses. With glibc the last is up to 60 % of the peak (it
+keeps blocks below 32 MiB), so `measure` has those of 1 MiB and more given back, as CUDA's allocator would.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 def estimate(
     spec: RunSpec, config: PretrainedConfig, prompt_tokens: int, device: torch.device | None = None
 ) -> dict[str, int]:
-    """Bytes by component that a run on a model of this shape needs, 0 for what it has not; reads no weights.
+    """Bytes by component that a run on a model of this shape needs; 0 for a component that it lacks. Reads no weights.
 
     Every completion is taken to reach its limit, every prompt to have `prompt_tokens`. `activations` and `kv_cache`
     with `sampling` are never there at once: see `peak_bytes`. Raises what `count` raises, and ValueError for a mixture
     of experts.
     """
     if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
-        raise ValueError(f"the {config.model_type} is a mixture of experts")  # what it keeps depends on the tokens
+        raise ValueError(f"the {config.model_type} is a mixture of experts")  # its passes depend on the tokens
     device = resolve_device(spec.device) if device is None else device
     fit = microbatch_tokens(spec.optimizer, device) // (prompt_tokens + spec.max_tokens)
     rows = spec.rollouts_per_step // spec.optimizer.num_minibatches
@@ -90,20 +90,20 @@ def longest_prompt(spec: RunSpec) -> int:
 
 
 def _activation_bytes(spec: RunSpec, counts: Counts, shape: Shape, *, several: bool) -> int:
-    """What one micro-batch, of `several`, keeps for its backward pass and adds to it at its worst moment."""
+    """Bytes that one micro-batch, of `several`, keeps for its backward pass and adds at its worst moment."""
     own_trunk = spec.algorithm.needs_critic and not spec.algorithm.shares_trunk
     trunk = counts.trunk.total(spec.gradient_checkpointing)
     policy = trunk + counts.logprobs
     critic = counts.values + (trunk if own_trunk else 0)
     completion = shape.rows * shape.max_tokens
     chunk = 4 * min(CHUNK, completion) * counts.vocabulary
-    head_gradient = counts.head if several else 0  # a temporary only where there is one to add it to
+    head_gradient = counts.head if several else 0  # a temporary if there is a gradient to add it to
     # A critic's trunk comes after the log-probs in the forward pass and before them in the backward pass.
     stages = [policy + critic, policy + 3 * chunk, policy + chunk + head_gradient]
     if spec.gradient_checkpointing:
         others = policy + critic if own_trunk else policy - 4 * completion * counts.vocabulary
         stages.append(others + counts.trunk.largest_layer())
-        stages.append(policy + counts.cast + 3 * chunk)  # else the copies are among what is kept
+        stages.append(policy + counts.cast + 3 * chunk)  # else the copies are kept anyway
     if counts.head_is_tied:
         stages.append(2 * head_gradient)  # at the end of the backward pass: the head's and the embeddings'
     return max(stages)

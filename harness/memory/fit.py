@@ -1,4 +1,4 @@
-"""Whether a run fits on its device, and what to change where it does not."""
+"""Decides whether a run fits on its device, and advises changes if it does not."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from harness.spec.run import RunSpec
 
 
 def check_memory(spec: RunSpec, copies: int = 1) -> None:
-    """ValueError where `copies` such runs at a time cannot fit on the device; nothing where that cannot be told."""
+    """ValueError if `copies` such runs at a time cannot fit on the device; passes if there is no estimate."""
     found, _ = estimate_run(spec)
     if found is not None:
         check_fits(found, resolve_device(spec.device), spec, copies)
 
 
 def check_fits(components: Mapping[str, int], device: torch.device, spec: RunSpec, copies: int = 1) -> None:
-    """ValueError where `copies` runs that need this need more than the GPU has, or than is free of the RAM."""
+    """ValueError if `copies` such runs need more than the GPU has, or than the RAM has free."""
     needed = copies * peak_bytes(components)
     available = device_bytes(device)
     if needed <= available:
@@ -39,13 +39,13 @@ def check_fits(components: Mapping[str, int], device: torch.device, spec: RunSpe
 
 
 def gib(size: int) -> str:
-    """`1.50 GiB`, or `12 MiB` where it is less than a tenth of one."""
+    """`1.50 GiB`, or `12 MiB` below a tenth of one."""
     return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.0f} MiB"
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What a run needs by component and at its peak (None: cannot be told), and why it cannot be told or cannot fit."""
+    """Bytes that a run needs by component and at its peak (None: unknown); why they are unknown or do not fit."""
 
     components: dict[str, int] | None
     peak_bytes: int | None
@@ -54,7 +54,7 @@ class Fit:
 
 
 def judge(spec: RunSpec) -> Fit:
-    """What a run needs on this machine; ValueError for a model folder that cannot be used."""
+    """The verdict on a run on this machine; ValueError for a model folder that cannot be used."""
     check_model(spec.model)
     device = resolve_device(spec.device)
     components, problem = estimate_run(spec)
@@ -68,13 +68,13 @@ def judge(spec: RunSpec) -> Fit:
 
 
 def _large(components: Mapping[str, int]) -> list[tuple[str, int]]:
-    """The components worth a word, the largest first."""
+    """The components worth naming, the largest first."""
     least = 0.02 * peak_bytes(components)
     return sorted(((k, v) for k, v in components.items() if v > least), key=lambda item: -item[1])
 
 
 def _fixes(components: Mapping[str, int], spec: RunSpec, copies: int) -> list[str]:
-    """What would make the run smaller, the largest components first; not what the run does already."""
+    """Changes that would make the run smaller, for the largest components first; none that it has already."""
     learning = components["activations"] >= components["kv_cache"] + components["sampling"]
     rows = "gpu_memory_utilization" if spec.engine.name == "vllm" else "max_batch_rows"
     sampling = [] if learning else [f"lower engine.{rows}"]

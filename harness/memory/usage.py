@@ -45,7 +45,7 @@ def peak_memory() -> int:
 
 
 def reset_peak_memory() -> None:
-    """Start the peak anew, so that the runs that one worker does in turn do not inherit each other's."""
+    """Start the peak anew, so that runs of one worker do not inherit each other's."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -53,6 +53,6 @@ def reset_peak_memory() -> None:
         return
     control = Path("/proc/self/clear_refs")
     if control.exists():
-        with contextlib.suppress(AttributeError):  # glibc only: give what the last run freed back to the system
+        with contextlib.suppress(AttributeError):  # glibc only: give freed memory back to the system
             ctypes.CDLL(None).malloc_trim(0)
         control.write_text("5")

@@ -72,7 +72,7 @@ class Scorer:
         return [float(value) for part in parts for value in part]
 
     def __call__(self, rows: Sequence[tuple[str, str]]) -> Tensor:
-        """[B] scores, with gradients where they are on."""
+        """[B] scores, with gradients if they are on."""
         ids = [encode_prompt(self.tokenizer, p) + encode_completion(self.tokenizer, c) for p, c in rows]
         mask = pad_right([[1] * len(row) for row in ids], torch.int64)
         padding = self.tokenizer.pad_token_id
@@ -84,7 +84,7 @@ class Scorer:
 
 @lru_cache(maxsize=2)
 def load_scorer(path: str) -> Scorer:
-    """The reward model at a Hub id or local folder. ValueError where its head has not exactly one label."""
+    """The reward model at a Hub id or local folder. ValueError if its head has not exactly one label."""
     model, tokenizer = load_classifier(path)
     return Scorer(model.to(resolve_device("auto")).eval().requires_grad_(False), tokenizer)
 

@@ -6,7 +6,7 @@ import torch
 
 
 def resolve_device(device: str) -> torch.device:
-    """The device of a run; ValueError where CUDA is asked for and absent."""
+    """The device of a run; ValueError if CUDA is asked for and absent."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
@@ -17,5 +17,5 @@ def resolve_device(device: str) -> torch.device:
 
 
 def mixed_precision(device: torch.device, enabled: bool) -> torch.autocast:
-    """A context in which matrix products run in bfloat16; one that changes nothing where it is not enabled."""
+    """A context in which matrix products run in bfloat16, if enabled."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)

@@ -56,7 +56,7 @@ def token_logprobs(
     """(log-probs, entropies), both [B, T] nats, at least float32: of the tokens in `mask_BT`, and 0 elsewhere.
 
     The language-model head runs on the masked positions only, `chunk` at a time, so that [B, T, V] never exists.
-    With `prompts` the rows' prompts are not read again; `hidden` are the `completion_states`, where they are known.
+    With `prompts` the rows' prompts are not read again; `hidden` are the `completion_states`, if known.
     Logits are divided by `temperature` (taken as 1 when it is 0), as the sampler does. Entropies carry a gradient
     only if asked.
     """
@@ -76,7 +76,7 @@ def state_logprobs(
     entropy_gradient: bool = False,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """(log-probs, entropies), both [N]: of the tokens that follow the states, as `token_logprobs` has them."""
+    """(log-probs, entropies), both [N]: of the tokens after the states, as `token_logprobs` has them."""
     head = model.get_output_embeddings()  # pyright: ignore
     logprobs, entropies = [], []
     for part, target in zip(hidden_NH.split(chunk), targets_N.split(chunk), strict=True):
@@ -94,8 +94,8 @@ class PromptStates:
 
     `states` holds (keys, values) per layer, each [U, heads, T, width], right-padded; `lengths_U` the tokens of each,
     `prompt_B` the prompt of each row. With gradients the states are leaves: micro-batches add to their gradient, and
-    `backward` sends the sum through the prompts once; `computed` pairs what each leaf stands for with it. `lean` is
-    there for models that `harness.policy.fused_llama` recognises, whose fused weights are leaves in the same way.
+    `backward` sends the sum through the prompts once; `computed` pairs each leaf with the tensor that it stands for.
+    Models that `harness.policy.fused_llama` recognises have `lean`, whose fused weights are leaves in the same way.
     """
 
     states: list[tuple[Tensor, Tensor]]
@@ -124,7 +124,7 @@ class PromptStates:
 
 @dataclass
 class Lean:
-    """A recognised model's fused weights, as leaves where there are gradients, and the rotations of its positions."""
+    """A recognised model's fused weights, as leaves if there are gradients, and the rotations of its positions."""
 
     weights: Fused
     computed: list[tuple[Tensor, Tensor]]
@@ -136,7 +136,7 @@ class Lean:
 
 
 def prompt_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor) -> PromptStates | None:
-    """The shared states of the rows' prompts, or None where no prompt is shared or the model keeps other states."""
+    """The shared states of the rows' prompts, or None if no prompt is shared or the model keeps other states."""
     from transformers.cache_utils import DynamicCache, DynamicLayer  # seconds to import, and objectives do without
 
     if model.training and getattr(backbone(model), "gradient_checkpointing", False):
@@ -169,7 +169,7 @@ def _lean(model: nn.Module, length: int) -> Lean:
 
 
 def _send(computed: list[tuple[Tensor, Tensor]]) -> None:
-    """Send the gradients that leaves have gathered through what they stand for."""
+    """Send the gradients that leaves have gathered to the tensors that they stand for."""
     reached = [(x, leaf.grad) for x, leaf in computed if leaf.grad is not None]
     if reached:
         torch.autograd.backward([x for x, _ in reached], [gradient for _, gradient in reached])

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-MAX_PARAMETERS = 50_000_000  # fused weights are copies; in larger models arithmetic outweighs what they save
+MAX_PARAMETERS = 50_000_000  # fused weights are copies; in larger models arithmetic outweighs the gain
 _FAMILIES = ("llama", "qwen2", "qwen3")
 _PARTS = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
 _PLAIN = (nn.Linear, nn.Embedding, nn.ModuleList)
@@ -161,7 +161,7 @@ def hidden_states(
 
 
 def _bias(tokens_RC: Tensor, past: list[States] | None, filled_RT: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """[R or 1, 1, C, T + C]: what is added to the scores, minus infinity where a token must not be read."""
+    """[R or 1, 1, C, T + C]: a term of the scores, minus infinity where a token must not be read."""
     columns = tokens_RC.shape[1]
     causal = torch.ones(columns, columns, dtype=torch.bool, device=tokens_RC.device).tril()[None]
     if past is not None:
@@ -174,7 +174,7 @@ def _bias(tokens_RC: Tensor, past: list[States] | None, filled_RT: Tensor | None
 
 
 def _attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
-    """[R, Hq, C, D]; plain products for short rows, where they take 55 to 75 % of the library's kernel on a CPU."""
+    """[R, Hq, C, D]; plain products for short rows: 55 to 75 % of the time of the library's kernel on a CPU."""
     rows, heads, columns, width = queries.shape
     kv_heads, length = keys.shape[1:3]
     if length > _SHORT:
@@ -235,10 +235,12 @@ def _reciprocal_root(x: Tensor, epsilon: float) -> Tensor:
 
 
 def _layer(layer: Any, shape: Shape) -> Layer:
-    attention, before, after = layer.self_attn, layer.input_layernorm.weight, layer.post_attention_layernorm.weight
+    attention = layer.self_attn
+    before, after = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
     has_head_norm = hasattr(attention, "q_norm")
     scale = shape.head_width**-0.5
-    queries, keys, values = attention.q_proj, attention.k_proj, attention.v_proj
+    queries, keys = attention.q_proj, attention.k_proj
+    values = attention.v_proj
     query_scale = 1.0 if has_head_norm else scale
     weights = [_paired(queries.weight, shape) * query_scale, _paired(keys.weight, shape), values.weight]
     bias = head_norm = None
@@ -266,7 +268,7 @@ def _paired(rows: Tensor, shape: Shape) -> Tensor:
 
 
 def _is_plain(module: nn.Module, family: str) -> bool:
-    """Whether a module is of a class known here, and nobody changes what goes in or comes out."""
+    """Whether a module is of a class known here, and no hook changes its input or output."""
     kind = type(module)
     own = kind.__module__ == f"transformers.models.{family}.modeling_{family}" and kind.__name__.endswith(_PARTS)
     activation = kind.__module__ == "transformers.activations" and kind.__name__ == "SiLUActivation"

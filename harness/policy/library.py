@@ -1,4 +1,4 @@
-"""The library that models come from, without what it brings along and nothing here needs."""
+"""Imports of transformers, without the parts that nothing here needs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 def import_generation() -> None:
-    """Import transformers' generation as where scikit-learn is not installed: only assisted decoding uses it.
+    """Import transformers' generation without scikit-learn, which only its assisted decoding uses.
 
-    Importing scikit-learn, which the importances of a search need, costs 0.9 s and 103 MB.
+    Importing scikit-learn costs 0.9 s and 103 MB; it is installed for the importances of searches, and for MLflow.
     """
     if "transformers.generation.candidate_generator" in sys.modules:
         return

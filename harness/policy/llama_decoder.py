@@ -26,9 +26,10 @@ class LeanDecoder:
         self.turns = rotations(model, capacity)
 
     def prefill(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """[P, V] logits after the left-padded prompts, [P, T] with a mask of what is no padding."""
+        """[P, V] logits after the left-padded prompts, [P, T] with a mask that is False for padding."""
         shape, (rows, width) = self.model.shape, tokens.shape
-        heads, kv_heads, head_width = shape.query_heads, shape.kv_heads, shape.head_width
+        heads, kv_heads = shape.query_heads, shape.kv_heads
+        head_width = shape.head_width
         self.length = width
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         turns = self.turns[positions][:, None]
@@ -66,7 +67,8 @@ class LeanDecoder:
     def step(self, tokens: Tensor) -> Tensor:
         """[R, V] logits after one more token of every row."""
         shape, rows = self.model.shape, len(tokens)
-        heads, kv_heads, head_width = shape.query_heads, shape.kv_heads, shape.head_width
+        heads, kv_heads = shape.query_heads, shape.kv_heads
+        head_width = shape.head_width
         start, self.length = self.length, self.length + 1
         self.positions = self.positions + 1
         turns = self.turns[self.positions][:, None]
@@ -99,7 +101,7 @@ class LeanDecoder:
         return torch.mm(normalise(x, self.model.shape.epsilon), self.model.head)
 
     def _bias(self, mask: Tensor) -> Tensor:
-        """[P, 1, 1, capacity]: what is added to the score of every column, minus infinity for padding."""
+        """[P, 1, 1, capacity]: a term of every column's score, minus infinity for padding."""
         bias = torch.zeros(len(mask), self.capacity, dtype=self.cache.dtype, device=mask.device)
         bias[:, : mask.shape[1]].masked_fill_(~mask, -torch.inf)
         return bias[:, None, None]
@@ -117,7 +119,7 @@ def _project(x: Tensor, layer: Layer, shape: Shape) -> Tensor:
 
 
 def _finish(x: Tensor, read: Tensor, layer: Layer, shape: Shape) -> Tensor:
-    """`x` after what attention has read, [N, Hq * D], and the feed-forward part are added to it, in place."""
+    """`x` plus the output of attention, [N, Hq * D], and then of the feed-forward part, in place."""
     x.addmm_(read, layer.out)
     gate, up = torch.mm(normalise(x, shape.epsilon), layer.gate_up).chunk(2, dim=-1)
     return x.addmm_(F.silu(gate).mul_(up), layer.down)

@@ -24,7 +24,7 @@ ADAPTER = "default"
 def add_adapter(policy: nn.Module, settings: LoRA, seed: int) -> None:
     """Freeze the policy and put a trainable float32 adapter on its linear layers, in place; `seed` draws its weights.
 
-    ValueError where no layer has one of the names asked for.
+    ValueError if no layer has one of the names asked for.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -85,7 +85,7 @@ def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_adapter(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Set the adapter's weights; RuntimeError where they are those of another one."""
+    """Set the adapter's weights; RuntimeError if they are those of another one."""
     missing = adapter_weights(model).keys() ^ weights.keys()
     if missing:
         raise RuntimeError(f"the adapter has other layers: {sorted(missing)[0]}")

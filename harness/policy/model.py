@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def check_model(name: str, setting: str = "model") -> None:
-    """Raise ValueError where `name` is a local folder that cannot be a model with its tokenizer.
+    """ValueError if `name` is a local folder that cannot be a model with its tokenizer.
 
     Reads no weights. A Hub id is checked when it is loaded; a name that looks like a path must exist.
     """
@@ -98,7 +98,7 @@ def save_model(folder: Path, model: nn.Module, tokenizer: PreTrainedTokenizerBas
 
 
 def model_identity(name: str) -> dict[str, Any]:
-    """What a cache key must know of a model: its name, the shape of `tiny`, size and time of a local folder's files."""
+    """The part of a cache key that stands for a model: its name, the shape of `tiny`, a folder's files."""
     if name == TINY:
         return {"name": name, "config": tiny_config().to_dict(), "characters": CHARACTERS}
     path = Path(name).expanduser()
@@ -109,6 +109,6 @@ def model_identity(name: str) -> dict[str, Any]:
 
 
 def local_or_hub(name: str) -> str:
-    """What transformers loads a model from: the folder of that name, `~` expanded, or else the Hub id as it is."""
+    """The name as transformers takes it: a folder's path with `~` expanded, or else the Hub id as it is."""
     path = Path(name).expanduser()
     return str(path) if path.is_dir() else name

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a prompt: through the chat template where the tokenizer has one, as plain text otherwise."""
+    """Token ids of a prompt: through the tokenizer's chat template if it has one, as plain text otherwise."""
     if tokenizer.chat_template:
         text = str(
             tokenizer.apply_chat_template(

@@ -76,7 +76,8 @@ class Result:
 
 
 def evaluate(row: Row) -> Result:
-    value, gradient, rest = Difference(), None, Difference()
+    value, rest = Difference(), Difference()
+    gradient: Difference | None = None
     count = 0
     for case in row.cases():
         ours, theirs = row.ours(case), row.theirs(case)
