@@ -1,5 +1,7 @@
 """The transformers engine against a plain loop without cache, and its sampling against the exact distribution."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -125,7 +127,9 @@ def test_a_stop_text_ends_a_completion_and_stays_in_it():
     ):
         cut = before.text.find(stop)
         if cut < 0:
-            assert after == before
+            assert replace(after, logprobs=before.logprobs) == before
+            # Rows that stop leave the batch, and a product over fewer rows may round its last bit otherwise.
+            assert after.logprobs == pytest.approx(before.logprobs, abs=1e-5)
             continue
         reached += 1
         assert after.text == before.text[: cut + len(stop)]
