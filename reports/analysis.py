@@ -31,6 +31,7 @@ class ArmSummary:
 
     scores    seed -> outcome; empty without a complete trial
     cells     fraction right, seeds (in the order of `scores`) by problems, or None
+    num_problems  problems behind each score; 0 if they were not counted
     interval  the one that reports state; None with fewer than 2 seeds
     costs     mean over seeds of the numbers of `TrialRecord.summary`; peak_memory_bytes is the largest
     """
@@ -40,6 +41,7 @@ class ArmSummary:
     factors: Mapping[str, Any]
     scores: Mapping[int, float]
     cells: Floats | None
+    num_problems: int
     interval: Interval | None
     student: Interval | None
     bootstrap: Interval | None
@@ -188,7 +190,8 @@ def outcome_contrast(analysis: Analysis, weights: Mapping[str, float]) -> Contra
     if found.interval is None or len(weighted) < len(weights):
         return found
     summed = np.sum(weighted, axis=0)
-    return Contrast(found.differences, statistics.cautious_interval(summed), _p_value(None, found.differences, summed))
+    p = _p_value(None, found.differences, summed, resolution=1 / summed.shape[1])
+    return Contrast(found.differences, statistics.cautious_interval(summed), p)
 
 
 def level_means(analysis: Analysis, factor: str) -> dict[Any, float]:
@@ -220,14 +223,16 @@ def _summarise(label: str, record: StudyRecord, outcome: Outcome, usable: Trials
     cells = _cells(mine) if outcome.per_problem and mine else None
     values = list(scores.values())
     interval = _bounded(_stated(values, cells), outcome)
-    if interval is not None and interval.error == 0 and outcome.is_fraction:
-        interval = _without_spread(interval, mine, outcome)
+    num_problems = _num_problems(mine, outcome)
+    if interval is not None and interval.error == 0:
+        interval = _without_spread(interval, num_problems)
     return ArmSummary(
         label=label,
         is_baseline=label == record.baseline,
         factors=next((trial.factors for trial in record.trials if trial.arm == label), {}),
         scores=scores,
         cells=cells,
+        num_problems=num_problems,
         interval=interval,
         student=_bounded(statistics.t_interval(values), outcome),
         bootstrap=statistics.bootstrap_interval(values, rng),
@@ -250,13 +255,19 @@ def _bounded(interval: Interval | None, outcome: Outcome) -> Interval | None:
     return interval.clipped(0.0, 1.0) if interval is not None and outcome.is_fraction else interval
 
 
-def _without_spread(interval: Interval, trials: Sequence[TrialRecord], outcome: Outcome) -> Interval:
+def _without_spread(interval: Interval, num_problems: int) -> Interval:
     """The exact interval over problems, if they were counted: equal seeds at 0 or 1 leave no spread to estimate."""
-    counted = trials[0].history.get(f"{outcome.name.partition('/')[0]}/num_prompts")
-    num_problems = len(trials[0].per_problem) if outcome.per_problem else int(counted[-1][1]) if counted else 0
     if interval.estimate in (0.0, 1.0) and num_problems:
         return statistics.exact_interval(interval.estimate, num_problems)
     return interval
+
+
+def _num_problems(trials: Sequence[TrialRecord], outcome: Outcome) -> int:
+    """Problems behind each score; 0 if the outcome is no fraction, or they were not counted."""
+    if not trials or not outcome.is_fraction:
+        return 0
+    counted = trials[0].history.get(f"{outcome.name.partition('/')[0]}/num_prompts")
+    return len(trials[0].per_problem) if outcome.per_problem else int(counted[-1][1]) if counted else 0
 
 
 def _costs(trials: Sequence[TrialRecord]) -> dict[str, float]:
@@ -275,7 +286,8 @@ def _compare(arms: Sequence[ArmSummary], outcome: Outcome, rng: Generator) -> li
     others = [arm for arm in arms if arm is not baseline and set(arm.scores) & set(baseline.scores)]
     pairs = [_pair(arm, baseline) for arm in others]
     intervals = [_difference(*pair, arm, baseline) for arm, pair in zip(others, pairs, strict=True)]
-    p_values = [_p_value(interval, *pair) for interval, pair in zip(intervals, pairs, strict=True)]
+    resolution = 1 / baseline.num_problems if baseline.num_problems else 0.0
+    p_values = [_p_value(interval, *pair, resolution) for interval, pair in zip(intervals, pairs, strict=True)]
     family = max(len([p for p in p_values if not math.isnan(p)]), 1)
     result = []
     for arm, (differences, cells), interval, p, adjusted in zip(
@@ -333,12 +345,18 @@ def _difference(
     return interval if has_spread else replace(interval, low=low, high=high)
 
 
-def _p_value(interval: Interval | None, differences: Mapping[int, float], cells: Floats | None) -> float:
-    """The larger of the p-values behind a cautious interval: it is below 0.05 only if that interval excludes 0."""
+def _p_value(
+    interval: Interval | None, differences: Mapping[int, float], cells: Floats | None, resolution: float = 0.0
+) -> float:
+    """The largest of the p-values behind a cautious interval: it is below 0.05 only if that interval excludes 0.
+
+    NaN if one of them is: a difference without spread whose scores were not counted.
+    """
     tests = [interval, statistics.t_interval(list(differences.values()))]
     if cells is not None:
         tests.append(statistics.crossed_interval(cells))
-    return max((statistics.t_test(test) for test in tests if test is not None), default=math.nan)
+    found = [statistics.t_test(test, resolution) for test in tests if test is not None]
+    return float(np.max(found)) if found else math.nan
 
 
 def _seeds_needed(difference: float, values: Sequence[float], cells: Floats | None, family: int) -> int | None:

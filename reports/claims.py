@@ -305,7 +305,7 @@ def _drawdown(trial: TrialRecord, metric: str) -> float | None:
 def _against(found: Contrast, bound: float, text: str) -> _Evidence:
     """A contrast of logarithms against the bound of a claim, which a larger value supports."""
     if found.interval is None:
-        return _tested(text, "undecided", math.nan)
+        return _tested(text, "undecided", math.nan, found)
     excess = found.interval.shifted(-bound)
     return _tested(text, "supported" if excess.estimate >= 0 else "contradicted", statistics.t_test(excess), found)
 
@@ -317,7 +317,9 @@ def _signed(found: Contrast, text: str, positive: Verdict, negative: Verdict) ->
 def _tested(text: str, verdict: Verdict, p: float, found: Contrast | None = None) -> _Evidence:
     seeds = f" ({wording.plural(len(found.differences), 'seed')})" if found is not None else ""
     if math.isnan(p):
-        return _Evidence(f"{text}; with one shared seed no test is possible.")
+        few = found is None or len(found.differences) < 2
+        why = "with one shared seed" if few else "without any spread over seeds"
+        return _Evidence(f"{text}; {why} no test is possible.")
     return _Evidence(f"{text}{seeds}.", verdict, p)
 
 

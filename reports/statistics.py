@@ -31,6 +31,8 @@ from scipy import optimize, stats
 
 Floats = NDArray[np.float64]
 
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(400)
+
 LEVEL = 0.95
 ALPHA = 0.05
 EXACT_SIGN_FLIPS = 16
@@ -196,13 +198,21 @@ def crossed_bootstrap_interval(
     return _percentiles(float(scores.mean()), means, level)
 
 
-def t_test(difference: Interval) -> float:
-    """Two-sided p-value of a difference of 0, from the interval's error and degrees of freedom; NaN without them."""
+def t_test(difference: Interval, resolution: float = 0.0) -> float:
+    """Two-sided p-value of a difference of 0, from the interval's error and degrees of freedom; NaN without them.
+
+    Scores that are counts of problems stand on a grid: equal differences in every seed show no spread, and yet are no
+    proof. The error therefore counts at least as that of rounding two scores to multiples of `resolution`
+    (resolution^2 / 6 a seed). Without a resolution a difference without spread has no p-value.
+    """
     if math.isnan(difference.error):
         return math.nan
-    if difference.error == 0:
-        return 1.0 if difference.estimate == 0 else 0.0
-    return float(2 * stats.t.sf(abs(difference.estimate) / difference.error, difference.df))
+    if difference.estimate == difference.error == 0:
+        return 1.0
+    error = max(difference.error, resolution / math.sqrt(6 * (difference.df + 1)))
+    if error <= 1e-12 * abs(difference.estimate):  # no spread but that of the computer's own rounding
+        return math.nan
+    return float(2 * stats.t.sf(abs(difference.estimate) / error, difference.df))
 
 
 def sign_flip_test(differences_S: ArrayLike) -> float:
@@ -288,10 +298,9 @@ def minimum_detectable_difference(error: float, df: float, alpha: float = ALPHA,
     critical = float(stats.t.isf(alpha / 2, df))
 
     def excess(standardised: float) -> float:
-        found = _power(standardised, critical, df)
-        return 1.0 if math.isnan(found) else found - power  # far from 0 scipy's distribution may be NaN
+        return _power(standardised, critical, df) - power
 
-    high = 1.0
+    high = critical
     while excess(high) < 0:
         high *= 2
     return _root(excess, 0.0, high) * error
@@ -336,8 +345,7 @@ def _tidy(mean_square: float) -> float:
 
 
 def _root(function: Callable[[float], float], low: float, high: float) -> float:
-    """A sign change by bisection: scipy's non-central t is too rough for methods that read more than signs."""
-    return float(optimize.root_scalar(function, bracket=(low, high), method="bisect", xtol=1e-15).root)
+    return float(optimize.root_scalar(function, bracket=(low, high), method="brentq", xtol=1e-15).root)
 
 
 def _times_drawn(size: int, resamples: int, rng: Generator) -> Floats:
@@ -358,4 +366,20 @@ def _percentiles(estimate: float, means: Floats, level: float) -> Interval:
 
 def _power(standardised: float, critical: float, df: float) -> float:
     """Chance that a t statistic with non-centrality `standardised` leaves [-critical, critical]."""
-    return float(stats.nct.sf(critical, df, standardised) + stats.nct.cdf(-critical, df, standardised))
+    return _mean_tail(standardised, critical, df) + _mean_tail(-standardised, critical, df)
+
+
+def _mean_tail(shift: float, critical: float, df: float) -> float:
+    """The mean of Phi(shift - critical w / sqrt(df)) over w, which has the chi distribution of the estimated spread.
+
+    Phi is 1 below, 0 above the range of the quadrature. (scipy 1.17's own non-central t is NaN in its lower tail.)
+    """
+    scale = math.sqrt(df) / critical
+    low = max((shift - 9) * scale, float(stats.chi.ppf(1e-16, df)))
+    high = min((shift + 9) * scale, float(stats.chi.isf(1e-16, df)))
+    if high <= low:
+        return float(stats.chi.cdf(high, df))
+    half = (high - low) / 2
+    w = low + half * (_NODES + 1)
+    tails = _WEIGHTS @ (stats.chi.pdf(w, df) * stats.norm.cdf(shift - w / scale))
+    return float(stats.chi.cdf(low, df) + half * tails)

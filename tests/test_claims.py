@@ -113,11 +113,16 @@ def test_the_time_of_a_step_is_held_against_35_percent_less(seconds: float, verd
 
 
 def test_p_values_are_corrected_over_the_claims_tested() -> None:
-    found = claims(fake_study(ppo_and_grpo(0.70, 0.71, model="tiny"), seeds=range(4)))
+    record = fake_study(ppo_and_grpo(0.70, 0.71, model="tiny"), seeds=range(4))
+
+    def steps(trial: TrialRecord) -> list[float]:  # grpo takes half the time, within 0.1 %
+        return [0.5 * (1 + trial.seed / 4000) if trial.arm == "grpo" else 1.0] * 5
+
+    found = claims(with_history(record, "seconds/step", steps))
     tested = [claim for claim in found if claim.verdict != "not tested"]
     assert [claim.statement for claim in tested] == [found[TIME].statement, found[ACCURACY].statement]
-    # times without spread give p = 0, so accuracy is the larger of two and keeps its own p
-    analysis = analyse(fake_study(ppo_and_grpo(0.70, 0.71, model="tiny"), seeds=range(4)), np.random.default_rng(0))
+    # times with so little spread have the smaller p, so accuracy is the larger of two and keeps its own p
+    analysis = analyse(record, np.random.default_rng(0))
     assert found[ACCURACY].p_adjusted == pytest.approx(analysis.comparisons[0].p, rel=1e-9)
 
 

@@ -608,3 +608,19 @@ def test_reports_import_neither_torch_nor_mlflow() -> None:
     code = "import sys, reports.render; print(sorted({'torch', 'mlflow', 'optuna', 'transformers'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_equal_gains_of_two_seeds_are_no_proof() -> None:
+    record = fake_study(three_algorithms()[:2], seeds=(0, 1))
+
+    def with_greedy(trial: TrialRecord) -> TrialRecord:
+        value = 0.5 + 0.1 * trial.seed + (0.125 if trial.arm == "grpo" else 0.0)
+        logged = {f"{split}/greedy_accuracy": [(100, value)] for split in ("validation", "test")}
+        return dataclasses.replace(trial, history={**trial.history, **logged, "test/num_prompts": [(100, 128.0)]})
+
+    record = dataclasses.replace(
+        record, metric="validation/greedy_accuracy", trials=[with_greedy(t) for t in record.trials]
+    )
+    (comparison,) = analyse(record, np.random.default_rng(0)).comparisons
+    # the error of rounding to 1/128 over 2 seeds is 1/128 / sqrt(12), so t = 55.43 with 1 degree of freedom
+    assert comparison.p == pytest.approx(2 * math.atan(1 / 55.4256) / math.pi, rel=1e-4)
