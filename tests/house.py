@@ -68,7 +68,7 @@ def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
         return seen
 
     below = {name: reached(name) for name in arrows}
-    return sorted({tuple(sorted(o for o in below[n] if n in below.get(o, ()))) for n in arrows if n in below[n]})  # type: ignore
+    return sorted({tuple(sorted(o for o in below[n] if n in below.get(o, ()))) for n in arrows if n in below[n]})
 
 
 def profiled(action: Any, on_call: Any) -> None:
@@ -159,7 +159,7 @@ def code_lines(text: str) -> list[int]:
     for node in ast.walk(ast.parse(text)):
         body = getattr(node, "body", None)
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            node = body[0]  # type: ignore
+            node = body[0]
         elif not isinstance(node, ast.Import | ast.ImportFrom):
             continue
         other |= set(range(node.lineno, (node.end_lineno or 0) + 1))
