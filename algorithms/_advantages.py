@@ -1,7 +1,5 @@
 """Pure functions from rewards to advantages: within a group, to go, GAE, rewards per token."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

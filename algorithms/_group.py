@@ -1,7 +1,5 @@
 """The group-relative algorithms compare each answer with the other answers to the same prompt."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar

@@ -5,8 +5,6 @@ so that metrics are means; `Algorithm.loss_weights` is the mean over a row's tok
 not sum to 1 (`row_sum_weights`) multiplies those by a fact of the row alone, so that micro-batches still add up.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -8,8 +8,6 @@ cut at 5 (the paper tunes the bound and gives no value); the mean is over the to
 standard deviation has GRPO's G - 1 and floor. Process rewards are credited as in GRPO.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 

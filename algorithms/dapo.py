@@ -9,8 +9,6 @@ default, and a group of equal rewards stays in the batch, without gradient; the 
 the reward is 1 / 0, not 1 / -1; the standard deviation has GRPO's G - 1 and floor. Process rewards are as in GRPO.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 

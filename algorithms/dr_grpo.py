@@ -9,8 +9,6 @@ a setting, because an algorithm does not know the run's token limit. The KL is o
 Reported metrics stay means (over a row's tokens, then over rows).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 

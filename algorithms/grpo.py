@@ -7,8 +7,6 @@ steps, 4.1.3 (process supervision). Departures: the standard deviation uses G - 
 neither); other KL estimators and a higher upper clip (DAPO's) can be set.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from algorithms._group import GroupRelative

@@ -6,8 +6,6 @@ states its rules and departures. Standardisation within a group makes any two re
 floor, so 1.0 / -0.1 and 1 / 0 train alike.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 

@@ -8,8 +8,6 @@ and process rewards are credited as in GRPO. Departures: the standard deviation 
 default, as in eq. 5; one in the loss can be set.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 

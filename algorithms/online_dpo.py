@@ -12,8 +12,6 @@ update of a batch value and gradient are those of eq. 7. Departure: in later upd
 a row's own movement but not its partner's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 

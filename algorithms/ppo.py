@@ -10,8 +10,6 @@ completion cut by the token limit is terminal, like any other. Departure: an alg
 RLHF's adaptive KL coefficient is a setting of the run (`kl.schedule: adaptive`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 

@@ -7,8 +7,6 @@ end of its step and reaches the tokens before it. Departures: the loss is the me
 PPO here; of the paper's second variant the group-mean baseline is left out, and its k2 in the loss can be set.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 

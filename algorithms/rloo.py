@@ -9,8 +9,6 @@ multiplied by its ratio (the product of its token ratios), which keeps the estim
 with length. `clip_epsilon` clips that ratio as PPO does.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import ClassVar, Literal

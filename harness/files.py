@@ -1,7 +1,5 @@
 """Writes and locks small files, so that neither a reader nor a crash ever sees half of one."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

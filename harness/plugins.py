@@ -5,8 +5,6 @@ party declares the same under the entry-point groups `cohort.algorithms`, `cohor
 `cohort.engines`. Two classes of one name are refused, because a study would not say which of them it ran.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from difflib import get_close_matches

@@ -1,7 +1,5 @@
 """The checks of runs before any of them starts: folder, devices, models, engines, rewards, data."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Each caller cuts its text into tokens by rules of its own, and so decides how strict it is.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Requests to stop; a signal handler may make one at any moment."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

@@ -1,7 +1,5 @@
 """Padding, masked means and KL estimators."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -5,8 +5,6 @@ completed and the same test problems, because equal seeds share prompts, noise a
 numbers). The p-values of a study form one Holm family.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Decides which factors of a complete grid matter: an analysis of variance with seeds as blocks (Fisher 1935)."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ in the claimed direction that is not significant leaves it undecided. A verdict 
 the study, which are rarely those of the claim's source: the page says so.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ task and of the evaluation must be equal, because they define accuracy. All othe
 between the base runs is a warning of the report, because such studies differ in more than their arms.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Decides what a report shows: the numbers of every section as text, and which rollouts and figures stand in it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

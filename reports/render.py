@@ -5,8 +5,6 @@ rest. The template engine escapes all text of models, study files and error mess
 page must not carry (control characters, bidirectional overrides, lone surrogates) are written as visible escapes.
 """
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import io

@@ -4,8 +4,6 @@ Only complete trials count. A metric of the validation split guides tuning; the 
 so it decides if it is known.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

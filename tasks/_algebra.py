@@ -4,8 +4,6 @@ Departures from math-verify: variables that differ in case differ, `i` is the im
 compared entry by entry, a tuple may state a column vector, and chains of inequalities may be read from either end.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from functools import lru_cache, partial

@@ -4,8 +4,6 @@ It ends when its input closes or its parent is gone. It announces each stage of 
 ends it when a stage overruns its limits.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

@@ -5,8 +5,6 @@ question of the test split is left out of train. Problems come in the order of t
 split are a fair sample of its subjects. `tasks._rows` reads the rows.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from abc import abstractmethod

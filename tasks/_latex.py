@@ -6,8 +6,6 @@ base (`52_8`) and times or ratios (`12:30`) as written. The rest goes to the che
 no tuple and no interval.
 """
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 from functools import lru_cache

@@ -5,8 +5,6 @@ way, as its users do. It runs in a child process that can be killed (`tasks._sym
 expressions without LaTeX, such as `2*(3+4)`, because it would evaluate their text as Python.
 """
 
-from __future__ import annotations
-
 from tasks import _symbolic
 
 MAX_CHARS = 20_000  # its patterns are slow on more, and the end of a completion states its answer

@@ -4,8 +4,6 @@ A row has `problem` and either `solution`, a worked one with the answer in `\box
 `tasks._latex` decides equality.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches

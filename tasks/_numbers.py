@@ -8,8 +8,6 @@ not converted: `20%` is 20 and `5 cents` is 5, as in the reference answers of GS
 Every pattern takes linear time: repetitions that could split a text in several ways are possessive (`*+`).
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from fractions import Fraction

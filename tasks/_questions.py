@@ -1,7 +1,5 @@
 """What the parent and the child process of `tasks._symbolic` say to each other."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 Verdict = Literal["equal", "different", "unparsable"]

@@ -6,8 +6,6 @@ nearest folder above it, has the word `train` or `test` (`train.jsonl`, `main/te
 has that word, otherwise `test`.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

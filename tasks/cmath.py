@@ -5,8 +5,6 @@ A row has `question`, `golden` (the number) and `grade`. There is no training sp
 Rows have no worked solutions, so there are neither demonstrations nor worked examples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 

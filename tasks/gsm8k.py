@@ -4,8 +4,6 @@ A row has `question` and `answer`, a worked rationale that ends in `#### 72`. An
 however they are written (`tasks._numbers`).
 """
 
-from __future__ import annotations
-
 import re
 from typing import Literal
 

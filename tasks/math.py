@@ -4,8 +4,6 @@ r"""MATH (Hendrycks et al. 2021, arXiv:2103.03874): competition problems with a 
 `path`. `math500` is this task with MATH-500 as its test split.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

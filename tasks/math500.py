@@ -5,8 +5,6 @@ from `train_path`; an evaluation without them never touches it. Departure: the p
 problems of MATH, and this task does not.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -4,8 +4,6 @@ A row has `Body` and `Question` (or `question_concat`), `Answer`, `Equation` suc
 worked solution is the equation, one operation a line (`8 - 2 = 6`), if it can be read and gives the answer.
 """
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 from typing import Literal

@@ -5,8 +5,6 @@ COHORT_TRACEBACK is set); 130 after Ctrl-C. Results go to stdout, progress and e
 libraries inside their functions, so that `cohort --help` answers at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from harness.cli.commands import app

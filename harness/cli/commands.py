@@ -1,7 +1,5 @@
 """The groups of commands; `command` puts a function into one, with examples below its help and errors as exit codes."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable

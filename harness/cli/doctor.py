@@ -1,7 +1,5 @@
 """`cohort doctor`: finds whatever makes a run fail or slow on this machine, and estimates the memory of runs."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import platform

@@ -1,7 +1,5 @@
 """`cohort memory`; `measure_memory` does the measuring."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 

@@ -5,8 +5,6 @@ as the final one; a task may add graders of other libraries. A row has `gold` an
 (or `correct`, as the rollouts that a run keeps have): whether the completion is right.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`cohort report`."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Sequence
 from pathlib import Path

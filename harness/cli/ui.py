@@ -1,7 +1,5 @@
 """`cohort ui`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated

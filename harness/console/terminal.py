@@ -1,7 +1,5 @@
 """Text and tables on a terminal: foreign text is made harmless, errors go to stderr."""
 
-from __future__ import annotations
-
 import json
 import math
 import unicodedata

@@ -1,7 +1,5 @@
 """Groups from the flat rows that an engine samples."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Rows therefore do not change with the batch that they are in, a resumed run repe
 share a seed share their noise (common random numbers). Mixing function: splitmix64 (Steele, Lea and Flood 2014).
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

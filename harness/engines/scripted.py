@@ -1,7 +1,5 @@
 """A fake engine for tests: answers each prompt from a script instead of a model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal

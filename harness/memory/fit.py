@@ -1,7 +1,5 @@
 """Decides whether a run fits on its device, and advises changes if it does not."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

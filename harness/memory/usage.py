@@ -1,7 +1,5 @@
 """Bytes in use now, at the peak, and available, as the system counts them."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

@@ -6,8 +6,6 @@ Rollouts come from the `rollouts/` folder that a run keeps. Completions of equal
 into training and held-out ones by a stable hash, so no prompt is in both.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import defaultdict

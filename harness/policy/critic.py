@@ -1,7 +1,5 @@
 """PPO's critic: a value head on a copy of the policy's backbone, or on the policy's own hidden states."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import torch

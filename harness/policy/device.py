@@ -1,7 +1,5 @@
 """The device of a run, and bfloat16 autocast on it."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """Imports of transformers, without the parts that nothing here needs."""
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from typing import Any

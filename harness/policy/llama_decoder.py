@@ -4,8 +4,6 @@ The cache holds the keys and values of all layers in one tensor, so that rows en
 Attention of a single token is two batched products, which on a CPU take a third of the library's fused kernel.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -9,8 +9,6 @@ One pass cuts the text into runs of such characters and skips a run longer than 
 depth (`harness.rationals`), so that time is linear in the text.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterator

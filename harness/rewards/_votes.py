@@ -1,7 +1,5 @@
 """The vote over a group's answers: each answer votes for its class of equal answers, no answer is no vote."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from harness.types import GradedGroup

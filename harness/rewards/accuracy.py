@@ -1,7 +1,5 @@
 """1 for a completion whose final answer equals the gold answer under the task's own equality, else 0."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from harness.interfaces import Reward

@@ -4,8 +4,6 @@ With `answer_format: think_answer` each of the two tag pairs is worth a half (De
 2.2.2, names a format reward without figures); with `hash` and `boxed` the marker is there or not.
 """
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from harness.interfaces import Reward

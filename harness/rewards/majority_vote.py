@@ -6,8 +6,6 @@ task's own equality, not over strings; completions without an answer neither vot
 the most votes wins, so that the reward does not depend on the order of the completions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import nan
 

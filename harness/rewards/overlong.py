@@ -4,8 +4,6 @@ DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 13, with L_max = the run's token lim
 paper has 4,096 of 20,480). A completion cannot exceed the limit here; one that was cut gets -1.
 """
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from harness.interfaces import Reward

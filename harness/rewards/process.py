@@ -5,8 +5,6 @@ into per-token advantages. Here a step is a calculation such as `48/2=24` or `<<
 it holds (`harness.rewards._calculations`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import nan
 

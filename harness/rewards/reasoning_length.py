@@ -4,8 +4,6 @@ Length is counted in characters of the reasoning, without the answer, so that it
 policy can collect it by padding; the `repetition` penalty is its counterweight.
 """
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from harness.interfaces import Reward

@@ -4,8 +4,6 @@ This is the measure of Yeo et al. 2025 (arXiv:2502.03373, section 5.1) on words 
 and not token by token. A completion shorter than one n-gram repeats nothing.
 """
 
-from __future__ import annotations
-
 import re
 
 from pydantic import Field

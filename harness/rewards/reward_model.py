@@ -5,8 +5,6 @@ rollouts. A process loads the model once, frozen. It reads text through its own 
 has one, so it need not share the policy's vocabulary.
 """
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from harness.interfaces import Reward

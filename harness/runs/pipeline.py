@@ -9,8 +9,6 @@ A stage has a folder (`stages/<number>-<name>`), events and an MLflow run, child
 is not run again; reinforcement learning continues from its checkpoint, a fine-tuning from the answers it has kept.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence

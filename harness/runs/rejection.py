@@ -1,7 +1,5 @@
 """Rejection-sampling fine-tuning: a policy samples answers and is fine-tuned on its own correct ones."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import time

@@ -1,7 +1,5 @@
 """One run or one evaluation outside a study, as `cohort train` and `cohort evaluate` do them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager

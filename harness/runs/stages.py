@@ -1,7 +1,5 @@
 """Reads a file of stages; each is a run of its own and starts from the policy of the one before."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The message for a wrong file or override: file, key, rule, value and the nearest valid key."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from types import UnionType
 from typing import Any, Union, get_args, get_origin

@@ -1,7 +1,5 @@
 """Runs and studies by name or file, with overrides applied."""
 
-from __future__ import annotations
-
 import importlib.resources
 import os
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Settings before they are validated: YAML text, `path=value` overrides, and the digest of JSON-like values."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -4,8 +4,6 @@ Settings of a plugin (algorithm, task, engine, reward) are fields of the plugin'
 against the classes that it names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 

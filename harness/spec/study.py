@@ -1,7 +1,5 @@
 """A study: the question, its arms and seeds, and the design that turns factors into arms."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping

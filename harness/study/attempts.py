@@ -1,7 +1,5 @@
 """The attempts at every (arm, seed) of a study, as the trials of its Optuna study record them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The checks of a study before it writes or runs anything."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The trials of a study: every (arm, seed), its validated run and its folder."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The worker processes of a study: started with their share of the cores, replaced when they die, stopped together."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

@@ -1,7 +1,5 @@
 """Where the next arm of a search comes from: Optuna's distributions, samplers and pruners, and the untried points."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence

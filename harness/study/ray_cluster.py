@@ -5,8 +5,6 @@ workers: the queue decides which trial runs where, and the leases bring back the
 imported when a study asks for it.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal

@@ -4,8 +4,6 @@
 it writes anything, and its report is written at the end.
 """
 
-from __future__ import annotations
-
 import importlib
 import time
 from collections.abc import Callable, Iterator

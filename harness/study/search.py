@@ -13,8 +13,6 @@ mean over the seeds of an arm at equal steps: seeds run in order, and the value 
 three values at step s. The queue holds its lock for every function here that writes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 import statistics

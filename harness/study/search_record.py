@@ -1,7 +1,5 @@
 """What a search has found, as plain data: its arms, the best of them, and the importance of each setting."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

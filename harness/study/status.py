@@ -1,7 +1,5 @@
 """How far each trial of a study has come."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path

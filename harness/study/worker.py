@@ -1,7 +1,5 @@
 """One worker process of a study: it claims trials, runs each to its end and records it."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

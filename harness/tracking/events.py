@@ -4,8 +4,6 @@ One JSON object a line: `start` of an attempt, `metrics` of a step, `samples`, `
 `time` (milliseconds since 1970), those of a training step with its number. Non-finite numbers are "nan", "inf", "-inf".
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

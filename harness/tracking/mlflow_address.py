@@ -4,8 +4,6 @@ By default the store is a file in the runs folder. `use` or else COHORT_TRACKING
 of an `mlflow server`, or `postgresql://user@host/database`. Worker processes get the variable.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

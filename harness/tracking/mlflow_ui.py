@@ -1,7 +1,5 @@
 """Serves the MLflow pages of a runs folder on this machine only."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """The code and the packages that results come from."""
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import platform

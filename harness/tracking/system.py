@@ -1,7 +1,5 @@
 """Measures the load of a run on its machine: processor, memory and the GPU, if there is one."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from typing import Any

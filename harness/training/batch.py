@@ -1,7 +1,5 @@
 """Turns a step's rollouts into the learner's batch, and measures them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

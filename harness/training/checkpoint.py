@@ -5,8 +5,6 @@ A checkpoint is a folder `step-<n>` whose `policy/` loads with transformers as i
 Sampling noise and prompt order are functions of (seed, step), so there is no random state to save.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

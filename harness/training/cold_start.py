@@ -4,8 +4,6 @@ The result is cached under a hash of everything that it depends on (model, task,
 transformers loads; a second process that wants the same one waits for the first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 

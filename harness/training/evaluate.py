@@ -1,7 +1,5 @@
 """Held-out accuracy: greedy, mean over samples, pass@k and maj@k, on a fixed set of problems, overall and by tag."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence

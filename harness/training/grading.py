@@ -4,8 +4,6 @@ Both use the task's own equality, never that of strings. Answers are compared wi
 G completions of a prompt cost one extraction each, one comparison with gold per class, and those between the classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ a token budget. Because the weight of every token is fixed on the minibatch (`lo
 depend on that split.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from copy import deepcopy

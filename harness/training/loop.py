@@ -4,8 +4,6 @@ A run is a function of its spec: prompts and noise are keyed by (seed, step), an
 last checkpoint ends as an uninterrupted one would.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which prompts a training step samples: a function of (seed, step), so that arms which share a seed draw the same."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """One run in progress: its models, costs and accuracies, and how they are built or resumed."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

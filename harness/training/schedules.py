@@ -3,8 +3,6 @@
 All but the adaptive weight are pure functions of (step, number of steps), so a resumed run needs no state for them.
 """
 
-from __future__ import annotations
-
 import math
 
 from harness.spec.run import KLControl, Optimizer

@@ -1,7 +1,5 @@
 """One training step, a straight line from prompts to new weights."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence

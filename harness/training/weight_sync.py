@@ -15,8 +15,6 @@ Measured with vLLM 0.32 on a CPU, `tiny` after its cold start, 10 GRPO steps of 
 No step that was in step was called stale. Weights that stay behind drift away, so that a later probe notices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

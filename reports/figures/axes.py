@@ -1,7 +1,5 @@
 """Decides how the parts of a chart look: rows and lines with their names, units, ticks, labels that must fit."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Decides how training is drawn: learning curves, training dynamics, the quality of majority labels."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 

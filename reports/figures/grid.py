@@ -1,7 +1,5 @@
 """Decides how the effect of settings is drawn: heat maps and interactions of a grid, importances of a search."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Decides how an outcome is drawn: each arm's, its difference to the baseline, and what it cost."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Decides how the curves of several seeds are aligned and smoothed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

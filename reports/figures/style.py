@@ -6,8 +6,6 @@ are coloured and the others grey. SVG output is deterministic, with text kept as
 matplotlib's own mathematics is off, so a `$` in a label is a dollar sign.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import textwrap

@@ -1,7 +1,5 @@
 """Decides how a study's answer reads: one sentence with its uncertainty and what is missing from it."""
 
-from __future__ import annotations
-
 import math
 
 from harness.types import short_path

@@ -1,7 +1,5 @@
 """Decides what a reader must know before comparing: how intervals are made, what the runs share, what limits them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

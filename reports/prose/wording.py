@@ -1,7 +1,5 @@
 """Decides how single numbers and names are written: units, decimals, signs, lists."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ By default all four are files in the study's folder (`files.py`). With `--storag
 database (`postgres.py`), and hosts without a common disk can share a study. Only `open.py` knows which one it is.
 """
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping

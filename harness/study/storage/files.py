@@ -1,7 +1,5 @@
 """The storage in files: Optuna's journal, a file lock, lease files and `study.json` in the study's folder."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """The lease of a trial in files: its worker touches a file in its folder; without that another worker gets it."""
 
-from __future__ import annotations
-
 import os
 import platform
 import sys

@@ -1,7 +1,5 @@
 """Opens the storage that a study's URL names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from harness.study.storage.base import Storage

@@ -11,8 +11,6 @@ reach the database goes on, and ends at once when it finds another's token in it
 swaps, so even two holders of the lock (one cut off, one new) cannot run one trial.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
