@@ -234,20 +234,15 @@ class RunLogger(Protocol):
 
     def resume(self, step: int) -> None:
         """Forget everything logged for training steps after `step`: the run continues from there."""
-        ...
 
     def progress(self, phase: str, done: int, total: int) -> None:
         """Tell a watching user the progress of a phase ("cold start", "train", "validation", "test")."""
-        ...
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Record metrics (`area/quantity`, finite or NaN) of a training step."""
-        ...
 
     def samples(self, rows: Sequence[SampleRow]) -> None:
         """Append rollouts to the samples table."""
-        ...
 
     def per_problem(self, fractions: Mapping[str, float]) -> None:
         """Record, once at the end, the fraction of correct samples of every test problem."""
-        ...

@@ -138,7 +138,6 @@ class Batch:
     tokens_BT            int64, 0 where padded
     completion_mask_BT   bool, True on completion tokens (EOS included)
     lengths_B            int64, prompt plus completion tokens of each row
-    truncated_B          bool, completion stopped by the token limit
     sampler_logprobs_BT  float32 nats, the engine's; 0 outside the completion
     rewards_B            float32, the sum of each row's rewards; `rewards_PG` is the group view of a whole batch
     step_rewards_BT, step_ends_BT      float32 and bool: every reward of a row at the token that earned it, that of
@@ -154,7 +153,6 @@ class Batch:
     tokens_BT: Tensor
     completion_mask_BT: Tensor
     lengths_B: Tensor
-    truncated_B: Tensor
     sampler_logprobs_BT: Tensor
     rewards_B: Tensor
     group_size: int

@@ -85,7 +85,6 @@ class Bandit:
             tokens_BT=torch.zeros(mask.shape, dtype=torch.int64),
             completion_mask_BT=mask,
             lengths_B=lengths,
-            truncated_B=torch.zeros(len(chosen), dtype=torch.bool),
             sampler_logprobs_BT=old,
             rewards_B=self.rewards[list(chosen)],
             group_size=len(chosen),

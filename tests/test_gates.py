@@ -30,7 +30,6 @@ def batch_of(rewards, advantages):
         tokens_BT=torch.zeros(mask.shape, dtype=torch.int64),
         completion_mask_BT=mask,
         lengths_B=mask.sum(dim=1),
-        truncated_B=torch.zeros(len(mask), dtype=torch.bool),
         sampler_logprobs_BT=torch.zeros(mask.shape),
         rewards_B=rewards.flatten(),
         group_size=rewards.shape[1],

@@ -50,7 +50,6 @@ def make_batch(given, algorithm):
         tokens_BT=torch.zeros(mask.shape, dtype=torch.int64),
         completion_mask_BT=mask,
         lengths_B=torch.tensor([PROMPT + n for n in given["lengths"]]),
-        truncated_B=torch.tensor(given["truncated"]),
         sampler_logprobs_BT=column(given["old"]),
         rewards_B=torch.tensor(given["rewards"], dtype=torch.float64),
         group_size=given["group_size"],

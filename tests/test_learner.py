@@ -35,7 +35,6 @@ def make_batch(policy=None, extra_columns=0):
         tokens_BT=tokens,
         completion_mask_BT=mask,
         lengths_B=lengths,
-        truncated_B=torch.zeros(8, dtype=torch.bool),
         sampler_logprobs_BT=torch.zeros(mask.shape),
         rewards_B=torch.tensor([1.0, 0, 0, 1, 1, 1, 0, 1]),
         group_size=2,

@@ -26,7 +26,6 @@ def batch_of(mask, rewards, group_size, **tensors):
         tokens_BT=torch.zeros(mask.shape, dtype=torch.int64),
         completion_mask_BT=mask,
         lengths_B=torch.full((len(mask),), mask.shape[1]),
-        truncated_B=torch.zeros(len(mask), dtype=torch.bool),
         sampler_logprobs_BT=torch.zeros(mask.shape),
         rewards_B=torch.tensor(rewards),
         group_size=group_size,

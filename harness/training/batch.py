@@ -32,7 +32,6 @@ def collate(
         tokens_BT=tokens,
         completion_mask_BT=pad_right([[0] * len(p) + [1] * len(r.token_ids) for p, r in rows], torch.bool),
         lengths_B=torch.tensor([len(p) + len(r.token_ids) for p, r in rows]),
-        truncated_B=torch.tensor([r.finish_reason == "length" for _, r in rows]),
         sampler_logprobs_BT=pad_right([[0.0] * len(p) + list(r.logprobs) for p, r in rows], torch.float32),
         rewards_B=torch.tensor([value for group in rewards for value in group], dtype=torch.float32),
         group_size=len(groups[0].rollouts),

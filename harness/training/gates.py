@@ -9,7 +9,7 @@ steps in a row with more than 90 % of the groups without an advantage (self-cons
 answered share of at least 0.92 times that of the start, an entropy down to 0.004 nats per token at 91 % test accuracy.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -31,16 +31,19 @@ class GateState:
     answered_at_start: float | None = None
 
 
-@dataclass(frozen=True)
-class _Bound:
-    """One gate: a metric, its bound, the steps in a row that break it, and the meaning of a break."""
-
-    metric: str
-    bound: float | None
-    steps: int
-    broken: Callable[[float, float], bool]
-    side: str
-    meaning: str
+# By its name in the section `gates`: the metric, the side of the bound that breaks it, and the meaning of a break.
+_GATES = {
+    "mismatch_kl": ("mismatch/kl", "above", "the engine samples another policy than the one that is trained"),
+    "stuck_groups": (
+        "train/stuck_groups", "above", "the rewards tell no completions of a prompt apart, so that nothing is learnt",
+    ),
+    "weights_changed": (
+        "policy/weights_changed", "below",
+        "the optimiser steps with a gradient and the weights stay; raise optimizer.learning_rate or use float32",
+    ),
+    "entropy": ("policy/entropy", "below", "the policy has lost its entropy"),
+    "answered": ("train/answered", "below", "completions no longer state an answer ({start:.3g} did at the start)"),
+}  # fmt: skip
 
 
 def check_gates(settings: Gates, state: GateState, metrics: Mapping[str, float], step: int) -> None:
@@ -52,46 +55,20 @@ def check_gates(settings: Gates, state: GateState, metrics: Mapping[str, float],
     """
     if state.answered_at_start is None:
         state.answered_at_start = metrics["train/answered"]
-    for name, gate in _bounds(settings, state).items():
-        value = metrics.get(gate.metric)
-        if gate.bound is None or value is None:
+    for name, (metric, side, meaning) in _GATES.items():
+        bound, steps, value = getattr(settings, name), getattr(settings, f"{name}_steps", 1), metrics.get(metric)
+        if bound is None or value is None:
             continue
-        state.counts[name] = state.counts.get(name, 0) + 1 if gate.broken(value, gate.bound) else 0
-        if state.counts[name] >= gate.steps:
-            row = f"{gate.steps} steps in a row" if gate.steps > 1 else "a step"
+        if name == "answered":
+            bound *= state.answered_at_start
+        broken = value < bound if side == "below" else not value <= bound  # a mismatch that is no number breaks it
+        state.counts[name] = state.counts.get(name, 0) + 1 if broken else 0
+        if state.counts[name] >= steps:
+            row = f"{steps} steps in a row" if steps > 1 else "a step"
             raise InvalidRun(
-                f"{gate.metric} was {gate.side} {gate.bound:.3g} for {row} ({value:.3g} at step {step}): "
-                f"{gate.meaning} (gates.{name})"
+                f"{metric} was {side} {bound:.3g} for {row} ({value:.3g} at step {step}): "
+                f"{meaning.format(start=state.answered_at_start)} (gates.{name})"
             )
-
-
-def _bounds(settings: Gates, state: GateState) -> dict[str, _Bound]:
-    answered = settings.answered
-    if answered is not None:
-        answered *= state.answered_at_start or 0.0
-    return {
-        "mismatch_kl": _Bound(
-            "mismatch/kl", settings.mismatch_kl, 1, lambda x, bound: not x <= bound, "above",
-            "the engine samples another policy than the one that is trained",
-        ),
-        "stuck_groups": _Bound(
-            "train/stuck_groups", settings.stuck_groups, settings.stuck_groups_steps, lambda x, bound: x > bound,
-            "above", "the rewards tell no completions of a prompt apart, so that nothing is learnt",
-        ),
-        "weights_changed": _Bound(
-            "policy/weights_changed", settings.weights_changed, settings.weights_changed_steps,
-            lambda x, bound: x < bound, "below",
-            "the optimiser steps with a gradient and the weights stay; raise optimizer.learning_rate or use float32",
-        ),
-        "entropy": _Bound(
-            "policy/entropy", settings.entropy, settings.entropy_steps, lambda x, bound: x < bound, "below",
-            "the policy has lost its entropy",
-        ),
-        "answered": _Bound(
-            "train/answered", answered, settings.answered_steps, lambda x, bound: x < bound, "below",
-            f"completions no longer state an answer ({state.answered_at_start:.3g} did at the start)",
-        ),
-    }  # fmt: skip
 
 
 def group_metrics(batch: Batch, state: GateState) -> dict[str, float]:

@@ -19,12 +19,7 @@ from harness.types import InvalidRun, Prompt, Split
 
 
 def train(
-    spec: RunSpec,
-    directory: Path,
-    log: RunLogger,
-    *,
-    cache: Path,
-    should_stop: Callable[[], bool] = lambda: False,
+    spec: RunSpec, directory: Path, log: RunLogger, *, cache: Path, should_stop: Callable[[], bool] = lambda: False
 ) -> RunResult:
     """Run `spec` in `directory`, or resume it from the last checkpoint there.
 

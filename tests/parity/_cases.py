@@ -86,7 +86,6 @@ def _case(prompts: int, size: int, tokens: int, seed: int, moved: float, empty_r
         tokens_BT=torch.zeros(rows, width, dtype=torch.int64),
         completion_mask_BT=mask,
         lengths_B=PROMPT + lengths,
-        truncated_B=torch.zeros(rows, dtype=torch.bool),
         sampler_logprobs_BT=old,
         rewards_B=rewards.double(),
         group_size=size,
