@@ -8,12 +8,12 @@ from fakes import graded_group
 
 from harness.engines.scripted import ScriptedEngine
 from harness.policy.tiny import tiny_model, tiny_tokenizer
+from harness.rewards.majority_vote import majority_correct
 from harness.spec.run import Evaluation, parse_run
 from harness.training.evaluate import (
     breakdown,
     evaluate,
     evaluation_metrics,
-    majority_correct,
     metric_names,
     pass_at_k,
     pass_sizes,

@@ -6,13 +6,13 @@ task's own equality, not over strings; completions without an answer neither vot
 the most votes wins, so that the reward does not depend on the order of the completions.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import nan
 
 from pydantic import Field
 
 from harness.interfaces import Reward
-from harness.rewards._votes import share_right, votes, winners
 from harness.types import GradedGroup
 
 
@@ -36,12 +36,33 @@ class MajorityVote(Reward):
         assert group.correct is not None
         won = winners(group)
         counts = votes(group)
-        label_accuracy = share_right(group)
         first, second = [*sorted(counts.values(), reverse=True), 0, 0][:2]
         rewarded = [c in won for c, correct in zip(group.classes, group.correct, strict=True) if not correct]
         return {
-            "vote/label_accuracy": nan if label_accuracy is None else label_accuracy,
+            "vote/label_accuracy": majority_correct(group) if won else nan,
             "vote/margin": (first - second) / len(group.classes),
             "vote/answered": counts.total() / len(group.classes),
             "vote/false_positive_rate": rewarded.count(True) / len(rewarded) if rewarded else nan,
         }
+
+
+def votes(group: GradedGroup) -> Counter[int]:
+    """Class -> the number of its answers; no answer is no vote."""
+    return Counter(c for c in group.classes if c is not None)
+
+
+def winners(group: GradedGroup) -> set[int]:
+    """The classes with the most votes; more than one in a tie, none without a vote."""
+    counts = votes(group)
+    return {c for c, count in counts.items() if count == max(counts.values())}
+
+
+def majority_correct(group: GradedGroup) -> float:
+    """The probability that a majority vote over the group's answers is correct, 0 without a vote.
+
+    It is the share of the winning classes that are correct, as chance breaks ties.
+    """
+    assert group.correct is not None
+    won = winners(group)
+    right = {c for c, correct in zip(group.classes, group.correct, strict=True) if correct}
+    return len(won & right) / len(won) if won else 0.0

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from harness.rewards.majority_vote import majority_correct
 from harness.tensors import pad_right
-from harness.training.evaluate import majority_correct
 from harness.types import Batch, GradedGroup, Group
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from harness.interfaces import RolloutEngine, RunLogger, Task
 from harness.policy.device import mixed_precision, resolve_device
-from harness.rewards._votes import share_right
+from harness.rewards.majority_vote import majority_correct
 from harness.spec.run import Evaluation, RunSpec
 from harness.training.grading import grade, sample_rows
 from harness.types import EvaluationResult, GradedGroup, Group, Prompt, Sampling, Split
@@ -125,14 +125,6 @@ def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
     centre = (fraction + z2 / (2 * count)) / (1 + z2 / count)
     spread = math.sqrt(z2 * (fraction * (1 - fraction) / count + z2 / (4 * count**2))) / (1 + z2 / count)
     return max(0.0, centre - spread), min(1.0, centre + spread)
-
-
-def majority_correct(group: GradedGroup) -> float:
-    """The probability that a majority vote over the group's answers is correct, ties broken at random.
-
-    Votes are counted over equivalence classes; completions without an answer do not vote.
-    """
-    return share_right(group) or 0.0
 
 
 def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
