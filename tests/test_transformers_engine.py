@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness.engines._noise import uniforms
-from harness.engines.transformers import TransformersEngine, _draw
+from harness.engines.transformers import TransformersEngine, _draw, uniforms
 from harness.policy.text import encode_prompt
 from harness.policy.tiny import tiny_model, tiny_tokenizer
 from harness.types import Prompt, Sampling

@@ -1,33 +1,36 @@
 """Samples with any `AutoModelForCausalLM`, in the learner's own process and on its own weights.
 
 A prompt is prefilled once and its key-value cache expanded to the group; finished rows leave the decode batch. A
-token is drawn by inverting the cumulative distribution at a counter-based uniform (`_noise`), so a row depends on
-the batch that it is in only through floating-point rounding.
+token is drawn by inverting the cumulative distribution at a uniform that is a hash of the token's place, so a row
+depends on the batch that it is in only through floating-point rounding, a resumed run repeats itself, and arms of a
+study that share a seed share their noise (common random numbers).
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from harness.engines._groups import as_groups
-from harness.engines._noise import uniforms
 from harness.interfaces import RolloutEngine
 from harness.policy.fused_llama import recognised
 from harness.policy.llama_decoder import LeanDecoder
-from harness.policy.text import encode_prompt, end_token_ids
+from harness.policy.text import as_groups, encode_prompt, end_token_ids
 from harness.tensors import pad_left
 from harness.types import Group, Prompt, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
 class TransformersEngine(RolloutEngine):
@@ -89,7 +92,8 @@ class TransformersEngine(RolloutEngine):
         noise = noise.t().contiguous().to(device)
 
         prompt_tokens, mask = (x.to(device) for x in pad_left(encoded))
-        decoder = self._decoder(prompt_tokens.shape[1] + limit)
+        decoder_class = LeanDecoder if recognised(self.policy) else LibraryDecoder
+        decoder = decoder_class(self.policy, prompt_tokens.shape[1] + limit)
         logits = decoder.prefill(prompt_tokens, mask).repeat_interleave(group_size, dim=0)
         decoder.expand(group_size)
         is_end = torch.zeros(logits.shape[-1], dtype=torch.bool, device=device)
@@ -123,9 +127,6 @@ class TransformersEngine(RolloutEngine):
         nats = (row[:n] for row, n in zip(logprobs.t().tolist(), ends, strict=True))
         return as_groups(prompts, encoded, zip(ids, nats, stopped.tolist(), strict=True), self.tokenizer)
 
-    def _decoder(self, capacity: int) -> LeanDecoder | LibraryDecoder:
-        return LeanDecoder(self.policy, capacity) if recognised(self.policy) else LibraryDecoder(self.policy, capacity)
-
 
 class LibraryDecoder:
     """Decodes one batch with the model's own forward pass and its own cache; the model may be of any kind."""
@@ -133,7 +134,9 @@ class LibraryDecoder:
     def __init__(self, model: nn.Module, capacity: int):
         """`capacity` is the number of tokens, prompt and completion, that a row can have."""
         self.model = model
-        self.cache = _preallocated_cache(model, capacity)
+        self.cache = DynamicCache(config=model.config)  # pyright: ignore
+        layers = self.cache.layers  # those that would concatenate every token make way for some that write in place
+        self.cache.layers = [_PreallocatedLayer(capacity) if type(x) is DynamicLayer else x for x in layers]
 
     def prefill(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """[P, V] logits after the left-padded prompts, [P, T] with a mask that is False for padding."""
@@ -166,6 +169,19 @@ class LibraryDecoder:
             logits_to_keep=1,
         )
         return output.logits[:, -1].float()
+
+
+def uniforms(seed: int, step: int, prompt_ids: list[str], group_size: int, num_positions: int) -> np.ndarray:
+    """float64 in [0, 1), shape [P * G, num_positions], keyed by (seed, step, prompt id, sample, position).
+
+    The mixing function is splitmix64 (Steele, Lea and Flood 2014).
+    """
+    prompts = np.array([_hash(prompt_id) for prompt_id in prompt_ids], dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        run = _mix(_mix(np.uint64(seed) + _GAMMA) + np.uint64(step))
+        rows = _mix(_mix(run + prompts)[:, None] + np.arange(group_size, dtype=np.uint64)).reshape(-1)
+        bits = _mix(rows[:, None] + _GAMMA * np.arange(1, num_positions + 1, dtype=np.uint64))
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _draw(logits: Tensor, sampling: Sampling, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,11 +218,15 @@ def _cut(probabilities: Tensor, top_p: float, top_k: int) -> Tensor:
     return torch.zeros_like(probabilities).scatter(-1, order, ordered)
 
 
-def _preallocated_cache(policy: nn.Module, capacity: int) -> DynamicCache:
-    """The model's own dynamic cache, with plain layers that write in place instead of concatenating every token."""
-    cache = DynamicCache(config=policy.config)  # pyright: ignore
-    cache.layers = [_PreallocatedLayer(capacity) if type(x) is DynamicLayer else x for x in cache.layers]
-    return cache
+def _mix(x: np.ndarray | np.uint64) -> np.ndarray:
+    x = np.asarray(x, dtype=np.uint64)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
 class _PreallocatedLayer(DynamicLayer):

@@ -31,10 +31,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from harness.engines._groups import as_groups
 from harness.interfaces import RolloutEngine
 from harness.policy.model import save_model
-from harness.policy.text import encode_prompt, end_token_ids
+from harness.policy.text import as_groups, encode_prompt, end_token_ids
 from harness.types import Group, Prompt, Sampling
 
 if TYPE_CHECKING:
