@@ -13,9 +13,8 @@ from harness.memory.count import Shape, count
 from harness.memory.estimate import estimate, estimate_run, model_config, peak_bytes
 from harness.memory.fit import _fixes, check_memory
 from harness.memory.usage import device_bytes
-from harness.policy.critic import Critic
 from harness.policy.device import mixed_precision
-from harness.policy.forward import token_logprobs
+from harness.policy.forward import Critic, token_logprobs
 from harness.policy.lora import add_adapter
 from harness.policy.tiny import tiny_model, tiny_tokenizer
 from harness.spec.errors import SpecError

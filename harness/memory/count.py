@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from harness.policy.critic import Critic
 from harness.policy.device import mixed_precision
-from harness.policy.forward import backbone, state_logprobs
+from harness.policy.forward import Critic, backbone, state_logprobs
 from harness.policy.fused_llama import recognised
 from harness.policy.library import import_generation
 from harness.policy.lora import add_adapter

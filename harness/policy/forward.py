@@ -5,6 +5,7 @@ Column t of every `_BT` tensor describes token t of its row; the logits that pro
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -152,20 +153,16 @@ def prompt_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor) -> Promp
         return None
     lengths_U = (prompts_UT >= 0).sum(dim=1) - 1
     inputs = prompts_UT[:, :-1].clamp(min=0)
-    lean = _lean(model, tokens_BT.shape[1]) if fused_llama.recognised(model) else None
-    if lean is None:
+    lean = None
+    if not fused_llama.recognised(model):
         backbone(model)(input_ids=inputs, use_cache=True, past_key_values=cache)
         states = [(layer.keys, layer.values) for layer in cache.layers]
     else:
+        lean = Lean(*fused_llama.fuse(model).leaves(), fused_llama.rotations(model, tokens_BT.shape[1]))
         _, states = lean.hidden_states(inputs, torch.arange(inputs.shape[1], device=inputs.device)[None])
     computed = [(x, x.detach().requires_grad_(x.requires_grad)) for pair in states for x in pair]
     leaves = [leaf for _, leaf in computed]
     return PromptStates(list(zip(leaves[::2], leaves[1::2], strict=True)), computed, lengths_U, prompt_B, lean)
-
-
-def _lean(model: nn.Module, length: int) -> Lean:
-    weights, computed = fused_llama.fuse(model).leaves()
-    return Lean(weights, computed, fused_llama.rotations(model, length))
 
 
 def _send(computed: list[tuple[Tensor, Tensor]]) -> None:
@@ -200,16 +197,31 @@ def completion_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor, prom
     return hidden[offsets < counts_B[:, None]]
 
 
-def token_values(backbone: nn.Module, head: nn.Linear, tokens_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """[B, T], at least float32: the value of the state in which each token in `mask_BT` was chosen, 0 elsewhere."""
-    return state_values(
-        head, backbone(input_ids=tokens_BT, use_cache=False).last_hidden_state[:, :-1][mask_BT[:, 1:]], mask_BT
-    )
+class Critic(nn.Module):
+    """PPO's value per token: a linear head that starts at zero, on a copy of the policy's backbone, or (`shared`) on
+    the policy's own hidden states, which its loss then moves too."""
 
+    def __init__(self, policy: nn.Module, *, shared: bool = False):
+        super().__init__()
+        body = backbone(policy)
+        frozen = {id(p): p for p in body.parameters() if not p.requires_grad}  # under an adapter: shared, not copied
+        self.backbone = None if shared else deepcopy(body, frozen)
+        self.head = nn.Linear(policy.config.hidden_size, 1)  # pyright: ignore
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        first = next(policy.parameters())
+        self.head.to(device=first.device, dtype=torch.float32 if frozen else first.dtype)
 
-def state_values(head: nn.Linear, hidden: Tensor, mask_BT: Tensor) -> Tensor:
-    """[B, T], at least float32: the values of `hidden`, the states [N, H] of the N tokens in `mask_BT`, 0 elsewhere."""
-    return _scatter(_at_least_float32(head(hidden.to(head.weight.dtype)))[:, 0], mask_BT)
+    def forward(self, tokens_BT: Tensor, mask_BT: Tensor, hidden_NH: Tensor | None = None) -> Tensor:
+        """[B, T], at least float32: the value of the state in which each token in `mask_BT` was chosen, 0 elsewhere.
+
+        `hidden_NH` are the policy's states of these tokens, which a shared critic reads.
+        """
+        if self.backbone is not None:
+            hidden_NH = self.backbone(input_ids=tokens_BT, use_cache=False).last_hidden_state[:, :-1][mask_BT[:, 1:]]
+        assert hidden_NH is not None
+        values_N = _at_least_float32(self.head(hidden_NH.to(self.head.weight.dtype)))[:, 0]
+        return _scatter(values_N, mask_BT)
 
 
 def _at_least_float32(values: Tensor) -> Tensor:

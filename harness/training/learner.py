@@ -6,7 +6,7 @@ depend on that split.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -14,14 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from harness.policy.critic import Critic
 from harness.policy.device import mixed_precision
 from harness.policy.forward import (
+    Critic,
     PromptStates,
     completion_states,
     microbatch_tokens,
     prompt_states,
-    state_values,
     token_logprobs,
 )
 from harness.policy.lora import adapter_off, adapter_weights, has_adapter, load_adapter, merged_weights
@@ -40,7 +39,8 @@ class Learner:
         self.algorithm = spec.algorithm
         self.policy = policy
         self.adapted = has_adapter(policy)
-        self.reference = _frozen(policy) if self.algorithm.needs_reference and not self.adapted else None
+        needs_copy = self.algorithm.needs_reference and not self.adapted
+        self.reference = deepcopy(policy).requires_grad_(False) if needs_copy else None
         self.critic = Critic(policy, shared=self.algorithm.shares_trunk) if self.algorithm.needs_critic else None
         self.optimizers = {"policy": self._adamw(policy, spec.optimizer.learning_rate)}
         if self.critic is not None:
@@ -146,8 +146,7 @@ class Learner:
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
         self._train_mode(self.spec.gradient_checkpointing)
-        with mixed_precision(minibatch.tokens_BT.device, self.spec.autocast):
-            prompts = prompt_states(self.policy, minibatch.tokens_BT, minibatch.completion_mask_BT)
+        prompts = self._prompt_states(self.policy, minibatch)
         for rows in self._rows_by_length(minibatch):
             micro = minibatch.rows(rows)
             with mixed_precision(micro.tokens_BT.device, self.spec.autocast):
@@ -200,10 +199,7 @@ class Learner:
             hidden=hidden,
             entropy_gradient=self.algorithm.entropy_needs_gradient,
         )
-        values = None
-        if self.critic is not None:
-            shared = self.critic.backbone is None
-            values = state_values(self.critic.head, hidden, mask) if shared else self.critic(tokens, mask)
+        values = None if self.critic is None else self.critic(tokens, mask, hidden)
         return PolicyOutput(logprobs, entropy, values)
 
     def _reference_logprobs(self, batch: Batch) -> Tensor:
@@ -213,39 +209,40 @@ class Learner:
             return self._logprobs(self.policy, batch)
 
     def _logprobs(self, model: nn.Module, batch: Batch) -> Tensor:
-        with mixed_precision(batch.tokens_BT.device, self.spec.autocast):
-            prompts = prompt_states(model, batch.tokens_BT, batch.completion_mask_BT)
         temperature = self.spec.sampling.temperature
 
-        def forward(part: Batch, rows: Tensor) -> Tensor:
-            shared = prompts and prompts.rows(rows)
-            return token_logprobs(model, part.tokens_BT, part.completion_mask_BT, temperature, prompts=shared)[0]
+        def forward(part: Batch, prompts: PromptStates | None) -> Tensor:
+            return token_logprobs(model, part.tokens_BT, part.completion_mask_BT, temperature, prompts=prompts)[0]
 
-        return self._forward_rows(batch, forward)
+        return self._forward_rows(batch, forward, model)
 
     def _values(self, batch: Batch, critic: Critic) -> Tensor:
-        if critic.backbone is not None:
-            return self._forward_rows(batch, lambda part, rows: critic(part.tokens_BT, part.completion_mask_BT))
-        with mixed_precision(batch.tokens_BT.device, self.spec.autocast):
-            prompts = prompt_states(self.policy, batch.tokens_BT, batch.completion_mask_BT)
+        trunk = self.policy if critic.backbone is None else None
 
-        def forward(part: Batch, rows: Tensor) -> Tensor:
-            shared, mask = prompts and prompts.rows(rows), part.completion_mask_BT
-            return state_values(critic.head, completion_states(self.policy, part.tokens_BT, mask, shared), mask)
+        def forward(part: Batch, prompts: PromptStates | None) -> Tensor:
+            tokens, mask = part.tokens_BT, part.completion_mask_BT
+            return critic(tokens, mask, None if trunk is None else completion_states(trunk, tokens, mask, prompts))
 
-        return self._forward_rows(batch, forward)
+        return self._forward_rows(batch, forward, trunk)
 
-    def _forward_rows(self, batch: Batch, forward: Any) -> Tensor:
-        """[B, T] from a function of (micro-batch, its row indices), put together in the batch's own row order."""
+    def _forward_rows(
+        self, batch: Batch, forward: Callable[[Batch, PromptStates | None], Tensor], model: nn.Module | None
+    ) -> Tensor:
+        """[B, T] from a function of (micro-batch, its prompts as `model` reads them), in the batch's own row order."""
+        prompts = None if model is None else self._prompt_states(model, batch)
         result = torch.empty(0)
         for rows in self._rows_by_length(batch):
             part = batch.rows(rows)
             with mixed_precision(part.tokens_BT.device, self.spec.autocast):
-                values = forward(part, rows)
+                values = forward(part, prompts and prompts.rows(rows))
             if not len(result):
                 result = values.new_zeros(batch.tokens_BT.shape)
             result[rows, : values.shape[1]] = values
         return result
+
+    def _prompt_states(self, model: nn.Module, batch: Batch) -> PromptStates | None:
+        with mixed_precision(batch.tokens_BT.device, self.spec.autocast):
+            return prompt_states(model, batch.tokens_BT, batch.completion_mask_BT)
 
     def _minibatches(self, batch: Batch, step: int, epoch: int) -> Iterator[Batch]:
         """Row subsets of equal size with their loss weights; drawn anew each pass, keyed by (seed, step, epoch)."""
@@ -315,10 +312,6 @@ def explained_variance(batch: Batch) -> float:
     if not variance > 0:
         return 0.0
     return float(1 - (returns - batch.values_BT[batch.completion_mask_BT]).var() / variance)
-
-
-def _frozen(policy: nn.Module) -> nn.Module:
-    return deepcopy(policy).requires_grad_(False)
 
 
 def _ratio_max(logprobs: Tensor, other: Tensor | None, mask: Tensor) -> float:
