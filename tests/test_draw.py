@@ -6,9 +6,8 @@ from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
 from harness.spec.errors import SpecError
 from harness.spec.run import parse_run
 from harness.training.loop import train
-from harness.training.prompts import further_prompts
 from harness.training.run import Clock, prepare
-from harness.training.sampling import sample_groups
+from harness.training.sampling import further_prompts, sample_groups
 from harness.training.scoring import score
 from harness.training.step import train_step
 from harness.types import Prompt

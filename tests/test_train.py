@@ -8,7 +8,7 @@ from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
 from harness import plugins
 from harness.spec.run import parse_run
 from harness.training.loop import train
-from harness.training.prompts import step_prompts
+from harness.training.sampling import step_prompts
 from harness.types import Prompt
 
 BASE = {

@@ -5,6 +5,8 @@ further prompts are sampled until enough groups have unequal rewards. Departures
 while the paper's must be neither all right nor all wrong, so that it works without labels; the number of batches is
 bounded, and groups of equal rewards fill a step whose budget is spent, because minibatches have a fixed size. Further
 prompts are drawn for this step alone: a later step may meet them again.
+
+Prompts are a function of (seed, step), so that arms which share a seed draw the same.
 """
 
 from __future__ import annotations
@@ -12,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from harness.interfaces import Reward
 from harness.policy.device import mixed_precision, resolve_device
 from harness.training.grading import grade
-from harness.training.prompts import further_prompts, step_prompts
 from harness.training.run import Clock, Run
 from harness.training.scoring import Scores, score
 from harness.training.weight_sync import Probe, probe
@@ -59,6 +62,28 @@ def _rest(run: Run, groups: Sequence[Group]) -> Probe | None:
     before = probe(run.engine, run.learner.policy, groups)
     run.engine.sleep()
     return before
+
+
+def step_prompts(prompts: Sequence[Prompt], seed: int, step: int, count: int) -> list[Prompt]:
+    """The prompts of a training step: consecutive parts of an endless stream that is reshuffled on every pass."""
+    result: list[Prompt] = []
+    while len(result) < count:
+        epoch, offset = divmod(step * count + len(result), len(prompts))
+        order = np.random.default_rng([seed, epoch]).permutation(len(prompts))
+        result += [prompts[i] for i in order[offset : offset + count - len(result)]]
+    return result
+
+
+def further_prompts(
+    prompts: Sequence[Prompt], seed: int, step: int, attempt: int, count: int, drawn: Sequence[str]
+) -> list[Prompt]:
+    """At most `count` prompts whose ids are not among `drawn`, in an order keyed by (seed, step, attempt >= 1).
+
+    A prompt that was drawn in this step would get the same completions again, whose noise its id decides.
+    """
+    assert attempt >= 1, "the generator's key would be that of step_prompts"
+    order, before = np.random.default_rng([seed, step, attempt]).permutation(len(prompts)), set(drawn)
+    return [prompts[i] for i in order if prompts[i].id not in before][:count]
 
 
 @dataclass(frozen=True)
