@@ -9,10 +9,10 @@ from fakes import graded_group
 from harness.engines.scripted import ScriptedEngine
 from harness.policy.tiny import tiny_model, tiny_tokenizer
 from harness.rewards.majority_vote import majority_correct
-from harness.spec.run import Evaluation, parse_run
+from harness.spec.run import parse_run
 from harness.training.evaluate import (
     breakdown,
-    evaluate,
+    evaluate_run,
     evaluation_metrics,
     metric_names,
     pass_at_k,
@@ -47,13 +47,13 @@ def test_sample_metrics_of_a_known_outcome():
 
 
 def test_evaluation_asks_for_greedy_and_samples_and_counts_per_problem():
-    task = parse_run({"task": "arithmetic", "algorithm": "grpo"}, "test").task
+    settings = {"evaluation": {"num_prompts": 10, "num_samples": 4}, "sampling": {"max_tokens": 40}}
+    spec = parse_run({"task": "arithmetic", "algorithm": "grpo", **settings}, "test")
     engine = ScriptedEngine(ScriptedEngine.Settings(), tiny_model(0), tiny_tokenizer())
-    gold = {p.id: p.gold for p in task.prompts("validation")}
+    gold = {p.id: p.gold for p in spec.task.prompts("validation")}
     # sample 0 is right, the others are wrong: greedy 1, mean 1/4, pass@4 1, majority 0
     engine.script = lambda prompt, sample: f"#### {gold[prompt.id] if sample == 0 else 1000}"
-    settings = Evaluation(num_prompts=10, num_samples=4)
-    result = evaluate(task, engine, "validation", settings, max_tokens=40, seed=0, step=0)
+    result = evaluate_run(spec, engine, "validation", step=0)
     assert result.metrics["greedy_accuracy"] == 1
     assert result.metrics["accuracy"] == pytest.approx(0.25)
     assert result.metrics["pass_at_4"] == 1
@@ -61,7 +61,7 @@ def test_evaluation_asks_for_greedy_and_samples_and_counts_per_problem():
     assert result.metrics["num_prompts"] == 10
     assert set(result.correct_counts.values()) == {1}
     assert len(result.samples) > 0
-    assert list(result.metrics) == metric_names(settings)
+    assert list(result.metrics) == metric_names(spec.evaluation)
 
 
 def test_pass_at_k_is_unbiased():

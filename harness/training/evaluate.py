@@ -7,50 +7,45 @@ from statistics import NormalDist
 
 import numpy as np
 
-from harness.interfaces import RolloutEngine, RunLogger, Task
+from harness.interfaces import RolloutEngine, RunLogger
 from harness.policy.device import mixed_precision, resolve_device
 from harness.rewards.majority_vote import majority_correct
 from harness.spec.run import Evaluation, RunSpec
 from harness.training.grading import grade, sample_rows
 from harness.types import EvaluationResult, GradedGroup, Group, Prompt, Sampling, Split
 
-NUM_SHOWN = 16  # samples kept of an evaluation
 
-
-def evaluate(
-    task: Task,
+def evaluate_run(
+    spec: RunSpec,
     engine: RolloutEngine,
     split: Split,
-    settings: Evaluation,
-    *,
-    max_tokens: int,
-    stop: tuple[str, ...] = (),
-    seed: int,
     step: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-    num_shown: int = NUM_SHOWN,
+    num_shown: int = 16,
 ) -> EvaluationResult:
     """Accuracy on the first problems of a split: one greedy completion and k samples for each.
 
-    The same problems every time, so that arms and steps can be compared problem by problem.
+    The same problems every time, so that arms and steps can be compared problem by problem. `num_shown` rollouts at
+    most come with it for the reader.
     """
-    limit = settings.num_test_prompts if split == "test" else settings.num_prompts
-    prompts = task.prompts(split)[:limit]
-    sampled = Sampling(temperature=settings.temperature, max_tokens=max_tokens, stop=stop)
+    task, settings = spec.task, spec.evaluation
+    prompts = task.prompts(split)[: settings.num_test_prompts if split == "test" else settings.num_prompts]
+    sampled = Sampling(temperature=settings.temperature, max_tokens=spec.max_tokens, stop=spec.sampling.stop)
     greedy = sampled.model_copy(update={"temperature": 0.0})
     groups: list[Group] = []
     greedy_groups: list[Group] = []
     for start in range(0, len(prompts), 64):
         part = prompts[start : start + 64]
-        groups += engine.generate(part, settings.num_samples, sampled, seed=seed, step=step)
-        greedy_groups += engine.generate(part, 1, greedy, seed=seed, step=step)
+        with mixed_precision(resolve_device(spec.device), spec.autocast):
+            groups += engine.generate(part, settings.num_samples, sampled, seed=spec.seed, step=step)
+            greedy_groups += engine.generate(part, 1, greedy, seed=spec.seed, step=step)
         on_progress(min(start + 64, len(prompts)), len(prompts))
-    graded = grade(task, groups, max_tokens)
+    graded = grade(task, groups, spec.max_tokens)
     metrics = sample_metrics(graded)
-    greedy_graded = grade(task, greedy_groups, max_tokens)
+    greedy_graded = grade(task, greedy_groups, spec.max_tokens)
     metrics["greedy_accuracy"] = float(np.mean([bool(g.correct and g.correct[0]) for g in greedy_graded]))
     counts = {g.prompt_id: sum(g.correct or ()) for g in graded}
-    rows = sample_rows(groups, graded, None, step=step, split=split, limit=num_shown)
+    rows = sample_rows(groups, graded, step=step, split=split, limit=num_shown)
     return EvaluationResult(split, metrics, counts, rows, breakdown(prompts, graded, greedy_graded))
 
 
@@ -74,7 +69,7 @@ def breakdown(
 
 
 def metric_names(settings: Evaluation) -> list[str]:
-    """The names of the metrics that `evaluate` gives with these settings."""
+    """The names of the metrics that `evaluate_run` gives with these settings."""
     k = settings.num_samples
     counts = ("answered", "truncated", "format", "num_tokens", "num_prompts", "num_samples")
     return ["accuracy", *(f"pass_at_{j}" for j in pass_sizes(k)), f"maj_at_{k}", *counts, "greedy_accuracy"]
@@ -135,30 +130,6 @@ def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
         for value, row in rows.items()
     }
     return {f"{result.split}/{name}": value for name, value in {**result.metrics, **tags}.items()}
-
-
-def evaluate_run(
-    spec: RunSpec,
-    engine: RolloutEngine,
-    split: Split,
-    step: int,
-    on_progress: Callable[[int, int], None],
-    num_shown: int = NUM_SHOWN,
-) -> EvaluationResult:
-    """`evaluate` with the settings, the token limit and the precision of a run."""
-    with mixed_precision(resolve_device(spec.device), spec.autocast):
-        return evaluate(
-            spec.task,
-            engine,
-            split,
-            spec.evaluation,
-            max_tokens=spec.max_tokens,
-            stop=spec.sampling.stop,
-            seed=spec.seed,
-            step=step,
-            on_progress=on_progress,
-            num_shown=num_shown,
-        )
 
 
 def logged_evaluation(
