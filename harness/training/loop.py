@@ -64,7 +64,7 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
             _evaluate(run, "validation", step)
         stop = should_stop()
         if step % spec.checkpoints.every == 0 or step == spec.steps or stop:
-            run.save(step, run.progress())
+            run.save(step)
         if stop and step < spec.steps:
             return RunResult("stopped", None, run.summary())
     _evaluate(run, "test", step)

@@ -1,10 +1,10 @@
 """One run in progress: its models, costs and accuracies, and how they are built or resumed."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -22,6 +22,8 @@ from harness.training.cold_start import start_policy
 from harness.training.gates import GateState
 from harness.training.learner import Learner
 from harness.types import Split, TrialState
+
+CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -69,21 +71,30 @@ class Run:
     log: RunLogger
     directory: Path
     tokenizer: PreTrainedTokenizerBase
-    save: Callable[[int, Mapping[str, Any]], None]
     memory_before: int = 0  # bytes in use before the models were loaded
     totals: Totals = field(default_factory=Totals)
     accuracies: dict[str, float] = field(default_factory=dict)
     kl_beta: float = 0.0  # of the next step, where it is adaptive
     gates: GateState = field(default_factory=GateState)
 
-    def progress(self) -> dict[str, Any]:
-        """The part of a checkpoint besides weights and optimisers, as JSON holds it."""
-        return {
+    def save(self, step: int) -> None:
+        """Write the checkpoint of training step `step`, which `prepare` continues from."""
+        progress = {
             "totals": vars(self.totals),
             "accuracies": self.accuracies,
             "kl_beta": self.kl_beta,
             "gates": vars(self.gates),
         }
+        save_checkpoint(
+            self.directory / CHECKPOINTS,
+            step,
+            spec_digest=self.spec.digest(),
+            policy=self.learner.policy,
+            tokenizer=self.tokenizer,
+            learner_state=self.learner.state(),
+            progress=progress,
+            keep=self.spec.checkpoints.keep,
+        )
 
     def summary(self) -> dict[str, float]:
         return {**self.accuracies, **{k: float(v) for k, v in vars(self.totals).items()}}
@@ -106,8 +117,7 @@ def prepare(
     reset_peak_memory()
     memory_before = resident_bytes()
     device = resolve_device(spec.device)
-    checkpoints = directory / "checkpoints"
-    checkpoint = latest_checkpoint(checkpoints, spec.digest())
+    checkpoint = latest_checkpoint(directory / CHECKPOINTS, spec.digest())
     log.resume(checkpoint.step if checkpoint else -1)
 
     def watch_cold_start(done: int, total: int) -> None:
@@ -123,20 +133,7 @@ def prepare(
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
     learner = Learner(spec, policy)
     engine = build_engine(spec, policy, tokenizer)
-
-    def save(step: int, progress: Mapping[str, Any]) -> None:
-        save_checkpoint(
-            checkpoints,
-            step,
-            spec_digest=spec.digest(),
-            policy=policy,
-            tokenizer=tokenizer,
-            learner_state=learner.state(),
-            progress=progress,
-            keep=spec.checkpoints.keep,
-        )
-
-    run = Run(spec, engine, learner, log, directory, tokenizer, save, memory_before)
+    run = Run(spec, engine, learner, log, directory, tokenizer, memory_before)
     run.kl_beta = spec.algorithm.kl_beta
     if checkpoint is None:
         return run, 0
