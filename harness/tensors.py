@@ -19,13 +19,8 @@ def pad_right(rows: Sequence[Sequence[Any]], dtype: torch.dtype, width: int | No
 
 def pad_left(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """([B, T] tokens with each row ending in the last column, [B, T] bool mask that is False for padding)."""
-    width = max(map(len, rows))
-    tokens = torch.zeros(len(rows), width, dtype=torch.int64)
-    mask = torch.zeros(len(rows), width, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        tokens[i, width - len(row) :] = torch.as_tensor(row)
-        mask[i, width - len(row) :] = True
-    return tokens, mask
+    tokens = pad_right([row[::-1] for row in rows], torch.int64).flip(1)
+    return tokens, pad_right([[1] * len(row) for row in rows], torch.bool).flip(1)
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
@@ -33,7 +28,7 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     return (values * mask).sum() / mask.sum().clamp(min=1)
 
 
-def whiten(values: Tensor, mask: Tensor, floor: float = 1e-8) -> Tensor:
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
     """`values` shifted and scaled to mean 0 and variance 1 (population) over `mask`, 0 outside it.
 
     In float64, and exact zeros for equal values: the rounding of their mean would be scaled up to advantages.
@@ -42,7 +37,7 @@ def whiten(values: Tensor, mask: Tensor, floor: float = 1e-8) -> Tensor:
     centred = exact - masked_mean(exact, mask)
     variance = masked_mean(centred**2, mask)
     varies = values.masked_fill(~mask, torch.inf).amin() < values.masked_fill(~mask, -torch.inf).amax()
-    return torch.where(varies & mask, centred * torch.rsqrt(variance + floor), 0.0).to(values.dtype)
+    return torch.where(varies & mask, centred * torch.rsqrt(variance + 1e-8), 0.0).to(values.dtype)
 
 
 def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

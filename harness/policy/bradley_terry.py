@@ -220,7 +220,9 @@ def _fit(
     done, losses = 0, []
     for epoch in range(epochs):
         losses = []
-        for batch in _batches(train, prompts_per_batch, np.random.default_rng([seed, epoch])):
+        order = np.random.default_rng([seed, epoch]).permutation(len(train))
+        for start in range(0, len(train), prompts_per_batch):
+            batch = [train[i] for i in order[start : start + prompts_per_batch]]
             optimizer.zero_grad(set_to_none=True)
             scores = scorer([(item.prompt, c) for item in batch for c in item.completions])
             parts = scores.split([len(item.completions) for item in batch])
@@ -234,12 +236,6 @@ def _fit(
             done += 1
             on_progress(done, total)
     return float(np.mean(losses))
-
-
-def _batches(train: Sequence[Ranked], size: int, random: np.random.Generator) -> Iterator[list[Ranked]]:
-    order = random.permutation(len(train))
-    for start in range(0, len(train), size):
-        yield [train[i] for i in order[start : start + size]]
 
 
 def _better(item: Ranked) -> Tensor:

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from filelock import FileLock
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from harness.files import publish_folder
+from harness.files import file_lock, publish_folder
 from harness.policy.device import resolve_device
 from harness.policy.forward import token_logprobs
 from harness.policy.model import load_policy, load_tokenizer, model_identity, save_model
@@ -38,17 +37,12 @@ def start_policy(
     if spec.cold_start.steps == 0:
         return load_policy(spec.model, seed=seed), tokenizer
     folder = cache / "cold-start" / cold_start_key(spec)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
+    with file_lock(folder.with_name(f"{folder.name}.lock")):
         if not folder.is_dir():
             policy = load_policy(spec.model, seed=seed)
+            demonstrations, device = spec.task.demonstrations(), resolve_device(spec.device)
             fit_demonstrations(
-                policy,
-                tokenizer,
-                spec.task.demonstrations(),
-                spec.cold_start,
-                device=resolve_device(spec.device),
-                on_progress=on_progress,
+                policy, tokenizer, demonstrations, spec.cold_start, device=device, on_progress=on_progress
             )
             with publish_folder(folder) as partial:
                 save_model(partial, policy.cpu(), tokenizer)

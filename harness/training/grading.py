@@ -45,18 +45,27 @@ def sample_rows(
     places = [(p, i) for p, group in enumerate(groups) for i in range(len(group.rollouts))]
     if limit is not None:
         places = sorted(places, key=lambda place: (place[1], place[0]))[:limit]
-    return [
-        _sample_row(
-            groups[p],
-            graded[p],
-            i,
-            step=step,
-            split=split,
-            reward=None if rewards is None else rewards[p][i],
-            rewards={name: values[p][i] for name, values in (parts or {}).items()},
+    rows: list[SampleRow] = []
+    for p, i in places:
+        prompt, rollout, correct = groups[p].prompt, groups[p].rollouts[i], graded[p].correct
+        assert correct is not None, "sample_rows needs correctness"
+        rows.append(
+            SampleRow(
+                step=step,
+                split=split,
+                prompt_id=prompt.id,
+                prompt=prompt.text,
+                completion=rollout.text,
+                gold=prompt.gold,
+                answer=graded[p].answers[i],
+                correct=correct[i],
+                reward=None if rewards is None else rewards[p][i],
+                num_tokens=len(rollout.token_ids),
+                finish_reason=rollout.finish_reason,
+                rewards={name: values[p][i] for name, values in (parts or {}).items()},
+            )
         )
-        for p, i in places
-    ]
+    return rows
 
 
 def _grade_group(task: Task, group: Group, max_tokens: int) -> GradedGroup:
@@ -94,19 +103,3 @@ def _classes(task: Task, answers: Sequence[str | None]) -> tuple[tuple[int | Non
         if class_of[answer] == len(representatives):
             representatives.append(answer)
     return tuple(None if answer is None else class_of[answer] for answer in answers), representatives
-
-
-def _sample_row(group: Group, graded: GradedGroup, index: int, **more: Any) -> SampleRow:
-    assert graded.correct is not None, "sample_rows needs correctness"
-    rollout = group.rollouts[index]
-    return SampleRow(
-        prompt_id=group.prompt.id,
-        prompt=group.prompt.text,
-        completion=rollout.text,
-        gold=group.prompt.gold,
-        answer=graded.answers[index],
-        correct=graded.correct[index],
-        num_tokens=len(rollout.token_ids),
-        finish_reason=rollout.finish_reason,
-        **more,
-    )

@@ -99,10 +99,9 @@ def events(
 def token_at(rollout: Rollout, character: int, tokenizer: PreTrainedTokenizerBase) -> int:
     """The first completion token by which at least `character` characters of the text are written."""
     ids = list(rollout.token_ids)
-    count = bisect.bisect_left(
+    return bisect.bisect_left(
         range(1, len(ids)), character, key=lambda n: len(tokenizer.decode(ids[:n], skip_special_tokens=True))
     )
-    return count
 
 
 def _all_steps(
