@@ -92,14 +92,8 @@ def _installed_plugin(point: EntryPoint, kind: Kind) -> type:
 
 def _only_plugin(module: ModuleType, kind: Kind) -> type:
     base = _BASE[kind]
-    found = [
-        value
-        for name, value in vars(module).items()
-        if isinstance(value, type)
-        and issubclass(value, base)
-        and value.__module__ == module.__name__
-        and name[0] != "_"
-    ]
+    own = {k: v for k, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__}
+    found = [value for name, value in own.items() if issubclass(value, base) and not name.startswith("_")]
     if len(found) != 1:
         raise ValueError(f"{module.__name__} must define exactly one public {base.__name__} class, found {len(found)}")
     return found[0]

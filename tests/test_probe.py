@@ -118,4 +118,3 @@ def test_an_engine_that_shares_the_learners_weights_is_not_probed():
     engine = TransformersEngine(TransformersEngine.Settings(), policy, tiny_tokenizer())
     groups = engine.generate(PROMPTS, 2, Sampling(max_tokens=4), seed=0, step=0)
     assert probe(engine, policy, groups) is None
-    assert check_sync(engine, policy, None) == 0.0

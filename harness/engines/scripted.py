@@ -27,7 +27,6 @@ class ScriptedEngine(RolloutEngine):
     def __init__(self, settings: Settings, policy: nn.Module, tokenizer: PreTrainedTokenizerBase):
         self.settings = settings
         self.tokenizer = tokenizer
-        self.version = 0
         self.script: Script = lambda prompt, sample: prompt.text.partition(";;")[2]
 
     def generate(
@@ -45,15 +44,10 @@ class ScriptedEngine(RolloutEngine):
         ]
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        self.version = version
+        """Nothing to do: a script has no weights."""
 
     def _rollout(self, text: str, limit: int) -> Rollout:
         ids = encode_completion(self.tokenizer, text)
-        kept = ids[:limit]
-        cut = self.tokenizer.decode(kept, skip_special_tokens=True)
-        return Rollout(
-            str(cut),
-            tuple(kept),
-            (-math.log(len(self.tokenizer)),) * len(kept),
-            "stop" if len(ids) <= limit else "length",
-        )
+        kept, nats = ids[:limit], -math.log(len(self.tokenizer))
+        cut = str(self.tokenizer.decode(kept, skip_special_tokens=True))
+        return Rollout(cut, tuple(kept), (nats,) * len(kept), "stop" if len(ids) <= limit else "length")

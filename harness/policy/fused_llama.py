@@ -239,8 +239,7 @@ def _layer(layer: Any, shape: Shape) -> Layer:
     before, after = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
     has_head_norm = hasattr(attention, "q_norm")
     scale = shape.head_width**-0.5
-    queries, keys = attention.q_proj, attention.k_proj
-    values = attention.v_proj
+    queries, keys, values = attention.q_proj, attention.k_proj, attention.v_proj
     query_scale = 1.0 if has_head_norm else scale
     weights = [_paired(queries.weight, shape) * query_scale, _paired(keys.weight, shape), values.weight]
     bias = head_norm = None

@@ -16,11 +16,8 @@ class Overlong(Reward):
     buffer_fraction: float = Field(0.2, gt=0, le=1, description="share of the token limit over which the penalty grows")
 
     def score(self, group: GradedGroup) -> list[float]:
+        buffer = self.buffer_fraction * group.max_tokens
         return [
-            -1.0 if cut else self._penalty(tokens, group.max_tokens)
+            -1.0 if cut else min(0.0, max(-1.0, (group.max_tokens - buffer - tokens) / buffer))
             for tokens, cut in zip(group.num_tokens, group.truncated, strict=True)
         ]
-
-    def _penalty(self, tokens: int, limit: int) -> float:
-        buffer = self.buffer_fraction * limit
-        return min(0.0, max(-1.0, (limit - buffer - tokens) / buffer))

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from harness.files import write_text
-from harness.interfaces import Task
 from harness.policy.device import resolve_device
 from harness.training.batch import collate, rollout_metrics
 from harness.training.gates import group_metrics
@@ -49,7 +48,7 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
         drawn.scores.metrics,
         drawn.metrics,
         group_metrics(batch, run.gates),
-        _unparsable_since(unparsable, spec.task),
+        {} if unparsable is None else {"grading/unparsable": (spec.task.num_unparsable() or 0) - unparsable},
         clock.metrics(),
         _charge(run, drawn.groups, clock),
     )
@@ -67,11 +66,6 @@ def _merged(*parts: Mapping[str, float]) -> dict[str, float]:
             raise ValueError(f"a metric must have one source, '{min(both)}' has two; rename the reward that reports it")
         merged |= part
     return merged
-
-
-def _unparsable_since(before: int | None, task: Task) -> dict[str, float]:
-    """`grading/unparsable`: the comparisons without a verdict since there were `before`; nothing where none can be."""
-    return {} if before is None else {"grading/unparsable": (task.num_unparsable() or 0) - before}
 
 
 def _charge(run: Run, groups: Sequence[Group], clock: Clock) -> dict[str, float]:

@@ -66,15 +66,14 @@ def load_weights(engine: RolloutEngine, learner: Learner, version: int, before: 
     return {} if before is None else {"mismatch/after_sync": check_sync(engine, learner.policy, before)}
 
 
-def check_sync(engine: RolloutEngine, policy: nn.Module, before: Probe | None, *, bound: float | None = None) -> float:
+def check_sync(engine: RolloutEngine, policy: nn.Module, before: Probe, *, bound: float | None = None) -> float:
     """The largest difference (nats) between engine and learner on the rows of `before`, now that the engine was given
-    new weights; 0 where there is nothing to probe. InvalidRun where the engine's weights are stale.
+    new weights. InvalidRun where the engine's weights are stale.
 
     `bound` is by default that of the policy's precision.
     """
-    scores = None if before is None else engine.score(before.rows)
-    if before is None or scores is None:
-        return 0.0
+    scores = engine.score(before.rows)
+    assert scores is not None, "it gave scores before"
     bound = BOUNDS[next(policy.parameters()).dtype] if bound is None else bound
     ours, theirs = _learner_scores(policy, before.rows), _flat(scores)
     difference = float(np.abs(theirs - ours).max())
