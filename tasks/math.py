@@ -1,18 +1,120 @@
 r"""MATH (Hendrycks et al. 2021, arXiv:2103.03874): competition problems with a LaTeX answer.
 
-`tasks._math` describes the rows. A source with a test split alone serves evaluation; so does `test_path` beside another
+A row has `problem` and either `solution`, a worked one with the answer in `\boxed{...}`, or `answer`, or both.
+`tasks._latex` decides equality. A source with a test split alone serves evaluation; so does `test_path` beside another
 `path`. `math500` is this task with MATH-500 as its test split.
 """
 
-from typing import Literal
+import re
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from tasks._math import MathTask
+from tasks import _formats, _latex, _symbolic
+from tasks._data import BadRow, DatasetTask, Problem, Row, text_field
+from tasks._formats import AnswerFormat
+
+SUBJECTS = (
+    "algebra",
+    "counting and probability",
+    "geometry",
+    "intermediate algebra",
+    "number theory",
+    "prealgebra",
+    "precalculus",
+)
 
 
-class Math(MathTask):
+class Math(DatasetTask):
     """By default the Hub's `EleutherAI/hendrycks_math`; `path` may be any source of rows in one of the schemas."""
+
+    templates: ClassVar[Mapping[AnswerFormat, str]] = {
+        "hash": "Problem: {question}\nReason step by step; end with #### and the answer.\nSolution:\n",
+        "boxed": "Problem: {question}\nReason step by step; end with the answer in \\boxed{}.\nSolution:\n",
+        "think_answer": "Problem: {question}\nReason step by step in <think>...</think>; then give the answer in "
+        "<answer>...</answer>.\nSolution:\n",
+    }
 
     name: Literal["math"] = "math"
     path: str = Field("EleutherAI/hendrycks_math", min_length=1, description="Hub id, or a local file or folder")
+    answer_format: AnswerFormat = Field("boxed", description="how the prompt and the worked solutions ask for answers")
+    levels: tuple[Annotated[int, Field(ge=1, le=5)], ...] = Field((), description="difficulties kept; all if empty")
+    subjects: tuple[str, ...] = Field((), description="subjects kept; all if empty")
+
+    @field_validator("subjects")
+    @classmethod
+    def _known(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        names = tuple(_subject(value) for value in values)
+        for name in names:
+            if name not in SUBJECTS:
+                near = get_close_matches(name, SUBJECTS, n=1)
+                hint = f"did you mean '{near[0]}'? " if near else ""
+                raise ValueError(f"unknown subject '{name}'; {hint}subjects: {', '.join(SUBJECTS)}")
+        return names
+
+    @property
+    def max_completion_tokens(self) -> int:
+        return 1024
+
+    def parse_row(self, row: Row) -> Problem | None:
+        if self.levels and _level(row) not in self.levels:
+            return None
+        if self.subjects and _subject(text_field(row, "subject", "type")) not in self.subjects:
+            return None
+        question = text_field(row, "problem", "question")
+        solution = None if row.get("solution") is None else text_field(row, "solution")
+        boxed = next((text for text in _formats.stated(solution or "", "boxed") if self.read(text)), None)
+        if row.get("answer") is not None or solution is None:
+            answer = text_field(row, "answer", "solution")
+        elif boxed is not None:
+            answer = boxed
+        else:
+            raise BadRow(r"field 'solution' has no \boxed{...} answer with balanced braces, and there is no 'answer'")
+        gold = _latex.canonical(answer)
+        if len(gold) > _latex.MAX_CHARS:
+            raise BadRow(f"the answer must have at most {_latex.MAX_CHARS} characters, got {len(gold)}")
+        return Problem(question, gold, solution and self._completion(solution, boxed, answer, gold), _tags(row))
+
+    def read(self, text: str) -> str | None:
+        return (_latex.canonical(text) or None) if len(text) <= _latex.MAX_CHARS else None
+
+    def read_unmarked(self, completion: str) -> Iterator[str]:
+        return _formats.last_resort_latex(completion)
+
+    def num_unparsable(self) -> int:
+        return _symbolic.checker().counts["unparsable"]
+
+    def equivalent(self, answer: str, other: str) -> bool:
+        return _latex.equivalent(answer, other)
+
+    def _completion(self, solution: str, boxed: str | None, answer: str, gold: str) -> str:
+        """The worked solution with the answer in the format, as the row writes it, so that 3/4 stays a fraction."""
+        if self.answer_format == "boxed":
+            return solution if boxed is not None else _formats.write("boxed", solution, gold)
+        return _formats.write(self.answer_format, solution, " ".join(answer.split()))
+
+
+def _subject(text: str) -> str:
+    return " ".join(text.lower().replace("_", " ").replace("&", " and ").split())
+
+
+def _level(row: Row) -> int:
+    """The difficulty in a row's `level`, such as `3` or `Level 3`; 0 for MATH's `Level ?`."""
+    text = text_field(row, "level")
+    match = _LEVEL.fullmatch(text)
+    if match is None:
+        raise BadRow(f"field 'level' must be a number or 'Level' and a number, got {text!r}")
+    return 0 if match[1] == "?" else int(match[1])
+
+
+def _tags(row: Row) -> tuple[tuple[str, str], ...]:
+    """The level and the subject that the row has."""
+    level = _LEVEL.fullmatch(str(row.get("level") or "").strip())
+    subject = _subject(str(row.get("subject") or row.get("type") or ""))
+    found = ("level", level[1] if level and level[1] != "?" else ""), ("subject", subject)
+    return tuple((name, value) for name, value in found if value)
+
+
+_LEVEL = re.compile(r"(?:level\s*)?(\d|\?)", re.I)

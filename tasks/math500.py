@@ -9,11 +9,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from tasks._math import MathTask
 from tasks._rows import SourceSplit
+from tasks.math import Math
 
 
-class Math500(MathTask):
+class Math500(Math):
     """By default the Hub's `HuggingFaceH4/MATH-500` and `EleutherAI/hendrycks_math`."""
 
     name: Literal["math500"] = "math500"
