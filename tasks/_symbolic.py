@@ -44,7 +44,7 @@ def checker() -> Checker:
 
 @cache
 def library() -> Checker:
-    """The checker that asks math-verify alone (`tasks._library`)."""
+    """The checker that asks math-verify alone (`tasks._answers.math_verify`)."""
     return Checker(library=True)
 
 
