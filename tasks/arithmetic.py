@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -23,6 +23,7 @@ from tasks._formats import AnswerFormat
 
 # Cumulative shares of the distinct problems, by hash; `demonstrations` are the cold start's.
 _SHARES = (("demonstrations", 0.60), ("train", 0.85), ("validation", 0.90), ("test", 1.0))
+_Problem = tuple[str, tuple[int, ...]]  # its text and its operands, which are signed
 _TRIES = 200  # draws of one length; if none is new, hardly any problem is left
 _SLACK = 4  # tokens beyond the longest correct solution
 
@@ -52,21 +53,17 @@ class Arithmetic(AnswerTask):
     @property
     def max_completion_tokens(self) -> int:
         """Characters of the longest correct solution, one for the end of the sequence, and a little slack."""
-        totals = [self.max_operand * count for count in range(1, self.max_operands + 1)]
-        longest = _solution([self.max_operand] * self.max_operands, totals, self.answer_format)
-        return len(longest) + 1 + _SLACK
+        return len(_solution([self.max_operand] * self.max_operands, self.answer_format)) + 1 + _SLACK
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
         return [
-            Prompt(_data.stable_id(p.text), p.text, str(p.totals[-1]), (("operands", str(len(p.operands))),))
-            for p in self._problems(split)
+            Prompt(_data.stable_id(text), text, str(sum(operands)), (("operands", str(len(operands))),))
+            for text, operands in self._problems(split)
         ]
 
     def demonstrations(self) -> Sequence[Demonstration]:
-        return [
-            Demonstration(p.text, _solution(p.operands, p.totals, self.answer_format))
-            for p in self._problems("demonstrations")
-        ]
+        problems = self._problems("demonstrations")
+        return [Demonstration(text, _solution(operands, self.answer_format)) for text, operands in problems]
 
     def _problems(self, part: str) -> Sequence[_Problem]:
         problems = _build(self)[part]  # pyright: ignore[reportArgumentType]
@@ -77,19 +74,6 @@ class Arithmetic(AnswerTask):
                 "raise max_operands or max_operand"
             )
         return problems
-
-
-@dataclass(frozen=True, slots=True)
-class _Problem:
-    """`operands` are signed, `totals` the running totals, both of the same length."""
-
-    operands: tuple[int, ...]
-    totals: tuple[int, ...]
-
-    @property
-    def text(self) -> str:
-        head, *rest = self.operands
-        return f"{head}{''.join(f'{operand:+d}' for operand in rest)}="
 
 
 @lru_cache(maxsize=4)
@@ -103,7 +87,7 @@ def _build(task: Arithmetic) -> dict[str, tuple[_Problem, ...]]:
     }
     parts: dict[str, list[_Problem]] = {part: [] for part in caps}
     for problem in _distinct(task):
-        position = _data.stable_fraction(problem.text)
+        position = _data.stable_fraction(problem[0])
         part = next(part for part, end in _SHARES if position < end)
         if len(parts[part]) < caps[part]:
             parts[part].append(problem)
@@ -123,18 +107,19 @@ def _distinct(task: Arithmetic) -> Iterator[_Problem]:
     while lengths:
         length = lengths[int(uniform() * len(lengths))]
         for _ in range(_TRIES):
-            problem = _draw(length, task.max_operand, uniform)
-            if problem.operands not in seen:
-                seen.add(problem.operands)
-                yield problem
+            operands = _draw(length, task.max_operand, uniform)
+            if operands not in seen:
+                seen.add(operands)
+                head, *rest = operands
+                yield f"{head}{''.join(f'{operand:+d}' for operand in rest)}=", operands
                 break
         else:
             lengths.remove(length)
 
 
-def _draw(length: int, max_operand: int, uniform: Callable[[], float]) -> _Problem:
+def _draw(length: int, max_operand: int, uniform: Callable[[], float]) -> tuple[int, ...]:
+    """Signed operands whose running total is never negative."""
     operands: list[int] = []
-    totals: list[int] = []
     total = 0
     for position in range(length):
         operand = 1 + int(uniform() * max_operand)
@@ -142,10 +127,10 @@ def _draw(length: int, max_operand: int, uniform: Callable[[], float]) -> _Probl
             operand = -operand
         total += operand
         operands.append(operand)
-        totals.append(total)
-    return _Problem(tuple(operands), tuple(totals))
+    return tuple(operands)
 
 
-def _solution(operands: Sequence[int], totals: Sequence[int], answer_format: AnswerFormat) -> str:
+def _solution(operands: Sequence[int], answer_format: AnswerFormat) -> str:
+    totals = list(accumulate(operands))
     steps = [f"{totals[i - 1]}{operands[i]:+d}={totals[i]}" for i in range(1, len(operands))]
     return _formats.write(answer_format, ";".join(steps), str(totals[-1]), separator="")
