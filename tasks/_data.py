@@ -9,6 +9,7 @@ import hashlib
 import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
@@ -177,10 +178,8 @@ def _split(task: DatasetTask, split: Split) -> tuple[Problem, ...]:
     if split == "test":
         return _source(task, "test").problems  # pyright: ignore[reportArgumentType]
     train = _source(task, "train").problems  # pyright: ignore[reportArgumentType]
-    if split == "validation":
-        chosen = tuple(p for p in train if stable_fraction(p.question) < task.validation_fraction)
-    else:
-        chosen = tuple(p for p in train if stable_fraction(p.question) >= task.validation_fraction)
+    is_validation = split == "validation"
+    chosen = tuple(p for p in train if (stable_fraction(p.question) < task.validation_fraction) == is_validation)
     if not chosen:
         raise ValueError(
             f"{task.source('train')[0]}: a validation_fraction of {task.validation_fraction} leaves the {split} split "
@@ -197,7 +196,10 @@ def _source(task: DatasetTask, split: SourceSplit) -> _Source:
     if not problems:
         filters = "; loosen its filters" if num_rows else ""
         raise ValueError(f"{path}: the {split} split has no usable problem among {num_rows} rows{filters}")
-    taken = {problem.question for problem in _test_problems(task)} if split == "train" else set()
+    taken: set[str] = set()
+    if split == "train":
+        with suppress(MissingSplit):
+            taken = {problem.question for problem in _source(task, "test").problems}  # pyright: ignore[reportArgumentType]
     kept: dict[str, Problem] = {}
     for problem in problems:
         if problem.question not in taken:
@@ -207,13 +209,6 @@ def _source(task: DatasetTask, split: SourceSplit) -> _Source:
     if not kept:
         raise ValueError(f"{path}: every training problem is also in the test split; point test_path elsewhere")
     return _Source(tuple(sorted(kept.values(), key=lambda problem: stable_id(problem.question))), num_skipped)
-
-
-def _test_problems(task: DatasetTask) -> tuple[Problem, ...]:
-    try:
-        return _source(task, "test").problems  # pyright: ignore[reportArgumentType]
-    except MissingSplit:
-        return ()
 
 
 def _read(task: DatasetTask, path: str, rows: Rows) -> tuple[list[Problem], int, int]:

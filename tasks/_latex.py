@@ -133,12 +133,9 @@ def _brackets(text: str) -> str | None:
     pair = plain[:1] + plain[-1:]
     if pair == "\1\2":
         return "{}"
-    return pair if pair in ("()", "(]", "[)", "[]") and not _closes_early(plain) else None
-
-
-def _closes_early(text: str) -> bool:
-    """Whether the bracket that opens the text is closed before its end, as in `(x+1)(x-1)`."""
-    return 0 in _depths(text, "([{", ")]}")[:-1]
+    if pair not in ("()", "(]", "[)", "[]") or 0 in _depths(plain, "([{", ")]}")[:-1]:
+        return None  # the first bracket is closed early, as in `(x+1)(x-1)`
+    return pair
 
 
 def _depths(text: str, opening: str, closing: str) -> list[int]:

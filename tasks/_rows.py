@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -157,7 +157,8 @@ def _hub_rows(path: str, config: str | None, split: SourceSplit, train_words: tu
     from datasets.exceptions import DatasetNotFoundError
 
     try:
-        configs = [config] if config else _default_configs(datasets.get_dataset_config_names(path))
+        names = [config] if config else datasets.get_dataset_config_names(path)
+        configs = ["default"] if not config and "default" in names else names
         sources: dict[str, Any] = {name: datasets.load_dataset(path, name) for name in configs}
     except DatasetNotFoundError as error:
         raise ValueError(f"{path}: no such file, folder or Hub data set: {error}") from None
@@ -176,7 +177,3 @@ def _hub_rows(path: str, config: str | None, split: SourceSplit, train_words: tu
         if word in source
         for number, row in enumerate(source[word], start=1)
     )
-
-
-def _default_configs(names: Sequence[str]) -> Sequence[str]:
-    return ["default"] if "default" in names else names
