@@ -19,7 +19,6 @@ from reports.anova import Effect, anova
 from reports.statistics import ALPHA, CrossedVariance, Floats, Interval, McNemar
 from reports.trials import Outcome, Trials, choose_outcome, score, usable_trials, wanted_pairs
 
-POWER = 0.8
 PLANNED_DIFFERENCES = (0.01, 0.02, 0.05, 0.10)
 
 
@@ -205,11 +204,7 @@ def level_means(analysis: Analysis, factor: str) -> dict[Any, float]:
 
 def marginal(analysis: Analysis, levels: Mapping[str, Any]) -> Contrast | None:
     """The mean outcome of the grid's arms at these levels, over all other factors; None if an arm has no result."""
-    arms = [
-        arm
-        for arm in analysis.arms
-        if arm.factors and all(arm.factors.get(factor) == level for factor, level in levels.items())
-    ]
+    arms = [arm for arm in analysis.arms if arm.factors and levels.items() <= arm.factors.items()]
     if not arms or not set.intersection(*(set(arm.scores) for arm in arms)):
         return None
     return outcome_contrast(analysis, {arm.label: 1 / len(arms) for arm in arms})
@@ -222,8 +217,9 @@ def _summarise(label: str, record: StudyRecord, outcome: Outcome, usable: Trials
     values = list(scores.values())
     interval = _bounded(_stated(values, cells), outcome)
     num_problems = _num_problems(mine, outcome)
-    if interval is not None and interval.error == 0:
-        interval = _without_spread(interval, num_problems)
+    if interval is not None and interval.error == 0 and interval.estimate in (0.0, 1.0) and num_problems:
+        # Equal seeds at 0 or 1 leave no spread to estimate.
+        interval = statistics.exact_interval(interval.estimate, num_problems)
     return ArmSummary(
         label=label,
         is_baseline=label == record.baseline,
@@ -250,14 +246,10 @@ def _stated(values: Sequence[float], cells: Floats | None) -> Interval | None:
 
 
 def _bounded(interval: Interval | None, outcome: Outcome) -> Interval | None:
-    return interval.clipped(0.0, 1.0) if interval is not None and outcome.is_fraction else interval
-
-
-def _without_spread(interval: Interval, num_problems: int) -> Interval:
-    """The exact interval over problems, if they were counted: equal seeds at 0 or 1 leave no spread to estimate."""
-    if interval.estimate in (0.0, 1.0) and num_problems:
-        return statistics.exact_interval(interval.estimate, num_problems)
-    return interval
+    """The same interval without impossible values of a fraction."""
+    if interval is None or not outcome.is_fraction:
+        return interval
+    return replace(interval, low=max(interval.low, 0.0), high=min(interval.high, 1.0))
 
 
 def _num_problems(trials: Sequence[TrialRecord], outcome: Outcome) -> int:
@@ -298,7 +290,7 @@ def _compare(arms: Sequence[ArmSummary], outcome: Outcome, rng: Generator) -> li
         detectable, needed = math.nan, None
         planned: dict[float, int | None] = {}
         if interval is not None and interval.error > 0:
-            detectable = statistics.minimum_detectable_difference(interval.error, interval.df, ALPHA / family, POWER)
+            detectable = statistics.minimum_detectable_difference(interval.error, interval.df, ALPHA / family)
             needed = _seeds_needed(estimate, values, cells, family)
             sizes = PLANNED_DIFFERENCES if outcome.is_fraction else ()
             planned = {size: _seeds_needed(size, values, cells, family) for size in sizes}
@@ -362,7 +354,7 @@ def _seeds_needed(difference: float, values: Sequence[float], cells: Floats | No
         variance, problems = statistics.crossed_variance(cells), cells.shape[1]
     else:
         variance, problems = CrossedVariance(float(np.var(values, ddof=1)), 0.0, 0.0), 1
-    return statistics.seeds_needed(difference, variance, problems, ALPHA / family, POWER)
+    return statistics.seeds_needed(difference, variance, problems, ALPHA / family)
 
 
 def _mcnemar(arm: ArmSummary, baseline: ArmSummary, seeds: Sequence[int]) -> McNemar | None:
@@ -400,7 +392,8 @@ def _grid(arms: Sequence[ArmSummary]) -> Grid | None:
     names = list(dict.fromkeys(name for arm in known for name in arm.factors))
     if any(set(arm.factors) != set(names) for arm in known):
         return None
-    levels = {name: _ordered(tuple(dict.fromkeys(arm.factors[name] for arm in known))) for name in names}
+    levels = {name: tuple(dict.fromkeys(arm.factors[name] for arm in known)) for name in names}
+    levels = {name: tuple(sorted(found)) if _numeric(found) else found for name, found in levels.items()}
     varied = tuple(name for name in names if len(levels[name]) > 1)
     shape = tuple(len(levels[name]) for name in varied)
     place = {tuple(levels[name].index(arm.factors[name]) for name in varied): arm for arm in known}
@@ -413,10 +406,6 @@ def _grid(arms: Sequence[ArmSummary]) -> Grid | None:
         labels[index] = arm.label
     effects = _effects(varied, labels, {arm.label: arm for arm in known})
     return Grid(varied, tuple(levels[name] for name in varied), labels, effects)
-
-
-def _ordered(levels: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(sorted(levels)) if _numeric(levels) else levels
 
 
 def _numeric(levels: tuple[Any, ...]) -> bool:

@@ -46,25 +46,18 @@ def anova(scores: ArrayLike, factors: Sequence[str]) -> list[Effect]:
     error, error_df = float((residual**2).sum()), (num_cells - 1) * (num_seeds - 1)
     axes = range(len(factors))
     subsets = [subset for size in range(1, len(factors) + 1) for subset in itertools.combinations(axes, size)]
+    mean_error = error / error_df
     effects = []
     for subset in subsets:
         squares = num_seeds * float((_interaction(cell_means, subset) ** 2).sum())
         df = math.prod(values.shape[axis] - 1 for axis in subset)
-        effects.append(_effect(tuple(factors[a] for a in subset), squares, df, error, error_df, values.size))
+        f = squares / df / mean_error if mean_error > 0 else (math.inf if squares > 0 else math.nan)
+        p = math.nan if math.isnan(f) else float(stats.f.sf(f, df, error_df))
+        whole = squares + (values.size - df) * mean_error
+        size = max((squares - df * mean_error) / whole, 0.0) if whole > 0 else 0.0
+        effects.append(Effect(tuple(factors[axis] for axis in subset), squares, df, f, p, p, size))
     adjusted = holm([effect.p for effect in effects])
     return [replace(effect, p_adjusted=p) for effect, p in zip(effects, adjusted, strict=True)]
-
-
-def _effect(factors: tuple[str, ...], squares: float, df: int, error: float, error_df: int, size: int) -> Effect:
-    mean_error = error / error_df
-    if mean_error > 0:
-        f = squares / df / mean_error
-    else:
-        f = math.inf if squares > 0 else math.nan
-    p = math.nan if math.isnan(f) else float(stats.f.sf(f, df, error_df))
-    unbiased = squares - df * mean_error
-    whole = squares + (size - df) * mean_error
-    return Effect(factors, squares, df, f, p, p, max(unbiased / whole, 0.0) if whole > 0 else 0.0)
 
 
 def _interaction(cell_means: Floats, subset: tuple[int, ...]) -> Floats:

@@ -9,7 +9,7 @@ the study, which are rarely those of the claim's source: the page says so.
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -113,7 +113,8 @@ def _accuracy(analysis: Analysis, trials: Trials) -> _Evidence:
     found = outcome_contrast(analysis, weights)
     if not found.differences:
         return _Evidence("PPO and GRPO share no complete seed.")
-    return _signed(found, f"GRPO is {_points(found, analysis)} PPO", positive="supported", negative="contradicted")
+    verdict = "supported" if found.estimate >= 0 else "contradicted"
+    return _tested(f"GRPO is {_points(found, analysis)} PPO", verdict, found.p, found)
 
 
 def _group_size(analysis: Analysis, trials: Trials) -> _Evidence:
@@ -140,8 +141,8 @@ def _group_size(analysis: Analysis, trials: Trials) -> _Evidence:
     broken = [trial for trial in invalid if (setting(trial.spec, "algorithm.group_size") or 0) >= STABLE_GROUP]
     if broken:
         text += f"; {wording.plural(len(broken), 'run')} with G >= {STABLE_GROUP} became invalid"
-    supported: Verdict = "undecided" if broken else "supported"
-    return _signed(found, text, positive="contradicted", negative=supported)
+    supported = "undecided" if broken else "supported"
+    return _tested(text, "contradicted" if found.estimate >= 0 else supported, found.p, found)
 
 
 def _kl_weight(analysis: Analysis, trials: Trials) -> _Evidence:
@@ -204,7 +205,7 @@ def _hard_tasks(analysis: Analysis, trials: Trials) -> _Evidence:
         f"{wording.points(found.estimate, analysis.outcome.name, found.interval)} "
         f"{'more' if found.estimate >= 0 else 'less'} than on {names[1]}"
     )
-    return _signed(found, text, positive="supported", negative="contradicted")
+    return _tested(text, "supported" if found.estimate >= 0 else "contradicted", found.p, found)
 
 
 _NO_PAIR = "No arms of PPO and GRPO that differ in nothing else."
@@ -304,12 +305,8 @@ def _against(found: Contrast, bound: float, text: str) -> _Evidence:
     """A contrast of logarithms against the bound of a claim, which a larger value supports."""
     if found.interval is None:
         return _tested(text, "undecided", math.nan, found)
-    excess = found.interval.shifted(-bound)
+    excess = replace(found.interval, estimate=found.interval.estimate - bound)
     return _tested(text, "supported" if excess.estimate >= 0 else "contradicted", statistics.t_test(excess), found)
-
-
-def _signed(found: Contrast, text: str, positive: Verdict, negative: Verdict) -> _Evidence:
-    return _tested(text, positive if found.estimate >= 0 else negative, found.p, found)
 
 
 def _tested(text: str, verdict: Verdict, p: float, found: Contrast | None = None) -> _Evidence:

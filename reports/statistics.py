@@ -22,7 +22,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.random import Generator
@@ -35,6 +35,7 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(400)
 
 LEVEL = 0.95
 ALPHA = 0.05
+POWER = 0.8
 EXACT_SIGN_FLIPS = 16
 
 # Method -> seeds -> percent of the simulations described above. P(higher) is the probability of improvement of an arm
@@ -64,14 +65,6 @@ class Interval:
     high: float
     error: float = math.nan
     df: float = math.nan
-
-    def clipped(self, low: float, high: float) -> Interval:
-        """The same interval without the impossible values outside [low, high]."""
-        return replace(self, low=max(self.low, low), high=min(self.high, high))
-
-    def shifted(self, by: float) -> Interval:
-        """The interval of the quantity plus a constant."""
-        return replace(self, estimate=self.estimate + by, low=self.low + by, high=self.high + by)
 
 
 @dataclass(frozen=True)
@@ -105,7 +98,7 @@ def interquartile_mean(scores_S: ArrayLike) -> float:
     return float(stats.trim_mean(np.asarray(scores_S, dtype=float), 0.25))
 
 
-def t_interval(scores_S: ArrayLike, level: float = LEVEL) -> Interval | None:
+def t_interval(scores_S: ArrayLike) -> Interval | None:
     """Student's interval for the mean over seeds, given these test problems; None with fewer than 2 seeds.
 
     Exact for normally distributed seeds (Student 1908). It says nothing about other problems: all seeds share these.
@@ -114,10 +107,10 @@ def t_interval(scores_S: ArrayLike, level: float = LEVEL) -> Interval | None:
     if values.size < 2:
         return None
     error = float(values.std(ddof=1)) / math.sqrt(values.size)
-    return _t_interval(float(values.mean()), error, values.size - 1, level)
+    return _t_interval(float(values.mean()), error, values.size - 1)
 
 
-def crossed_interval(scores_SN: ArrayLike, level: float = LEVEL) -> Interval | None:
+def crossed_interval(scores_SN: ArrayLike) -> Interval | None:
     """The t interval for the mean over new seeds and new problems; None with fewer than 2 of either.
 
     Two-way random effects (Cornfield and Tukey 1956): the variance of the mean is
@@ -127,27 +120,26 @@ def crossed_interval(scores_SN: ArrayLike, level: float = LEVEL) -> Interval | N
     scores = np.asarray(scores_SN, dtype=float)
     if scores.ndim != 2 or min(scores.shape) < 2:
         return None
-    cells = scores.size
     seed, problem, rest = _mean_squares(scores)
     if seed == problem == rest == 0:
-        return _t_interval(float(scores.flat[0]), 0.0, scores.shape[0] - 1, level)
+        return _t_interval(float(scores.flat[0]), 0.0, scores.shape[0] - 1)
     seed, problem = max(seed, rest), max(problem, rest)
     total = seed + problem - rest
     df_seed, df_problem = scores.shape[0] - 1, scores.shape[1] - 1
     spread = seed**2 / df_seed + problem**2 / df_problem + rest**2 / (df_seed * df_problem)
     df = max(total**2 / spread, 1.0)
-    return _t_interval(float(scores.mean()), math.sqrt(total / cells), df, level)
+    return _t_interval(float(scores.mean()), math.sqrt(total / scores.size), df)
 
 
-def cautious_interval(scores_SN: ArrayLike, level: float = LEVEL) -> Interval | None:
+def cautious_interval(scores_SN: ArrayLike) -> Interval | None:
     """The wider of `crossed_interval` and `t_interval` over the seeds: what reports state; None without both.
 
     Few seeds give two rough estimates of spread. With the wider interval a statement that includes new problems is
     never more certain than one about these problems alone, and coverage holds from 2 seeds on.
     """
     scores = np.asarray(scores_SN, dtype=float)
-    crossed = crossed_interval(scores, level)
-    student = t_interval(scores.mean(axis=1), level) if crossed is not None else None
+    crossed = crossed_interval(scores)
+    student = t_interval(scores.mean(axis=1)) if crossed is not None else None
     if crossed is None or student is None:
         return None
     return max(crossed, student, key=lambda interval: interval.high - interval.low)
@@ -161,15 +153,13 @@ def crossed_variance(scores_SN: ArrayLike) -> CrossedVariance:
     return CrossedVariance(max(seed - rest, 0.0) / num_problems, max(problem - rest, 0.0) / num_seeds, rest)
 
 
-def exact_interval(fraction: float, num_problems: int, level: float = LEVEL) -> Interval:
+def exact_interval(fraction: float, num_problems: int) -> Interval:
     """Clopper-Pearson (1934) for a fraction of problems; 0 of n reaches up to 1 - (alpha / 2)^(1 / n)."""
-    found = stats.binomtest(round(fraction * num_problems), num_problems).proportion_ci(level, "exact")
+    found = stats.binomtest(round(fraction * num_problems), num_problems).proportion_ci(LEVEL, "exact")
     return Interval(fraction, float(found.low), float(found.high))
 
 
-def bootstrap_interval(
-    scores_S: ArrayLike, rng: Generator, level: float = LEVEL, resamples: int = 10_000
-) -> Interval | None:
+def bootstrap_interval(scores_S: ArrayLike, rng: Generator, resamples: int = 10_000) -> Interval | None:
     """Percentile bootstrap over seeds (Efron 1979); None with fewer than 2 seeds.
 
     Too narrow for few seeds, whatever the number of resamples: see the table at the top.
@@ -178,12 +168,10 @@ def bootstrap_interval(
     if values.size < 2:
         return None
     means = rng.choice(values, size=(resamples, values.size)).mean(axis=1)
-    return _percentiles(float(values.mean()), means, level)
+    return _percentiles(float(values.mean()), means)
 
 
-def crossed_bootstrap_interval(
-    scores_SN: ArrayLike, rng: Generator, level: float = LEVEL, resamples: int = 4000
-) -> Interval | None:
+def crossed_bootstrap_interval(scores_SN: ArrayLike, rng: Generator, resamples: int = 4000) -> Interval | None:
     """Percentile bootstrap that resamples seeds and problems independently; None with fewer than 2 of either.
 
     The pigeonhole bootstrap (Owen 2007, doi:10.1214/07-AOAS122) for crossed effects weights each row and column by how
@@ -195,7 +183,7 @@ def crossed_bootstrap_interval(
     num_seeds, num_problems = scores.shape
     seeds, problems = (_times_drawn(size, resamples, rng) for size in (num_seeds, num_problems))
     means = np.einsum("bn,bn->b", seeds @ scores, problems) / scores.size
-    return _percentiles(float(scores.mean()), means, level)
+    return _percentiles(float(scores.mean()), means)
 
 
 def t_test(difference: Interval, resolution: float = 0.0) -> float:
@@ -268,7 +256,7 @@ def probability_of_improvement(scores_S: ArrayLike, baseline_S: ArrayLike) -> fl
     return float(np.mean(np.heaviside(arm - baseline, 0.5)))
 
 
-def improvement_interval(probability: float, num_seeds: int, num_baseline: int, level: float = LEVEL) -> Interval:
+def improvement_interval(probability: float, num_seeds: int, num_baseline: int) -> Interval:
     """The interval of a probability of improvement between arms with that many seeds (Newcombe 2006, method 5).
 
     At its limits the squared distance to the estimate is z^2 times the variance of Hanley and McNeil (1982) at the
@@ -276,7 +264,7 @@ def improvement_interval(probability: float, num_seeds: int, num_baseline: int, 
     shrink to a point if the arms do not overlap. It treats the arms as independent, which is cautious for arms that
     share seeds.
     """
-    z, runs = float(stats.norm.isf((1 - level) / 2)), (num_seeds + num_baseline) / 2 - 1
+    z, runs = float(stats.norm.isf((1 - LEVEL) / 2)), (num_seeds + num_baseline) / 2 - 1
 
     def excess(limit: float) -> float:
         spread = 1 + runs * (1 - limit) / (2 - limit) + runs * limit / (1 + limit)
@@ -288,8 +276,8 @@ def improvement_interval(probability: float, num_seeds: int, num_baseline: int, 
     return Interval(probability, low, high)
 
 
-def minimum_detectable_difference(error: float, df: float, alpha: float = ALPHA, power: float = 0.8) -> float:
-    """The true difference that a two-sided t test at `alpha` finds with probability `power`.
+def minimum_detectable_difference(error: float, df: float, alpha: float = ALPHA) -> float:
+    """The true difference that a two-sided t test at `alpha` finds with probability `POWER`.
 
     From the non-central t distribution; as uncertain as `error` itself, so a guide and no guarantee.
     """
@@ -298,7 +286,7 @@ def minimum_detectable_difference(error: float, df: float, alpha: float = ALPHA,
     critical = float(stats.t.isf(alpha / 2, df))
 
     def excess(standardised: float) -> float:
-        return _power(standardised, critical, df) - power
+        return _power(standardised, critical, df) - POWER
 
     high = critical
     while excess(high) < 0:
@@ -306,23 +294,16 @@ def minimum_detectable_difference(error: float, df: float, alpha: float = ALPHA,
     return _root(excess, 0.0, high) * error
 
 
-def seeds_needed(
-    difference: float,
-    variance: CrossedVariance,
-    num_problems: float,
-    alpha: float = ALPHA,
-    power: float = 0.8,
-    most: int = 200,
-) -> int | None:
-    """Seeds per arm with which a paired t test finds `difference`; None if `most` seeds do not find it.
+def seeds_needed(difference: float, variance: CrossedVariance, num_problems: int, alpha: float = ALPHA) -> int | None:
+    """Seeds per arm with which a paired t test finds `difference` with probability `POWER`; None if 200 are too few.
 
     More seeds cannot average out the choice of test problems: below that floor only more problems help.
     Uses S - 1 degrees of freedom, which is cautious if problems carry most of the variance.
     """
-    for num_seeds in range(2, most + 1):
+    for num_seeds in range(2, 201):
         error = math.sqrt(variance.of_mean(num_seeds, num_problems))
         critical = float(stats.t.isf(alpha / 2, num_seeds - 1))
-        if error == 0 or _power(abs(difference) / error, critical, num_seeds - 1) >= power:
+        if error == 0 or _power(abs(difference) / error, critical, num_seeds - 1) >= POWER:
             return num_seeds
     return None
 
@@ -354,13 +335,13 @@ def _times_drawn(size: int, resamples: int, rng: Generator) -> Floats:
     return np.bincount(drawn.ravel(), minlength=resamples * size).reshape(resamples, size).astype(float)
 
 
-def _t_interval(estimate: float, error: float, df: float, level: float) -> Interval:
-    half = float(stats.t.isf((1 - level) / 2, df)) * error
+def _t_interval(estimate: float, error: float, df: float) -> Interval:
+    half = float(stats.t.isf((1 - LEVEL) / 2, df)) * error
     return Interval(estimate, estimate - half, estimate + half, error, df)
 
 
-def _percentiles(estimate: float, means: Floats, level: float) -> Interval:
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+def _percentiles(estimate: float, means: Floats) -> Interval:
+    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Interval(estimate, float(low), float(high))
 
 

@@ -45,8 +45,8 @@ def test_the_student_interval_of_1_2_3_is_2_plus_minus_2_484() -> None:
 
 def test_the_student_interval_agrees_with_scipy() -> None:
     values = np.random.default_rng(0).normal(size=7)
-    interval = ours.t_interval(values, level=0.9)
-    low, high = stats.t.interval(0.9, 6, values.mean(), stats.sem(values))
+    interval = ours.t_interval(values)
+    low, high = stats.t.interval(0.95, 6, values.mean(), stats.sem(values))
     assert interval is not None
     assert (interval.low, interval.high) == (close(low), close(high))
 
