@@ -19,8 +19,8 @@ from markdown_it import MarkdownIt
 from harness.types import StudyRecord, TrialRecord
 from reports.analysis import Analysis, analyse, marginal
 from reports.figures import curves, grid
+from reports.figures.curves import Series, aligned, smoothed
 from reports.figures.outcome import pareto_front
-from reports.figures.series import Series, aligned, smoothed
 from reports.figures.style import GREY, PALETTE, color_of, write_files
 from reports.prose import wording
 from reports.prose.answer import answer

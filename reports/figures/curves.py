@@ -1,16 +1,21 @@
-"""Decides how training is drawn: learning curves, training dynamics, the quality of majority labels."""
+"""Decides how training is drawn: learning curves, training dynamics, the quality of majority labels.
 
+The curves of several seeds are aligned at positions that all of them have; dynamics and labels are smoothed.
+"""
+
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from harness.types import TrialRecord
 from reports.analysis import Analysis
 from reports.figures.axes import PLOT, axis_label, cut, label_ends, scale_of, tidy, write_unit
-from reports.figures.series import Series, aligned, curve_trials, smoothed
 from reports.figures.style import GREY, NARROW, PALETTE, WIDE, Draw, Drawing, color_of, drawn, end_label, marker_of
 from reports.prose import wording
+from reports.statistics import Floats
 from reports.trials import setting
 
 # metric, title, unit on the y axis
@@ -38,6 +43,22 @@ _VOTES = (
     ("wrong, but rewarded", "vote/false_positive_rate"),
     ("with an answer", "vote/answered"),
 )
+_LABELS_CAPTION = (
+    "A group's majority answer is its training label. Labels that stay above single rollouts can teach; falling lines "
+    "under a rising reward are collapse."
+)
+_VOTES_CAPTION = (
+    "Margin: votes of the first answer minus those of the second, over the group. Wrong, but rewarded: share of wrong "
+    "completions that agree with the majority."
+)
+
+
+@dataclass(frozen=True)
+class Series:
+    """A metric of one arm: one row of `values_ST` per seed at the shared positions `x_T`."""
+
+    x_T: Floats
+    values_ST: Floats
 
 
 @dataclass(frozen=True)
@@ -82,35 +103,71 @@ def dynamics(analysis: Analysis) -> list[Drawing]:
 def label_quality(analysis: Analysis) -> list[Drawing]:
     """For each arm that is paid by a majority vote: how often its labels are right, how clear the votes are."""
     weight = "rewards.majority_vote.weight"
-    shown = curve_trials(analysis)
+    shown = _curve_trials(analysis)
     voting = [arm for arm, trials in shown.items() if any(setting(trial.spec, weight) for trial in trials)]
     drawings = []
     for number, arm in enumerate(voting):
         right, votes = (_metric_lines(shown[arm], metrics) for metrics in (_LABELS, _VOTES))
         if "majority label" not in right:  # early studies did not record the votes themselves
             right |= _metric_lines(shown[arm], [("majority label", "train/majority_accuracy")])
-        if "majority label" in right:
-            title = f"Are the majority labels right? {cut(arm, 40)}"
-            caption = (
-                "A group's majority answer is its training label. Labels that stay above single rollouts can teach; "
-                "falling lines under a rising reward are collapse."
-            )
-            draw = _line_chart(right.values(), 100.0, "training steps", "% right")
-            drawings.append(drawn(f"labels_{number}", title, caption, draw, NARROW, 2.8))
-        if "margin" in votes:
-            title = f"How clear are the votes? {cut(arm, 40)}"
-            caption = (
-                "Margin: votes of the first answer minus those of the second, over the group. Wrong, but rewarded: "
-                "share of wrong completions that agree with the majority."
-            )
-            draw = _line_chart(votes.values(), 100.0, "training steps", "%")
-            drawings.append(drawn(f"votes_{number}", title, caption, draw, NARROW, 2.8))
+        for name, question, caption, lines, needed, unit in (
+            ("labels", "Are the majority labels right?", _LABELS_CAPTION, right, "majority label", "% right"),
+            ("votes", "How clear are the votes?", _VOTES_CAPTION, votes, "margin", "%"),
+        ):
+            if needed in lines:
+                draw = _line_chart(lines.values(), 100.0, "training steps", unit)
+                title = f"{question} {cut(arm, 40)}"
+                drawings.append(drawn(f"{name}_{number}", title, caption, draw, NARROW, 2.8))
     return drawings
+
+
+def aligned(trials: Sequence[TrialRecord], metric: str, cost: str | None = None) -> Series | None:
+    """A metric of several seeds at shared positions: the steps that all have, or an even grid of a cumulative cost.
+
+    Values that are not finite are left out. None if no seed has the metric or the seeds share no position.
+    """
+    curves = []
+    for trial in trials:
+        pairs = [(step, value) for step, value in trial.history.get(metric, ()) if math.isfinite(value)]
+        if cost is not None:
+            spent = np.array([(-math.inf, 0.0), *trial.history.get(cost, ())])  # nothing before the first step
+            place = np.searchsorted(spent[:, 0], [step for step, _ in pairs], side="right") - 1
+            pairs = list(zip(spent[place, 1], (value for _, value in pairs), strict=True)) if len(spent) > 1 else []
+        if pairs:
+            curves.append(dict(pairs))
+    if not curves:
+        return None
+    if cost is None:
+        x = np.array(sorted(set.intersection(*(set(curve) for curve in curves))), dtype=float)
+        rows = [[curve[step] for step in x] for curve in curves]
+    else:
+        start, end = max(min(curve) for curve in curves), min(max(curve) for curve in curves)
+        x = np.linspace(start, end, 41) if end > start else np.array([])
+        rows = [np.interp(x, list(curve), list(curve.values())) for curve in curves]
+    return Series(x, np.array(rows, dtype=float)) if x.size else None
+
+
+def smoothed(series: Series) -> Series:
+    """A centred moving average over 1/40 of the steps (at least 1), shorter at the ends."""
+    reach = series.x_T.size // 80
+    if reach == 0:
+        return series
+    window = [slice(max(0, i - reach), i + reach + 1) for i in range(series.x_T.size)]
+    return Series(series.x_T, np.stack([series.values_ST[:, part].mean(axis=1) for part in window], axis=1))
+
+
+def _curve_trials(analysis: Analysis) -> dict[str, list[TrialRecord]]:
+    """Arm -> the trials that its curves show: the complete ones, or the unfinished ones while none is complete."""
+    trials = [trial for trial in analysis.record.trials if trial.state == "complete"]
+    if not trials:
+        trials = [trial for trial in analysis.record.trials if trial.state in ("running", "stopped")]
+    chosen = {arm.label: [trial for trial in trials if trial.arm == arm.label] for arm in analysis.arms}
+    return {label: found for label, found in chosen.items() if found}
 
 
 def _arm_lines(analysis: Analysis, metric: str, cost: str | None = None) -> list[_Line]:
     """A line per arm that recorded the metric."""
-    found = {arm: aligned(trials, metric, cost) for arm, trials in curve_trials(analysis).items()}
+    found = {arm: aligned(trials, metric, cost) for arm, trials in _curve_trials(analysis).items()}
     return [
         _Line(end_label(analysis, arm), series, color_of(analysis, arm), marker_of(analysis, arm))
         for arm, series in found.items()

@@ -22,17 +22,20 @@ def heat_maps(analysis: Analysis) -> list[Drawing]:
     grid = analysis.grid
     if grid is None or len(grid.factors) not in (2, 3) or not analysis.finished_arms:
         return []
-    if len(grid.factors) == 2:
-        return [_heat_map(analysis, grid.labels, grid.factors, grid.levels)]
-    last = min(range(3), key=lambda axis: len(grid.levels[axis]))
-    kept = [axis for axis in range(3) if axis != last]
-    maps = []
-    for index, level in enumerate(grid.levels[last]):
-        suffix = f", {short_path(grid.factors[last])} = {level}"
-        labels = np.take(grid.labels, index, axis=last)
-        factors, levels = [grid.factors[axis] for axis in kept], [grid.levels[axis] for axis in kept]
-        maps.append(_heat_map(analysis, labels, factors, levels, suffix, index))
-    return maps
+    kept, maps = [0, 1], [(f" by {wording.factor_title(grid.factors)}", grid.labels)]
+    if len(grid.factors) == 3:
+        last = min(range(3), key=lambda axis: len(grid.levels[axis]))
+        name = short_path(grid.factors[last])
+        kept = [axis for axis in range(3) if axis != last]
+        maps = [(f", {name} = {level}", grid.labels.take(i, axis=last)) for i, level in enumerate(grid.levels[last])]
+    factors, levels = [grid.factors[axis] for axis in kept], [grid.levels[axis] for axis in kept]
+    title = f"{wording.capitalised(analysis.outcome.label)}{' (%)' if analysis.outcome.is_fraction else ''}"
+    caption = "Mean over seeds with its 95 % interval; darker is higher."
+    drawings = []
+    for index, (suffix, labels) in enumerate(maps):
+        draw, height = _heat_map(analysis, labels, factors, levels), 1.1 + 0.62 * labels.shape[0]
+        drawings.append(drawn(f"heat_{index}", f"{title}{suffix}", caption, draw, WIDE, height))
+    return drawings
 
 
 def interactions(analysis: Analysis) -> list[Drawing]:
@@ -90,14 +93,7 @@ def importances(analysis: Analysis) -> list[Drawing]:
     return [drawn("importance_0", title, caption, draw, WIDE, rows_height(names))]
 
 
-def _heat_map(
-    analysis: Analysis,
-    labels: np.ndarray,
-    factors: Sequence[str],
-    levels: Sequence[Sequence[Any]],
-    suffix: str = "",
-    index: int = 0,
-) -> Drawing:
+def _heat_map(analysis: Analysis, labels: np.ndarray, factors: Sequence[str], levels: Sequence[Sequence[Any]]) -> Draw:
     metric = analysis.outcome.name
     means = [arm.mean for arm in analysis.finished_arms]
     low, high = min(means), max(means)  # one scale for all maps of a study
@@ -125,10 +121,7 @@ def _heat_map(
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
 
-    unit = " (%)" if analysis.outcome.is_fraction else ""
-    title = f"{wording.capitalised(analysis.outcome.label)}{unit}{suffix or f' by {wording.factor_title(factors)}'}"
-    caption = "Mean over seeds with its 95 % interval; darker is higher."
-    return drawn(f"heat_{index}", title, caption, draw, WIDE, 1.1 + 0.62 * labels.shape[0])
+    return draw
 
 
 def _interaction(analysis: Analysis, across: str, positions: Sequence[Any], lines: str, levels: Sequence[Any]) -> Draw:
