@@ -7,14 +7,14 @@ from typing import Any
 import yaml
 
 from harness.types import SampleRow, StudyRecord, TrialRecord
-from reports.analysis import PLANNED_DIFFERENCES, Analysis, ArmSummary
+from reports.analysis import PLANNED_DIFFERENCES, Analysis, ArmSummary, Comparison
 from reports.claims import check_claims
 from reports.figures import curves, grid, outcome
 from reports.figures.style import Drawing, color_of
 from reports.prose import wording
 from reports.prose.answer import answer, progress
 from reports.prose.notes import interval_method, interval_reading, notes
-from reports.statistics import SIMULATED_COVERAGE, Interval
+from reports.statistics import SIMULATED_COVERAGE
 from reports.trials import setting, wanted_pairs
 
 _MOST_PROMPTS, _MOST_ARMS = 4, 4
@@ -47,8 +47,7 @@ def page_values(analysis: Analysis, drawings: Mapping[str, Sequence[Drawing]]) -
         "facts": _facts(analysis),
         "drawings": drawings,
         "rows": [_row(arm, analysis) for arm in analysis.arms],
-        "details": [_detail(arm, analysis) for arm in analysis.arms if arm.scores],
-        "effects": _effects(analysis),
+        "effects": analysis.grid.effects if analysis.grid is not None else [],
         "outcome": analysis.outcome.label,
         "search": _search(analysis),
         "claims": check_claims(analysis),
@@ -59,9 +58,7 @@ def page_values(analysis: Analysis, drawings: Mapping[str, Sequence[Drawing]]) -
         "notes": notes(analysis),
         "coverage": SIMULATED_COVERAGE,
         "rollouts": _rollouts(analysis),
-        "gaps": analysis.gaps,
-        "complete": analysis.num_complete,
-        "expected": analysis.num_expected,
+        "analysis": analysis,
         "spec_yaml": yaml.safe_dump(_plain(record.spec), sort_keys=False, allow_unicode=True, width=100).strip(),
     }
 
@@ -69,13 +66,11 @@ def page_values(analysis: Analysis, drawings: Mapping[str, Sequence[Drawing]]) -
 def _facts(analysis: Analysis) -> list[str]:
     """The study at a glance: progress, arms, seeds, task and model."""
     record = analysis.record
-    specs = [trial.spec for trial in record.trials]
-    tasks = dict.fromkeys(str(setting(spec, "task.name", "?")) for spec in specs)
-    models = dict.fromkeys(str(setting(spec, "model", "?")) for spec in specs)
     seeds = ", ".join(map(str, record.seeds))
     facts = [progress(analysis), wording.plural(len(analysis.arms), "arm"), f"seeds {seeds}"]
-    facts += [f"task {', '.join(tasks)}"] if tasks else []
-    return facts + ([f"model {', '.join(models)}"] if models else [])
+    for name, path in (("task", "task.name"), ("model", "model")) if record.trials else ():
+        facts.append(f"{name} {', '.join(dict.fromkeys(str(setting(t.spec, path, '?')) for t in record.trials))}")
+    return facts
 
 
 def _search(analysis: Analysis) -> dict[str, Any] | None:
@@ -104,7 +99,7 @@ def _short(value: Any) -> str:
 
 
 def _row(arm: ArmSummary, analysis: Analysis) -> dict[str, Any]:
-    """One row of the comparison table, as text."""
+    """What the tables say of an arm, as text; intervals that are not known are empty."""
     metric = analysis.outcome.name
     comparison = analysis.comparison(arm.label)
     costs = arm.costs
@@ -113,81 +108,49 @@ def _row(arm: ArmSummary, analysis: Analysis) -> dict[str, Any]:
         "label": arm.label,
         "color": color_of(analysis, arm.label),
         "is_baseline": arm.is_baseline,
+        "has_result": bool(arm.scores),
         "seeds": f"{len(arm.scores)}/{max(len(wanted), len(arm.scores))}",
         "initial": wording.number(costs.get("accuracy_initial", math.nan), "accuracy"),
         "final": wording.number(costs.get("accuracy_final", math.nan), "accuracy"),
         "outcome": wording.number(arm.mean, metric),
+        "interquartile_mean": wording.number(arm.interquartile_mean, metric),
         "limits": wording.limits(arm.interval, metric),
+        "student": wording.limits(arm.student, metric),
         "bootstrap": wording.limits(arm.bootstrap, metric),
-        "difference": wording.number(comparison.estimate, metric, signed=True) if comparison else "",
-        "difference_limits": wording.limits(comparison.interval, metric, signed=True) if comparison else "",
-        "p": wording.p_value(comparison.p_adjusted) if comparison else "",
-        "is_detected": comparison is not None and comparison.is_detected,
+        "crossed_bootstrap": wording.limits(arm.crossed_bootstrap, metric),
+        "comparison": _compared(comparison, metric) if comparison is not None else None,
         "tokens": wording.quantity(costs.get("generated_tokens")),
         "seconds": wording.duration(costs.get("seconds")),
         "memory": wording.size(costs.get("peak_memory_bytes")),
     }
 
 
-def _detail(arm: ArmSummary, analysis: Analysis) -> dict[str, Any]:
-    """Every interval of an arm and everything known of its comparison, as text."""
-    metric = analysis.outcome.name
-    comparison = analysis.comparison(arm.label)
-
-    def limits(interval: Interval | None, signed: bool = False) -> str:
-        return wording.limits(interval, metric, signed) or "n/a"
-
-    shown: dict[str, Any] = {
-        "label": arm.label,
-        "mean": wording.number(arm.mean, metric),
-        "interquartile_mean": wording.number(arm.interquartile_mean, metric),
-        "crossed": limits(arm.interval),
-        "student": limits(arm.student),
-        "bootstrap": limits(arm.bootstrap),
-        "crossed_bootstrap": limits(arm.crossed_bootstrap),
-        "comparison": None,
+def _compared(comparison: Comparison, metric: str) -> dict[str, Any]:
+    """What the tables say of a comparison with the baseline, as text."""
+    mcnemar, improvement = comparison.mcnemar, comparison.improvement
+    is_testable = not math.isnan(comparison.detectable)
+    return {
+        "difference": wording.number(comparison.estimate, metric, signed=True),
+        "limits": wording.limits(comparison.interval, metric, signed=True),
+        "student": wording.limits(comparison.student, metric, signed=True),
+        "bootstrap": wording.limits(comparison.bootstrap, metric, signed=True),
+        "crossed_bootstrap": wording.limits(comparison.crossed_bootstrap, metric, signed=True),
+        "p": wording.p_value(comparison.p),
+        "p_adjusted": wording.p_value(comparison.p_adjusted),
+        "is_detected": comparison.is_detected,
+        "sign_flip_p": wording.p_value(comparison.sign_flip_p),
+        "improvement": f"{100 * improvement.estimate:.0f}",
+        "improvement_limits": f"[{100 * improvement.low:.0f}, {100 * improvement.high:.0f}]",
+        "mcnemar": f"{mcnemar.only_arm} / {mcnemar.only_baseline}" if mcnemar else "n/a",
+        "mcnemar_p": wording.p_value(mcnemar.p if mcnemar else math.nan),
+        "detectable": wording.points(comparison.detectable, metric) if is_testable else "n/a",
+        "seeds_needed": _seeds(comparison.seeds_needed) if is_testable else "n/a",
+        "seeds_for": [_seeds(count) for count in comparison.seeds_for.values()] or ["n/a"] * len(PLANNED_DIFFERENCES),
     }
-    if comparison is not None:
-        mcnemar, improvement = comparison.mcnemar, comparison.improvement
-        is_testable = not math.isnan(comparison.detectable)
-        shown["comparison"] = {
-            "difference": wording.number(comparison.estimate, metric, signed=True),
-            "student": limits(comparison.student, True),
-            "bootstrap": limits(comparison.bootstrap, True),
-            "crossed_bootstrap": limits(comparison.crossed_bootstrap, True),
-            "p": wording.p_value(comparison.p),
-            "p_adjusted": wording.p_value(comparison.p_adjusted),
-            "sign_flip_p": wording.p_value(comparison.sign_flip_p),
-            "improvement": f"{100 * improvement.estimate:.0f}",
-            "improvement_limits": f"[{100 * improvement.low:.0f}, {100 * improvement.high:.0f}]",
-            "mcnemar": f"{mcnemar.only_arm} / {mcnemar.only_baseline}" if mcnemar else "n/a",
-            "mcnemar_p": wording.p_value(mcnemar.p if mcnemar else math.nan),
-            "detectable": wording.points(comparison.detectable, metric) if is_testable else "n/a",
-            "seeds_needed": _seeds(comparison.seeds_needed) if is_testable else "n/a",
-            "seeds_for": [_seeds(count) for count in comparison.seeds_for.values()]
-            or ["n/a"] * len(PLANNED_DIFFERENCES),
-        }
-    return shown
 
 
 def _seeds(count: int | None) -> str:
     return "> 200" if count is None else str(count)
-
-
-def _effects(analysis: Analysis) -> list[dict[str, str]]:
-    if analysis.grid is None:
-        return []
-    return [
-        {
-            "name": wording.factor_title(effect.factors),
-            "df": str(effect.df),
-            "f": f"{effect.f:.3g}",
-            "p": wording.p_value(effect.p),
-            "p_adjusted": wording.p_value(effect.p_adjusted),
-            "size": f"{effect.partial_omega_squared:.2f}",
-        }
-        for effect in analysis.grid.effects
-    ]
 
 
 def _rollouts(analysis: Analysis) -> dict[str, Any]:

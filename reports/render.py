@@ -24,7 +24,7 @@ from reports.analysis import analyse
 from reports.figures.style import FORMATS, write_files
 from reports.join import JoinedStudy
 from reports.page import page_drawings, page_values
-from reports.prose.wording import p_value
+from reports.prose.wording import factor_title, p_value
 from reports.trials import setting
 
 BOOTSTRAP_SEED = 0
@@ -38,6 +38,7 @@ _JINJA: dict[str, Any] = {
     "trim_blocks": True,
     "lstrip_blocks": True,
 }
+_FILTERS: dict[str, Any] = {"p_value": p_value, "factor_title": factor_title}
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 # An interval such as [0.1, 2.3] is left readable; without "](" and "]:" it cannot become a link.
 _MARKDOWN = re.compile(r"[\\`*_{}#|!~$]|\[(?![-+.\d]+, [-+.\d]+\])|(?<=\])[(:\[]")
@@ -122,7 +123,7 @@ def _cell(value: Any) -> Any:
 
 def _html() -> Environment:
     environment = Environment(autoescape=True, **_JINJA)
-    environment.filters |= {"typeset": _typeset, "sentence": _mark_limits, "p_value": p_value}
+    environment.filters |= {**_FILTERS, "typeset": _typeset, "sentence": _mark_limits}
     return environment
 
 
@@ -147,7 +148,7 @@ def _markdown() -> Environment:
         finalize=lambda value: value if isinstance(value, _Raw) else _escape_markdown(str(value)),
         **_JINJA,
     )
-    environment.filters |= {"fenced": _fenced, "raw": _Raw, "p_value": p_value}
+    environment.filters |= {**_FILTERS, "fenced": _fenced, "raw": _Raw}
     return environment
 
 
