@@ -41,6 +41,7 @@ def join(records: Sequence[StudyRecord]) -> JoinedStudy:
     _check_problems(records)
     first = records[0]
     questions = dict.fromkeys(record.question for record in records)
+    keys = dict.fromkeys(key for record in records for key in record.versions)
     return JoinedStudy(
         name=" + ".join(names),
         question=f"How do the arms of {listed(names, most=len(names))} compare? ({' / '.join(questions)})",
@@ -52,7 +53,7 @@ def join(records: Sequence[StudyRecord]) -> JoinedStudy:
         spec={record.name: record.spec for record in records},
         trials=[replace(one, arm=_label(record, one.arm), factors={}) for record in records for one in record.trials],
         command="\n".join([*(record.command for record in records), f"cohort report {' '.join(names)}"]),
-        versions=_versions(records),
+        versions={key: " / ".join(dict.fromkeys(one.versions.get(key, "unknown") for one in records)) for key in keys},
         arm_seeds={_label(record, arm): record.seeds for record in records for arm in record.arms},
         studies={
             _label(record, arm): record.name
@@ -134,11 +135,6 @@ def _warnings(records: Sequence[StudyRecord]) -> dict[str, dict[str, str]]:
         if len(set(texts.values())) > 1:
             found[f"version of {key}"] = texts
     return found
-
-
-def _versions(records: Sequence[StudyRecord]) -> dict[str, str]:
-    keys = dict.fromkeys(key for record in records for key in record.versions)
-    return {key: " / ".join(dict.fromkeys(one.versions.get(key, "unknown") for one in records)) for key in keys}
 
 
 def _flat(settings: Any, prefix: str) -> list[tuple[str, str]]:

@@ -13,7 +13,9 @@ NEAR_ZERO = 0.02
 def answer(analysis: Analysis) -> str:
     """The study's answer in one sentence."""
     if not analysis.finished_arms:
-        return f"No answer yet: {progress(analysis)}{_unfinished(analysis)}."
+        states = [gap.state for gap in analysis.gaps]
+        counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+        return f"No answer yet: {progress(analysis)}{f' ({counts})' if counts else ''}."
     factors = _grid_finding(analysis)
     candidates = (factors, _finding(analysis), "" if factors else _detectable(analysis), _left_out(analysis))
     parts = [part for part in candidates if part]
@@ -177,9 +179,3 @@ def _left_out(analysis: Analysis) -> str:
     kinds = {"invalid": states.count("invalid") + states.count("no value"), "pruned": states.count("pruned")}
     counts = [wording.plural(count, f"{kind} trial") for kind, count in kinds.items() if count]
     return f"{' and '.join(counts)} {'is' if sum(kinds.values()) == 1 else 'are'} left out" if counts else ""
-
-
-def _unfinished(analysis: Analysis) -> str:
-    states = [gap.state for gap in analysis.gaps]
-    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    return f" ({counts})" if counts else ""

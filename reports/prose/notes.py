@@ -69,11 +69,6 @@ def _values(specs: _Specs, dotted: str, default: object = None) -> dict[str, Any
     return {arm: setting(spec, dotted, default) for arm, spec in specs.items()}
 
 
-def _updates(spec: Mapping[str, Any]) -> int:
-    epochs = int(setting(spec, "optimizer.num_inner_epochs", 1))
-    return epochs * int(setting(spec, "optimizer.num_minibatches", 1))
-
-
 def _join_note(analysis: Analysis) -> _Note | None:
     """What differs between the studies of a joined page besides their arms."""
     record = analysis.record
@@ -91,14 +86,12 @@ def _join_note(analysis: Analysis) -> _Note | None:
         for key, values in list(record.warnings.items())[:6]
     ]
     more = f", and {len(record.warnings) - 6} more" if len(record.warnings) > 6 else ""
-    return (
-        "Base runs differ between the studies",
-        f"Arms of {studies} also differ in: {'; '.join(shown)}{more}.",
-    )
+    return "Base runs differ between the studies", f"Arms of {studies} also differ in: {'; '.join(shown)}{more}."
 
 
 def _clip_notes(specs: _Specs) -> list[_Note]:
-    updates = {arm: _updates(spec) for arm, spec in specs.items()}
+    epochs, minibatches = (_values(specs, f"optimizer.{key}", 1) for key in ("num_inner_epochs", "num_minibatches"))
+    updates = {arm: int(epochs[arm]) * int(minibatches[arm]) for arm in specs}
     single = [arm for arm, count in updates.items() if count == 1]
     if not single:
         text = (
