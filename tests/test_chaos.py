@@ -27,11 +27,10 @@ import pytest
 
 from harness.spec.study import StudySpec, parse_study
 from harness.study.plan import Plan
-from harness.study.queue import Queue
+from harness.study.queue import Queue, open_storage
 from harness.study.ray_cluster import Cluster, import_ray
 from harness.study.runner import run_study, study_status
 from harness.study.status import StudyStatus
-from harness.study.storage.open import open_storage
 from harness.tracking.events import read_events
 from harness.tracking.mlflow_copy import COST_AREAS
 from harness.tracking.mlflow_studies import read_study
@@ -186,7 +185,7 @@ def test_a_grid_under_fire_ends_as_an_undisturbed_one(
     study, runs = a_grid(), new_runs(tmp_path / "runs")
     chaos = Chaos(runs, kills=3, period=0.7)
     try:
-        status = run_study(study, runs, workers=3, command="", on_status=chaos, report=False,
+        status = run_study(study, runs, workers=3, command="", on_status=chaos,
                            execute=fake_trials.EXECUTE, storage=url)  # fmt: skip
     finally:
         chaos.end()
@@ -219,7 +218,7 @@ import test_chaos as t
 os.chdir(Path(sys.argv[1]).parent)
 study = t.a_trained_grid() if sys.argv[3] == "trained" else t.a_grid()
 options = {"workers": 2} if sys.argv[3] == "trained" else {"workers": 1, "execute": t.fake_trials.EXECUTE}
-t.run_study(study, Path(sys.argv[1]), command="", report=False, storage=sys.argv[2], **options)
+t.run_study(study, Path(sys.argv[1]), command="", storage=sys.argv[2], **options)
 """
 
 
@@ -279,7 +278,7 @@ def test_a_grid_on_two_ray_nodes_ends_as_a_local_one(
     monkeypatch.setenv("FAKE_STEP_SECONDS", "0.05")
     study, runs = a_grid(), new_runs(tmp_path / "runs")
     with two_ray_nodes() as address:
-        status = run_study(study, runs, workers=None, command="", report=False, execute=fake_trials.EXECUTE,
+        status = run_study(study, runs, workers=None, command="", execute=fake_trials.EXECUTE,
                            storage=url, cluster=Cluster(address))  # fmt: skip
     assert (status.finished, status.all_valid) == (True, True)
     assert len(list((runs / "studies/chaos/logs").glob("worker-ray-*.log"))) >= 2  # both nodes had a worker
@@ -305,7 +304,7 @@ def test_an_interrupt_on_ray_lets_the_step_end(
             pressed.append(True)
             os.kill(os.getpid(), signal.SIGINT)
 
-    status = run_study(study, runs, workers=2, command="", on_status=interrupt_once, report=False,
+    status = run_study(study, runs, workers=2, command="", on_status=interrupt_once,
                        execute=fake_trials.EXECUTE, cluster=Cluster("local"))  # fmt: skip
     assert not status.finished
     assert status.counts()["stopped"] >= 1
@@ -325,14 +324,14 @@ def test_real_runs_under_fire_on_hosts_and_on_ray_equal_undisturbed_ones(
     """
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     study, quiet = a_trained_grid(), new_runs(tmp_path / "quiet")
-    run_study(study, quiet, workers=2, command="", report=False)
+    run_study(study, quiet, workers=2, command="")
     want = values(quiet)
     assert len(want) == 24
 
     runs = new_runs(tmp_path / "fire")
     chaos = Chaos(runs, kills=8, period=5.0)
     try:
-        run_study(study, runs, workers=3, command="", on_status=chaos, report=False)
+        run_study(study, runs, workers=3, command="", on_status=chaos)
     finally:
         chaos.end()
     assert chaos.num_killed >= 3
@@ -347,5 +346,5 @@ def test_real_runs_under_fire_on_hosts_and_on_ray_equal_undisturbed_ones(
 
     runs = new_runs(tmp_path / "ray")
     with two_ray_nodes() as address:
-        run_study(study, runs, workers=2, command="", report=False, cluster=Cluster(address))
+        run_study(study, runs, workers=2, command="", cluster=Cluster(address))
     assert values(runs) == want

@@ -91,7 +91,7 @@ def test_each_process_of_a_study_parses_an_arm_once(
     assert worker_main("toy", runs, execute=fake_trials.EXECUTE) == 0
     note("a worker")
     status = run_study(
-        load_study(str(file)), runs, workers=1, command="", report=False, execute=fake_trials.EXECUTE
+        load_study(str(file)), runs, workers=1, command="", execute=fake_trials.EXECUTE
     )  # nothing is left to run, so this process starts no worker
     note("the study's own process")
     assert status.finished and status.all_valid

@@ -345,7 +345,7 @@ def test_a_search_with_pruning_runs_resumes_and_is_recorded_with_its_pruned_tria
     shutil.copy(empty_store, runs / "mlflow.db")
     space = {"algorithm.group_size": {"choices": [1, 2, 4, 8, 16, 32]}}
     study = a_search(space=space, trials=6, pruner="median", startup=2, sampler="random")
-    status = run_study(study, runs, workers=1, command="cmd", report=False, execute=fake_trials.EXECUTE)
+    status = run_study(study, runs, workers=1, command="cmd", execute=fake_trials.EXECUTE)
     counts = status.counts()
     assert (status.finished, status.all_valid) == (True, True)
     assert set(counts) == {"complete", "pruned"}
@@ -363,4 +363,4 @@ def test_a_search_with_pruning_runs_resumes_and_is_recorded_with_its_pruned_tria
             assert trial.reason is not None
             assert "behind the other arms with validation/accuracy" in trial.reason
             assert trial.arm not in kept
-    assert run_study(study, runs, workers=1, command="cmd", report=False, execute=fake_trials.EXECUTE) == status
+    assert run_study(study, runs, workers=1, command="cmd", execute=fake_trials.EXECUTE) == status

@@ -23,6 +23,7 @@ from fake_trials import a_study
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
+from harness.cli.study import write_report
 from harness.files import read_json, write_json
 from harness.spec.errors import SpecError
 from harness.spec.load import load_study, shipped_studies
@@ -69,11 +70,8 @@ def run(
     on_status: Callable[[StudyStatus], None] | None = None,
     *,
     workers: int = 2,
-    report: bool = False,
 ) -> StudyStatus:
-    return run_study(
-        study, runs, workers=workers, command="cmd", on_status=on_status, report=report, execute=fake_trials.EXECUTE
-    )
+    return run_study(study, runs, workers=workers, command="cmd", on_status=on_status, execute=fake_trials.EXECUTE)
 
 
 def a_queue(study: StudySpec, runs: Path) -> Queue:
@@ -226,7 +224,7 @@ def endings() -> StudySpec:
 
 def test_invalid_trials_are_final_and_failed_ones_are_tried_when_the_study_is_started_again(runs: Path):
     (runs / "crash").touch()
-    status = run(endings(), runs, report=True)
+    status = run(endings(), runs)
     states = {trial.arm: trial.state for trial in status.trials}
     assert states == {"good": "complete", "diverges": "invalid", "crashes": "failed", "mute": "failed"}
     reasons = {trial.arm: trial.reason for trial in status.trials}
@@ -243,6 +241,7 @@ def test_invalid_trials_are_final_and_failed_ones_are_tried_when_the_study_is_st
     assert {t.arm: (t.state, t.reason) for t in read_study(runs, "sizes").trials} == {
         arm: (states[arm], reasons[arm]) for arm in states
     }
+    write_report("sizes", runs)
     assert (runs / "studies/sizes/report/results.csv").exists()
     assert "no memory left" in "".join(file.read_text() for file in (runs / "studies/sizes/logs").glob("*.log"))
     (runs / "crash").unlink()

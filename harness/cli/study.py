@@ -169,7 +169,6 @@ def run_and_report(
             workers=workers,
             command=command,
             on_status=view.update,
-            report=False,
             storage=storage,
             cluster=cluster,
         )

@@ -37,7 +37,6 @@ from harness.study.search import Searches
 from harness.study.status import StudyStatus, TrialStatus
 from harness.study.storage.base import Lease, Storage
 from harness.study.storage.files import LocalStorage
-from harness.study.storage.open import open_storage
 from harness.types import ENDED, TrialState
 
 MAX_LOST = 10  # attempts in a row at a trial that may lose their worker without progress
@@ -276,6 +275,18 @@ class Queue:
             generated_tokens=summary.get("generated_tokens"),
             on_gpu=last is not None and bool(last.user_attrs.get("gpu")),
         )
+
+
+def open_storage(folder: Path, name: str, url: str | None = None) -> Storage:
+    """The storage of the study `name`, whose folder on this host is `folder`; connects to nothing yet.
+
+    ValueError for a URL that is not a PostgreSQL one, or without its driver.
+    """
+    if not url:
+        return LocalStorage(folder)
+    from harness.study.storage.postgres import PostgresStorage
+
+    return PostgresStorage(name, url)
 
 
 def open_queue(name: str, runs: Path, url: str | None) -> Queue:

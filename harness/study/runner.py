@@ -1,10 +1,9 @@
 """Runs a study: every (arm, seed) exactly once, by worker processes that may die at any moment.
 
 `queue.py` records who runs which trial and how it ended; `processes.py` starts the workers. A study is checked before
-it writes anything, and its report is written at the end.
+it writes anything.
 """
 
-import importlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,14 +16,13 @@ from harness.spec.study import StudySpec
 from harness.study.checks import check_study, check_unchanged, missing_here
 from harness.study.plan import Plan
 from harness.study.processes import Pool, WorkerPool, default_workers
-from harness.study.queue import Queue, open_queue
+from harness.study.queue import Queue, open_queue, open_storage
 from harness.study.ray_cluster import Cluster, RayPool
 from harness.study.status import StudyStatus
 from harness.study.storage.base import StorageUnavailable
-from harness.study.storage.open import open_storage
 from harness.study.worker import EXECUTE, MAX_WAIT_SECONDS, STORAGE, log
 from harness.tracking.mlflow_address import TRACKING_URI, remote_uri
-from harness.tracking.mlflow_studies import close_study, log_report, log_search, open_study, read_study
+from harness.tracking.mlflow_studies import close_study, log_search, open_study
 from harness.tracking.run_log import replay
 from harness.types import ENDED
 
@@ -36,23 +34,19 @@ def run_study(
     workers: int | None,
     command: str,
     on_status: Callable[[StudyStatus], None] | None = None,
-    report: bool = True,
     execute: str = EXECUTE,
     storage: str | None = None,
     cluster: Cluster | None = None,
 ) -> StudyStatus:
-    """Run the trials that the study still lacks with `workers` processes and write the report; how far it has come.
+    """Run the trials that the study still lacks with `workers` processes; how far it has come.
 
     Ctrl-C (or SIGTERM) lets each worker finish its step and write a checkpoint; a second one stops at once. Bad input
     raises ValueError before anything is written. `execute` names the function that runs a trial (`module:function`,
     called as `harness.training.loop.train`), `storage` the place of the queue (see `open_storage`), `cluster` the Ray
     cluster that runs the workers instead of this machine.
     """
-    runs = runs.resolve()
-    plan = Plan(study, runs)
-    queue = Queue(plan, open_storage(plan.folder, study.name, storage))
-    with queue.storage.errors():
-        queue.storage.check()
+    queue = _reachable_queue(study, runs, storage)
+    plan, runs = queue.plan, queue.plan.runs
     check_study(study, runs, workers, execute)
     digest = study.digest()
     check_unchanged(study, digest, queue.storage)
@@ -71,8 +65,6 @@ def run_study(
         if trial.state != "running" and trial.directory.exists():  # trials of other hosts have no folder here
             replay(runs, trial.directory, parent_run_id)
     close_study(runs, parent_run_id, "complete" if status.finished else "stopped")
-    if report:
-        _write_report(study.name, runs)
     return status
 
 
@@ -93,12 +85,9 @@ def dry_run(
     from harness.memory.fit import judge
     from harness.study.estimates import budget
 
-    runs = runs.resolve()
-    plan = Plan(study, runs)
-    queue = Queue(plan, open_storage(plan.folder, study.name, storage))
-    with queue.storage.errors():
-        queue.storage.check()
-        check_unchanged(study, study.digest(), queue.storage)
+    queue = _reachable_queue(study, runs, storage)
+    runs = queue.plan.runs
+    check_unchanged(study, study.digest(), queue.storage)
     specs = {arm.label: arm.spec for arm in study.checked_arms()}
     not_checked, memory = missing_here(specs.values()), {}
     if not not_checked:
@@ -107,7 +96,15 @@ def dry_run(
             memory = {arm: asdict(judge(spec)) for arm, spec in specs.items() if spec.steps}
     elif not any(words.startswith("data") for words in not_checked):
         check_study(study, runs, workers, execute="")  # without the checks of the model and the device
-    return {**budget(plan, workers or default_workers()), "memory": memory, "not_checked": not_checked}
+    return {**budget(queue.plan, workers or default_workers()), "memory": memory, "not_checked": not_checked}
+
+
+def _reachable_queue(study: StudySpec, runs: Path, storage: str | None) -> Queue:
+    """The queue of a study, started or not; StorageUnavailable if its storage does not answer."""
+    plan = Plan(study, runs.resolve())
+    queue = Queue(plan, open_storage(plan.folder, study.name, storage))
+    queue.storage.check()
+    return queue
 
 
 @contextmanager
@@ -158,11 +155,3 @@ def _write_search(queue: Queue, runs: Path, parent_run_id: str) -> None:
         found = queue.search_record()
         write_json(queue.plan.folder / "search.json", found)
         log_search(runs, parent_run_id, found)
-
-
-def _write_report(name: str, runs: Path) -> None:
-    record = read_study(runs, name)
-    if record.trials:
-        folder = runs / "studies" / name / "report"
-        files = importlib.import_module("reports.render").write_report(record, folder)
-        log_report(runs, name, folder, files.answer)

@@ -18,8 +18,7 @@ from typing import Any
 
 from harness.spec.study import StudySpec, parse_study
 from harness.study.plan import Plan
-from harness.study.queue import Outcome, Queue
-from harness.study.storage.open import open_storage
+from harness.study.queue import Outcome, Queue, open_storage
 
 METRIC = "validation/accuracy"
 

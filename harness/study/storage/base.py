@@ -1,7 +1,7 @@
 """The place of a study's queue: Optuna's storage, one lock, the leases of running trials, and the study's document.
 
 By default all four are files in the study's folder (`files.py`). With `--storage postgresql://...` they are in a
-database (`postgres.py`), and hosts without a common disk can share a study. Only `open.py` knows which one it is.
+database (`postgres.py`), and hosts without a common disk can share a study. Only `open_storage` knows which one it is.
 """
 
 import re
