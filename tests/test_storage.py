@@ -23,8 +23,7 @@ from harness.study.plan import Plan
 from harness.study.queue import MAX_LOST, Claim, Outcome, Queue, open_storage
 from harness.study.runner import run_study, study_status
 from harness.study.storage.base import StorageUnavailable, masked
-from harness.study.storage.files import LocalStorage
-from harness.study.storage.lease import FileLease
+from harness.study.storage.files import FileLease, LocalStorage
 
 METRIC = "validation/accuracy"
 DONE = Outcome("complete", summary={"accuracy_final": 0.5, "seconds": 8.0, "generated_tokens": 100.0},

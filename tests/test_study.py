@@ -35,7 +35,7 @@ from harness.study.queue import MAX_LOST, Claim, Outcome, Queue
 from harness.study.runner import run_study, study_status
 from harness.study.status import StudyStatus
 from harness.study.storage.base import StorageUnavailable
-from harness.study.storage.lease import GRACE_SECONDS, FileLease, is_held
+from harness.study.storage.files import GRACE_SECONDS, FileLease, is_held
 from harness.study.worker import worker_main
 from harness.tracking.events import read_events
 from harness.tracking.mlflow_store import connect, search_runs
@@ -438,9 +438,9 @@ def test_half_a_line_of_a_killed_writer_does_not_spoil_the_journal(runs: Path):
 def test_a_worker_ends_at_once_when_another_has_its_lease(tmp_path: Path):
     code = """
 import pathlib, sys, time
-from harness.study.storage import lease
-lease.BEAT_SECONDS = 0.05
-lease.FileLease(pathlib.Path(sys.argv[1]))
+from harness.study.storage import files
+files.BEAT_SECONDS = 0.05
+files.FileLease(pathlib.Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(30)
 """

@@ -4,25 +4,85 @@ By default all four are files in the study's folder (`files.py`). With `--storag
 database (`postgres.py`), and hosts without a common disk can share a study. Only `open_storage` knows which one it is.
 """
 
+import logging
+import os
 import re
+import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import psutil
 from optuna.storages import BaseStorage
+
+log = logging.getLogger(__name__)
 
 
 class StorageUnavailable(ConnectionError):
     """The storage cannot be reached now."""
 
 
-class Lease(Protocol):
-    """The right of this process to run a trial; it ends the process at once if another one has taken over."""
+class Lease(ABC):
+    """The right of this process to run a trial, renewed from a thread, whatever the connection does.
 
-    def release(self) -> None: ...
+    The process ends at once if another one has taken over: two writers in one folder would spoil the run.
+    """
+
+    def __init__(self, words: str, beat_seconds: float) -> None:
+        self._words, self._beat_seconds = words, beat_seconds
+        self._released = threading.Event()
+        self._lock = threading.Lock()  # between a heartbeat and the release
+        threading.Thread(target=self._beat, name="lease", daemon=True).start()
+
+    def release(self) -> None:
+        self._released.set()  # first: without an answer the lease ends by its age
+        with self._lock:
+            self._give_up()
+
+    @abstractmethod
+    def _renew(self) -> bool:
+        """Write a heartbeat; whether the lease is still ours."""
+
+    @abstractmethod
+    def _give_up(self) -> None: ...
+
+    def _beat(self) -> None:
+        reached = True
+        while not self._released.wait(self._beat_seconds):
+            try:
+                with self._lock:
+                    if self._released.is_set():
+                        return
+                    ours = self._renew()
+            except StorageUnavailable as error:
+                if reached:
+                    log.warning("%s; the run goes on", error)
+                reached = False
+                continue
+            if not ours:
+                print(f"lost {self._words}: ending at once", file=sys.stderr, flush=True)
+                os._exit(3)
+            reached = True
+
+
+def this_process() -> dict[str, Any]:
+    """The arguments of `is_alive`: process id and start time (seconds since 1970)."""
+    return {"pid": os.getpid(), "started": psutil.Process().create_time()}
+
+
+def is_alive(pid: int, started: float) -> bool | None:
+    """Whether a process of this machine lives; None if another process has got its id."""
+    try:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        return True if abs(process.create_time() - started) < 2 else None
+    except psutil.NoSuchProcess:
+        return False
 
 
 class Storage(ABC):

@@ -1,6 +1,9 @@
 """The storage in files: Optuna's journal, a file lock, lease files and `study.json` in the study's folder."""
 
 import os
+import platform
+import time
+import uuid
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -11,9 +14,11 @@ from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
 from harness.files import file_lock, read_json, write_json
-from harness.study.storage.base import Lease, Storage
-from harness.study.storage.lease import FileLease, is_held
+from harness.study.storage.base import Lease, Storage, is_alive, this_process
 from harness.tracking.run_log import read_progress
+
+BEAT_SECONDS = 2.0
+GRACE_SECONDS = 60.0  # how old the last heartbeat of a worker on another machine may be
 
 
 class LocalStorage(Storage):
@@ -50,6 +55,44 @@ class LocalStorage(Storage):
 
     def write_document(self, document: Mapping[str, Any]) -> None:
         write_json(self._document, document)
+
+
+class FileLease(Lease):
+    """A file in a trial's folder that names the worker of the trial, touched every few seconds."""
+
+    def __init__(self, directory: Path) -> None:
+        self._file = directory / "lease"
+        self._token = uuid.uuid4().hex
+        directory.mkdir(parents=True, exist_ok=True)
+        write_json(self._file, {"token": self._token, "host": platform.node(), **this_process()})
+        super().__init__(f"the lease {self._file}", BEAT_SECONDS)
+
+    def _renew(self) -> bool:
+        if ours := self._is_ours():
+            os.utime(self._file)
+        return ours
+
+    def _give_up(self) -> None:
+        if self._is_ours():
+            self._file.unlink()
+
+    def _is_ours(self) -> bool:
+        return self._file.exists() and read_json(self._file)["token"] == self._token
+
+
+def is_held(directory: Path) -> bool:
+    """Whether a living worker holds the lease of a trial's folder.
+
+    On this machine the process decides (a suspended one is alive). The age of the last heartbeat decides for another
+    machine, or if another process has got the process id.
+    """
+    file = directory / "lease"
+    try:
+        holder, age = read_json(file), time.time() - file.stat().st_mtime
+    except FileNotFoundError:
+        return False
+    alive = is_alive(holder["pid"], holder["started"]) if holder["host"] == platform.node() else None
+    return age < GRACE_SECONDS if alive is None else alive
 
 
 class _JournalLock(JournalFileOpenLock):

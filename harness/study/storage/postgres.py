@@ -12,12 +12,8 @@ swaps, so even two holders of the lock (one cut off, one new) cannot run one tri
 """
 
 import json
-import logging
-import os
 import platform
 import re
-import sys
-import threading
 import uuid
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,8 +29,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, Operationa
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from harness.spec.errors import SpecError
-from harness.study.storage.base import Lease, Storage, StorageUnavailable, masked
-from harness.study.storage.lease import is_alive, this_process
+from harness.study.storage.base import Lease, Storage, StorageUnavailable, is_alive, masked, this_process
 from harness.tracking.run_log import read_progress
 
 BEAT_SECONDS = 5.0
@@ -51,7 +46,6 @@ TABLES = (
 # A dead host's session, and with it its lock, is noticed after 10 + 3 x 5 s, not after the system's two hours.
 SESSION = f"""SET lock_timeout = '{LOCK_SECONDS}s'; SET tcp_keepalives_idle = 10;
     SET tcp_keepalives_interval = 5; SET tcp_keepalives_count = 3"""
-log = logging.getLogger(__name__)
 
 
 class PostgresStorage(Storage):
@@ -208,38 +202,19 @@ class PostgresStorage(Storage):
             return connection.execute(sqlalchemy.text(statement), {"study": self._study, **values}).rowcount > 0
 
 
-class PostgresLease:
-    """A row that names the worker of a trial; a thread renews it every few seconds, whatever the connection does."""
+class PostgresLease(Lease):
+    """A row that names the worker of a trial; every heartbeat carries the trial's progress."""
 
     def __init__(self, storage: PostgresStorage, directory: Path, token: str) -> None:
         self._storage = storage
         self._directory, self._token = directory, token
-        self._released = threading.Event()
-        self._lock = threading.Lock()  # between a heartbeat and the release
-        threading.Thread(target=self._beat, name="lease", daemon=True).start()
+        super().__init__(f"the lease of {directory.name}", BEAT_SECONDS)
 
-    def release(self) -> None:
-        self._released.set()  # first: without an answer the lease ends by its age
-        with self._lock:
-            self._storage.give_up(self._directory, self._token)
+    def _renew(self) -> bool:
+        return self._storage.renew(self._directory, self._token)
 
-    def _beat(self) -> None:
-        reached = True
-        while not self._released.wait(BEAT_SECONDS):
-            try:
-                with self._lock:
-                    if self._released.is_set():
-                        return
-                    ours = self._storage.renew(self._directory, self._token)
-            except StorageUnavailable as error:
-                if reached:
-                    log.warning("%s; the run goes on", error)
-                reached = False
-                continue
-            if not ours:
-                print(f"lost the lease of {self._directory.name}: ending at once", file=sys.stderr, flush=True)
-                os._exit(3)
-            reached = True
+    def _give_up(self) -> None:
+        self._storage.give_up(self._directory, self._token)
 
 
 @lru_cache(maxsize=1)
