@@ -97,19 +97,16 @@ def study_show(
     as_json: options.Json = False,
 ) -> None:
     """Show a study's question, arms, base run and budget without running it."""
+    from harness.study.estimates import planned
+
     spec = _started_study(study, runs, sets, seeds) or _load_study(study, sets, seeds)
     arms = []
     for arm in spec.design_arms():
         run = arm.spec
         rollouts = run.steps * run.rollouts_per_step
         arms.append({"arm": arm.label, "overrides": dict(arm.overrides), "steps": run.steps, "rollouts": rollouts})
-    trials = len(arms) * len(spec.seeds)
-    budget = sum(arm["rollouts"] for arm in arms) * len(spec.seeds)
-    for plan in spec.searches():
-        run = plan.base.spec
-        count = plan.search.trials * len(plan.seeds) + len(plan.final_seeds)
-        trials += count
-        budget += count * run.steps * run.rollouts_per_step
+    trials = sum(count for _, count in planned(spec))
+    budget = sum(count * arm.spec.steps * arm.spec.rollouts_per_step for arm, count in planned(spec))
     if as_json:
         document = spec.model_dump(mode="json")
         terminal.print_json({**document, "design_arms": arms, "budget": {"trials": trials, "rollouts": budget}})

@@ -305,8 +305,8 @@ def parse_run(raw: Mapping[str, Any], where: str) -> RunSpec:
         raise SpecError(explain(error, RunSpec, raw, where)) from None
 
 
-def get_path(spec: Section, dotted: str) -> Scalar:
-    """The value of a dotted RunSpec path, of a reward its weight; None where this run has no such setting."""
+def get_path(spec: Section | Mapping[str, Any], dotted: str) -> Scalar:
+    """The value of a dotted path of a RunSpec or its JSON, of a reward its weight; None without such a setting."""
     value: Any = spec
     for key in dotted.split("."):
         value = value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+from harness.spec.run import get_path
 from harness.spec.study import Arm, StudySpec
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def budget(plan: Plan, workers: int) -> dict[str, Any]:
     """
     measured = _measured(plan.runs)
     arms, samples = [], 0
-    for arm, trials in _planned(plan.study):
+    for arm, trials in planned(plan.study):
         spec = arm.spec
         rates = measured.get(_shape(spec.model_dump(mode="json")), [])
         samples += len(rates)
@@ -93,7 +94,7 @@ def budget(plan: Plan, workers: int) -> dict[str, Any]:
     }
 
 
-def _planned(study: StudySpec) -> Iterator[tuple[Arm, int]]:
+def planned(study: StudySpec) -> Iterator[tuple[Arm, int]]:
     """Every arm with the number of its trials; for a search its base, with all trials that the search may run."""
     for arm in study.design_arms():
         yield arm, len(study.seeds)
@@ -113,28 +114,17 @@ def _whole_seconds(trial: TrialStatus) -> float | None:
 def _measured(runs: Path) -> dict[str, list[float]]:
     """Shape -> seconds per step of each complete run of the runs folder, its evaluations included."""
     found: dict[str, list[float]] = defaultdict(list)
-    for spec, summary in _complete_runs(runs):
-        steps, seconds = spec.get("steps") or 0, summary.get("seconds")
-        if steps and isinstance(seconds, int | float):
-            found[_shape(spec)].append(seconds / steps)
-    return found
-
-
-def _complete_runs(runs: Path) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     for file in [*runs.glob("studies/*/trials/*/result.json"), *runs.glob("train/*/result.json")]:
         try:
             result, run = json.loads(file.read_text()), json.loads(file.with_name("run.json").read_text())
         except (OSError, ValueError):
             continue  # half written or damaged: an estimate can do without it
         if result.get("state") == "complete":
-            yield run.get("spec", {}), result.get("summary", {})
+            spec, seconds = run.get("spec", {}), result.get("summary", {}).get("seconds")
+            if (steps := spec.get("steps") or 0) and isinstance(seconds, int | float):
+                found[_shape(spec)].append(seconds / steps)
+    return found
 
 
 def _shape(spec: Mapping[str, Any]) -> str:
-    values = []
-    for path in SHAPE:
-        node: Any = spec
-        for key in path.split("."):
-            node = node.get(key) if isinstance(node, Mapping) else None
-        values.append(node)
-    return json.dumps(values, sort_keys=True)
+    return json.dumps([get_path(spec, path) for path in SHAPE], sort_keys=True)
