@@ -26,7 +26,7 @@ from mlflow.entities import Trace
 from harness.files import file_lock, read_json
 from harness.spec.run import RunSpec, parse_run
 from harness.tracking import mlflow_copy
-from harness.tracking.events import read_events, read_history
+from harness.tracking.events import EVENTS, read_events
 from harness.tracking.mlflow_address import tracking_uri
 from harness.tracking.mlflow_store import check_runs_folder
 from harness.tracking.mlflow_studies import close_study, list_studies, log_report, open_study, read_study, study_url
@@ -175,7 +175,8 @@ os.kill(os.getpid(), signal.SIGKILL)
     expected = {(key, step) for key in (COLUMN, "seconds/step") for step in range(41)}
     assert Counter((key, step) for key, step, _ in in_store(runs, first)) == Counter(expected)
     assert in_store(runs, first) == in_file(log.directory)
-    assert [row["completion"] for row in read_history(log.directory).rows()] == ["kept", "kept too", "again"]
+    samples = [event for event in read_events(log.directory / EVENTS) if event["type"] == "samples"]
+    assert [row["completion"] for event in samples for row in event["rows"]] == ["kept", "kept too", "again"]
 
 
 @pytest.mark.parametrize(("last", "scale"), [(12, 2.0), (4, 1.0)], ids=["other values", "fewer steps"])

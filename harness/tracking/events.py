@@ -52,11 +52,6 @@ class RunHistory:
             del self.samples[key]
         self.samples.setdefault(key, (attempt, []))[1].append(row)
 
-    @property
-    def last_step(self) -> int:
-        """The last step with a metric; -1 without any."""
-        return max((step for steps in self.history.values() for step in steps), default=-1)
-
     def latest(self) -> dict[str, float]:
         """The value of every metric at its last step."""
         return {key: steps[max(steps)][0] for key, steps in self.history.items()}
@@ -64,14 +59,6 @@ class RunHistory:
     def rows(self) -> list[dict[str, Any]]:
         """All sampled rollouts, by step."""
         return [row for key in sorted(self.samples) for row in self.samples[key][1]]
-
-
-def read_history(directory: Path) -> RunHistory:
-    """The content of the event file in a run's folder; empty without one. A line torn by a killed writer ends it."""
-    result = RunHistory()
-    for event in read_events(directory / EVENTS):
-        result.add(event)
-    return result
 
 
 def read_events(file: Path) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from tenacity import RetryCallState, retry, retry_if_exception, stop_before_dela
 TRACKING_URI = "COHORT_TRACKING_URI"
 PATIENCE_SECONDS = 300.0  # how long a command waits for a remote store to come back
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 20.0
-_ANSWER_SECONDS = 10.0
+ANSWER_SECONDS = 10.0
 _DRIVERS = {"postgresql": "psycopg2", "postgresql+psycopg2": "psycopg2", "postgresql+psycopg": "psycopg"}
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -87,7 +87,7 @@ def check_remote() -> None:
     uri = remote_uri()
     if uri is None:
         return
-    reason = _health(uri) if is_server(uri) else _listens(uri)
+    reason = health(uri, ANSWER_SECONDS) if is_server(uri) else _listens(uri)
     if reason is not None:
         raise ValueError(
             f"the tracking URI must name a store that answers, but {shown(uri)} does not ({reason}); start it, or "
@@ -140,10 +140,10 @@ def _parts(uri: str) -> SplitResult | None:
     return parts
 
 
-def _health(uri: str) -> str | None:
-    """Why the server at `uri` is of no use now; None if it answers."""
+def health(uri: str, seconds: float) -> str | None:
+    """Why the server at `uri` is of no use now; None if it answers within `seconds`."""
     try:
-        with urllib.request.urlopen(f"{uri}/health", timeout=_ANSWER_SECONDS) as answer:
+        with urllib.request.urlopen(f"{uri}/health", timeout=seconds) as answer:
             return None if answer.status == 200 else f"status {answer.status} of {uri}/health"
     except urllib.error.HTTPError as error:
         return f"status {error.code} of {uri}/health: is it an MLflow server?"
@@ -154,7 +154,7 @@ def _health(uri: str) -> str | None:
 def _listens(uri: str) -> str | None:
     parts = urlsplit(uri)
     try:
-        socket.create_connection((parts.hostname or "", parts.port or 5432), _ANSWER_SECONDS).close()
+        socket.create_connection((parts.hostname or "", parts.port or 5432), ANSWER_SECONDS).close()
     except OSError as error:
         return str(error)
     return None

@@ -100,7 +100,6 @@ class Copier:
         self._traces: TraceWriter | None = None
         self._trace_limit = traces_per_split()
         self._system: dict[str, float] = {}
-        self.cpu_seconds = 0.0  # of the thread
         self._stored: dict[_Key, float] = {}
         self._samples_at = -math.inf
         self._error: Exception | None = None
@@ -160,8 +159,6 @@ class Copier:
                 (self._give_up if last else self._stop).wait(retry)  # a new step does not shorten the wait
                 wait, retry = 0.0, min(2 * retry, LONGEST_RETRY_SECONDS)
                 continue
-            finally:
-                self.cpu_seconds = time.thread_time()
             self._error = None
             wait, retry = FLUSH_SECONDS, RETRY_SECONDS
             if last:
@@ -237,19 +234,16 @@ class Copier:
         }
         self._describe(client)
         if self._trace_limit:
-            self._attach_traces(run)
+            tags = {key: value for key, value in identity.tags.items() if key in ("cohort.arm", "cohort.seed")}
+            shown = {key.removeprefix("cohort."): value for key, value in tags.items()}
+            shown["run"] = identity.run_name
+            place = tracking_uri(self.runs), run.info.experiment_id, run.info.run_id
+            self._traces = TraceWriter.attach(*place, shown)
         if (old := active_run(client, identity.superseded)) is not None:
             delete_traces(tracking_uri(self.runs), old.info.experiment_id, old.info.run_id)
             client.delete_run(old.info.run_id)
         self._client = client
         return client
-
-    def _attach_traces(self, run: Run) -> None:
-        shown = {key: value for key, value in self.identity.tags.items() if key in ("cohort.arm", "cohort.seed")}
-        tags = {key.removeprefix("cohort."): value for key, value in shown.items()}
-        self._traces = TraceWriter.attach(
-            tracking_uri(self.runs), run.info.experiment_id, run.info.run_id, tags | {"run": self.identity.run_name}
-        )
 
     def _find_by_token(self, client: MlflowClient) -> Run | None:
         experiment = client.get_experiment_by_name(self.identity.experiment)

@@ -96,16 +96,15 @@ def close_study(runs: Path, run_id: str, state: TrialState) -> None:
 
 
 @patient
-def log_report(runs: Path, name: str, folder: Path, answer: str | None = None) -> None:
+def log_report(runs: Path, name: str, folder: Path, answer: str) -> None:
     """Attach a written report to the study's parent run, and the answer to the note that the UI shows there."""
     client = connect(runs)
     parent = newest_parent(client, name)
     if parent is None:
         raise ValueError(f"{store_name(runs)} has no study '{name}'")
     client.log_artifacts(parent.info.run_id, str(folder), "report")
-    if answer:
-        document = artifact(client, runs, parent, "study.json") or {"spec": {"question": name}}
-        client.set_tag(parent.info.run_id, NOTE, f"{document['spec']['question']}\n\n{answer}")
+    document = artifact(client, runs, parent, "study.json") or {"spec": {"question": name}}
+    client.set_tag(parent.info.run_id, NOTE, f"{document['spec']['question']}\n\n{answer}")
 
 
 @patient
@@ -142,7 +141,9 @@ def read_study(runs: Path, name: str) -> StudyRecord:
     found = {key: _trial_record(client, runs, trials[key]) for key in wanted if key in trials}
     for arm in (search or {}).get("arms", []):
         if arm["state"] == "pruned":  # no mean over fewer seeds than the others have
-            found |= {key: _given_up(trial, arm["reason"]) for key, trial in found.items() if key[0] == arm["label"]}
+            for key, trial in found.items():
+                if key[0] == arm["label"] and trial.state == "complete":
+                    found[key] = dataclasses.replace(trial, state="pruned", reason=arm["reason"])
             wanted = [key for key in wanted if key in found or key[0] != arm["label"]]
     return StudyRecord(
         name=name,
@@ -158,11 +159,6 @@ def read_study(runs: Path, name: str) -> StudyRecord:
         versions=document["versions"],
         search=search,
     )
-
-
-def _given_up(trial: TrialRecord, reason: str) -> TrialRecord:
-    """A complete trial of an arm that was pruned later, marked as pruned."""
-    return dataclasses.replace(trial, state="pruned", reason=reason) if trial.state == "complete" else trial
 
 
 @patient
@@ -240,7 +236,8 @@ def _trial_record(client: MlflowClient, runs: Path, run: Run) -> TrialRecord:
 def _sample_row(row: Mapping[str, Any]) -> SampleRow:
     """A row of the samples table; those of an earlier version have no `rewards`."""
     rewards = {name: float(value) for name, value in row.get("rewards", {}).items()}
-    return SampleRow(**{**row, "reward": _number(row["reward"]), "rewards": rewards})
+    reward = None if row["reward"] is None else float(row["reward"])
+    return SampleRow(**{**row, "reward": reward, "rewards": rewards})
 
 
 def _state(run: Run) -> Any:
@@ -251,7 +248,3 @@ def _history(client: MlflowClient, run_id: str, key: str) -> list[tuple[int, flo
     """(step, value), steps rising; the newest value of a step counts."""
     points = sorted(client.get_metric_history(run_id, key), key=lambda metric: metric.timestamp)
     return sorted({metric.step: from_stored(metric.value) for metric in points}.items())
-
-
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)

@@ -7,15 +7,13 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Self
 
-from harness.tracking.mlflow_address import tracking_uri
+from harness.tracking.mlflow_address import health, tracking_uri
 from harness.tracking.mlflow_store import TRAINING_PAGES, check_runs_folder, connect
 
 
@@ -102,7 +100,7 @@ def start_server(
 
 
 def _wait_until_up(server: UIServer, output: IO[bytes], deadline: float, should_stop: Callable[[], bool]) -> None:
-    while not _answers(f"{server.address}/health"):
+    while health(server.address, 2) is not None:
         if should_stop():
             raise KeyboardInterrupt
         if server.process.poll() is not None or time.monotonic() > deadline:
@@ -121,11 +119,3 @@ def check_port(port: int) -> None:
             raise ValueError(
                 f"port {port} on 127.0.0.1 cannot be used ({error.strerror}); choose another with --port"
             ) from None
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=2) as response:
-            return response.status == 200
-    except (urllib.error.URLError, OSError):
-        return False

@@ -1,12 +1,11 @@
 """Keeps the results of a run: its own event file is the truth, MLflow the copy for browsing and reports.
 
-A run appends to `events.jsonl` in its folder, one JSON object a line, flushed at once: `start` of an attempt, `metrics`
-of a step, `samples`, `per_problem`, `finish`. A thread copies the events to MLflow in batches, so that a slow or absent
-store never holds up training; the next attempt or `replay` copies the rest. In MLflow a study is a parent run and a
-trial a child run; `mlflow_studies.read_study` needs the store alone.
+A run appends to `events.jsonl` in its folder (`events.py`), each event flushed at once. A thread copies the events to
+MLflow in batches, so that a slow or absent store never holds up training; the next attempt or `replay` copies the rest.
+In MLflow a study is a parent run and a trial a child run; `mlflow_studies.read_study` needs the store alone.
 
-Non-finite metrics are kept: as "nan", "inf" or "-inf" in the file (strict JSON), as NaN or the largest double in MLflow
-(its convention), and as floats again when read. Only the `mlflow_*` modules import mlflow.
+Non-finite metrics are kept: as text in the file, as NaN or the largest double in MLflow (its convention), and as floats
+again when read. Only the `mlflow_*` modules import mlflow.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class RunLog:
         self._on_progress = on_progress
         self._path = directory / EVENTS
         self._file: IO[str] | None = None
-        self._latest: dict[str, float] = {}
+        self.latest: dict[str, float] = {}  # the last value of every metric of this run
         self._progress: dict[str, Any] = {"phase": "", "done": 0, "total": 0, "step": 0}
         self._progress_written = -math.inf
         self._steps_pending = 0
@@ -108,11 +107,6 @@ class RunLog:
         """The id of the MLflow run; None until the store has answered."""
         return self._copier.identity.run_id
 
-    @property
-    def latest(self) -> Mapping[str, float]:
-        """The last value of every metric of this run."""
-        return self._latest
-
     def resume(self, step: int) -> None:
         """Keep the events up to `step` (none for -1) and go on from there; comes before anything is logged."""
         assert self._file is None, "resume() comes before the first event"
@@ -123,8 +117,8 @@ class RunLog:
             self._copier.push(event)
         self._append({"type": "start", "host": platform.node(), "pid": os.getpid()})
         latest = self._copier.history.latest()
-        self._latest = {key: value for key, value in latest.items() if not key.startswith(SYSTEM)}
-        self._note_progress(self._latest, step)
+        self.latest = {key: value for key, value in latest.items() if not key.startswith(SYSTEM)}
+        self._note_progress(self.latest, step)
         self._copier.start()
 
     def progress(self, phase: str, done: int, total: int) -> None:
@@ -135,7 +129,7 @@ class RunLog:
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         numbers = {key: float(value) for key, value in values.items()}
         self._append({"type": "metrics", "step": step, "values": numbers | self._copier.take_system()})
-        self._latest |= numbers
+        self.latest |= numbers
         self._note_progress(numbers, step)
         self._write_progress()
         self._on_progress(self._progress)
@@ -158,7 +152,7 @@ class RunLog:
         """Record how the run ended, wait until MLflow has everything, and close."""
         end = {"state": state, "reason": reason, "summary": {key: float(value) for key, value in summary.items()}}
         self._append({"type": "finish", **end})
-        write_json(self.directory / "result.json", {**end, "metrics": self._latest})
+        write_json(self.directory / "result.json", {**end, "metrics": self.latest})
         self._write_progress(now=True)
         self._closed = True
         self._copier.stop(self.drain_seconds)
