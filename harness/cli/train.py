@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -38,9 +38,10 @@ def train(
 ) -> None:
     """Train once, in RUNS/train/NAME; the same command resumes. A file with `stages` runs them one after another."""
     from harness.spec.load import load_run
+    from harness.spec.raw import read_yaml
 
     options.use_store(tracking_uri)
-    if spec is not None and _lists_stages(spec):
+    if spec is not None and isinstance(raw := read_yaml(spec), dict) and "stages" in raw:
         return _train_pipeline(spec, sets, name, runs, as_json)
     run = load_run(None if spec is None else str(spec), sets or ())
     name = options.checked_name(name or f"{run.task.name}-{run.algorithm.name}-seed{run.seed}-{run.digest()[:8]}")
@@ -48,14 +49,10 @@ def train(
 
     with _watched() as watch:
         result = train_once(run, runs, name, watch)
-    directory = runs / "train" / name
-    if as_json:
-        terminal.print_json({"name": name, "directory": directory, **vars(result)})
-    else:
+    if not as_json:
         rows = [(key, terminal.quantity(key, value)) for key, value in result.summary.items()]
         terminal.show_table("", ["quantity", "value"], rows, numeric=["value"])
-        _say_ending(name, result, directory)
-    raise typer.Exit(EXIT_CODE.get(result.state, 1))
+    _end(name, runs, result, as_json)
 
 
 @contextmanager
@@ -71,40 +68,36 @@ def _watched() -> Iterator[Watch]:
         yield Watch(view.update, say_stopping)
 
 
-def _lists_stages(spec: Path) -> bool:
-    from harness.spec.raw import read_yaml
-
-    raw = read_yaml(spec)
-    return isinstance(raw, dict) and "stages" in raw
-
-
 def _train_pipeline(spec: Path, sets: list[str] | None, name: str | None, runs: Path, as_json: bool) -> None:
     """Run a file's stages; the exit code is that of one run."""
     from harness.runs.pipeline import train_pipeline
-    from harness.runs.stages import load_pipeline, pipeline_digest
+    from harness.runs.stages import load_pipeline
+    from harness.spec.raw import digest
 
     stages = load_pipeline(spec, sets or ())
-    name = options.checked_name(name or f"{spec.stem}-{pipeline_digest(stages)[:8]}")
+    name = options.checked_name(name or f"{spec.stem}-{digest([s.document() for s in stages])[:8]}")
     with _watched() as watch:
         result, ended = train_pipeline(stages, runs, name, watch)
-    directory = runs / "train" / name
-    if as_json:
-        shown = [{"name": s.name, "kind": s.kind, "directory": s.directory, **vars(s.result)} for s in ended]
-        terminal.print_json({"name": name, "directory": directory, **vars(result), "stages": shown})
-    else:
+    if not as_json:
         keys = ("accuracy_initial", "accuracy_final", "test_accuracy", "rollouts", "seconds")
         rows = []
         for s in ended:
             found = [terminal.quantity(k, s.result.summary[k]) if k in s.result.summary else "" for k in keys]
             rows.append([s.name, s.kind, s.result.state, *found])
         terminal.show_table("", ["stage", "kind", "state", *keys], rows, numeric=keys)
-        _say_ending(name, result, directory)
+    shown = [{"name": s.name, "kind": s.kind, "directory": s.directory, **vars(s.result)} for s in ended]
+    _end(name, runs, result, as_json, stages=shown)
+
+
+def _end(name: str, runs: Path, result: RunResult, as_json: bool, **more: Any) -> NoReturn:
+    """Show how a run ended, `more` with --json only; the exit code says it too."""
+    directory = runs / "train" / name
+    if as_json:
+        terminal.print_json({"name": name, "directory": directory, **vars(result), **more})
+    else:
+        terminal.say(f"{name}: {result.state}" + (f" ({result.reason})" if result.reason else ""))
+        terminal.say(f"Files: {directory}")
     raise typer.Exit(EXIT_CODE.get(result.state, 1))
-
-
-def _say_ending(name: str, result: RunResult, directory: Path) -> None:
-    terminal.say(f"{name}: {result.state}" + (f" ({result.reason})" if result.reason else ""))
-    terminal.say(f"Files: {directory}")
 
 
 @command(

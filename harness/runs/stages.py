@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from harness.spec.errors import SpecError, explain
-from harness.spec.raw import digest, parse_overrides, read_yaml, with_overrides
+from harness.spec.errors import SpecError, parsed
+from harness.spec.raw import parse_overrides, read_yaml, with_overrides
 from harness.spec.run import ColdStart, RunSpec, parse_run
 from harness.types import Section
 
@@ -68,11 +68,6 @@ def load_pipeline(path: Path, overrides: Sequence[str] = ()) -> list[Stage]:
     return [_stage(base, stage, place, f"{path}, stage '{stage['name']}'") for place, stage in enumerate(stages)]
 
 
-def pipeline_digest(stages: Sequence[Stage]) -> str:
-    """A stable hash (16 hex digits) of every setting of every stage."""
-    return digest([stage.document() for stage in stages])
-
-
 def policy_folder(stage: Stage, folder: Path) -> Path:
     """The folder of a complete stage's policy."""
     if stage.kind == "rejection_sampling":
@@ -96,12 +91,11 @@ def _stage(base: Mapping[str, Any], raw: Mapping[str, Any], place: int, where: s
         if spec.steps < 1:
             raise SpecError(f"{where}: steps must be at least 1, got {spec.steps}; a cold start is part of a stage")
         return Stage(str(raw["name"]), kind, spec)
-    fit = _section(ColdStart, raw.get("fit", {}), f"{where}: fit")
+    fit = parsed(ColdStart, raw.get("fit", {}), f"{where}: fit")
     if fit.steps < 1:
         raise SpecError(f"{where}: fit.steps must be at least 1, got {fit.steps}")
-    return Stage(
-        str(raw["name"]), kind, spec, _section(Rejection, raw.get("rejection", {}), f"{where}: rejection"), fit
-    )
+    rejection = parsed(Rejection, raw.get("rejection", {}), f"{where}: rejection")
+    return Stage(str(raw["name"]), kind, spec, rejection, fit)
 
 
 def _merged(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,10 +107,3 @@ def _merged(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         else:
             dotted[key] = value
     return with_overrides(base, dotted)
-
-
-def _section(cls: type[Any], raw: Any, where: str) -> Any:
-    try:
-        return cls.model_validate(raw)
-    except ValidationError as error:
-        raise SpecError(explain(error, cls, raw if isinstance(raw, Mapping) else {}, where)) from None

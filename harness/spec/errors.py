@@ -2,16 +2,32 @@
 
 from collections.abc import Mapping, Sequence
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
 from harness import plugins
 from harness.types import Section
 
+S = TypeVar("S", bound=Section)
+
 
 class SpecError(ValueError):
     """A user's settings cannot run; the message names the file, the key, the rule, the value and a fix."""
+
+
+def parsed(model: type[S], raw: Any, where: str) -> S:
+    """The section that a mapping describes; SpecError naming `where`, key, rule and value otherwise."""
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        raise SpecError(explain(error, model, raw if isinstance(raw, Mapping) else {}, where)) from None
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """The question for the known word most like `word`, as the start of a sentence; empty if none is close."""
+    near = plugins.nearest(word, list(known))
+    return f"did you mean '{near}'? " if near else ""
 
 
 def explain(error: ValidationError, model: type[Section], raw: Mapping[str, Any], where: str) -> str:
@@ -25,8 +41,7 @@ def explain(error: ValidationError, model: type[Section], raw: Mapping[str, Any]
         if item["type"] == "extra_forbidden":
             owner = _class_at(model, raw, keys[:-1])
             known = list(owner.model_fields) if owner else []
-            near = plugins.nearest(keys[-1], known)
-            message = f"unknown key '{keys[-1]}'; " + (f"did you mean '{near}'? " if near else "")
+            message = f"unknown key '{keys[-1]}'; {did_you_mean(keys[-1], known)}"
             message += f"valid keys: {', '.join(known)}" if known else ""
             message = message.rstrip("; ")
         elif item["type"] == "missing":

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import plugins
-from harness.spec.errors import SpecError
+from harness.spec.errors import SpecError, did_you_mean
 from harness.spec.raw import parse_overrides, read_yaml, with_overrides
 from harness.spec.run import RunSpec, parse_run
 from harness.spec.study import StudySpec, parse_study
@@ -85,8 +84,7 @@ def _study_file(name_or_path: str) -> Path:
         return path
     if path.suffix in (".yaml", ".yml", ".json") or os.sep in name_or_path:
         raise SpecError(f"{path}: no such study file")
-    near = plugins.nearest(name_or_path, list(shipped))
-    hint = f"did you mean '{near}'? " if near else ""
     raise SpecError(
-        f"unknown study '{name_or_path}'; {hint}shipped: {', '.join(shipped)}, or give a path to a YAML file"
+        f"unknown study '{name_or_path}'; {did_you_mean(name_or_path, list(shipped))}shipped: {', '.join(shipped)}, "
+        "or give a path to a YAML file"
     )

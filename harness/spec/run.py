@@ -11,7 +11,7 @@ from pydantic import Field, SerializeAsAny, ValidationError, ValidationInfo, fie
 
 from harness import plugins
 from harness.interfaces import Algorithm, Reward, RolloutEngine, Task
-from harness.spec.errors import SpecError, explain
+from harness.spec.errors import explain, parsed
 from harness.spec.raw import digest, is_number
 from harness.types import Sampling, Section
 
@@ -299,10 +299,7 @@ def _must_divide(name: str, value: int, rollouts: int) -> None:
 
 def parse_run(raw: Mapping[str, Any], where: str) -> RunSpec:
     """The run that a mapping describes; SpecError naming `where`, key, rule and value otherwise."""
-    try:
-        return RunSpec.model_validate(raw)
-    except ValidationError as error:
-        raise SpecError(explain(error, RunSpec, raw, where)) from None
+    return parsed(RunSpec, raw, where)
 
 
 def get_path(spec: Section | Mapping[str, Any], dotted: str) -> Scalar:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from harness import plugins
-from harness.spec.errors import SpecError, explain
+from harness.spec.errors import SpecError, parsed
 from harness.spec.raw import digest, with_overrides
 from harness.spec.run import RunSpec, Scalar, get_path, parse_run
 from harness.types import Section, short_path
@@ -389,10 +389,7 @@ class StudySpec(Section):
 
 def parse_study(raw: Mapping[str, Any], where: str) -> StudySpec:
     """The study that a mapping describes, every arm of it validated; SpecError otherwise."""
-    try:
-        study = StudySpec.model_validate(raw)
-    except ValidationError as error:
-        raise SpecError(explain(error, StudySpec, raw, where)) from None
+    study = parsed(StudySpec, raw, where)
     study.checked_arms()
     return study
 

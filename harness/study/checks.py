@@ -3,9 +3,8 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from harness.plugins import nearest
 from harness.preflight import check_inputs
-from harness.spec.errors import SpecError
+from harness.spec.errors import SpecError, did_you_mean
 from harness.spec.run import RunSpec
 from harness.spec.study import StudySpec
 from harness.study.processes import default_workers
@@ -79,8 +78,7 @@ def _check_metrics(study: StudySpec, specs: Sequence[RunSpec]) -> None:
         for metric in study.objectives():
             if metric in known or (metric != study.metric and metric in COSTS):
                 continue
-            near = nearest(metric, known)
-            hint = f"did you mean '{near}'? " if near else ""
+            hint = did_you_mean(metric, known)
             if metric == study.metric:
                 raise SpecError(f"metric must be one of an evaluation, got '{metric}'; {hint}{', '.join(known)}")
             raise SpecError(f"search.objectives must be metrics that runs log, got '{metric}'; {hint}"

@@ -27,8 +27,7 @@ from optuna.samplers import RandomSampler
 from optuna.trial import FrozenTrial
 from optuna.trial import TrialState as OptunaState
 
-from harness.plugins import nearest
-from harness.spec.errors import SpecError
+from harness.spec.errors import SpecError, did_you_mean
 from harness.spec.study import parse_study
 from harness.study.attempts import Attempts
 from harness.study.plan import Key, Plan
@@ -298,9 +297,7 @@ def open_queue(name: str, runs: Path, url: str | None) -> Queue:
         raise SpecError(f"no study '{name}' was started in {storage.place}; start it with: cohort study run {name}")
     if document is None:
         known = sorted(file.parent.name for file in folder.glob("*/study.json"))
-        near = nearest(name, known)
-        hint = f"did you mean '{near}'? " if near else ""
         there = f"there are: {', '.join(known)}" if known else "start one with: cohort study run NAME"
-        raise SpecError(f"no study '{name}' was started in '{runs}'; {hint}{there}")
+        raise SpecError(f"no study '{name}' was started in '{runs}'; {did_you_mean(name, known)}{there}")
     fields = {key: value for key, value in document.items() if key not in ("format", "digest")}
     return Queue(Plan(parse_study(fields, where=storage.document_place), runs), storage)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
 from harness.files import FORMAT, read_json, write_json
-from harness.plugins import nearest
+from harness.spec.errors import did_you_mean
 from harness.tracking.mlflow_address import patient, store_name
 from harness.tracking.mlflow_store import (
     NOTE,
@@ -117,12 +117,9 @@ def read_study(runs: Path, name: str) -> StudyRecord:
     client = existing_store(runs)
     parent = newest_parent(client, name) if client else None
     if client is None or parent is None:
-        near = nearest(name, known := list_studies(runs))
-        hint = f"did you mean '{near}'? " if near else ""
-        raise ValueError(
-            f"{store_name(runs)} has no study '{name}'; {hint}"
-            + (f"it has: {', '.join(known)}" if known else "run one with: cohort study run NAME")
-        )
+        known = list_studies(runs)
+        there = f"it has: {', '.join(known)}" if known else "run one with: cohort study run NAME"
+        raise ValueError(f"{store_name(runs)} has no study '{name}'; {did_you_mean(name, known)}{there}")
     document = artifact(client, runs, parent, "study.json")
     if document is None or document.get("format") != FORMAT:
         raise ValueError(
