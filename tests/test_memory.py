@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from harness.cli import app
-from harness.cli.measure_memory import Measured, as_documents, measure, shape
+from harness.cli.measure_memory import measure, shape, with_ratios
 from harness.cli.memory import show_measured
 from harness.memory.count import Shape, count
 from harness.memory.estimate import estimate, estimate_run, model_config, peak_bytes
@@ -292,10 +292,10 @@ def test_doctor_refuses_settings_without_a_run(capsys):
 def test_what_was_measured_is_shown_with_ratios_to_the_first_algorithm(capsys):
     told = {**dict.fromkeys(("reference", "critic", "kv_cache", "sampling"), 0), "policy": 2**30, "activations": 2**29}
     results = [
-        Measured("ppo", 4 * 2**30, told, {"generate": 1.0, "step": 5.0}),
-        Measured("grpo", 2 * 2**30, told, {"generate": 1.0, "step": 3.0}),
+        {"algorithm": "ppo", "peak_bytes": 4 * 2**30, "estimate": told, "seconds": {"generate": 1.0, "step": 5.0}},
+        {"algorithm": "grpo", "peak_bytes": 2 * 2**30, "estimate": told, "seconds": {"generate": 1.0, "step": 3.0}},
     ]
-    documents = as_documents(results)
+    documents = with_ratios(results)
     assert [(d["memory_ratio"], d["time_ratio"]) for d in documents] == [(1, 1), (0.5, 0.6)]
     show_measured("a model", documents)
     (grpo,) = (line for line in capsys.readouterr().out.splitlines() if "0.60" in line)
@@ -312,7 +312,7 @@ def test_ppo_is_measured_to_need_more_than_grpo_and_both_what_was_told(tmp_path)
     ppo, grpo = measure(
         str(tmp_path), ["ppo", "grpo"], steps=2, rollouts=8, prompt_tokens=16, max_tokens=16
     )  # 20 M parameters; weights alone: GRPO 5, PPO 9 times 78 MiB
-    assert grpo.peak_bytes < 0.7 * ppo.peak_bytes
+    assert grpo["peak_bytes"] < 0.7 * ppo["peak_bytes"]
     for found in (ppo, grpo):
-        assert found.peak_bytes == pytest.approx(peak_bytes(found.estimate), rel=0.15)
-        assert set(found.seconds) == {"generate", "grade", "annotate", "update", "sync", "step"}
+        assert found["peak_bytes"] == pytest.approx(peak_bytes(found["estimate"]), rel=0.15)
+        assert set(found["seconds"]) == {"generate", "grade", "annotate", "update", "sync", "step"}

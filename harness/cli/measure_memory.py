@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,17 +44,6 @@ SHAPES = {
 }
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The cost of one algorithm's training steps: bytes at the peak beyond those before the model was built, their
-    estimate by component, and seconds per step by phase."""
-
-    algorithm: str
-    peak_bytes: int
-    estimate: dict[str, int]
-    seconds: dict[str, float]
-
-
 def shape(name: str) -> PretrainedConfig:
     """A configuration by the name of a public model (`SHAPES`), `tiny`, or a folder with a config.json."""
     if name in SHAPES:
@@ -83,11 +72,12 @@ def measure(
     dtype: str = "float32",
     overrides: Mapping[str, Any] | None = None,
     on_progress: Callable[[str, int, int], None] = lambda algorithm, done, total: None,
-) -> list[Measured]:
+) -> list[dict[str, Any]]:
     """Peak memory and seconds of training steps on a randomly initialised model of that shape, downloading nothing.
 
-    Each algorithm runs in a process of its own, on the same weights and prompts; every prompt and every completion
-    has exactly the tokens asked for. SpecError for settings that cannot run or fit.
+    Of each algorithm: bytes at the peak beyond those before the model was built, their estimate by component, seconds
+    per step by phase, and `with_ratios`. Each runs in a process of its own, on the same weights and prompts; every
+    prompt and every completion has exactly the tokens asked for. SpecError for settings that cannot run or fit.
     """
     if len(set(algorithms)) != len(algorithms) or not all(algorithms):
         raise SpecError(f"--algorithms must be distinct names, as ppo,grpo, got '{','.join(algorithms)}'")
@@ -112,10 +102,10 @@ def measure(
         for done, spec in enumerate(specs):
             on_progress(spec.algorithm.name, done, len(specs))
             found.append(_in_fresh_process(Path(folder), spec, prompt_tokens))
-    return [
-        Measured(spec.algorithm.name, int(result["peak_bytes"]), expected, result["seconds"])
-        for spec, expected, result in zip(specs, estimates, found, strict=True)
-    ]
+    return with_ratios([
+        {"algorithm": spec.algorithm.name, "peak_bytes": peak, "estimate": expected, "seconds": seconds}
+        for spec, expected, (peak, seconds) in zip(specs, estimates, found, strict=True)
+    ])  # fmt: skip
 
 
 def _save_random_model(folder: Path, config: PretrainedConfig, dtype: str) -> None:
@@ -132,7 +122,8 @@ def _save_random_model(folder: Path, config: PretrainedConfig, dtype: str) -> No
     gc.collect()
 
 
-def _in_fresh_process(folder: Path, spec: RunSpec, prompt_tokens: int) -> dict[str, Any]:
+def _in_fresh_process(folder: Path, spec: RunSpec, prompt_tokens: int) -> tuple[int, dict[str, float]]:
+    """Bytes at the peak, and seconds per step by phase."""
     task, result = folder / "task.json", folder / "result.json"
     result.unlink(missing_ok=True)
     task.write_text(json.dumps({"spec": spec.model_dump(mode="json"), "prompt_tokens": prompt_tokens}))
@@ -146,7 +137,8 @@ def _in_fresh_process(folder: Path, spec: RunSpec, prompt_tokens: int) -> dict[s
     if ended.returncode or not result.exists():
         how = "was killed, probably for lack of memory" if ended.returncode < 0 else "failed"
         raise OSError(f"measuring {spec.algorithm.name} {how}: {ended.stderr.strip()[-500:]}")
-    return json.loads(result.read_text())
+    measured = json.loads(result.read_text())
+    return measured["peak_bytes"], measured["seconds"]
 
 
 def _measure_here(folder: Path) -> None:
@@ -192,15 +184,15 @@ class _NoLog:
     resume = progress = metrics = samples = per_problem = forget
 
 
-def as_documents(results: Sequence[Measured]) -> list[dict[str, Any]]:
-    """JSON of each measurement, with its ratios to the first one's memory and time."""
+def with_ratios(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each measurement with the sum of its estimate, and its ratios to the first one's memory and time."""
     first = results[0]
     return [
         {
-            **asdict(r),
-            "estimate_bytes": peak_bytes(r.estimate),
-            "memory_ratio": r.peak_bytes / first.peak_bytes,
-            "time_ratio": r.seconds["step"] / first.seconds["step"],
+            **r,
+            "estimate_bytes": peak_bytes(r["estimate"]),
+            "memory_ratio": r["peak_bytes"] / first["peak_bytes"],
+            "time_ratio": r["seconds"]["step"] / first["seconds"]["step"],
         }
         for r in results
     ]

@@ -34,12 +34,12 @@ def memory(
 
     Each algorithm runs in a process of its own, on completions of equal length.
     """
-    from harness.cli.measure_memory import as_documents, measure
+    from harness.cli.measure_memory import measure
     from harness.console.progress import phase_bar
     from harness.spec.raw import parse_overrides
 
     with phase_bar(f"memory of {config}") as show:
-        results = measure(
+        documents = measure(
             config,
             [word.strip() for word in algorithms.split(",")],
             steps=steps,
@@ -50,7 +50,6 @@ def memory(
             overrides=parse_overrides(sets or ()),
             on_progress=show,
         )
-    documents = as_documents(results)
     if as_json:
         print_json({"model_config": config, "dtype": dtype, "measured": documents})
     else:
