@@ -101,10 +101,7 @@ class WorkerPool(Pool):
             process.wait()
 
     def fill(self, wanted: int) -> None:
-        """Start workers until there are as many as fit and are wanted.
-
-        Their number of threads depends on `size` alone, so a continued trial sums in the same order.
-        """
+        # The threads of a worker depend on `size` alone, so a continued trial sums in the same order.
         free = (slot for slot in itertools.count() if slot not in self._alive)
         while len(self._alive) < min(self.size, wanted) and not self.stopping:
             slot = next(free)

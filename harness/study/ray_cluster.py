@@ -161,12 +161,10 @@ class RayPool(Pool):
             self._ray.cancel(task, force=True)
 
     def fill(self, wanted: int) -> None:
-        """Start workers until there are as many as fit and are wanted; Ray starts them when it has room."""
         while len(self._tasks) < min(self.size, wanted) and not self.stopping:
             self._tasks[self._run.remote(self._command, self._environment, str(self._logs), self._flag)] = None
 
     def collect(self, claims: int | None) -> int:
-        """Number of workers that have not ended; RuntimeError if they keep failing before they claim a trial."""
         self._note_claims(claims)
         if self._tasks:
             ended, _ = self._ray.wait(list(self._tasks), num_returns=len(self._tasks), timeout=0)

@@ -14,6 +14,8 @@ three values at step s. The queue holds its lock for every function here that wr
 """
 
 import hashlib
+import itertools
+import math
 import random
 import statistics
 import warnings
@@ -22,21 +24,22 @@ from dataclasses import replace
 from typing import Any
 
 import optuna
-from optuna.pruners import BasePruner
-from optuna.samplers import BaseSampler, RandomSampler
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner
+from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, RandomSampler, TPESampler
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from harness.spec.errors import SpecError
-from harness.spec.study import Arm, SearchPlan, StudySpec
+from harness.spec.study import Arm, Dimension, Search, SearchPlan, StudySpec
 from harness.study.attempts import Attempts
 from harness.study.plan import Key
-from harness.study.proposals import distribution, new_pruner, new_sampler, untried
 from harness.study.search_record import best_trial, keys_of, search_record
 from harness.types import ENDED, short_path
 
 LIVE = ("waiting", "running", "stopped", "lost")
 ENDED_BADLY = tuple(state for state in ENDED if state != "complete")
+MAX_LISTED = 100_000  # points of a space that are listed to find an untried one
 REPEATED = "the same run as arm"  # how the reason begins for which a repeated point is refused
 
 
@@ -97,7 +100,7 @@ class ArmSearch:
         self.study, self.plan = study, plan
         self.storage = storage
         self.name = "/".join(filter(None, [study.name, "search", plan.name]))
-        self._distributions = {path: distribution(dimension) for path, dimension in plan.search.space.items()}
+        self._distributions = {path: _distribution(dimension) for path, dimension in plan.search.space.items()}
         self._arms: dict[str, Arm] = {}  # by label; a trial keeps its point
 
     def create(self) -> None:
@@ -173,7 +176,7 @@ class ArmSearch:
         self.storage.set_trial_intermediate_value(trial._trial_id, at, mean)
         if at >= num_seeds * num_steps:
             return None  # all of the arm is paid for
-        pruner = new_pruner(self.plan)
+        pruner = _new_pruner(self.plan)
         if not pruner.prune(self._load(pruner=pruner), self.storage.get_trial(trial._trial_id)):
             return None
         of = f" of seed {position + 1} of {num_seeds}" if num_seeds > 1 else ""
@@ -230,7 +233,7 @@ class ArmSearch:
         number = len(self.handed_out()) + len(self._refused())
         seed = int.from_bytes(hashlib.sha256(f"{self.name}/{number}".encode()).digest()[:4], "big")
         if not any(trial.user_attrs.get("refused", "").startswith(REPEATED) for trial in self._trials()[-1:]):
-            study = self._load(new_sampler(self.plan.search, seed), new_pruner(self.plan))
+            study = self._load(_new_sampler(self.plan.search, seed), _new_pruner(self.plan))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
                 return self.storage.get_trial(study.ask(self._distributions)._trial_id)
@@ -272,7 +275,16 @@ class ArmSearch:
         return [trial for trial in self._trials() if "refused" in trial.user_attrs]
 
     def _untried(self) -> Iterator[dict[str, Any]]:
-        return untried(self.plan.search.space, [trial.params for trial in self._trials()])
+        """The points of the space that were not tried; one empty point for a space that is too large to list."""
+        space, tried = self.plan.search.space, [trial.params for trial in self._trials()]
+        points = [dimension.points() for dimension in space.values()]
+        if math.prod(math.inf if found is None else len(found) for found in points) > MAX_LISTED:
+            yield {}
+            return
+        for values in itertools.product(*(found or [] for found in points)):
+            point = dict(zip(space, values, strict=True))
+            if point not in tried:
+                yield point
 
     def _unended(self) -> list[FrozenTrial]:
         return [trial for trial in self._trials() if trial.state == TrialState.RUNNING]
@@ -296,3 +308,37 @@ class ArmSearch:
     def _load(self, sampler: BaseSampler | None = None, pruner: BasePruner | None = None) -> optuna.Study:
         sampler = sampler or RandomSampler(0)
         return optuna.load_study(study_name=self.name, storage=self.storage, sampler=sampler, pruner=pruner)
+
+
+def _distribution(dimension: Dimension) -> BaseDistribution:
+    """Optuna's description of a dimension."""
+    if dimension.choices is not None:
+        return CategoricalDistribution(dimension.choices)
+    assert dimension.low is not None and dimension.high is not None
+    if dimension.whole:
+        return IntDistribution(int(dimension.low), int(dimension.high), dimension.log, int(dimension.step or 1))
+    return FloatDistribution(float(dimension.low), float(dimension.high), dimension.log, dimension.step)
+
+
+def _new_sampler(search: Search, seed: int) -> BaseSampler:
+    match search.sampler:
+        case "tpe":
+            return TPESampler(n_startup_trials=search.startup, seed=seed)
+        case "gp":
+            return GPSampler(n_startup_trials=search.startup, seed=seed)
+        case "nsga2":
+            return NSGAIISampler(population_size=search.population, seed=seed)
+        case "random":
+            return RandomSampler(seed)
+
+
+def _new_pruner(plan: SearchPlan) -> BasePruner:
+    """The pruner of a search; its steps are training steps, counted on from one seed of an arm to the next."""
+    spec = plan.base.spec
+    match plan.search.pruner:
+        case "none":
+            return NopPruner()
+        case "median":
+            return MedianPruner(n_startup_trials=plan.search.startup)
+        case "hyperband":
+            return HyperbandPruner(spec.evaluation.every, len(plan.seeds) * spec.steps)

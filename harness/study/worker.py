@@ -55,7 +55,8 @@ def _run_claims(name: str, runs: Path, execute: str, storage: str | None, stop: 
     queue = _patiently(lambda: open_queue(name, runs, storage), stop)
     if not _patiently(queue.unfinished, stop):
         return
-    run_trial = _resolve(execute)
+    module, _, function = execute.partition(":")
+    run_trial = getattr(importlib.import_module(module), function)
     _ensure_tracked(queue)
     while not stop.is_set():
         claim = _patiently(queue.claim, stop)
@@ -160,11 +161,6 @@ def _with_metrics(outcome: Outcome, objectives: Sequence[str]) -> Outcome:
     metric, got = lacking[0], outcome.metrics.get(lacking[0], "nothing")
     reason = f"metric must be a finite number that runs log, '{metric}' was {got}; logged: {', '.join(outcome.metrics)}"
     return Outcome("failed", reason, outcome.summary, outcome.metrics)
-
-
-def _resolve(execute: str) -> Callable[..., Any]:
-    module, _, function = execute.partition(":")
-    return getattr(importlib.import_module(module), function)
 
 
 def _watch_parent(parent: int, stop: StopRequest) -> None:
