@@ -50,7 +50,7 @@ class Server:
 
     def start(self) -> None:
         self.process = start_server(
-            f"sqlite:///{self.folder}/mlflow.db", self.folder / "mlartifacts", self.port, 120, proxied=True
+            f"sqlite:///{self.folder}/mlflow.db", self.folder / "mlartifacts", self.port, proxied=True
         )
 
     def kill(self) -> None:

@@ -87,22 +87,18 @@ def _inspect(task: Task, split: Split, count: int, model: str | None) -> dict[st
     if model is not None:
         _encode(problems, model)
     demonstrations = _or_reason(task.demonstrations)
+    parts: tuple[Split, ...] = ("train", "validation", "test")
     shown = demonstrations[0] if demonstrations and not isinstance(demonstrations, str) else None
     return {
         "task": task.name,
         "settings": task.model_dump(mode="json"),
-        "sizes": {name: _size(task, name) for name in ("train", "validation", "test")},
+        "sizes": {part: _or_reason(lambda part=part: len(task.prompts(part))) for part in parts},
         "skipped_rows": task.num_skipped_rows(split),
         "max_completion_tokens": task.max_completion_tokens,
         "split": split,
         "problems": problems,
         "worked_solution": None if shown is None else {"prompt": shown.prompt, "completion": shown.completion},
     }
-
-
-def _size(task: Task, split: Split) -> int | str:
-    found = _or_reason(lambda: task.prompts(split))
-    return found if isinstance(found, str) else len(found)
 
 
 def _or_reason(read: Callable[[], Any]) -> Any:

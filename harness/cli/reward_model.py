@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from harness.cli.commands import command, reward_app
 from harness.cli.options import Json
 from harness.console import terminal
-
-if TYPE_CHECKING:
-    from harness.policy.bradley_terry import RewardModelFit
 
 
 @command(
@@ -56,12 +53,6 @@ def reward_model_train(
     if as_json:
         terminal.print_json({"directory": out, **vars(fit)})
         return
-    _show(fit)
-    terminal.say(f"Use it: --set rewards.reward_model.path={shlex.quote(str(out))}")
-
-
-def _show(fit: RewardModelFit) -> None:
-    """Print the data of a fit, and how often the reward model ranks a pair rightly."""
     rows = [
         ["fitted", f"{fit.num_prompts:,}", f"{fit.num_pairs:,}", terminal.percent(fit.accuracy)],
         ["held out", f"{fit.held_out_prompts:,}", f"{fit.held_out_pairs:,}", terminal.percent(fit.held_out_accuracy)],
@@ -71,3 +62,4 @@ def _show(fit: RewardModelFit) -> None:
     terminal.say(
         f"{fit.dropped_prompts:,} groups of rollouts rank nothing and were left out; last mean loss {fit.loss:.4f}"
     )
+    terminal.say(f"Use it: --set rewards.reward_model.path={shlex.quote(str(out))}")

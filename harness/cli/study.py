@@ -161,13 +161,7 @@ def run_and_report(
         resolve_device(arm.spec.device)
     with study_view() as view:
         status = run_study(
-            study,
-            runs,
-            workers=workers,
-            command=command,
-            on_status=view.update,
-            storage=storage,
-            cluster=cluster,
+            study, runs, workers=workers, command=command, on_status=view.update, storage=storage, cluster=cluster
         )
     if not status.finished:  # asked to stop
         raise KeyboardInterrupt

@@ -34,11 +34,11 @@ def ui(
 
 def _serve_pages(runs: Path, port: int, browser: bool, should_stop: Callable[[], bool]) -> str | None:
     """Serve the pages until `should_stop()`; why they ended before, or None."""
-    from harness.tracking.mlflow_address import server_address
+    from harness.tracking.mlflow_address import is_server, remote_uri
     from harness.tracking.mlflow_ui import serve_ui
 
-    address = server_address()
-    if address is not None:
+    address = remote_uri()
+    if address is not None and is_server(address):  # which serves its pages already
         _show_pages(runs, address, browser, lambda: False)
         return None
     try:

@@ -63,10 +63,7 @@ def evaluate_once(
     """
     check_inputs([spec], runs, (split,))
     directory = runs / "evaluate" / name
-    with (
-        own_folder(directory, spec),
-        RunLog.open(runs, directory, spec, experiment="evaluate", run_name=name) as log,
-    ):
+    with own_folder(directory, spec), RunLog.open(runs, directory, spec, experiment="evaluate", run_name=name) as log:
         log.resume(-1)
         result = _evaluate(spec, split, runs, on_progress)
         log.metrics(0, evaluation_metrics(result))

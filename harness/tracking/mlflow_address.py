@@ -62,12 +62,6 @@ def is_server(uri: str | None) -> bool:
     return uri is not None and uri.startswith("http")
 
 
-def server_address() -> str | None:
-    """The address that serves the pages of the store already; None if the store is no server."""
-    uri = remote_uri()
-    return uri if is_server(uri) else None
-
-
 def shown(uri: str) -> str:
     """The address without its password."""
     parts = _parts(uri)

@@ -237,8 +237,8 @@ class Copier:
             tags = {key: value for key, value in identity.tags.items() if key in ("cohort.arm", "cohort.seed")}
             shown = {key.removeprefix("cohort."): value for key, value in tags.items()}
             shown["run"] = identity.run_name
-            place = tracking_uri(self.runs), run.info.experiment_id, run.info.run_id
-            self._traces = TraceWriter.attach(*place, shown)
+            uri = tracking_uri(self.runs)
+            self._traces = TraceWriter(uri, run.info.experiment_id, run.info.run_id, shown)
         if (old := active_run(client, identity.superseded)) is not None:
             delete_traces(tracking_uri(self.runs), old.info.experiment_id, old.info.run_id)
             client.delete_run(old.info.run_id)

@@ -14,7 +14,6 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,25 +37,15 @@ def traces_per_split() -> int:
     return int(text)
 
 
-@dataclass
 class TraceWriter:
-    """Writes the traces of one run; `known` holds the ids of those that the store has."""
+    """Writes the traces of one run; `known` holds the ids of those that the store has with their text."""
 
-    uri: str
-    experiment_id: str
-    run_id: str
-    tags: Mapping[str, str]
-    known: set[str]
-
-    @classmethod
-    def attach(cls, uri: str, experiment_id: str, run_id: str, tags: Mapping[str, str]) -> TraceWriter:
-        """The writer of a run that may have traces already: those with their text stored are known."""
+    def __init__(self, uri: str, experiment_id: str, run_id: str, tags: Mapping[str, str]) -> None:
         from mlflow.tracing.constant import TraceTagKey
 
+        self.uri, self.experiment_id, self.run_id, self.tags = uri, experiment_id, run_id, tags
         traces = _traces_of(uri, experiment_id, run_id)
-        return cls(
-            uri, experiment_id, run_id, tags, {t.trace_id for t in traces if TraceTagKey.SPANS_LOCATION in t.tags}
-        )
+        self.known = {t.trace_id for t in traces if TraceTagKey.SPANS_LOCATION in t.tags}
 
     def write(self, rows: Mapping[_Place, tuple[_Row, int]]) -> None:
         """Store the rollouts (row, milliseconds since 1970) that are not known, in batches."""

@@ -16,6 +16,8 @@ from typing import IO, Self
 from harness.tracking.mlflow_address import health, tracking_uri
 from harness.tracking.mlflow_store import TRAINING_PAGES, check_runs_folder, connect
 
+START_SECONDS = 120.0  # how long a server may take to answer
+
 
 @dataclass(frozen=True)
 class UIServer:
@@ -51,9 +53,7 @@ class UIServer:
         self.close()
 
 
-def serve_ui(
-    runs: Path, port: int, timeout_seconds: float = 120.0, should_stop: Callable[[], bool] = lambda: False
-) -> UIServer:
+def serve_ui(runs: Path, port: int, should_stop: Callable[[], bool] = lambda: False) -> UIServer:
     """A server of the MLflow pages of `runs` on 127.0.0.1 that answers already; an empty store is created if needed.
 
     ValueError if the port is in use, RuntimeError with the server's last words if it does not come up,
@@ -62,17 +62,11 @@ def serve_ui(
     check_port(port)
     check_runs_folder(runs)
     connect(runs)
-    return start_server(tracking_uri(runs), runs / "mlartifacts", port, timeout_seconds, should_stop)
+    return start_server(tracking_uri(runs), runs / "mlartifacts", port, should_stop)
 
 
 def start_server(
-    uri: str,
-    artifacts: Path,
-    port: int,
-    timeout_seconds: float,
-    should_stop: Callable[[], bool] = lambda: False,
-    *,
-    proxied: bool = False,
+    uri: str, artifacts: Path, port: int, should_stop: Callable[[], bool] = lambda: False, *, proxied: bool = False
 ) -> UIServer:
     """An `mlflow server` over the database at `uri`, on 127.0.0.1, that answers already; errors as of `serve_ui`.
 
@@ -92,7 +86,7 @@ def start_server(
         )
         server = UIServer(f"http://127.0.0.1:{port}", process)
         try:
-            _wait_until_up(server, output, time.monotonic() + timeout_seconds, should_stop)
+            _wait_until_up(server, output, time.monotonic() + START_SECONDS, should_stop)
         except BaseException:
             server.close()
             raise
