@@ -603,7 +603,7 @@ def trial(
 
 
 def status(*trials: TrialStatus) -> StudyStatus:
-    return StudyStatus(name="s", question="?", metric="validation/accuracy", trials=trials)
+    return StudyStatus(name="s", question="?", trials=trials)
 
 
 @pytest.mark.parametrize("state", ["complete", "invalid", "failed"])

@@ -33,7 +33,7 @@ def trial(arm: str, state: Any, seconds: float | None = None, **more: Any) -> Tr
 
 
 def a_status(*trials: TrialStatus) -> StudyStatus:
-    return StudyStatus("s", "?", "validation/accuracy", trials)
+    return StudyStatus("s", "?", trials)
 
 
 def test_cost_is_summed_over_all_trials_and_gpu_time_over_those_that_had_one():

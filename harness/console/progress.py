@@ -79,9 +79,9 @@ class StudyTracker:
         return self._paces.setdefault(key, Pace()).remaining(self._clock(), fraction)
 
 
-def study_view(screen: Console | None = None) -> LiveView | LineView:
+def study_view() -> LiveView | LineView:
     """Bars if stderr is a terminal, lines otherwise."""
-    screen = screen or console(stderr=True)
+    screen = console(stderr=True)
     return LiveView(screen) if screen.is_terminal else LineView(screen)
 
 

@@ -134,7 +134,7 @@ def _status(name: str, seed: int, directory: Path, progress: Mapping[str, Any]) 
         total=progress["total"], accuracy=progress.get("accuracy"), tokens_per_second=progress.get("tokens_per_second"),
         seconds=progress.get("seconds"), directory=directory,
     )  # fmt: skip
-    return StudyStatus(name=name, question="", metric="validation/accuracy", trials=(trial,))
+    return StudyStatus(name=name, question="", trials=(trial,))
 
 
 @contextmanager

@@ -154,7 +154,7 @@ class Queue:
         shown = self.storage.progress([self.plan.directory(key) for key in reporting])
         trials = [self._trial_status(key, attempts, dead, shown) for key in self.plan.keys]
         study = self.plan.study
-        return StudyStatus(study.name, study.question, study.metric, tuple(trials), self._to_come(attempts))
+        return StudyStatus(study.name, study.question, tuple(trials), self._to_come(attempts))
 
     @cached_property
     def _searches(self) -> Searches:

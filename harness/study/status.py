@@ -36,7 +36,6 @@ class StudyStatus:
 
     name: str
     question: str
-    metric: str
     trials: tuple[TrialStatus, ...]
     to_come: int = 0
 

@@ -91,9 +91,7 @@ def show_task(document: Mapping[str, Any]) -> None:
 
 def show_samples(rows: Sequence[SampleRow]) -> None:
     """Print completions as a model wrote them, shortened and harmless."""
-    cells = [
-        (_shortened(r.prompt), _shortened(r.completion), r.answer, r.gold, "yes" if r.correct else "no") for r in rows
-    ]
+    cells = [(_shortened(r.prompt), _shortened(r.completion), r.answer, r.gold, _yes(r.correct)) for r in rows]
     show_table("Samples", ["prompt", "completion", "answer", "gold", "correct"], cells)
 
 
