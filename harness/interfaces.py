@@ -25,7 +25,9 @@ class Algorithm(Section, ABC):
     """Credit assignment as pure functions of a batch: it never sees the trainer, the engine or the study.
 
     A subclass declares `name: Literal["..."]` equal to its file's name, its hyper-parameters as fields, and the
-    class facts below; with `sees_gold = False` a run refuses every reward that sees gold.
+    class facts below; with `sees_gold = False` a run refuses every reward that sees gold. What it needs is asked of the
+    algorithm in the spec, so a schedule of `kl_beta` changes no answer; one that needs it above 0 declares it so
+    (`gt=0`), and a schedule that ends at 0 is refused.
     """
 
     needs_critic: ClassVar[bool] = False

@@ -8,12 +8,18 @@ from fakes import MemoryLog
 from test_learner import make_batch
 from test_train import BASE, StopAfter, assert_same_weights, final_weights
 
+from harness import plugins
 from harness.policy.tiny import tiny_model
 from harness.spec.errors import SpecError
 from harness.spec.run import KLControl, Mismatch, Optimizer, parse_run
 from harness.training.learner import Learner, correct_mismatch
 from harness.training.loop import train
 from harness.training.schedules import adapted_kl_beta, kl_beta_factor, learning_rate_factor
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cold-starts")
 
 
 def factors(steps, **settings):
@@ -49,31 +55,43 @@ def run(**changes):
     return parse_run({**BASE, "algorithm": algorithm, **changes}, "test")
 
 
-def test_scheduled_settings_are_used_and_logged(tmp_path):
+def test_scheduled_settings_are_used_and_logged(tmp_path, cache):
     log = MemoryLog()
     spec = run(
         optimizer={"schedule": "linear", "warmup_steps": 1, "learning_rate": 1e-3},
         kl={"schedule": "cosine", "hold": 0, "end": 1},
     )
-    assert train(spec, tmp_path, log, cache=tmp_path / "cache").state == "complete"
+    assert train(spec, tmp_path, log, cache=cache).state == "complete"
     assert [v for _, v in log.history("optimizer/learning_rate")] == pytest.approx([1e-3, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
     expected = [0.05 * (1 + math.cos(math.pi * step / 5)) for step in range(5)]
     assert [v for _, v in log.history("kl/beta")] == pytest.approx(expected)
     plain = MemoryLog()
-    train(run(optimizer={"learning_rate": 1e-3}), tmp_path / "plain", plain, cache=tmp_path / "cache")
+    train(run(optimizer={"learning_rate": 1e-3}), tmp_path / "plain", plain, cache=cache)
     assert not plain.history("kl/beta") + plain.history("optimizer/learning_rate")
     assert plain.history("kl/reference") != log.history("kl/reference")
+
+
+def test_the_critics_rate_follows_the_policys_schedule():
+    rates = {"learning_rate": 1e-3, "critic_learning_rate": 5e-2, "schedule": "linear", "warmup_steps": 2}
+    learner = Learner(run(algorithm="ppo", optimizer=rates, steps=6), tiny_model(0))
+    assert learner.critic is not None
+    used = []
+    for step in range(6):
+        learner.begin_step(step, None)
+        used.append([learner.optimizers[name].param_groups[0]["lr"] for name in ("policy", "critic")])
+    factor = [0.5, 1, 1, 0.75, 0.5, 0.25]
+    assert used == [[pytest.approx(f * 1e-3), pytest.approx(f * 5e-2)] for f in factor]
 
 
 @pytest.mark.parametrize(
     "kl", [{"schedule": "adaptive", "target": 1e-4}, {"refresh_reference_every": 2}, {"schedule": "cosine"}]
 )
-def test_a_stopped_run_resumes_bit_for_bit_with_what_has_changed(kl, tmp_path):
+def test_a_stopped_run_resumes_bit_for_bit_with_what_has_changed(kl, tmp_path, cache):
     spec = run(kl=kl, optimizer={"learning_rate": 1e-3, "schedule": "cosine"})
     whole, parts = MemoryLog(), MemoryLog()
-    train(spec, tmp_path / "whole", whole, cache=tmp_path / "cache")
-    train(spec, tmp_path / "parts", parts, cache=tmp_path / "cache", should_stop=StopAfter(3))
-    assert train(spec, tmp_path / "parts", parts, cache=tmp_path / "cache").state == "complete"
+    train(spec, tmp_path / "whole", whole, cache=cache)
+    train(spec, tmp_path / "parts", parts, cache=cache, should_stop=StopAfter(3))
+    assert train(spec, tmp_path / "parts", parts, cache=cache).state == "complete"
     assert parts.without_clocks() == whole.without_clocks()
     assert_same_weights(final_weights(tmp_path / "parts"), final_weights(tmp_path / "whole"))
     if kl.get("schedule") == "adaptive":
@@ -82,6 +100,41 @@ def test_a_stopped_run_resumes_bit_for_bit_with_what_has_changed(kl, tmp_path):
         for before, divergence, after in zip(betas, divergences, betas[1:], strict=False):
             assert after == pytest.approx(adapted_kl_beta(spec.kl, before, divergence))
         assert betas[1] < betas[0] < max(betas[-1], betas[0] + 1e-9)
+
+
+SHORT = {
+    "evaluation": {"every": 4, "num_prompts": 2, "num_test_prompts": 2, "num_samples": 1},
+    "checkpoints": {"every": 4, "rollouts_every": 0},
+    "rewards": {"reasoning_length": 1.0},
+    "rollouts_per_step": 8,
+    "steps": 4,
+}
+TO_ZERO = {"schedule": "cosine", "hold": 0, "end": 0.5}  # of 4 steps the last two have a factor of 0
+
+
+@pytest.mark.parametrize("name", [name for name in plugins.names("algorithm") if name != "online_dpo"])
+def test_every_algorithm_trains_on_and_resumes_when_its_kl_weight_has_fallen_to_zero(name, tmp_path, cache):
+    spec = run(algorithm={"name": name, "group_size": 4, "kl_beta": 0.1}, kl=TO_ZERO, **SHORT)
+    whole, parts = MemoryLog(), MemoryLog()
+    assert train(spec, tmp_path / "whole", whole, cache=cache).state == "complete"
+    assert [value for _, value in whole.history("kl/beta")] == pytest.approx([0.1, 0.05, 0, 0], abs=1e-12)
+    kinds = [set(values) for step, values in whole.events if step and "policy/loss" in values]
+    assert len(kinds) == 4
+    assert all("kl/reference" in names and names == kinds[0] for names in kinds)
+    assert all(value > 0 for _, value in whole.history("policy/grad_norm"))
+    assert train(spec, tmp_path / "parts", parts, cache=cache, should_stop=StopAfter(3)).state == "stopped"
+    assert train(spec, tmp_path / "parts", parts, cache=cache).state == "complete"
+    assert parts.without_clocks() == whole.without_clocks()
+
+
+def test_a_schedule_may_not_take_the_kl_weight_where_the_algorithm_learns_nothing():
+    with pytest.raises(SpecError) as refused:
+        run(algorithm="online_dpo", kl={"schedule": "cosine"})
+    assert (
+        "kl.final_scale * algorithm.kl_beta must be a kl_beta of online_dpo, got 0: input should be greater than 0; "
+        "change kl.final_scale, or set kl.schedule=constant"
+    ) in str(refused.value)
+    assert run(algorithm="online_dpo", kl={"schedule": "cosine", "final_scale": 0.1}).kl.final_scale == 0.1
 
 
 def test_a_refreshed_reference_is_the_policy_of_that_step():

@@ -238,6 +238,8 @@ class RunSpec(Section):
             raise ValueError(
                 f"kl.schedule must be constant for {self.algorithm.name} without kl_beta, got {self.kl.schedule}"
             )
+        if self.kl.schedule == "cosine":
+            _must_accept(self.algorithm, kl_beta=self.kl.final_scale * self.algorithm.kl_beta)
         if self.mismatch.correction != "none" and not self.algorithm.linear_in_advantages:
             raise ValueError(
                 f"mismatch.correction must be none for {self.algorithm.name}, got {self.mismatch.correction}: "
@@ -287,6 +289,17 @@ class RunSpec(Section):
     def digest(self) -> str:
         """A stable hash (16 hex digits) of every setting."""
         return digest(self.model_dump(mode="json"))
+
+
+def _must_accept(algorithm: Algorithm, *, kl_beta: float) -> None:
+    """ValueError if the KL weight at which a schedule ends is out of the algorithm's own range."""
+    try:
+        type(algorithm).model_validate({**algorithm.model_dump(), "kl_beta": kl_beta})
+    except ValidationError as error:
+        raise ValueError(
+            f"kl.final_scale * algorithm.kl_beta must be a kl_beta of {algorithm.name}, got {kl_beta:g}: "
+            f"{error.errors()[0]['msg'].lower()}; change kl.final_scale, or set kl.schedule=constant"
+        ) from None
 
 
 def _must_divide(name: str, value: int, rollouts: int) -> None:

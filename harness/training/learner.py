@@ -36,12 +36,12 @@ class Learner:
 
     def __init__(self, spec: RunSpec, policy: nn.Module):
         self.spec = spec
-        self.algorithm = spec.algorithm
+        self.algorithm = spec.algorithm  # with the KL weight of the step; what a run needs is spec.algorithm's to say
         self.policy = policy
         self.adapted = has_adapter(policy)
-        needs_copy = self.algorithm.needs_reference and not self.adapted
+        needs_copy = spec.algorithm.needs_reference and not self.adapted
         self.reference = deepcopy(policy).requires_grad_(False) if needs_copy else None
-        self.critic = Critic(policy, shared=self.algorithm.shares_trunk) if self.algorithm.needs_critic else None
+        self.critic = Critic(policy, shared=spec.algorithm.shares_trunk) if spec.algorithm.needs_critic else None
         self.optimizers = {"policy": self._adamw(policy, spec.optimizer.learning_rate)}
         if self.critic is not None:
             self.optimizers["critic"] = self._adamw(self.critic, spec.optimizer.critic_learning_rate)
@@ -49,11 +49,12 @@ class Learner:
     def annotate(self, batch: Batch, *, sampler_is_exact: bool) -> Batch:
         """The batch with old and reference log-probs and values, each only where the objective reads it.
 
+        The spec's algorithm decides, so a KL weight that a schedule takes to 0 changes neither needs nor metrics.
         With `sampler_is_exact` the engine's log-probs serve as old log-probs, which saves a forward pass.
         """
         several_updates = self.spec.updates_per_step > 1
         with torch.no_grad():
-            if self.algorithm.needs_old_logprobs or several_updates or self._corrects(sampler_is_exact):
+            if self.spec.algorithm.needs_old_logprobs or several_updates or self._corrects(sampler_is_exact):
                 old = batch.sampler_logprobs_BT if sampler_is_exact else self._logprobs(self.policy, batch)
                 batch = batch.replace(old_logprobs_BT=old)
             if self.spec.algorithm.needs_reference:
@@ -197,7 +198,7 @@ class Learner:
             mask,
             self.spec.sampling.temperature,
             hidden=hidden,
-            entropy_gradient=self.algorithm.entropy_needs_gradient,
+            entropy_gradient=self.spec.algorithm.entropy_needs_gradient,
         )
         values = None if self.critic is None else self.critic(tokens, mask, hidden)
         return PolicyOutput(logprobs, entropy, values)
