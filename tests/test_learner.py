@@ -156,6 +156,41 @@ def test_a_non_finite_loss_makes_the_run_invalid():
         learner.update(batch, 0)
 
 
+def test_two_updates_are_adamw_on_clipped_gradients_with_a_rate_for_the_policy_and_one_for_the_critic():
+    settings = {"learning_rate": 1e-3, "critic_learning_rate": 4e-3, "max_grad_norm": 0.05, "weight_decay": 0.1,
+                "beta1": 0.8, "beta2": 0.95}  # fmt: skip
+    spec = make_spec("ppo", **settings)
+    spec = spec.model_copy(update={"algorithm": spec.algorithm.model_copy(update={"whiten_advantages": False})})
+    learner, by_hand = (Learner(spec, tiny_model(0).double()) for _ in range(2))
+    assert by_hand.critic is not None
+    by_hand.optimizers = {}  # gradients only
+    rates = [(by_hand.policy, 1e-3), (by_hand.critic, 4e-3)]
+    adamw = [
+        torch.optim.AdamW(module.parameters(), lr=rate, betas=(0.8, 0.95), weight_decay=0.1) for module, rate in rates
+    ]
+    for step, scale in enumerate((30.0, 3.0)):  # AdamW forgets the scale of one gradient, not that of the next
+        batch = make_batch()
+        batch = batch.replace(rewards_B=scale * batch.rewards_B)
+        learner.update(spec.algorithm.advantages(learner.annotate(batch, sampler_is_exact=False)), step)
+        for optimizer in adamw:
+            optimizer.zero_grad()
+        batch = spec.algorithm.advantages(by_hand.annotate(batch, sampler_is_exact=False))
+        weights = spec.algorithm.loss_weights(batch.completion_mask_BT)
+        by_hand._optimizer_step(batch.replace(loss_weight_BT=weights), first=True)
+        for (module, _), optimizer in zip(rates, adamw, strict=True):
+            found = [p for p in module.parameters() if p.grad is not None]
+            norm = torch.stack([p.grad.norm() for p in found if p.grad is not None]).norm()
+            assert norm > 2 * 0.05
+            for parameter in found:
+                assert parameter.grad is not None
+                parameter.grad *= 0.05 / (norm + 1e-6)  # of torch, against a norm of 0
+            optimizer.step()
+    assert learner.critic is not None
+    for module, expected in ((learner.policy, by_hand.policy), (learner.critic, by_hand.critic)):
+        for one, two in zip(module.parameters(), expected.parameters(), strict=True):
+            assert torch.allclose(one, two, atol=1e-6, rtol=0)  # an update moves a weight by 1e-3 or so
+
+
 def test_explained_variance_is_one_for_perfect_values_and_zero_for_constant_ones():
     batch = make_batch().replace(returns_BT=torch.randn(8, 12, generator=torch.Generator().manual_seed(0)))
     assert explained_variance(batch.replace(values_BT=batch.returns_BT)) == pytest.approx(1.0)
