@@ -94,6 +94,29 @@ def test_the_same_seed_gives_the_same_reward_model(tmp_path, rollouts):
     assert load_scorer(str(tmp_path / "a")).score(rows) == load_scorer(str(tmp_path / "b")).score(rows)
 
 
+def test_dropout_follows_the_seed_and_leaves_the_global_numbers_alone(tmp_path, rollouts, monkeypatch):
+    load = bradley_terry.load_classifier
+
+    def with_dropout(name, seed=None):
+        model, tokenizer = load(name, seed)
+        model.score = torch.nn.Sequential(torch.nn.Dropout(0.5), model.score)
+        return model, tokenizer
+
+    def no_files(partial, model, tokenizer):
+        fitted.append([p.clone() for p in model.parameters()])
+
+    fitted: list[list[torch.Tensor]] = []
+    monkeypatch.setattr(bradley_terry, "load_classifier", with_dropout)
+    monkeypatch.setattr(bradley_terry, "save_model", no_files)
+    for number, seed in enumerate((3, 3, 4)):
+        torch.manual_seed(number)
+        before = torch.get_rng_state()
+        train_reward_model([rollouts], "tiny", tmp_path / str(number), epochs=1, seed=seed)
+        assert torch.equal(torch.get_rng_state(), before)
+    same = [all(map(torch.equal, fitted[0], other)) for other in fitted[1:]]
+    assert same == [True, False]
+
+
 def test_a_score_does_not_depend_on_the_padding_of_its_batch(tmp_path):
     model, tokenizer = bradley_terry.load_classifier("tiny", seed=0)
     scorer = Scorer(model.eval(), tokenizer)

@@ -3,7 +3,8 @@
 Ouyang et al. 2022 (arXiv:2203.02155, eq. 1): for two completions of one prompt, of which the first is ranked higher,
 the loss is -log sigmoid(score(first) - score(second)), averaged over all such pairs of the prompt, then over prompts.
 Rollouts come from the `rollouts/` folder that a run keeps. Completions of equal rank make no pair; prompts are split
-into training and held-out ones by a stable hash, so no prompt is in both.
+into training and held-out ones by a stable hash, so no prompt is in both. Dropout, where the model has it, is on during
+the fit and follows its seed.
 """
 
 import hashlib
@@ -27,6 +28,7 @@ from harness.policy.library import import_generation
 from harness.policy.model import check_model, load_tokenizer, local_or_hub, save_model
 from harness.policy.text import encode_completion, encode_prompt
 from harness.policy.tiny import TINY, tiny_config
+from harness.streams import generator
 from harness.tensors import pad_right
 from harness.types import InvalidRun
 
@@ -148,7 +150,10 @@ def train_reward_model(
         )
     network, tokenizer = load_classifier(model, seed)
     scorer = Scorer(network.to(resolve_device("auto")).train(), tokenizer)
-    loss = _fit(scorer, train, epochs, prompts_per_batch, learning_rate, seed, on_progress)
+    device = next(network.parameters()).device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(int(generator("reward model dropout", seed).integers(2**63)))
+        loss = _fit(scorer, train, epochs, prompts_per_batch, learning_rate, seed, on_progress)
     network.eval()
     right, pairs = count_right(scorer, train)
     held_right, held_pairs = count_right(scorer, held_out)
@@ -220,7 +225,7 @@ def _fit(
     done, losses = 0, []
     for epoch in range(epochs):
         losses = []
-        order = np.random.default_rng([seed, epoch]).permutation(len(train))
+        order = generator("reward model order", seed, epoch).permutation(len(train))
         for start in range(0, len(train), prompts_per_batch):
             batch = [train[i] for i in order[start : start + prompts_per_batch]]
             optimizer.zero_grad(set_to_none=True)

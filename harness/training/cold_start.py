@@ -97,7 +97,7 @@ def fit_demonstrations(
 
 def _batches(demonstrations: Sequence[Demonstration], settings: ColdStart) -> Iterator[list[Demonstration]]:
     """`steps` batches, each pass over the data in a new order that depends on the seed alone."""
-    random = np.random.default_rng(settings.seed)
+    random = np.random.default_rng(settings.seed)  # without a name: one would change every start that was measured
     order: list[int] = []
     for _ in range(settings.steps):
         while len(order) < settings.batch_size:

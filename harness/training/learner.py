@@ -25,6 +25,7 @@ from harness.policy.forward import (
 )
 from harness.policy.lora import adapter_off, adapter_weights, has_adapter, load_adapter, merged_weights
 from harness.spec.run import Mismatch, RunSpec
+from harness.streams import generator
 from harness.tensors import kl_k3
 from harness.training.gates import weight_sample, weights_metric
 from harness.training.schedules import learning_rate_factor
@@ -250,7 +251,7 @@ class Learner:
         count = self.spec.optimizer.num_minibatches
         order = np.arange(len(batch))
         if count > 1:
-            order = np.random.default_rng([self.spec.seed, step, epoch]).permutation(len(batch))
+            order = generator("minibatches", self.spec.seed, step, epoch).permutation(len(batch))
         for rows in np.split(order, count):
             part = batch.rows(torch.from_numpy(rows).to(batch.tokens_BT.device))
             yield part.replace(loss_weight_BT=self.algorithm.loss_weights(part.completion_mask_BT))

@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from harness.interfaces import Reward
 from harness.policy.device import mixed_precision, resolve_device
+from harness.streams import generator
 from harness.training.grading import grade
 from harness.training.run import Clock, Run
 from harness.training.scoring import Scores, score
@@ -69,7 +68,7 @@ def step_prompts(prompts: Sequence[Prompt], seed: int, step: int, count: int) ->
     result: list[Prompt] = []
     while len(result) < count:
         epoch, offset = divmod(step * count + len(result), len(prompts))
-        order = np.random.default_rng([seed, epoch]).permutation(len(prompts))
+        order = generator("prompts", seed, epoch).permutation(len(prompts))
         result += [prompts[i] for i in order[offset : offset + count - len(result)]]
     return result
 
@@ -77,12 +76,11 @@ def step_prompts(prompts: Sequence[Prompt], seed: int, step: int, count: int) ->
 def further_prompts(
     prompts: Sequence[Prompt], seed: int, step: int, attempt: int, count: int, drawn: Sequence[str]
 ) -> list[Prompt]:
-    """At most `count` prompts whose ids are not among `drawn`, in an order keyed by (seed, step, attempt >= 1).
+    """At most `count` prompts whose ids are not among `drawn`, in an order keyed by (seed, step, attempt).
 
     A prompt that was drawn in this step would get the same completions again, whose noise its id decides.
     """
-    assert attempt >= 1, "the generator's key would be that of step_prompts"
-    order, before = np.random.default_rng([seed, step, attempt]).permutation(len(prompts)), set(drawn)
+    order, before = generator("further prompts", seed, step, attempt).permutation(len(prompts)), set(drawn)
     return [prompts[i] for i in order if prompts[i].id not in before][:count]
 
 
