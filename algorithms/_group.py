@@ -19,7 +19,6 @@ class GroupObjective(Algorithm):
 
     min_group_size: ClassVar[int] = 2
     objective: ClassVar[Mapping[str, str]] = {
-        "advantage": "(r - mean) / (std + std_floor) in the group",
         "aggregation": "mean over a row's tokens, then over rows",
         "clip": "ratio of each token, 1 - clip_epsilon to 1 + clip_epsilon_high",
         "kl": "kl_beta * kl_estimator to the reference, in the loss",
@@ -66,6 +65,11 @@ class GroupObjective(Algorithm):
 
 class GroupRelative(GroupObjective):
     """The group's rewards are standardised (arXiv:2402.03300, section 4.1.2)."""
+
+    objective: ClassVar[Mapping[str, str]] = {
+        "advantage": "(r - mean) / (std + std_floor) in the group",
+        **GroupObjective.objective,
+    }
 
     std_floor: float = Field(default=1e-4, gt=0, description="added to the group's standard deviation")
 

@@ -25,8 +25,8 @@ class DrGRPO(GroupObjective):
     """GRPO without division by the group's deviation or the answer's length (Dr. GRPO)."""
 
     objective: ClassVar[Mapping[str, str]] = {
-        **GroupObjective.objective,
         "advantage": "r - mean in the group",
+        **GroupObjective.objective,
         "aggregation": "sum over all tokens / (rows * loss_denominator)",
     }
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from inspect import isfunction
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from pydantic import Field
 
@@ -35,11 +36,29 @@ class Algorithm(Section, ABC):
     min_group_size: ClassVar[int] = 1
     default_rewards: ClassVar[Mapping[str, float]] = {"accuracy": 1.0}  # name -> weight; a spec may add or reweigh
     linear_in_advantages: ClassVar[bool] = True  # the policy term scales with them, so importance weights can
-    objective: ClassVar[Mapping[str, str]] = {}  # its formula in words: advantage, aggregation, clip, kl, ...
+    objective: ClassVar[Mapping[str, str]] = {}  # its formula in words: advantage, aggregation, clip, kl, correction
 
     name: str
     group_size: int = Field(default=8, ge=1, description="completions sampled per prompt")
     kl_beta: float = Field(default=0.0, ge=0, description="weight of the KL to the frozen reference; 0: none")
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """ValueError for a method that is newer than `objective`, which may no longer say what the class computes.
+
+        Methods are those of algorithms (`advantages`, `loss`, `loss_weights` and what a base adds), not properties.
+        """
+        super().__init_subclass__(**kwargs)
+        bases = [base for base in cls.__mro__ if base is not Algorithm]
+        stated = next((i for i, base in enumerate(bases) if "objective" in vars(base)), len(bases))
+        older = [Algorithm, *(base for base in bases[stated:] if issubclass(base, Algorithm))]
+        methods = {name for base in older for name, value in vars(base).items() if isfunction(value)}
+        changed = {name for base in bases[:stated] for name in vars(base)} & methods - set(dir(Section))
+        if changed:
+            raise ValueError(
+                f"{cls.__module__}.{cls.__name__} must state its own `objective`, because it has its own "
+                f"{' and '.join(sorted(changed))}; write objective: ClassVar[Mapping[str, str]] = "
+                "{**Base.objective, ...} with what differs"
+            )
 
     @property
     def needs_reference(self) -> bool:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from harness.interfaces import Algorithm, RolloutEngine, RunLogger, Task
 from harness.spec.run import RunSpec
@@ -69,6 +69,7 @@ class FakeTask(Task):
 
 
 class FakeAlgorithm(Algorithm):
+    objective: ClassVar[Mapping[str, str]] = {}
     name: Literal["fake"] = "fake"
     kl_beta: float = 0.0
 

@@ -155,6 +155,46 @@ def test_the_readmes_study_is_valid(tmp_path: Path):
     ]
 
 
+OWN = """
+    def {method}(self, *arguments):
+        return super().{method}(*arguments)
+"""
+
+
+@pytest.mark.parametrize("method", ["advantages", "loss", "loss_weights", "normalised", "surrogate", "token_weights"])
+def test_an_algorithm_with_a_method_of_its_own_must_state_its_objective(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+):
+    name = f"changed_{method}"
+    source = THIRD_PARTY.format(name=name) + OWN.format(method=method)
+    install(tmp_path, monkeypatch, name, source, "Elsewhere")
+    with pytest.raises(ValueError) as refused:
+        plugins.load("algorithm", name)
+    assert str(refused.value) == (
+        f"plugin_{name}.Elsewhere must state its own `objective`, because it has its own {method}; write "
+        "objective: ClassVar[Mapping[str, str]] = {**Base.objective, ...} with what differs"
+    )
+    (tmp_path / f"plugin_{name}.py").write_text(source + "    objective = {**GRPO.objective}\n")
+    importlib.invalidate_caches()
+    assert plugins.load("algorithm", name).__name__ == "Elsewhere"
+
+
+def test_a_method_that_comes_from_a_mixin_needs_an_objective_too():
+    from algorithms.grpo import GRPO
+
+    class Halved:
+        def advantages(self, batch):
+            return batch
+
+    with pytest.raises(ValueError, match="must state its own `objective`, because it has its own advantages"):
+        type("Mixed", (Halved, GRPO), {"__module__": __name__})
+    with pytest.raises(ValueError, match="because it has its own advantages and loss"):
+        type("Bare", (Algorithm,), {"__module__": __name__, "advantages": GRPO.advantages, "loss": GRPO.loss})
+    # settings, facts and needs alone change no formula
+    facts = {"__module__": __name__, "sees_gold": False, "needs_old_logprobs": property(lambda self: True)}
+    assert type("Facts", (GRPO,), facts).objective == GRPO.objective  # pyright: ignore[reportAttributeAccessIssue]
+
+
 @pytest.mark.parametrize("count", [0, 2])
 def test_a_file_without_exactly_one_public_class_is_refused(count: int):
     module = ModuleType("algorithms.broken")
