@@ -1,5 +1,6 @@
 """The checks of runs before any of them starts: folder, devices, models, engines, rewards, data."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,6 +9,8 @@ from harness.spec.run import RunSpec
 from harness.tracking.mlflow_store import check_runs_folder
 from harness.types import Split
 
+log = logging.getLogger(__name__)
+
 
 def check_inputs(
     specs: Sequence[RunSpec], runs: Path, splits: Sequence[Split] | None = None, *, models: bool = True
@@ -15,7 +18,8 @@ def check_inputs(
     """ValueError for a runs folder, device, model, engine, reward or data that cannot be used.
 
     Reads no weights and writes nothing. Each of the `splits` must have problems, by default all that a run reads.
-    Without `models` only the folder and the data are checked. Settings that specs share are checked once.
+    Without `models` only the folder and the data are checked. Settings that specs share are checked once. Warns of
+    training on a cut distribution.
     """
     check_runs_folder(runs)
     if models:
@@ -25,6 +29,11 @@ def check_inputs(
         for split in names:
             if not task.prompts(split):
                 raise SpecError(f"task '{task.name}' must have problems in its {split} split, it has none")
+    if any("train" in (splits or _splits(spec)) and (spec.sampling.top_p < 1 or spec.sampling.top_k) for spec in specs):
+        log.warning(
+            "sampling.top_p below 1 or top_k above 0 biases training: tokens are drawn from the cut distribution, and "
+            "ratio and gradient use log-probs of the uncut one; set top_p=1 and top_k=0 to train without that bias"
+        )
     cold = {spec.task.model_dump_json(): spec.task for spec in specs if spec.cold_start.steps}
     for task in cold.values():
         if not task.demonstrations():

@@ -31,11 +31,19 @@ class Section(BaseModel):
 
 
 class Sampling(Section):
-    """How completions are drawn during training."""
+    """How completions are drawn during training.
+
+    A cut (`top_p`, `top_k`) biases training: log-probs are those of the uncut distribution, from which the tokens were
+    not drawn, so neither the ratio nor the gradient allows for the cut.
+    """
 
     temperature: float = Field(default=1.0, ge=0, description="0 is greedy")
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=0, description="0 keeps all tokens")
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="1 keeps all tokens; below it training is biased, as log-probs are uncut"
+    )
+    top_k: int = Field(
+        default=0, ge=0, description="0 keeps all tokens; above it training is biased, as log-probs are uncut"
+    )
     max_tokens: int | None = Field(default=None, ge=1, description="completion limit; by default the task's own")
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=(), description="texts that end a completion, evaluations included; kept in it"

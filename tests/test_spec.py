@@ -13,6 +13,7 @@ import pytest
 import yaml
 from pydantic import Field, ValidationError
 
+from harness.preflight import check_inputs
 from harness.spec.errors import SpecError
 from harness.spec.load import load_run, load_study, shipped_studies
 from harness.spec.raw import digest, parse_overrides, with_overrides
@@ -409,3 +410,21 @@ def test_every_shipped_study_is_valid_and_opens_with_its_question(name: str):
     assert loaded.name == name
     assert len(loaded.checked_arms()) >= 2
     assert shipped_studies()[name].read_text().lstrip().startswith(("question:", "#"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "splits", "warned"),
+    [
+        ({"sampling": {"top_p": 0.9}}, None, True),
+        ({"sampling": {"top_k": 20}}, None, True),
+        ({}, None, False),
+        ({"sampling": {"top_p": 0.9}, "steps": 0}, None, False),
+        ({"sampling": {"top_k": 20}}, ("test",), False),  # an evaluation does not read it
+    ],
+)
+def test_training_on_a_cut_distribution_is_warned_of_before_the_run(changes, splits, warned, tmp_path, caplog):
+    spec = parse_run({"task": "arithmetic", "algorithm": "grpo", **changes}, "test")
+    check_inputs([spec, spec], tmp_path, splits)
+    found = [record.getMessage() for record in caplog.records if record.name == "harness.preflight"]
+    assert len(found) == warned
+    assert all(text.startswith("sampling.top_p below 1 or top_k above 0 biases training: ") for text in found)
