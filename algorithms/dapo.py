@@ -6,7 +6,8 @@ allows), eq. 12 (mean over all tokens, so that a token of a long answer counts a
 KL) and eq. 13 (soft penalty for overlong answers: the reward `overlong`, paid by default). Departures: the harness
 draws the prompts, so dynamic sampling (eq. 11) is a setting of the run, `dynamic_sampling.max_batches`; it is off by
 default, and a group of equal rewards stays in the batch, without gradient; the mean is over the tokens of a minibatch;
-the reward is 1 / 0, not 1 / -1; the standard deviation has GRPO's G - 1 and floor. Process rewards are as in GRPO.
+accuracy is 1 / 0, not 1 / -1, so the penalty weighs 0.5, not 1, and the two together act as in the paper once they are
+standardised; the standard deviation has GRPO's G - 1 and floor. Process rewards are as in GRPO.
 """
 
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from algorithms._losses import token_mean_weights
 class DAPO(GroupRelative):
     """GRPO with a higher upper clip, a mean over all tokens, an overlong penalty and no KL (DAPO)."""
 
-    default_rewards: ClassVar[Mapping[str, float]] = {"accuracy": 1.0, "overlong": 1.0}
+    default_rewards: ClassVar[Mapping[str, float]] = {"accuracy": 1.0, "overlong": 0.5}
     objective: ClassVar[Mapping[str, str]] = {**GroupRelative.objective, "aggregation": "mean over all tokens"}
 
     name: Literal["dapo"] = "dapo"

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from fakes import graded_group
 from test_objectives import batch_of
 
 from algorithms.cispo import CISPO
@@ -17,6 +18,7 @@ from algorithms.ppo import PPO
 from algorithms.reinforce_plus_plus import ReinforcePlusPlus
 from algorithms.rloo import RLOO
 from harness.spec.run import parse_run
+from harness.training.scoring import score
 from harness.types import PolicyOutput
 
 
@@ -85,7 +87,22 @@ def test_dapo_leaves_more_room_upwards_and_weighs_tokens_alike():
 
 def test_dapo_pays_for_accuracy_and_length():
     spec = parse_run({"task": "arithmetic", "algorithm": "dapo"}, "test")
-    assert {name: reward.weight for name, reward in spec.rewards.items()} == {"accuracy": 1.0, "overlong": 1.0}
+    assert {name: reward.weight for name, reward in spec.rewards.items()} == {"accuracy": 1.0, "overlong": 0.5}
+
+
+def test_dapos_rewards_have_the_papers_proportions():
+    # the paper: 1 or -1, plus a penalty from 0 to -1. Limit 100, buffer 20: 90 tokens cost 0.5, 100 cost 1.
+    spec = parse_run({"task": "arithmetic", "algorithm": "dapo"}, "test")
+    lengths = {"num_tokens": (50, 90, 90, 100), "max_tokens": 100}
+    group = graded_group([0, 0, 1, 1], correct=(True, True, False, False), **lengths)
+    ((*paid,),) = score(spec.rewards, [group]).totals
+    assert [2 * reward - 1 for reward in paid] == pytest.approx([1, 0.5, -1.5, -2])
+    ours, papers = (
+        DAPO(std_floor=1e-9).advantages(batch_of([[1]] * 4, rewards, 4)).advantages_BT
+        for rewards in (paid, [1, 0.5, -1.5, -2])
+    )
+    assert ours is not None and papers is not None
+    assert ours.flatten().tolist() == approx(papers.flatten().tolist())
 
 
 def test_gspo_takes_one_ratio_for_the_whole_answer():

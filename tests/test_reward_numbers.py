@@ -192,7 +192,7 @@ def test_a_run_is_paid_by_its_algorithms_reward_and_by_what_the_spec_adds():
     assert {n: r.weight for n, r in run().rewards.items()} == {"accuracy": 1.0}
     assert {n: r.weight for n, r in run(algorithm="grpo_self_consistency").rewards.items()} == {"majority_vote": 1.0}
     rewards = run(rewards={"format": 0.2, "overlong": {"buffer_fraction": 0.5}, "accuracy": 0}).rewards
-    assert {n: r.weight for n, r in rewards.items()} == {"accuracy": 0.0, "format": 0.2, "overlong": 1.0}
+    assert {n: r.weight for n, r in rewards.items()} == {"accuracy": 0.0, "format": 0.2, "overlong": 0.5}
     assert rewards["overlong"].model_dump()["buffer_fraction"] == 0.5
 
 

@@ -1,7 +1,8 @@
 """A soft penalty for completions that come close to the token limit: 0 up to a buffer, then linear down to -1.
 
 DAPO, Yu et al. 2025, arXiv:2503.14476, eq. 13, with L_max = the run's token limit and L_cache = a fraction of it (the
-paper has 4,096 of 20,480). A completion cannot exceed the limit here; one that was cut gets -1.
+paper has 4,096 of 20,480). A completion cannot exceed the limit here; one that was cut gets -1. Its default weight is
+0.5, because a right answer is worth 1 more than a wrong one here (1 / 0) and 2 more in the paper (1 / -1).
 """
 
 from pydantic import Field
@@ -13,6 +14,11 @@ from harness.types import GradedGroup
 class Overlong(Reward):
     """0 for a short completion, then down to -1 over the last part of the token limit (DAPO)."""
 
+    weight: float = Field(
+        default=0.5,
+        description="factor in the sum of all rewards; 0.5 beside accuracy's 1 / 0 is 1 beside the paper's 1 / -1; 0: "
+        "measured, never rewarded",
+    )
     buffer_fraction: float = Field(0.2, gt=0, le=1, description="share of the token limit over which the penalty grows")
 
     def score(self, group: GradedGroup) -> list[float]:
