@@ -2,7 +2,8 @@ r"""The number that a text states: an exact rational, or None if it states none,
 
 It may have signs, thousands separators, decimals, fractions, mixed numbers, repeating decimals, scientific notation,
 LaTeX and Markdown wrapping, currency, percent signs, units, scale words (`3 million`), full-width and other Unicode
-digits and punctuation, and Chinese numerals. Nothing is rounded: 0.333 is not 1/3. Units and percent signs are dropped,
+digits and punctuation, and Chinese numerals. Nothing is rounded: 0.333 is not 1/3; only a decimal of a double's 15
+digits and more is read as the fraction that it writes out (`unrounded`). Units and percent signs are dropped,
 not converted: `20%` is 20 and `5 cents` is 5, as in the reference answers of GSM8K and MATH.
 
 Every pattern takes linear time: repetitions that could split a text in several ways are possessive (`*+`).
@@ -12,6 +13,7 @@ import re
 import unicodedata
 from fractions import Fraction
 from functools import lru_cache
+from math import floor
 
 from harness.rationals import decimal
 
@@ -19,6 +21,9 @@ MAX_CHARS = 400  # a longer text is prose, not a number
 MAX_DIGITS = 100  # of one numeral
 MAX_EXPONENT = 100  # of ten, either sign
 MAX_DECIMAL_PLACES = 12  # spelled as a decimal up to here, as a fraction beyond
+MIN_CUT_DIGITS = 15  # significant ones of a decimal that stands for a fraction: those of a double
+MIN_CUT_PLACES = 12  # of its digits, and the largest denominator of the fraction: chance gives such a decimal in one
+MAX_CUT_DENOMINATOR = 1000  # of a million cases
 
 
 def canonical(text: str, *, prose: bool = True) -> str | None:
@@ -42,6 +47,21 @@ def number(text: str, *, prose: bool = True) -> Fraction | None:
     return None if len(text) > MAX_CHARS else _parse(text, prose)
 
 
+def unrounded(text: str) -> Fraction:
+    """The value of a decimal: exact, or if it is long, the fraction whose digits it writes out, cut off or rounded.
+
+    `0.0833333333333333` is 1/12, for its 15 significant digits are those of 1/12 and of no other fraction with a small
+    denominator. The value does not depend on what it is compared with, so equality stays transitive.
+    """
+    value = decimal(text)
+    places = len(text.partition(".")[2])
+    if places < MIN_CUT_PLACES or len(re.sub(r"\D", "", text).lstrip("0")) < MIN_CUT_DIGITS:
+        return value
+    fraction = value.limit_denominator(MAX_CUT_DENOMINATOR)
+    digits = fraction * 10**places
+    return fraction if value * 10**places in (floor(digits), floor(digits + Fraction(1, 2))) else value
+
+
 def spell(value: Fraction) -> str:
     """`18`, `-2.5` or `1/3`: an integer, else a short decimal if it is exact, else a reduced fraction."""
     if value.denominator == 1:
@@ -61,23 +81,39 @@ def after_marker(completion: str) -> str | None:
 
 
 def last_boxed(completion: str) -> str | None:
-    r"""The content of the last `\boxed{...}` with balanced braces (the innermost of nested ones), or None.
+    r"""The answer in the last `\boxed{...}` with balanced braces (the innermost of nested ones), or None.
 
-    `\boxed 5` without braces reaches to the next `$` or line end. One pass, linear in the text.
+    Boxes that only commas, spaces, dollars, `and` or `or` part are one statement: `\boxed{5} or \boxed{7}` is the list
+    `5, 7`, which states no number and equals no element. Other words or a blank line end a statement. Contents that
+    are equal as text count once. `\boxed 5` without braces reaches to the next box, `$` or line end. Time is
+    linear in the text.
     """
-    open_braces: list[int] = []  # where the content of a box starts, -1 for any other brace
-    start, end = -1, -1
+    open_braces: list[tuple[int, int]] = []  # where a box and its content start, (-1, -1) for any other brace
+    start, end = -1, -1  # of the last box
+    content = None
+    contents: dict[str, None] = {}  # of the last statement, in order
     for token in _BRACES.finditer(completion):
         word = token[0]
         if word == "}":
-            opened = open_braces.pop() if open_braces else -1
-            if opened > start:
-                start, end = opened, token.start()
-        elif word[-1] == "{" and word != r"\{":
-            open_braces.append(token.end() if len(word) > 1 else -1)
+            box, opened = open_braces.pop() if open_braces else (-1, -1)
+            if opened < 0:
+                continue
+            if opened < start:  # the box holds the last one
+                end = token.end()
+                continue
+            span = opened, token.start()
         elif token["bare"]:
-            start, end = token.span("bare")
-    return completion[start:end].strip() if start >= 0 else None
+            box, span = token.start(), token.span("bare")
+        else:
+            if word[-1] == "{" and word != r"\{":
+                open_braces.append((token.start(), token.end()) if len(word) > 1 else (-1, -1))
+            continue
+        if not (0 <= box - end <= _JOIN_CHARS and _JOIN.fullmatch(completion, end, box)):
+            contents.clear()
+        content = completion[slice(*span)].strip()
+        contents[content] = None
+        start, end = span[0], token.end()
+    return content and ", ".join(filter(None, contents))
 
 
 @lru_cache(maxsize=4096)
@@ -103,7 +139,10 @@ def to_ascii(char: str) -> str:
     return _PUNCTUATION.get(char, char)
 
 
-_BRACES = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|\s+(?P<bare>[^${}\s][^${}\n]{0,99}))|\\[\\{}]|[{}]")
+_BOX = r"\\(?:boxed|fbox)"
+_BRACES = re.compile(rf"{_BOX}(?:\s*\{{|\s+(?P<bare>[^${{}}\s](?:(?!{_BOX})[^${{}}\n]){{0,99}}))|\\[\\{{}}]|[{{}}]")
+_JOIN_CHARS = 60
+_JOIN = re.compile(r"(?:(?!\n\s*\n)[\s$,;~]|\\[()\[\],;: ]|\\q?quad|(?:\\text\s*\{\s*)?(?:and|or)(?:\s*\})?)*+")
 
 # Chinese numerals, by code point: zero (two forms) to nine, two (a second form); ten, hundred, thousand; 10^4, 10^8.
 _CHINESE_DIGITS = dict(zip("\u96f6\u4e00\u4e8c\u4e09\u56db\u4e94\u516d\u4e03\u516b\u4e5d", range(10), strict=True))
@@ -141,7 +180,7 @@ UNITS = (  # as alternatives of a pattern
     "degrees? deg percent dollars? cents? euros? pounds? usd inch(?:es)? feet foot ft yards? yd miles? mi mph kmh? kph "
     "[cdkm]m met(?:er|re)s? [ckm]g grams? tons? lbs? oz ounces? [cm]l lit(?:er|re)s? gallons? cups? hours? hrs? "
     "minutes? mins? seconds? secs? days? weeks? months? years? units? square sq cubic cu per people students? ways? "
-    "(?<=/)[hs]"
+    "pct (?<=/)[hs]"
 ).replace(" ", "|")
 # Around a number in prose: words and punctuation, but no digit and no operator. A hyphen must join words, and a sign
 # must not touch the word before it: `x-5` states no number.
@@ -225,7 +264,7 @@ def _magnitude(match: re.Match[str]) -> Fraction | None:
     exponent = match["e"] or match["ten"] or match["power"] or "0"
     if len(exponent) > 4 or abs(int(exponent)) > MAX_EXPONENT:
         return None
-    return decimal(match["decimal"] or "1") * Fraction(10) ** int(exponent)
+    return (decimal if int(exponent) else unrounded)(match["decimal"] or "1") * Fraction(10) ** int(exponent)
 
 
 def _ratio(over: str, under: str) -> Fraction | None:
