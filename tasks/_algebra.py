@@ -1,23 +1,27 @@
-"""Whether two LaTeX expressions are equal, by math-verify 0.9.0 and sympy; only `tasks._child` imports it.
+r"""Whether two LaTeX expressions are equal, by math-verify 0.9.0 and sympy; only `tasks._child` imports it.
 
 Departures from math-verify: variables that differ in case differ, `i` is the imaginary unit, tuples and matrices are
 compared entry by entry, a tuple may state a column vector, and chains of inequalities may be read from either end.
+Inequalities joined by `or` are equal to the same set and to no list of them; `cases` are compared row by row, in any
+order; odd roots are real, so that `\sqrt[3]{x^2}` is `x^{2/3}`; `\gamma` is a variable and no constant.
 """
 
 import logging
+import re
 from collections.abc import Callable
 from functools import lru_cache, partial
+from itertools import combinations
 from typing import Any
 
 import math_verify
 import sympy
-from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
+from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex, symbols
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from latex2sympy2_extended.logic import And
 from math_verify import parser
-from sympy import Basic, Eq, Expr, I, ImmutableMatrix, Interval, MatrixBase, Symbol, Tuple
+from sympy import Basic, Eq, Expr, I, ImmutableMatrix, Interval, MatrixBase, Mul, Or, Pow, Set, Symbol, Tuple
 from sympy.core.relational import Relational
-from sympy.logic.boolalg import BooleanAtom
+from sympy.logic.boolalg import Boolean, BooleanAtom
 from sympy.matrices.expressions import MatrixExpr
 
 from tasks._questions import COMPARE, FIRST, SECOND, Verdict
@@ -46,7 +50,9 @@ def compare(first: str, second: str, begin: Callable[[bytes], None]) -> Verdict:
     begin(COMPARE)
     if one.has(I) or other.has(I):
         one, other = (_renamed(value, _complex_variables(value)) for value in (one, other))
-    return "equal" if _equal(one, other) else "different"
+    roots = [value.replace(_is_odd_root, _real_root) for value in (one, other)]
+    is_equal = _equal(one, other) or (roots != [one, other] and _equal(*roots))
+    return "equal" if is_equal else "different"
 
 
 def compare_as_library(gold: str, completion: str, begin: Callable[[bytes], None]) -> Verdict:
@@ -61,8 +67,29 @@ def compare_as_library(gold: str, completion: str, begin: Callable[[bytes], None
     return "equal" if math_verify.verify(expected, found, timeout_seconds=None) else "different"
 
 
+class _Cases(Tuple):
+    """A function given case by case: a tuple (value, condition) for each row, in any order."""
+
+
+_CASES = re.compile(r"(?:[A-Za-z](?:\([A-Za-z]\))?\s*=)?\s*\\begin\{cases\}(.*)\\end\{cases\}\s*\.?", re.S)
+_CONDITION = re.compile(r"[\s,]*(?:&\s*)?\\text\s*\{\s*(?:if|for|when)\s*\}|[\s,]*&\s*(?:if|for|when)\b|[\s,]*&")
+_OTHERWISE = re.compile(r"\s*(?:\\text\s*\{\s*(?:otherwise|else)[.,]?\s*\}|otherwise|else)\s*")
+
+
 @lru_cache(maxsize=4096)
 def _read(text: str) -> Basic | MatrixBase:
+    cases = _CASES.fullmatch(text.strip())
+    if cases:
+        rows = [row.strip(" \t\n,;.") for row in re.split(r"\\\\", cases[1])]
+        pairs = [_CONDITION.split(row, maxsplit=1) for row in rows if row]
+        if all(len(pair) == 2 for pair in pairs):
+            return _Cases(*(Tuple(_read(value), _read_condition(condition)) for value, condition in pairs))
+        return _read(", ".join(row for row in rows if row))  # a system of equations
+    if r"\lor" in text:
+        parts = [_read(part) for part in text.split(r"\lor")]
+        if not all(isinstance(part, Boolean) for part in parts):
+            raise ValueError("only conditions are joined by `or`")
+        return Or(*parts, evaluate=False)
     text = normalize_latex(text, _REWRITES)
     try:
         parsed = _parse(text)
@@ -75,6 +102,8 @@ def _read(text: str) -> Basic | MatrixBase:
     if parsed.has(_SMALL_I):
         parsed = Tuple(parsed.start, parsed.end) if isinstance(parsed, Interval) else parsed
         parsed = _renamed(parsed, _complex_variables(parsed) | {_SMALL_I: I})
+    capitals = [symbol for symbol in parsed.free_symbols if symbol.is_Symbol and symbol.name != symbol.name.lower()]
+    parsed = _renamed(parsed, {symbol: Symbol(_caseless(symbol.name), real=symbol.is_real) for symbol in capitals})
     if isinstance(parsed, MatrixBase | MatrixExpr):
         parsed = ImmutableMatrix(parsed.doit())
     chain = [part.canonical for part in parsed.args if isinstance(part, Relational) and not isinstance(part, Eq)]
@@ -87,9 +116,43 @@ def _read(text: str) -> Basic | MatrixBase:
     return parsed
 
 
+def _read_condition(text: str) -> Any:
+    return Symbol("otherwise") if _OTHERWISE.fullmatch(text) else _read(text)
+
+
 def _parse(text: str) -> Any:
+    for name in ("gamma", "Gamma"):  # else both are Euler's constant, as they stay in `compare_as_library`
+        symbols.sympy_singleton_map.pop(name, None)
     # Not math_verify.parse: it ignores case.
     return latex2sympy(text, is_real=True, normalization_config=None, conversion_config=_AS_WRITTEN)
+
+
+def _caseless(name: str) -> str:
+    """A name that differs from others even without case, which math-verify ignores in names such as `Delta`."""
+    return "".join(f"{char.lower()}'" if char.isupper() else char for char in name)
+
+
+def _is_odd_root(value: Any) -> bool:
+    """Whether a value is a rational power, with an odd denominator, of what has variables, all of them real."""
+    if not isinstance(value, Pow) or not value.exp.is_Rational or not value.exp.q % 2 == 1 < value.exp.q:
+        return False
+    variables = value.base.free_symbols
+    return bool(variables) and value.base.is_real is not False and all(symbol.is_real for symbol in variables)
+
+
+def _real_root(root: Any) -> Any:
+    """The odd root, taken of each factor of its base; sympy's own is the principal one, which is not."""
+    product = sympy.Integer(1)
+    for factor in Mul.make_args(root.base.doit()):
+        base, exponent = factor.as_base_exp()
+        if not exponent.is_Integer:
+            base, exponent = factor, sympy.Integer(1)
+        exponent *= root.exp
+        if base.could_extract_minus_sign():
+            product *= (-1) ** (exponent.p % 2)
+            base = -base
+        product *= Pow(base, exponent)
+    return product
 
 
 def _complex_variables(value: Any) -> dict[Any, Any]:
@@ -115,6 +178,10 @@ def _entries(value: Any, other: Any) -> tuple[tuple[Any, ...], list[Any]] | None
 
 
 def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, _Cases) or isinstance(second, _Cases):
+        return type(first) is type(second) and _match(first.args, second.args)
+    if isinstance(first, Or) or isinstance(second, Or):
+        return _same_alternatives(first, second)
     parts, others = _entries(first, second), _entries(second, first)
     if parts and others and parts[0] == others[0]:
         return all(map(_equal, parts[1], others[1]))
@@ -122,6 +189,46 @@ def _equal(first: Any, second: Any) -> bool:
         return bool(sympy.simplify(first - second) == 0)  # math-verify joins letters to words, without case
     verify = partial(math_verify.verify, allow_set_relation_comp=True, timeout_seconds=None)
     return verify(first, second) and verify(second, first) and _same_size(first, second)
+
+
+def _match(rows: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    """Whether each row equals one other, in any order."""
+    left = list(others)
+    for row in rows:
+        same = next((other for other in left if _equal(row, other)), None)
+        if same is None:
+            return False
+        left.remove(same)
+    return not left
+
+
+def _same_alternatives(first: Any, second: Any) -> bool:
+    """Whether conditions, one of them joined by `or`, hold for the same values of one variable, or are the same."""
+    variable, values = _solutions(first)
+    other_variable, other_values = _solutions(second)
+    if values is None or other_values is None:
+        return isinstance(first, Or) and isinstance(second, Or) and _match(first.args, second.args)
+    same_variable = variable is None or other_variable is None or variable == other_variable
+    return bool(same_variable and (values == other_values or values.symmetric_difference(other_values).is_empty))
+
+
+def _solutions(value: Any) -> tuple[Any, Any]:
+    """The variable, if it is named, and the set of its values; None for what is no condition of one variable.
+
+    Alternatives must be disjoint, and each possible: else `x>3 or x>5` would be right where either of them is.
+    """
+    if isinstance(value, Eq) and value.lhs.is_Symbol and isinstance(value.rhs, Set):
+        return value.lhs, value.rhs  # how the parser reads `x \in A`
+    if not isinstance(value, Boolean):
+        return None, value if isinstance(value, Set) and not value.free_symbols else None
+    if len(value.free_symbols) != 1:
+        return None, None
+    sets = [part.as_set() for part in (value.args if isinstance(value, Or) else (value,))]
+    if any(part.is_empty is not False for part in sets):
+        return None, None
+    if any(part.intersect(other).is_empty is not True for part, other in combinations(sets, 2)):
+        return None, None
+    return next(iter(value.free_symbols)), sympy.Union(*sets)
 
 
 def _same_size(first: Any, second: Any) -> bool:

@@ -1,9 +1,10 @@
 r"""When two LaTeX answers are equal as mathematics: the cheap decisions first, computer algebra for the rest.
 
 Numbers are compared as exact rationals (`tasks._numbers`), words and multiple-choice letters as text, numerals with a
-base (`52_8`) and times or ratios (`12:30`) as written. The rest goes to the checker (`tasks._symbolic`). math-verify
-0.9.0 would judge some of it too generously or too strictly, so decimals become exact fractions first, and a set equals
-no tuple and no interval.
+base (`52_8`) and times or ratios (`12:30`) as written. Where an answer has an inequality, `or` joins conditions;
+commas, `and` and any other `or` make a list. The rest goes to the checker (`tasks._symbolic`). math-verify 0.9.0 would
+judge some of it too generously or too strictly, so decimals become exact fractions first, and a set equals no tuple and
+no interval.
 """
 
 import re
@@ -11,7 +12,6 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
 
-from harness.rationals import decimal
 from tasks import _numbers, _symbolic
 
 MAX_CHARS = 500  # a longer answer is compared as written
@@ -49,9 +49,12 @@ _SYMBOLS |= {"\u00b1": r"\pm ", "\u221e": r"\infty ", "\u03c0": r"\pi ", "\u221a
 _TRIG = r"\\(?:sin|cos|tan|cot|sec|csc)(?:\s*\^\s*\{?\d\}?)?"
 _DEGREES = r"(?:\\degree(?![A-Za-z])|\^\s*\{?\s*\\circ\s*\}?|\u00b0)"
 _BRACED = re.compile(r"\{([^{}]*)\}")
+_ORDER = re.compile(r"[<>\u2264\u2265\u2260]|\\(?:leq?|geq?|neq?|[lg]t|[lg]eqslant)(?![A-Za-z])")
+_OR = re.compile(r",?\s*(?:\\(?:text\w*|mbox|mathrm)\s*\{\s*or\s*\}|(?<![A-Za-z\\])or(?![A-Za-z])|\\vee(?![A-Za-z]))")
 _REWRITES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
+        (r"(?s)\A.*\Z", lambda m: _OR.sub(r" \\lor ", m[0]) if _ORDER.search(m[0]) else m[0]),
         (r"[\"'`\0]|\\!\s*|\\(?:left|right|displaystyle|textstyle)(?![A-Za-z])|\\[bB]igg?[lrm]?(?![A-Za-z])", ""),
         (r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~", " "),
         (rf"({_TRIG})\s*(\()?\s*\{{?(\d[\d.]*)\}}?\s*{_DEGREES}\s*(?(2)\))", r"\1(\\frac{\3\\pi}{180})"),
@@ -70,6 +73,10 @@ _REWRITES = tuple(
         (r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi "),
         (r"\*\*", "^"),
         (r"\\\\\s*\[\s*-?[\d.]+\s*(?:pt|e[mx]|[cm]m)\s*\]", r"\\\\"),  # space between the rows of a matrix
+        (r"(?<=\{)[dr]cases(?=\})", "cases"),
+        (r"(?s)\\\{\s*\\begin\{array\}\s*\{[lcr| ]*\}(.*)\\end\{array\}\s*\.?$", r"\\begin{cases}\1\\end{cases}"),
+        (r"\\gamma(?![A-Za-z])", "\u03b3"),  # the parser takes `\gamma+1` for the gamma function of 1
+        (r"\\Gamma(?![A-Za-z]|\s*\()", "\u0393"),
         (r"\\langle(?![A-Za-z])", "("),
         (r"\\rangle(?![A-Za-z])", ")"),
         (r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}", r"\\emptyset "),
@@ -145,7 +152,7 @@ def _depths(text: str, opening: str, closing: str) -> list[int]:
 
 def _exact(text: str) -> str:
     """The text with its decimals as fractions, so that nothing is compared in floating point."""
-    return _DECIMAL.sub(lambda m: _fraction(decimal(m[0])), text)
+    return _DECIMAL.sub(lambda m: _fraction(_numbers.unrounded(m[0])), text)
 
 
 def _fraction(value: Fraction) -> str:

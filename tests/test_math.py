@@ -17,7 +17,7 @@ from real_data import ROOT, real_data
 
 from harness.spec.errors import SpecError
 from harness.spec.run import parse_run
-from tasks import _latex, _symbolic
+from tasks import _child, _latex, _symbolic
 from tasks._symbolic import Checker
 from tasks.math import Math
 
@@ -166,6 +166,7 @@ def test_near_misses_are_different_both_ways(answer, other):
     ("completion", "answer"),
     [
         (r"\boxed{1} and then \boxed{\frac{a}{b}}", r"\frac{a}{b}"),
+        (r"$\boxed{1}$ and $\boxed{\frac{a}{b}}$", r"1, \frac{a}{b}"),
         (r"\boxed{$\frac{2}{4}$}", "0.5"),
         (r"\boxed{ x  +  1 }", "x + 1"),
         ("so\n#### x+1\nand more", "x+1"),
@@ -178,6 +179,37 @@ def test_near_misses_are_different_both_ways(answer, other):
 )
 def test_the_last_box_states_the_answer_or_else_the_line_after_the_marker(completion, answer):
     assert task().extract(completion) == answer
+
+
+@pytest.mark.parametrize(
+    ("gold", "completion", "is_right"),
+    [
+        ("1,2", r"$\boxed{2}$ and $\boxed{1}$", True),
+        (r"\{1,2,3\}", r"\{\boxed{1}, \boxed{2}, \boxed{3}\}", True),
+        ("(1,5),(2,3)", r"\boxed{(1,5)}, \boxed{(2,3)}", True),
+        (r"2\pm\sqrt3", r"\boxed{2+\sqrt3} or \boxed{2-\sqrt3}", True),
+        ("1,2", r"\boxed{1}, \boxed{2}, \boxed{3}", False),
+        ("1,2", r"\boxed{1} is wrong, \boxed{2}", False),
+        # No list of candidates is right, wherever the right one stands.
+        ("5", r"\boxed{7} or \boxed{5}", False),
+        ("5", r"\boxed{5} or \boxed{7}", False),
+        ("5", r"\boxed 7 or \boxed 5", False),
+        ("x", r"\boxed{x}, \boxed{x+1}", False),
+        ("x>3", r"\boxed{x>3} or \boxed{x>5}", False),
+        ("x>3", r"\boxed{x>3 or x>5}", False),
+        (r"\text{(B)}", r"\boxed{\text{(A)}} or \boxed{\text{(B)}}", False),
+        ("1234", r"\boxed{1}, \boxed{234}", False),
+        (r"\frac13", r"\boxed{0.333333333333333} or \boxed{\frac14}", False),
+    ],
+)
+def test_boxes_of_one_statement_are_a_list_that_no_candidate_equals(gold, completion, is_right):
+    stated = task().extract(completion)
+    assert stated is not None
+    assert task().equivalent(stated, gold) is task().equivalent(gold, stated) is is_right
+
+
+def test_the_warm_up_is_a_question_that_the_checker_can_read():
+    assert _symbolic.checker().compare(*_child.WARM_UP) == "different"
 
 
 @pytest.mark.parametrize("part", range(4))
