@@ -89,7 +89,7 @@ def _read(text: str) -> Basic | MatrixBase:
         parts = [_read(part) for part in text.split(r"\lor")]
         if not all(isinstance(part, Boolean) for part in parts):
             raise ValueError("only conditions are joined by `or`")
-        return Or(*parts, evaluate=False)
+        return Or(*parts, evaluate=False)  # pyright: ignore[reportCallIssue]
     text = normalize_latex(text, _REWRITES)
     try:
         parsed = _parse(text)
@@ -102,7 +102,8 @@ def _read(text: str) -> Basic | MatrixBase:
     if parsed.has(_SMALL_I):
         parsed = Tuple(parsed.start, parsed.end) if isinstance(parsed, Interval) else parsed
         parsed = _renamed(parsed, _complex_variables(parsed) | {_SMALL_I: I})
-    capitals = [symbol for symbol in parsed.free_symbols if symbol.is_Symbol and symbol.name != symbol.name.lower()]
+    variables = [symbol for symbol in parsed.free_symbols if isinstance(symbol, Symbol)]
+    capitals = [symbol for symbol in variables if symbol.name != symbol.name.lower()]
     parsed = _renamed(parsed, {symbol: Symbol(_caseless(symbol.name), real=symbol.is_real) for symbol in capitals})
     if isinstance(parsed, MatrixBase | MatrixExpr):
         parsed = ImmutableMatrix(parsed.doit())
@@ -134,7 +135,11 @@ def _caseless(name: str) -> str:
 
 def _is_odd_root(value: Any) -> bool:
     """Whether a value is a rational power, with an odd denominator, of what has variables, all of them real."""
-    if not isinstance(value, Pow) or not value.exp.is_Rational or not value.exp.q % 2 == 1 < value.exp.q:
+    if (
+        not isinstance(value, Pow)
+        or not isinstance(value.exp, sympy.Rational)
+        or not value.exp.q % 2 == 1 < value.exp.q
+    ):
         return False
     variables = value.base.free_symbols
     return bool(variables) and value.base.is_real is not False and all(symbol.is_real for symbol in variables)

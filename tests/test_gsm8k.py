@@ -69,6 +69,8 @@ def test_gold_is_canonical_and_the_solution_ends_in_it():
         ("#### 41\nno: #### $42.00", "42"),
         (r"so \boxed{42}", "42"),
         (r"\boxed{41} but #### 42", "42"),
+        (r"$\boxed{41}$ or $\boxed{42}$", None),
+        (r"\boxed{41}, or rather \boxed{42}", "42"),
         ("#### Answer\n" + r"\boxed{42}", "42"),
         ("#### **1,042** dollars", "1042"),
         ("the answer is 42", None),
