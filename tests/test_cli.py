@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import signal
@@ -24,6 +25,7 @@ from rich.console import Console
 
 from harness.cli import app, doctor
 from harness.cli.compare import comparison
+from harness.cli.study import ran_elsewhere
 from harness.cli.views.answers import show_samples
 from harness.console import progress, terminal
 from harness.study import runner
@@ -604,6 +606,19 @@ def trial(
 
 def status(*trials: TrialStatus) -> StudyStatus:
     return StudyStatus(name="s", question="?", trials=trials)
+
+
+def test_only_compared_trials_without_folder_and_record_ran_on_other_hosts(tmp_path: Path):
+    tuned = comparison("grpo,rloo", "arithmetic", "tiny", "0", None, None, None, tune=2)
+    grid = comparison("grpo,rloo", "arithmetic", "tiny", "0", None, None, None)
+    record: Any = SimpleNamespace(trials=[SimpleNamespace(arm="grpo", seed=0)])
+    absent, here = tmp_path / "absent", tmp_path
+    tuning = [dataclasses.replace(trial("rloo 001: x", "complete", seed=1), directory=absent)]
+    recorded = dataclasses.replace(trial("grpo", "complete"), directory=absent)
+    invalid, elsewhere = (dataclasses.replace(trial("rloo", "invalid"), directory=folder) for folder in (here, absent))
+    assert ran_elsewhere(tuned, status(*tuning, recorded, invalid), record) == 0
+    assert ran_elsewhere(tuned, status(*tuning, recorded, elsewhere), record) == 1
+    assert ran_elsewhere(grid, status(recorded, elsewhere), record) == 1
 
 
 @pytest.mark.parametrize("state", ["complete", "invalid", "failed"])

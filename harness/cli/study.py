@@ -18,6 +18,8 @@ from harness.console import terminal
 if TYPE_CHECKING:
     from harness.spec.study import StudySpec
     from harness.study.ray_cluster import Cluster
+    from harness.study.status import StudyStatus
+    from harness.types import StudyRecord
 
 
 @command(
@@ -166,10 +168,11 @@ def run_and_report(
     if not status.finished:  # asked to stop
         raise KeyboardInterrupt
     record, files = write_report(study.name, runs)
-    if len(record.trials) < len(status.trials):
+    elsewhere = ran_elsewhere(study, status, record)
+    if elsewhere:
         terminal.say(
-            f"This host's MLflow store has {len(record.trials)} of {len(status.trials)} trials, and so has its report: "
-            "other hosts ran the rest. `cohort study status` shows all of them.",
+            f"This host's MLflow store lacks {elsewhere} of {len(status.trials)} trials, and so does its report: other "
+            "hosts ran them. `cohort study status` shows all of them.",
             stderr=True,
         )
     if as_json:
@@ -187,6 +190,20 @@ def run_and_report(
         terminal.say(f"Browse: cohort ui --runs {shlex.quote(str(runs))}")
         terminal.say(f"Reproduce: {command}")
     raise typer.Exit(0 if status.all_valid else 1)
+
+
+def ran_elsewhere(study: StudySpec, status: StudyStatus, record: StudyRecord) -> int:
+    """Number of compared trials that are neither in the record nor in a folder here; trials of a tuning only choose."""
+    compared, known = study.arm_labels(), {(trial.arm, trial.seed) for trial in record.trials}
+    return len(
+        [
+            trial
+            for trial in status.trials
+            if (not compared or trial.arm in compared)
+            and (trial.arm, trial.seed) not in known
+            and not trial.directory.exists()
+        ]
+    )
 
 
 def write_report(name: str, runs: Path) -> tuple[Any, Any]:
