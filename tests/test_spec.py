@@ -250,6 +250,19 @@ def test_everything_below_a_mapping_with_dotted_keys_is_one_key():
     )
 
 
+def test_the_space_of_a_tuning_can_be_set_by_its_dotted_paths(tmp_path: Path):
+    file = tmp_path / "study.yaml"
+    tuning = {"space": {"algorithm.kl_beta": {"choices": [0.0, 0.1]}}, "trials": 2, "seeds": [7]}
+    compare = {"algorithms": ["grpo", "rloo"], "tasks": ["arithmetic"], "tuning": tuning}
+    study = {"name": "s", "question": "?", "run": {"task": "arithmetic", "algorithm": "grpo"}, "design": "compare"}
+    file.write_text(yaml.safe_dump({**study, "compare": compare}))
+    path = "compare.tuning.space.optimizer.learning_rate"
+    loaded = load_study(str(file), [f"{path}={{low: 1.0e-5, high: 1.0e-3, log: true}}"])
+    assert loaded.compare is not None
+    assert loaded.compare.tuning is not None
+    assert list(loaded.compare.tuning.space) == ["algorithm.kl_beta", "optimizer.learning_rate"]
+
+
 def test_a_run_loads_from_yaml_with_overrides(tmp_path: Path):
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump({**RUN, "steps": 7}))

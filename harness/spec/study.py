@@ -209,7 +209,12 @@ class StudySpec(Section):
     arms: to change a study, change its mapping and parse it.
     """
 
-    dotted_keys: ClassVar[tuple[str, ...]] = ("factors", "arms", "search.space")  # mappings with dots in their keys
+    dotted_keys: ClassVar[tuple[str, ...]] = (  # mappings with dots in their keys
+        "factors",
+        "arms",
+        "search.space",
+        "compare.tuning.space",
+    )
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80)
     question: str = Field(min_length=1)
