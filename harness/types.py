@@ -296,7 +296,8 @@ class StudyRecord:
     command   the shell command that reproduces the study
     versions  package -> version, with `python` and `git_commit` among them
     search    findings of a search (`search.json`), None for other designs: objectives; importances; arms, each with
-              label, parameters, values and state; pareto, the labels of the arms that no other beats in every objective
+              label, parameters, values and state; pareto, the labels of the arms that no other beats in every
+              objective; best, that of a single objective. A tuned comparison has `tuning`: arm -> such findings
     """
 
     name: str

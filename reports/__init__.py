@@ -1,1 +1,1 @@
-"""Statistics, figures and the report; reads results through `harness.tracking` only."""
+"""Statistics, figures and the report; reads a study as the record of `harness.types` only."""

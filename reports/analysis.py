@@ -2,10 +2,12 @@
 
 Trials that do not count are listed with their reason. Arms are compared with the baseline over the seeds that both
 completed and the same test problems, because equal seeds share prompts, noise and initial weights (common random
-numbers). The p-values of a study form one Holm family.
+numbers). The p-values of a study form one Holm family. The arms of a search have no baseline and form no grid: the best
+of many against an arbitrary one is no test.
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,9 +19,10 @@ from harness.types import StudyRecord, TrialRecord
 from reports import statistics
 from reports.anova import Effect, anova
 from reports.statistics import ALPHA, CrossedVariance, Floats, Interval, McNemar
-from reports.trials import Outcome, Trials, choose_outcome, score, usable_trials, wanted_pairs
+from reports.trials import Outcome, Trials, choose_outcome, score, search_of, usable_trials, wanted_pairs
 
 PLANNED_DIFFERENCES = (0.01, 0.02, 0.05, 0.10)
+ACCURACIES = re.compile(r"test/(?:(?:greedy_)?accuracy|(?:pass|maj)_at_\d+)")
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,8 @@ def analyse(record: StudyRecord, rng: Generator) -> Analysis:
     labels = list(dict.fromkeys([*record.arms, *(trial.arm for trial in record.trials)]))
     arms = [_summarise(label, record, outcome, usable, rng) for label in labels]
     comparisons = _compare(arms, outcome, rng)
-    return Analysis(record, outcome, arms, comparisons, _gaps(record, usable), _grid(arms))
+    grid = _grid(arms) if search_of(record) is None else None
+    return Analysis(record, outcome, arms, comparisons, _gaps(record, usable), grid)
 
 
 def contrast(values: Mapping[str, Mapping[int, float]], weights: Mapping[str, float]) -> Contrast:
@@ -182,13 +186,15 @@ def contrast(values: Mapping[str, Mapping[int, float]], weights: Mapping[str, fl
 def outcome_contrast(analysis: Analysis, weights: Mapping[str, float]) -> Contrast:
     """The same for the study's outcome, over seeds and problems if the scores of single problems are known."""
     found = contrast({arm.label: arm.scores for arm in analysis.arms}, weights)
+    ends = sum(min(weight, 0.0) for weight in weights.values()), sum(max(weight, 0.0) for weight in weights.values())
     cells = [(weight, analysis.arm(arm).cells_of(found.differences)) for arm, weight in weights.items()]
     weighted = [weight * rows for weight, rows in cells if rows is not None]
     if found.interval is None or len(weighted) < len(weights):
-        return found
+        return replace(found, interval=_bounded(found.interval, analysis.outcome, *ends))
     summed = np.sum(weighted, axis=0)
     p = _p_value(None, found.differences, summed, resolution=1 / summed.shape[1])
-    return Contrast(found.differences, statistics.cautious_interval(summed), p)
+    interval = _bounded(statistics.cautious_interval(summed), analysis.outcome, *ends)
+    return Contrast(found.differences, interval, p)
 
 
 def level_means(analysis: Analysis, factor: str) -> dict[Any, float]:
@@ -196,18 +202,52 @@ def level_means(analysis: Analysis, factor: str) -> dict[Any, float]:
     if analysis.grid is None:
         return {}
     levels = analysis.grid.levels[analysis.grid.factors.index(factor)]
-    means = {level: [arm.mean for arm in analysis.arms if arm.factors.get(factor) == level] for level in levels}
-    if any(math.isnan(mean) for values in means.values() for mean in values):
-        return {}
-    return {level: float(np.mean(values)) for level, values in means.items()}
+    found = {level: marginal(analysis, {factor: level}) for level in levels}
+    means = {level: one.estimate for level, one in found.items() if one is not None}
+    return means if len(means) == len(levels) else {}
 
 
 def marginal(analysis: Analysis, levels: Mapping[str, Any]) -> Contrast | None:
-    """The mean outcome of the grid's arms at these levels, over all other factors; None if an arm has no result."""
+    """The mean outcome of the grid's arms at these levels over the seeds that all of them completed.
+
+    A single arm has its own interval. None if the arms share no seed.
+    """
     arms = [arm for arm in analysis.arms if arm.factors and levels.items() <= arm.factors.items()]
     if not arms or not set.intersection(*(set(arm.scores) for arm in arms)):
         return None
+    if len(arms) == 1:
+        return Contrast(arms[0].scores, arms[0].interval, math.nan)
     return outcome_contrast(analysis, {arm.label: 1 / len(arms) for arm in arms})
+
+
+def held_out_accuracies(analysis: Analysis) -> dict[str, dict[str, tuple[float, Interval | None]]]:
+    """Metric -> arm -> (mean, interval) of every accuracy that trials have logged on the test split.
+
+    The outcome has the arm's stated interval, the others have Student's over seeds. An arm stands under a metric that
+    all of its usable trials have.
+    """
+    usable = usable_trials(analysis.record, analysis.outcome).values()
+    logged = {name for trial in usable for name in trial.history if ACCURACIES.fullmatch(name)}
+    found: dict[str, dict[str, tuple[float, Interval | None]]] = {}
+    for name in sorted(logged, key=accuracy_order):
+        outcome = Outcome(name, per_problem=False)
+        found[name] = {}
+        for arm in analysis.finished_arms:
+            trials = [trial for trial in usable if trial.arm == arm.label]
+            values = [value for trial in trials if (value := score(trial, name)) is not None]
+            if name == analysis.outcome.name:
+                found[name][arm.label] = (arm.mean, arm.interval)
+            elif len(values) == len(trials):
+                interval = _bounded(statistics.t_interval(values), outcome)
+                interval = _exact_at_ends(interval, _num_problems(trials, outcome))
+                found[name][arm.label] = (float(np.mean(values)), interval)
+    return found
+
+
+def accuracy_order(metric: str) -> tuple[bool, bool, bool, int]:
+    """Mean accuracy, greedy accuracy, then pass@k and maj@k by k."""
+    kind, _, k = metric.partition("_at_")
+    return (bool(k), "greedy" in kind, "maj" in kind, int(k or 0))
 
 
 def _summarise(label: str, record: StudyRecord, outcome: Outcome, usable: Trials, rng: Generator) -> ArmSummary:
@@ -215,22 +255,21 @@ def _summarise(label: str, record: StudyRecord, outcome: Outcome, usable: Trials
     scores = {trial.seed: value for trial in mine if (value := score(trial, outcome.name)) is not None}
     cells = _cells(mine) if outcome.per_problem and mine else None
     values = list(scores.values())
-    interval = _bounded(_stated(values, cells), outcome)
     num_problems = _num_problems(mine, outcome)
-    if interval is not None and interval.error == 0 and interval.estimate in (0.0, 1.0) and num_problems:
-        # Equal seeds at 0 or 1 leave no spread to estimate.
-        interval = statistics.exact_interval(interval.estimate, num_problems)
+    interval = _exact_at_ends(_bounded(_stated(values, cells), outcome), num_problems)
     return ArmSummary(
         label=label,
-        is_baseline=label == record.baseline,
+        is_baseline=label == record.baseline and search_of(record) is None,
         factors=next((trial.factors for trial in record.trials if trial.arm == label), {}),
         scores=scores,
         cells=cells,
         num_problems=num_problems,
         interval=interval,
         student=_bounded(statistics.t_interval(values), outcome),
-        bootstrap=statistics.bootstrap_interval(values, rng),
-        crossed_bootstrap=statistics.crossed_bootstrap_interval(cells, rng) if cells is not None else None,
+        bootstrap=_bounded(statistics.bootstrap_interval(values, rng), outcome),
+        crossed_bootstrap=_bounded(statistics.crossed_bootstrap_interval(cells, rng), outcome)
+        if cells is not None
+        else None,
         costs=_costs(mine),
     )
 
@@ -245,11 +284,18 @@ def _stated(values: Sequence[float], cells: Floats | None) -> Interval | None:
     return statistics.t_interval(values) if cells is None else statistics.cautious_interval(cells)
 
 
-def _bounded(interval: Interval | None, outcome: Outcome) -> Interval | None:
-    """The same interval without impossible values of a fraction."""
+def _bounded(interval: Interval | None, outcome: Outcome, least: float = 0.0, most: float = 1.0) -> Interval | None:
+    """The same interval without values that a fraction cannot have, or a sum of fractions from `least` to `most`."""
     if interval is None or not outcome.is_fraction:
         return interval
-    return replace(interval, low=max(interval.low, 0.0), high=min(interval.high, 1.0))
+    return replace(interval, low=max(interval.low, least), high=min(interval.high, most))
+
+
+def _exact_at_ends(interval: Interval | None, num_problems: int) -> Interval | None:
+    """The same interval, or the exact one of a fraction whose seeds are all 0 or all 1: no spread to estimate."""
+    if interval is None or interval.error > 0 or interval.estimate not in (0.0, 1.0) or not num_problems:
+        return interval
+    return statistics.exact_interval(interval.estimate, num_problems)
 
 
 def _num_problems(trials: Sequence[TrialRecord], outcome: Outcome) -> int:
@@ -275,7 +321,8 @@ def _compare(arms: Sequence[ArmSummary], outcome: Outcome, rng: Generator) -> li
         return []
     others = [arm for arm in arms if arm is not baseline and set(arm.scores) & set(baseline.scores)]
     pairs = [_pair(arm, baseline) for arm in others]
-    intervals = [_difference(*pair, arm, baseline) for arm, pair in zip(others, pairs, strict=True)]
+    found = [_difference(*pair, arm, baseline) for arm, pair in zip(others, pairs, strict=True)]
+    intervals = [_bounded(interval, outcome, least=-1.0) for interval in found]
     resolution = 1 / baseline.num_problems if baseline.num_problems else 0.0
     p_values = [_p_value(interval, *pair, resolution) for interval, pair in zip(intervals, pairs, strict=True)]
     family = max(len([p for p in p_values if not math.isnan(p)]), 1)
@@ -300,7 +347,7 @@ def _compare(arms: Sequence[ArmSummary], outcome: Outcome, rng: Generator) -> li
                 seeds=tuple(differences),
                 estimate=estimate,
                 interval=interval,
-                student=statistics.t_interval(values),
+                student=_bounded(statistics.t_interval(values), outcome, least=-1.0),
                 bootstrap=statistics.bootstrap_interval(values, rng),
                 crossed_bootstrap=statistics.crossed_bootstrap_interval(cells, rng) if cells is not None else None,
                 p=p,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from harness.types import StudyRecord
-from reports.prose.wording import listed
+from reports.prose.wording import listed, plural
 
 _MEASURED_BY = ("num_test_prompts", "num_samples", "temperature", "top_p", "top_k")
 _EACH_RUNS_OWN = ("seed", "algorithm", "rewards")
@@ -92,7 +92,7 @@ def _check_settings(records: Sequence[StudyRecord]) -> None:
     if apart:
         key, values = next(iter(apart.items()))
         shown = ", ".join(f"{value} in '{name}'" for value, name in values.items())
-        more = f" (and {len(apart) - 1} more settings)" if len(apart) > 1 else ""
+        more = f" (and {plural(len(apart) - 1, 'more setting')})" if len(apart) > 1 else ""
         raise ValueError(
             f"studies must share the task and how accuracy is measured to be compared: {key} is {shown}{more}; "
             "run one of them again with the other's setting (--set)"

@@ -7,31 +7,31 @@ from typing import Any
 import yaml
 
 from harness.types import SampleRow, StudyRecord, TrialRecord
-from reports.analysis import PLANNED_DIFFERENCES, Analysis, ArmSummary, Comparison
+from reports.analysis import PLANNED_DIFFERENCES, Analysis, ArmSummary, Comparison, held_out_accuracies
 from reports.claims import check_claims
 from reports.figures import curves, grid, outcome
 from reports.figures.style import Drawing, color_of
 from reports.prose import wording
 from reports.prose.answer import answer, progress
-from reports.prose.notes import interval_method, interval_reading, notes
+from reports.prose.notes import accuracies_reading, interval_method, interval_reading, notes
 from reports.statistics import SIMULATED_COVERAGE
-from reports.trials import setting, wanted_pairs
+from reports.trials import search_of, setting, tuning_of, wanted_pairs
 
 _MOST_PROMPTS, _MOST_ARMS = 4, 4
 _MOST_CHARACTERS = 1600
+_ACCURACY = {"test/accuracy": "mean of samples", "test/greedy_accuracy": "greedy"}
 
 
 def page_drawings(analysis: Analysis) -> dict[str, list[Drawing]]:
     """Section of the page -> its figures, only those that the record can fill."""
     outcomes = outcome.final_accuracy(analysis) + outcome.differences(analysis)
-    maps = grid.heat_maps(analysis)
-    num_top = max(2 - len(maps), 0)  # of the outcome beside the heat maps
+    maps = grid.heat_maps(analysis) + grid.importances(analysis)
+    num_top = max(2 - len(maps), 0)  # of the outcome beside the heat maps or the importances
     return {
         "top": [*maps, *outcomes[:num_top]],
         "outcome": outcomes[num_top:],
         "curves": curves.learning_curves(analysis),
         "interactions": grid.interactions(analysis),
-        "importance": grid.importances(analysis),
         "cost": outcome.cost_against_accuracy(analysis),
         "labels": curves.label_quality(analysis),
         "dynamics": curves.dynamics(analysis),
@@ -50,8 +50,10 @@ def page_values(analysis: Analysis, drawings: Mapping[str, Sequence[Drawing]]) -
         "effects": analysis.grid.effects if analysis.grid is not None else [],
         "outcome": analysis.outcome.label,
         "search": _search(analysis),
+        "accuracies": _accuracies(analysis),
+        "accuracies_reading": accuracies_reading(analysis),
         "claims": check_claims(analysis),
-        "planned": [f"{100 * size:g}" for size in PLANNED_DIFFERENCES],
+        "planned": [wording.plural(round(100 * size), "point") for size in PLANNED_DIFFERENCES],
         "unit": " (%)" if analysis.outcome.is_fraction else "",
         "method": interval_method(analysis),
         "reading": interval_reading(analysis),
@@ -66,8 +68,8 @@ def page_values(analysis: Analysis, drawings: Mapping[str, Sequence[Drawing]]) -
 def _facts(analysis: Analysis) -> list[str]:
     """The study at a glance: progress, arms, seeds, task and model."""
     record = analysis.record
-    seeds = ", ".join(map(str, record.seeds))
-    facts = [progress(analysis), wording.plural(len(analysis.arms), "arm"), f"seeds {seeds}"]
+    seeds = f"{'seed' if len(record.seeds) == 1 else 'seeds'} {', '.join(map(str, record.seeds))}"
+    facts = [progress(analysis), wording.plural(len(analysis.arms), "arm"), seeds]
     for name, path in (("task", "task.name"), ("model", "model")) if record.trials else ():
         facts.append(f"{name} {', '.join(dict.fromkeys(str(setting(t.spec, path, '?')) for t in record.trials))}")
     return facts
@@ -78,24 +80,46 @@ def _search(analysis: Analysis) -> dict[str, Any] | None:
     search = analysis.record.search
     if search is None:
         return None
-    if "tuning" in search:  # a comparison tuned each algorithm by a search of its own; the page does not list them
-        return {"objectives": [analysis.record.metric], "rows": [], "several": False}
-    objectives = list(search["objectives"])
+    tuning = tuning_of(analysis.record)
+    searches = list(tuning.values()) or [search]
+    objectives = list(searches[0]["objectives"])
+    tag = "chosen" if tuning else "best" if len(objectives) == 1 else "front"
     rows = [
         {
-            "label": arm["label"],
-            "parameters": ", ".join(f"{key} = {_short(value)}" for key, value in arm["parameters"].items()),
+            "label": arm["label"].partition(": ")[0],
+            "parameters": wording.settings(arm["parameters"], short=False),
             "values": [wording.number(arm["values"].get(name, math.nan), name) for name in objectives],
             "state": arm["state"],
-            "is_pareto": arm["label"] in search["pareto"],
+            "tag": tag if arm["label"] in (one["pareto"] if tag == "front" else [one["best"]]) else "",
         }
-        for arm in search["arms"]
+        for one in searches
+        for arm in one["arms"]
     ]
-    return {"objectives": objectives, "rows": rows, "several": len(objectives) > 1}
+    units = [f"{wording.spoken(name)}{' (%)' if wording.is_fraction(name) else ''}" for name in objectives]
+    return {"is_tuning": bool(tuning), "objectives": units, "rows": rows}
 
 
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _accuracies(analysis: Analysis) -> dict[str, Any]:
+    """Every accuracy of the test split, as text: the names of its metrics, and each arm's (value, limits) of them."""
+    found = held_out_accuracies(analysis)
+    unknown = (math.nan, None)
+    rows = [
+        {
+            "label": arm.label,
+            "cells": [
+                (wording.number(mean, name), wording.limits(interval, name))
+                for name, arms in found.items()
+                for mean, interval in [arms.get(arm.label, unknown)]
+            ],
+        }
+        for arm in analysis.finished_arms
+    ]
+    return {"names": [_ACCURACY.get(name) or _at_k(name) for name in found], "rows": rows}
+
+
+def _at_k(metric: str) -> str:
+    """`pass@4` for `test/pass_at_4`."""
+    return metric.rpartition("/")[2].replace("_at_", "@")
 
 
 def _row(arm: ArmSummary, analysis: Analysis) -> dict[str, Any]:
@@ -103,11 +127,12 @@ def _row(arm: ArmSummary, analysis: Analysis) -> dict[str, Any]:
     metric = analysis.outcome.name
     comparison = analysis.comparison(arm.label)
     costs = arm.costs
+    is_best = (search_of(analysis.record) or {}).get("best") == arm.label
     wanted = [seed for label, seed in wanted_pairs(analysis.record) if label == arm.label]
     return {
         "label": arm.label,
         "color": color_of(analysis, arm.label),
-        "is_baseline": arm.is_baseline,
+        "tag": "baseline" if arm.is_baseline else "best of the search" if is_best else "",
         "has_result": bool(arm.scores),
         "seeds": f"{len(arm.scores)}/{max(len(wanted), len(arm.scores))}",
         "initial": wording.number(costs.get("accuracy_initial", math.nan), "accuracy"),
@@ -187,7 +212,8 @@ def _chosen_arms(analysis: Analysis, labels: list[str]) -> list[str]:
     if len(labels) <= _MOST_ARMS:
         return labels
     ranked = [arm.label for arm in sorted(analysis.finished_arms, key=lambda arm: arm.mean, reverse=True)]
-    wanted = [analysis.record.baseline, *ranked[:1], *ranked[-1:], *labels]
+    baseline = [arm.label for arm in analysis.arms if arm.is_baseline]
+    wanted = [*baseline, *ranked[:1], *ranked[-1:], *labels]
     return [label for label in dict.fromkeys(wanted) if label in labels][:_MOST_ARMS]
 
 

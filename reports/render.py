@@ -20,12 +20,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from harness.types import SampleRow, StudyRecord, TrialRecord
-from reports.analysis import analyse
+from reports.analysis import ACCURACIES, accuracy_order, analyse
 from reports.figures.style import FORMATS, write_files
 from reports.join import JoinedStudy
 from reports.page import page_drawings, page_values
 from reports.prose.wording import factor_title, p_value
-from reports.trials import setting
+from reports.trials import score, setting
 
 BOOTSTRAP_SEED = 0
 _REACHED = ("accuracy_initial", "accuracy_final", "test_accuracy")
@@ -79,10 +79,12 @@ def results_csv(record: StudyRecord) -> str:
     A text cell that a spreadsheet would run as a formula starts with an apostrophe.
     """
     factors = list(dict.fromkeys(name for trial in record.trials for name in trial.factors if name not in COLUMNS))
+    logged = {name for trial in record.trials for name in trial.history if ACCURACIES.fullmatch(name)}
+    accuracies = sorted(logged - {"test/accuracy"}, key=accuracy_order)
     studies = record.studies if isinstance(record, JoinedStudy) else {}
     table = io.StringIO()
     writer = csv.writer(table, lineterminator="\n")
-    writer.writerow([*COLUMNS, *map(_cell, factors)])
+    writer.writerow([*COLUMNS, *map(_cell, [*factors, *accuracies])])
     for trial in record.trials:
         fixed = {
             "study": studies.get(trial.arm, record.name),
@@ -95,6 +97,7 @@ def results_csv(record: StudyRecord) -> str:
         }
         values = [fixed.get(name, trial.summary.get(name)) for name in COLUMNS]
         values += [trial.factors.get(name) for name in factors]
+        values += [score(trial, name) for name in accuracies]
         writer.writerow(map(_cell, values))
     return table.getvalue()
 

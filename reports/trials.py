@@ -59,6 +59,16 @@ def usable_trials(record: StudyRecord, outcome: Outcome) -> dict[tuple[str, int]
     return found
 
 
+def search_of(record: StudyRecord) -> Mapping[str, Any] | None:
+    """What a study's own search found; None for other designs."""
+    return record.search if record.search is not None and "tuning" not in record.search else None
+
+
+def tuning_of(record: StudyRecord) -> Mapping[str, Mapping[str, Any]]:
+    """Arm -> what the search that tuned it found; empty for a study that tuned nothing."""
+    return (record.search or {}).get("tuning", {})
+
+
 def wanted_pairs(record: StudyRecord) -> list[tuple[str, int]]:
     """The (arm, seed) pairs that a study asks for, in its order."""
     seeds = record.arm_seeds if isinstance(record, JoinedStudy) else dict.fromkeys(record.arms, record.seeds)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import dataclasses
 import math
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,11 +19,11 @@ from fake_study import HOSTILE_ARM, FakeArm, factor_grid, fake_study, three_algo
 from markdown_it import MarkdownIt
 
 from harness.types import StudyRecord, TrialRecord
-from reports.analysis import Analysis, analyse, marginal
+from reports.analysis import Analysis, analyse, held_out_accuracies, level_means, marginal, outcome_contrast
 from reports.figures import curves, grid
 from reports.figures.curves import Series, aligned, smoothed
 from reports.figures.outcome import pareto_front
-from reports.figures.style import GREY, PALETTE, color_of, write_files
+from reports.figures.style import GREY, PALETTE, color_of, end_label, write_files
 from reports.prose import wording
 from reports.prose.answer import answer
 from reports.prose.notes import interval_method, notes
@@ -212,7 +214,7 @@ def test_one_seed_gives_no_interval_and_the_report_says_so() -> None:
     assert "no interval and no test over seeds is possible" in interval_method(analysis)
 
 
-def test_accuracies_near_zero_are_reported_as_such_with_an_interval() -> None:
+def held_out_accuracies_near_zero_are_reported_as_such_with_an_interval() -> None:
     analysis = analysed(fake_study(two_arms(0.0, 0.0), num_problems=100, seed_deviation=0.0))
     assert answer(analysis).startswith("Every arm stays near zero: no difference between b and a")
     # 0 of 100 problems: 1 - 0.025^(1/100) = 3.62 %
@@ -221,7 +223,7 @@ def test_accuracies_near_zero_are_reported_as_such_with_an_interval() -> None:
     assert interval.high == pytest.approx(0.0362167, rel=1e-5)
     assert "b reaches 0.0 % test accuracy [0.0, 3.6]" in answer(analysis)
     # the difference of two such arms is as uncertain as both
-    assert "0.0 points [-3.6, 3.6] above a" in answer(analysis)
+    assert "level [-3.6, 3.6] with a (3 seeds" in answer(analysis)
     assert analysis.comparisons[0].p == 1.0
 
 
@@ -385,6 +387,66 @@ def test_only_the_factor_that_matters_is_said_to_matter() -> None:
     assert analysis.grid.levels[0] == (2, 4, 8)
 
 
+def equal_grid(seeds: Sequence[int] = (0, 1, 2)) -> Analysis:
+    arms = factor_grid({"algorithm.group_size": [4, 8], "algorithm.kl_beta": [0.0, 0.1]})
+    return analysed(fake_study([dataclasses.replace(arm, accuracy=0.7) for arm in arms], seeds, num_steps=10))
+
+
+def test_a_grid_without_detected_effects_says_so_with_its_smallest_p() -> None:
+    analysis = equal_grid()
+    assert analysis.grid is not None
+    least = min(analysis.grid.effects, key=lambda effect: effect.p)
+    assert answer(analysis).startswith(
+        "Over the whole grid no effect of group_size and kl_beta is detected, alone or together (the smallest p is "
+        f"that of {wording.factor_title(least.factors)}: Holm-adjusted p = {wording.p_value(least.p_adjusted)}); "
+    )
+    assert "would be found in 4 of 5 such studies" in answer(analysis)
+
+
+def test_factors_that_only_interact_are_named_in_the_answer() -> None:
+    arms = factor_grid({"algorithm.group_size": [4, 8], "algorithm.kl_beta": [0.0, 0.1]})
+    arms = [dataclasses.replace(arm, accuracy=a) for arm, a in zip(arms, (0.5, 0.7, 0.7, 0.5), strict=True)]
+    text = answer(analysed(fake_study(arms, seeds=range(5), seed_deviation=0.01, num_steps=10)))
+    assert text.startswith(
+        "Over the whole grid no factor matters by itself, and factors interact: group_size x kl_beta"
+    )
+
+
+def cell_colours(analysis: Analysis) -> set[tuple[float, ...]]:
+    (drawing,) = grid.heat_maps(analysis)
+    return {patch.get_facecolor() for patch in drawing.figure.axes[0].patches}
+
+
+def test_a_heat_map_has_one_colour_until_an_effect_is_detected_and_then_a_scale() -> None:
+    (neutral,), (untested,) = grid.heat_maps(equal_grid()), grid.heat_maps(equal_grid([0]))
+    assert (len(cell_colours(equal_grid())), len(neutral.figure.axes)) == (1, 1)
+    assert "no effect of the grid is detected, so all cells have one colour" in neutral.caption
+    assert "no test of the grid is possible yet" in untested.caption
+    detected = analysed(
+        fake_study(factor_grid({"algorithm.group_size": [4, 8], "algorithm.kl_beta": [0.0, 0.1]}), num_steps=10)
+    )
+    (drawing,) = grid.heat_maps(detected)
+    assert len(cell_colours(detected)) == 4
+    means = [arm.mean for arm in detected.arms]
+    bar = drawing.figure.axes[1]
+    assert [tick.get_text() for tick in bar.get_yticklabels()] == [
+        f"{100 * end:.1f}" for end in (min(means), max(means))
+    ]
+    assert bar.get_title() == "%"
+
+
+def test_an_interaction_plot_of_two_factors_shows_the_means_and_intervals_of_the_table() -> None:
+    arms = factor_grid({"algorithm.group_size": [4, 8], "algorithm.kl_beta": [0.0, 0.1]})
+    analysis = analysed(fake_study([dataclasses.replace(a, accuracy=0.98) for a in arms], seeds=[0, 1], num_steps=10))
+    for arm in analysis.arms:
+        found = marginal(analysis, arm.factors)
+        assert found is not None
+        assert (found.estimate, found.interval) == (arm.mean, arm.interval)
+    assert level_means(analysis, "algorithm.kl_beta")[0.1] == pytest.approx(
+        (analysis.arms[1].mean + analysis.arms[3].mean) / 2, rel=1e-12
+    )
+
+
 def test_an_interaction_is_named_in_the_answer() -> None:
     # group_size helps by 20 points with kl_beta = 0 and not at all with 0.1
     arms = factor_grid({"algorithm.group_size": [4, 8], "algorithm.kl_beta": [0.0, 0.1]})
@@ -484,6 +546,7 @@ def searched(*objectives: str) -> StudyRecord:
         "importances": importances,
         "arms": listed,
         "pareto": [arms[1].label],
+        "best": arms[1].label if len(objectives) == 1 else None,
     }
     return dataclasses.replace(record, search=search)
 
@@ -492,7 +555,7 @@ def test_a_search_shows_importances_arms_front_and_what_it_pruned(tmp_path: Path
     record = searched("validation/accuracy", "seconds/total")
     analysis = analysed(record)
     assert {(gap.arm, gap.state) for gap in analysis.gaps} == {("kl_beta=0.2", "pruned")}
-    assert answer(analysis).endswith("2 pruned trials are left out.")
+    assert answer(analysis).endswith("1 pruned arm is left out.")
     assert not answer(analysis).startswith("Preliminary")
     page = read_page(write_report(record, tmp_path, formats=()).html.read_text(encoding="utf-8"))
     text = " ".join("".join(page.text).split())
@@ -507,19 +570,112 @@ def test_a_search_shows_importances_arms_front_and_what_it_pruned(tmp_path: Path
     assert grid.importances(analysed(fake_study(num_steps=10))) == []
 
 
+def test_a_search_opens_with_its_best_setting_and_compares_it_with_no_arm(tmp_path: Path) -> None:
+    analysis = analysed(searched("validation/accuracy"))
+    text = answer(analysis)
+    # 62.5 % is the search's own mean of that arm; the test split, which chose nothing, has an interval
+    assert text.startswith("The best of 2 complete arms has kl_beta = 0.1: 62.5 % validation accuracy and ")
+    assert "importance by fANOVA: kl_beta 75 %" in text
+    assert "looks better than it is, so run it again with other seeds" in text
+    assert not {"above", "below", "Holm"} & set(text.replace("-", " ").split())
+    assert (analysis.baseline, list(analysis.comparisons), analysis.grid) == (None, [], None)
+    files = write_report(searched("validation/accuracy"), tmp_path, formats=())
+    for shown in (files.html.read_text(encoding="utf-8"), files.markdown.read_text(encoding="utf-8")):
+        assert "Difference to baseline" not in shown
+        assert "best of the search" in shown
+
+
+def test_a_search_of_several_objectives_has_a_front_and_no_best_arm() -> None:
+    text = answer(analysed(searched("validation/accuracy", "seconds/total")))
+    assert text.startswith("1 of 2 complete arms forms the Pareto front of validation accuracy (maximized) and seconds")
+    assert "choose an arm of the front and run it again with other seeds" in text
+
+
 def test_a_search_with_too_few_arms_has_no_importances() -> None:
     record = searched("validation/accuracy")
     assert record.search is not None
     unknown = {"method": None, "values": {}, "reason": "needs 4 complete arms, there are 2"}
     few = dataclasses.replace(record, search={**record.search, "importances": unknown})
     assert grid.importances(analysed(few)) == []
+    assert "which setting matters is not known (needs 4 complete arms, there are 2)" in answer(analysed(few))
 
 
-def test_a_tuned_comparison_keeps_a_search_per_cell_and_still_has_a_page(tmp_path: Path) -> None:
-    tuning = {"tuning": {"ppo": searched("validation/accuracy").search}}
+def test_a_tuned_comparison_says_what_tuning_chose_and_shows_its_trials(tmp_path: Path) -> None:
+    tuning = {"tuning": {"ppo": searched("validation/accuracy").search, "grpo": searched("validation/accuracy").search}}
     record = dataclasses.replace(fake_study(num_steps=10), search=tuning)
     assert grid.importances(analysed(record)) == []
-    assert write_report(record, tmp_path, formats=()).answer == answer(analysed(record))
+    assert "tuning chose the settings of ppo (kl_beta = 0.1) and grpo (kl_beta = 0.1)" in answer(analysed(record))
+    files = write_report(record, tmp_path, formats=())
+    text = " ".join("".join(read_page(files.html.read_text(encoding="utf-8")).text).split())
+    assert "What tuning chose" in text
+    assert text.count("kl_beta=0.1chosenalgorithm.kl_beta = 0.162.5complete") == 2
+    assert text.count("algorithm.kl_beta = 0.2n/apruned") == 2
+    assert "ppo: 3 settings, grpo: 3 settings" in topics(record)["Every arm was tuned"]
+    assert "## What tuning chose" in files.markdown.read_text(encoding="utf-8")
+
+
+def with_scores(scores: dict[str, list[float]], metric: str = "test/accuracy") -> StudyRecord:
+    """A study whose trials have these test scores, seed by seed, and no scores of single problems."""
+    record = fake_study([FakeArm(name, "grpo", 0.5, {}, {}) for name in scores], range(4), num_steps=10)
+    trials = []
+    for trial in record.trials:
+        value = scores[trial.arm][trial.seed]
+        summary = {**trial.summary, "test_accuracy": value} if metric == "test/accuracy" else trial.summary
+        history = {**trial.history, metric: [(10, value)], "test/num_prompts": [(10, 128.0)]}
+        trials.append(dataclasses.replace(trial, summary=summary, history=history, per_problem={}))
+    return dataclasses.replace(record, trials=trials)
+
+
+def test_an_arm_that_is_detectably_above_is_named_although_another_has_the_highest_mean() -> None:
+    scores = {"a": [0.50, 0.51, 0.49, 0.50], "b": [0.60, 0.615, 0.59, 0.602], "c": [0.2, 0.9, 0.95, 0.9]}
+    text = answer(analysed(with_scores(scores)))
+    assert text.startswith("b reaches 60.2 % test accuracy ")
+    assert "c has the highest mean, 73.8 % test accuracy" in text
+    assert "but its difference to a is not detected: 23.8 points" in text
+    assert "No arm is detectably above" not in text
+
+
+def test_every_test_accuracy_of_every_arm_stands_in_the_report_with_its_interval(tmp_path: Path) -> None:
+    record = with_scores({"a": [0.5, 0.6, 0.5, 0.6], "b": [1.0] * 4}, metric="test/greedy_accuracy")
+    record = dataclasses.replace(
+        record,
+        trials=[
+            dataclasses.replace(t, history={**t.history, "test/pass_at_4": [(10, 0.9)], "test/maj_at_4": [(10, 0.99)]})
+            if t.arm == "a"
+            else t
+            for t in record.trials
+        ],
+    )
+    found = held_out_accuracies(analysed(record))
+    assert list(found) == ["test/accuracy", "test/greedy_accuracy", "test/pass_at_4", "test/maj_at_4"]
+    assert list(found["test/pass_at_4"]) == ["a"]
+    mean, interval = found["test/greedy_accuracy"]["a"]
+    # standard deviation 0.057735, so the half width is t(3, 0.975) 3.18245 x 0.0288675
+    assert interval is not None
+    assert (mean, interval.low, interval.high) == pytest.approx((0.55, 0.4581307, 0.6418693), rel=1e-6)
+    _, certain = found["test/greedy_accuracy"]["b"]
+    assert certain is not None
+    assert (certain.low, certain.high) == pytest.approx((0.025 ** (1 / 128), 1.0), rel=1e-9)  # 128 of 128 problems
+    files = write_report(record, tmp_path, formats=())
+    text = " ".join("".join(read_page(files.html.read_text(encoding="utf-8")).text).split())
+    assert "greedypass@4maj@4" in text
+    assert "55.0 [45.8, 64.2]" in text
+    assert "| 55.0 [45.8, 64.2] |" in files.markdown.read_text(encoding="utf-8")
+    first = next(csv.DictReader(files.csv.read_text(encoding="utf-8").splitlines()))
+    assert (first["test/greedy_accuracy"], first["test/pass_at_4"]) == ("0.5", "0.9")
+
+
+def test_no_interval_of_a_fraction_leaves_its_range() -> None:
+    analysis = analysed(with_scores({"a": [0.0, 0.02, 0.0, 0.4], "b": [1.0, 0.3, 0.99, 1.0]}))
+    for arm in analysis.arms:
+        for interval in (arm.interval, arm.student, arm.bootstrap):
+            assert interval is not None
+            assert 0 <= interval.low <= interval.high <= 1
+    (one,) = analysed(with_scores({"a": [0.0, 1.0, 0.0, 0.0], "b": [1.0, 0.0, 1.0, 1.0]})).comparisons
+    between = outcome_contrast(analysed(with_scores({"a": [0, 1, 0, 0], "b": [1, 0, 1, 1]})), {"a": 1.0, "b": -1.0})
+    for interval in (one.interval, one.student, one.bootstrap, between.interval):
+        assert interval is not None
+        assert -1 <= interval.low <= interval.high <= 1
 
 
 def test_mcnemar_of_a_comparison_counts_majority_verdicts_over_the_shared_seeds() -> None:
@@ -562,6 +718,15 @@ def test_arms_keep_their_colour_and_a_crowd_is_grey_but_for_three() -> None:
     assert 2 <= len(colours) - colours.count(GREY) <= 3
 
 
+def test_of_equal_arms_one_is_the_highest_in_every_figure() -> None:
+    scores = {f"arm {i}": [value] * 4 for i, value in enumerate([0.5, 0.3, 0.7, 0.4, 0.7, 0.3, 0.5, 0.6])}
+    analysis = analysed(with_scores(scores))
+    roles = {
+        arm.label: end_label(analysis, arm.label) for arm in analysis.arms if color_of(analysis, arm.label) != GREY
+    }
+    assert roles == {"arm 0": "baseline", "arm 2": "highest arm", "arm 1": "lowest arm"}
+
+
 def trial_with(history: dict[str, list[tuple[int, float]]]) -> TrialRecord:
     return dataclasses.replace(fake_study(seeds=[0]).trials[0], history=history)
 
@@ -602,6 +767,24 @@ def test_numbers_read_as_a_reader_expects() -> None:
     assert (wording.quantity(812), wording.quantity(12_345), wording.quantity(4.56e6)) == ("812", "12.3k", "4.56M")
     assert (wording.duration(48), wording.duration(200), wording.duration(7500)) == ("48 s", "3 min 20 s", "2 h 05 min")
     assert (wording.size(611 * 2**20), wording.size(3 * 2**30)) == ("611 MiB", "3.00 GiB")
+
+
+def test_a_difference_is_never_0_points_above() -> None:
+    assert wording.apart(0.0, "test/accuracy") == "level with"
+    assert wording.apart(0.0004, "test/accuracy") == "0.04 points above"
+    assert wording.apart(-0.051, "test/accuracy") == "5.1 points below"
+    assert wording.apart(-0.25, "kl/reference") == "0.25 below"
+
+
+def test_counts_of_one_have_no_plural(tmp_path: Path) -> None:
+    assert (wording.plural(1, "seed"), wording.plural(2, "seed")) == ("1 seed", "2 seeds")
+    files = write_report(fake_study(two_arms(0.4, 0.7), seeds=[0], num_steps=1), tmp_path / "one", formats=())
+    more = write_report(fake_study(two_arms(0.4, 0.7), num_steps=1), tmp_path / "more", formats=())
+    for file in (files.html, files.markdown, more.html, more.markdown):
+        found = re.findall(
+            r"(?<![\d.\[-])\b1 (?:points|seeds|steps|trials|arms|groups|samples|more arms)", file.read_text()
+        )
+        assert not found
 
 
 def test_reports_import_neither_torch_nor_mlflow() -> None:

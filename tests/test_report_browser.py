@@ -35,7 +35,7 @@ def hostile_study() -> StudyRecord:
     listed = [{"label": arm.label, "parameters": found, "values": values, "state": "complete"} for arm in arms]
     importances = {"method": "<b>", "values": found, "reason": None}
     search = {"objectives": {"validation/accuracy": "maximize"}, "importances": importances, "arms": listed}
-    return dataclasses.replace(record, search={**search, "pareto": [HOSTILE_ARM]})
+    return dataclasses.replace(record, search={**search, "pareto": [HOSTILE_ARM], "best": HOSTILE_ARM})
 
 
 @pytest.fixture(scope="module", params=["hostile", "grid"])

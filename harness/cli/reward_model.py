@@ -59,7 +59,5 @@ def reward_model_train(
     ]
     headers = ["prompts", "number", "pairs", "ranked rightly"]
     terminal.show_table("Bradley-Terry reward model", headers, rows, numeric=headers[1:])
-    terminal.say(
-        f"{fit.dropped_prompts:,} groups of rollouts rank nothing and were left out; last mean loss {fit.loss:.4f}"
-    )
+    terminal.say(f"Groups that rank nothing and were left out: {fit.dropped_prompts:,}; last mean loss {fit.loss:.4f}")
     terminal.say(f"Use it: --set rewards.reward_model.path={shlex.quote(str(out))}")

@@ -13,15 +13,16 @@ from reports.prose.wording import is_fraction
 
 PLOT = (0.1, 0.155, 0.66, 0.65)  # left, bottom, width, height of a line chart, as fractions of the figure
 _STEPS = [1, 2, 2.5, 5, 10]
+_ROW = (25, 3)  # characters and lines of a name beside its row
 
 
 def rows(figure: Figure, labels: Sequence[str]) -> Axes:
     """Axes with one horizontal row per label, the first on top, and room for a number at the right."""
     height = figure.get_size_inches()[1]
-    left = 0.05 + min(0.0175 * max(len(line) for label in labels for line in _wrapped(label, 22, 3)), 0.34)
+    left = 0.05 + min(0.0175 * max(len(line) for label in labels for line in _wrapped(label, *_ROW)), 0.34)
     axes = figure.add_axes((left, 0.5 / height, 0.89 - left, 1 - 0.95 / height))
     axes.set_ylim(len(labels) - 0.4, -0.6)
-    axes.set_yticks(range(len(labels)), ["\n".join(_wrapped(label, 22, 3)) for label in labels])
+    axes.set_yticks(range(len(labels)), ["\n".join(_wrapped(label, *_ROW)) for label in labels])
     axes.tick_params(axis="y", labelcolor=INK, labelsize=7.5)
     axes.spines["left"].set_visible(False)
     axes.grid(axis="x")
@@ -83,7 +84,7 @@ def axis_label(metric: str, label: str = "") -> str:
 
 def rows_height(labels: Sequence[str]) -> float:
     """Inches of a figure with one row per label; the label with most lines sets the height of a row."""
-    most = max(len(_wrapped(label, 22, 3)) for label in labels)
+    most = max(len(_wrapped(label, *_ROW)) for label in labels)
     return 1.05 + (0.12 + 0.15 * max(most, 2)) * max(len(labels), 2)
 
 

@@ -1,7 +1,7 @@
 """Decides how the effect of settings is drawn: heat maps and interactions of a grid, importances of a search."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import matplotlib
@@ -12,9 +12,11 @@ from matplotlib.patches import Rectangle
 from harness.types import short_path
 from reports.analysis import Analysis, marginal
 from reports.figures.axes import PLOT, axis_label, cut, label_ends, rows, rows_height, scale_of, tidy, write_unit
-from reports.figures.style import INK, MARKERS, NARROW, PALETTE, WIDE, Draw, Drawing, drawn
+from reports.figures.style import INK, MARKERS, MUTED, NARROW, PALETTE, WIDE, Draw, Drawing, drawn
 from reports.prose import wording
 from reports.statistics import ALPHA
+
+_STEPS = 24  # of colour in the bar of a heat map
 
 
 def heat_maps(analysis: Analysis) -> list[Drawing]:
@@ -30,10 +32,13 @@ def heat_maps(analysis: Analysis) -> list[Drawing]:
         maps = [(f", {name} = {level}", grid.labels.take(i, axis=last)) for i, level in enumerate(grid.levels[last])]
     factors, levels = [grid.factors[axis] for axis in kept], [grid.levels[axis] for axis in kept]
     title = f"{wording.capitalised(analysis.outcome.label)}{' (%)' if analysis.outcome.is_fraction else ''}"
-    caption = "Mean over seeds with its 95 % interval; darker is higher."
+    is_detected = any(effect.p_adjusted < ALPHA for effect in grid.effects)
+    why = "no effect of the grid is detected" if grid.effects else "no test of the grid is possible yet"
+    shade = "darker is higher" if is_detected else f"{why}, so all cells have one colour"
+    caption = f"Mean over seeds with its 95 % interval; {shade}."
     drawings = []
     for index, (suffix, labels) in enumerate(maps):
-        draw, height = _heat_map(analysis, labels, factors, levels), 1.1 + 0.62 * labels.shape[0]
+        draw, height = _heat_map(analysis, labels, factors, levels, is_detected), 1.1 + 0.62 * labels.shape[0]
         drawings.append(drawn(f"heat_{index}", f"{title}{suffix}", caption, draw, WIDE, height))
     return drawings
 
@@ -93,17 +98,24 @@ def importances(analysis: Analysis) -> list[Drawing]:
     return [drawn("importance_0", title, caption, draw, WIDE, rows_height(names))]
 
 
-def _heat_map(analysis: Analysis, labels: np.ndarray, factors: Sequence[str], levels: Sequence[Sequence[Any]]) -> Draw:
+def _heat_map(
+    analysis: Analysis,
+    labels: np.ndarray,
+    factors: Sequence[str],
+    levels: Sequence[Sequence[Any]],
+    is_detected: bool,
+) -> Draw:
+    """A cell per arm; noise has no colour, so the scale and its bar are there only if an effect `is_detected`."""
     metric = analysis.outcome.name
     means = [arm.mean for arm in analysis.finished_arms]
     low, high = min(means), max(means)  # one scale for all maps of a study
     colors = matplotlib.colormaps["Blues"]
 
     def draw(figure: Figure) -> None:
-        axes = figure.add_axes((0.17, 0.15, 0.8, 0.69))
+        axes = figure.add_axes((0.17, 0.15, 0.68 if is_detected else 0.8, 0.69))
         for row, column in np.ndindex(labels.shape):
             arm = analysis.arm(str(labels[row, column]))
-            position = 0.5 if high == low else (arm.mean - low) / (high - low)
+            position = (arm.mean - low) / (high - low) if is_detected and high > low else 0.1
             empty = math.isnan(arm.mean)
             color = "#f3f4f6" if empty else colors(0.08 + 0.8 * position)
             axes.add_patch(Rectangle((column - 0.485, row - 0.485), 0.97, 0.97, color=color, lw=0))
@@ -120,8 +132,27 @@ def _heat_map(analysis: Analysis, labels: np.ndarray, factors: Sequence[str], le
         axes.set_ylabel(short_path(factors[0]))
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
+        if is_detected:
+            _color_bar(figure, lambda position: colors(0.08 + 0.8 * position), metric, low, high)
 
     return draw
+
+
+def _color_bar(figure: Figure, color: Callable[[float], Any], metric: str, low: float, high: float) -> None:
+    """The colours from the lowest to the highest mean, at the right of a heat map."""
+    axes = figure.add_axes((0.885, 0.15, 0.03, 0.69))
+    for step in range(_STEPS):
+        bottom = low + (high - low) * step / _STEPS
+        axes.add_patch(Rectangle((0, bottom), 1, (high - low) / _STEPS, facecolor=color((step + 0.5) / _STEPS), lw=0))
+    axes.set_xlim(0, 1)
+    axes.set_ylim(low, high)
+    axes.set_xticks([])
+    axes.set_yticks([low, high], [wording.number(end, metric) for end in (low, high)])
+    axes.yaxis.tick_right()
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0, labelsize=7)
+    if wording.is_fraction(metric):
+        axes.set_title("%", size=8, weight="normal", color=MUTED, loc="center", pad=4)
 
 
 def _interaction(analysis: Analysis, across: str, positions: Sequence[Any], lines: str, levels: Sequence[Any]) -> Draw:
@@ -146,13 +177,14 @@ def _interaction(analysis: Analysis, across: str, positions: Sequence[Any], line
                     axes.plot([place + shift] * 2, limits, color=color, lw=1.2, alpha=0.55)
             if points:
                 axes.plot(*zip(*points, strict=True), color=color, lw=1.7, marker=MARKERS[number], ms=5, mec="white")
-                ends.append((mean, f"{short_path(lines)} {cut(str(level), 14)}", color))
+                ends.append((mean, cut(str(level), 14), color))
         axes.set_xlim(-0.3, len(positions) - 0.7)
         axes.set_xlabel(short_path(across))
         write_unit(axes, axis_label(metric))
         tidy(axes)
         axes.set_xticks(range(len(positions)), [cut(str(position), 12) for position in positions])
         label_ends(axes, ends)
+        axes.text(1.02, 1.05, cut(short_path(lines), 16), transform=axes.transAxes, color=MUTED, size=7.5)
 
     return draw
 
@@ -161,4 +193,4 @@ def _interaction_found(p: float) -> str:
     if math.isnan(p):
         return "no test possible"
     shown = wording.p_equals(p).replace("p ", "p\u00a0").replace("= ", "=\u00a0")
-    return f"{'they interact' if p < ALPHA else 'no interaction detected'} ({shown})"
+    return f"{'they interact' if p < ALPHA else 'no interaction detected'} (Holm-adjusted {shown})"

@@ -44,7 +44,7 @@ def differences(analysis: Analysis) -> list[Drawing]:
         seeds = [scores[seed] - baseline.scores[seed] for seed in one.seeds]
         shown.append(_Estimate(one.arm, one.estimate, one.interval, seeds))
     draw = _estimates(analysis, shown, f"difference{', points' if analysis.outcome.is_fraction else ''}", signed=True)
-    title = f"Difference to {cut(baseline.label, 40)}, seed by seed"
+    title = f"Difference to {cut(baseline.label, 70)}, seed by seed"
     caption = "Large mark: mean paired difference; bar: 95 % interval; small dots: single seeds. Right of 0 is higher."
     return [drawn("differences", title, caption, draw, WIDE, rows_height([one.arm for one in analysis.comparisons]))]
 

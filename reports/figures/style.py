@@ -1,9 +1,9 @@
 """Decides what all figures share: colours, type, the place of an arm in the palette, and how a figure is saved.
 
 Colours are Okabe and Ito's (2008) palette, safe for colour-blind readers, with a marker per arm for print without
-colour. Arms keep their colour in every figure. With more arms than colours, the baseline, the highest and the lowest
-are coloured and the others grey. SVG output is deterministic, with text kept as text. Labels are drawn as they are:
-matplotlib's own mathematics is off, so a `$` in a label is a dollar sign.
+colour. Arms keep their colour in every figure. With more arms than colours, the baseline (or the best of a search), the
+highest and the lowest are coloured and the others grey. SVG output is deterministic, with text kept as text. Labels are
+drawn as they are: matplotlib's own mathematics is off, so a `$` in a label is a dollar sign.
 """
 
 import io
@@ -21,6 +21,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from reports.analysis import Analysis
+from reports.trials import search_of
 
 INK, MUTED = "#1d2126", "#5c6570"
 RULE, GREY = "#e4e7eb", "#b9bfc6"
@@ -120,12 +121,7 @@ def end_label(analysis: Analysis, label: str) -> str:
     """An arm's name beside its line; among many arms its role, as the table names the coloured arms."""
     if len(analysis.arms) <= len(PALETTE):
         return label
-    place = _place(analysis, label)
-    if place is None:
-        return ""
-    if label == analysis.record.baseline:
-        return "baseline"
-    return "highest arm" if label == max(analysis.finished_arms, key=lambda arm: arm.mean).label else "lowest arm"
+    return _roles(analysis).get(label, "")
 
 
 def _saved(figure: Figure, suffix: str) -> bytes:
@@ -152,7 +148,16 @@ def _place(analysis: Analysis, label: str) -> int | None:
     """Position of an arm in the palette; None for an arm in the grey background."""
     labels = [arm.label for arm in analysis.arms]
     if len(labels) > len(PALETTE):
-        finished = sorted(analysis.finished_arms, key=lambda arm: arm.mean)
-        extremes = [arm.label for arm in finished[-1:] + finished[:1]]
-        labels = list(dict.fromkeys([analysis.record.baseline, *extremes]))
+        labels = list(_roles(analysis))
     return labels.index(label) if label in labels else None
+
+
+def _roles(analysis: Analysis) -> dict[str, str]:
+    """Arm -> what it is among many, in the order of the palette; of equal arms the first is the highest or lowest."""
+    search = search_of(analysis.record)
+    found = {search["best"]: "best of the search"} if search is not None and search["best"] else {}
+    found |= {analysis.baseline.label: "baseline"} if analysis.baseline is not None else {}
+    arms = analysis.finished_arms
+    for choose, role in ((max, "highest arm"), (min, "lowest arm")) if arms else ():
+        found.setdefault(choose(arms, key=lambda arm: arm.mean).label, role)
+    return found

@@ -1,13 +1,17 @@
 """Decides how a study's answer reads: one sentence with its uncertainty and what is missing from it."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from harness.types import short_path
 from reports.analysis import Analysis, ArmSummary, Comparison, level_means
 from reports.prose import wording
 from reports.statistics import ALPHA
+from reports.trials import search_of, tuning_of
 
 NEAR_ZERO = 0.02
+_AGAIN = "run it again with other seeds before believing it"
 
 
 def answer(analysis: Analysis) -> str:
@@ -16,19 +20,69 @@ def answer(analysis: Analysis) -> str:
         states = [gap.state for gap in analysis.gaps]
         counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
         return f"No answer yet: {progress(analysis)}{f' ({counts})' if counts else ''}."
-    factors = _grid_finding(analysis)
-    candidates = (factors, _finding(analysis), "" if factors else _detectable(analysis), _left_out(analysis))
+    search = search_of(analysis.record)
+    if search is not None:
+        candidates = [_search_finding(analysis, search), _left_out(analysis)]
+    else:
+        factors, is_detected = _grid_finding(analysis), _is_any_effect_detected(analysis)
+        candidates = [factors, _finding(analysis), "" if is_detected else _detectable(analysis)]
+        candidates += [_tuned(analysis), _left_out(analysis)]
     parts = [part for part in candidates if part]
     opening = _caveat(analysis) + _near_zero(analysis)
     for number, part in enumerate(parts):
-        if (opening or number) and part.startswith(("No ", "Over ")):
+        if (opening or number) and part.startswith(("No ", "Over ", "The ")):
             parts[number] = part[0].lower() + part[1:]
     return f"{opening}{'; '.join(parts)}."
 
 
 def progress(analysis: Analysis) -> str:
     """`7 of 9 trials complete`."""
-    return f"{analysis.num_complete} of {analysis.num_expected} trials complete"
+    return f"{analysis.num_complete} of {wording.plural(analysis.num_expected, 'trial')} complete"
+
+
+def _search_finding(analysis: Analysis, search: Mapping[str, Any]) -> str:
+    """What a search found; its best arm is chosen for its luck too, so it is compared with no other."""
+    complete = [arm for arm in search["arms"] if arm["state"] == "complete"]
+    if not complete:
+        return "No arm of the search is complete"
+    count = wording.plural(len(complete), "complete arm")
+    if len(search["objectives"]) > 1:
+        goals = [f"{wording.spoken(name)} ({way.removesuffix('e')}ed)" for name, way in search["objectives"].items()]
+        front = search["pareto"]
+        return (
+            f"{len(front)} of {count} {'form' if len(front) > 1 else 'forms'} the Pareto front of "
+            f"{wording.listed(goals, len(goals))}: no other arm beats {'them' if len(front) > 1 else 'it'} in every "
+            f"objective, so weigh the objectives against each other, choose an arm of the front and {_AGAIN}"
+        )
+    (metric,) = search["objectives"]
+    best = next(arm for arm in complete if arm["label"] == search["best"])
+    value = f"{wording.with_unit(best['values'][metric], metric)} {wording.spoken(metric)}"
+    scored = [arm for arm in analysis.finished_arms if arm.label == best["label"]]
+    tested = f" and {_value(scored[0], analysis)}" if scored and analysis.outcome.name != metric else ""
+    return (
+        f"The best of {count} has {wording.settings(best['parameters'])}: {value}{tested} "
+        f"({wording.plural(len(analysis.record.seeds), 'seed')}); {_importances(search['importances'])}; the best of "
+        f"many looks better than it is, so {_AGAIN}"
+    )
+
+
+def _importances(found: Mapping[str, Any]) -> str:
+    if not found["values"]:
+        return f"which setting matters is not known ({found['reason']})"
+    ranked = sorted(found["values"].items(), key=lambda item: -item[1])
+    shares = [f"{short_path(path)} {100 * share:.0f} %" for path, share in ranked]
+    return f"importance by {found['method']}: {', '.join(shares)}"
+
+
+def _tuned(analysis: Analysis) -> str:
+    """What tuning chose for each arm of a comparison."""
+    chosen = [
+        f"{cell} ({wording.settings(arm['parameters'])})"
+        for cell, search in tuning_of(analysis.record).items()
+        for arm in search["arms"]
+        if arm["label"] == search["best"]
+    ]
+    return f"tuning chose the settings of {wording.listed(chosen, len(chosen))}" if chosen else ""
 
 
 def _near_zero(analysis: Analysis) -> str:
@@ -61,11 +115,25 @@ def _finding(analysis: Analysis) -> str:
     return _baseline_stands(analysis, baseline)
 
 
+def _is_any_effect_detected(analysis: Analysis) -> bool:
+    return analysis.grid is not None and any(effect.p_adjusted < ALPHA for effect in analysis.grid.effects)
+
+
 def _grid_finding(analysis: Analysis) -> str:
     """What each factor does over the whole grid, which has more seeds behind it than any one arm."""
     metric = analysis.outcome.name
+    effects = [one for one in (analysis.grid.effects if analysis.grid else ()) if not math.isnan(one.p_adjusted)]
+    if effects and not _is_any_effect_detected(analysis):
+        least = min(effects, key=lambda effect: effect.p)
+        factors = [short_path(effect.factors[0]) for effect in effects if len(effect.factors) == 1]
+        if len(factors) == 1:
+            return f"Over the whole grid no effect of {factors[0]} is detected ({_holm(least.p_adjusted)})"
+        return (
+            f"Over the whole grid no effect of {wording.listed(factors, len(factors))} is detected, alone or together "
+            f"(the smallest p is that of {wording.factor_title(least.factors)}: {_holm(least.p_adjusted)})"
+        )
     found = []
-    for effect in analysis.grid.effects if analysis.grid else ():
+    for effect in effects:
         factor, *others = effect.factors
         means = level_means(analysis, factor)
         if others or not effect.p_adjusted < ALPHA or not means:
@@ -75,9 +143,9 @@ def _grid_finding(analysis: Analysis) -> str:
             f"{short_path(factor)} matters: {wording.with_unit(means[low], metric)} at {low} and "
             f"{wording.with_unit(means[high], metric)} at {high} ({_holm(effect.p_adjusted)})"
         )
-    if not found:
-        return ""
-    return f"Over the whole grid {', and '.join(found)}{_interaction_finding(analysis)}"
+    if not found and effects:
+        found = ["no factor matters by itself"]
+    return f"Over the whole grid {', and '.join(found)}{_interaction_finding(analysis)}" if found else ""
 
 
 def _interaction_finding(analysis: Analysis) -> str:
@@ -127,6 +195,16 @@ def _baseline_stands(analysis: Analysis, baseline: ArmSummary) -> str:
     """The highest arm is the baseline or not detectably above it, but some arm differs detectably."""
     detected = [c for c in analysis.comparisons if c.is_detected]
     undecided = [c for c in analysis.comparisons if not c.is_detected]
+    highest = max(analysis.finished_arms, key=lambda arm: arm.mean)
+    surest = max(detected, key=lambda c: c.estimate)
+    if surest.estimate > 0:
+        rival = analysis.comparison(highest.label)
+        apart = f"{_apart(rival, analysis)} it ({_evidence(rival)})" if rival is not None else "without a shared seed"
+        return (
+            f"{_reaches(analysis.arm(surest.arm), analysis)}, {_apart(surest, analysis)} {baseline.label} "
+            f"({_evidence(surest)}); {highest.label} has the highest mean, {_value(highest, analysis)}, but its "
+            f"difference to {baseline.label} is not detected: {apart}"
+        )
     if undecided:
         top = max(undecided, key=lambda c: c.estimate)
         worst = min(detected, key=lambda c: c.estimate)
@@ -136,10 +214,10 @@ def _baseline_stands(analysis: Analysis, baseline: ArmSummary) -> str:
             f"({_p(worst)})"
         )
     reach = _reaches(baseline, analysis)
-    top = max(detected, key=lambda c: c.estimate)
     if len(detected) == 1:
-        return f"{reach}; {top.arm} is {_apart(top, analysis)} it ({_evidence(top)})"
-    return f"{reach}, above every other arm; the closest, {top.arm}, is {_apart(top, analysis)} it ({_evidence(top)})"
+        return f"{reach}; {surest.arm} is {_apart(surest, analysis)} it ({_evidence(surest)})"
+    others = "every other arm" if len(detected) == len(analysis.finished_arms) - 1 else "every arm compared with it"
+    return f"{reach}, above {others}; the closest, {surest.arm}, is {_apart(surest, analysis)} it ({_evidence(surest)})"
 
 
 def _reaches(arm: ArmSummary, analysis: Analysis) -> str:
@@ -175,7 +253,8 @@ def _caveat(analysis: Analysis) -> str:
 
 
 def _left_out(analysis: Analysis) -> str:
-    states = [gap.state for gap in analysis.gaps]
-    kinds = {"invalid": states.count("invalid") + states.count("no value"), "pruned": states.count("pruned")}
-    counts = [wording.plural(count, f"{kind} trial") for kind, count in kinds.items() if count]
-    return f"{' and '.join(counts)} {'is' if sum(kinds.values()) == 1 else 'are'} left out" if counts else ""
+    invalid = len([gap for gap in analysis.gaps if gap.state in ("invalid", "no value")])
+    pruned = len({gap.arm for gap in analysis.gaps if gap.state == "pruned"})  # a search gives up whole arms
+    counts = [wording.plural(count, kind) for count, kind in ((invalid, "invalid trial"), (pruned, "pruned arm"))]
+    shown = [text for text in counts if not text.startswith("0 ")]
+    return f"{' and '.join(shown)} {'is' if invalid + pruned == 1 else 'are'} left out" if shown else ""

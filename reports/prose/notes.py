@@ -7,7 +7,7 @@ from reports.analysis import Analysis
 from reports.join import JoinedStudy
 from reports.prose import wording
 from reports.statistics import ALPHA
-from reports.trials import arm_specs, setting
+from reports.trials import arm_specs, search_of, setting, tuning_of
 
 _Note = tuple[str, str]  # topic, text
 _Specs = Mapping[str, Mapping[str, Any]]  # arm -> settings of its runs
@@ -22,7 +22,8 @@ def interval_method(analysis: Analysis) -> str:
             "another seed would come out."
         )
     reach = "seeds and test problems" if analysis.outcome.per_problem else "seeds, for these very problems"
-    text = f"Intervals cover {reach} at 95 %; each stands for itself, and only p is corrected for the number of arms."
+    text = f"Intervals cover {reach} at 95 %; each stands for itself"
+    text += ", and only p is corrected for the number of arms." if analysis.comparisons else "."
     if min(len(arm.scores) for arm in analysis.finished_arms) < 2:
         text += " An arm with one complete seed has none."
     if most < 5:
@@ -46,6 +47,16 @@ def interval_reading(analysis: Analysis) -> str:
     )
 
 
+def accuracies_reading(analysis: Analysis) -> str:
+    """What the table of all accuracies holds, and what its intervals cover."""
+    own = " The interval of the compared accuracy is the stated one;" if analysis.outcome.per_problem else ""
+    return (
+        "Greedy: one completion at temperature 0. pass@k: at least one of k samples is right. maj@k: the most frequent "
+        f"answer of k is right.{own}{' the others are' if own else ' Intervals are'} Student's over seeds, for these "
+        "very problems, or exact where every seed is at 0 or 100 %."
+    )
+
+
 def notes(analysis: Analysis) -> list[_Note]:
     """(topic, what makes the comparison fair or limits it), from the settings of the runs."""
     specs = arm_specs(analysis.record.trials)
@@ -60,6 +71,7 @@ def notes(analysis: Analysis) -> list[_Note]:
         _token_note(analysis),
         _evaluation_note(analysis, specs),
         _selection_note(analysis),
+        _tuning_note(analysis),
         _gap_note(analysis),
     ]
     return [note for note in found if note is not None]
@@ -108,7 +120,7 @@ def _clip_notes(specs: _Specs) -> list[_Note]:
     same = _same_but_for_clipping({arm: specs[arm] for arm in single})
     if same:
         shown = [wording.listed(arms) for arms in same[:2]]
-        shown += [f"{len(same) - 2} more such sets"] if len(same) > 2 else []
+        shown += [wording.plural(len(same) - 2, "more such set")] if len(same) > 2 else []
         text += f" Arms that differ only in it are identical by construction: {'; '.join(shown)}."
     return [("The clip range has no effect" if len(single) == len(specs) else "Clipping in some arms only", text)]
 
@@ -165,7 +177,11 @@ def _cold_start_note(specs: _Specs) -> _Note | None:
         )
     first = next(iter(specs.values()))
     steps, seed = setting(first, "cold_start.steps", 0), setting(first, "cold_start.seed", 0)
-    origin = f"one cold start ({steps} steps, cold_start.seed {seed})" if steps else "the same initial model"
+    origin = (
+        f"one cold start ({wording.plural(steps, 'step')}, cold_start.seed {seed})"
+        if steps
+        else "the same initial model"
+    )
     return (
         "One starting point",
         f"All arms and seeds start from {origin}. Intervals therefore cover the seeds of reinforcement learning only, "
@@ -178,7 +194,8 @@ def _budget_note(specs: _Specs) -> _Note:
     steps = set(_values(specs, "steps").values())
     if len(rollouts) == 1 and len(steps) == 1:
         groups = {value for value in _values(specs, "algorithm.group_size").values() if value is not None}
-        text = f"All arms draw {rollouts.pop()} rollouts per step for {steps.pop()} steps."
+        each, length = wording.plural(rollouts.pop(), "rollout"), wording.plural(steps.pop(), "step")
+        text = f"All arms draw {each} per step for {length}."
         if len(groups) > 1:
             text += " A larger group means fewer prompts per step, never more samples."
         return "Equal budgets", text
@@ -204,7 +221,9 @@ def _token_note(analysis: Analysis) -> _Note | None:
 def _evaluation_note(analysis: Analysis, specs: _Specs) -> _Note:
     spec = next(iter(specs.values()))
     samples, temperature = setting(spec, "evaluation.num_samples", "?"), setting(spec, "evaluation.temperature", "?")
-    text = f"Accuracy is the mean over problems of {samples} samples each at temperature {temperature}."
+    text = (
+        f"Accuracy is the mean over problems of {wording.plural(samples, 'sample')} each at temperature {temperature}."
+    )
     if analysis.outcome.name.startswith("test/"):
         cells = next((arm.cells for arm in analysis.arms if arm.cells is not None), None)
         problems = f"the same {cells.shape[1]} test problems are" if cells is not None else "the test split is"
@@ -215,11 +234,32 @@ def _evaluation_note(analysis: Analysis, specs: _Specs) -> _Note:
 def _selection_note(analysis: Analysis) -> _Note | None:
     if len(analysis.finished_arms) < 3:
         return None
+    if search_of(analysis.record) is not None:
+        test = " The test split chose nothing." if analysis.outcome.name.startswith("test/") else ""
+        return (
+            "The best of many looks better than it is",
+            f"The search picked among {len(analysis.finished_arms)} arms by {wording.spoken(analysis.record.metric)}, "
+            f"which favours luck.{test} No arm is a baseline and no p is stated: run the best arm beside the setting "
+            "that it is to replace, with other seeds.",
+        )
     return (
         "The best of several looks better than it is",
         f"Picking the highest of {len(analysis.finished_arms)} arms favours luck. Holm's correction keeps the chance "
         f"of any false difference to the baseline below {100 * ALPHA:g} %; the winner's own estimate stays a little "
         "high.",
+    )
+
+
+def _tuning_note(analysis: Analysis) -> _Note | None:
+    tuning = tuning_of(analysis.record)
+    if not tuning:
+        return None
+    counts = {cell: len(search["arms"]) for cell, search in tuning.items()}
+    each = ", ".join(f"{cell}: {wording.plural(count, 'setting')}" for cell, count in counts.items())
+    return (
+        "Every arm was tuned",
+        f"Each had a search of its own on the validation split ({each}), with seeds that the comparison does not use. "
+        "The luck of that search is part of the differences and is not in the intervals.",
     )
 
 

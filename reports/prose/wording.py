@@ -1,7 +1,8 @@
 """Decides how single numbers and names are written: units, decimals, signs, lists."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from harness.types import short_path
 from reports.statistics import ALPHA, Interval
@@ -43,10 +44,12 @@ def limits(interval: Interval | None, metric: str, signed: bool = False) -> str:
 def points(value: float, metric: str, interval: Interval | None = None) -> str:
     """A difference's size: `5.1 points` for fractions, the bare number otherwise.
 
-    With an interval `5.1 points [0.8, 9.4]`; its limits have the sign of the difference's direction.
+    With an interval `5.1 points [0.8, 9.4]`; its limits have the sign of the difference's direction. A difference that
+    one decimal would hide has more.
     """
     if is_fraction(metric):
-        text = f"{number(abs(value), metric, signed=True).lstrip('+')} points"
+        percent = 100 * abs(value)
+        text = f"{percent:.1f} points" if percent >= 0.05 or _is_level(value) else f"{percent:.1g} points"
     else:
         text = f"{abs(value):.4g}"
     if interval is None:
@@ -57,8 +60,15 @@ def points(value: float, metric: str, interval: Interval | None = None) -> str:
 
 
 def apart(value: float, metric: str, interval: Interval | None = None) -> str:
-    """A difference with its direction: `5.1 points [0.8, 9.4] above`."""
-    return f"{points(value, metric, interval)} {'above' if value >= 0 else 'below'}"
+    """A difference with its direction: `5.1 points [0.8, 9.4] above`; if there is none `level [-3.6, 3.6] with`."""
+    if _is_level(value):
+        return "level with" if interval is None else f"level {limits(interval, metric)} with"
+    return f"{points(value, metric, interval)} {'above' if value > 0 else 'below'}"
+
+
+def _is_level(value: float) -> bool:
+    """Whether a difference is nothing but the rounding of equal numbers."""
+    return abs(value) < 1e-9
 
 
 def p_value(p: float) -> str:
@@ -106,8 +116,15 @@ def size(num_bytes: float | None) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
 
 
-def plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+def plural(count: int, noun: str, many: str = "") -> str:
+    """`1 seed`, `2 seeds`; `many` is for a noun that takes more than an s."""
+    return f"{count} {noun}" if count == 1 else f"{count} {many or f'{noun}s'}"
+
+
+def settings(parameters: Mapping[str, Any], short: bool = True) -> str:
+    """`kl_beta = 0.1, steps = 30`; dotted paths in full if they are not to be `short`."""
+    shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in parameters.items()}
+    return ", ".join(f"{short_path(key) if short else key} = {value}" for key, value in shown.items())
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
