@@ -30,12 +30,14 @@ def hostile_study() -> StudyRecord:
         HOSTILE_ARM, "grpo_self_consistency", 0.35, {"algorithm.name": "grpo_self_consistency"}, {"algorithm.name": "x"}
     )
     record = fake_study(arms, states={("ppo", 2): "invalid"}, num_steps=20)
+    accuracies = {f"test/{name}": [(20, 0.5)] for name in ("greedy_accuracy", "pass_at_2", "pass_at_4", "maj_at_4")}
+    trials = [dataclasses.replace(trial, history={**trial.history, **accuracies}) for trial in record.trials]
     found = {"<img src=x onerror=alert(8)>": 0.9, "a_parameter_with_a_rather_long_name.of_a_section": 0.1}
     values = {"validation/accuracy": 0.5}
     listed = [{"label": arm.label, "parameters": found, "values": values, "state": "complete"} for arm in arms]
     importances = {"method": "<b>", "values": found, "reason": None}
     search = {"objectives": {"validation/accuracy": "maximize"}, "importances": importances, "arms": listed}
-    return dataclasses.replace(record, search={**search, "pareto": [HOSTILE_ARM], "best": HOSTILE_ARM})
+    return dataclasses.replace(record, trials=trials, search={**search, "pareto": [HOSTILE_ARM], "best": HOSTILE_ARM})
 
 
 @pytest.fixture(scope="module", params=["hostile", "grid"])
