@@ -211,6 +211,7 @@ class RolloutEngine(ABC):
     """
 
     exact_logprobs: ClassVar[bool] = False
+    samples_policy: ClassVar[bool] = True  # False for a fake, whose log-probs are compared with nothing
 
     class Settings(Section):
         name: str

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -20,6 +20,8 @@ class ScriptedEngine(RolloutEngine):
     Log-probs are those of a uniform distribution over the tokenizer's vocabulary; completions past
     `sampling.max_tokens` are cut, as a real engine would.
     """
+
+    samples_policy: ClassVar[bool] = False
 
     class Settings(RolloutEngine.Settings):
         name: Literal["scripted"] = "scripted"

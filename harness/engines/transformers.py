@@ -9,9 +9,10 @@ study that share a seed share their noise (common random numbers).
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from harness.interfaces import RolloutEngine
+from harness.policy.forward import hidden_states, keeps_keys_and_values, output_logits
 from harness.policy.fused_llama import recognised
 from harness.policy.llama_decoder import LeanDecoder
 from harness.policy.text import as_groups, encode_prompt, end_token_ids
@@ -30,6 +32,7 @@ from harness.types import Group, Prompt, Sampling
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+log = logging.getLogger(__name__)
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -58,6 +61,10 @@ class TransformersEngine(RolloutEngine):
         ends = end_token_ids(policy, tokenizer) if end_ids is None else end_ids
         self.end_ids = torch.tensor(ends, dtype=torch.int64)
         self.encode = cache(lambda text: tuple(encode_prompt(tokenizer, text)))
+        self.keeps_states = keeps_keys_and_values(policy)
+        if not self.keeps_states:
+            kind = policy.config.model_type  # pyright: ignore
+            log.warning("engine transformers reads the whole row for every token of a %s; engine=vllm is faster", kind)
 
     def generate(
         self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, *, seed: int, step: int
@@ -79,6 +86,11 @@ class TransformersEngine(RolloutEngine):
                 if own[name].data_ptr() != value.data_ptr():
                     own[name].copy_(value)
 
+    def _decoder_class(self) -> Any:
+        if recognised(self.policy):  # not under autocast
+            return LeanDecoder
+        return LibraryDecoder if self.keeps_states else RereadingDecoder
+
     @torch.inference_mode()
     def _generate(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, noise: Tensor) -> list[Group]:
         device = next(self.policy.parameters()).device
@@ -92,8 +104,7 @@ class TransformersEngine(RolloutEngine):
         noise = noise.t().contiguous().to(device)
 
         prompt_tokens, mask = (x.to(device) for x in pad_left(encoded))
-        decoder_class = LeanDecoder if recognised(self.policy) else LibraryDecoder
-        decoder = decoder_class(self.policy, prompt_tokens.shape[1] + limit)
+        decoder = self._decoder_class()(self.policy, prompt_tokens.shape[1] + limit)
         logits = decoder.prefill(prompt_tokens, mask).repeat_interleave(group_size, dim=0)
         decoder.expand(group_size)
         is_end = torch.zeros(logits.shape[-1], dtype=torch.bool, device=device)
@@ -129,7 +140,7 @@ class TransformersEngine(RolloutEngine):
 
 
 class LibraryDecoder:
-    """Decodes one batch with the model's own forward pass and its own cache; the model may be of any kind."""
+    """Decodes one batch with the model's own forward pass and cache, if `keeps_keys_and_values`."""
 
     def __init__(self, model: nn.Module, capacity: int):
         """`capacity` is the number of tokens, prompt and completion, that a row can have."""
@@ -169,6 +180,42 @@ class LibraryDecoder:
             logits_to_keep=1,
         )
         return output.logits[:, -1].float()
+
+
+class RereadingDecoder:
+    """Decodes one batch of any model by reading every row from its start for each token, which is slow."""
+
+    def __init__(self, model: nn.Module, capacity: int):
+        """`capacity` is the number of tokens, prompt and completion, that a row can have."""
+        self.model = model
+        self.capacity = capacity
+
+    def prefill(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """[P, V] logits after the left-padded prompts, [P, T] with a mask that is False for padding."""
+        self.lengths = mask.sum(-1)
+        self.rows = tokens.new_zeros(len(tokens), self.capacity)  # right-padded, as the learner reads them
+        self.rows[torch.arange(self.capacity, device=mask.device) < self.lengths[:, None]] = tokens[mask]
+        return self._forward()
+
+    def expand(self, group_size: int) -> None:
+        """Repeat every row `group_size` times, in place of the row."""
+        self.rows = self.rows.repeat_interleave(group_size, dim=0)
+        self.lengths = self.lengths.repeat_interleave(group_size, dim=0)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """[R, V] logits after one more token of every row."""
+        self.rows.scatter_(1, self.lengths[:, None], tokens[:, None])
+        self.lengths = self.lengths + 1
+        return self._forward()
+
+    def select(self, lines: Tensor) -> None:
+        """Keep these lines."""
+        self.rows, self.lengths = self.rows[lines], self.lengths[lines]
+
+    def _forward(self) -> Tensor:
+        states = hidden_states(self.model, self.rows[:, : int(self.lengths.max())])
+        last = states[torch.arange(len(states), device=states.device), self.lengths - 1]
+        return output_logits(self.model, last).float()
 
 
 def uniforms(seed: int, step: int, prompt_ids: list[str], group_size: int, num_positions: int) -> np.ndarray:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 
 CHUNK = 4096  # completion tokens that go through the language-model head at once
+_COUNT_COLUMNS = ("mpt", "gpt_neo")  # distances in columns of the cache, which has gaps behind shorter prompts
 
 
 def microbatch_tokens(settings: Optimizer, device: torch.device) -> int:
@@ -38,9 +40,59 @@ def hidden_states(model: nn.Module, tokens_BT: Tensor) -> Tensor:
     return backbone(model)(input_ids=tokens_BT, use_cache=False).last_hidden_state
 
 
-def backbone(model: nn.Module) -> nn.Module:
+def backbone(model: nn.Module) -> Any:
     """The part of a causal language model that turns token ids into hidden states."""
-    return model.get_decoder() if hasattr(model, "get_decoder") else model.base_model  # pyright: ignore
+    found: Any = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model  # pyright: ignore
+    return found if found is not model else next(part for part in model.children() if hasattr(part, "get_decoder"))
+
+
+def output_logits(model: nn.Module, hidden_NH: Tensor) -> Tensor:
+    """[N, V] logits of last hidden states by the model's own forward pass: with its scale, its soft cap, its bias.
+
+    The pass meets the states where it would have its backbone compute them.
+    """
+    body, calls = backbone(model), 0
+
+    def known_states(*_: Any, **__: Any) -> _States:
+        nonlocal calls
+        calls += 1
+        return _States((hidden_NH[None],))
+
+    assert "forward" not in vars(body), "an earlier pass did not end, or a library has put its own in this place"
+    body.forward = known_states
+    try:
+        tokens = torch.zeros(1, len(hidden_NH), dtype=torch.int64, device=hidden_NH.device)
+        logits = model(input_ids=tokens, use_cache=False).logits[0]
+    finally:
+        del body.forward
+    assert calls == 1, f"the forward pass of {type(model).__name__} called its backbone {calls} times"
+    return logits
+
+
+class _States(tuple[Tensor]):
+    """What a backbone returns: hidden states, and None for all else that a forward pass may look for."""
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def keeps_keys_and_values(model: nn.Module) -> bool:
+    """Whether a cache of keys and values, some perhaps of a window only, is all that a model knows of earlier tokens.
+
+    False for recurrent states (Mamba, linear attention), for caches of a kind of their own, and for none.
+    """
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    layers = DynamicCache(config=model.config).layers  # pyright: ignore
+    return (
+        all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+        and not getattr(model, "_is_stateful", False)
+        and "past_key_values" in signature(model.forward).parameters
+    )
 
 
 def token_logprobs(
@@ -56,10 +108,10 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """(log-probs, entropies), both [B, T] nats, at least float32: of the tokens in `mask_BT`, and 0 elsewhere.
 
-    The language-model head runs on the masked positions only, `chunk` at a time, so that [B, T, V] never exists.
-    With `prompts` the rows' prompts are not read again; `hidden` are the `completion_states`, if known.
-    Logits are divided by `temperature` (taken as 1 when it is 0), as the sampler does. Entropies carry a gradient
-    only if asked.
+    They are those of the model's own forward pass. Its language-model head runs on the masked positions only, `chunk`
+    at a time, so that [B, T, V] never exists. With `prompts` the rows' prompts are not read again; `hidden` are the
+    `completion_states`, if known. Logits are divided by `temperature` (taken as 1 when it is 0), as the sampler does.
+    Entropies carry a gradient only if asked.
     """
     hidden = completion_states(model, tokens_BT, mask_BT, prompts) if hidden is None else hidden
     targets = tokens_BT[:, 1:][mask_BT[:, 1:]]
@@ -78,10 +130,9 @@ def state_logprobs(
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """(log-probs, entropies), both [N]: of the tokens after the states, as `token_logprobs` has them."""
-    head = model.get_output_embeddings()  # pyright: ignore
     logprobs, entropies = [], []
     for part, target in zip(hidden_NH.split(chunk), targets_N.split(chunk), strict=True):
-        logits = _at_least_float32(head(part)) / (temperature or 1.0)
+        logits = _at_least_float32(output_logits(model, part)) / (temperature or 1.0)
         all_logprobs = F.log_softmax(logits, dim=-1)
         logprobs.append(all_logprobs.gather(-1, target[:, None])[:, 0])
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
@@ -142,6 +193,8 @@ def prompt_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor) -> Promp
 
     if model.training and getattr(backbone(model), "gradient_checkpointing", False):
         return None  # transformers recomputes activations then, and keeps no states
+    if model.config.model_type in _COUNT_COLUMNS or not keeps_keys_and_values(model):  # pyright: ignore
+        return None
     cache: Any = DynamicCache(config=model.config)  # pyright: ignore
     starts_B = mask_BT.int().argmax(dim=1)
     if any(type(layer) is not DynamicLayer for layer in cache.layers) or int(starts_B.min()) < 2:

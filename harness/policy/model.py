@@ -53,6 +53,22 @@ def check_model(name: str, setting: str = "model") -> None:
             raise ValueError(f"model weights '{file}' cannot be read ({error}); copy the file again") from None
 
 
+def length_limit(config: Any) -> int | None:
+    """Tokens of a text, completion included, up to which a model reads it as any shorter one; None if there is no end.
+
+    Rotary angles of the kinds `dynamic` and `longrope` change with the length of the text, those of earlier tokens
+    too; a table of positions ends.
+    """
+    config = config.get_text_config(decoder=True)
+    ropes: Any = getattr(config, "rope_parameters", None)
+    if not ropes:
+        return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
+    limits = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
+    kinds = [ropes] if "rope_type" in ropes else [kind for kind in ropes.values() if isinstance(kind, dict)]
+    found = [(vars(config) | kind)[limits[kind["rope_type"]]] for kind in kinds if kind.get("rope_type") in limits]
+    return min(found, default=None)
+
+
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model, with an end-of-sequence and a padding token."""
     if name == TINY:

@@ -40,6 +40,7 @@ class Learner:
         self.algorithm = spec.algorithm  # with the KL weight of the step; what a run needs is spec.algorithm's to say
         self.policy = policy
         self.adapted = has_adapter(policy)
+        self.shares_prompts = True  # until `training.agreement` finds that this model's log-probs suffer
         needs_copy = spec.algorithm.needs_reference and not self.adapted
         self.reference = deepcopy(policy).requires_grad_(False) if needs_copy else None
         self.critic = Critic(policy, shared=spec.algorithm.shares_trunk) if spec.algorithm.needs_critic else None
@@ -56,7 +57,7 @@ class Learner:
         several_updates = self.spec.updates_per_step > 1
         with torch.no_grad():
             if self.spec.algorithm.needs_old_logprobs or several_updates or self._corrects(sampler_is_exact):
-                old = batch.sampler_logprobs_BT if sampler_is_exact else self._logprobs(self.policy, batch)
+                old = batch.sampler_logprobs_BT if sampler_is_exact else self.logprobs(self.policy, batch)
                 batch = batch.replace(old_logprobs_BT=old)
             if self.spec.algorithm.needs_reference:
                 batch = batch.replace(ref_logprobs_BT=self._reference_logprobs(batch))
@@ -206,11 +207,12 @@ class Learner:
 
     def _reference_logprobs(self, batch: Batch) -> Tensor:
         if self.reference is not None:
-            return self._logprobs(self.reference, batch)
+            return self.logprobs(self.reference, batch)
         with adapter_off(self.policy):
-            return self._logprobs(self.policy, batch)
+            return self.logprobs(self.policy, batch)
 
-    def _logprobs(self, model: nn.Module, batch: Batch) -> Tensor:
+    def logprobs(self, model: nn.Module, batch: Batch) -> Tensor:
+        """[B, T] log-probs (nats) of the completion tokens under `model`, 0 elsewhere."""
         temperature = self.spec.sampling.temperature
 
         def forward(part: Batch, prompts: PromptStates | None) -> Tensor:
@@ -243,6 +245,8 @@ class Learner:
         return result
 
     def _prompt_states(self, model: nn.Module, batch: Batch) -> PromptStates | None:
+        if not self.shares_prompts:
+            return None
         with mixed_precision(batch.tokens_BT.device, self.spec.autocast):
             return prompt_states(model, batch.tokens_BT, batch.completion_mask_BT)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from harness.interfaces import RunLogger
 from harness.memory.usage import peak_memory
 from harness.spec.run import RunSpec
+from harness.training.agreement import check_agreement, check_length
 from harness.training.evaluate import logged_evaluation
 from harness.training.gates import check_gates
 from harness.training.run import Run, RunResult, StoppedEarly, prepare, run_facts
@@ -28,6 +29,7 @@ def train(
     ValueError before any model is loaded.
     """
     spec.engine.check(spec.sampling_with_limit())
+    check_length(spec)
     train_prompts = spec.task.prompts("train") if spec.steps else []
     run: Run | None = None
     try:
@@ -44,8 +46,9 @@ def train(
 
 def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[[], bool]) -> RunResult:
     spec = run.spec
+    agreement = check_agreement(run, prompts, step) if step < spec.steps else {}
     if step == 0:
-        if facts := run_facts(run):
+        if facts := run_facts(run) | agreement:
             run.log.metrics(0, facts)
         _evaluate(run, "validation", 0)
     while step < spec.steps:

@@ -1,0 +1,110 @@
+"""Whether the ways to a token's log-prob agree before the first step: the one that the engine states, and the learner's
+with every row read whole and with shared prompts.
+
+The model's own forward pass over each row alone, without padding, is the definition: what a model does to its logits
+is in it. A few tokens are enough, as a wrong scale, mask or position shows on almost every one.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from harness.memory.estimate import model_config
+from harness.policy.device import mixed_precision, resolve_device
+from harness.policy.model import length_limit, load_tokenizer
+from harness.policy.text import encode_prompt
+from harness.spec.run import RunSpec
+from harness.training.batch import collate
+from harness.training.run import Run
+from harness.training.weight_sync import BOUNDS
+from harness.types import Batch, InvalidRun, Prompt
+
+BOUND = 1e-4  # nats, float32, one set of weights; rounding reached 5e-6 on small models of 75 architectures
+NUM_PROMPTS, NUM_SAMPLES, MAX_TOKENS = 4, 2, 16
+NOISE = 2**32  # added to the step: no rollout of a run has the noise of these
+
+log = logging.getLogger(__name__)
+
+
+def check_length(spec: RunSpec) -> None:
+    """ValueError if a prompt and its completion may be longer than the model can read. Reads no weights."""
+    limit = length_limit(model_config(spec.model))
+    if limit is None:
+        return
+    prompts = list(spec.task.prompts("test")[: spec.evaluation.num_test_prompts])
+    if spec.steps:
+        prompts += spec.task.prompts("train")
+        prompts += spec.task.prompts("validation")[: spec.evaluation.num_prompts]
+    tokenizer = load_tokenizer(spec.model)
+    texts = sorted((prompt.text for prompt in prompts), key=len)[-16:]
+    longest = max((len(encode_prompt(tokenizer, text)) for text in texts), default=0)
+    if longest + spec.max_tokens > limit:
+        raise ValueError(
+            f"a prompt and sampling.max_tokens must fit into {limit} tokens, where the positions of '{spec.model}' end "
+            f"or change for the whole text, got {longest} + {spec.max_tokens}; lower sampling.max_tokens or use "
+            "another model"
+        )
+
+
+@torch.no_grad()
+def check_agreement(run: Run, prompts: Sequence[Prompt], step: int) -> dict[str, float]:
+    """`mismatch/at_start`, the largest difference (nats) among those that stay in use; none for a fake engine.
+
+    InvalidRun if engine or learner differ by more than rounding. If shared prompts alone do, they are given up.
+    """
+    spec, engine, learner, policy = run.spec, run.engine, run.learner, run.learner.policy
+    if not engine.samples_policy:
+        return {}
+    dtype = torch.bfloat16 if spec.autocast else next(policy.parameters()).dtype
+    bound = BOUND if dtype == torch.float32 else BOUNDS[dtype]
+    sampling = spec.sampling.model_copy(update={"max_tokens": min(MAX_TOKENS, spec.max_tokens)})
+    chosen = prompts[:: max(1, len(prompts) // NUM_PROMPTS)][:NUM_PROMPTS]
+    device = resolve_device(spec.device)
+    with mixed_precision(device, spec.autocast):
+        groups = engine.generate(chosen, NUM_SAMPLES, sampling, seed=spec.seed, step=NOISE + step)
+        batch = collate(groups, [[0.0] * NUM_SAMPLES for _ in groups]).to(device)
+        own_BT = own_logprobs(policy, batch, sampling.temperature)
+    policy.train(spec.gradient_checkpointing)  # as in an update
+    learner.shares_prompts = False
+    read_BT = learner.logprobs(policy, batch)
+    policy.train(False)
+    learner.shares_prompts = True
+    shared_BT = learner.logprobs(policy, batch)
+
+    name, other = spec.engine.name, "vllm" if spec.engine.name == "transformers" else "transformers"
+    engine_bound = bound if engine.exact_logprobs else BOUNDS[dtype]
+    engine_off = (batch.sampler_logprobs_BT - own_BT).abs()
+    _check(f"engine {name}", engine_off, batch, engine_bound, f"use engine={other} or another model")
+    learner_off = (read_BT - own_BT).abs()
+    _check("the learner", learner_off, batch, bound, "use another model")
+    shared = float((shared_BT - own_BT).abs().max())
+    learner.shares_prompts = shared <= bound
+    if not learner.shares_prompts:
+        log.warning("every completion reads its prompt anew, which is slower: shared ones are %.3g nats off", shared)
+    used = [float(engine_off.max()), float(learner_off.max()), *([shared] if learner.shares_prompts else [])]
+    return {"mismatch/at_start": max(used)}
+
+
+def own_logprobs(model: nn.Module, batch: Batch, temperature: float) -> Tensor:
+    """[B, T] log-probs (nats) of the completion tokens, 0 elsewhere, by the model's own forward pass over each row
+    alone."""
+    result_BT = torch.zeros_like(batch.sampler_logprobs_BT)
+    for row, length in enumerate(batch.lengths_B.tolist()):
+        tokens_1L, mask_L = batch.tokens_BT[row : row + 1, :length], batch.completion_mask_BT[row, :length]
+        logits = model(input_ids=tokens_1L, use_cache=False).logits[0, :-1][mask_L[1:]].float()
+        logprobs = torch.log_softmax(logits / (temperature or 1.0), dim=-1)
+        result_BT[row, :length][mask_L] = logprobs.gather(-1, tokens_1L[0, mask_L, None])[:, 0]
+    return result_BT
+
+
+def _check(who: str, off_BT: Tensor, batch: Batch, bound: float, fix: str) -> None:
+    """InvalidRun if one of the differences (nats) is above the bound or no number."""
+    if not float(off_BT.max()) <= bound:
+        row, column = divmod(int(off_BT.nan_to_num(torch.inf).argmax()), off_BT.shape[1])
+        token = column - int(batch.completion_mask_BT[row].int().argmax())
+        raise InvalidRun(
+            f"{who} and the model's own forward pass differ by {float(off_BT.max()):.3g} nats (at most {bound:g}) "
+            f"before the first step, on token {token} of completion {row}; {fix}"
+        )

@@ -1,0 +1,39 @@
+"""Every path to a log-prob gives what the model's own forward pass gives, for many architectures."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.policy.forward import token_logprobs
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from architectures import REREAD, SETTINGS, WHOLE, build_model, differences
+
+NATS = 1e-4
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_engine_learner_and_shared_prompts_give_the_log_probs_of_the_models_own_forward_pass(name):
+    engine, learner, shared = differences(build_model(name))
+    assert engine < NATS
+    assert learner < NATS
+    assert math.isnan(shared) == (name in WHOLE or name in REREAD)
+    assert math.isnan(shared) or shared < NATS
+
+
+@pytest.mark.parametrize("name", ["granite", "cohere", "gemma2", "phimoe", "gpt2", "mamba", "falcon_h1"])
+def test_the_gradient_is_that_of_the_models_own_forward_pass(name):
+    model = build_model(name)
+    tokens = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(9)[None] >= torch.tensor([[3], [6]])
+    token_logprobs(model, tokens, mask, 1.0, chunk=4)[0].sum().backward()
+    found = [p.grad for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    logprobs = model(input_ids=tokens, use_cache=False).logits[:, :-1].log_softmax(-1)
+    logprobs.gather(-1, tokens[:, 1:, None])[:, :, 0][mask[:, 1:]].sum().backward()
+    for parameter, gradient in zip(model.parameters(), found, strict=True):
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,147 @@
+"""Before the first step engine and learner give the model's own log-probs, or the run ends; lengths that end refuse."""
+
+import pytest
+import torch
+from architectures import PROMPTS, build_config, build_model, small_run
+from fakes import MemoryLog
+
+from harness.engines.scripted import ScriptedEngine
+from harness.engines.transformers import TransformersEngine
+from harness.policy.model import length_limit
+from harness.policy.tiny import tiny_config, tiny_model, tiny_tokenizer
+from harness.spec.run import parse_run
+from harness.training.agreement import check_agreement, check_length
+from harness.training.learner import Learner
+from harness.training.loop import train
+from harness.types import InvalidRun
+
+
+class EngineThatIsOff(TransformersEngine):
+    """States log-probs of a policy with `noise` added to its weights."""
+
+    noise = 0.01
+
+    def __init__(self, settings, policy, tokenizer):
+        other = tiny_model(0)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.add_(self.noise)
+        super().__init__(settings, other, tokenizer)
+
+
+class EngineWithoutNumbers(EngineThatIsOff):
+    noise = float("nan")
+
+
+class LearnerThatIsOff(Learner):
+    """Adds 0.01 nats to every token, with prompts shared or with prompts read anew."""
+
+    off_if_shared: bool
+
+    def logprobs(self, model, batch):
+        off = 0.01 * (self.shares_prompts == self.off_if_shared)
+        return super().logprobs(model, batch) + off * batch.completion_mask_BT
+
+
+def make_run(**changes):
+    return small_run(tiny_model(0), **changes)
+
+
+def save(folder, name, **changes):
+    """A model folder with the tokenizer of `tiny`; without weights."""
+    build_config(name, vocab_size=len(tiny_tokenizer()), **changes).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def small_spec(**changes):
+    few = {"every": 2, "num_prompts": 4, "num_test_prompts": 4, "num_samples": 1}
+    return parse_run({"task": "arithmetic", "algorithm": {"name": "grpo", "group_size": 4}, "evaluation": few,
+                      "rollouts_per_step": 8, "steps": 2, "device": "cpu", **changes}, "test")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"lora": {"rank": 4}}, {"gradient_checkpointing": True}, {"sampling": {"max_tokens": 4, "temperature": 0}},
+     {"autocast": True}, {"sampling": {"top_p": 0.5, "stop": ["1"]}}],
+)  # fmt: skip
+def test_a_sound_run_starts_and_no_random_state_is_touched(changes):
+    run = make_run(**changes)
+    before = torch.random.get_rng_state()
+    (difference,) = check_agreement(run, PROMPTS, 0).values()
+    assert difference < (1.0 if "autocast" in changes else 1e-4)
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert run.learner.shares_prompts
+    assert not run.learner.policy.training
+
+
+def test_an_engine_that_samples_something_else_ends_the_run():
+    run = make_run(engine_class=EngineThatIsOff)
+    with pytest.raises(InvalidRun, match=r"engine transformers and the model's own .* \(at most 0.0001\) .* token"):
+        check_agreement(run, PROMPTS, 0)
+
+
+def test_a_log_prob_that_is_no_number_ends_the_run():
+    with pytest.raises(InvalidRun, match=r"differ by nan nats .* on token 0 of completion 0"):
+        check_agreement(make_run(engine_class=EngineWithoutNumbers), PROMPTS, 0)
+
+
+def test_a_learner_that_computes_something_else_ends_the_run():
+    run = make_run()
+    run.learner = LearnerThatIsOff(run.spec, run.learner.policy)
+    run.learner.off_if_shared = False
+    with pytest.raises(InvalidRun, match=r"the learner and the model's own forward pass differ by 0.01 nats"):
+        check_agreement(run, PROMPTS, 0)
+
+
+def test_shared_prompts_that_alone_are_off_are_given_up(caplog):
+    run = make_run()
+    run.learner = LearnerThatIsOff(run.spec, run.learner.policy)
+    run.learner.off_if_shared = True
+    assert check_agreement(run, PROMPTS, 0)["mismatch/at_start"] < 1e-4
+    assert not run.learner.shares_prompts
+    assert "shared ones are 0.01 nats off" in caplog.text
+
+
+def test_an_engine_that_samples_no_policy_is_compared_with_nothing():
+    run = make_run()
+    run.engine = ScriptedEngine(ScriptedEngine.Settings(), run.learner.policy, tiny_tokenizer())
+    assert check_agreement(run, PROMPTS, 0) == {}
+
+
+def test_a_run_with_an_engine_that_is_off_is_invalid_before_its_first_evaluation(tmp_path, monkeypatch):
+    log, spec = MemoryLog(), small_spec()
+    monkeypatch.setattr("harness.training.run.plugins.load", lambda kind, name: EngineThatIsOff)
+    result = train(spec, tmp_path / "run", log, cache=tmp_path)
+    assert result.state == "invalid"
+    assert "before the first step" in str(result.reason)
+    assert log.events == []
+
+
+def test_a_model_with_recurrent_states_trains_and_its_slow_sampling_is_said(tmp_path, caplog):
+    folder = tmp_path / "mamba"
+    save(folder, "mamba")
+    build_model("mamba", vocab_size=len(tiny_tokenizer())).save_pretrained(folder)
+    log = MemoryLog()
+    spec = small_spec(model=str(folder), sampling={"max_tokens": 6}, gates={"stuck_groups": None})
+    assert train(spec, tmp_path / "run", log, cache=tmp_path).state == "complete"
+    ((step, difference),) = log.history("mismatch/at_start")
+    assert step == 0
+    assert difference < 1e-4
+    assert all(value < 1e-6 for _, value in log.history("mismatch/kl"))
+    assert "reads the whole row for every token of a mamba" in caplog.text
+
+
+def test_lengths_end_where_angles_change_for_the_whole_text_or_positions_run_out():
+    limits = {"llama": None, "llama/yarn": None, "llama/dynamic": 64, "phi3/longrope": 32, "gpt2": 64, "opt": 64,
+              "gemma3_text": None, "bloom": None, "mpt": 64, "mamba": None}  # fmt: skip
+    assert {name: length_limit(build_config(name)) for name in limits} == limits
+    assert length_limit(tiny_config()) is None
+
+
+def test_a_run_whose_texts_may_outgrow_the_model_is_refused_before_weights_load(tmp_path):
+    model = save(tmp_path / "model", "llama/dynamic")
+    spec = small_spec(model=model, sampling={"max_tokens": 60})
+    with pytest.raises(ValueError, match=r"must fit into 64 tokens, where .*, got \d+ \+ 60; lower sampling"):
+        train(spec, tmp_path / "run", MemoryLog(), cache=tmp_path)  # the folder has no weights
+    check_length(small_spec(model=model, sampling={"max_tokens": 8}))
