@@ -2,14 +2,16 @@
 
 Trials that do not count are listed with their reason. Arms are compared with the baseline over the seeds that both
 completed and the same test problems, because equal seeds share prompts, noise and initial weights (common random
-numbers). The p-values of a study form one Holm family. The arms of a search have no baseline and form no grid: the best
-of many against an arbitrary one is no test.
+numbers). The p-values that an answer may state form one Holm family: the comparisons with the baseline and the effects
+of the grid. The arms of a search have no baseline and form no grid: the best of many against an arbitrary one is no
+test.
 """
 
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,7 @@ class ArmSummary:
     cells     fraction right, seeds (in the order of `scores`) by problems, or None
     num_problems  problems behind each score; 0 if they were not counted
     interval  the one that reports state; None with fewer than 2 seeds
+    rng_seed  of the bootstrap, which is drawn when it is read
     costs     mean over seeds of the numbers of `TrialRecord.summary`; peak_memory_bytes is the largest
     """
 
@@ -44,9 +47,17 @@ class ArmSummary:
     num_problems: int
     interval: Interval | None
     student: Interval | None
-    bootstrap: Interval | None
-    crossed_bootstrap: Interval | None
+    rng_seed: int
     costs: Mapping[str, float]
+
+    @cached_property
+    def bootstrap(self) -> Interval | None:
+        return statistics.bootstrap_interval(list(self.scores.values()), np.random.default_rng(self.rng_seed))
+
+    @cached_property
+    def crossed_bootstrap(self) -> Interval | None:
+        rng = np.random.default_rng(self.rng_seed)
+        return None if self.cells is None else statistics.crossed_bootstrap_interval(self.cells, rng)
 
     @property
     def mean(self) -> float:
@@ -64,34 +75,102 @@ class ArmSummary:
 
 @dataclass(frozen=True)
 class Comparison:
-    """An arm minus the baseline over `seeds`, the seeds that both completed; intervals are None with fewer than 2.
+    """An arm minus the baseline over the seeds that both completed; intervals are None with fewer than 2.
 
-    detectable    the true difference that this design finds with probability 0.8 after Holm's first step
-    seeds_needed  seeds per arm to find the observed difference with that probability; None if 200 are too few
-    seeds_for     the same for each of the planned differences (fractions); empty without a known variance
-    sign_flip_p   exact and free of normality, but never below 2 / 2^seeds
-    mcnemar       majority verdicts on single problems; None if their scores are not known
+    differences  seed -> difference of the outcome
+    cells        the same by problem, seeds by problems, or None
+    family       number of p-values that Holm's correction spans
     """
 
-    arm: str
-    seeds: tuple[int, ...]
-    estimate: float
+    summary: ArmSummary = field(compare=False)
+    baseline: ArmSummary = field(compare=False)
+    differences: Mapping[int, float]
+    cells: Floats | None = field(compare=False)
     interval: Interval | None
-    student: Interval | None
-    bootstrap: Interval | None
-    crossed_bootstrap: Interval | None
     p: float
     p_adjusted: float
-    sign_flip_p: float
-    improvement: Interval
-    mcnemar: McNemar | None
-    detectable: float
-    seeds_needed: int | None
-    seeds_for: Mapping[float, int | None]
+    family: int
+    outcome: Outcome
+    rng_seed: int
+
+    @property
+    def arm(self) -> str:
+        return self.summary.label
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(self.differences)
+
+    @property
+    def estimate(self) -> float:
+        return float(np.mean(list(self.differences.values())))
 
     @property
     def is_detected(self) -> bool:
         return self.p_adjusted < ALPHA
+
+    @property
+    def student(self) -> Interval | None:
+        return _bounded(statistics.t_interval(list(self.differences.values())), self.outcome, least=-1.0)
+
+    @cached_property
+    def bootstrap(self) -> Interval | None:
+        return statistics.bootstrap_interval(list(self.differences.values()), np.random.default_rng(self.rng_seed))
+
+    @cached_property
+    def crossed_bootstrap(self) -> Interval | None:
+        rng = np.random.default_rng(self.rng_seed)
+        return None if self.cells is None else statistics.crossed_bootstrap_interval(self.cells, rng)
+
+    @cached_property
+    def sign_flip_p(self) -> float:
+        """Exact and free of normality, but never below 2 / 2^seeds; NaN with 1 seed or more than 16."""
+        has_exact = 2 <= len(self.differences) <= statistics.EXACT_SIGN_FLIPS
+        return statistics.sign_flip_test(list(self.differences.values())) if has_exact else math.nan
+
+    @cached_property
+    def improvement(self) -> Interval:
+        """The probability that a run of the arm is above one of the baseline, over all seeds of both."""
+        arm, baseline = list(self.summary.scores.values()), list(self.baseline.scores.values())
+        improved = statistics.probability_of_improvement(arm, baseline)
+        return statistics.improvement_interval(improved, len(arm), len(baseline))
+
+    @cached_property
+    def mcnemar(self) -> McNemar | None:
+        """Majority verdicts on single problems; None if their scores are not known."""
+        cells, baseline_cells = self.summary.cells_of(self.seeds), self.baseline.cells_of(self.seeds)
+        if cells is None or baseline_cells is None:
+            return None
+        return statistics.mcnemar_test(
+            statistics.majority_verdicts(cells), statistics.majority_verdicts(baseline_cells)
+        )
+
+    @cached_property
+    def detectable(self) -> float:
+        """The true difference that this design finds with probability 0.8 after Holm's first step."""
+        if self.interval is None or not self.interval.error > 0:
+            return math.nan
+        return statistics.minimum_detectable_difference(self.interval.error, self.interval.df, ALPHA / self.family)
+
+    @cached_property
+    def seeds_needed(self) -> int | None:
+        """Seeds per arm to find the observed difference with that probability; None if 200 are too few, or unknown."""
+        return None if math.isnan(self.detectable) else self._seeds_to_find(self.estimate)
+
+    @cached_property
+    def seeds_for(self) -> dict[float, int | None]:
+        """The same for each of the planned differences (fractions); empty without a known variance."""
+        if math.isnan(self.detectable) or not self.outcome.is_fraction:
+            return {}
+        return {size: self._seeds_to_find(size) for size in PLANNED_DIFFERENCES}
+
+    def _seeds_to_find(self, difference: float) -> int | None:
+        if self.cells is not None:
+            variance, problems = statistics.crossed_variance(self.cells), self.cells.shape[1]
+        else:
+            variance = CrossedVariance(float(np.var(list(self.differences.values()), ddof=1)), 0.0, 0.0)
+            problems = 1
+        return statistics.seeds_needed(difference, variance, problems, ALPHA / self.family)
 
 
 @dataclass(frozen=True)
@@ -165,13 +244,21 @@ class Analysis:
 
 
 def analyse(record: StudyRecord, rng: Generator) -> Analysis:
-    """The study's numbers; `rng` draws the bootstrap resamples."""
+    """The study's numbers; `rng` draws the seeds of the bootstrap."""
     outcome = choose_outcome(record)
     usable = usable_trials(record, outcome)
     labels = list(dict.fromkeys([*record.arms, *(trial.arm for trial in record.trials)]))
     arms = [_summarise(label, record, outcome, usable, rng) for label in labels]
-    comparisons = _compare(arms, outcome, rng)
     grid = _grid(arms) if search_of(record) is None else None
+    comparisons = _compare(arms, outcome, rng)
+    effects = grid.effects if grid is not None else ()
+    p_values = [one.p for one in (*comparisons, *effects)]
+    adjusted = statistics.holm(p_values)
+    family = max(len([p for p in p_values if not math.isnan(p)]), 1)
+    comparisons = [replace(one, p_adjusted=p, family=family) for one, p in zip(comparisons, adjusted, strict=False)]
+    if grid is not None:
+        after = adjusted[len(comparisons) :]
+        grid = replace(grid, effects=[replace(one, p_adjusted=p) for one, p in zip(effects, after, strict=True)])
     return Analysis(record, outcome, arms, comparisons, _gaps(record, usable), grid)
 
 
@@ -266,10 +353,7 @@ def _summarise(label: str, record: StudyRecord, outcome: Outcome, usable: Trials
         num_problems=num_problems,
         interval=interval,
         student=_bounded(statistics.t_interval(values), outcome),
-        bootstrap=_bounded(statistics.bootstrap_interval(values, rng), outcome),
-        crossed_bootstrap=_bounded(statistics.crossed_bootstrap_interval(cells, rng), outcome)
-        if cells is not None
-        else None,
+        rng_seed=int(rng.integers(2**32)),
         costs=_costs(mine),
     )
 
@@ -316,51 +400,21 @@ def _costs(trials: Sequence[TrialRecord]) -> dict[str, float]:
 
 
 def _compare(arms: Sequence[ArmSummary], outcome: Outcome, rng: Generator) -> list[Comparison]:
+    """Every arm that shares a seed with the baseline, each in a family of its own."""
     baseline = next((arm for arm in arms if arm.is_baseline and arm.scores), None)
     if baseline is None:
         return []
-    others = [arm for arm in arms if arm is not baseline and set(arm.scores) & set(baseline.scores)]
-    pairs = [_pair(arm, baseline) for arm in others]
-    found = [_difference(*pair, arm, baseline) for arm, pair in zip(others, pairs, strict=True)]
-    intervals = [_bounded(interval, outcome, least=-1.0) for interval in found]
     resolution = 1 / baseline.num_problems if baseline.num_problems else 0.0
-    p_values = [_p_value(interval, *pair, resolution) for interval, pair in zip(intervals, pairs, strict=True)]
-    family = max(len([p for p in p_values if not math.isnan(p)]), 1)
-    result = []
-    for arm, (differences, cells), interval, p, adjusted in zip(
-        others, pairs, intervals, p_values, statistics.holm(p_values), strict=True
-    ):
-        values = list(differences.values())
-        estimate = float(np.mean(values))
-        improved = statistics.probability_of_improvement(list(arm.scores.values()), list(baseline.scores.values()))
-        has_exact = 2 <= len(values) <= statistics.EXACT_SIGN_FLIPS
-        detectable, needed = math.nan, None
-        planned: dict[float, int | None] = {}
-        if interval is not None and interval.error > 0:
-            detectable = statistics.minimum_detectable_difference(interval.error, interval.df, ALPHA / family)
-            needed = _seeds_needed(estimate, values, cells, family)
-            sizes = PLANNED_DIFFERENCES if outcome.is_fraction else ()
-            planned = {size: _seeds_needed(size, values, cells, family) for size in sizes}
-        result.append(
-            Comparison(
-                arm=arm.label,
-                seeds=tuple(differences),
-                estimate=estimate,
-                interval=interval,
-                student=_bounded(statistics.t_interval(values), outcome, least=-1.0),
-                bootstrap=statistics.bootstrap_interval(values, rng),
-                crossed_bootstrap=statistics.crossed_bootstrap_interval(cells, rng) if cells is not None else None,
-                p=p,
-                p_adjusted=adjusted,
-                sign_flip_p=statistics.sign_flip_test(values) if has_exact else math.nan,
-                improvement=statistics.improvement_interval(improved, len(arm.scores), len(baseline.scores)),
-                mcnemar=_mcnemar(arm, baseline, tuple(differences)),
-                detectable=detectable,
-                seeds_needed=needed,
-                seeds_for=planned,
-            )
-        )
-    return result
+    found = []
+    for arm in arms:
+        differences, cells = _pair(arm, baseline)
+        if arm is baseline or not differences:
+            continue
+        interval = _bounded(_difference(differences, cells, arm, baseline), outcome, least=-1.0)
+        p = _p_value(interval, differences, cells, resolution)
+        rng_seed = int(rng.integers(2**32))
+        found.append(Comparison(arm, baseline, differences, cells, interval, p, p, 1, outcome, rng_seed))
+    return found
 
 
 def _pair(arm: ArmSummary, baseline: ArmSummary) -> tuple[dict[int, float], Floats | None]:
@@ -394,22 +448,6 @@ def _p_value(
         tests.append(statistics.crossed_interval(cells))
     found = [statistics.t_test(test, resolution) for test in tests if test is not None]
     return float(np.max(found)) if found else math.nan
-
-
-def _seeds_needed(difference: float, values: Sequence[float], cells: Floats | None, family: int) -> int | None:
-    if cells is not None:
-        variance, problems = statistics.crossed_variance(cells), cells.shape[1]
-    else:
-        variance, problems = CrossedVariance(float(np.var(values, ddof=1)), 0.0, 0.0), 1
-    return statistics.seeds_needed(difference, variance, problems, ALPHA / family)
-
-
-def _mcnemar(arm: ArmSummary, baseline: ArmSummary, seeds: Sequence[int]) -> McNemar | None:
-    """Majority verdicts of both arms over the seeds that they share."""
-    cells, baseline_cells = arm.cells_of(seeds), baseline.cells_of(seeds)
-    if cells is None or baseline_cells is None:
-        return None
-    return statistics.mcnemar_test(statistics.majority_verdicts(cells), statistics.majority_verdicts(baseline_cells))
 
 
 def _gaps(record: StudyRecord, usable: Trials) -> list[Gap]:
@@ -463,5 +501,9 @@ def _effects(factors: tuple[str, ...], labels: np.ndarray, arms: Mapping[str, Ar
     seeds = sorted(set.intersection(*(set(arm.scores) for arm in arms.values())))
     if len(seeds) < 2:
         return []
-    scores = [[arms[label].scores[seed] for seed in seeds] for label in labels.flat]
-    return anova(np.array(scores).reshape(*labels.shape, len(seeds)), factors)
+    ordered = [arms[label] for label in labels.flat]
+    scores = np.array([[arm.scores[seed] for seed in seeds] for arm in ordered]).reshape(*labels.shape, len(seeds))
+    found = [rows for arm in ordered if (rows := arm.cells_of(seeds)) is not None]
+    cells = np.reshape(found, (*scores.shape, -1)) if len(found) == len(ordered) else None
+    resolution = 1 / ordered[0].num_problems if ordered[0].num_problems else 0.0
+    return anova(scores, factors, cells, resolution)

@@ -1,22 +1,30 @@
-"""Decides which factors of a complete grid matter: an analysis of variance with seeds as blocks (Fisher 1935)."""
+"""Decides which factors of a complete grid matter: an analysis of variance whose random effects are seeds and problems.
+
+An effect is tested twice, and the larger p counts, as for comparisons. The error is its interaction with the seeds
+(Fisher 1935), or, where the scores of single problems are known, that with the seeds plus that with the problems less
+the rest (the quasi-F of Clark 1973, doi:10.1016/S0022-5371(73)80014-3; Cornfield and Tukey 1956). Both errors are the
+effect's own instead of pooled over all effects, and their degrees of freedom shrink with Greenhouse and Geisser's
+(1959) epsilon, so the spread may differ between arms. For factors of two levels p is that of the contrast of arms.
+"""
 
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy import stats
+from scipy import special
 
-from reports.statistics import Floats, holm
+from reports.statistics import Floats
 
 
 @dataclass(frozen=True)
 class Effect:
-    """One row of an analysis of variance; `p_adjusted` is Holm's over the rows.
+    """One row of an analysis of variance; `f` and the size are those of the test with the larger p.
 
-    `partial_omega_squared` is the less biased effect size, at least 0.
+    `partial_omega_squared` is the less biased effect size, at least 0. `p_adjusted` is Holm's over the family that the
+    effect stands in, NaN before that is known.
     """
 
     factors: tuple[str, ...]
@@ -24,48 +32,84 @@ class Effect:
     df: int
     f: float
     p: float
-    p_adjusted: float
     partial_omega_squared: float
+    p_adjusted: float = math.nan
 
 
-def anova(scores: ArrayLike, factors: Sequence[str]) -> list[Effect]:
+def anova(
+    scores: ArrayLike, factors: Sequence[str], cells: ArrayLike | None = None, resolution: float = 0.0
+) -> list[Effect]:
     """Main effects and interactions of the grid.
 
-    `scores` has one axis per factor (its levels) and the seeds last, each of length at least 2. Seeds share random
-    numbers across arms, so their own effect is removed. The error is all that varies with the seed and a factor; it
-    has (cells - 1)(S - 1) degrees of freedom.
+    `scores` has one axis per factor (its levels) and the seeds last, each of length at least 2; `cells` has one more,
+    the problems that each score is the mean over. The error counts at least as that of rounding scores to multiples of
+    `resolution` (resolution^2 / 12 a run); without one an effect without error has no p, as in `t_test`.
     """
     values = np.asarray(scores, dtype=float)
     if values.ndim != len(factors) + 1 or min(values.shape) < 2:
         raise ValueError(f"scores must have an axis of at least 2 per factor and one of seeds, got {values.shape}")
-    num_seeds, num_cells = values.shape[-1], values[..., 0].size
-    grand = values.mean()
-    cell_means = values.mean(axis=-1)
-    seed_means = values.reshape(-1, num_seeds).mean(axis=0)
-    residual = values - cell_means[..., None] - seed_means + grand
-    error, error_df = float((residual**2).sum()), (num_cells - 1) * (num_seeds - 1)
+    problems = values[..., None] if cells is None else np.asarray(cells, dtype=float)
+    problems = problems.reshape(-1, *problems.shape[-2:])
     axes = range(len(factors))
     subsets = [subset for size in range(1, len(factors) + 1) for subset in itertools.combinations(axes, size)]
-    mean_error = error / error_df
     effects = []
     for subset in subsets:
-        squares = num_seeds * float((_interaction(cell_means, subset) ** 2).sum())
-        df = math.prod(values.shape[axis] - 1 for axis in subset)
-        f = squares / df / mean_error if mean_error > 0 else (math.inf if squares > 0 else math.nan)
-        p = math.nan if math.isnan(f) else float(stats.f.sf(f, df, error_df))
-        whole = squares + (values.size - df) * mean_error
-        size = max((squares - df * mean_error) / whole, 0.0) if whole > 0 else 0.0
-        effects.append(Effect(tuple(factors[axis] for axis in subset), squares, df, f, p, p, size))
-    adjusted = holm([effect.p for effect in effects])
-    return [replace(effect, p_adjusted=p) for effect, p in zip(effects, adjusted, strict=True)]
+        contrasts = _contrasts(values.shape[:-1], subset)
+        squares, f, p = _test(np.tensordot(contrasts, problems, axes=1), float(np.abs(values).max()), resolution)
+        gain = len(contrasts) * (f - 1)
+        size = 1.0 if math.isinf(f) else max(gain / (gain + values.size), 0.0) if math.isfinite(f) else 0.0
+        effects.append(Effect(tuple(factors[axis] for axis in subset), squares, len(contrasts), f, p, size))
+    return effects
 
 
-def _interaction(cell_means: Floats, subset: tuple[int, ...]) -> Floats:
-    """The effect of exactly these factors in every cell, by inclusion and exclusion of marginal means."""
-    total = np.zeros_like(cell_means)
-    for size in range(len(subset) + 1):
-        for kept in itertools.combinations(subset, size):
-            others = tuple(axis for axis in range(cell_means.ndim) if axis not in kept)
-            marginal = cell_means.mean(axis=others, keepdims=True) if others else cell_means
-            total = total + (-1) ** (len(subset) - size) * marginal
-    return total
+def _contrasts(shape: Sequence[int], subset: Sequence[int]) -> Floats:
+    """Orthonormal weights [df, cells] of the effect of exactly these factors, averaged over all others."""
+    weights = np.ones((1, 1))
+    for axis, size in enumerate(shape):
+        basis = np.linalg.qr(np.column_stack([np.ones(size), np.eye(size)[:, 1:]]))[0].T
+        weights = np.kron(weights, basis[1:] if axis in subset else basis[:1])
+    return weights
+
+
+def _test(y: Floats, largest: float, resolution: float) -> tuple[float, float, float]:
+    """(sum of squares, F, p) of contrasts [df, seeds, problems] of scores up to `largest`, by the larger p.
+
+    All covariances [df, df] are those of one run's score, which is the mean over the problems.
+    """
+    df, num_seeds, num_problems = y.shape
+    grand = y.mean(axis=(1, 2), keepdims=True)
+    seeds, problems = y.mean(axis=2, keepdims=True) - grand, y.mean(axis=1, keepdims=True) - grand
+    squares = num_seeds * float((grand**2).sum())
+    nothing = 1e-24 * largest**2  # the computer's own rounding
+    mean_square = squares / df if squares / df > nothing else 0.0
+
+    def against(error: Floats, parts: Sequence[tuple[Floats, int]]) -> tuple[float, float]:
+        """(F, p); `parts` are the covariances in `error` and the degrees of freedom of each."""
+        spread = float(np.trace(error)) / df
+        has_spread = spread > nothing
+        mean_error = max(spread if has_spread else 0.0, resolution**2 / 12)
+        if mean_square == 0 or mean_error == 0:
+            return (0.0, 1.0) if mean_square == 0 else (math.inf, math.nan)
+        between, within = 1.0, num_seeds - 1.0
+        if has_spread:  # Satterthwaite (1946), for contrasts that are correlated or differ in spread (Box 1954)
+            between = max(np.trace(error) ** 2 / (error**2).sum(), 1.0)
+            within = max(np.trace(error) ** 2 / sum((part**2).sum() / count for part, count in parts), 1.0)
+        f = mean_square / mean_error
+        return f, float(special.fdtrc(between, within, f))
+
+    by_seed = _covariance(seeds, num_seeds - 1)
+    found = [against(by_seed, [(by_seed, num_seeds - 1)])]
+    if num_problems > 1:
+        count = (num_seeds - 1) * (num_problems - 1)
+        rest = _covariance(y - seeds - problems - grand, count) / num_problems
+        by_problem = _covariance(problems, num_problems - 1) * num_seeds / num_problems
+        by_seed, by_problem = (max(one, rest, key=np.trace) for one in (by_seed, by_problem))
+        parts = [(by_seed, num_seeds - 1), (by_problem, num_problems - 1), (rest, count)]
+        found.append(against(by_seed + by_problem - rest, parts))
+    return squares, *max(found, key=lambda test: math.inf if math.isnan(test[1]) else test[1])
+
+
+def _covariance(deviations: Floats, degrees: int) -> Floats:
+    """[df, df] from deviations [df, ...]."""
+    flat = deviations.reshape(len(deviations), -1)
+    return flat @ flat.T / degrees

@@ -103,15 +103,31 @@ def fake_study(
     )
 
 
-def random_scores(rng: np.random.Generator, num_arms: int, num_seeds: int, num_problems: int = 512) -> np.ndarray:
+def random_scores(
+    rng: np.random.Generator,
+    num_arms: int,
+    num_seeds: int,
+    num_problems: int = 512,
+    *,
+    arm_by_problem: float = 0.0,
+    seed_deviations: Sequence[float] = (0.16,),
+) -> np.ndarray:
     """Fractions right of arms that do not differ, arms by seeds by problems, 4 samples each; seeds differ between arms.
 
-    Logits: 1.2, seeds N(0, 0.16), problems N(0, 1.2) shared by all, their interaction N(0, 0.4).
+    Logits: 1.2, seeds N(0, 0.16), problems N(0, 1.2) shared by all, their interaction N(0, 0.4). `arm_by_problem` is
+    the deviation of what an arm gains on one problem and loses on another. Arms take `seed_deviations` in turn; the
+    mean logit keeps their accuracy equal (Zeger et al. 1988: it is proportional to sqrt(1 + 0.346 variance)).
     """
-    seeds = rng.normal(0, 0.16, (num_arms, num_seeds, 1))
+    deviations = np.resize(np.asarray(seed_deviations, dtype=float), num_arms)[:, None, None]
+    others = 1.2**2 + 0.4**2 + arm_by_problem**2
+    centre = 1.2 * np.sqrt((1 + 0.346 * (others + deviations**2)) / (1 + 0.346 * (others + 0.16**2)))
+    seeds = rng.normal(0, 1, (num_arms, num_seeds, 1)) * deviations
     problems = rng.normal(0, 1.2, (1, 1, num_problems))
     interaction = rng.normal(0, 0.4, (num_arms, num_seeds, num_problems))
-    return rng.binomial(4, 1 / (1 + np.exp(-(1.2 + seeds + problems + interaction)))) / 4
+    logits = centre + seeds + problems + interaction
+    if arm_by_problem:
+        logits = logits + rng.normal(0, arm_by_problem, (num_arms, 1, num_problems))
+    return rng.binomial(4, 1 / (1 + np.exp(-logits))) / 4
 
 
 def random_scores_truth() -> float:

@@ -24,9 +24,10 @@ def claims(record: StudyRecord) -> list[Claim]:
 
 
 def ppo_and_grpo(ppo: float, grpo: float, **settings: Any) -> list[FakeArm]:
-    """Two arms of a model that is not the built-in one."""
+    """Two arms of a model that is not the built-in one, in autocast, which no fused weights are for."""
+    settings = {"model": "other", "autocast": True, **settings}
     return [
-        FakeArm(name, name, accuracy, {"algorithm.name": name, "model": "other", **settings}, {"algorithm.name": name})
+        FakeArm(name, name, accuracy, {"algorithm.name": name, **settings}, {"algorithm.name": name})
         for name, accuracy in (("ppo", ppo), ("grpo", grpo))
     ]
 
@@ -112,8 +113,31 @@ def test_the_time_of_a_step_is_held_against_35_percent_less(seconds: float, verd
     assert f"takes {np.exp(logs.mean()):.2f} [{low:.2f}, {high:.2f}] times as long" in claim.measured
 
 
+@pytest.mark.parametrize(
+    ("settings", "is_tested"),
+    [
+        ({"model": "tiny", "autocast": False}, False),
+        ({"autocast": False}, False),  # a small model that the fused weights are for, or a large one: nothing tells
+        ({"autocast": False, "algorithm.critic": "shared"}, True),
+        ({"autocast": False, "dtype": "bfloat16"}, True),
+        ({"autocast": False, "lora": {"rank": 8}}, True),
+    ],
+)
+def test_time_tests_no_claim_where_the_critic_may_be_slower_than_the_policy_of_its_own_size(
+    settings: Mapping[str, Any], is_tested: bool
+) -> None:
+    arms = ppo_and_grpo(0.7, 0.7, **settings)
+    noisy = with_history(
+        fake_study(arms), "seconds/step", lambda t: [0.3 if t.arm == "grpo" else 1 + 0.01 * t.seed] * 3
+    )
+    claim = claims(noisy)[TIME]
+    assert claim.measured.startswith("A training step of GRPO takes 0.30 [")
+    assert claim.verdict == ("supported" if is_tested else "not tested")
+    assert ("fused weights" in claim.measured) is not is_tested
+
+
 def test_p_values_are_corrected_over_the_claims_tested() -> None:
-    record = fake_study(ppo_and_grpo(0.70, 0.71, model="tiny"), seeds=range(4))
+    record = fake_study(ppo_and_grpo(0.70, 0.71), seeds=range(4))
 
     def steps(trial: TrialRecord) -> list[float]:  # grpo takes half the time, within 0.1 %
         return [0.5 * (1 + trial.seed / 4000) if trial.arm == "grpo" else 1.0] * 5
@@ -124,6 +148,9 @@ def test_p_values_are_corrected_over_the_claims_tested() -> None:
     # times with so little spread have the smaller p, so accuracy is the larger of two and keeps its own p
     analysis = analyse(record, np.random.default_rng(0))
     assert found[ACCURACY].p_adjusted == pytest.approx(analysis.comparisons[0].p, rel=1e-9)
+    # log seconds of grpo minus ppo against log 0.65, twice over
+    logs = np.log([0.5 * (1 + seed / 4000) for seed in range(4)]) - math.log(0.65)
+    assert found[TIME].p_adjusted == pytest.approx(2 * float(stats.ttest_1samp(logs, 0).pvalue), rel=1e-9)
 
 
 def group_sizes(ends: Mapping[int, float]) -> StudyRecord:
@@ -173,26 +200,36 @@ def test_the_range_of_beta_must_beat_every_other_beta_and_is_contradicted_by_one
 
 
 def test_larger_groups_for_harder_tasks_is_a_difference_of_differences() -> None:
-    arms = factor_grid({"algorithm.group_size": [4, 16]})
-    record = fake_study(arms, num_steps=10)
+    record = fake_study(factor_grid({"algorithm.group_size": [4, 16]}), num_steps=10)
 
-    def accuracy(trial: TrialRecord, level: int, gain: float) -> list[float]:
-        large = trial.factors["algorithm.group_size"] == 16
-        return [0.9 - 0.2 * level + (gain if large and level == 2 else 0) + 0.001 * trial.seed * level * large]
+    def tagged(gain: float, arm_by_problem: float = 0.0) -> StudyRecord:
+        """The first 64 of 128 problems are of level 1. A large group gains on level 2, one seed more than another."""
+        own = np.random.default_rng(0).choice([-arm_by_problem, arm_by_problem], 128)
 
-    def study(gain: float) -> StudyRecord:
-        tagged = record
-        for level in (1, 2):
-            tagged = with_history(tagged, f"test/accuracy_level_{level}", lambda t, at=level: accuracy(t, at, gain))
-        return tagged
+        def measured(trial: TrialRecord) -> Mapping[str, Any]:
+            is_large = trial.factors["algorithm.group_size"] == 16
+            gains = [0.001 * trial.seed, gain + 0.002 * trial.seed] if is_large else [0, 0]
+            cells = np.repeat([0.6 + gains[0], 0.4 + gains[1]], 64) + is_large * own
+            levels = {f"test/accuracy_level_{n}": [(10, float(cells[64 * n - 64 : 64 * n].mean()))] for n in (1, 2)}
+            return {
+                "history": {**trial.history, **levels},
+                "summary": {**trial.summary, "test_accuracy": float(cells.mean())},
+                "per_problem": dict(zip(trial.per_problem, cells.tolist(), strict=True)),
+            }
+
+        return changed(record, measured)
 
     # large minus small: 20 + 0.2 s points on level 2, 0.1 s on level 1: 20 + 0.1 (mean of s = 0, 1, 2) = 20.1
-    claim = claims(study(0.2))[HARD_TASKS]
+    claim = claims(tagged(0.2))[HARD_TASKS]
     assert claim.verdict == "supported"
     assert "accuracy on level 2 changes by 20.1 points [" in claim.measured
-    assert claims(study(-0.1))[HARD_TASKS].verdict == "contradicted"
+    assert claims(tagged(-0.1))[HARD_TASKS].verdict == "contradicted"
+    # if arms differ by 0.6 either way on single problems, the gain may be the luck of 64: error 0.6 sqrt(2 / 64) = 0.11
+    assert claims(tagged(0.2, arm_by_problem=0.6))[HARD_TASKS].verdict == "undecided"
     untagged = changed(record, lambda t: {"history": {k: v for k, v in t.history.items() if "level" not in k}})
     assert claims(untagged)[HARD_TASKS].measured == "The task has no tags of difficulty."
+    overlapping = with_history(tagged(0.2), "test/accuracy_level_2", lambda t: [0.1 + 0.01 * t.seed])
+    assert "to tell how many problems are hard" in claims(overlapping)[HARD_TASKS].measured
 
 
 def test_a_study_without_any_complete_trial_tests_no_claim() -> None:

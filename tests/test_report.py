@@ -19,6 +19,7 @@ from fake_study import HOSTILE_ARM, FakeArm, factor_grid, fake_study, three_algo
 from markdown_it import MarkdownIt
 
 from harness.types import StudyRecord, TrialRecord
+from reports import statistics
 from reports.analysis import Analysis, analyse, held_out_accuracies, level_means, marginal, outcome_contrast
 from reports.figures import curves, grid
 from reports.figures.curves import Series, aligned, smoothed
@@ -445,6 +446,55 @@ def test_an_interaction_plot_of_two_factors_shows_the_means_and_intervals_of_the
     assert level_means(analysis, "algorithm.kl_beta")[0.1] == pytest.approx(
         (analysis.arms[1].mean + analysis.arms[3].mean) / 2, rel=1e-12
     )
+
+
+def test_the_comparisons_and_effects_of_a_grid_are_one_holm_family() -> None:
+    arms = factor_grid({"algorithm.group_size": [8, 2, 4], "algorithm.kl_beta": [0.0, 0.1]})
+    analysis = analysed(fake_study(arms, seeds=range(4)))
+    assert analysis.grid is not None
+    stated = [*analysis.comparisons, *analysis.grid.effects]
+    assert len(stated) == 5 + 3
+    assert [one.p_adjusted for one in stated] == statistics.holm([one.p for one in stated])
+    # the smallest p is multiplied by 8
+    first = min(stated, key=lambda one: one.p)
+    assert first.p_adjusted == pytest.approx(8 * first.p, rel=1e-12)
+    for comparison in analysis.comparisons:
+        assert comparison.interval is not None
+        error, df = comparison.interval.error, comparison.interval.df
+        assert comparison.detectable == statistics.minimum_detectable_difference(error, df, 0.05 / 8)
+        assert comparison.cells is not None
+        variance = statistics.crossed_variance(comparison.cells)
+        assert comparison.seeds_for[0.05] == statistics.seeds_needed(0.05, variance, 128, 0.05 / 8)
+
+
+def test_a_factor_whose_levels_differ_on_other_problems_only_by_luck_does_not_matter() -> None:
+    # on 34 of 64 problems one level is better by 40 points, on 30 the other: 2.5 points remain, nearly the same
+    # in every seed, and far below the error of 64 such problems, 0.4 / sqrt(64) = 5 points
+    arms = factor_grid({"algorithm.group_size": [4, 8], "algorithm.kl_beta": [0.0, 0.1]})
+    record = fake_study(arms, seeds=range(5), num_problems=64, num_steps=10)
+    gains = np.array([0.2] * 34 + [-0.2] * 30)
+
+    def with_gains(trial: TrialRecord) -> TrialRecord:
+        noise = np.random.default_rng([trial.seed, *trial.arm.encode()]).normal(0, 0.02, 64)
+        cells = 0.5 + (gains if trial.factors["algorithm.group_size"] == 8 else -gains) + noise
+        scored = dict(zip(trial.per_problem, cells.tolist(), strict=True))
+        summary = {**trial.summary, "test_accuracy": float(cells.mean())}
+        return dataclasses.replace(trial, per_problem=scored, summary=summary)
+
+    analysis = analysed(dataclasses.replace(record, trials=[with_gains(trial) for trial in record.trials]))
+    assert analysis.grid is not None
+    effect = analysis.grid.effects[0]
+    weights = {arm.label: (0.5 if arm.factors["algorithm.group_size"] == 8 else -0.5) for arm in analysis.arms}
+    assert effect.p == pytest.approx(outcome_contrast(analysis, weights).p, rel=1e-6)
+    assert effect.p > 0.5
+    assert "matters" not in answer(analysis)
+
+
+def test_the_bootstrap_does_not_depend_on_what_is_read_first() -> None:
+    first, second = analysed(fake_study(num_steps=10)), analysed(fake_study(num_steps=10))
+    forward = [one.bootstrap for one in first.comparisons]
+    backward = [one.bootstrap for one in reversed(second.comparisons)]
+    assert forward == backward[::-1]
 
 
 def test_an_interaction_is_named_in_the_answer() -> None:

@@ -9,8 +9,7 @@ import pandas
 import pytest
 from fake_study import random_scores, random_scores_truth
 from scipy import stats
-from statsmodels.formula.api import ols
-from statsmodels.stats.anova import anova_lm
+from statsmodels.stats.anova import AnovaRM
 from statsmodels.stats.contingency_tables import mcnemar
 from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.nonparametric import rank_compare_2indep
@@ -378,14 +377,10 @@ def test_anova_agrees_with_nested_least_squares_models() -> None:
         return float(((scores.ravel() - design @ np.linalg.lstsq(design, scores.ravel())[0]) ** 2).sum())
 
     seeds, main_a, main_b, cells = columns(seed), columns(a), columns(b), columns(a, b)
-    error = residual(seeds, cells)
     assert effects["a",].sum_of_squares == close(residual(seeds) - residual(seeds, main_a))
     assert effects["b",].sum_of_squares == close(residual(seeds) - residual(seeds, main_b))
-    interaction = residual(seeds, main_a, main_b) - error
+    interaction = residual(seeds, main_a, main_b) - residual(seeds, cells)
     assert effects["a", "b"].sum_of_squares == close(interaction)
-    # interaction df (2 - 1)(3 - 1) = 2, error df (6 - 1)(4 - 1) = 15
-    f = (interaction / 2) / (error / 15)
-    assert (effects["a", "b"].f, effects["a", "b"].p) == (close(f), close(stats.f.sf(f, 2, 15)))
     # partial omega squared: df (F - 1) / (df (F - 1) + 24), at least 0
     for effect in effects.values():
         gain = effect.df * (effect.f - 1)
@@ -396,12 +391,61 @@ def test_anova_agrees_with_statsmodels() -> None:
     scores = np.random.default_rng(1).normal(size=(2, 3, 4))
     a, b, seed = (axis.ravel() for axis in np.indices(scores.shape))
     frame = pandas.DataFrame({"y": scores.ravel(), "a": a, "b": b, "seed": seed})
-    table = anova_lm(ols("y ~ C(a) * C(b) + C(seed)", frame).fit())
+    table = AnovaRM(frame, "y", "seed", within=["a", "b"]).fit().anova_table
     for effect in anova(scores, ["a", "b"]):
-        row = table.loc[":".join(f"C({name})" for name in effect.factors)]
-        assert (effect.sum_of_squares, effect.f, effect.p) == tuple(
-            close(row[key]) for key in ("sum_sq", "F", "PR(>F)")
-        )
+        row = table.loc[":".join(effect.factors)]
+        assert (effect.f, effect.df) == (close(row["F Value"]), row["Num DF"])
+        assert effect.df > 1 or effect.p == close(row["Pr > F"])  # with more, epsilon changes it
+
+
+def test_epsilon_of_greenhouse_and_geisser_shrinks_both_degrees_of_freedom() -> None:
+    # covariance of the levels 0 and 1 against each other, and of both against level 2, over 6 seeds
+    scores = np.random.default_rng(2).normal(size=(3, 6)) * np.array([[0.1], [1.0], [3.0]])
+    (effect,) = anova(scores, ["beta"])
+    contrasts = np.array([[1, -1, 0], [1, 1, -2]]) / np.sqrt([[2], [6]])
+    covariance = np.cov(contrasts @ scores)
+    epsilon = np.trace(covariance) ** 2 / (2 * (covariance**2).sum())
+    assert 0.5 < epsilon < 0.9
+    assert effect.p == close(stats.f.sf(effect.f, 2 * epsilon, 2 * epsilon * 5))
+
+
+def test_an_effect_of_two_levels_has_the_p_of_the_cautious_difference_between_them() -> None:
+    rng = np.random.default_rng(3)
+    tests = (lambda cells: ours.t_interval(cells.mean(axis=1)), ours.crossed_interval)
+    largest = set()
+    for seed_deviation in (0.1, 1.0, 3.0):
+        cells = random_scores(rng, 4, 3, 32, seed_deviations=[seed_deviation]).reshape(2, 2, 3, 32)
+        effects = anova(cells.mean(axis=-1), ["a", "b"], cells, resolution=1e-9)
+        first, second = (cells[0] - cells[1]).mean(axis=0), (cells[:, 0] - cells[:, 1]).mean(axis=0)
+        both = (cells[0, 0] - cells[0, 1] - cells[1, 0] + cells[1, 1]) / 2
+        for effect, difference in zip(effects, (first, second, both), strict=True):
+            found = [ours.t_test(interval) for test in tests if (interval := test(difference)) is not None]
+            assert effect.p == close(max(found))
+            largest.add(found.index(max(found)))
+    assert largest == {0, 1}
+
+
+def test_an_effect_without_spread_is_tested_against_rounding_or_not_at_all() -> None:
+    flat = np.array([[0.5, 0.75, 0.25], [0.625, 0.875, 0.375]])  # 0.125 apart in each of 3 seeds
+    (effect,) = anova(flat, ["beta"])
+    assert math.isnan(effect.p)
+    (effect,) = anova(flat, ["beta"], resolution=1 / 8)
+    # rounding two scores to 1/8: error (1/8) sqrt(1/6 / 3), t = 0.125 / 0.029463 = sqrt(18), 2 degrees of freedom
+    assert effect.p == close(2 * stats.t.sf(math.sqrt(18), 2))
+    cells = np.repeat(flat[..., None], 4, axis=2)
+    assert math.isnan(anova(flat, ["beta"], cells)[0].p)
+    (same,) = anova(np.array([[0.1, 0.7, 0.3]] * 3), ["beta"])
+    assert (same.p, same.partial_omega_squared) == (1.0, 0.0)
+
+
+def test_an_added_variance_widens_an_interval_and_shares_its_degrees_of_freedom() -> None:
+    # errors 3 and 4 make 5; 5^4 / (3^4 / 8 + 4^4 / 2) = 625 / 138.125
+    wide = ours.with_variance(ours._t_interval(1.0, 3.0, 8), 16.0, 2)
+    assert (wide.estimate, wide.error, wide.df) == (1.0, close(5.0), close(625 / 138.125))
+    narrow = ours._t_interval(1.0, 3.0, 2)
+    assert ours.with_variance(narrow, 0.0, 8) == narrow
+    # error 3.0017 with 9.01^2 / (3^4 / 2) = 2.0044 degrees of freedom would be narrower
+    assert ours.with_variance(narrow, 0.01, 1000) == narrow
 
 
 def test_anova_refuses_a_factor_with_one_level() -> None:

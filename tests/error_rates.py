@@ -1,0 +1,198 @@
+"""How often a report calls arms different that do not differ: simulated studies, from the record to the sentence.
+
+`python tests/error_rates.py --studies 2000` prints the share of studies with a false detection, in percent, for every
+design and number of seeds; `test_error_rates.py` runs fewer of the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from fake_study import FakeArm, factor_grid, fake_study, random_scores
+from numpy.random import Generator
+
+from harness.types import StudyRecord, TrialRecord
+from reports.analysis import analyse
+from reports.claims import check_claims
+from reports.prose.answer import answer
+
+SEEDS = (2, 3, 5, 10)
+PROBLEMS = 64
+UNEQUAL = (0.05, 0.16, 0.6)  # logits: a stable, a usual and an unstable arm
+GRID = {"algorithm.group_size": [2, 4, 8], "algorithm.kl_beta": [0.0, 0.1]}
+_P = re.compile(r"p (?:= |< )(\d\.\d+)")
+
+
+def claims_a_difference(text: str) -> bool:
+    """Whether an answer states a p below 0.05. ValueError if it states none: then this reads the wrong sentence."""
+    found = [float(p) for p in _P.findall(text)]
+    if not found and "no test possible" not in text:
+        raise ValueError(f"an answer over several seeds must state a p, got: {text}")
+    return any(p < 0.05 for p in found)
+
+
+def arms(rng: Generator, num_seeds: int, **spread: Any) -> bool:
+    """Five arms against a baseline."""
+    return _answered(_scored(_record(_arms, 6, num_seeds), random_scores(rng, 6, num_seeds, PROBLEMS, **spread)))
+
+
+def grid(rng: Generator, num_seeds: int, **spread: Any) -> bool:
+    """Three by two levels."""
+    return _answered(_scored(_record(_grid, 6, num_seeds), random_scores(rng, 6, num_seeds, PROBLEMS, **spread)))
+
+
+def greedy(rng: Generator, num_seeds: int, build: Callable[[int], list[FakeArm]]) -> bool:
+    """Counts of problems that are all equally hard and whose single scores are not recorded; seeds add a point."""
+    right = 1 / (1 + np.exp(-rng.normal(0.85, 0.05, (6, num_seeds))))
+    return _answered(
+        _counted(_record(build, 6, num_seeds), "greedy_accuracy", rng.binomial(PROBLEMS, right) / PROBLEMS)
+    )
+
+
+def pass_at_k(rng: Generator, num_seeds: int) -> bool:
+    """Five arms against a baseline by pass@2 of 4 samples, 1 - C(wrong, 2) / C(4, 2), on these very problems."""
+    wrong = 4 * (1 - random_scores(rng, 6, num_seeds, PROBLEMS))
+    return _answered(_counted(_record(_arms, 6, num_seeds), "pass_at_2", (1 - wrong * (wrong - 1) / 12).mean(axis=2)))
+
+
+def search(rng: Generator, num_seeds: int) -> bool:
+    """Twelve arms; from the fifth on, one is given up as soon as its mean is below the median of those before it."""
+    scores = random_scores(rng, 12, num_seeds, PROBLEMS, arm_by_problem=0.6)
+    record = _scored(_record(_arms, 12, num_seeds), scores)
+    means = scores.mean(axis=2).cumsum(axis=1) / np.arange(1, num_seeds + 1)
+    given_up: dict[str, int] = {}  # arm -> its seeds by then
+    kept = list(range(4))
+    for number in range(4, 12):
+        behind = [n for n in range(num_seeds - 1) if means[number, n] < np.median(means[kept, n])]
+        if behind:
+            given_up[record.arms[number]] = behind[0] + 1
+        else:
+            kept.append(number)
+    trials = [
+        dataclasses.replace(trial, state="pruned" if trial.arm in given_up else "complete")
+        for trial in record.trials
+        if trial.seed < given_up.get(trial.arm, num_seeds)
+    ]
+    listed = [{"label": arm, "state": "pruned" if arm in given_up else "complete"} for arm in record.arms]
+    return _answered(dataclasses.replace(record, trials=trials, search={"objectives": {}, "arms": listed}))
+
+
+def claims(rng: Generator, num_seeds: int) -> bool:
+    """Arms that lie exactly on the bounds of all six claims: any verdict but undecided is false."""
+    record = _record(_claimed, 6, num_seeds)
+    record = _scored(record, random_scores(rng, 6, num_seeds, PROBLEMS, arm_by_problem=0.6))
+
+    def measured(trial: TrialRecord) -> TrialRecord:
+        cells, is_ppo = list(trial.per_problem.values()), trial.arm == "ppo"
+        seconds, peak = np.exp(rng.normal(0, 0.03, 2)) * ((1 / 0.65, 1.7) if is_ppo else (1, 1))
+        history = {
+            "test/accuracy_level_1": [(10, float(np.mean(cells[::2])))],
+            "test/accuracy_level_2": [(10, float(np.mean(cells[1::2])))],
+            "validation/accuracy": list(enumerate(rng.binomial(256, 0.7, 4) / 256)),
+            "seconds/step": [(1, 9.0), (2, float(seconds))],
+        }
+        return dataclasses.replace(trial, history=history, summary={**trial.summary, "peak_memory_bytes": float(peak)})
+
+    record = dataclasses.replace(record, trials=[measured(trial) for trial in record.trials])
+    found = check_claims(analyse(record, np.random.default_rng(0)))
+    if any(claim.verdict == "not tested" for claim in found) and num_seeds > 2:  # without any spread, with 2 seeds
+        raise ValueError(f"every claim must be tested, got {[claim.measured for claim in found]}")
+    return any(claim.verdict in ("supported", "contradicted") for claim in found)
+
+
+DESIGNS: Mapping[str, Callable[[Generator, int], bool]] = {
+    "5 arms": arms,
+    "5 arms, problems differ by arm": functools.partial(arms, arm_by_problem=0.6),
+    "5 arms, seeds differ by arm": functools.partial(arms, arm_by_problem=0.6, seed_deviations=UNEQUAL),
+    "grid": grid,
+    "grid, problems differ by arm": functools.partial(grid, arm_by_problem=0.6),
+    "grid, problems differ much by arm": functools.partial(grid, arm_by_problem=1.2),
+    "grid, seeds differ by arm": functools.partial(grid, arm_by_problem=0.6, seed_deviations=UNEQUAL),
+    "grid, greedy accuracy": lambda rng, num_seeds: greedy(rng, num_seeds, _grid),
+    "5 arms, greedy accuracy": lambda rng, num_seeds: greedy(rng, num_seeds, _arms),
+    "5 arms, pass@k": pass_at_k,
+    "search of 12 arms, pruned": search,
+    "6 claims": claims,
+}
+
+
+def error_rate(design: str, num_seeds: int, studies: int) -> float:
+    """The share of studies in which a difference is claimed; equal calls draw equal studies."""
+    rng = np.random.default_rng([num_seeds, list(DESIGNS).index(design)])
+    return sum(DESIGNS[design](rng, num_seeds) for _ in range(studies)) / studies
+
+
+def _answered(record: StudyRecord) -> bool:
+    return claims_a_difference(answer(analyse(record, np.random.default_rng(0))))
+
+
+def _arms(count: int) -> list[FakeArm]:
+    return [FakeArm(f"arm {number}", "grpo", 0.5, {}, {}) for number in range(count)]
+
+
+def _grid(_: int) -> list[FakeArm]:
+    return factor_grid(GRID)
+
+
+def _claimed(_: int) -> list[FakeArm]:
+    """PPO and GRPO; GRPO also with other group sizes and other weights of the KL term."""
+    common = {"model": "other", "autocast": True}
+    found = [FakeArm("ppo", "ppo", 0.5, common, {})]
+    for size, beta in ((8, 0.04), (4, 0.04), (16, 0.04), (8, 0.0), (8, 0.1)):
+        settings = {**common, "algorithm.group_size": size, "algorithm.kl_beta": beta}
+        found.append(FakeArm(f"grpo {size} {beta}", "grpo", 0.5, settings, {}))
+    return found
+
+
+@functools.cache
+def _record(build: Callable[[int], list[FakeArm]], num_arms: int, num_seeds: int) -> StudyRecord:
+    return fake_study(build(num_arms), seeds=range(num_seeds), num_problems=2, num_steps=10)
+
+
+def _scored(record: StudyRecord, scores: np.ndarray) -> StudyRecord:
+    """The record with these scores of single problems: arms, seeds, problems."""
+    rows = scores.reshape(len(record.trials), -1)
+    names = [f"problem-{number}" for number in range(rows.shape[1])]
+    trials = [
+        dataclasses.replace(
+            trial,
+            per_problem=dict(zip(names, row.tolist(), strict=True)),
+            summary={**trial.summary, "test_accuracy": float(row.mean())},
+        )
+        for trial, row in zip(record.trials, rows, strict=True)
+    ]
+    return dataclasses.replace(record, trials=trials)
+
+
+def _counted(record: StudyRecord, quantity: str, values: np.ndarray) -> StudyRecord:
+    """The record with another metric, arms by seeds, of which the problems are only counted."""
+    trials = []
+    for trial, value in zip(record.trials, values.ravel().tolist(), strict=True):
+        history = {f"{split}/{quantity}": [(10, value)] for split in ("validation", "test")}
+        trials.append(dataclasses.replace(trial, history={**history, "test/num_prompts": [(10, float(PROBLEMS))]}))
+    return dataclasses.replace(record, metric=f"validation/{quantity}", trials=trials)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--studies", type=int, default=2000)
+    parser.add_argument("--designs", default="", help="only the designs whose names contain this")
+    parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
+    options = parser.parse_args(argv)
+    seeds = [int(number) for number in options.seeds.split(",")]
+    print(f"| design | {' | '.join(f'{number} seeds' for number in seeds)} |")
+    print(f"| --- |{' --: |' * len(seeds)}")
+    for design in DESIGNS:
+        if options.designs in design:
+            rates = [f"{100 * error_rate(design, number, options.studies):.1f}" for number in seeds]
+            print(f"| {design} | {' | '.join(rates)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
