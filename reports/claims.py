@@ -324,8 +324,7 @@ def _outpaces_its_critic(spec: Mapping[str, Any]) -> bool:
     """
     if setting(spec, "algorithm.name") != "ppo" or setting(spec, "algorithm.critic") == "shared":
         return False
-    is_plain = not any(spec.get(key) for key in ("autocast", "lora", "gradient_checkpointing"))
-    return is_plain and spec.get("dtype", "float32") == "float32"
+    return spec.get("dtype", "float32") == "float32" and not spec.get("autocast") and not spec.get("lora")
 
 
 def _log_seconds(trial: TrialRecord) -> float | None:
