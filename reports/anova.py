@@ -68,7 +68,7 @@ def _contrasts(shape: Sequence[int], subset: Sequence[int]) -> Floats:
     for axis, size in enumerate(shape):
         basis = np.linalg.qr(np.column_stack([np.ones(size), np.eye(size)[:, 1:]]))[0].T
         weights = np.kron(weights, basis[1:] if axis in subset else basis[:1])
-    return weights
+    return np.asarray(weights, dtype=np.float64)
 
 
 def _test(y: Floats, largest: float, resolution: float) -> tuple[float, float, float]:
