@@ -423,9 +423,8 @@ def test_a_heat_map_has_one_colour_until_an_effect_is_detected_and_then_a_scale(
     assert (num_cell_colours(equal_grid()), len(neutral.figure.axes)) == (1, 1)
     assert "no effect of the grid is detected, so all cells have one colour" in neutral.caption
     assert "no test of the grid is possible yet" in untested.caption
-    detected = analysed(
-        fake_study(factor_grid({"algorithm.group_size": [4, 8], "algorithm.kl_beta": [0.0, 0.1]}), num_steps=10)
-    )
+    arms = factor_grid({"algorithm.group_size": [4, 8], "algorithm.kl_beta": [0.0, 0.1]})
+    detected = analysed(fake_study(arms, range(6), seed_deviation=0.005, num_steps=10))
     (drawing,) = grid.heat_maps(detected)
     assert num_cell_colours(detected) == 4
     means = [arm.mean for arm in detected.arms]
