@@ -128,7 +128,7 @@ def test_the_command_line_shows_a_dry_run_and_refuses_bad_options(tmp_path: Path
     shown = run(app, ["study", "run", "quickstart", "--dry-run", "--json", "--runs", str(tmp_path / "new")])
     assert shown.exit_code == 0, shown.output
     document = json.loads(shown.stdout)
-    assert (document["trials"], document["steps"]) == (9, 900)
+    assert (document["trials"], document["steps"]) == (12, 720)
     assert all(arm["peak_bytes"] > 0 for arm in document["memory"].values())
     assert not (tmp_path / "new").exists()
     for options, message in (

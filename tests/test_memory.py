@@ -256,7 +256,7 @@ def test_algorithms_to_measure_are_distinct():
 
 def test_a_file_may_hold_a_run_or_a_study(run_file):
     assert list(runs_of(run_file)) == ["ppo"]
-    assert list(runs_of("quickstart")) == ["ppo", "grpo", "grpo_self_consistency"]
+    assert list(runs_of("quickstart")) == ["grpo", "ppo", "grpo_self_consistency"]
     found = runs_of(run_file, ["dtype=bfloat16"])
     assert found["ppo"].dtype == "bfloat16"
 

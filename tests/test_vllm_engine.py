@@ -265,7 +265,7 @@ def test_a_new_engine_takes_the_place_of_the_last_one():
 @needs_vllm
 @pytest.mark.timeout(600)
 def test_training_reaches_the_accuracy_of_the_transformers_engine(tmp_path):
-    """The quickstart's GRPO for 30 of its 100 steps. Accuracies are of 256 problems, 4 samples each."""
+    """GRPO on arithmetic for 30 steps. Accuracies are of 256 problems, 4 samples each."""
     fractions, initial, final, states = {}, {}, {}, {}
     for name in ("transformers", "vllm"):
         log = MemoryLog()
@@ -295,7 +295,7 @@ def test_training_reaches_the_accuracy_of_the_transformers_engine(tmp_path):
     # 30 steps gain about 17 points, and 10 are five standard errors.
     assert all(final[name] > initial[name] + 0.1 for name in final)
     # Paired by problem. Three times the standard error of the mean difference and the spread of training itself, 1.5
-    # points between the quickstart's seeds (63.9, 66.5, 63.9 %), once for each engine.
+    # points between three seeds of 100 steps (63.9, 66.5, 63.9 %), once for each engine.
     differences = np.array([fractions["vllm"][p] - fractions["transformers"][p] for p in fractions["transformers"]])
     noise = np.sqrt(differences.var() / len(differences) + 2 * 0.015**2)
     assert len(differences) == 256
