@@ -31,7 +31,7 @@ def read_json(file: Path) -> dict[str, Any]:
         document = json.loads(file.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(
-            f"{file} is not valid JSON ({error}); restore it, or delete its folder to start anew"
+            f"{file} is not valid JSON ({error}); restore it from a copy, or use another name or another --runs"
         ) from None
     found = document.get("format") if isinstance(document, dict) else None
     if found != FORMAT:

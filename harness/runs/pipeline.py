@@ -105,7 +105,7 @@ def _check_unchanged(directory: Path, stages: Sequence[Stage]) -> None:
     if not file.exists():
         write_json(file, document)
     elif read_json(file)["stages"] != document["stages"]:
-        raise SpecError(f"'{directory}' holds a pipeline with other stages; choose another --name or delete the folder")
+        raise SpecError(f"'{directory}' holds a pipeline with other stages; choose another --name, or move it away")
 
 
 def _stage_metrics(result: RunResult) -> dict[str, float]:

@@ -142,7 +142,7 @@ def own_folder(directory: Path, spec: RunSpec) -> Iterator[None]:
     """Hold the folder; SpecError if it has a run with other settings, or if another process holds it."""
     file = directory / "run.json"
     if file.exists() and read_json(file)["spec"] != spec.model_dump(mode="json"):
-        raise SpecError(f"'{directory}' holds a run with other settings; choose another --name or delete the folder")
+        raise SpecError(f"'{directory}' holds a run with other settings; choose another --name, or move it away")
     directory.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(directory / "lock", timeout=0):

@@ -41,9 +41,15 @@ def read_result(directory: Path) -> dict[str, Any] | None:
 
 
 def read_progress(directory: Path) -> dict[str, Any]:
-    """`progress.json`: phase, done, total, step, accuracy, tokens_per_second, seconds; empty before the start."""
+    """`progress.json`: phase, done, total, step, accuracy, tokens_per_second, seconds.
+
+    Empty before the start, and if it cannot be read: only views depend on it.
+    """
     file = directory / "progress.json"
-    return read_json(file) if file.exists() else {}
+    try:
+        return read_json(file) if file.exists() else {}
+    except ValueError:
+        return {}
 
 
 class RunLog:

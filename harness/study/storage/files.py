@@ -28,7 +28,7 @@ class LocalStorage(Storage):
         self._journal, self._lock = folder / "optuna.journal", folder / "lock"
         self._document = folder / "study.json"
         self.place = f"'{folder}'"
-        self.document_place = f"'{self._document}'; delete '{folder}' to start anew"
+        self.document_place = f"'{self._document}'"
 
     def exists(self) -> bool:
         return self._journal.exists()
@@ -77,21 +77,30 @@ class FileLease(Lease):
             self._file.unlink()
 
     def _is_ours(self) -> bool:
-        return self._file.exists() and read_json(self._file)["token"] == self._token
+        try:
+            return read_json(self._file)["token"] == self._token
+        except FileNotFoundError:
+            return False
+        except (ValueError, KeyError):  # torn by the disk, for a worker who takes over writes a whole one
+            return True
 
 
 def is_held(directory: Path) -> bool:
     """Whether a living worker holds the lease of a trial's folder.
 
     On this machine the process decides (a suspended one is alive). The age of the last heartbeat decides for another
-    machine, or if another process has got the process id.
+    machine, if another process has got the process id, and for a lease that cannot be read.
     """
-    file = directory / "lease"
+    file, alive = directory / "lease", None
     try:
-        holder, age = read_json(file), time.time() - file.stat().st_mtime
+        age = time.time() - file.stat().st_mtime
+        holder = read_json(file)
+        if holder["host"] == platform.node():
+            alive = is_alive(holder["pid"], holder["started"])
     except FileNotFoundError:
         return False
-    alive = is_alive(holder["pid"], holder["started"]) if holder["host"] == platform.node() else None
+    except (ValueError, KeyError):
+        pass
     return age < GRACE_SECONDS if alive is None else alive
 
 
