@@ -43,7 +43,7 @@ def make_batch(policy=None, extra_columns=0):
         return batch
     learner = Learner(make_spec(), policy)
     with torch.no_grad():
-        return batch.replace(sampler_logprobs_BT=learner._logprobs(policy, batch))
+        return batch.replace(sampler_logprobs_BT=learner.logprobs(policy, batch))
 
 
 def gradients(spec, batch):

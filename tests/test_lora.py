@@ -165,7 +165,7 @@ def test_mixed_precision_keeps_float32_weights_and_stays_near_the_full_precision
     spec, policy = spec_of(lora=None, autocast=True), tiny_model(0)
     learner = Learner(spec, policy)
     with torch.no_grad():
-        mixed = learner._logprobs(policy, batch)
+        mixed = learner.logprobs(policy, batch)
     difference = (mixed - logprobs(policy, batch)).abs().max()
     assert 0 < difference < 0.1
     metrics = updated(spec, learner, batch.replace(sampler_logprobs_BT=mixed))

@@ -147,7 +147,7 @@ def test_a_refreshed_reference_is_the_policy_of_that_step():
         annotated = learner.annotate(batch, sampler_is_exact=True)
         assert annotated.ref_logprobs_BT is not None
         with torch.no_grad():
-            apart = (annotated.ref_logprobs_BT - learner._logprobs(policy, batch)).abs().max()
+            apart = (annotated.ref_logprobs_BT - learner.logprobs(policy, batch)).abs().max()
         assert (apart > 1e-3) == (step == 1)  # equal at the start, apart after an update, equal again when refreshed
         learner.update(spec.algorithm.advantages(annotated), step)
 
