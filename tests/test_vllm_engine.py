@@ -291,9 +291,9 @@ def test_training_reaches_the_accuracy_of_the_transformers_engine(tmp_path):
         if name == "vllm":
             assert max(value for _, value in log.history("mismatch/max_ratio")) < 1.001
     assert states == dict.fromkeys(states, ("complete", None))
-    # The same cold start, sampled by both: 40 % with a standard error of 2 points (0.35 between problems / sqrt(256)).
-    # 30 steps gain about 17 points, and 10 are five standard errors.
-    assert all(final[name] > initial[name] + 0.1 for name in final)
+    # The same cold start, sampled by both, with a standard error of 2 points (0.35 between problems / sqrt(256)).
+    # 30 steps gain 17 points on one processor and 10 to 14 on another, whose cold start rounds otherwise.
+    assert all(final[name] > initial[name] + 0.05 for name in final), (initial, final)
     # Paired by problem. Three times the standard error of the mean difference and the spread of training itself, 1.5
     # points between three seeds of 100 steps (63.9, 66.5, 63.9 %), once for each engine.
     differences = np.array([fractions["vllm"][p] - fractions["transformers"][p] for p in fractions["transformers"]])
