@@ -91,17 +91,22 @@ def is_held(directory: Path) -> bool:
     On this machine the process decides (a suspended one is alive). The age of the last heartbeat decides for another
     machine, if another process has got the process id, and for a lease that cannot be read.
     """
-    file, alive = directory / "lease", None
+    file = directory / "lease"
     try:
         age = time.time() - file.stat().st_mtime
-        holder = read_json(file)
-        if holder["host"] == platform.node():
-            alive = is_alive(holder["pid"], holder["started"])
+        alive = _holder_lives(file)
     except FileNotFoundError:
         return False
-    except (ValueError, KeyError):
-        pass
     return age < GRACE_SECONDS if alive is None else alive
+
+
+def _holder_lives(file: Path) -> bool | None:
+    """Whether the process that a lease names lives; None if only the lease's age can tell."""
+    try:
+        holder = read_json(file)
+        return is_alive(holder["pid"], holder["started"]) if holder["host"] == platform.node() else None
+    except (ValueError, KeyError):  # torn
+        return None
 
 
 class _JournalLock(JournalFileOpenLock):
