@@ -265,7 +265,7 @@ def test_a_new_engine_takes_the_place_of_the_last_one():
 @needs_vllm
 @pytest.mark.timeout(600)
 def test_training_reaches_the_accuracy_of_the_transformers_engine(tmp_path):
-    """GRPO on arithmetic for 30 steps. Accuracies are of 256 problems, 4 samples each."""
+    """GRPO on arithmetic for 45 steps. Accuracies are of 256 problems, 4 samples each."""
     fractions, initial, final, states = {}, {}, {}, {}
     for name in ("transformers", "vllm"):
         log = MemoryLog()
@@ -277,8 +277,8 @@ def test_training_reaches_the_accuracy_of_the_transformers_engine(tmp_path):
                 "optimizer": {"learning_rate": 1e-4},
                 "engine": name,
                 "rollouts_per_step": 128,
-                "steps": 30,
-                "evaluation": {"every": 30, "num_test_prompts": 256},
+                "steps": 45,
+                "evaluation": {"every": 45, "num_test_prompts": 256},
                 "device": "cpu",
             },
             where="test",
@@ -291,9 +291,9 @@ def test_training_reaches_the_accuracy_of_the_transformers_engine(tmp_path):
         if name == "vllm":
             assert max(value for _, value in log.history("mismatch/max_ratio")) < 1.001
     assert states == dict.fromkeys(states, ("complete", None))
-    # The same cold start, sampled by both, with a standard error of 2 points (0.35 between problems / sqrt(256)).
-    # 30 steps gain 17 points on one processor and 10 to 14 on another, whose cold start rounds otherwise.
-    assert all(final[name] > initial[name] + 0.05 for name in final), (initial, final)
+    # The same cold start, sampled by both: 33 to 40 % with a standard error of 2 points (0.35 between problems /
+    # sqrt(256)). 30 steps gain 10 to 17 points, depending on the processor, and 10 are five standard errors.
+    assert all(final[name] > initial[name] + 0.1 for name in final), (initial, final)
     # Paired by problem. Three times the standard error of the mean difference and the spread of training itself, 1.5
     # points between three seeds of 100 steps (63.9, 66.5, 63.9 %), once for each engine.
     differences = np.array([fractions["vllm"][p] - fractions["transformers"][p] for p in fractions["transformers"]])
