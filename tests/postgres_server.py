@@ -69,6 +69,12 @@ class Server:
                 raise RuntimeError(f"the PostgreSQL server did not start:\n{(self.home / 'log').read_text()}")
             time.sleep(0.1)
 
+    def crash(self) -> None:
+        """Die as in a power cut; the next start recovers from its log."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGQUIT)
+        self._process.wait(60)
+
     def stop(self) -> None:
         """Cut all connections and end."""
         if self._process is not None and self._process.poll() is None:

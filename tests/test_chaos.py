@@ -1,4 +1,4 @@
-"""A study whose workers are killed at random and whose MLflow store goes away twice ends as if nothing had happened.
+"""A study whose workers are killed, frozen, or lose their stores ends as if nothing had happened.
 
 Short here, with a run that trains nothing and a real store; `make chaos` makes it long, with the real training loop.
 """
@@ -21,16 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import fake_trials
+import kill_points
 import postgres_server
 import psutil
 import pytest
 
 from harness.spec.study import StudySpec, parse_study
+from harness.study import worker
 from harness.study.plan import Plan
 from harness.study.queue import Queue, open_storage
 from harness.study.ray_cluster import Cluster, import_ray
 from harness.study.runner import run_study, study_status
 from harness.study.status import StudyStatus
+from harness.study.storage.files import GRACE_SECONDS
 from harness.tracking.events import read_events
 from harness.tracking.mlflow_copy import COST_AREAS
 from harness.tracking.mlflow_studies import read_study
@@ -172,14 +175,19 @@ def queue_of(study: StudySpec, runs: Path, url: str | None) -> Queue:
 def check_once_each(study: StudySpec, queue: Queue) -> None:
     """Every (arm, seed) has exactly one attempt that is complete."""
     status = queue.status()
-    assert status.counts() == {"complete": 24}
+    assert status.counts() == {"complete": len(queue.plan.keys)}
     attempts = queue._read().by_key
     complete = Counter(key for key, tried in attempts.items() for t in tried if t.state.name == "COMPLETE")
     assert complete == Counter((arm.label, seed) for arm in study.design_arms() for seed in study.seeds)
 
 
+@pytest.mark.attack("SIGKILL of workers at random moments")
 def test_a_grid_under_fire_ends_as_an_undisturbed_one(
-    tmp_path: Path, url: str | None, new_runs: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    url: str | None,
+    new_runs: Callable[[Path], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
 ):
     monkeypatch.setenv("FAKE_STEP_SECONDS", "0.05")
     study, runs = a_grid(), new_runs(tmp_path / "runs")
@@ -190,6 +198,7 @@ def test_a_grid_under_fire_ends_as_an_undisturbed_one(
     finally:
         chaos.end()
     assert (chaos.num_killed, chaos.num_outages) == (3, 2)
+    record_property("tried", chaos.num_killed)
     assert (status.finished, status.all_valid) == (True, True)
     queue = queue_of(study, runs, url)
     check_once_each(study, queue)
@@ -218,7 +227,7 @@ import test_chaos as t
 os.chdir(Path(sys.argv[1]).parent)
 study = t.a_trained_grid() if sys.argv[3] == "trained" else t.a_grid()
 options = {"workers": 2} if sys.argv[3] == "trained" else {"workers": 1, "execute": t.fake_trials.EXECUTE}
-t.run_study(study, Path(sys.argv[1]), command="", storage=sys.argv[2], **options)
+t.run_study(study, Path(sys.argv[1]), command="", storage=sys.argv[2] or None, **options)
 """
 
 
@@ -231,6 +240,7 @@ def two_hosts(folder: Path, url: str, kind: str, new_runs: Callable[[Path], Path
 
 
 @needs_postgres
+@pytest.mark.attack("Several study commands at once on one study")
 def test_two_hosts_that_share_only_a_database_share_the_work(
     tmp_path: Path, server: postgres_server.Server, new_runs: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
 ):
@@ -253,6 +263,113 @@ def test_two_hosts_that_share_only_a_database_share_the_work(
 
 
 # Long -----------------------------------------------------------------------------------------------------------------
+
+
+def a_small_grid() -> StudySpec:
+    """Six real trials of the grid: two arms, three seeds."""
+    run = a_trained_grid().run
+    return a_grid(run=run, factors={"algorithm.group_size": [2, 4]}, seeds=[0, 1, 2])
+
+
+@only_long
+@pytest.mark.attack("SIGKILL before and after every place that flushes, renames, deletes or locks")
+@pytest.mark.parametrize("kind", ["fake", "real"])
+def test_a_worker_that_dies_at_each_place_that_writes_leaves_a_study_that_ends_as_an_undisturbed_one(
+    tmp_path: Path,
+    kind: str,
+    new_runs: Callable[[Path], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    study, execute = (a_small_grid(), worker.EXECUTE) if kind == "real" else (a_grid(), fake_trials.EXECUTE)
+    quiet, runs, kills = new_runs(tmp_path / "quiet"), new_runs(tmp_path / "runs"), tmp_path / "kills"
+    run_study(study, quiet, workers=2, command="", execute=execute)
+    kills.mkdir()
+    monkeypatch.setenv(kill_points.KILLS, str(kills))
+    status = run_study(study, runs, workers=2, command="", execute=f"kill_points:{kind}")
+    assert (status.finished, status.all_valid) == (True, True)
+    places = sorted(file.name for file in kills.iterdir() if not file.name.startswith("ended "))
+    record_property("tried", len(places))
+    assert len(places) >= 16
+    assert {place.split(" in ")[0] for place in places} >= {
+        "before fsync",
+        "after fsync",
+        "before replace",
+        "after lock",
+    }
+    if kind == "real":
+        assert "after rename in files.publish_folder" in places
+    assert values(runs) == values(quiet)
+
+
+@only_long
+@pytest.mark.attack("Several study commands at once on one study")
+def test_two_commands_in_one_folder_of_which_one_is_killed_run_every_trial_once(
+    tmp_path: Path, new_runs: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.2")
+    study, runs = a_grid(), new_runs(tmp_path / "runs")
+    command = [sys.executable, "-c", HOST, str(runs), "", "fake"]
+    first, second = (subprocess.Popen(command) for _ in range(2))
+    while study_claims(study, runs) < 6:
+        time.sleep(0.2)
+    first.kill()  # its worker ends after its step, because its parent is gone
+    assert second.wait(600) == 0
+    check_once_each(study, queue_of(study, runs, None))
+    first.wait()
+
+
+def study_claims(study: StudySpec, runs: Path) -> int:
+    queue = queue_of(study, runs, None)
+    return queue.num_claims() if queue.storage.exists() else 0
+
+
+@only_long
+@needs_postgres
+@pytest.mark.attack("Crash of the PostgreSQL server")
+def test_a_database_that_crashes_twice_delays_a_grid_and_loses_nothing(
+    tmp_path: Path,
+    server: postgres_server.Server,
+    new_runs: Callable[[Path], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+):
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.1")
+    study, runs, url, crashes = a_grid(), new_runs(tmp_path / "runs"), server.new_database(), []
+
+    def crash(status: StudyStatus) -> None:
+        if len(crashes) < 2 and status.counts().get("complete", 0) > 4 * (len(crashes) + 1):
+            crashes.append(server.crash())
+            server.start()
+
+    status = run_study(study, runs, workers=2, command="", on_status=crash, execute=fake_trials.EXECUTE, storage=url)
+    assert (status.finished, status.all_valid, len(crashes)) == (True, True, 2)
+    record_property("tried", len(crashes))
+    check_once_each(study, queue_of(study, runs, url))
+
+
+@only_long
+@pytest.mark.attack("A worker that is frozen for longer than its lease lasts")
+def test_a_frozen_worker_loses_nothing_and_ends_nothing(
+    tmp_path: Path, url: str | None, new_runs: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+):
+    """In files its lease holds, for its process lives; in a database another takes over, and it ends when it wakes."""
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.2")
+    study, runs, frozen = a_grid(), new_runs(tmp_path / "runs"), []
+
+    def freeze_once(status: StudyStatus) -> None:
+        workers = workers_of(psutil.Process())
+        if not frozen and workers and any(trial.done >= 2 for trial in status.trials if trial.state == "running"):
+            frozen.append((workers[0], time.monotonic()))
+            workers[0].suspend()
+        if frozen and time.monotonic() - frozen[0][1] > GRACE_SECONDS + 10 and frozen[0][0].is_running():
+            frozen[0][0].resume()
+
+    status = run_study(study, runs, workers=2, command="", on_status=freeze_once,
+                       execute=fake_trials.EXECUTE, storage=url)  # fmt: skip
+    assert frozen and (status.finished, status.all_valid) == (True, True)
+    check_once_each(study, queue_of(study, runs, url))
 
 
 @contextmanager
@@ -293,6 +410,7 @@ def test_a_grid_on_two_ray_nodes_ends_as_a_local_one(
 
 @only_long
 @needs_ray
+@pytest.mark.attack("Ctrl-C")
 def test_an_interrupt_on_ray_lets_the_step_end(
     tmp_path: Path, new_runs: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
 ):
@@ -315,8 +433,12 @@ def test_an_interrupt_on_ray_lets_the_step_end(
 
 @only_long
 @needs_ray
+@pytest.mark.attack("SIGKILL of workers at random moments")
 def test_real_runs_under_fire_on_hosts_and_on_ray_equal_undisturbed_ones(
-    tmp_path: Path, new_runs: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    new_runs: Callable[[Path], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
 ):
     """Bit for bit: every logged value but clocks and memory, of every step of every trial.
 
@@ -335,6 +457,7 @@ def test_real_runs_under_fire_on_hosts_and_on_ray_equal_undisturbed_ones(
     finally:
         chaos.end()
     assert chaos.num_killed >= 3
+    record_property("tried", chaos.num_killed)
     check_once_each(study, queue_of(study, runs, None))
     assert values(runs) == want
 

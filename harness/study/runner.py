@@ -144,7 +144,7 @@ def _watch(pool: Pool, queue: Queue, on_status: Callable[[StudyStatus], None] | 
         if on_status is not None:
             on_status(status)
         if not alive and (pool.stopping or not unfinished):
-            return queue.status()
+            return status
         pool.fill(unfinished)
         pool.rest(min(9 * (time.monotonic() - began), MAX_WAIT_SECONDS))  # a large study is watched less often
 

@@ -1,0 +1,65 @@
+"""Keeps docs/attacks.md, the table of what the tests marked `attack` tried and survived: `make chaos` writes it.
+
+A test counts as one try for each set of its parameters; one that tries many things records their number as the property
+`tried`. A test that is skipped has not tried anything.
+"""
+
+import os
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+TABLE = Path(__file__).resolve().parents[1] / "docs/attacks.md"
+HEAD = """# Attacks
+
+What the tests have tried against Cohort, and what it survived: hostile text and input, damaged files, kills, outages.
+`make chaos` runs them all and writes this table; [the threat model](threat-model.md) says what is trusted. A row counts
+kills, files, texts or cases; a row without a number was not tried on the machine that wrote the table.
+
+| Attack | Tried | Survived | Tests |
+|---|---:|---:|---|
+"""
+
+
+@dataclass
+class Row:
+    tried: int = 0
+    survived: int = 0
+    tests: set[str] = field(default_factory=set)
+
+
+ROWS: defaultdict[str, Row] = defaultdict(Row)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        mark = item.get_closest_marker("attack")
+        if mark is not None:
+            item.user_properties.append(("attack", mark.args[0]))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    facts = dict(report.user_properties)
+    if "attack" not in facts or (report.when != "call" and report.passed):
+        return
+    row = ROWS[str(facts["attack"])]
+    row.tests.add(report.nodeid.partition("[")[0])
+    if not report.skipped:
+        tried = int(facts.get("tried", 1))
+        row.tried += tried
+        row.survived += tried if report.passed else 0
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    config = session.config
+    whole = config.getoption("markexpr") == "attack" and config.args == config.getini("testpaths")
+    if whole and os.environ.get("COHORT_CHAOS") and not hasattr(config, "workerinput"):
+        TABLE.write_text(HEAD + "".join(f"{_line(words, ROWS[words])}\n" for words in sorted(ROWS)))
+
+
+def _line(words: str, row: Row) -> str:
+    files = sorted({name.partition("::")[0].removeprefix("tests/") for name in row.tests})
+    numbers = f"{row.tried:,} | {row.survived:,}" if row.tried else "| "
+    return f"| {words} | {numbers} | {', '.join(f'`{file}`' for file in files)} |"
