@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import typer
@@ -525,7 +526,8 @@ def test_ctrl_c_stops_a_study_with_exit_code_130(cohort: Shell, runs: Path):
     assert [trial["state"] for trial in cohort.json()["trials"]] == ["stopped"]
 
 
-def test_ui_prints_its_address_serves_it_and_ends_with_ctrl_c(runs: Path):
+@pytest.mark.attack("Another machine that calls a server of ours")
+def test_ui_prints_its_address_serves_it_to_this_machine_alone_and_ends_with_ctrl_c(runs: Path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     process = cohort_process("ui", "--port", str(port))
@@ -534,6 +536,9 @@ def test_ui_prints_its_address_serves_it_and_ends_with_ctrl_c(runs: Path):
     assert f"http://127.0.0.1:{port}" in line
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=30) as answer:
         assert answer.status == 200
+    ours = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+    listening = [c for c in psutil.net_connections("inet") if c.status == psutil.CONN_LISTEN and c.pid in ours]
+    assert {c.laddr.ip for c in listening if c.laddr} == {"127.0.0.1"}
     process.send_signal(signal.SIGINT)  # once, and while it lists the studies
     _, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
