@@ -97,6 +97,7 @@ def test_the_runs_table_of_a_study_shows_its_arms_and_its_metric(site: Site):
     assert "sizes" in text  # the experiment has the study's name
 
 
+@pytest.mark.attack("Hostile text on a page or in a file")
 def test_a_trace_shows_a_rollout_with_its_rewards_and_nothing_of_it_runs(site: Site):
     page = f"/experiments/{site.experiment}/traces?selectedEvaluationId={site.hostile_trace}"
     site.text_with(page, "Inputs", "onerror")

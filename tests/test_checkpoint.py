@@ -49,6 +49,7 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["learner.pt", "state.json", "policy/model.safetensors"])
+@pytest.mark.attack("A torn or altered checkpoint")
 def test_a_torn_checkpoint_is_passed_over_for_the_one_before(tmp_path, file):
     save(tmp_path, 1)
     save(tmp_path, 2)

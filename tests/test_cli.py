@@ -500,6 +500,7 @@ def test_a_study_with_an_invalid_trial_goes_on_is_reported_and_ends_with_exit_co
     assert cohort(*command, *sets("steps=3")) == 2  # another study under the same name
 
 
+@pytest.mark.attack("Ctrl-C")
 def test_ctrl_c_stops_a_run_after_its_step_with_exit_code_130(cohort: Shell, runs: Path):
     command = [*TRAIN, *sets(*QUICK, "steps=100000"), "--name", "long"]
     process = cohort_process(*command)
@@ -511,6 +512,7 @@ def test_ctrl_c_stops_a_run_after_its_step_with_exit_code_130(cohort: Shell, run
     assert "Traceback" not in err
 
 
+@pytest.mark.attack("Ctrl-C")
 def test_ctrl_c_stops_a_study_with_exit_code_130(cohort: Shell, runs: Path):
     options = ["--algorithms", "grpo", "--task", "arithmetic", "--seeds", "0", "--workers", "1"]
     process = cohort_process("compare", *options, *sets(*QUICK, "steps=100000", "cold_start.steps=0"))
@@ -554,12 +556,14 @@ def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 18
         time.sleep(0.1)
 
 
+@pytest.mark.attack("Hostile text in a terminal")
 def test_foreign_text_is_one_plain_line():
     hostile = "[bold red]x[/]\x1b[31m\x07 a\nb\u202etxt \u200b\x9b2J \ud800end"
     assert terminal.plain(hostile).plain == "[bold red]x[/][31m a btxt 2J end"
     assert terminal.plain(hostile).spans == []
 
 
+@pytest.mark.attack("Hostile text in a terminal")
 def test_sampled_completions_reach_the_terminal_harmless(capsys: pytest.CaptureFixture[str]):
     row = SampleRow(
         step=1, split="test", prompt_id="p", prompt="2+2=", completion="[link=http://x]4[/link]\x1b]0;owned\x07",
@@ -572,6 +576,7 @@ def test_sampled_completions_reach_the_terminal_harmless(capsys: pytest.CaptureF
     assert "\x07" not in out
 
 
+@pytest.mark.attack("Hostile text in a terminal")
 def test_an_error_message_keeps_its_lines_and_loses_its_control_characters(capsys: pytest.CaptureFixture[str]):
     terminal.fail("first [red]\n  second \x1b[2J")
     assert capsys.readouterr().err == "Error: first [red]\n  second [2J\n"

@@ -307,6 +307,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("kind", BAD)
+@pytest.mark.attack("A broken or hostile data file")
 def test_a_bad_row_is_an_error_that_names_file_row_and_field(tmp_path, kind):
     row, message = BAD[kind]
     file = write(tmp_path / "test.jsonl", *rows_like(2), row)
@@ -346,6 +347,7 @@ def test_a_validation_split_that_would_be_empty_is_an_error(tmp_path):
         task(tmp_path, validation_fraction=1e-9).prompts("validation")
 
 
+@pytest.mark.attack("A broken or hostile data file")
 def test_a_broken_file_is_an_error_that_names_its_line_and_is_told_once(tmp_path):
     printed: list[logging.LogRecord] = []
     handler = logging.Handler()
@@ -365,12 +367,14 @@ def test_a_broken_file_is_an_error_that_names_its_line_and_is_told_once(tmp_path
 @pytest.mark.parametrize(
     "path", ["./gsm8k", "/no/such/folder", "~/no_such_folder_here", "gsm8k.jsonl", "a/b/c", "tests/gsm8k"]
 )
+@pytest.mark.attack("A broken or hostile data file")
 def test_a_path_that_does_not_exist_is_an_error_and_no_hub_id(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(ValueError, match=r"no such file or folder; give an existing \.jsonl"):
         GSM8K(path=path).prompts("test")
 
 
+@pytest.mark.attack("A broken or hostile data file")
 def test_a_file_of_another_kind_is_an_error(tmp_path):
     (tmp_path / "rows.csv").write_text("question,answer\n")
     with pytest.raises(ValueError, match=r"must be one of \.jsonl, \.json, \.parquet, \.arrow, got '\.csv'"):

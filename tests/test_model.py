@@ -76,6 +76,7 @@ def test_a_saved_folder_passes_the_check_and_loads_back(folder):
         ("model.safetensors", "no .*safetensors"),
     ],
 )
+@pytest.mark.attack("A torn or incomplete model folder")
 def test_a_folder_with_a_part_missing_is_named_with_the_fix(folder, missing, message):
     for file in folder.glob(f"{missing}*"):
         file.unlink()
@@ -84,6 +85,7 @@ def test_a_folder_with_a_part_missing_is_named_with_the_fix(folder, missing, mes
     assert str(folder) in str(error.value)
 
 
+@pytest.mark.attack("A torn or incomplete model folder")
 def test_torn_weights_are_found_without_loading_them(folder):
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])

@@ -223,6 +223,7 @@ def test_a_new_file_alone_makes_an_algorithm(tmp_path: Path, monkeypatch: pytest
     assert not spec.algorithm.needs_reference
 
 
+@pytest.mark.attack("An installed package that takes the name of a built-in plugin")
 def test_an_entry_point_with_the_name_of_a_built_in_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     install(tmp_path, monkeypatch, "shadow", THIRD_PARTY.format(name="dr_grpo"), "Elsewhere")
     (tmp_path / "plugin_shadow-1.0.dist-info" / "entry_points.txt").write_text(

@@ -75,6 +75,7 @@ def read_page(html: str) -> PageReader:
     return reader
 
 
+@pytest.mark.attack("Hostile text on a page or in a file")
 def test_no_text_of_a_model_or_a_user_becomes_markup_in_the_page(hostile: ReportFiles) -> None:
     page = read_page(hostile.html.read_text(encoding="utf-8"))
     assert not {"script", "img", "iframe", "object", "b "} & set(page.tags)
@@ -91,6 +92,7 @@ def test_no_text_of_a_model_or_a_user_becomes_markup_in_the_page(hostile: Report
         assert written in text
 
 
+@pytest.mark.attack("Hostile text on a page or in a file")
 def test_the_page_loads_nothing_and_forbids_loading(hostile: ReportFiles) -> None:
     html = hostile.html.read_text(encoding="utf-8")
     page = read_page(html)
@@ -115,6 +117,7 @@ def test_ids_of_the_page_are_unique_and_every_reference_has_a_target(hostile: Re
     assert {value[1:] for name, value in page.attributes if name.endswith("href")} <= set(ids)
 
 
+@pytest.mark.attack("Hostile text on a page or in a file")
 def test_markdown_shows_hostile_text_as_text(hostile: ReportFiles) -> None:
     renderer = MarkdownIt("commonmark", {"html": True}).enable("table")
     page = read_page(renderer.render(hostile.markdown.read_text(encoding="utf-8")))
@@ -130,6 +133,7 @@ def test_markdown_shows_hostile_text_as_text(hostile: ReportFiles) -> None:
     assert HOSTILE_ARM in text
 
 
+@pytest.mark.attack("Hostile text on a page or in a file")
 def test_every_figure_is_well_formed_and_holds_hostile_labels_as_text(hostile: ReportFiles) -> None:
     files = sorted((hostile.html.parent / "figures").glob("*.svg"))
     assert len(files) > 10
@@ -143,6 +147,7 @@ def test_every_figure_is_well_formed_and_holds_hostile_labels_as_text(hostile: R
     assert "$x^{$" in "".join(ElementTree.fromstring(final).itertext()).replace("\n", "")
 
 
+@pytest.mark.attack("Hostile text on a page or in a file")
 def test_unprintable_characters_are_written_as_escapes() -> None:
     assert visible("a\x00b\x1b[31m\u202ec\ud800\td\n") == "a\\x00b\\x1b[31m\\u202ec\\ud800\td\n"
 
@@ -179,6 +184,7 @@ def test_the_csv_keeps_an_invalid_trial_without_the_numbers_it_did_not_reach() -
     ]
 
 
+@pytest.mark.attack("Hostile text on a page or in a file")
 def test_a_cell_that_a_spreadsheet_would_run_is_text() -> None:
     rows = list(csv.DictReader(results_csv(hostile_study()).splitlines()))
     assert rows[-1]["algorithm.name"] == "'=cmd|' /C calc'!A0"

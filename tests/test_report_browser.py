@@ -54,6 +54,7 @@ def opened(browser: Any, page: Path, width: int) -> None:
     browser.get(page.as_uri())
 
 
+@pytest.mark.attack("Hostile text on a page or in a file")
 def test_nothing_runs_and_nothing_is_loaded(browser: Any, page: Path) -> None:
     browser.get_log("browser"), browser.get_log("performance")  # forget earlier pages
     opened(browser, page, 1440)

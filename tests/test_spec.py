@@ -298,6 +298,7 @@ def test_an_unreadable_file_is_named(tmp_path: Path, content: str | None, words:
     assert words in message
 
 
+@pytest.mark.attack("Code in a study file")
 def test_yaml_cannot_build_python_objects(tmp_path: Path):
     file = tmp_path / "run.yaml"
     file.write_text("task: !!python/object/apply:os.getcwd []\n")

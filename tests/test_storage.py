@@ -134,6 +134,7 @@ def test_claims_of_many_threads_at_once_never_meet(tmp_path: Path, url: str | No
     assert queue.num_claims() == 12
 
 
+@pytest.mark.attack("A worker that dies with a trial")
 def test_a_dead_workers_trial_is_handed_on_and_its_late_result_dropped(tmp_path: Path, url: str | None):
     queue = new_queue(one_trial(), tmp_path, url)
     claim = claimed(queue)
@@ -147,6 +148,7 @@ def test_a_dead_workers_trial_is_handed_on_and_its_late_result_dropped(tmp_path:
     assert queue.status().counts() == {"complete": 1}
 
 
+@pytest.mark.attack("A trial that kills every worker")
 def test_a_trial_that_keeps_killing_its_worker_fails(tmp_path: Path, url: str | None):
     queue = new_queue(one_trial(), tmp_path, url)
     for _ in range(MAX_LOST):
@@ -234,6 +236,7 @@ time.sleep(60)
 
 
 @needs_postgres
+@pytest.mark.attack("Loss of the PostgreSQL server")
 def test_a_lease_outlives_the_loss_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from harness.study.storage import postgres
 
@@ -259,6 +262,7 @@ def test_a_lease_outlives_the_loss_of_the_server(tmp_path: Path, monkeypatch: py
 
 
 @needs_postgres
+@pytest.mark.attack("Loss of the PostgreSQL server")
 def test_a_server_out_of_reach_is_refused_before_anything_is_written(tmp_path: Path):
     with pytest.raises(ConnectionError, match=r"postgresql://me:\*\*\*@127.0.0.1:1/x cannot be used now.*--storage"):
         run_study(a_study(), tmp_path / "new", workers=1, command="", storage="postgresql://me:s3cret@127.0.0.1:1/x")
@@ -266,6 +270,7 @@ def test_a_server_out_of_reach_is_refused_before_anything_is_written(tmp_path: P
 
 
 @needs_postgres
+@pytest.mark.attack("Loss of the PostgreSQL server")
 def test_a_wrong_password_is_not_repeated(server: postgres_server.Server, tmp_path: Path):
     url = server.url().replace(server.password, "wr0ng")
     with pytest.raises(ConnectionError, match="authentication failed") as caught:
@@ -299,6 +304,7 @@ def test_no_url_means_files(tmp_path: Path):
 
 
 @pytest.mark.parametrize("torn", [b"", b"{", b"[]", b"\xff\x00", b'{"format": 1}'])
+@pytest.mark.attack("A torn progress or lease file")
 def test_a_lease_that_cannot_be_read_counts_by_its_age(tmp_path: Path, torn: bytes):
     file = tmp_path / "lease"
     file.write_bytes(torn)
@@ -307,6 +313,7 @@ def test_a_lease_that_cannot_be_read_counts_by_its_age(tmp_path: Path, torn: byt
     assert LocalStorage(tmp_path).held([tmp_path]) == set()
 
 
+@pytest.mark.attack("A torn progress or lease file")
 def test_a_worker_keeps_a_lease_whose_file_was_torn(tmp_path: Path):
     lease = FileLease(tmp_path)
     (tmp_path / "lease").write_bytes(b"")
@@ -316,6 +323,7 @@ def test_a_worker_keeps_a_lease_whose_file_was_torn(tmp_path: Path):
 
 
 @pytest.mark.parametrize("torn", [b"", b"{", b"\xff\x00"])
+@pytest.mark.attack("A torn progress or lease file")
 def test_progress_that_cannot_be_read_is_none(tmp_path: Path, torn: bytes):
     (tmp_path / "progress.json").write_bytes(torn)
     assert LocalStorage(tmp_path).progress([tmp_path]) == {}

@@ -147,6 +147,7 @@ def test_samples_show_as_a_table_and_problems_as_an_artifact(runs: Path):
     assert json.loads((artifacts / "per_problem.json").read_text()) == {"p1": 0.25}
 
 
+@pytest.mark.attack("A kill in the middle of a run")
 def test_a_killed_run_continues_as_the_same_run_and_nothing_is_logged_twice(runs: Path):
     code = """
 from harness.tracking import mlflow_copy
@@ -221,6 +222,7 @@ def test_a_run_that_starts_anew_keeps_nothing_of_the_attempt_before(runs: Path):
     )
 
 
+@pytest.mark.attack("A lost or locked MLflow store")
 def test_a_store_that_cannot_be_written_delays_the_copy_and_loses_nothing(
     runs: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
@@ -358,6 +360,7 @@ def test_the_parent_run_stays_while_the_folder_does_and_then_starts_anew(runs: P
     assert read_study(runs, "sizes").trials == []
 
 
+@pytest.mark.attack("A lost or locked MLflow store")
 def test_a_lost_store_is_rebuilt_from_the_trials_folders(runs: Path, empty_store: Path):
     parent = open_study(runs, a_study(), "command")
     log = log_trial(runs, parent, "group_size=2", 0, "complete")
@@ -560,6 +563,7 @@ def test_a_report_can_be_read_without_loading_mlflow_or_torch_first():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
+@pytest.mark.attack("A kill in the middle of a run")
 def test_a_lock_is_free_again_when_its_holder_was_killed(tmp_path: Path):
     code = (
         "import os, pathlib, harness.files as f\nwith f.file_lock(pathlib.Path('lock')):\n    os.kill(os.getpid(), 9)"
