@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -268,6 +269,11 @@ class StudySpec(Section):
             if both:
                 raise ValueError(
                     f"compare.tuning.seeds must differ from the study's seeds {self.seeds}, got {both} in both"
+                )
+        for label in self.arms:
+            if re.search("[\0\ud800-\udfff]", label):
+                raise ValueError(
+                    f"labels of arms must be Unicode without NUL, which no database refuses, got {label!a}"
                 )
         for path, levels in self.factors.items():
             if path == "seed":

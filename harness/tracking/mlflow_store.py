@@ -25,7 +25,7 @@ import yaml
 
 from harness.files import file_lock, read_json
 from harness.tracking.mlflow_address import check_remote, is_server, remote_uri, tracking_uri
-from harness.tracking.mlflow_traces import traces_per_split
+from harness.tracking.mlflow_traces import storable, traces_per_split
 from harness.tracking.provenance import uncommitted_diff, versions
 from harness.types import TrialState
 
@@ -193,7 +193,7 @@ def search_runs(client: MlflowClient, experiments: str | list[str], wanted: str)
 def set_tags(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> None:
     from mlflow.entities import RunTag
 
-    client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+    client.log_batch(run_id, tags=[RunTag(key, storable(value)) for key, value in tags.items()])
 
 
 def artifact(client: MlflowClient, runs: Path, run: Run, name: str) -> Any:
