@@ -71,5 +71,5 @@ def test_a_reason_that_postgresql_refuses_is_recorded_there(tmp_path: Path, monk
 @pytest.mark.parametrize("label", ["a\0b", "a\ud800"])
 def test_an_arm_whose_label_a_database_refuses_is_refused_itself(label: str):
     run = {"task": "arithmetic", "algorithm": "grpo"}
-    with pytest.raises(SpecError, match=r"labels of arms must be Unicode without NUL, .* got 'a.x00b'|got 'a.ud800'"):
+    with pytest.raises(SpecError, match=r"labels of arms must be Unicode without NUL, got 'a.x00b'|got 'a.ud800'"):
         parse_study({"name": "s", "question": "?", "run": run, "arms": {label: {"steps": 3}}}, "s.yaml")

@@ -272,9 +272,7 @@ class StudySpec(Section):
                 )
         for label in self.arms:
             if re.search("[\0\ud800-\udfff]", label):
-                raise ValueError(
-                    f"labels of arms must be Unicode without NUL, which no database refuses, got {label!a}"
-                )
+                raise ValueError(f"labels of arms must be Unicode without NUL, got {label!a}; leave it out")
         for path, levels in self.factors.items():
             if path == "seed":
                 raise ValueError("'seed' is a replicate, never a factor; list seeds under 'seeds'")
