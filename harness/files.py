@@ -29,7 +29,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """A file that `write_json` wrote. ValueError for one of another format."""
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(
             f"{file} is not valid JSON ({error}); restore it from a copy, or use another name or another --runs"
         ) from None

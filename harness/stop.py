@@ -1,5 +1,7 @@
-"""Requests to stop; a signal handler may make one at any moment."""
+"""Requests to stop; a signal handler may make one at any moment, and `acknowledged` says at once that it was heard."""
 
+import _thread
+import os
 import signal
 import threading
 import time
@@ -7,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 SLICE_SECONDS = 0.1
+STEP = "Stopping: each run finishes its step and writes a checkpoint; Ctrl-C again stops at once."
+_open: list[str] = []  # what a signal does to those that stop in an orderly way, the innermost last
 
 
 class StopRequest:
@@ -40,12 +44,46 @@ def interrupt(number: int) -> None:
 
 
 @contextmanager
+def acknowledged(say: Callable[[str], None]) -> Iterator[None]:
+    """Say of every SIGINT and SIGTERM what it does, from a thread of its own: at once, even while the main thread is in
+    an import or a long operation.
+
+    What nobody stops in an orderly way ends by an exception in the main thread, and at the second signal in any case.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard, written = os.pipe()
+    os.set_blocking(written, False)
+    before = signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+    _thread.start_new_thread(_listen, (heard, say))  # at the exit nobody waits for it
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(written)
+
+
+def _listen(heard: int, say: Callable[[str], None]) -> None:
+    again = False
+    while number := os.read(heard, 1):  # b"" once the other end is closed
+        if number[0] not in (signal.SIGINT, signal.SIGTERM):
+            continue
+        if not again:
+            say(_open[-1] if _open else "Stopping; Ctrl-C again stops at once.")
+        elif not _open:
+            os._exit(128 + number[0])
+        again = True
+    os.close(heard)
+
+
+@contextmanager
 def stop_on_signals(
-    on_first: Callable[[], None] = lambda: None, on_second: Callable[[int], None] = interrupt
+    on_first: Callable[[], None] = lambda: None, on_second: Callable[[int], None] = interrupt, words: str = STEP
 ) -> Iterator[StopRequest]:
     """A request that the first SIGINT or SIGTERM makes; each later one calls `on_second` with the signal's number.
 
-    Outside the main thread, which alone gets signals, the request is never made.
+    Outside the main thread, which alone gets signals, the request is never made. `words` say what it does.
     """
     request = StopRequest()
 
@@ -58,8 +96,10 @@ def stop_on_signals(
 
     signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     before = {number: signal.signal(number, handle) for number in signals}
+    _open.append(words)
     try:
         yield request
     finally:
+        _open.pop()
         for number, previous in before.items():
             signal.signal(number, previous)

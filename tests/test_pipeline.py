@@ -110,7 +110,7 @@ def test_a_pipeline_that_is_stopped_in_every_stage_ends_as_an_undisturbed_one(do
     # Stops: after 2 training steps; at the end of the 1st stage; in the sampling; in the fit, twice; in the last stage.
     for times in (42, 1, 1, 4, 2, 6):
         stop = StopAfter(times)
-        monkeypatch.setattr(pipeline, "stop_on_signals", lambda _, stop=stop: _entered(stop))
+        monkeypatch.setattr(pipeline, "stop_on_signals", lambda stop=stop: _entered(stop))
         result, _ = train_pipeline(stages, parts, "r1")
         assert result.state == "stopped"
     monkeypatch.undo()

@@ -13,12 +13,15 @@ import pytest
 import yaml
 from pydantic import Field, ValidationError
 
+from harness.engines.transformers import uniforms
+from harness.policy.tiny import tiny_model
 from harness.preflight import check_inputs
 from harness.spec.errors import SpecError
 from harness.spec.load import load_run, load_study, shipped_studies
-from harness.spec.raw import digest, parse_overrides, with_overrides
+from harness.spec.raw import MAX_INTEGER, digest, parse_overrides, read_yaml, with_overrides
 from harness.spec.run import parse_run
 from harness.spec.study import parse_study
+from harness.streams import generator
 from harness.types import Section
 
 RUN: dict[str, Any] = {"task": {"name": "arithmetic"}, "algorithm": {"name": "grpo"}}
@@ -442,3 +445,117 @@ def test_training_on_a_cut_distribution_is_warned_of_before_the_run(changes, spl
     found = [record.getMessage() for record in caplog.records if record.name == "harness.preflight"]
     assert len(found) == warned
     assert all(text.startswith("sampling.top_p below 1 or top_k above 0 biases training: ") for text in found)
+
+
+# Hostile text ---------------------------------------------------------------------------------------------------------
+
+LAUGHS = "a: &a [lol, lol]\n" + "".join(
+    f"{new}: &{new} [{f'*{old}, ' * 9}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+)
+CHAIN = f"a0: &a0 {'[' * 40 + ']' * 40}\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 900))
+MERGES = "a0: &a0 {k: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{f'*a{i - 1}, ' * 9}]}}\n" for i in range(1, 20))
+TOO_MANY, TOO_DEEP = "must have at most 20,000 values, with every alias", "must be nested at most 50 deep, got more"
+ITSELF, TOO_LONG = "an alias must not stand inside of what it names", "must have at most 500,000 bytes, got more"
+HOSTILE_YAML = {
+    "laughs": (LAUGHS, f"line 5: {TOO_MANY}"),
+    "merged laughs": (MERGES, TOO_MANY),
+    "many values": ("- 1\n" * 20_001, TOO_MANY),
+    "brackets": ("run: " + "[" * 3000 + "]" * 3000, f"line 1: {TOO_DEEP}"),
+    "open brackets": ("[" * 400_000, TOO_DEEP),
+    "JSON": ('{"run": ' * 3000 + "1" + "}" * 3000, TOO_DEEP),
+    "blocks": ("".join(f"{' ' * i}a:\n" for i in range(900)), TOO_DEEP),
+    "deep aliases": (CHAIN, f"line 11: {TOO_DEEP}"),
+    "a list in itself": ("run: &r [*r]", ITSELF),
+    "a mapping in itself": ("run: &r\n  x: {y: *r}", f"line 2: {ITSELF}"),
+    "size": ("#" + "x" * 500_000, TOO_LONG),
+    "digits": ("steps: 1" + "0" * 5000, "line 1: a whole number must be from -2^53 to 2^53 (9007199254740992)"),
+    "hex digits": ("steps: 0x" + "f" * 20_000, "(20,002 characters); use a smaller one"),
+    "base 60": ("steps: " + "1:" * 9000 + "1", "(18,001 characters); use a smaller one"),
+    "base 60 with a point": ("kl: " + "1:" * 9000 + "1.5", "must be what its tag says, got 1:1:1"),
+    "an untrue tag": ("steps: !!int many", "line 1: must be what its tag says, got many"),
+    "an empty tag": ("steps: !!int ''", "must be what its tag says"),
+    "a tag of truth": ("a: 1\nautocast: !!bool maybe", "line 2: must be what its tag says, got maybe"),
+    "bytes": ("model: !!binary aGk=", "could not determine a constructor for the tag 'tag:yaml.org,2002:binary'"),
+    "a set": ("model: !!set {a, b}", "could not determine a constructor"),
+    "code": ("model: !!python/object/apply:os.system ['true']", "could not determine a constructor"),
+    "a wrong merge": ("run: {<<: 3}", "expected a mapping or list of mappings for merging"),
+    "a list as key": ("run: {[1]: 2}", "line 1: found unhashable key"),
+    "NUL": ("question: a\0b", "special characters are not allowed"),
+    "two documents": ("a: 1\n---\nb: 2", "line 2: but found another document"),
+}
+
+
+@pytest.mark.attack("YAML or JSON that is huge when read")
+@pytest.mark.parametrize("what", HOSTILE_YAML)
+def test_a_file_of_hostile_yaml_ends_in_one_sentence(what: str, tmp_path: Path):
+    text, words = HOSTILE_YAML[what]
+    (tmp_path / "file").write_text(text)
+    message = error_of(read_yaml, tmp_path / "file")
+    assert message.startswith(f"{tmp_path / 'file'}: ")
+    assert words in message
+    assert len(message.splitlines()) == 1
+    assert len(message) < 400
+
+
+@pytest.mark.attack("YAML or JSON that is huge when read")
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        ("model=" + "[" * 3000, "--set model: the value is not valid YAML: line 1: must be nested at most 50 deep"),
+        ("a." * 3000 + "b=1", "a path must have at most 50 keys, got 3001: 'a.a."),
+        (
+            f"seed={MAX_INTEGER + 1}",
+            "from -2^53 to 2^53 (9007199254740992), for doubles round others, got 9007199254740993",
+        ),
+        (f"seed=-{MAX_INTEGER + 1}", "got -9007199254740993; use a smaller one"),
+    ],
+)
+def test_a_hostile_override_ends_in_one_sentence(item: str, words: str):
+    assert words in error_of(lambda: with_overrides(RUN, parse_overrides([item])))
+
+
+def test_aliases_and_merged_mappings_of_usual_size_are_read(tmp_path: Path):
+    (tmp_path / "file").write_text(
+        "base: &b {steps: 3, seed: 1}\narms: {x: {<<: *b, seed: 2}, y: *b, when: 2026-01-31}"
+    )
+    arms = {"x": {"steps": 3, "seed": 2}, "y": {"steps": 3, "seed": 1}, "when": "2026-01-31"}
+    assert read_yaml(tmp_path / "file") == {"base": {"steps": 3, "seed": 1}, "arms": arms}
+
+
+@pytest.mark.parametrize("seed", [-1, MAX_INTEGER + 1, 2**64, 1e16, float("inf"), float("nan")])
+def test_a_seed_that_doubles_would_round_is_refused_everywhere(seed: float):
+    tuning = {"space": {"optimizer.learning_rate": {"choices": [1, 2]}}, "trials": 1, "seeds": [seed]}
+    for raw, name in (
+        (study(seeds=[0, seed]), "seeds"),
+        (study(run={**RUN, "seed": seed}), "seed"),
+        (study(run={**RUN, "cold_start": {"seed": seed}}), "cold_start.seed"),
+        (study(design="compare", compare={"algorithms": ["grpo"], "tasks": ["arithmetic"], "tuning": tuning}),
+         "compare.tuning.seeds.0"),
+    ):  # fmt: skip
+        message = error_of(parse_study, raw, "toy.yaml")
+        assert f": {name}" in message
+        assert "9007199254740992" in message or "0" in message or "finite" in message
+
+
+def test_the_largest_seed_runs_through_every_generator():
+    largest = parse_run({**RUN, "seed": MAX_INTEGER}, "run").seed
+    assert tiny_model(largest).state_dict()
+    assert generator("any", largest).random() < 1
+    assert (uniforms(largest, 0, ["p"], 2, 3) != uniforms(largest - 1, 0, ["p"], 2, 3)).all()
+
+
+@pytest.mark.attack("Study of more arms than memory holds")
+def test_a_grid_of_too_many_arms_is_refused_before_it_is_made():
+    paths = ("steps", "evaluation.every", "optimizer.warmup_steps")
+    raw = study(factors={path: list(range(1, 301)) for path in paths})
+    assert "a grid must have at most 10,000 arms, got 27,000,000; take fewer levels" in error_of(parse_study, raw, "x")
+    message = error_of(parse_study, study(run={**RUN, "rollouts_per_step": 10**12 + 1}), "x")
+    assert "rollouts_per_step: Input should be less than or equal to 1000000" in message
+
+
+@pytest.mark.attack("Study of more arms than memory holds")
+def test_a_wide_range_of_a_search_is_never_listed():
+    space = {"steps": {"low": 1, "high": 10**15}, "optimizer.learning_rate": {"low": 0.1, "high": 0.2}}
+    (plan,) = parse_study(study(design="search", search={"space": space, "trials": 2}), "x").searches()
+    assert plan.search.space["steps"].size == 10**15
+    assert plan.search.space["steps"].probes() == [1, 10**15]

@@ -378,6 +378,21 @@ def test_a_failed_trial_waits_for_the_next_start_and_comes_last(runs: Path):
     assert [claim.key for claim in (queue.claim(), other.claim()) if claim] == [queue.plan.keys[1], queue.plan.keys[0]]
 
 
+def test_a_trial_in_progress_comes_before_one_that_was_never_begun_and_a_stuck_one_after(runs: Path):
+    queue = a_queue(a_study(factors={"algorithm.group_size": [2, 4, 8]}), runs)
+    first, second = queue.claim(), queue.claim()
+    assert first is not None and second is not None
+    queue.finish(second, Outcome("stopped"))
+    die(first)
+    claims = [queue.claim() for _ in range(2)]
+    assert [claim.key for claim in claims if claim] == [first.key, second.key]
+    for claim in claims:
+        assert claim is not None
+        die(claim)
+    claims = [queue.claim() for _ in range(2)]  # the first has lost two workers at step 0 and waits for the others
+    assert [claim.key for claim in claims if claim] == [second.key, queue.plan.keys[2]]
+
+
 def test_a_dead_workers_trial_goes_to_the_next_claim_and_a_living_ones_does_not(runs: Path):
     queue = a_queue(a_study(factors={"algorithm.group_size": [2]}, seeds=[0]), runs)
     claim = queue.claim()

@@ -13,7 +13,10 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import fake_trials
 import pytest
@@ -176,6 +179,83 @@ def test_an_address_that_is_no_store_is_refused_before_anything_runs(
 ):
     monkeypatch.setenv(mlflow_address.TRACKING_URI, uri)
     with pytest.raises(ValueError, match=message):
+        check_runs_folder(tmp_path)
+
+
+# What a server may answer: the path that it answers wrongly, status, headers and body.
+ANSWERS = {
+    "a refusal": ("/health", 403, {}, b"Forbidden", "status 403 of"),
+    "an unknown page": ("/health", 404, {}, b"<html>", "status 404 of"),
+    "an error of the server": ("/health", 500, {}, b"", "status 500 of"),
+    "a page for people": ("/health", 200, {}, b"<!doctype html><p>Welcome", "answers b'<!doctype html><p>We'"),
+    "a redirect": (
+        "/health",
+        302,
+        {"Location": "https://me:secret@login/"},
+        b"",
+        r"sends on to https://me:\*\*\*@login/",
+    ),
+    "an endless answer": ("/health", 200, {"Content-Length": "99999999"}, b"O", "no whole answer within|timed out"),
+    "a refusal of the API": ("/api", 403, {}, b"<html>no</html>", "error code 403"),
+    "a page for the API": ("/api", 200, {}, b"<html>login</html>", "not in a valid JSON format"),
+    "JSON of another program": ("/api", 200, {}, b"[1, 2]", "."),
+}
+
+
+class WrongServer(BaseHTTPRequestHandler):
+    """Answers as MLflow does, but for the paths that begin with `wrong[0]`."""
+
+    wrong: tuple[str, int, dict[str, str], bytes, str]
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def do_POST(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        path, status, headers, body, _ = self.wrong
+        if not self.path.startswith(path):
+            status, headers, body = 200, {}, b"OK"
+        self.send_response(status)
+        for name, value in {"Content-Type": "text/html", **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        with suppress(OSError):
+            self.wfile.write(body)
+            while "Content-Length" in headers:  # never sent whole
+                time.sleep(0.05)
+                self.wfile.write(b" ")
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+@pytest.mark.attack("Tracking server that answers nonsense")
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_a_server_that_is_none_of_mlflows_is_refused_in_one_sentence_before_anything_is_written(
+    answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(mlflow_address, "ANSWER_SECONDS", 0.3 if "endless" in answer else 10)
+    handler = type("Handler", (WrongServer,), {"wrong": ANSWERS[answer]})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as wrong:
+        wrong.daemon_threads = True
+        Thread(target=wrong.serve_forever, args=(0.02,), daemon=True).start()
+        uri = f"http://127.0.0.1:{wrong.server_port}"
+        monkeypatch.setenv(mlflow_address.TRACKING_URI, uri)
+        with pytest.raises(ValueError, match=f"a store that answers, but {uri} does not .*({ANSWERS[answer][4]})") as e:
+            check_runs_folder(tmp_path / "runs")
+        wrong.shutdown()
+    assert "secret" not in str(e.value)
+    assert len(str(e.value).splitlines()) == 1
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.attack("Tracking address with a query")
+@pytest.mark.parametrize("added", ["?nonsense=1", "#experiments", "/?a=b"])
+def test_an_address_of_a_server_with_a_query_is_refused(added: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(mlflow_address.TRACKING_URI, f"http://127.0.0.1:9{added}")
+    with pytest.raises(ValueError, match=f"host, port and path, got .*; leave out '{added.strip('/?#')}'"):
         check_runs_folder(tmp_path)
 
 

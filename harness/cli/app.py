@@ -5,15 +5,22 @@ COHORT_TRACEBACK is set); 130 after Ctrl-C. Results go to stdout, progress and e
 libraries inside their functions, so that `cohort --help` answers at once.
 """
 
+import sys
 from collections.abc import Sequence
 
-from harness.cli.commands import app
+try:
+    from harness.cli.commands import app
 
-# Each module registers its commands; `cohort --help` lists them in this order.
-# isort: off
-from harness.cli import train, reward_model, compare, study, report, inspect, ui, doctor, memory, lists  # noqa: F401
+    # Each module registers its commands; `cohort --help` lists them in this order.
+    # isort: off
+    from harness.cli import train, reward_model, compare, study, report, inspect, ui, doctor, memory, lists  # noqa: F401
+except KeyboardInterrupt:
+    raise SystemExit(130) from None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command that the arguments (by default those of the process) name; ends with SystemExit."""
-    app(args=None if arguments is None else list(arguments), prog_name="cohort")
+    from harness.stop import acknowledged
+
+    with acknowledged(lambda words: print(words, file=sys.stderr, flush=True)):  # above the bars, if there are any
+        app(args=None if arguments is None else list(arguments), prog_name="cohort")

@@ -3,6 +3,7 @@
 import functools
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -37,11 +38,15 @@ def command(group: typer.Typer, name: str, *examples: str) -> Callable[[Callable
         def run(*args: Any, **kwargs: Any) -> None:
             try:
                 function(*args, **kwargs)
-            except (ValueError, OSError) as error:  # bad input; a model, disk or network out of reach
-                if os.environ.get("COHORT_TRACEBACK"):
+            except Exception as error:
+                from harness.disk import disk_full
+
+                shown = disk_full(error, Path(kwargs.get("runs", "."))) or error
+                bad = isinstance(shown, ValueError | OSError)  # bad input; a model, disk or network out of reach
+                if not bad or os.environ.get("COHORT_TRACEBACK"):
                     raise
-                terminal.fail(error)
-                raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
+                terminal.fail(shown)
+                raise typer.Exit(2 if isinstance(shown, ValueError) else 1) from None
             except KeyboardInterrupt:
                 terminal.say("Interrupted. The same command continues where it stopped.", stderr=True)
                 raise typer.Exit(130) from None

@@ -57,15 +57,12 @@ def train(
 
 @contextmanager
 def _watched() -> Iterator[Watch]:
-    """Show on stderr how far a run is, and that Ctrl-C was heard."""
+    """Show on stderr how far a run is."""
     from harness.console.progress import study_view
     from harness.runs.single import Watch
 
-    def say_stopping() -> None:
-        terminal.say("Stopping after this step; Ctrl-C again stops at once.", stderr=True)
-
     with study_view() as view:
-        yield Watch(view.update, say_stopping)
+        yield Watch(view.update)
 
 
 def _train_pipeline(spec: Path, sets: list[str] | None, name: str | None, runs: Path, as_json: bool) -> None:

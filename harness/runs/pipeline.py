@@ -61,7 +61,7 @@ def train_pipeline(
         _check_unchanged(directory, stages)
         tags = {"cohort.pipeline": name}
         opened = RunLog.open(runs, directory, stages[0].spec, experiment="train", run_name=name, tags=tags)
-        with opened as log, stop_on_signals(watch.on_stop) as should_stop:
+        with opened as log, stop_on_signals() as should_stop:
             log.resume(-1)
             parent, model = _parent_run(log), stages[0].spec.model
             results = []

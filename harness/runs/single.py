@@ -32,10 +32,9 @@ OnProgress = Callable[[str, int, int], None]  # phase, done, total
 
 @dataclass(frozen=True)
 class Watch:
-    """The calls that a run makes for a watcher: with its progress, and when it will stop after this step."""
+    """The call that a run makes for a watcher, with its progress."""
 
     on_status: Callable[[StudyStatus], None] = lambda status: None
-    on_stop: Callable[[], None] = lambda: None
 
 
 UNWATCHED = Watch()
@@ -50,7 +49,7 @@ def train_once(spec: RunSpec, runs: Path, name: str, watch: Watch = UNWATCHED) -
     if spec.steps:
         check_memory(spec)
     directory = runs / "train" / name
-    with own_folder(directory, spec), stop_on_signals(watch.on_stop) as should_stop:
+    with own_folder(directory, spec), stop_on_signals() as should_stop:
         return ended_result(directory) or run_logged(train, spec, runs, directory, name, should_stop, watch)
 
 

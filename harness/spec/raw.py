@@ -6,11 +6,16 @@ import os
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
 from harness.spec.errors import SpecError
+
+MAX_BYTES, MAX_NODES, MAX_DEPTH = 500_000, 20_000, 50  # of a file; nodes and depth with every alias written out
+MAX_INTEGER = 2**53  # doubles, and with them MLflow and every reader of JSON in JavaScript, round larger ones
+_KINDS = ("null", "bool", "int", "float", "str", "seq", "map", "merge")
+_TAGS = {None, *(f"tag:yaml.org,2002:{kind}" for kind in _KINDS)}
 
 
 def parse_overrides(items: Sequence[str]) -> dict[str, Any]:
@@ -23,7 +28,7 @@ def parse_overrides(items: Sequence[str]) -> dict[str, Any]:
         try:
             result[path.strip()] = _parse_yaml(value)
         except yaml.YAMLError as error:
-            raise SpecError(f"--set {path.strip()}: the value is not valid YAML: {error}") from None
+            raise SpecError(f"--set {path.strip()}: the value is not valid YAML: {_words(error)}") from None
     return result
 
 
@@ -36,6 +41,8 @@ def with_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any], whole: 
     result = deepcopy(dict(raw))
     for dotted, value in overrides.items():
         *above, last = _keys(dotted, whole)
+        if len(above) >= MAX_DEPTH:
+            raise SpecError(f"a path must have at most {MAX_DEPTH} keys, got {len(above) + 1}: '{dotted[:40]}...'")
         node = result
         for depth, key in enumerate(above, start=1):
             child = _mapping(node.get(key), above[:depth])
@@ -62,13 +69,19 @@ def digest(value: Any) -> str:
 
 
 def read_yaml(path: Path) -> Any:
-    """The content of a YAML (or JSON) file; SpecError for a file that is missing, malformed, or has a key twice."""
+    """The content of a YAML (or JSON) file; SpecError for a file that is missing, malformed, too large, or has a key
+    twice."""
     try:
-        return _parse_yaml(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise SpecError(f"{path}: cannot be read: {os.strerror(error.errno or 0)}") from None
+    if len(content) > MAX_BYTES:
+        raise SpecError(f"{path}: a file of settings must have at most {MAX_BYTES:,} bytes, got more; shorten it")
+    try:
+        return _parse_yaml(content.decode())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path}: not valid YAML: {error}") from None
+        raise SpecError(f"{path}: not valid YAML: {_words(error)}") from None
 
 
 def _keys(dotted: str, whole: Sequence[str]) -> list[str]:
@@ -95,8 +108,55 @@ def _parse_yaml(text: str) -> Any:
         loader.dispose()
 
 
+def _words(error: Exception) -> str:
+    """What is wrong, in one line, with the line of the file."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return " ".join(str(error).split())
+    return f"line {error.problem_mark.line + 1}: {error.problem}"
+
+
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, but refusing two equal keys, of which PyYAML takes the last."""
+    """PyYAML's safe loader, but for JSON-like values alone: a date is text, and sets and bytes are errors. It refuses
+    what is small to read and large to hold, and two equal keys, of which PyYAML takes the last."""
+
+    yaml_constructors: ClassVar[Any] = {
+        tag: make for tag, make in yaml.SafeLoader.yaml_constructors.items() if tag in _TAGS
+    }
+    yaml_implicit_resolvers: ClassVar[Any] = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag in _TAGS]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = self._deepest = self._num_nodes = 0
+        self._extents: dict[yaml.Node, tuple[int, int]] = {}  # of a finished node: its nodes, its levels
+
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
+        is_alias = self.check_event(yaml.AliasEvent)
+        mark, depth, before, deepest = self.peek_event().start_mark, self._depth, self._num_nodes, self._deepest
+        self._reach(1, depth + 1, mark)
+        self._depth, self._deepest = depth + 1, depth + 1
+        node = super().compose_node(parent, index)
+        self._depth = depth
+        if node is not None and is_alias:
+            if node not in self._extents:
+                raise _marked("an alias must not stand inside of what it names", mark)
+            num_nodes, levels = self._extents[node]
+            self._reach(num_nodes - 1, depth + levels, mark)
+        elif node is not None:
+            self._extents[node] = (self._num_nodes - before, self._deepest - depth)
+        self._deepest = max(self._deepest, deepest)
+        return node
+
+    def _reach(self, num_nodes: int, depth: int, mark: yaml.Mark) -> None:
+        """Count so many nodes down to a depth. YAMLError beyond the limits."""
+        self._num_nodes += num_nodes
+        self._deepest = max(self._deepest, depth)
+        if self._num_nodes > MAX_NODES:
+            raise _marked(f"must have at most {MAX_NODES:,} values, with every alias written out, got more", mark)
+        if depth > MAX_DEPTH:
+            raise _marked(f"must be nested at most {MAX_DEPTH} deep, got more", mark)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -109,3 +169,27 @@ class _Loader(yaml.SafeLoader):
                 )
             lines[key.value if isinstance(key, yaml.ScalarNode) else ""] = line
         return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, ArithmeticError):  # of a tag such as !!int, or of digits beyond any number
+            raise _marked(f"must be what its tag says, got {_short(node)}", node.start_mark) from None
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        if len(node.value) > 100 or abs(value := super().construct_yaml_int(node)) > MAX_INTEGER:
+            rule = f"a whole number must be from -2^53 to 2^53 ({MAX_INTEGER}), for doubles round others"
+            raise _marked(f"{rule}, got {_short(node)}; use a smaller one", node.start_mark)
+        return value
+
+
+def _short(node: yaml.Node) -> str:
+    text = str(node.value)
+    return text if len(text) <= 40 else f"{text[:20]}... ({len(text):,} characters)"
+
+
+def _marked(problem: str, mark: yaml.Mark) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)

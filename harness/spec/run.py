@@ -12,7 +12,7 @@ from pydantic import Field, SerializeAsAny, ValidationError, ValidationInfo, fie
 from harness import plugins
 from harness.interfaces import Algorithm, Reward, RolloutEngine, Task
 from harness.spec.errors import explain, parsed
-from harness.spec.raw import digest, is_number
+from harness.spec.raw import MAX_INTEGER, digest, is_number
 from harness.types import Sampling, Section
 
 Scalar = bool | int | float | str | None
@@ -24,7 +24,7 @@ class ColdStart(Section):
     steps: int = Field(default=0, ge=0, description="optimiser steps; 0 starts from the model as it is")
     batch_size: int = Field(default=32, ge=1)
     learning_rate: float = Field(default=3e-3, gt=0)
-    seed: int = Field(default=0, ge=0, description="data order and, for `tiny`, initial weights")
+    seed: int = Field(default=0, ge=0, le=MAX_INTEGER, description="data order and, for `tiny`, initial weights")
 
 
 class Optimizer(Section):
@@ -189,9 +189,9 @@ class RunSpec(Section):
     evaluation: Evaluation = Evaluation()
     checkpoints: Checkpoints = Checkpoints()
     gates: Gates = Gates()
-    rollouts_per_step: int = Field(default=128, ge=1)
+    rollouts_per_step: int = Field(default=128, ge=1, le=1_000_000)
     steps: int = Field(default=100, ge=0)
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=MAX_INTEGER)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="of weights and optimiser too: bfloat16 saves memory and loses small updates"

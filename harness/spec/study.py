@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,12 +12,13 @@ from pydantic import Field, model_validator
 
 from harness import plugins
 from harness.spec.errors import SpecError, parsed
-from harness.spec.raw import digest, with_overrides
+from harness.spec.raw import MAX_INTEGER, digest, with_overrides
 from harness.spec.run import RunSpec, Scalar, get_path, parse_run
 from harness.types import Section, short_path
 
 Direction = Literal["maximize", "minimize"]
 Phase = Literal["final", "tuning"]
+MAX_ARMS = 10_000
 
 
 @dataclass(frozen=True)
@@ -79,20 +81,29 @@ class Dimension(Section):
     def whole(self) -> bool:
         return isinstance(self.low, int) and isinstance(self.high, int)
 
-    def points(self) -> list[Scalar] | None:
-        """Every value; None if they are infinitely many."""
+    @property
+    def size(self) -> float:
+        """The number of values; infinite for a range of floats without a step."""
         if self.choices is not None:
-            return list(self.choices)
+            return len(self.choices)
         assert self.low is not None and self.high is not None
         if self.step is None and not self.whole:
+            return math.inf
+        return round((self.high - self.low) / (self.step or 1)) + 1
+
+    def points(self) -> list[Scalar] | None:
+        """Every value; None if they are infinitely many. Not for a large `size`."""
+        if self.choices is not None:
+            return list(self.choices)
+        assert self.low is not None
+        if self.size == math.inf:
             return None
-        step = self.step or 1
-        return [self.low + i * step for i in range(round((self.high - self.low) / step) + 1)]
+        return [self.low + i * (self.step or 1) for i in range(int(self.size))]
 
     def probes(self) -> list[Scalar]:
         """The values that are checked before a study starts: all of a few, both ends of many."""
-        points = self.points()
-        return points if points is not None and len(points) <= 64 else [self.low, self.high]
+        few = self.size <= 64 or self.choices is not None
+        return (self.points() if few else None) or [self.low, self.high]
 
 
 Space = Annotated[dict[str, Dimension], Field(description="dotted RunSpec path -> range or choices")]
@@ -117,8 +128,7 @@ class Search(Section):
     def _searchable(self) -> Self:
         if "seed" in self.space:
             raise ValueError("'seed' is a replicate, never searched; list seeds under 'seeds'")
-        counts = [dimension.points() for dimension in self.space.values()]
-        size = math.prod(math.inf if points is None else len(points) for points in counts)
+        size = math.prod(dimension.size for dimension in self.space.values())
         if self.trials > size:
             raise ValueError(f"search.trials must be at most the points of the space ({size:g}), got {self.trials}")
         if self.pruner != "none" and len(self.objectives) > 1:
@@ -137,7 +147,9 @@ class Tuning(Section):
         default_factory=dict, description="algorithm -> what is searched for it beside 'space'"
     )
     trials: int = Field(ge=1, description="arms of each search")
-    seeds: list[Annotated[int, Field(ge=0)]] = Field(min_length=1, description="must differ from the study's seeds")
+    seeds: list[Annotated[int, Field(ge=0, le=MAX_INTEGER)]] = Field(
+        min_length=1, description="must differ from the study's seeds"
+    )
     sampler: SamplerName = "tpe"
     pruner: PrunerName = "none"
     startup: int = Field(default=5, ge=1)
@@ -234,6 +246,9 @@ class StudySpec(Section):
     def _designed(self) -> Self:
         if len(set(self.seeds)) != len(self.seeds) or min(self.seeds) < 0:
             raise ValueError(f"seeds must be distinct and >= 0, got {self.seeds}")
+        if max(self.seeds) > MAX_INTEGER:
+            fix = "beyond it doubles round, and two seeds may become one; use smaller ones, such as 0, 1, 2"
+            raise ValueError(f"seeds must be at most 2^53 ({MAX_INTEGER}), got {max(self.seeds)}: {fix}")
         if self.design == "one_at_a_time" and self.arms:
             raise ValueError("design one_at_a_time varies factors around the base run; use grid with 'arms'")
         for section in ("search", "compare"):
@@ -255,6 +270,9 @@ class StudySpec(Section):
                 raise ValueError(
                     f"compare.tuning.seeds must differ from the study's seeds {self.seeds}, got {both} in both"
                 )
+        for label in self.arms:
+            if re.search("[\0\ud800-\udfff]", label):
+                raise ValueError(f"labels of arms must be Unicode without NUL, got {label!a}; leave it out")
         for path, levels in self.factors.items():
             if path == "seed":
                 raise ValueError("'seed' is a replicate, never a factor; list seeds under 'seeds'")
@@ -351,6 +369,12 @@ class StudySpec(Section):
             single = [{path: level} for path, levels in self.factors.items() for level in levels]
             points = [("", point) for point in [{}, *single]]
         else:
+            num_arms = math.prod(map(len, self.factors.values())) * max(len(self.arms), 1)
+            if num_arms > MAX_ARMS:
+                raise SpecError(
+                    f"study '{self.name}': a grid must have at most {MAX_ARMS:,} arms, got {num_arms:,}; take fewer "
+                    "levels, or design: search"
+                )
             grid = [dict(zip(self.factors, c, strict=True)) for c in itertools.product(*self.factors.values())]
             points = [(name, point) for name in (self.arms or [""]) for point in grid]
         for name, point in points:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
+from harness.disk import EXIT_STATUS, full
 from harness.stop import StopRequest, stop_on_signals
 
 POLL_SECONDS = 0.5
@@ -43,7 +44,8 @@ class Pool(ABC):
 
     @abstractmethod
     def collect(self, claims: int | None) -> int:
-        """Number of living workers; RuntimeError if they keep dying before they can claim a trial.
+        """Number of living workers; RuntimeError if they keep dying before they can claim a trial, DiskFull once one
+        has met a full disk.
 
         `claims` is the number of attempts so far, None if the storage does not answer.
         """
@@ -114,6 +116,8 @@ class WorkerPool(Pool):
             if code is None:
                 continue
             del self._alive[slot]
+            if code == EXIT_STATUS:
+                raise full(self.logs)
             if code:
                 self._report_death(slot, code)
         return len(self._alive)

@@ -193,15 +193,21 @@ class Queue:
         return self._attempts
 
     def _next(self, attempts: Attempts) -> Key | None:
-        """The trial to run next: the first of the plan that was never begun, or else the one begun longest ago."""
+        """The trial to run next: one in progress, or else the first of the plan that was never begun, or else one that
+        failed or loses its workers without progress. Of several, the one begun longest ago."""
+        in_progress: dict[int, Key] = {}
         again: dict[int, Key] = {}
         for key in self.plan.keys:
-            last = attempts.last(key)
-            if last is None:
-                return key
-            if attempts.state(key) in ("waiting", "lost", "stopped"):
-                again[last.number] = key
-        return again[min(again)] if again else None
+            last, state = attempts.last(key), attempts.state(key)
+            if last is None or state not in ("waiting", "lost", "stopped"):
+                continue
+            step = attempts.end(key).get("summary", {}).get("step", 0)
+            stuck = state == "lost" and attempts.num_stuck(key, step) > 1
+            (again if stuck or state == "waiting" else in_progress)[last.number] = key
+        fresh = next((key for key in self.plan.keys if attempts.last(key) is None), None)
+        if in_progress:
+            return in_progress[min(in_progress)]
+        return fresh or (again[min(again)] if again else None)
 
     def _begin(self, key: Key) -> int:
         """The number of a new attempt at a trial. The caller holds the lock."""

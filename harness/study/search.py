@@ -277,11 +277,10 @@ class ArmSearch:
     def _untried(self) -> Iterator[dict[str, Any]]:
         """The points of the space that were not tried; one empty point for a space that is too large to list."""
         space, tried = self.plan.search.space, [trial.params for trial in self._trials()]
-        points = [dimension.points() for dimension in space.values()]
-        if math.prod(math.inf if found is None else len(found) for found in points) > MAX_LISTED:
+        if math.prod(dimension.size for dimension in space.values()) > MAX_LISTED:
             yield {}
             return
-        for values in itertools.product(*(found or [] for found in points)):
+        for values in itertools.product(*(dimension.points() or [] for dimension in space.values())):
             point = dict(zip(space, values, strict=True))
             if point not in tried:
                 yield point

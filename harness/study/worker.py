@@ -11,12 +11,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tenacity import Retrying, retry_if_exception_type, wait_exponential
 
+from harness.disk import EXIT_STATUS, disk_full
 from harness.files import file_lock
 from harness.interfaces import RunLogger
 from harness.stop import StopRequest, stop_on_signals
@@ -47,7 +49,12 @@ def worker_main(
     with stop_on_signals(on_second=lambda number: os._exit(128 + number)) as stop:
         if parent is not None:
             threading.Thread(target=_watch_parent, args=(parent, stop), name="parent", daemon=True).start()
-        _run_claims(name, runs, execute, storage, stop)
+        try:
+            _run_claims(name, runs, execute, storage, stop)
+        except Exception as error:
+            if disk_full(error, runs) is None:
+                raise
+            os._exit(EXIT_STATUS)  # at once: an orderly exit would write what it has in its buffers
     return 0
 
 
@@ -99,6 +106,10 @@ def _run_claim(claim: Claim, queue: Queue, run_trial: Callable[..., Any], stop: 
         if outcome.state == "stopped" and judged is not None and judged.reason is not None:
             outcome = replace(outcome, state="pruned", reason=judged.reason)
     except Exception as error:
+        if (full := disk_full(error, plan.runs)) is not None:  # no fault of the arm
+            with suppress(OSError):  # without this record the trial counts as lost, which is repeated too
+                queue.finish(claim, Outcome("stopped", str(full)))
+            raise full from None
         traceback.print_exc()
         outcome = Outcome("failed", traceback.format_exception_only(error)[-1].strip()[:500])
     outcome = _with_metrics(outcome, objectives)

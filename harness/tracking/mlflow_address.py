@@ -7,12 +7,14 @@ of an `mlflow server`, or `postgresql://user@host/database`. Worker processes ge
 import logging
 import os
 import socket
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from tenacity import RetryCallState, retry, retry_if_exception, stop_before_delay, wait_exponential
@@ -81,7 +83,11 @@ def check_remote() -> None:
     uri = remote_uri()
     if uri is None:
         return
-    reason = health(uri, ANSWER_SECONDS) if is_server(uri) else _listens(uri)
+    if is_server(uri) and (added := urlsplit(uri).query or urlsplit(uri).fragment):
+        raise ValueError(
+            f"the tracking URI of a server must end with its host, port and path, got {shown(uri)}; leave out '{added}'"
+        )
+    reason = (health(uri, ANSWER_SECONDS) or _refusal(uri, ANSWER_SECONDS)) if is_server(uri) else _listens(uri)
     if reason is not None:
         raise ValueError(
             f"the tracking URI must name a store that answers, but {shown(uri)} does not ({reason}); start it, or "
@@ -136,13 +142,50 @@ def _parts(uri: str) -> SplitResult | None:
 
 def health(uri: str, seconds: float) -> str | None:
     """Why the server at `uri` is of no use now; None if it answers within `seconds`."""
+    return _within(seconds, lambda: _health(uri, seconds))
+
+
+def _health(uri: str, seconds: float) -> str | None:
+    place = f"{shown(uri)}/health"
     try:
-        with urllib.request.urlopen(f"{uri}/health", timeout=seconds) as answer:
-            return None if answer.status == 200 else f"status {answer.status} of {uri}/health"
+        with urllib.request.build_opener(_NoRedirect).open(f"{uri}/health", timeout=seconds) as answer:
+            words = answer.read(100)
+        return None if words.strip() == b"OK" else f"{place} answers {words[:20]!r}: is it an MLflow server?"
     except urllib.error.HTTPError as error:
-        return f"status {error.code} of {uri}/health: is it an MLflow server?"
-    except (urllib.error.URLError, OSError) as error:
-        return str(getattr(error, "reason", error))
+        if (target := error.headers.get("Location")) is not None:
+            return f"{place} sends on to {shown(target)}; name the server itself"
+        return f"status {error.code} of {place}: is it an MLflow server that lets you in?"
+    except (urllib.error.URLError, OSError, ValueError, HTTPException) as error:
+        return str(getattr(error, "reason", error)) or type(error).__name__
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """MLflow follows a redirect too, but what it wants to write gets lost on the way."""
+
+    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+def _refusal(uri: str, seconds: float) -> str | None:
+    """Why a server that is up does not let MLflow list its experiments, or None."""
+    from mlflow import MlflowClient
+
+    def ask() -> str | None:
+        try:
+            MlflowClient(uri).search_experiments(max_results=1)
+        except Exception as error:  # MLflow's own, or that of any library below it: the store is of no use
+            return " ".join(str(error).split())[:200]
+
+    return _within(seconds, ask)
+
+
+def _within(seconds: float, ask: Callable[[], str | None]) -> str | None:
+    """What `ask` returns, or that it took too long: a server that never ends its answer keeps no one waiting."""
+    answers: list[str | None] = []
+    thread = threading.Thread(target=lambda: answers.append(ask()), name="ask", daemon=True)
+    thread.start()
+    thread.join(seconds + 1)
+    return answers[0] if answers else f"no whole answer within {seconds:.0f} s"
 
 
 def _listens(uri: str) -> str | None:

@@ -33,7 +33,7 @@ from harness.tracking.mlflow_store import (
     set_tags,
     source_tags,
 )
-from harness.tracking.mlflow_traces import TraceWriter, delete_traces, traces_per_split
+from harness.tracking.mlflow_traces import TraceWriter, delete_traces, storable, traces_per_split
 from harness.tracking.system import SystemSampler
 from harness.types import FINAL, SampleRow
 
@@ -258,7 +258,7 @@ class Copier:
         identity.token = uuid.uuid4().hex
         identity.save(self.directory)
         tags = {"cohort.kind": "run", "cohort.token": identity.token, "cohort.trial": self.directory.name}
-        tags |= source_tags() | identity.tags
+        tags |= source_tags() | {key: storable(value) for key, value in identity.tags.items()}
         if identity.parent_run_id is not None:
             tags["mlflow.parentRunId"] = identity.parent_run_id
         with self._lock:
@@ -271,7 +271,7 @@ class Copier:
 
         run_id = self._run_id()
         settings = [*_flatten(self.identity.spec), *_flatten(self.identity.objective, "objective.")]
-        params = [Param(key, str(value)) for key, value in settings]
+        params = [Param(key, storable(str(value))) for key, value in settings]
         for start in range(0, len(params), 100):  # MLflow's limit per request
             client.log_batch(run_id, params=params[start : start + 100])
         set_tags(client, run_id, {"cohort.state": "running", "cohort.reason": ""})

@@ -13,17 +13,19 @@ import shutil
 import sqlite3
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote, urlsplit
 
+import psutil
 import yaml
 
 from harness.files import file_lock, read_json
 from harness.tracking.mlflow_address import check_remote, is_server, remote_uri, tracking_uri
-from harness.tracking.mlflow_traces import traces_per_split
+from harness.tracking.mlflow_traces import storable, traces_per_split
 from harness.tracking.provenance import uncommitted_diff, versions
 from harness.types import TrialState
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 
 MIN_FREE_BYTES = 100_000_000
+LOCK_SECONDS = 60.0  # how long a start waits for another process to unlock the store
 NOTE = "mlflow.note.content"
 SUMMARY, SYSTEM = "summary/", "system/"
 TRAINING_PAGES = "workflowType=machine_learning"  # the UI has others, for chat agents
@@ -48,6 +51,7 @@ _ENVIRONMENT = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 _LARGEST = sys.float_info.max  # how MLflow stores infinity
+log = logging.getLogger(__name__)
 
 
 def check_runs_folder(runs: Path, min_free_bytes: int = MIN_FREE_BYTES) -> None:
@@ -80,6 +84,7 @@ def check_runs_folder(runs: Path, min_free_bytes: int = MIN_FREE_BYTES) -> None:
     if remote_uri() is None:
         _check_file(runs)
     else:
+        import_mlflow()
         check_remote()
 
 
@@ -188,7 +193,7 @@ def search_runs(client: MlflowClient, experiments: str | list[str], wanted: str)
 def set_tags(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> None:
     from mlflow.entities import RunTag
 
-    client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+    client.log_batch(run_id, tags=[RunTag(key, storable(value)) for key, value in tags.items()])
 
 
 def artifact(client: MlflowClient, runs: Path, run: Run, name: str) -> Any:
@@ -228,13 +233,18 @@ def _check_file(runs: Path) -> None:
     store = runs.resolve() / "mlflow.db"
     if not store.exists():
         return
-    remedy = "move it away, or use another folder with --runs"
+    remedy = "use another folder with --runs"
     try:
-        with closing(sqlite3.connect(f"file:{quote(str(store))}?mode=ro", uri=True)) as database:
-            found = [row[0] for row in database.execute("SELECT version_num FROM alembic_version")]
-            places = [row[0] for row in database.execute("SELECT artifact_location FROM experiments")]
+        found, places = _look_into(store)
     except sqlite3.DatabaseError as error:
-        raise ValueError(f"{store} is not an MLflow store ({error}); {remedy}") from None
+        if _is_locked(error):
+            raise ValueError(
+                f"{store} was locked for {LOCK_SECONDS:.0f} s by {_holders(store)}; end that and start again"
+            ) from None
+        raise ValueError(
+            f"{store} is not an MLflow store, or it is damaged ({error}); nothing was changed: restore it from a copy, "
+            f"or {remedy}"
+        ) from None
     if found != [head := _schema_version()]:
         raise ValueError(
             f"{store} must have schema {head} of MLflow {versions()['mlflow']}, got {', '.join(found) or 'none'}; "
@@ -247,6 +257,40 @@ def _check_file(runs: Path) -> None:
                 f"{store} keeps its artifacts in '{parent}', which is not beside it: the runs folder was moved; "
                 "move it back to go on, or use another folder with --runs (reports can be read from here)"
             )
+
+
+def _look_into(store: Path) -> tuple[list[str], list[str]]:
+    """The schema revisions and artifact folders of a store that can be written; waits while it is locked.
+
+    sqlite3.DatabaseError for what is no store, or is still locked after LOCK_SECONDS.
+    """
+    deadline, said = time.monotonic() + LOCK_SECONDS, False
+    while True:
+        try:  # for writing: a transaction that a kill left half done is rolled back by its next reader
+            with closing(sqlite3.connect(f"file:{quote(str(store))}?mode=rw", timeout=0.5, uri=True)) as database:
+                database.execute("BEGIN IMMEDIATE")
+                revisions = [row[0] for row in database.execute("SELECT version_num FROM alembic_version")]
+                return revisions, [row[0] for row in database.execute("SELECT artifact_location FROM experiments")]
+        except sqlite3.DatabaseError as error:
+            if not _is_locked(error) or time.monotonic() > deadline:
+                raise
+        if not said:
+            log.warning("%s is locked by %s; waiting for it at most %.0f s", store, _holders(store), LOCK_SECONDS)
+        said = True
+
+
+def _is_locked(error: sqlite3.DatabaseError) -> bool:
+    return error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+
+
+def _holders(store: Path) -> str:
+    """The other processes that have a file open, in words."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if process.pid != os.getpid() and any(Path(file.path) == store for file in process.open_files()):
+                found.append(f"process {process.pid} ({process.name()})")
+    return ", ".join(found) or "another process (such as another cohort, or a tool that shows databases)"
 
 
 def _schema_version() -> str:

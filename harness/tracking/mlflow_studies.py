@@ -30,6 +30,7 @@ from harness.tracking.mlflow_store import (
     set_tags,
     source_tags,
 )
+from harness.tracking.mlflow_traces import storable
 from harness.tracking.provenance import versions
 from harness.types import SampleRow, StudyRecord, TrialRecord, TrialState
 
@@ -68,7 +69,7 @@ def open_study(runs: Path, study: StudySpec, command: str) -> str:
     }
     client.log_dict(run_id, document, "study.json")
     log_diff(client, run_id)
-    client.set_experiment_tag(run.info.experiment_id, NOTE, study.question)
+    client.set_experiment_tag(run.info.experiment_id, NOTE, storable(study.question))
     client.set_experiment_tag(run.info.experiment_id, _VIEW, json.dumps(_table_view(study.metric)))
     client.set_experiment_tag(run.info.experiment_id, "mlflow.experiment.primaryMetric.name", study.metric)
     set_tags(client, run_id, {"cohort.state": "running", "cohort.command": command, NOTE: study.question})
@@ -104,7 +105,7 @@ def log_report(runs: Path, name: str, folder: Path, answer: str) -> None:
         raise ValueError(f"{store_name(runs)} has no study '{name}'")
     client.log_artifacts(parent.info.run_id, str(folder), "report")
     document = artifact(client, runs, parent, "study.json") or {"spec": {"question": name}}
-    client.set_tag(parent.info.run_id, NOTE, f"{document['spec']['question']}\n\n{answer}")
+    set_tags(client, parent.info.run_id, {NOTE: f"{document['spec']['question']}\n\n{answer}"})
 
 
 @patient

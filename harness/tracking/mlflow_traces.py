@@ -75,9 +75,9 @@ class TraceWriter:
             trace_location=TraceLocation.from_experiment_id(self.experiment_id),
             request_time=milliseconds,
             state=TraceState.OK,
-            request_preview=_storable(row["prompt"])[:_PREVIEW],
-            response_preview=_storable(row["completion"])[:_PREVIEW],
-            client_request_id=_storable(row["prompt_id"]),
+            request_preview=storable(row["prompt"])[:_PREVIEW],
+            response_preview=storable(row["completion"])[:_PREVIEW],
+            client_request_id=storable(row["prompt_id"]),
             trace_metadata={
                 TraceMetadataKey.SOURCE_RUN: self.run_id,
                 TraceMetadataKey.TOKEN_USAGE: json.dumps(tokens),
@@ -98,13 +98,13 @@ class TraceWriter:
             "create_time_ms": milliseconds,
             "last_update_time_ms": milliseconds,
         }
-        answer = "no answer found" if row["answer"] is None else f"answered {_storable(row['answer'])[:_PREVIEW]}"
+        answer = "no answer found" if row["answer"] is None else f"answered {storable(row['answer'])[:_PREVIEW]}"
         found: list[Assessment] = [Feedback("correct", bool(row["correct"]), rationale=answer, **common)]
         scores = {"reward": row["reward"], **{f"reward_{name}": v for name, v in row.get("rewards", {}).items()}}
         for name, value in scores.items():
             if value is not None and math.isfinite(float(value)):
                 found.append(Feedback(name, float(value), **common))
-        found.append(Expectation(name="expected_answer", value=_storable(row["gold"]), **common))
+        found.append(Expectation(name="expected_answer", value=storable(row["gold"]), **common))
         for assessment in found:
             assessment.assessment_id = "a-" + _digest(self.run_id, *place, assessment.name)[:32]
         yield from found
@@ -118,8 +118,8 @@ class TraceWriter:
         attributes = {
             SpanAttributeKey.REQUEST_ID: trace_id,
             SpanAttributeKey.SPAN_TYPE: "LLM",
-            SpanAttributeKey.INPUTS: {"prompt": _storable(row["prompt"])},
-            SpanAttributeKey.OUTPUTS: {"completion": _storable(row["completion"])},
+            SpanAttributeKey.INPUTS: {"prompt": storable(row["prompt"])},
+            SpanAttributeKey.OUTPUTS: {"completion": storable(row["completion"])},
             **_attributes(row),
         }
         return Span.from_dict(
@@ -168,7 +168,7 @@ def _traces_of(uri: str, experiment_id: str, run_id: str) -> Sequence[TraceInfo]
 def _attributes(row: _Row) -> dict[str, str]:
     """The search keys of a rollout, for tags and for the trace itself."""
     named = {key: row[key] for key in ("step", "split", "prompt_id", "num_tokens", "finish_reason")}
-    return {key: _storable(str(value)) for key, value in named.items()}
+    return {key: storable(str(value)) for key, value in named.items()}
 
 
 def _trace_id(run_id: str, place: _Place) -> str:
@@ -183,6 +183,6 @@ def _base64(hexadecimal: str) -> str:
     return base64.b64encode(bytes.fromhex(hexadecimal)).decode()
 
 
-def _storable(text: str) -> str:
+def storable(text: str) -> str:
     """The text without lone surrogates and NUL, which databases refuse."""
     return text.encode("utf-8", "replace").decode().replace("\x00", "\N{REPLACEMENT CHARACTER}")

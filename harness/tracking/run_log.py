@@ -166,8 +166,8 @@ class RunLog:
             self._file.close()
 
     def close(self) -> None:
-        """End the log; a run that did not `finish` counts as stopped."""
-        if not self._closed:
+        """End the log; a run that did not `finish` counts as stopped, one that did not `resume` stays as it was."""
+        if not self._closed and self._file is not None:
             self.finish("stopped", "ended by an error or an interrupt", {})
 
     def _append(self, event: dict[str, Any]) -> None:
@@ -175,8 +175,10 @@ class RunLog:
             self.resume(-1)
         assert self._file is not None
         event["time"] = time.time_ns() // 1_000_000
+        self._closed = True  # unless this is written: nothing may follow half a line
         self._file.write(event_line(event))
         self._file.flush()
+        self._closed = False
         self._copier.push(event)
 
     def _note_progress(self, values: Mapping[str, float], step: int) -> None:

@@ -1,0 +1,130 @@
+"""A full disk ends a command in one sentence, fails no arm, and the same command goes on once there is space."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import fake_trials
+import pytest
+from fake_trials import a_study
+from test_study import check_history, completions, journal, living_workers, run, wanted
+
+from harness.cli import app
+from harness.disk import DiskFull, disk_full
+from harness.study.runner import study_status
+from harness.study.status import StudyStatus
+from harness.tracking.mlflow_studies import read_study
+
+STUDY = a_study(seeds=[0])
+SIZE = 130_000_000  # bytes; a start asks for 100 MB
+
+
+@pytest.fixture(autouse=True)
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_trials.install(tmp_path / "plugins", monkeypatch)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small file system of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(folder)]
+    try:
+        made = subprocess.run(mount, capture_output=True, text=True, check=False)
+    except OSError as error:
+        pytest.skip(f"no file system can be mounted here: {error}")
+    if made.returncode:
+        pytest.skip(f"no file system can be mounted here: {made.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """A file that takes all the space there is."""
+    file = disk / "filler"
+    with file.open("wb", buffering=0) as stream:
+        for size in (1 << 20, 1):
+            with suppress(OSError):
+                while True:
+                    stream.write(bytes(size))
+    return file
+
+
+@pytest.mark.attack("Disk full in the middle of a study")
+def test_a_disk_that_fills_up_stops_a_study_and_the_same_command_finishes_it(
+    disk: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+):
+    runs = disk / "runs"
+    runs.mkdir()
+    shutil.copy(fake_trials.empty_store(tmp_path_factory), runs / "mlflow.db")
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.15")
+    fillers: list[Path] = []
+
+    def fill_once(status: StudyStatus) -> None:
+        if not fillers and any(trial.state == "running" and trial.done >= 1 for trial in status.trials):
+            fillers.append(fill(disk))
+
+    with pytest.raises(DiskFull, match=rf"^the disk of '{disk}.*' is full \([\d,]+ bytes are free.*the same command"):
+        run(STUDY, runs, fill_once)
+    assert not living_workers()
+    assert {trial.state for trial in study_status("sizes", runs).trials} <= {"stopped", "waiting", "complete"}
+    fillers[0].unlink()
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "0")
+    assert run(STUDY, runs).counts() == {"complete": 2}
+    assert completions(runs) == Counter(wanted(STUDY))
+    ends = {trial.user_attrs.get("result", {}).get("state") for trial in journal(runs)}
+    assert ends <= {"complete", "stopped", "lost"}
+    for trial in read_study(runs, "sizes").trials:
+        check_history(trial)
+
+
+def raised(error: Exception, cause: Exception | None = None) -> Exception:
+    try:
+        raise error from cause
+    except Exception as caught:
+        return caught
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device", "/nowhere/at/all")
+ERRORS = [
+    FULL,
+    OSError(errno.EDQUOT, "Disk quota exceeded"),
+    raised(KeyError("x"), FULL),
+    RuntimeError(
+        "[enforce fail at inline_container.cc:820] . PytorchStreamWriter failed writing file data/0: file write"
+    ),
+    RuntimeError("(sqlite3.OperationalError) database or disk is full"),
+    RuntimeError("I/O error: No space left on device (os error 28)"),
+]
+
+
+@pytest.mark.attack("Disk full at any write of a command")
+@pytest.mark.parametrize("error", ERRORS, ids=range(len(ERRORS)))
+def test_every_words_for_a_full_disk_become_one_sentence(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("harness.study.runner.study_status", refuse)
+    with pytest.raises(SystemExit) as ended:
+        app.main(["study", "status", "any", "--runs", str(tmp_path)])
+    said = capsys.readouterr().err
+    assert ended.value.code == 1
+    assert said.startswith("Error: the disk of '")
+    assert len(said.splitlines()) == 1
+    assert "bytes are free" in said
+
+
+def test_other_errors_do_not_tell_of_a_full_disk(tmp_path: Path):
+    assert disk_full(OSError(errno.EACCES, "Permission denied"), tmp_path) is None
+    assert disk_full(ValueError("28"), tmp_path) is None

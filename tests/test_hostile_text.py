@@ -1,0 +1,75 @@
+"""Text that a database refuses (NUL, lone surrogates, a megabyte) is recorded with those characters replaced."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import fake_trials
+import postgres_server
+import pytest
+from test_storage import a_study as a_queued_study
+from test_storage import claimed, new_queue
+from test_tracking import a_spec, a_study
+
+from harness.spec.errors import SpecError
+from harness.spec.study import parse_study
+from harness.study.queue import Outcome
+from harness.tracking import mlflow_address
+from harness.tracking.mlflow_studies import open_study, read_study
+from harness.tracking.run_log import RunLog
+
+HOSTILE = "boom \0 and \ud800, then "
+SHOWN = "boom \N{REPLACEMENT CHARACTER} and ?, then "
+
+
+@pytest.fixture(autouse=True)
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_trials.install(tmp_path / "plugins", monkeypatch)
+
+
+def check_store(runs: Path) -> None:
+    """A trial whose reason is hostile arrives in the MLflow store, and can be read from it."""
+    study = a_study().model_copy(update={"question": HOSTILE})
+    parent = open_study(runs, study, f"cohort study run {HOSTILE}")
+    arm = study.arm_labels()[0]
+    tags = {"cohort.kind": "trial", "cohort.study": "sizes", "cohort.arm": arm, "cohort.seed": "0", "odd": HOSTILE}
+    log = RunLog.open(
+        runs, runs / "trial", a_spec(seed=0), experiment="sizes", run_name="t", parent_run_id=parent,
+        tags={**tags, "cohort.factors": "{}"},
+    )  # fmt: skip
+    log.drain_seconds = 30.0
+    log.metrics(0, {"validation/accuracy": 0.5})
+    log.finish("failed", HOSTILE + "x" * 1_000_000, {})
+    (trial,) = read_study(runs, "sizes").trials
+    assert trial.reason is not None
+    assert trial.reason.startswith(SHOWN)
+
+
+@pytest.mark.attack("NUL and broken Unicode in a reason")
+def test_a_reason_that_a_file_store_refuses_is_recorded_with_its_characters_replaced(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+):
+    shutil.copy(fake_trials.empty_store(tmp_path_factory), tmp_path / "mlflow.db")
+    check_store(tmp_path)
+
+
+@pytest.mark.attack("NUL and broken Unicode in a reason")
+@pytest.mark.skipif(postgres_server.missing() is not None, reason=str(postgres_server.missing()))
+def test_a_reason_that_postgresql_refuses_is_recorded_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with postgres_server.server() as server:
+        queue = new_queue(a_queued_study(), tmp_path, server.new_database())
+        queue.finish(claimed(queue), Outcome("failed", HOSTILE + "x" * 1_000_000))
+        (failed,) = [trial for trial in queue.status().trials if trial.state == "failed"]
+        assert str(failed.reason).startswith("boom")
+        database = server.new_database().replace("postgresql:", "postgresql+psycopg:")
+        monkeypatch.setenv(mlflow_address.TRACKING_URI, database)
+        check_store(tmp_path / "runs")
+
+
+@pytest.mark.attack("NUL and broken Unicode in a label")
+@pytest.mark.parametrize("label", ["a\0b", "a\ud800"])
+def test_an_arm_whose_label_a_database_refuses_is_refused_itself(label: str):
+    run = {"task": "arithmetic", "algorithm": "grpo"}
+    with pytest.raises(SpecError, match=r"labels of arms must be Unicode without NUL, got 'a.x00b'|got 'a.ud800'"):
+        parse_study({"name": "s", "question": "?", "run": run, "arms": {label: {"steps": 3}}}, "s.yaml")

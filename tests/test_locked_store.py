@@ -1,0 +1,111 @@
+"""A start waits for an MLflow store that another process has locked, and never advises to take a store away."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import fake_trials
+import pytest
+
+from harness.tracking import mlflow_store
+from harness.tracking.mlflow_store import check_runs_folder
+
+HOLD = """
+import sqlite3, sys
+held = sqlite3.connect(sys.argv[1])
+held.execute("BEGIN " + sys.argv[2])
+print(flush=True)
+sys.stdin.readline()
+held.execute("COMMIT")
+"""
+
+
+@contextmanager
+def held(store: Path, lock: str) -> Iterator[subprocess.Popen[str]]:
+    """Another process that has locked the store; a line that it reads unlocks it."""
+    command = [sys.executable, "-c", HOLD, str(store), lock]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+        process.kill()
+
+
+class Unlocking(logging.Handler):
+    """Keeps what is logged and lets the store go on the first message."""
+
+    def __init__(self, holder: subprocess.Popen[str]) -> None:
+        super().__init__()
+        self.holder = holder
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+        if len(self.messages) == 1 and self.holder.stdin is not None:
+            self.holder.stdin.write("\n")
+            self.holder.stdin.flush()
+
+
+@pytest.fixture
+def store(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copy(fake_trials.empty_store(tmp_path_factory), tmp_path / "mlflow.db"))
+
+
+@pytest.mark.attack("Locked MLflow store at the start")
+@pytest.mark.parametrize("lock", ["EXCLUSIVE", "IMMEDIATE"])
+def test_a_locked_store_is_waited_for_and_its_holder_named(store: Path, lock: str):
+    with held(store, lock) as holder:
+        heard = Unlocking(holder)
+        mlflow_store.log.addHandler(heard)
+        try:
+            check_runs_folder(store.parent)
+        finally:
+            mlflow_store.log.removeHandler(heard)
+    (said,) = heard.messages
+    assert said.startswith(f"{store} is locked by process {holder.pid} (python")
+    assert said.endswith("); waiting for it at most 60 s")
+
+
+@pytest.mark.attack("Locked MLflow store at the start")
+def test_a_store_that_stays_locked_ends_the_start_in_one_sentence(store: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mlflow_store, "LOCK_SECONDS", 0.0)
+    before = store.read_bytes()
+    with (
+        held(store, "EXCLUSIVE") as holder,
+        pytest.raises(ValueError, match=rf"was locked for 0 s by process {holder.pid} .*; end that and start"),
+    ):
+        check_runs_folder(store.parent)
+    assert store.read_bytes() == before
+
+
+@pytest.mark.attack("Damaged MLflow store")
+@pytest.mark.parametrize("damage", [b"", b"no database", b"SQLite format 3\0" + b"\xff" * 5000])
+def test_a_damaged_store_is_said_to_be_and_left_alone(store: Path, damage: bytes):
+    store.write_bytes(damage)
+    with pytest.raises(ValueError, match=r"is not an MLflow store, or it is damaged .*; nothing was changed") as error:
+        check_runs_folder(store.parent)
+    assert "move" not in str(error.value)
+    assert store.read_bytes() == damage
+
+
+@pytest.mark.attack("Writer of the MLflow store killed in a transaction")
+def test_a_transaction_that_a_kill_left_half_done_is_rolled_back(store: Path, tmp_path: Path):
+    with closing(sqlite3.connect(store, isolation_level=None)) as database:
+        database.execute("PRAGMA cache_size = 1")  # so that changed pages reach the file before the end
+        database.execute("BEGIN")
+        database.execute("CREATE TABLE junk AS SELECT zeroblob(100000)")
+        torn = tmp_path / "torn"
+        torn.mkdir()
+        for name in ("mlflow.db", "mlflow.db-journal"):
+            shutil.copy(tmp_path / name, torn / name)
+    assert (torn / "mlflow.db-journal").stat().st_size
+    check_runs_folder(torn)
+    with closing(sqlite3.connect(torn / "mlflow.db")) as database:
+        assert database.execute("SELECT count(*) FROM sqlite_master WHERE name = 'junk'").fetchone() == (0,)
