@@ -112,20 +112,21 @@ def sha256(file: Path, notes: Path | None = None) -> str:
     """
     stamp = _stamp(file)
     note = notes / hashlib.sha256(repr(stamp).encode()).hexdigest() if notes and stamp[2] >= LARGE else None
-    if found := _hashes.get(stamp) or _read_note(note):
-        _hashes[stamp] = found
-        return found
-    settled = time.time_ns() - max(stamp[3:]) > SETTLED_SECONDS * 1e9
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    if _stamp(file) != stamp:
-        raise ValueError(f"'{file}' changes while it is read; wait until it is whole, then start again")
-    if settled:
-        _hashes[stamp] = digest
-        if note is not None:
-            sync(file)  # or else a power cut could change the content behind the same times
-            note.parent.mkdir(parents=True, exist_ok=True)
-            write_text(note, digest)
+    noted = _read_note(note)
+    digest = _hashes.get(stamp) or noted
+    if digest is None:
+        settled = time.time_ns() - max(stamp[3:]) > SETTLED_SECONDS * 1e9
+        with file.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        if _stamp(file) != stamp:
+            raise ValueError(f"'{file}' changes while it is read; wait until it is whole, then start again")
+        if not settled:
+            return digest
+    _hashes[stamp] = digest
+    if note is not None and noted is None:
+        sync(file)  # or else a power cut could change the content behind the same times
+        note.parent.mkdir(parents=True, exist_ok=True)
+        write_text(note, digest)
     return digest
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from harness.inputs import digested, expecting
-from harness.policy.sources import check_whole, model_sources
+from harness.policy.sources import model_sources
 from harness.spec.errors import SpecError
 from harness.spec.run import RunSpec
 from harness.tracking.mlflow_store import check_runs_folder
@@ -54,14 +54,11 @@ def run_inputs(specs: Sequence[RunSpec], cache: Path, splits: Sequence[Split] | 
         cold: tuple[Split, ...] = ("train",) if spec.cold_start.steps else ()
         for split in dict.fromkeys((*(splits or _splits(spec)), *cold)):
             sources |= spec.task.inputs(split)
-    models = list(dict.fromkeys(spec.model for spec in specs))
-    for model in models:
+    for model in dict.fromkeys(spec.model for spec in specs):
         sources |= model_sources(model)
     for reward in (reward for spec in specs for reward in spec.rewards.values()):
         sources |= reward.inputs()
     inputs = digested(sources, cache / "digests")
-    for model in models:
-        check_whole(model)
     with expecting(inputs):
         return inputs
 

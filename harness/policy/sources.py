@@ -10,13 +10,21 @@ SUFFIXES = (".json", ".jinja", ".model", ".safetensors", ".txt")  # of what tran
 
 
 def model_sources(name: str) -> Sources:
-    """The source of a model by its name in a spec; empty for `tiny` and for a Hub id that cannot be reached."""
+    """The source of a model by its name in a spec; empty for `tiny` and for a Hub id that cannot be reached.
+
+    ValueError for a folder that is not what was saved there.
+    """
     source, folder = source_name(name), Path(name).expanduser()
     if folder.is_dir():
+        if (folder / MANIFEST).is_file() and read_manifest(folder) is None:
+            raise ValueError(
+                f"model folder '{folder}' is torn or altered: it is not what its {MANIFEST} says; make it or copy it "
+                f"again, or delete {MANIFEST} if you changed it on purpose"
+            )
         found = sorted([*folder.iterdir(), *folder.glob("*/*.jinja")])
         files = [file for file in found if file.suffix in SUFFIXES and file.name != MANIFEST and file.is_file()]
         return {source: {file.relative_to(folder).as_posix(): file for file in files}}
-    if name == "tiny":
+    if name == "tiny":  # harness.policy.tiny.TINY, which loads torch
         return {}
     from huggingface_hub import hf_hub_download
 
@@ -25,16 +33,6 @@ def model_sources(name: str) -> Sources:
     except (OSError, ValueError):
         return {}
     return {source: {REVISION: Path(config).parent.name}}
-
-
-def check_whole(name: str) -> None:
-    """ValueError for a model folder that has a manifest and is not what was saved there."""
-    folder = Path(name).expanduser()
-    if (folder / MANIFEST).is_file() and read_manifest(folder) is None:
-        raise ValueError(
-            f"model folder '{folder}' is torn or altered: it is not what its {MANIFEST} says; make it again or copy it "
-            f"again, or delete {MANIFEST} if you changed it on purpose"
-        )
 
 
 def pinned(name: str) -> str | None:
