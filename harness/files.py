@@ -1,9 +1,12 @@
-"""Writes and locks small files, so that neither a reader nor a crash ever sees half of one."""
+"""Writes, locks and hashes files and folders, so that neither a reader nor a crash ever takes half of one for whole."""
 
+import hashlib
 import json
 import math
 import os
+import re
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +15,10 @@ from typing import Any
 from filelock import FileLock
 
 FORMAT = 1  # of every JSON file of a runs folder
+MANIFEST = "manifest.json"
+LARGE = 2**26  # bytes of a file whose hash is worth a note on disk
+SETTLED_SECONDS = 2.0  # a file that changed less long ago could change again within one tick of its clock
+_hashes: dict[tuple[str, int, int, int, int], str] = {}
 
 
 def file_lock(path: Path) -> FileLock:
@@ -63,11 +70,77 @@ def publish_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(leftover)
     partial.mkdir(parents=True)
     yield partial
-    for file in (f for f in partial.rglob("*") if f.is_file()):
-        sync(file)
+    for path in (partial, *partial.rglob("*")):
+        sync(path)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     sync(folder.parent)
+
+
+def write_manifest(
+    folder: Path, name: str = MANIFEST, *, known: Mapping[str, str] = {}, **facts: Any
+) -> dict[str, str]:
+    """The SHA-256 of every file of a folder, the `known` ones as given; written with `facts` as the file `name`."""
+    files = {file: known.get(file) or sha256(folder / file) for file in _names(folder) if file != name}
+    (folder / name).write_text(json.dumps({"format": FORMAT, "files": files, **facts}), encoding="utf-8")
+    return files
+
+
+def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, Any] | None:
+    """What `write_manifest` wrote; None if the folder does not hold exactly the files that it names, as they were."""
+    try:
+        manifest = json.loads((folder / name).read_text(encoding="utf-8"))
+        names = sorted({*manifest["files"], name})
+        whole = manifest["format"] == FORMAT and names == _names(folder)
+        whole = whole and all(sha256(folder / file) == digest for file, digest in manifest["files"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return manifest if whole else None
+
+
+def _names(folder: Path) -> list[str]:
+    """The files of a folder, at any depth, without hidden ones."""
+    files = (file.relative_to(folder) for file in folder.rglob("*") if file.is_file())
+    return sorted(file.as_posix() for file in files if not any(part.startswith(".") for part in file.parts))
+
+
+def sha256(file: Path, notes: Path | None = None) -> str:
+    """The SHA-256 of a file, as hex digits; ValueError for one that changes meanwhile.
+
+    A file is not read again as long as its inode, size and times stay: its modification time can be set back, its
+    change time cannot. The folder `notes` keeps the hashes of large files for other processes.
+    """
+    stamp = _stamp(file)
+    note = notes / hashlib.sha256(repr(stamp).encode()).hexdigest() if notes and stamp[2] >= LARGE else None
+    noted = _read_note(note)
+    digest = _hashes.get(stamp) or noted
+    if digest is None:
+        settled = time.time_ns() - max(stamp[3:]) > SETTLED_SECONDS * 1e9
+        with file.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        if _stamp(file) != stamp:
+            raise ValueError(f"'{file}' changes while it is read; wait until it is whole, then start again")
+        if not settled:
+            return digest
+    _hashes[stamp] = digest
+    if note is not None and noted is None:
+        sync(file)  # or else a power cut could change the content behind the same times
+        note.parent.mkdir(parents=True, exist_ok=True)
+        write_text(note, digest)
+    return digest
+
+
+def _stamp(file: Path) -> tuple[str, int, int, int, int]:
+    """Where a file is, its inode, its size in bytes, and when its content and the file itself last changed (ns)."""
+    status = file.stat()
+    return str(file.resolve()), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _read_note(note: Path | None) -> str | None:
+    if note is None or not note.is_file():
+        return None
+    text = note.read_text(encoding="utf-8", errors="replace")
+    return text if re.fullmatch("[0-9a-f]{64}", text) else None
 
 
 def sync(path: Path) -> None:

@@ -13,7 +13,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from pydantic import Field
 
-from harness.types import Batch, Demonstration, GradedGroup, Group, PolicyOutput, Prompt, SampleRow, Section, Split
+from harness.types import (
+    Batch,
+    Demonstration,
+    GradedGroup,
+    Group,
+    Inputs,
+    PolicyOutput,
+    Prompt,
+    SampleRow,
+    Section,
+    Sources,
+    Split,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -123,6 +135,10 @@ class Reward(Section, ABC):
     def check(self) -> None:
         """ValueError for a setting that this machine cannot use, before any model loads."""
 
+    def inputs(self) -> Sources:
+        """The files that it reads, as in `Task.inputs`."""
+        return {}
+
 
 class StepReward(Reward):
     """A reward for steps inside a completion: credit goes to the tokens that earned it."""
@@ -182,6 +198,13 @@ class Task(Section, ABC):
     def reasoning(self, completion: str) -> str:
         """The part of the completion before its answer."""
         return completion
+
+    def inputs(self, split: Split) -> Sources:
+        """What the split is read from: source -> name -> file here, or the commit of a Hub repository.
+
+        Part of a run's identity, so the names are the same on every machine. Empty for a task that reads no file.
+        """
+        return {}
 
     def num_skipped_rows(self, split: Split) -> int:
         """Rows of the split's source that are no problem and were skipped, as the settings allow."""
@@ -253,6 +276,9 @@ class RolloutEngine(ABC):
 
 class RunLogger(Protocol):
     """Receives the reports of a training run; `harness.tracking.run_log.RunLog` is the real one."""
+
+    def inputs(self, inputs: Inputs) -> None:
+        """Record what the run reads; comes before `resume`."""
 
     def resume(self, step: int) -> None:
         """Forget everything logged for training steps after `step`: the run continues from there."""

@@ -1,13 +1,15 @@
-"""The checks of runs before any of them starts: folder, devices, models, engines, rewards, data."""
+"""The checks of runs before any of them starts: folder, devices, models, engines, rewards, data; and what they read."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from harness.inputs import digested, expecting
+from harness.policy.sources import model_sources
 from harness.spec.errors import SpecError
 from harness.spec.run import RunSpec
 from harness.tracking.mlflow_store import check_runs_folder
-from harness.types import Split
+from harness.types import Inputs, Split
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,27 @@ def check_inputs(
     for task in cold.values():
         if not task.demonstrations():
             raise SpecError(f"task '{task.name}' has no worked solutions; set cold_start.steps to 0")
+
+
+def run_inputs(specs: Sequence[RunSpec], cache: Path, splits: Sequence[Split] | None = None) -> Inputs:
+    """What the runs read: models, rewards, and the data of the `splits`, by default all that a run reads.
+
+    InputsChanged if it is not what is expected now, ValueError for a model folder that is torn. Hashes of large files
+    are kept in `cache`.
+    """
+    sources: dict[str, Mapping[str, Path | str]] = {}
+    read = {(spec.task.model_dump_json(), bool(spec.steps), bool(spec.cold_start.steps)): spec for spec in specs}
+    for spec in read.values():
+        cold: tuple[Split, ...] = ("train",) if spec.cold_start.steps else ()
+        for split in dict.fromkeys((*(splits or _splits(spec)), *cold)):
+            sources |= spec.task.inputs(split)
+    for model in dict.fromkeys(spec.model for spec in specs):
+        sources |= model_sources(model)
+    for reward in (reward for spec in specs for reward in spec.rewards.values()):
+        sources |= reward.inputs()
+    inputs = digested(sources, cache / "digests")
+    with expecting(inputs):
+        return inputs
 
 
 def _check_models(specs: Sequence[RunSpec]) -> None:

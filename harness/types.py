@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -22,6 +23,9 @@ FinishReason = Literal["stop", "length"]
 TrialState = Literal["running", "complete", "invalid", "failed", "stopped", "pruned"]
 FINAL = ("complete", "invalid", "pruned")  # a result that stands: the run is never repeated
 ENDED = (*FINAL, "failed")  # nothing more happens unless the study is started again
+Sources = Mapping[str, Mapping[str, Path | str]]  # what is read: source -> name -> file here, or text for one
+Inputs = Mapping[str, Mapping[str, str]]  # the same with the SHA-256 of each file
+NO_INPUTS: Inputs = {}
 
 
 class Section(BaseModel):

@@ -12,14 +12,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from harness.types import Demonstration, Prompt, Split
+from harness.inputs import digested, expected, fingerprint, verify
+from harness.types import Demonstration, Prompt, Sources, Split
 from tasks._answers import AnswerTask
 from tasks._formats import AnswerFormat
-from tasks._rows import MissingSplit, Row, Rows, SourceSplit, load_rows
+from tasks._rows import Found, MissingSplit, Row, Rows, SourceSplit, find_rows, source_name
 
 _log = logging.getLogger(__name__)
 
@@ -87,6 +89,10 @@ class DatasetTask(AnswerTask):
         path = self.test_path or self.path if split == "test" else self.path
         return path, self.config if path == self.path else None
 
+    def inputs(self, split: Split) -> Sources:
+        """The files or the Hub commit of the split, and of the splits whose questions or examples it depends on."""
+        return _sources(self, "train" if split != "test" or self.shots else "test")
+
     @property
     def max_completion_tokens(self) -> int:
         return 512
@@ -105,10 +111,12 @@ class DatasetTask(AnswerTask):
 
     def num_skipped_rows(self, split: Split) -> int:
         """The number of bad rows left out of the source of a split; train and validation have one source."""
-        return _source(self, "test" if split == "test" else "train").num_skipped  # pyright: ignore[reportArgumentType]
+        part = "test" if split == "test" else "train"
+        return _source(self, part, _version(self, part)).num_skipped  # pyright: ignore[reportArgumentType]
 
     def _problems(self, split: Split) -> Sequence[Problem]:
-        return _split(self, split)  # pyright: ignore[reportArgumentType] (frozen models are hashable)
+        version = _version(self, "test" if split == "test" else "train")
+        return _split(self, split, version)  # pyright: ignore[reportArgumentType] (frozen models are hashable)
 
     def _examples(self) -> Sequence[Problem]:
         """The first `shots` + 1 worked training problems, so that each can have others before it; none for 0 shots."""
@@ -174,10 +182,11 @@ class _Source:
 
 
 @lru_cache(maxsize=8)
-def _split(task: DatasetTask, split: Split) -> tuple[Problem, ...]:
+def _split(task: DatasetTask, split: Split, version: str) -> tuple[Problem, ...]:
+    """The problems of a split; `version` stands for the content of its source."""
     if split == "test":
-        return _source(task, "test").problems  # pyright: ignore[reportArgumentType]
-    train = _source(task, "train").problems  # pyright: ignore[reportArgumentType]
+        return _source(task, "test", version).problems  # pyright: ignore[reportArgumentType]
+    train = _source(task, "train", version).problems  # pyright: ignore[reportArgumentType]
     is_validation = split == "validation"
     chosen = tuple(p for p in train if (stable_fraction(p.question) < task.validation_fraction) == is_validation)
     if not chosen:
@@ -189,17 +198,24 @@ def _split(task: DatasetTask, split: Split) -> tuple[Problem, ...]:
 
 
 @lru_cache(maxsize=8)
-def _source(task: DatasetTask, split: SourceSplit) -> _Source:
-    """The problems of a split of the source, without repeated questions, and for train without those of test."""
-    path, config = task.source(split)
-    problems, num_rows, num_skipped = _read(task, path, load_rows(path, config, split, task.train_words))
+def _source(task: DatasetTask, split: SourceSplit, version: str) -> _Source:
+    """The problems of a split of the source, without repeated questions, and for train without those of test.
+
+    ValueError if the source is not, or does not stay, what it has to be.
+    """
+    path, _ = task.source(split)
+    problems, num_rows, num_skipped = _read(task, path, _find(task, split).rows())
+    sources = _sources(task, split)
+    verify(sources)
+    if fingerprint(digested(sources)) != version:
+        raise ValueError(f"{path}: changes while it is read; wait until it is whole, then start again")
     if not problems:
         filters = "; loosen its filters" if num_rows else ""
         raise ValueError(f"{path}: the {split} split has no usable problem among {num_rows} rows{filters}")
     taken: set[str] = set()
     if split == "train":
         with suppress(MissingSplit):
-            taken = {problem.question for problem in _source(task, "test").problems}  # pyright: ignore[reportArgumentType]
+            taken = {problem.question for problem in _source(task, "test", _version(task, "test")).problems}  # pyright: ignore[reportArgumentType]
     kept: dict[str, Problem] = {}
     for problem in problems:
         if problem.question not in taken:
@@ -209,6 +225,26 @@ def _source(task: DatasetTask, split: SourceSplit) -> _Source:
     if not kept:
         raise ValueError(f"{path}: every training problem is also in the test split; point test_path elsewhere")
     return _Source(tuple(sorted(kept.values(), key=lambda problem: stable_id(problem.question))), num_skipped)
+
+
+def _version(task: DatasetTask, split: SourceSplit) -> str:
+    """Stands for the content of what a split depends on: what is expected there, or else what there is."""
+    known = {name: expected(name) for name in (source_name(*task.source(part), part) for part in ("test", split))}
+    return fingerprint(digested(_sources(task, split)) if None in known.values() else known)
+
+
+def _sources(task: DatasetTask, split: SourceSplit) -> Sources:
+    """The source of a split and, for train, that of test, whose questions it leaves out."""
+    found: dict[str, Mapping[str, Path | str]] = {}
+    for part in dict.fromkeys(("test", split)):
+        with suppress(MissingSplit):  # whoever reads it says so
+            if files := _find(task, part).files:
+                found[source_name(*task.source(part), part)] = files
+    return found
+
+
+def _find(task: DatasetTask, split: SourceSplit) -> Found:
+    return find_rows(*task.source(split), split, task.train_words)
 
 
 def _read(task: DatasetTask, path: str, rows: Rows) -> tuple[list[Problem], int, int]:

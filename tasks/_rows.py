@@ -10,9 +10,13 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
+
+from harness.inputs import REVISION, expected
 
 SourceSplit = Literal["train", "test"]
 Row = Mapping[str, Any]
@@ -21,25 +25,39 @@ Rows = Iterator[tuple[str, Row]]  # each with its place in the source
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
 _SUFFIXES = ", ".join(_BUILDERS)
 _HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class MissingSplit(ValueError):
     """The source is there, but has no such split."""
 
 
-def load_rows(path: str, config: str | None, split: SourceSplit, train_words: tuple[str, ...]) -> Rows:
-    """Every row of a split; any of `train_words` names the train split.
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where the rows of a split are: names, the same on every machine, with the files here, or a Hub commit."""
 
-    ValueError if there is no such source or split.
+    files: Mapping[str, Path | str]
+    rows: Callable[[], Rows]
+
+
+def find_rows(path: str, config: str | None, split: SourceSplit, train_words: tuple[str, ...]) -> Found:
+    """The files of a split and a function that reads its rows; any of `train_words` names the train split.
+
+    ValueError, here or from the function, if there is no such source or split.
     """
     local = Path(path).expanduser()
     if local.is_dir():
-        return _folder_rows(local, config, split, train_words)
+        return _in_folder(local, config, split, train_words)
     if local.exists():
-        return _single_file_rows(local, split, train_words)
+        return _in_file(local, split, train_words)
     if _looks_local(path):
         raise ValueError(f"{path}: no such file or folder; give an existing {_SUFFIXES} file, a folder or a Hub id")
-    return _hub_rows(path, config, split, train_words)
+    return _on_hub(path, config, split, train_words)
+
+
+def source_name(path: str, config: str | None, split: SourceSplit) -> str:
+    """The name of a split's source in the record of what a run reads."""
+    return f"data {path} ({f'{config}, ' if config else ''}{split})"
 
 
 def _looks_local(path: str) -> bool:
@@ -52,25 +70,31 @@ def _looks_local(path: str) -> bool:
     )
 
 
-def _folder_rows(folder: Path, config: str | None, split: SourceSplit, train_words: tuple[str, ...]) -> Rows:
+def _in_folder(folder: Path, config: str | None, split: SourceSplit, train_words: tuple[str, ...]) -> Found:
     if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
-        return _saved_rows(folder, split, train_words)
+        saved = [file for file in sorted(folder.rglob("*")) if file.suffix in (".json", ".arrow") and file.is_file()]
+        own = [file for file in saved if not file.name.startswith("cache-")]  # those are other programs' results
+        return Found(_named(own, folder), lambda: _saved_rows(folder, split, train_words))
     root = folder / config if config and (folder / config).is_dir() else folder
     files = sorted(file for file in root.rglob("*") if file.suffix.lower() in _BUILDERS and file.is_file())
     chosen = [file for file in files if _split_of(file.relative_to(root), train_words) == split]
     if not chosen:
         called = " or ".join(_words(split, train_words))
         raise _missing_split(root, split, f"no {_SUFFIXES} file, and no folder with one, is called {called}")
-    return (place for file in chosen for place in _file_rows(file))
+    return Found(_named(chosen, folder), lambda: (place for file in chosen for place in _file_rows(file)))
 
 
-def _single_file_rows(file: Path, split: SourceSplit, train_words: tuple[str, ...]) -> Rows:
+def _named(files: Iterable[Path], folder: Path) -> dict[str, Path | str]:
+    return {file.relative_to(folder).as_posix(): file for file in files}
+
+
+def _in_file(file: Path, split: SourceSplit, train_words: tuple[str, ...]) -> Found:
     if file.suffix.lower() not in _BUILDERS:
         raise ValueError(f"{file}: a data file must be one of {_SUFFIXES}, got '{file.suffix or file.name}'")
     if (_split_of(Path(file.name), train_words) or "test") != split:
         only = "train, by its name" if split == "test" else f"test, as its name does not say {' or '.join(train_words)}"
         raise _missing_split(file, split, f"a single file is one split: {only}")
-    return _file_rows(file)
+    return Found({file.name: file}, lambda: _file_rows(file))
 
 
 def _saved_rows(folder: Path, split: SourceSplit, train_words: tuple[str, ...]) -> Rows:
@@ -152,28 +176,44 @@ def _bad_line(file: Path) -> str:
     return ""
 
 
-def _hub_rows(path: str, config: str | None, split: SourceSplit, train_words: tuple[str, ...]) -> Rows:
+def _on_hub(path: str, config: str | None, split: SourceSplit, train_words: tuple[str, ...]) -> Found:
+    asked = (expected(source_name(path, config, split)) or {}).get(REVISION)
+    sources, words = _load_from_hub(path, config, asked), _words(split, train_words)
+    for name, source in sources.items():
+        if not any(word in source for word in words):
+            raise _missing_split(path, split, f"splits of configuration {name}: {', '.join(map(str, source))}")
+    parts = [(name, word, source[word]) for name, source in sources.items() for word in words if word in source]
+    commits = {commit for _, _, part in parts if (commit := _commit(part))}
+    return Found(
+        {REVISION: " ".join(sorted(commits))} if commits else {},
+        lambda: (
+            (f"{path} ({name}, {word}), row {number}", row)
+            for name, word, part in parts
+            for number, row in enumerate(part, start=1)
+        ),
+    )
+
+
+@lru_cache(maxsize=4)
+def _load_from_hub(path: str, config: str | None, commit: str | None) -> dict[str, Any]:
+    """Configuration -> split -> rows. Without the Hub `datasets` takes the newest commit that it has, asked or not."""
     import datasets
     from datasets.exceptions import DatasetNotFoundError
 
+    asked: Any = {"revision": commit} if commit else {}
     try:
-        names = [config] if config else datasets.get_dataset_config_names(path)
+        names = [config] if config else datasets.get_dataset_config_names(path, **asked)
         configs = ["default"] if not config and "default" in names else names
-        sources: dict[str, Any] = {name: datasets.load_dataset(path, name) for name in configs}
+        return {name: datasets.load_dataset(path, name, **asked) for name in configs}
     except DatasetNotFoundError as error:
         raise ValueError(f"{path}: no such file, folder or Hub data set: {error}") from None
     except ConnectionError as error:
         raise ValueError(f"{path}: the Hub cannot be reached ({error}); give a local file or folder") from None
     except _read_errors() as error:
         raise ValueError(f"{path}: cannot be loaded from the Hub: {error}") from None
-    words = _words(split, train_words)
-    for name, source in sources.items():
-        if not any(word in source for word in words):
-            raise _missing_split(path, split, f"splits of configuration {name}: {', '.join(map(str, source))}")
-    return (
-        (f"{path} ({name}, {word}), row {number}", row)
-        for name, source in sources.items()
-        for word in words
-        if word in source
-        for number, row in enumerate(source[word], start=1)
-    )
+
+
+def _commit(rows: Any) -> str | None:
+    """The commit that the rows were read at: `datasets` keeps them in a folder of that name."""
+    folders = [Path(file["filename"]).parent.name for file in getattr(rows, "cache_files", ())]
+    return next((name for name in folders if _COMMIT.fullmatch(name)), None)

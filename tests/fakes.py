@@ -34,6 +34,10 @@ class MemoryLog:
         self.phases: list[tuple[str, int, int]] = []
         self.resumed_at: list[int] = []
         self.fractions: dict[str, float] = {}
+        self.read: dict[str, dict[str, str]] = {}
+
+    def inputs(self, inputs):
+        self.read = dict(inputs)
 
     def resume(self, step):
         self.resumed_at.append(step)

@@ -1,5 +1,9 @@
 """The warm start learns its demonstrations and is computed once for all who want the same one."""
 
+import json
+import logging
+import shutil
+
 import pytest
 import torch
 
@@ -48,6 +52,55 @@ def test_the_key_changes_with_everything_that_the_result_depends_on():
 def test_the_key_is_shared_by_arms_that_differ_in_the_algorithm_and_the_seed():
     spec = make_spec()
     assert cold_start_key(spec) == cold_start_key(spec.model_copy(update={"seed": 5, "rollouts_per_step": 64}))
+
+
+def test_edited_data_get_a_cold_start_of_their_own(tmp_path):
+    rows = [{"question": f"{a}+1=", "answer": f"{a}+1\n#### {a + 1}"} for a in range(30)]
+    for split, part in (("train", rows[:25]), ("test", rows[25:])):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    raw = {"task": {"name": "gsm8k", "path": str(tmp_path)}, "algorithm": "grpo", "cold_start": {"steps": 1}}
+    spec, cache = parse_run(raw, "test"), tmp_path / "cache"
+    before, key = start_policy(spec, cache)[0], cold_start_key(spec)
+    text = (tmp_path / "train.jsonl").read_text()
+    (tmp_path / "train.jsonl").write_text(text.replace('#### 1"', '#### 9"'))
+    assert cold_start_key(spec) != key
+    after = start_policy(spec, cache)[0]
+    assert not all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
+    (tmp_path / "train.jsonl").write_text(text)
+    assert cold_start_key(spec) == key
+
+
+DAMAGE = {
+    "truncated": lambda file: file.write_bytes(file.read_bytes()[:-1]),
+    "altered": lambda file: file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:]),
+    "deleted": lambda file: file.unlink(),
+    "a folder": lambda file: (file.unlink(), file.mkdir()),
+}
+
+
+@pytest.mark.attack("Torn or altered cold start in the cache")
+def test_a_cold_start_that_is_torn_or_altered_in_any_file_is_made_again(tmp_path, caplog, record_property):
+    spec = make_spec(steps=1, batch_size=2)
+    whole = start_policy(spec, tmp_path)[0]
+    (folder,) = (path for path in (tmp_path / "cold-start").iterdir() if path.is_dir())
+    files = sorted(file.name for file in folder.iterdir())
+    assert {"model.safetensors", "config.json", "tokenizer.json", "manifest.json"} <= set(files)
+    tried = 0
+    for name in files:
+        for damage in DAMAGE.values():
+            caplog.clear()
+            damage(folder / name)
+            with caplog.at_level(logging.WARNING):
+                again = start_policy(spec, tmp_path)[0]
+            assert [record.getMessage() for record in caplog.records] == [
+                f"the cold start in '{folder}' is torn or altered, so it is made again"
+            ]
+            assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
+            tried += 1
+    shutil.copy(folder / "model.safetensors", folder / "adapter_model.safetensors")  # it would be loaded too
+    start_policy(spec, tmp_path)
+    assert sorted(file.name for file in folder.iterdir()) == files
+    record_property("tried", tried + 1)
 
 
 def test_without_steps_the_model_is_taken_as_it_is(tmp_path):

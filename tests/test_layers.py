@@ -24,7 +24,7 @@ TEXT = (".py", ".yaml", ".toml", ".md", ".html", ".jinja", ".j2", ".css", ".js",
 MAY_IMPORT = {
     "harness": (),
     "algorithms": ("harness.types", "harness.interfaces", "harness.tensors"),
-    "tasks": ("harness.types", "harness.interfaces", "harness.rationals"),
+    "tasks": ("harness.types", "harness.interfaces", "harness.inputs", "harness.rationals"),
     "studies": (),
     "reports": ("harness.types",),
 }
@@ -32,7 +32,7 @@ MAY_IMPORT = {
 # (`plugins` loads algorithms, tasks, rewards and engines by name; it imports none of them.)
 ROOMS = (
     ("types", "tensors", "streams", "rationals", "files", "disk", "stop"),
-    ("interfaces",),
+    ("interfaces", "inputs"),
     ("plugins",),
     ("spec",),
     ("tracking", "policy"),

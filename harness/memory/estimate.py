@@ -79,7 +79,7 @@ def model_config(name: str) -> PretrainedConfig:
     import_generation()
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(local_or_hub(name), trust_remote_code=False)
+    return AutoConfig.from_pretrained(**local_or_hub(name), trust_remote_code=False)
 
 
 def longest_prompt(spec: RunSpec) -> int:

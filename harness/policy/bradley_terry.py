@@ -23,9 +23,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from harness.files import publish_folder
+from harness.inputs import expected, fingerprint
 from harness.policy.device import resolve_device
 from harness.policy.library import import_generation
 from harness.policy.model import check_model, load_tokenizer, local_or_hub, save_model
+from harness.policy.sources import source_name, verify_model
 from harness.policy.text import encode_completion, encode_prompt
 from harness.policy.tiny import TINY, tiny_config
 from harness.streams import generator
@@ -82,9 +84,14 @@ class Scorer:
         return output.logits[:, 0].float()
 
 
-@lru_cache(maxsize=2)
 def load_scorer(path: str) -> Scorer:
     """The reward model at a Hub id or local folder. ValueError if its head has not exactly one label."""
+    return _load_scorer(path, fingerprint(expected(source_name(path))))
+
+
+@lru_cache(maxsize=2)
+def _load_scorer(path: str, version: str) -> Scorer:
+    """The same, kept by what has to be found there."""
     model, tokenizer = load_classifier(path)
     return Scorer(model.to(resolve_device("auto")).eval().requires_grad_(False), tokenizer)
 
@@ -105,7 +112,7 @@ def load_classifier(name: str, seed: int | None = None) -> tuple[nn.Module, PreT
             config.num_labels = 1
             model: Any = LlamaForSequenceClassification(config)
         else:
-            config = AutoConfig.from_pretrained(local_or_hub(name), trust_remote_code=False)
+            config = AutoConfig.from_pretrained(**local_or_hub(name), trust_remote_code=False)
             is_scorer = any("SequenceClassification" in kind for kind in config.architectures or [])
             if seed is None and not (is_scorer and config.num_labels == 1):
                 found = f"{config.num_labels} labels" if is_scorer else " and ".join(config.architectures or ["none"])
@@ -114,8 +121,9 @@ def load_classifier(name: str, seed: int | None = None) -> tuple[nn.Module, PreT
                     "fit one with `cohort reward-model train`"
                 )
             model = AutoModelForSequenceClassification.from_pretrained(
-                local_or_hub(name), num_labels=1, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+                **local_or_hub(name), num_labels=1, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
             )
+            verify_model(name)
     model.config.pad_token_id = tokenizer.pad_token_id  # the head reads the last token that is no padding
     return model, tokenizer
 

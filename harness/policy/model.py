@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +9,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from harness.files import write_manifest
 from harness.plugins import nearest
 from harness.policy.library import import_generation, no_progress_bars
 from harness.policy.lora import has_adapter, merged_weights
-from harness.policy.tiny import CHARACTERS, TINY, tiny_config, tiny_model, tiny_tokenizer
+from harness.policy.sources import pinned, verify_model
+from harness.policy.tiny import TINY, tiny_model, tiny_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,7 +77,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     import_generation()
     from transformers import AutoTokenizer  # seconds to import, and a spec is checked without it
 
-    tokenizer = AutoTokenizer.from_pretrained(local_or_hub(name), trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(**local_or_hub(name), trust_remote_code=False)
+    verify_model(name)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of '{name}' has no end-of-sequence token; set tokenizer.eos_token and save it")
     if tokenizer.pad_token_id is None:
@@ -94,8 +96,9 @@ def load_policy(name: str, *, seed: int, dtype: torch.dtype = torch.float32) -> 
 
         no_progress_bars()
         model = AutoModelForCausalLM.from_pretrained(
-            local_or_hub(name), dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+            **local_or_hub(name), dtype=torch.float32, trust_remote_code=False, use_safetensors=True
         )
+        verify_model(name)
     for key in ("attention_dropout", "hidden_dropout", "dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
         if getattr(model.config, key, None):
             setattr(model.config, key, 0.0)
@@ -105,26 +108,20 @@ def load_policy(name: str, *, seed: int, dtype: torch.dtype = torch.float32) -> 
     return nn.Module.to(model, dtype).eval()
 
 
-def save_model(folder: Path, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load (safetensors), an adapter merged."""
+def save_model(folder: Path, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load (safetensors), an adapter merged.
+
+    It has a manifest, whose hashes (file -> SHA-256) are returned.
+    """
     no_progress_bars()
     weights = merged_weights(model) if has_adapter(model) else None
     model.save_pretrained(folder, state_dict=weights)  # pyright: ignore
     tokenizer.save_pretrained(str(folder))
+    return write_manifest(folder)
 
 
-def model_identity(name: str) -> dict[str, Any]:
-    """The part of a cache key that stands for a model: its name, the shape of `tiny`, a folder's files."""
-    if name == TINY:
-        return {"name": name, "config": tiny_config().to_dict(), "characters": CHARACTERS}
+def local_or_hub(name: str) -> dict[str, str]:
+    """The model as transformers takes it: a folder's path with `~` expanded, or else the Hub id and its commit."""
     path = Path(name).expanduser()
-    if not path.is_dir():
-        return {"name": name}
-    files = {f.name: [f.stat().st_size, f.stat().st_mtime_ns] for f in sorted(path.iterdir()) if f.is_file()}
-    return {"name": os.path.realpath(path), "files": files}
-
-
-def local_or_hub(name: str) -> str:
-    """The name as transformers takes it: a folder's path with `~` expanded, or else the Hub id as it is."""
-    path = Path(name).expanduser()
-    return str(path) if path.is_dir() else name
+    where = {"pretrained_model_name_or_path": str(path) if path.is_dir() else name}
+    return where | ({"revision": commit} if (commit := pinned(name)) else {})

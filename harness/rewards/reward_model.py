@@ -8,7 +8,7 @@ has one, so it need not share the policy's vocabulary.
 from pydantic import Field
 
 from harness.interfaces import Reward
-from harness.types import GradedGroup
+from harness.types import GradedGroup, Sources
 
 
 class RewardModel(Reward):
@@ -27,3 +27,8 @@ class RewardModel(Reward):
         from harness.policy.model import check_model
 
         check_model(self.path, "rewards.reward_model.path")
+
+    def inputs(self) -> Sources:
+        from harness.policy.sources import model_sources
+
+        return model_sources(self.path)

@@ -15,12 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from harness.files import read_json, write_json
+from harness.inputs import expecting
 from harness.memory.fit import check_memory
-from harness.preflight import check_inputs
+from harness.preflight import check_inputs, run_inputs
 from harness.runs.rejection import rejection_sampling
 from harness.runs.single import UNWATCHED, Execute, Watch, ended_result, own_folder, run_logged
 from harness.runs.stages import Kind, Stage, policy_folder
@@ -29,7 +31,7 @@ from harness.stop import stop_on_signals
 from harness.tracking.run_log import RunLog
 from harness.training.loop import train
 from harness.training.run import RunResult
-from harness.types import TrialState
+from harness.types import Inputs, TrialState
 
 PIPELINE = "pipeline.json"
 PARENT_SECONDS = 60.0  # how long the stages wait for the MLflow run that they are children of
@@ -52,16 +54,19 @@ def train_pipeline(
 
     ValueError, before any model loads, if a stage cannot run or if the folder has something else.
     """
-    check_inputs([stage.spec for stage in stages], runs, ("train", "validation", "test"))
-    for stage in stages:
-        if stage.kind == "train":
-            check_memory(stage.spec)
     directory = runs / "train" / name
-    with own_folder(directory, stages[0].spec):
-        _check_unchanged(directory, stages)
+    with expecting(_recorded(directory).get("inputs", {})):
+        check_inputs([stage.spec for stage in stages], runs, ("train", "validation", "test"))
+        for stage in stages:
+            if stage.kind == "train":
+                check_memory(stage.spec)
+        inputs = run_inputs([stage.spec for stage in stages], runs / "cache")
+    with expecting(inputs), own_folder(directory, stages[0].spec):
+        _check_unchanged(directory, stages, inputs)
         tags = {"cohort.pipeline": name}
         opened = RunLog.open(runs, directory, stages[0].spec, experiment="train", run_name=name, tags=tags)
         with opened as log, stop_on_signals() as should_stop:
+            log.inputs(inputs)
             log.resume(-1)
             parent, model = _parent_run(log), stages[0].spec.model
             results = []
@@ -99,13 +104,18 @@ def _parent_run(log: RunLog) -> str | None:
     return log.run_id
 
 
-def _check_unchanged(directory: Path, stages: Sequence[Stage]) -> None:
-    """SpecError if the folder has a pipeline with other stages."""
-    file, document = directory / PIPELINE, {"stages": [stage.document() for stage in stages]}
-    if not file.exists():
-        write_json(file, document)
-    elif read_json(file)["stages"] != document["stages"]:
+def _recorded(directory: Path) -> dict[str, Any]:
+    file = directory / PIPELINE
+    return read_json(file) if file.exists() else {}
+
+
+def _check_unchanged(directory: Path, stages: Sequence[Stage], inputs: Inputs) -> None:
+    """SpecError if the folder has a pipeline with other stages; if it has none, this one is recorded there."""
+    known, document = _recorded(directory), {"stages": [stage.document() for stage in stages], "inputs": inputs}
+    if known.get("stages", document["stages"]) != document["stages"]:
         raise SpecError(f"'{directory}' holds a pipeline with other stages; choose another --name, or move it away")
+    if "inputs" not in known:
+        write_json(directory / PIPELINE, document)
 
 
 def _stage_metrics(result: RunResult) -> dict[str, float]:

@@ -10,10 +10,12 @@ from pathlib import Path
 import torch
 
 from harness.files import publish_folder, write_text
+from harness.inputs import expecting
 from harness.interfaces import RolloutEngine, RunLogger
 from harness.memory.usage import peak_memory
 from harness.policy.device import mixed_precision, resolve_device
 from harness.policy.model import save_model
+from harness.preflight import run_inputs
 from harness.runs.stages import Rejection, Stage
 from harness.spec.run import RunSpec
 from harness.training.cold_start import fit_demonstrations, start_policy
@@ -41,7 +43,22 @@ def rejection_sampling(
     With `rejection.restart` the policy that `start` begins with is fine-tuned instead. Fine-tuning is in float32 and of
     all weights.
     """
+    inputs = run_inputs([spec, start] if stage.rejection.restart else [spec], cache)
+    log.inputs(inputs)
     log.resume(-1)
+    with expecting(inputs):
+        return _run(spec, directory, log, stage, start, cache, should_stop)
+
+
+def _run(
+    spec: RunSpec,
+    directory: Path,
+    log: RunLogger,
+    stage: Stage,
+    start: RunSpec,
+    cache: Path,
+    should_stop: Callable[[], bool],
+) -> RunResult:
     begun = time.perf_counter()
 
     def watch(phase: str, done: int, total: int) -> None:

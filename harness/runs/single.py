@@ -12,9 +12,10 @@ import torch
 from filelock import FileLock, Timeout
 
 from harness.files import read_json
+from harness.inputs import expecting
 from harness.memory.fit import check_memory
 from harness.policy.device import resolve_device
-from harness.preflight import check_inputs
+from harness.preflight import check_inputs, run_inputs
 from harness.spec.errors import SpecError
 from harness.spec.run import RunSpec
 from harness.stop import stop_on_signals
@@ -24,7 +25,7 @@ from harness.training.cold_start import start_policy
 from harness.training.evaluate import evaluate_run, evaluation_metrics
 from harness.training.loop import train
 from harness.training.run import RunResult, build_engine
-from harness.types import FINAL, EvaluationResult, Split
+from harness.types import FINAL, EvaluationResult, Inputs, Split
 
 Execute = Callable[..., RunResult]  # called like `harness.training.loop.train`
 OnProgress = Callable[[str, int, int], None]  # phase, done, total
@@ -45,12 +46,14 @@ def train_once(spec: RunSpec, runs: Path, name: str, watch: Watch = UNWATCHED) -
 
     ValueError, before any model loads, if it cannot run or if the folder has another run.
     """
-    check_inputs([spec], runs)
-    if spec.steps:
-        check_memory(spec)
     directory = runs / "train" / name
-    with own_folder(directory, spec), stop_on_signals() as should_stop:
-        return ended_result(directory) or run_logged(train, spec, runs, directory, name, should_stop, watch)
+    with expecting(recorded_inputs(directory)):
+        check_inputs([spec], runs)
+        if spec.steps:
+            check_memory(spec)
+        with own_folder(directory, spec), stop_on_signals() as should_stop:
+            run_inputs([spec], runs / "cache")  # they may have changed since a run that has ended, too
+            return ended_result(directory) or run_logged(train, spec, runs, directory, name, should_stop, watch)
 
 
 def evaluate_once(
@@ -62,7 +65,13 @@ def evaluate_once(
     """
     check_inputs([spec], runs, (split,))
     directory = runs / "evaluate" / name
-    with own_folder(directory, spec), RunLog.open(runs, directory, spec, experiment="evaluate", run_name=name) as log:
+    inputs = run_inputs([spec], runs / "cache", (split,))
+    with (
+        expecting(inputs),
+        own_folder(directory, spec),
+        RunLog.open(runs, directory, spec, experiment="evaluate", run_name=name) as log,
+    ):
+        log.inputs(inputs)
         log.resume(-1)
         result = _evaluate(spec, split, runs, on_progress)
         log.metrics(0, evaluation_metrics(result))
@@ -106,12 +115,15 @@ def run_logged(
     parent_run_id: str | None = None,
     tags: Mapping[str, str] = {},
 ) -> RunResult:
-    """The result of `execute`, called like `harness.training.loop.train`, with a log and a watcher."""
+    """The result of `execute`, called like `harness.training.loop.train`, with a log and a watcher.
+
+    InputsChanged if an earlier attempt in the same folder read something else.
+    """
 
     def show(progress: Mapping[str, Any]) -> None:
         watch.on_status(_status(name, spec.seed, directory, progress))
 
-    with RunLog.open(
+    opened = RunLog.open(
         runs,
         directory,
         spec,
@@ -120,10 +132,17 @@ def run_logged(
         parent_run_id=parent_run_id,
         tags=tags,
         on_progress=show,
-    ) as log:
+    )
+    with expecting(recorded_inputs(directory)), opened as log:
         result = execute(spec, directory, log, cache=runs / "cache", should_stop=should_stop)
         log.finish(result.state, result.reason, result.summary)
     return result
+
+
+def recorded_inputs(directory: Path) -> Inputs:
+    """What the run in a folder reads, as it has recorded it."""
+    file = directory / "run.json"
+    return read_json(file).get("inputs", {}) if file.exists() else {}
 
 
 def _status(name: str, seed: int, directory: Path, progress: Mapping[str, Any]) -> StudyStatus:

@@ -10,6 +10,7 @@ from harness.spec.study import StudySpec
 from harness.study.processes import default_workers
 from harness.study.storage.base import Storage
 from harness.study.worker import EXECUTE
+from harness.types import Inputs
 
 COSTS = (
     "train/generated_tokens", "completion/length", "seconds/total", "throughput/tokens_per_second", "memory/peak_bytes"
@@ -85,11 +86,14 @@ def _check_metrics(study: StudySpec, specs: Sequence[RunSpec]) -> None:
                             f"{', '.join([*known, *COSTS])}")  # fmt: skip
 
 
-def check_unchanged(study: StudySpec, digest: str, storage: Storage) -> None:
-    """SpecError if the study was started with other settings, or with seeds that it lacks now."""
+def check_unchanged(study: StudySpec, digest: str, storage: Storage) -> Inputs | None:
+    """What the study was started to read, if it was started; None if it was without a record of that.
+
+    SpecError if it was started with other settings, or with seeds that it lacks now.
+    """
     started = storage.read_document()
     if started is None:
-        return
+        return {}
     if started["digest"] != digest:
         raise SpecError(
             f"a started study cannot change, for its results would mix: '{study.name}' was started with other settings "
@@ -102,3 +106,4 @@ def check_unchanged(study: StudySpec, digest: str, storage: Storage) -> None:
             f"seeds of a started study may be added, not removed: study '{study.name}' has {started['seeds']}, got "
             f"{study.seeds}; add {missing}, or give this one another name (--name NAME)"
         )
+    return started.get("inputs")

@@ -9,6 +9,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 
 from harness.spec.run import RunSpec
 from harness.spec.study import Arm, StudySpec
+from harness.types import NO_INPUTS, Inputs
 
 Key = tuple[str, int]  # arm label, seed
 
@@ -17,8 +18,9 @@ class Plan:
     """The trials of a study in the order in which they run: all arms with the first seed, then with the next, so an
     unfinished study is balanced. The arms of a search come later, one by one, each with all its seeds."""
 
-    def __init__(self, study: StudySpec, runs: Path) -> None:
+    def __init__(self, study: StudySpec, runs: Path, inputs: Inputs = NO_INPUTS) -> None:
         self.study, self.runs = study, runs
+        self.inputs = inputs  # what its trials must find where they read, as far as that is recorded
         self.folder = runs / "studies" / study.name
         self.arms: dict[str, Arm] = {arm.label: arm for arm in study.design_arms()}
         self.keys: list[Key] = [(arm, seed) for seed in study.seeds for arm in self.arms]

@@ -305,5 +305,6 @@ def open_queue(name: str, runs: Path, url: str | None) -> Queue:
         known = sorted(file.parent.name for file in folder.glob("*/study.json"))
         there = f"there are: {', '.join(known)}" if known else "start one with: cohort study run NAME"
         raise SpecError(f"no study '{name}' was started in '{runs}'; {did_you_mean(name, known)}{there}")
-    fields = {key: value for key, value in document.items() if key not in ("format", "digest")}
-    return Queue(Plan(parse_study(fields, where=storage.document_place), runs), storage)
+    fields = {key: value for key, value in document.items() if key not in ("format", "digest", "inputs")}
+    study = parse_study(fields, where=storage.document_place)
+    return Queue(Plan(study, runs, document.get("inputs", {})), storage)

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.files import write_json
+from harness.inputs import check_same, expecting
+from harness.preflight import run_inputs
 from harness.spec.study import StudySpec
 from harness.study.checks import check_study, check_unchanged, missing_here
 from harness.study.plan import Plan
@@ -47,14 +49,18 @@ def run_study(
     """
     queue = _reachable_queue(study, runs, storage)
     plan, runs = queue.plan, queue.plan.runs
-    check_study(study, runs, workers, execute)
     digest = study.digest()
-    check_unchanged(study, digest, queue.storage)
+    known = check_unchanged(study, digest, queue.storage)
+    if known is None:
+        log.warning("study '%s' did not record what it reads when it was started; it does so from now on", study.name)
+    with expecting(known or {}):
+        check_study(study, runs, workers, execute)
+        inputs = {**(known or {}), **run_inputs([arm.spec for arm in study.checked_arms()], runs / "cache")}
     with _pool(study.name, plan, execute, workers, storage, cluster) as pool:
         with queue.storage.lock():
-            check_unchanged(study, digest, queue.storage)
-            parent_run_id = open_study(runs, study, command)
-            document = {"digest": digest, **study.model_dump(mode="json")}
+            check_same(check_unchanged(study, digest, queue.storage) or {}, inputs)
+            parent_run_id = open_study(runs, study, command, inputs)
+            document = {"digest": digest, "inputs": inputs, **study.model_dump(mode="json")}
             queue.storage.write_document(document)
             write_json(plan.folder / "study.json", document)  # `study list` reads it, wherever the queue lives
             queue.retry_failed()
@@ -87,11 +93,14 @@ def dry_run(
 
     queue = _reachable_queue(study, runs, storage)
     runs = queue.plan.runs
-    check_unchanged(study, study.digest(), queue.storage)
+    known = check_unchanged(study, study.digest(), queue.storage) or {}
     specs = {arm.label: arm.spec for arm in study.checked_arms()}
     not_checked, memory = missing_here(specs.values()), {}
     if not not_checked:
-        check_study(study, runs, workers, execute)
+        with expecting(known):
+            check_study(study, runs, workers, execute)
+            if known:
+                run_inputs(list(specs.values()), runs / "cache")
         if execute == EXECUTE:
             memory = {arm: asdict(judge(spec)) for arm, spec in specs.items() if spec.steps}
     elif not any(words.startswith("data") for words in not_checked):

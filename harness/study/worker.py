@@ -20,6 +20,7 @@ from tenacity import Retrying, retry_if_exception_type, wait_exponential
 
 from harness.disk import EXIT_STATUS, disk_full
 from harness.files import file_lock
+from harness.inputs import expecting
 from harness.interfaces import RunLogger
 from harness.stop import StopRequest, stop_on_signals
 from harness.study.queue import Claim, Outcome, Queue, open_queue
@@ -101,7 +102,8 @@ def _run_claim(claim: Claim, queue: Queue, run_trial: Callable[..., Any], stop: 
 
     try:
         cache = plan.runs / "cache"
-        result = run_trial(spec, directory, judged or run_log, cache=cache, should_stop=should_stop)
+        with expecting(plan.inputs):
+            result = run_trial(spec, directory, judged or run_log, cache=cache, should_stop=should_stop)
         outcome = Outcome(result.state, result.reason, dict(result.summary), dict(run_log.latest))
         if outcome.state == "stopped" and judged is not None and judged.reason is not None:
             outcome = replace(outcome, state="pruned", reason=judged.reason)
@@ -137,7 +139,7 @@ def _ensure_tracked(queue: Queue) -> None:
         study_run_id(plan.runs, plan.study.name)
     except FileNotFoundError:
         with file_lock(plan.folder / "tracking.lock"):
-            open_study(plan.runs, plan.study, f"cohort study run {plan.study.name}")
+            open_study(plan.runs, plan.study, f"cohort study run {plan.study.name}", plan.inputs)
 
 
 class _JudgedLog:
@@ -149,7 +151,7 @@ class _JudgedLog:
         self._stop = stop
         self._new: tuple[int, float] | None = None
         self.reason: str | None = None  # why the arm is given up
-        self.resume, self.progress = log.resume, log.progress
+        self.inputs, self.resume, self.progress = log.inputs, log.resume, log.progress
         self.samples, self.per_problem = log.samples, log.per_problem
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:

@@ -29,6 +29,7 @@ from harness.tracking.mlflow_store import (
     connect,
     experiment_of,
     import_mlflow,
+    inputs_tag,
     log_diff,
     set_tags,
     source_tags,
@@ -62,6 +63,7 @@ class Identity:
     parent_run_id: str | None
     tags: dict[str, str] = field(default_factory=dict)
     spec: dict[str, Any] = field(default_factory=dict)
+    inputs: dict[str, Any] = field(default_factory=dict)  # what the run reads
     objective: dict[str, str] = field(default_factory=dict)
     token: str = ""
     run_id: str | None = None
@@ -276,6 +278,9 @@ class Copier:
             client.log_batch(run_id, params=params[start : start + 100])
         set_tags(client, run_id, {"cohort.state": "running", "cohort.reason": ""})
         client.update_run(run_id, status="RUNNING")
+        if self.identity.inputs:
+            client.log_dict(run_id, self.identity.inputs, "inputs.json")
+            set_tags(client, run_id, inputs_tag(self.identity.inputs))
         client.log_text(run_id, yaml.safe_dump(self.identity.spec, sort_keys=False), "config.yaml")
         if self.identity.parent_run_id is None:
             log_diff(client, run_id)

@@ -24,10 +24,11 @@ import psutil
 import yaml
 
 from harness.files import file_lock, read_json
+from harness.inputs import short
 from harness.tracking.mlflow_address import check_remote, is_server, remote_uri, tracking_uri
 from harness.tracking.mlflow_traces import storable, traces_per_split
 from harness.tracking.provenance import uncommitted_diff, versions
-from harness.types import TrialState
+from harness.types import Inputs, TrialState
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -123,6 +124,11 @@ def source_tags() -> dict[str, str]:
     tags = {"mlflow.source.name": "cohort", "mlflow.source.type": "LOCAL", "cohort.versions": json.dumps(versions())}
     commit = versions()["git_commit"].removesuffix("-dirty")
     return tags | ({"mlflow.source.git.commit": commit} if commit != "unknown" else {})
+
+
+def inputs_tag(inputs: Inputs) -> dict[str, str]:
+    """One hash or commit for each source that a run or a study reads, cut where a store would refuse it."""
+    return {"cohort.inputs": json.dumps(short(inputs))[:5000]}
 
 
 def log_diff(client: MlflowClient, run_id: str) -> None:

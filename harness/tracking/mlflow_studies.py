@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
 from harness.files import FORMAT, read_json, write_json
+from harness.inputs import short
 from harness.spec.errors import did_you_mean
 from harness.tracking.mlflow_address import patient, store_name
 from harness.tracking.mlflow_store import (
@@ -24,6 +25,7 @@ from harness.tracking.mlflow_store import (
     existing_store,
     experiment_of,
     from_stored,
+    inputs_tag,
     log_diff,
     newest_parent,
     search_runs,
@@ -32,7 +34,7 @@ from harness.tracking.mlflow_store import (
 )
 from harness.tracking.mlflow_traces import storable
 from harness.tracking.provenance import versions
-from harness.types import SampleRow, StudyRecord, TrialRecord, TrialState
+from harness.types import NO_INPUTS, Inputs, SampleRow, StudyRecord, TrialRecord, TrialState
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -45,7 +47,7 @@ _VIEW = "mlflow.sharedViewState.cohort"  # an experiment tag that holds a view w
 
 
 @patient
-def open_study(runs: Path, study: StudySpec, command: str) -> str:
+def open_study(runs: Path, study: StudySpec, command: str, inputs: Inputs = NO_INPUTS) -> str:
     """The id of the study's parent run, now up to date; the same one as long as its folder stays."""
     client = connect(runs)
     file = _study_run_file(runs, study.name)
@@ -66,13 +68,18 @@ def open_study(runs: Path, study: StudySpec, command: str) -> str:
         "baseline": study.baseline or next(iter(labels), ""),
         "command": command,
         "versions": versions(),
+        "inputs": inputs,
     }
     client.log_dict(run_id, document, "study.json")
     log_diff(client, run_id)
     client.set_experiment_tag(run.info.experiment_id, NOTE, storable(study.question))
     client.set_experiment_tag(run.info.experiment_id, _VIEW, json.dumps(_table_view(study.metric)))
     client.set_experiment_tag(run.info.experiment_id, "mlflow.experiment.primaryMetric.name", study.metric)
-    set_tags(client, run_id, {"cohort.state": "running", "cohort.command": command, NOTE: study.question})
+    set_tags(
+        client,
+        run_id,
+        {"cohort.state": "running", "cohort.command": command, NOTE: study.question, **inputs_tag(inputs)},
+    )
     client.update_run(run_id, status="RUNNING")
     return run_id
 
@@ -154,7 +161,7 @@ def read_study(runs: Path, name: str) -> StudyRecord:
         spec=spec,
         trials=list(found.values()),
         command=document["command"],
-        versions=document["versions"],
+        versions={**document["versions"], **short(document.get("inputs", {}))},
         search=search,
     )
 

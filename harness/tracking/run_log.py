@@ -24,7 +24,7 @@ from harness.tracking.events import EVENTS, event_line, read_events
 from harness.tracking.mlflow_address import patient
 from harness.tracking.mlflow_copy import Copier, Identity
 from harness.tracking.mlflow_store import SYSTEM
-from harness.types import SampleRow, TrialState
+from harness.types import Inputs, SampleRow, TrialState
 
 if TYPE_CHECKING:
     from harness.spec.run import RunSpec
@@ -112,6 +112,11 @@ class RunLog:
     def run_id(self) -> str | None:
         """The id of the MLflow run; None until the store has answered."""
         return self._copier.identity.run_id
+
+    def inputs(self, inputs: Inputs) -> None:
+        """Record what the run reads; comes before `resume`."""
+        self._copier.identity.inputs = dict(inputs)
+        self._copier.identity.save(self.directory)
 
     def resume(self, step: int) -> None:
         """Keep the events up to `step` (none for -1) and go on from there; comes before anything is logged."""

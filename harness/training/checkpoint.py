@@ -5,8 +5,6 @@ A checkpoint is a folder `step-<n>` whose `policy/` loads with transformers as i
 Sampling noise and prompt order are functions of (seed, step), so there is no random state to save.
 """
 
-import hashlib
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,10 +16,12 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from harness.files import publish_folder
+from harness.files import publish_folder, read_manifest, write_manifest
+from harness.inputs import check_same
 from harness.policy.model import save_model
+from harness.types import NO_INPUTS, Inputs
 
-FORMAT = 1
+STATE = "state.json"
 
 
 @dataclass(frozen=True)
@@ -55,41 +55,28 @@ def save_checkpoint(
     learner_state: Mapping[str, Any],
     progress: Mapping[str, Any],
     keep: int,
+    inputs: Inputs = NO_INPUTS,
 ) -> None:
     """Write `directory/step-<n>` and delete all but the newest `keep` checkpoints."""
     with publish_folder(directory / f"step-{step:08d}") as folder:
-        save_model(folder / "policy", policy, tokenizer)
+        saved = save_model(folder / "policy", policy, tokenizer)
         torch.save(dict(learner_state), folder / "learner.pt")
-        files = {str(f.relative_to(folder)): _sha256(f) for f in sorted(folder.rglob("*")) if f.is_file()}
-        state = {"format": FORMAT, "step": step, "spec_digest": spec_digest, "files": files, "progress": dict(progress)}
-        (folder / "state.json").write_text(json.dumps(state))
+        facts = {"step": step, "spec_digest": spec_digest, "inputs": inputs, "progress": dict(progress)}
+        write_manifest(folder, STATE, known={f"policy/{name}": digest for name, digest in saved.items()}, **facts)
     for old in sorted(directory.glob("step-*"))[:-keep]:
         shutil.rmtree(old)
 
 
-def latest_checkpoint(directory: Path, spec_digest: str) -> Checkpoint | None:
-    """The newest intact checkpoint, or None. ValueError where it belongs to another run."""
+def latest_checkpoint(directory: Path, spec_digest: str, inputs: Inputs = NO_INPUTS) -> Checkpoint | None:
+    """The newest intact checkpoint, or None. ValueError where it belongs to another run, or to one of other inputs."""
     for folder in sorted(directory.glob("step-*"), reverse=True):
-        state = _intact_state(folder)
+        state = read_manifest(folder, STATE)
         if state is None:
             continue
         if state["spec_digest"] != spec_digest:
             raise ValueError(
                 f"'{folder}' belongs to a run with other settings; delete '{directory}' or choose another folder"
             )
+        check_same(state.get("inputs", {}), inputs)
         return Checkpoint(folder, state["step"], state["progress"])
     return None
-
-
-def _intact_state(folder: Path) -> dict[str, Any] | None:
-    try:
-        state = json.loads((folder / "state.json").read_text())
-        intact = state["format"] == FORMAT and all(_sha256(folder / f) == h for f, h in state["files"].items())
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return state if intact else None
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

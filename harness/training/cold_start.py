@@ -1,9 +1,11 @@
 """The supervised warm start that all arms of a study share: worked solutions, cross-entropy on the completion tokens.
 
-The result is cached under a hash of everything that it depends on (model, task, settings, seed), as a folder that
-transformers loads; a second process that wants the same one waits for the first.
+The result is cached under a hash of everything that it depends on (content of model and data, task, settings, seed), as
+a folder that transformers loads; a second process that wants the same one waits for the first. A folder that is torn or
+altered is made again.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -12,17 +14,21 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from harness.files import file_lock, publish_folder
+from harness.files import file_lock, publish_folder, read_manifest
+from harness.inputs import digested, expecting
 from harness.policy.device import resolve_device
 from harness.policy.forward import token_logprobs
-from harness.policy.model import load_policy, load_tokenizer, model_identity, save_model
+from harness.policy.model import load_policy, load_tokenizer, save_model
+from harness.policy.sources import model_sources
 from harness.policy.text import encode_completion, encode_prompt
+from harness.policy.tiny import CHARACTERS, TINY, tiny_config
 from harness.spec.raw import digest
 from harness.spec.run import ColdStart, RunSpec
 from harness.tensors import pad_right
-from harness.types import Demonstration, InvalidRun
+from harness.types import Demonstration, Inputs, InvalidRun
 
-FORMAT = 2  # part of the cache key: raise it when the training below changes
+FORMAT = 3  # part of the cache key: raise it when the training below changes
+log = logging.getLogger(__name__)
 
 
 def start_policy(
@@ -36,9 +42,12 @@ def start_policy(
     tokenizer = load_tokenizer(spec.model)
     if spec.cold_start.steps == 0:
         return load_policy(spec.model, seed=seed), tokenizer
-    folder = cache / "cold-start" / cold_start_key(spec)
-    with file_lock(folder.with_name(f"{folder.name}.lock")):
-        if not folder.is_dir():
+    inputs = _inputs(spec)
+    folder = cache / "cold-start" / _key(spec, inputs)
+    with expecting(inputs), file_lock(folder.with_name(f"{folder.name}.lock")):
+        if read_manifest(folder) is None:
+            if folder.exists():
+                log.warning("the cold start in '%s' is torn or altered, so it is made again", folder)
             policy = load_policy(spec.model, seed=seed)
             demonstrations, device = spec.task.demonstrations(), resolve_device(spec.device)
             fit_demonstrations(
@@ -50,9 +59,18 @@ def start_policy(
 
 
 def cold_start_key(spec: RunSpec) -> str:
-    """The cache key: a hash of the model, the task, the cold start's settings and this code's format."""
-    parts = [FORMAT, model_identity(spec.model), spec.task.model_dump(mode="json"), spec.cold_start.model_dump()]
-    return digest(parts)
+    """The cache key: a hash of model and data, their content included, the cold start's settings and FORMAT."""
+    return _key(spec, _inputs(spec))
+
+
+def _key(spec: RunSpec, inputs: Inputs) -> str:
+    model = [TINY, tiny_config().to_dict(), CHARACTERS] if spec.model == TINY else spec.model
+    return digest([FORMAT, model, spec.task.model_dump(mode="json"), spec.cold_start.model_dump(), inputs])
+
+
+def _inputs(spec: RunSpec) -> Inputs:
+    """What the cold start is made of."""
+    return digested({**model_sources(spec.model), **spec.task.inputs("train")})
 
 
 def fit_demonstrations(

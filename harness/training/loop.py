@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from harness.inputs import expecting
 from harness.interfaces import RunLogger
 from harness.memory.usage import peak_memory
+from harness.preflight import run_inputs
 from harness.spec.run import RunSpec
 from harness.training.agreement import check_agreement, check_length
 from harness.training.evaluate import logged_evaluation
@@ -26,8 +28,15 @@ def train(
 
     Ends "complete", "invalid" with a reason, or "stopped" after the step during which `should_stop()` turned true; a
     cold start that was not done by then begins anew next time. Cold starts are cached in `cache`. Bad settings raise
-    ValueError before any model is loaded.
+    ValueError before any model is loaded, and so does data or a model that is not what the run began with.
     """
+    inputs = run_inputs([spec], cache)
+    log.inputs(inputs)
+    with expecting(inputs):
+        return _train(spec, directory, log, cache, should_stop)
+
+
+def _train(spec: RunSpec, directory: Path, log: RunLogger, cache: Path, should_stop: Callable[[], bool]) -> RunResult:
     spec.engine.check(spec.sampling_with_limit())
     check_length(spec)
     train_prompts = spec.task.prompts("train") if spec.steps else []

@@ -16,12 +16,13 @@ from harness.memory.estimate import estimate_run, peak_bytes
 from harness.memory.usage import reset_peak_memory, resident_bytes
 from harness.policy.device import resolve_device
 from harness.policy.lora import add_adapter
+from harness.preflight import run_inputs
 from harness.spec.run import RunSpec
 from harness.training.checkpoint import latest_checkpoint, save_checkpoint
 from harness.training.cold_start import start_policy
 from harness.training.gates import GateState
 from harness.training.learner import Learner
-from harness.types import Split, TrialState
+from harness.types import Inputs, Split, TrialState
 
 CHECKPOINTS = "checkpoints"
 
@@ -71,6 +72,7 @@ class Run:
     log: RunLogger
     directory: Path
     tokenizer: PreTrainedTokenizerBase
+    inputs: Inputs  # what it reads
     memory_before: int = 0  # bytes in use before the models were loaded
     totals: Totals = field(default_factory=Totals)
     accuracies: dict[str, float] = field(default_factory=dict)
@@ -94,6 +96,7 @@ class Run:
             learner_state=self.learner.state(),
             progress=progress,
             keep=self.spec.checkpoints.keep,
+            inputs=self.inputs,
         )
 
     def summary(self) -> dict[str, float]:
@@ -117,7 +120,8 @@ def prepare(
     reset_peak_memory()
     memory_before = resident_bytes()
     device = resolve_device(spec.device)
-    checkpoint = latest_checkpoint(directory / CHECKPOINTS, spec.digest())
+    inputs = run_inputs([spec], cache)
+    checkpoint = latest_checkpoint(directory / CHECKPOINTS, spec.digest(), inputs)
     log.resume(checkpoint.step if checkpoint else -1)
 
     def watch_cold_start(done: int, total: int) -> None:
@@ -133,7 +137,7 @@ def prepare(
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
     learner = Learner(spec, policy)
     engine = build_engine(spec, policy, tokenizer)
-    run = Run(spec, engine, learner, log, directory, tokenizer, memory_before)
+    run = Run(spec, engine, learner, log, directory, tokenizer, inputs, memory_before)
     run.kl_beta = spec.algorithm.kl_beta
     if checkpoint is None:
         return run, 0

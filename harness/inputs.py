@@ -1,0 +1,80 @@
+"""What a run reads, as part of its identity: the hash of every file, and the commit of a Hub repository.
+
+A task, a model and a reward name their sources. A process may be told what it has to find there: it then asks the Hub
+for that commit, and whatever reads a source compares afterwards, so that what was read is what the record says.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from harness.files import sha256
+from harness.types import Inputs, Sources
+
+REVISION = "revision"  # stands for the files of a Hub repository; its commit is their hash
+_expected: Inputs = {}
+
+
+class InputsChanged(ValueError):
+    """A source is not what the run was started with; the message names the file, both hashes and a fix."""
+
+
+def digested(sources: Sources, notes: Path | None = None) -> Inputs:
+    """The hash of every file of the sources; text stands for itself. `notes` as in `sha256`."""
+    return {
+        source: {name: sha256(file, notes) if isinstance(file, Path) else file for name, file in files.items()}
+        for source, files in sources.items()
+    }
+
+
+@contextmanager
+def expecting(inputs: Inputs) -> Iterator[None]:
+    """Inside, this process may read of these sources only what `inputs` says. InputsChanged if it is told otherwise."""
+    global _expected
+    check_same(_expected, inputs)
+    before = _expected
+    _expected = {**inputs, **before}
+    try:
+        yield
+    finally:
+        _expected = before
+
+
+def expected(source: str) -> Mapping[str, str] | None:
+    """What has to be found in a source; None if nothing was said."""
+    return _expected.get(source)
+
+
+def verify(sources: Sources) -> None:
+    """InputsChanged if sources that were just read are not what was expected there."""
+    check_same(_expected, digested({source: files for source, files in sources.items() if source in _expected}))
+
+
+def check_same(then: Inputs, now: Inputs) -> None:
+    """InputsChanged for the first difference in a source that both have."""
+    for source in sorted(then.keys() & now.keys()):
+        for name in sorted(then[source].keys() | now[source].keys()):
+            old, new = (files[source].get(name, "absent") for files in (then, now))
+            if old != new:
+                kind = "revision" if name == REVISION else "SHA-256"
+                what = source if name == REVISION else f"'{name}' of {source}"
+                raise InputsChanged(
+                    f"what a started run reads cannot change, for its results would mix: the {kind} of {what} was "
+                    f"{old[:16]} and is {new[:16]}; restore it, or start anew with another name (--name NAME)"
+                )
+
+
+def short(inputs: Inputs) -> dict[str, str]:
+    """One hash or commit for each source, for people and tags."""
+    return {
+        source: next(iter(files.values()))[:16] if len(files) == 1 else fingerprint(files)
+        for source, files in sorted(inputs.items())
+    }
+
+
+def fingerprint(value: Mapping[str, Any] | None) -> str:
+    """16 hex digits that stand for JSON-like values."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
