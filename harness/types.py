@@ -275,6 +275,7 @@ class TrialRecord:
                 generated_tokens, optimizer_steps, seconds, peak_memory_bytes; absent where not reached
     per_problem test prompt id -> fraction of its samples that were correct, at the end; empty where not reached
     factors     dotted path -> level of this arm, for every factor of the study
+    threads     every number of threads that one of its workers had; the last bits depend on it
     """
 
     trial: str
@@ -288,6 +289,7 @@ class TrialRecord:
     summary: Mapping[str, float]
     per_problem: Mapping[str, float]
     samples: Sequence[SampleRow]
+    threads: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ def page_values(analysis: Analysis, drawings: Mapping[str, Sequence[Drawing]]) -
         "coverage": SIMULATED_COVERAGE,
         "rollouts": _rollouts(analysis),
         "analysis": analysis,
+        "threads": _threads(record),
         "spec_yaml": yaml.safe_dump(_plain(record.spec), sort_keys=False, allow_unicode=True, width=100).strip(),
     }
 
@@ -73,6 +74,16 @@ def _facts(analysis: Analysis) -> list[str]:
     for name, path in (("task", "task.name"), ("model", "model")) if record.trials else ():
         facts.append(f"{name} {', '.join(dict.fromkeys(str(setting(t.spec, path, '?')) for t in record.trials))}")
     return facts
+
+
+def _threads(record: StudyRecord) -> str:
+    """How many threads the trials had, for a reader who repeats them; empty if no trial tells."""
+    known = sorted({number for trial in record.trials for number in trial.threads})
+    if not known:
+        return ""
+    changed = " (the number of workers changed)" if len(known) > 1 else ""
+    unit = "thread" if known == ["1"] else "threads"
+    return f"A trial had {' or '.join(known)} {unit}{changed}; with another number its last bits differ."
 
 
 def _search(analysis: Analysis) -> dict[str, Any] | None:

@@ -862,3 +862,18 @@ def test_equal_gains_of_two_seeds_are_no_proof() -> None:
     (comparison,) = analyse(record, np.random.default_rng(0)).comparisons
     # the error of rounding to 1/128 over 2 seeds is 1/128 / sqrt(12), so t = 55.43 with 1 degree of freedom
     assert comparison.p == pytest.approx(2 * math.atan(1 / 55.4256) / math.pi, rel=1e-4)
+
+
+def test_a_study_tells_the_threads_of_its_trials_beside_the_command(tmp_path: Path) -> None:
+    def told(folder: str, *threads: str) -> str:
+        record = fake_study(two_arms(0.5, 0.6), seeds=[0], num_problems=8)
+        trials = [dataclasses.replace(trial, threads=threads) for trial in record.trials]
+        files = write_report(dataclasses.replace(record, trials=trials), tmp_path / folder, formats=())
+        found = [line for line in files.markdown.read_text().splitlines() if "A trial had" in line]
+        assert [f"<p>{line}</p>" in files.html.read_text() for line in found] == [True] * len(found)
+        return " ".join(found)
+
+    assert told("none") == ""
+    assert told("one", "1") == "A trial had 1 thread; with another number its last bits differ."
+    changed = "A trial had 1 or 2 threads (the number of workers changed); with another number its last bits differ."
+    assert told("two", "1", "2").replace("\\", "") == changed

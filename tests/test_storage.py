@@ -16,13 +16,14 @@ import postgres_server
 import pytest
 from fake_trials import a_study
 
+from harness.addresses import shown
 from harness.files import write_json
 from harness.spec.errors import SpecError
 from harness.spec.study import StudySpec
 from harness.study.plan import Plan
 from harness.study.queue import MAX_LOST, Claim, Outcome, Queue, open_storage
 from harness.study.runner import run_study, study_status
-from harness.study.storage.base import StorageUnavailable, masked
+from harness.study.storage.base import StorageUnavailable
 from harness.study.storage.files import FileLease, LocalStorage
 
 METRIC = "validation/accuracy"
@@ -289,11 +290,11 @@ def test_a_url_of_another_kind_is_refused_without_its_password(tmp_path: Path, u
 
 
 def test_passwords_are_masked_wherever_they_stand():
-    assert masked("postgresql+psycopg://me:s3:cr@et@db:5432/x") == "postgresql://me:***@db:5432/x"
-    assert masked("postgresql://db/x?user=me&password=s3cret&sslmode=require") == (
+    assert shown("postgresql+psycopg://me:s3:cr@et@db:5432/x") == "postgresql://me:***@db:5432/x"
+    assert shown("postgresql://db/x?user=me&password=s3cret&sslmode=require") == (
         "postgresql://db/x?user=me&password=***&sslmode=require"
     )
-    assert masked("postgresql://me@db/x") == "postgresql://me@db/x"
+    assert shown("postgresql://me@db/x") == "postgresql://me@db/x"
 
 
 def test_no_url_means_files(tmp_path: Path):

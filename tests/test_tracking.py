@@ -360,6 +360,20 @@ def test_the_parent_run_stays_while_the_folder_does_and_then_starts_anew(runs: P
     assert read_study(runs, "sizes").trials == []
 
 
+def test_a_trial_keeps_every_number_of_threads_that_it_had(runs: Path, monkeypatch: pytest.MonkeyPatch):
+    parent = open_study(runs, a_study(), "command")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    log_trial(runs, parent, "group_size=2", 0, "stopped")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    tags = {"cohort.arm": "group_size=2", "cohort.seed": "0", "cohort.factors": "{}"}
+    place, spec = "studies/sizes/trials/group_size=2-0", a_spec(seed=0)
+    log = open_log(runs, place, spec, experiment="sizes", parent_run_id=parent, tags=tags)
+    log.resume(1)
+    log.finish("complete", None, {})
+    (trial,) = read_study(runs, "sizes").trials
+    assert trial.threads == ["1", "2"]
+
+
 @pytest.mark.attack("A lost or locked MLflow store")
 def test_a_lost_store_is_rebuilt_from_the_trials_folders(runs: Path, empty_store: Path):
     parent = open_study(runs, a_study(), "command")

@@ -23,9 +23,9 @@ import pytest
 from mlflow import MlflowClient
 from test_tracking import COLUMN, a_spec, a_study, in_file, in_store, log_trial, open_log
 
+from harness.addresses import shown
 from harness.files import read_json
 from harness.tracking import mlflow_address
-from harness.tracking.mlflow_address import shown
 from harness.tracking.mlflow_store import check_runs_folder
 from harness.tracking.mlflow_studies import close_study, list_studies, log_report, open_study, read_study
 from harness.tracking.mlflow_ui import UIServer, start_server
@@ -167,7 +167,7 @@ def wait_for(condition: object, seconds: float) -> None:
         ("ftp://host/x", r"must be http://HOST:PORT .* or postgresql://USER@HOST/DATABASE, got 'ftp://host/x'"),
         ("runs/mlflow.db", "got 'runs/mlflow.db'"),
         ("http://:5000", "got 'http://:5000'"),
-        ("http://host:port", "got 'http://host:port'"),
+        ("http://host:port", "got 'http://...'"),
         (
             "http://127.0.0.1:9",
             r"store that answers, but http://127.0.0.1:9 does not \(.*refused\); start it",

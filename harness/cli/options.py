@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
@@ -15,6 +16,23 @@ if TYPE_CHECKING:
     from harness.types import Split
 
 RUNS = Path("runs")
+
+
+def warn_of_password(context: typer.Context, option: typer.CallbackParam, url: str | None) -> str | None:
+    """The same URL; says on stderr what hides a password that the arguments of this process show to everyone."""
+    from harness.addresses import hides
+    from harness.console import terminal
+
+    source = context.get_parameter_source(str(option.name))
+    if url and source is not None and source.name == "COMMANDLINE" and hides(url):
+        terminal.say(
+            f"Warning: other users of this machine can read a password in {option.opts[0]} (with ps); give it "
+            f"in {option.envvar} or ~/.pgpass",
+            stderr=True,
+        )
+    return url
+
+
 Runs = Annotated[
     Path, typer.Option("--runs", envvar="COHORT_RUNS", metavar="DIR", help="Folder of results, caches, MLflow store.")
 ]
@@ -24,6 +42,7 @@ TrackingUri = Annotated[
         "--tracking-uri",
         envvar="COHORT_TRACKING_URI",
         metavar="URI",
+        callback=warn_of_password,
         help="MLflow store: http://HOST:PORT of an MLflow server or postgresql://...; by default a file in --runs.",
     ),
 ]
@@ -39,7 +58,11 @@ Workers = Annotated[
 Storage = Annotated[
     str | None,
     typer.Option(
-        envvar="COHORT_STORAGE", metavar="URL", help="postgresql://... for hosts without a common disk; else files."
+        envvar="COHORT_STORAGE",
+        metavar="URL",
+        callback=warn_of_password,
+        help="postgresql://... for hosts without a common disk; else files. Without its password, that of ~/.pgpass "
+        "counts, or it is asked for.",
     ),
 ]
 DataPath = Annotated[
@@ -62,6 +85,16 @@ def use_store(tracking_uri: str | None) -> None:
     from harness.tracking import mlflow_address
 
     mlflow_address.use(tracking_uri)
+
+
+def with_password(storage: str | None) -> str | None:
+    """The storage's URL, with the password that its server wants and that only the person at the terminal knows."""
+    if not storage or not sys.stdin.isatty():
+        return storage
+    from harness.addresses import shown
+    from harness.study.storage.postgres import ask_password
+
+    return ask_password(storage, lambda: typer.prompt(f"Password for {shown(storage)}", hide_input=True, err=True))
 
 
 def checked_name(name: str) -> str:

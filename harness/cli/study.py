@@ -60,9 +60,12 @@ def study_run(
     options.use_store(tracking_uri)
     spec, count = _load_study(study, sets, seeds, name), options.num_workers(workers)
     cluster = _cluster(launcher, ray_address, ray_cpus, ray_gpus)
+    storage = options.with_password(storage)
     if dry_run:
         return _show_dry_run(spec, runs, count, storage, as_json)
-    command = options.shell(f"study run {shlex.quote(study)}", {"--seeds": seeds, "--set": sets, "--name": name})
+    on_ray = {"--launcher": launcher, "--ray-cpus": f"{ray_cpus:g}", "--ray-gpus": ray_gpus} if cluster else {}
+    given = {"--seeds": seeds, "--set": sets, "--name": name, **on_ray}
+    command = options.shell(f"study run {shlex.quote(study)}", given)
     run_and_report(spec, runs, count, command, as_json, storage=storage, cluster=cluster)
 
 
@@ -130,7 +133,7 @@ def study_status(
     from harness.study.estimates import cost, remaining_seconds
     from harness.study.runner import study_status
 
-    status = study_status(study, runs, storage)
+    status = study_status(study, runs, options.with_password(storage))
     spent, remaining = cost(status), remaining_seconds(status)
     if as_json:
         document = {"study": status.name, "question": status.question, "counts": status.counts()}
@@ -154,11 +157,19 @@ def run_and_report(
     storage: str | None = None,
     cluster: Cluster | None = None,
 ) -> None:
-    """Run a study, write its report and show both; the exit code says whether all trials are valid."""
+    """Run a study, write its report and show both; the exit code says whether all trials are valid.
+
+    The number of workers joins the command: the threads of each follow from it, and the last bits from those.
+    """
     from harness.console.progress import study_view
     from harness.policy.device import resolve_device
+    from harness.study.processes import default_workers
     from harness.study.runner import run_study
 
+    if workers is None and cluster is None:
+        workers = default_workers()
+    if workers is not None:
+        command = f"{command} --workers {workers}"
     for arm in study.checked_arms():
         resolve_device(arm.spec.device)
     with study_view() as view:
@@ -189,6 +200,8 @@ def run_and_report(
         terminal.say(f"Report: {files.html}")
         terminal.say(f"Browse: cohort ui --runs {shlex.quote(str(runs))}")
         terminal.say(f"Reproduce: {command}")
+        if len(threads := {number for trial in record.trials for number in trial.threads}) > 1:
+            terminal.say(f"Not all had as many workers: a trial had {' or '.join(sorted(threads))} threads.")
     raise typer.Exit(0 if status.all_valid else 1)
 
 

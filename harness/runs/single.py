@@ -20,7 +20,7 @@ from harness.spec.errors import SpecError
 from harness.spec.run import RunSpec
 from harness.stop import stop_on_signals
 from harness.study.status import StudyStatus, TrialStatus
-from harness.tracking.run_log import RunLog, read_result
+from harness.tracking.run_log import RunLog, read_result, replay
 from harness.training.cold_start import start_policy
 from harness.training.evaluate import evaluate_run, evaluation_metrics
 from harness.training.loop import train
@@ -53,7 +53,10 @@ def train_once(spec: RunSpec, runs: Path, name: str, watch: Watch = UNWATCHED) -
             check_memory(spec)
         with own_folder(directory, spec), stop_on_signals() as should_stop:
             run_inputs([spec], runs / "cache")  # they may have changed since a run that has ended, too
-            return ended_result(directory) or run_logged(train, spec, runs, directory, name, should_stop, watch)
+            if (ended := ended_result(directory)) is not None:
+                replay(runs, directory, None)
+                return ended
+            return run_logged(train, spec, runs, directory, name, should_stop, watch)
 
 
 def evaluate_once(

@@ -24,8 +24,13 @@ log = logging.getLogger(__name__)
 
 
 def worker_command(module: str, arguments: Sequence[str]) -> list[str]:
-    """The command of a worker process; `{parent}` in it stands for the id of the process that starts it."""
+    """The command of a worker process; the word `{parent}` in it stands for the id of the process that starts it."""
     return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def with_parent(command: Sequence[str]) -> list[str]:
+    """The command of a worker of this process."""
+    return [str(os.getpid()) if word == "{parent}" else word for word in command]
 
 
 class Pool(ABC):
@@ -90,7 +95,7 @@ class WorkerPool(Pool):
         super().__init__()
         self.size, self.logs = size, logs
         self.environment = environment
-        self._command = [word.replace("{parent}", str(os.getpid())) for word in worker_command(module, arguments)]
+        self._command = with_parent(worker_command(module, arguments))
         self._alive: dict[int, subprocess.Popen[bytes]] = {}
 
     def _ask_to_stop(self) -> None:

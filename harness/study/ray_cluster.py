@@ -27,6 +27,7 @@ from harness.study.processes import (
     log,
     usable_cores,
     usable_gpus,
+    with_parent,
     worker_command,
 )
 
@@ -216,7 +217,7 @@ def run_worker(command: Sequence[str], environment: Mapping[str, str], logs: str
     folder = Path(logs)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"worker-ray-{os.getpid()}-{uuid.uuid4().hex[:6]}.log"
-    words = [sys.executable, *(word.replace("{parent}", str(os.getpid())) for word in command[1:])]
+    words = [sys.executable, *with_parent(command[1:])]
     with file.open("ab") as output:
         process = subprocess.Popen(
             words, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=output, stderr=output,

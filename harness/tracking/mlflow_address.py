@@ -15,9 +15,11 @@ from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from tenacity import RetryCallState, retry, retry_if_exception, stop_before_delay, wait_exponential
+
+from harness.addresses import shown, split_url
 
 TRACKING_URI = "COHORT_TRACKING_URI"
 PATIENCE_SECONDS = 300.0  # how long a command waits for a remote store to come back
@@ -37,8 +39,25 @@ def use(uri: str | None) -> None:
 
 
 def tracking_uri(runs: Path) -> str:
-    """The address of the MLflow store of a runs folder. ValueError if the named one cannot be a store."""
-    return remote_uri() or f"sqlite:///{runs.resolve() / 'mlflow.db'}"
+    """The address of the MLflow store of a runs folder. ValueError if the named one, or the folder, cannot be one."""
+    if uri := remote_uri():
+        return uri
+    check_spelling(runs)
+    return f"sqlite:///{runs.resolve() / 'mlflow.db'}"
+
+
+def check_spelling(runs: Path) -> None:
+    """ValueError if MLflow would write elsewhere: it knows files by URLs alone, and not all of them read back."""
+    from sqlalchemy import make_url
+
+    store = runs.resolve() / "mlflow.db"
+    as_url = make_url(f"sqlite:///{store}").database
+    if as_url != str(store) or unquote(urlsplit(store.as_uri()).path) != str(store):
+        raise ValueError(
+            "the path of the runs folder must not have '?', '%' before two hexadecimal digits or bytes that are not "
+            f"UTF-8, for MLflow reads it as a URL, got '{ascii(str(runs))[1:-1]}'; choose another with --runs or "
+            "COHORT_RUNS"
+        )
 
 
 def remote_uri() -> str | None:
@@ -46,30 +65,30 @@ def remote_uri() -> str | None:
     uri = (_chosen or os.environ.get(TRACKING_URI, "")).strip()
     if not uri:
         return None
-    parts = _parts(uri)
-    if parts is None or parts.scheme not in ("http", "https", *_DRIVERS) or not parts.hostname:
+    parts = split_url(uri)
+    scheme = uri.partition("://")[0]
+    if parts is None or scheme not in ("http", "https", *_DRIVERS) or not parts.hostname:
         raise ValueError(
             "the tracking URI must be http://HOST:PORT of an MLflow server or postgresql://USER@HOST/DATABASE, got "
             f"'{shown(uri)}'; without --tracking-uri and {TRACKING_URI} results go to a file in the runs folder"
         )
-    driver = _DRIVERS.get(parts.scheme)
+    if is_server(uri) and "@" in uri:
+        raise ValueError(
+            f"the tracking URI of a server must have no user and password, got '{shown(uri)}'; MLflow reads them from "
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        )
+    if uri.count("@") > 1:
+        raise ValueError(f"the tracking URI must have one '@', got '{shown(uri)}'; write %40 in user and password")
+    driver = _DRIVERS.get(scheme)
     if driver is not None and find_spec(driver) is None:
         package = "psycopg2-binary" if driver == "psycopg2" else "psycopg[binary]"
-        raise ValueError(f"a {parts.scheme}:// tracking URI needs the package {driver}; pip install {package}")
+        raise ValueError(f"a {scheme}:// tracking URI needs the package {driver}; pip install {package}")
     return uri.rstrip("/")
 
 
 def is_server(uri: str | None) -> bool:
     """Whether the store is behind an `mlflow server`, which then keeps the artifacts too."""
     return uri is not None and uri.startswith("http")
-
-
-def shown(uri: str) -> str:
-    """The address without its password."""
-    parts = _parts(uri)
-    if parts is None or not parts.password:
-        return uri
-    return parts._replace(netloc=f"{parts.username}:***@{parts.netloc.rpartition('@')[2]}").geturl()
 
 
 def store_name(runs: Path) -> str:
@@ -129,15 +148,6 @@ def _give_up(call: RetryCallState) -> NoReturn:
         f"the MLflow store at {shown(remote_uri() or '')} did not answer for {PATIENCE_SECONDS:.0f} s; everything is "
         "in the runs folder: the same command copies it when the store is back"
     ) from (call.outcome.exception() if call.outcome else None)
-
-
-def _parts(uri: str) -> SplitResult | None:
-    try:
-        parts = urlsplit(uri)
-        _ = parts.port  # raises if it is no number
-    except ValueError:
-        return None
-    return parts
 
 
 def health(uri: str, seconds: float) -> str | None:

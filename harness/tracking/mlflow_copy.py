@@ -19,7 +19,7 @@ import yaml
 
 from harness.files import file_lock, read_json, strict, write_json
 from harness.tracking.events import EVENTS, RunHistory
-from harness.tracking.mlflow_address import is_outage, tracking_uri
+from harness.tracking.mlflow_address import is_outage, remote_uri, tracking_uri
 from harness.tracking.mlflow_store import (
     STATUS,
     SUMMARY,
@@ -166,6 +166,15 @@ class Copier:
             if last:
                 return
 
+    def has_artifacts(self) -> bool:
+        """Whether the runs folder has the files of a copied run; of another store that is taken for granted."""
+        if remote_uri() is not None:
+            return True
+        names = ["config.yaml", *["samples.json"] * bool(self.history.samples)]
+        names += ["per_problem.json"] * bool(self.history.per_problem)
+        folder = self.runs / "mlartifacts" / self.identity.experiment / self._run_id() / "artifacts"
+        return all((folder / name).exists() for name in names)
+
     def flush(self) -> None:
         """Copy all events up to now. Raises MLflow's error if the store refuses them; nothing is lost then."""
         with file_lock(self.directory / "mlflow.lock"):
@@ -276,7 +285,10 @@ class Copier:
         params = [Param(key, storable(str(value))) for key, value in settings]
         for start in range(0, len(params), 100):  # MLflow's limit per request
             client.log_batch(run_id, params=params[start : start + 100])
-        set_tags(client, run_id, {"cohort.state": "running", "cohort.reason": ""})
+        with self._lock:
+            threads = sorted({attempt.get("threads", "") for attempt in self.history.attempts} - {""})
+        tags = {"cohort.state": "running", "cohort.reason": "", "cohort.threads": " ".join(threads)}
+        set_tags(client, run_id, tags)
         client.update_run(run_id, status="RUNNING")
         if self.identity.inputs:
             client.log_dict(run_id, self.identity.inputs, "inputs.json")

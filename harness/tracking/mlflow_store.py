@@ -25,7 +25,7 @@ import yaml
 
 from harness.files import file_lock, read_json
 from harness.inputs import short
-from harness.tracking.mlflow_address import check_remote, is_server, remote_uri, tracking_uri
+from harness.tracking.mlflow_address import check_remote, check_spelling, is_server, remote_uri, tracking_uri
 from harness.tracking.mlflow_traces import storable, traces_per_split
 from harness.tracking.provenance import uncommitted_diff, versions
 from harness.types import Inputs, TrialState
@@ -51,15 +51,18 @@ _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
+_PLACES = (("experiments", "artifact_location"), ("runs", "artifact_uri"), ("trace_tags", "value"))  # of artifacts
 _LARGEST = sys.float_info.max  # how MLflow stores infinity
 log = logging.getLogger(__name__)
 
 
-def check_runs_folder(runs: Path, min_free_bytes: int = MIN_FREE_BYTES) -> None:
+def check_runs_folder(runs: Path, min_free_bytes: int = MIN_FREE_BYTES, *, only_read: bool = False) -> None:
     """Raise ValueError if results cannot be written to `runs`, or if another version wrote there.
 
-    Writes nothing that stays; the folder need not exist yet.
+    Writes nothing that stays; the folder need not exist yet. With `only_read` it may be the copy of another one.
     """
+    if not is_server(remote_uri()):
+        check_spelling(runs)
     folder = runs.resolve()
     while not folder.exists():
         folder = folder.parent
@@ -83,7 +86,7 @@ def check_runs_folder(runs: Path, min_free_bytes: int = MIN_FREE_BYTES) -> None:
         read_json(file)
     traces_per_split()
     if remote_uri() is None:
-        _check_file(runs)
+        _check_file(runs, only_read)
     else:
         import_mlflow()
         check_remote()
@@ -106,17 +109,42 @@ def connect(runs: Path) -> MlflowClient:
 
     if (uri := remote_uri()) is not None:
         return MlflowClient(uri)
-    store = runs.resolve() / "mlflow.db"
+    uri, store = tracking_uri(runs), runs.resolve() / "mlflow.db"
     if not store.exists():
         store.parent.mkdir(parents=True, exist_ok=True)
         with file_lock(runs / "mlflow.lock"):
             if not store.exists():
                 _create_store(store)
-    return MlflowClient(tracking_uri(runs))
+    return MlflowClient(uri)
 
 
 def existing_store(runs: Path) -> MlflowClient | None:
     return connect(runs) if remote_uri() or (runs / "mlflow.db").exists() else None
+
+
+def own_store(runs: Path, scratch: Path) -> str:
+    """The address of a store that names the artifacts of this runs folder: its own one, or a copy in `scratch`.
+
+    A copied or moved runs folder names those of its old place. Its store stays as it is: the folder may be the same one
+    mounted under another name, with a study at work in it.
+    """
+    if remote_uri() is not None:
+        return tracking_uri(runs)
+    store, here = runs.resolve() / "mlflow.db", (runs.resolve() / "mlartifacts").as_uri()
+    with closing(sqlite3.connect(f"file:{quote(str(store))}?mode=ro", uri=True)) as database:
+        places = [row[0] for row in database.execute("SELECT artifact_location FROM experiments")]
+        moved = {place.rpartition("/")[0] for place in places if _elsewhere(place, runs)}
+        if not moved:
+            return tracking_uri(runs)
+        with closing(sqlite3.connect(scratch / "mlflow.db")) as copy, copy:
+            database.backup(copy)
+            for old in moved:
+                for table, column in _PLACES:
+                    copy.execute(
+                        f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?",
+                        (here, len(old) + 1, len(old) + 1, f"{old}/"),
+                    )
+    return f"sqlite:///{scratch / 'mlflow.db'}"
 
 
 def source_tags() -> dict[str, str]:
@@ -203,14 +231,33 @@ def set_tags(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> None
 
 
 def artifact(client: MlflowClient, runs: Path, run: Run, name: str) -> Any:
-    """A run's JSON or YAML artifact, or None; if the runs folder was moved, the one beside the store."""
+    """A run's JSON or YAML artifact, or None."""
+    folder = _artifacts(runs, run)
+    if folder is None:
+        return _download(client, run, name)
+    return _parse(folder / name) if (folder / name).exists() else None
+
+
+def log_folder(client: MlflowClient, runs: Path, run: Run, folder: Path, name: str) -> None:
+    """Attach the files of a folder to a run."""
+    place = _artifacts(runs, run)
+    if place is None:
+        client.log_artifacts(run.info.run_id, str(folder), name)
+    else:  # MLflow would write where the store says, which may be in the folder that this one was copied from
+        shutil.copytree(folder, place / name, dirs_exist_ok=True)
+
+
+def _artifacts(runs: Path, run: Run) -> Path | None:
+    """The folder of a run's artifacts: the one in this runs folder, also if it is a copy of that which the store names.
+
+    None if a server keeps them.
+    """
     place = urlsplit(run.info.artifact_uri or "")
     if place.scheme not in ("", "file"):
-        return _download(client, run, name)
-    file = Path(unquote(place.path)) / name
-    if not file.exists():
-        file = runs / Path(*file.parts[-5:])  # mlartifacts/<experiment>/<run>/artifacts/<name>
-    return _parse(file) if file.exists() else None
+        return None
+    named = Path(unquote(place.path))
+    here = runs / Path(*named.parts[-4:])  # mlartifacts/<experiment>/<run>/artifacts
+    return here if here.exists() or remote_uri() is None else named
 
 
 def _download(client: MlflowClient, run: Run, name: str) -> Any:
@@ -234,7 +281,7 @@ def from_stored(value: float) -> float:
     return math.copysign(math.inf, value) if abs(value) >= _LARGEST else value
 
 
-def _check_file(runs: Path) -> None:
+def _check_file(runs: Path, only_read: bool) -> None:
     """ValueError if mlflow.db is no store, has another schema, or belongs to a runs folder that was moved."""
     store = runs.resolve() / "mlflow.db"
     if not store.exists():
@@ -257,11 +304,10 @@ def _check_file(runs: Path) -> None:
             f"another version wrote it; upgrade it with 'mlflow db upgrade {tracking_uri(runs)}', {remedy}"
         )
     for place in places:
-        parent = Path(unquote(urlsplit(place).path)).parent
-        if parent.name == "mlartifacts" and parent != runs.resolve() / "mlartifacts":
+        if not only_read and (old := _elsewhere(place, runs)):
             raise ValueError(
-                f"{store} keeps its artifacts in '{parent}', which is not beside it: the runs folder was moved; "
-                "move it back to go on, or use another folder with --runs (reports can be read from here)"
+                f"{store} keeps its artifacts in '{old}', which is not beside it: the runs folder was moved; "
+                "move it back to go on, or use another folder with --runs (reports and pages can be read from here)"
             )
 
 
@@ -297,6 +343,12 @@ def _holders(store: Path) -> str:
             if process.pid != os.getpid() and any(Path(file.path) == store for file in process.open_files()):
                 found.append(f"process {process.pid} ({process.name()})")
     return ", ".join(found) or "another process (such as another cohort, or a tool that shows databases)"
+
+
+def _elsewhere(place: str, runs: Path) -> Path | None:
+    """The artifact folder of the runs folder that the store was made in, if `place` is in another one than this."""
+    folder = Path(unquote(urlsplit(place).path)).parent
+    return folder if folder.name == "mlartifacts" and folder != runs.resolve() / "mlartifacts" else None
 
 
 def _schema_version() -> str:

@@ -27,6 +27,7 @@ from harness.tracking.mlflow_store import (
     from_stored,
     inputs_tag,
     log_diff,
+    log_folder,
     newest_parent,
     search_runs,
     set_tags,
@@ -110,7 +111,7 @@ def log_report(runs: Path, name: str, folder: Path, answer: str) -> None:
     parent = newest_parent(client, name)
     if parent is None:
         raise ValueError(f"{store_name(runs)} has no study '{name}'")
-    client.log_artifacts(parent.info.run_id, str(folder), "report")
+    log_folder(client, runs, parent, folder, "report")
     document = artifact(client, runs, parent, "study.json") or {"spec": {"question": name}}
     set_tags(client, parent.info.run_id, {NOTE: f"{document['spec']['question']}\n\n{answer}"})
 
@@ -235,6 +236,7 @@ def _trial_record(client: MlflowClient, runs: Path, run: Run) -> TrialRecord:
         summary={key: float(value) for key, value in json.loads(tags.get("cohort.summary", "{}")).items()},
         per_problem=artifact(client, runs, run, "per_problem.json") or {},
         samples=[_sample_row(row) for row in samples],
+        threads=tags.get("cohort.threads", "").split(),
     )
 
 

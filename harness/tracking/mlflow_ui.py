@@ -1,5 +1,6 @@
 """Serves the MLflow pages of a runs folder on this machine only."""
 
+import logging
 import os
 import signal
 import socket
@@ -9,13 +10,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Self
 
 from harness.tracking.mlflow_address import health, tracking_uri
-from harness.tracking.mlflow_store import TRAINING_PAGES, check_runs_folder, connect
+from harness.tracking.mlflow_store import TRAINING_PAGES, check_runs_folder, connect, own_store
 
+log = logging.getLogger(__name__)
 START_SECONDS = 120.0  # how long a server may take to answer
 
 
@@ -25,6 +27,7 @@ class UIServer:
 
     address: str
     process: subprocess.Popen[bytes]
+    scratch: tempfile.TemporaryDirectory[str] | None = None  # goes with the server
 
     @property
     def url(self) -> str:
@@ -45,6 +48,8 @@ class UIServer:
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait()
+        if self.scratch is not None:
+            self.scratch.cleanup()
 
     def __enter__(self) -> Self:
         return self
@@ -56,13 +61,17 @@ class UIServer:
 def serve_ui(runs: Path, port: int, should_stop: Callable[[], bool] = lambda: False) -> UIServer:
     """A server of the MLflow pages of `runs` on 127.0.0.1 that answers already; an empty store is created if needed.
 
-    ValueError if the port is in use, RuntimeError with the server's last words if it does not come up,
-    KeyboardInterrupt if `should_stop()` turned true before it did.
+    Of a copied or moved runs folder it shows the store as it is now. ValueError if the port is in use, RuntimeError
+    with the server's last words if it does not come up, KeyboardInterrupt if `should_stop()` turned true before.
     """
     check_port(port)
-    check_runs_folder(runs)
+    check_runs_folder(runs, only_read=True)
     connect(runs)
-    return start_server(tracking_uri(runs), runs / "mlartifacts", port, should_stop)
+    scratch = tempfile.TemporaryDirectory(prefix="cohort-ui-")
+    uri = own_store(runs, Path(scratch.name))
+    if uri != tracking_uri(runs):
+        log.warning("'%s' was copied or moved: its pages show it as it is now, and no change made there is kept", runs)
+    return replace(start_server(uri, runs / "mlartifacts", port, should_stop), scratch=scratch)
 
 
 def start_server(

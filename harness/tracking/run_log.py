@@ -126,7 +126,8 @@ class RunLog:
         self._file = self._path.open("a", encoding="utf-8")
         for event in kept:
             self._copier.push(event)
-        self._append({"type": "start", "host": platform.node(), "pid": os.getpid()})
+        threads = os.environ.get("OMP_NUM_THREADS", "")
+        self._append({"type": "start", "host": platform.node(), "pid": os.getpid(), "threads": threads})
         latest = self._copier.history.latest()
         self.latest = {key: value for key, value in latest.items() if not key.startswith(SYSTEM)}
         self._note_progress(self.latest, step)
@@ -210,13 +211,16 @@ def replay(runs: Path, directory: Path, parent_run_id: str | None) -> None:
     Raises MLflow's own error if the store cannot be written.
     """
     identity, events = Identity.load(directory), read_events(directory / EVENTS)
-    if identity is None or not events or (identity.synced and identity.parent_run_id == parent_run_id):
+    if identity is None or not events:
         return
-    if identity.parent_run_id != parent_run_id:  # the store was made anew
-        anew = {"token": "", "run_id": None, "superseded": None, "synced": False}
-        identity = dataclasses.replace(identity, parent_run_id=parent_run_id, **anew)
-        identity.save(directory)
+    same_store = identity.parent_run_id == parent_run_id
+    if not same_store:
+        identity = dataclasses.replace(identity, parent_run_id=parent_run_id, token="", run_id=None, superseded=None)
     copier = Copier(runs, directory, identity)
     for event in events:
         copier.push(event)
+    if same_store and identity.synced and copier.has_artifacts():
+        return
+    identity.synced = False
+    identity.save(directory)
     copier.flush()

@@ -6,7 +6,6 @@ database (`postgres.py`), and hosts without a common disk can share a study. Onl
 
 import logging
 import os
-import re
 import sys
 import threading
 from abc import ABC, abstractmethod
@@ -129,9 +128,3 @@ class Storage(ABC):
 
     @abstractmethod
     def write_document(self, document: Mapping[str, Any]) -> None: ...
-
-
-def masked(url: str) -> str:
-    """The URL without its password, however it is written."""
-    url = url.replace("+psycopg", "")
-    return re.sub(r"(password=)[^&]*", r"\1***", re.sub(r"(//[^:/@]*):.*@", r"\1:***@", url))

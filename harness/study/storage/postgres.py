@@ -15,7 +15,7 @@ import json
 import platform
 import re
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -28,8 +28,9 @@ from sqlalchemy import event
 from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
+from harness.addresses import shown, without_secrets
 from harness.spec.errors import SpecError
-from harness.study.storage.base import Lease, Storage, StorageUnavailable, is_alive, masked, this_process
+from harness.study.storage.base import Lease, Storage, StorageUnavailable, is_alive, this_process
 from harness.tracking.run_log import read_progress
 
 BEAT_SECONDS = 5.0
@@ -53,7 +54,7 @@ class PostgresStorage(Storage):
 
     def __init__(self, study: str, url: str) -> None:
         self._study, self._url = study, _with_driver(url)
-        self.place = masked(url)
+        self.place = shown(url)
         self.document_place = f"the table cohort_studies of {self.place}"
 
     def check(self) -> None:
@@ -71,7 +72,7 @@ class PostgresStorage(Storage):
                 raise
             words = str(getattr(cause, "orig", cause)).strip().splitlines() or [type(cause).__name__]
             raise StorageUnavailable(
-                f"the storage {masked(self._url)} cannot be used now: {_without_password(words[0], self._url)}; "
+                f"the storage {self.place} cannot be used now: {without_secrets(words[0], self._url)}; "
                 "check --storage (or COHORT_STORAGE) and that the server runs and lets this host in"
             ) from None
 
@@ -217,6 +218,16 @@ class PostgresLease(Lease):
         self._storage.give_up(self._directory, self._token)
 
 
+def ask_password(url: str, ask: Callable[[], str]) -> str:
+    """The URL with the password that `ask` returns, if its server wants one and neither it nor ~/.pgpass has it."""
+    try:
+        PostgresStorage("", url).check()
+    except StorageUnavailable as error:
+        if "no password supplied" in str(error):
+            return sqlalchemy.make_url(_with_driver(url)).set(password=ask()).render_as_string(hide_password=False)
+    return url
+
+
 @lru_cache(maxsize=1)
 def machine() -> str:
     """A name that no other machine or container has: host, boot and process namespace."""
@@ -233,17 +244,13 @@ def _with_driver(url: str) -> str:
         parsed = sqlalchemy.make_url(re.sub(r"^postgres(ql)?(\+psycopg)?://", "postgresql+psycopg://", url))
     except (ArgumentError, ValueError):
         parsed = None
-    if parsed is None or parsed.drivername != "postgresql+psycopg" or not parsed.database:
+    if parsed is None or parsed.drivername != "postgresql+psycopg" or not parsed.database or url.count("@") > 1:
         raise SpecError(
-            f"--storage must be a URL as postgresql://USER:PASSWORD@HOST:5432/DATABASE, got '{masked(url)}'"
+            f"--storage must be a URL as postgresql://USER:PASSWORD@HOST:5432/DATABASE, got '{shown(url)}'; "
+            "write '@' in user and password as %40"
         )
     try:
         import psycopg  # noqa: F401
     except ImportError:
         raise SpecError("a storage in PostgreSQL needs psycopg 3; pip install 'cohort-rl[postgres]'") from None
     return parsed.render_as_string(hide_password=False)
-
-
-def _without_password(text: str, url: str) -> str:
-    password = sqlalchemy.make_url(url).password
-    return text.replace(str(password), "***") if password else text

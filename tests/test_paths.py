@@ -1,0 +1,143 @@
+"""A runs folder of any name keeps all its files inside or is refused; a copied one shows and changes itself alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import fake_trials
+import pytest
+from fake_trials import a_study
+from test_tracking import log_trial
+
+from harness.cli import app
+from harness.files import read_json
+from harness.study.runner import run_study, study_status
+from harness.tracking.mlflow_store import check_runs_folder
+from harness.tracking.mlflow_studies import log_report, open_study, read_study
+from harness.tracking.mlflow_ui import serve_ui
+from harness.tracking.run_log import replay
+
+TAKEN = ["#", "%", "%%", " ", "'", '"', "\u00e9", "e\u0301", "\u6f22", "\n", "\t", "\r", "\x01", "\x7f", "\u202e", "&",
+         ";", "=", "+", "@", ":", "\\", "*", "[a]", "$", "~", "`", "<", "|", "!", "{parent}", "{}"]  # fmt: skip
+AWKWARD = "".join(TAKEN)
+REFUSED = ["?", "?a=b", "%20", "%3f", "\udcff"]
+
+
+@pytest.fixture(autouse=True)
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_trials.install(tmp_path / "plugins", monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fake_trials.empty_store(tmp_path_factory)
+
+
+def new_runs(folder: Path, empty_store: Path) -> Path:
+    folder.mkdir(parents=True)
+    shutil.copy(empty_store, folder / "mlflow.db")
+    return folder
+
+
+def contents(folder: Path) -> dict[bytes, bytes | None]:
+    """Every file and folder below, with the content of the files."""
+    found = sorted(folder.rglob("*"))
+    return {os.fsencode(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in found}
+
+
+def fetched(address: str, run_id: str | None, name: str) -> bytes:
+    """An artifact as the MLflow pages show it."""
+    with urllib.request.urlopen(f"{address}/get-artifact?run_uuid={run_id}&path={name}") as answer:
+        return answer.read()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+@pytest.mark.attack("Awkward characters in the path of the runs folder")
+def test_a_study_in_a_folder_with_awkward_characters_keeps_all_its_files_there(
+    tmp_path: Path, empty_store: Path, record_property: Callable[[str, object], None]
+):
+    here = tmp_path / "here"
+    runs = new_runs(here / AWKWARD, empty_store)
+    study = a_study(factors={"algorithm.group_size": [2]}, seeds=[0])
+    status = run_study(study, runs, workers=1, command="", execute=fake_trials.EXECUTE)
+    assert study_status("sizes", runs).all_valid and status.all_valid
+    (trial,) = read_study(runs, "sizes").trials
+    assert trial.per_problem == {"p1": 1.0} and len(trial.samples) == 7
+    assert os.listdir(here) == [AWKWARD]
+    record_property("tried", len(TAKEN))
+
+
+@pytest.mark.attack("Paths that MLflow would read as another one")
+@pytest.mark.parametrize("part", REFUSED, ids=ascii)
+def test_a_path_that_does_not_survive_as_a_url_is_refused_and_nothing_is_written(
+    part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    before = contents(tmp_path)
+    runs = tmp_path / "here" / f"a{part}b"
+    with pytest.raises(ValueError, match=r"must not have '\?', '%' before two hexadecimal digits"):
+        run_study(a_study(), runs, workers=1, command="", execute=fake_trials.EXECUTE)
+    with pytest.raises(ValueError, match="choose another with --runs or COHORT_RUNS"):
+        open_study(runs, a_study(), "command")
+    evaluate = ["evaluate", "tiny", "--task", "arithmetic"]
+    train = ["train", "--set", "task=arithmetic", "--set", "algorithm=grpo"]
+    for command in (["ui"], evaluate, train):
+        with pytest.raises(SystemExit, match="2"):
+            app.main([*command, "--runs", str(runs)])
+        assert "must not have '?'" in capsys.readouterr().err
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.attack("A copied runs folder")
+def test_pages_and_report_of_a_copied_folder_show_the_copy_and_leave_the_original_alone(
+    tmp_path: Path, empty_store: Path, caplog: pytest.LogCaptureFixture
+):
+    original = new_runs(tmp_path / "original", empty_store)
+    parent = open_study(original, a_study(), "command")
+    log = log_trial(original, parent, "group_size=2", 0, "complete")
+    copy = tmp_path / AWKWARD
+    shutil.copytree(original, copy)
+    kept = f"mlartifacts/sizes/{log.run_id}/artifacts"
+    (copy / kept / "config.yaml").write_text("seed: 17\n")  # so that the two can be told apart
+    before = contents(original)
+    assert read_study(copy, "sizes").trials[0].spec == {"seed": 17}
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "index.html").write_text("<p>yes")
+    log_report(copy, "sizes", tmp_path / "report", "Yes.")
+    with serve_ui(copy, free_port()) as server:
+        assert fetched(server.address, log.run_id, "config.yaml") == b"seed: 17\n"
+        assert fetched(server.address, parent, "report/index.html") == b"<p>yes"
+    assert "was copied or moved: its pages show it as it is now" in caplog.text
+    assert contents(original) == before
+    with pytest.raises(ValueError, match=r"was moved; move it back"):
+        check_runs_folder(copy)
+
+
+@pytest.mark.attack("Deleted MLflow artifacts")
+def test_deleted_artifacts_are_copied_again(
+    tmp_path: Path, empty_store: Path, record_property: Callable[[str, object], None]
+):
+    runs = new_runs(tmp_path / "runs", empty_store)
+    log = log_trial(runs, parent := open_study(runs, a_study(), "command"), "group_size=2", 0, "complete")
+    before, artifacts = read_study(runs, "sizes"), contents(runs / "mlartifacts")
+    files = [f"sizes/{log.run_id}/artifacts/{name}" for name in ("config.yaml", "samples.json", "per_problem.json")]
+    for tried, lost in enumerate(["", f"sizes/{log.run_id}", *files], start=1):
+        place = runs / "mlartifacts" / lost
+        shutil.rmtree(place) if place.is_dir() else place.unlink()
+        assert open_study(runs, a_study(), "command") == parent
+        replay(runs, log.directory, parent)
+        assert contents(runs / "mlartifacts") == artifacts
+        assert repr(read_study(runs, "sizes")) == repr(before)  # text: NaN is not equal to itself
+        record_property("tried", tried)
+    assert read_json(log.directory / "run.json")["run_id"] == log.run_id
+    written = (runs / "mlflow.db").read_bytes()
+    replay(runs, log.directory, parent)
+    assert (runs / "mlflow.db").read_bytes() == written  # nothing is left to do
