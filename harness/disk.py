@@ -37,6 +37,6 @@ def full(folder: Path) -> DiskFull:
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     return DiskFull(
-        f"the disk of '{folder}' is full ({free:,} bytes are free, or a quota is used up); free some space, then the "
-        "same command continues from the last checkpoints: nothing that was finished is lost"
+        f"a disk is full, or a quota used up ('{folder}' has {free:,} bytes free); free some space, then the same "
+        "command continues from the last checkpoints: nothing that was finished is lost"
     )

@@ -56,18 +56,20 @@ def acknowledged(say: Callable[[str], None]) -> Iterator[None]:
     heard, written = os.pipe()
     os.set_blocking(written, False)
     before = signal.set_wakeup_fd(written, warn_on_full_buffer=False)
-    _thread.start_new_thread(_listen, (heard, say))  # at the exit nobody waits for it
+    ended = threading.Event()
+    _thread.start_new_thread(_listen, (heard, ended, say))  # at the exit nobody waits for it
     try:
         yield
     finally:
+        ended.set()
         signal.set_wakeup_fd(before)
         os.close(written)
 
 
-def _listen(heard: int, say: Callable[[str], None]) -> None:
+def _listen(heard: int, ended: threading.Event, say: Callable[[str], None]) -> None:
     again = False
     while number := os.read(heard, 1):  # b"" once the other end is closed
-        if number[0] not in (signal.SIGINT, signal.SIGTERM):
+        if ended.is_set() or number[0] not in (signal.SIGINT, signal.SIGTERM):
             continue
         if not again:
             say(_open[-1] if _open else "Stopping; Ctrl-C again stops at once.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import signal
 import socket
@@ -510,6 +511,7 @@ def test_ctrl_c_stops_a_run_after_its_step_with_exit_code_130(cohort: Shell, run
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
     assert "long: stopped" in out
+    assert "Stopping: each run finishes its step and writes a checkpoint; Ctrl-C again stops at once." in err
     assert "Traceback" not in err
 
 
@@ -523,6 +525,7 @@ def test_ctrl_c_stops_a_study_with_exit_code_130(cohort: Shell, runs: Path):
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
     assert out == ""
+    assert "Stopping: each run finishes its step and writes a checkpoint; Ctrl-C again stops at once." in err
     assert "Interrupted. The same command continues where it stopped." in err
     assert "Traceback" not in err
     assert cohort("study", "status", "compare-arithmetic", "--json") == 1
@@ -696,3 +699,18 @@ def test_on_a_terminal_a_study_shows_a_bar_for_itself_and_each_running_trial():
     assert "accuracy 25.0 %" in text
     assert "1,234 tokens/s" in text
     assert "other" not in text
+
+
+@pytest.mark.attack("Output that is no file or cannot hold the text")
+def test_text_that_the_terminal_cannot_show_is_escaped_and_a_full_output_is_said_in_one_sentence(tmp_path: Path):
+    (tmp_path / "greek.yaml").write_text("question: Ποιο;\nrun: {task: arithmetic, algorithm: grpo}\n", "utf-8")
+    code = "from harness.cli.app import main; main()"
+    command = [sys.executable, "-c", code, "study", "show", str(tmp_path / "greek.yaml")]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    shown = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert r"\u03a0\u03bf\u03b9\u03bf" in shown.stdout
+    if Path("/dev/full").exists():
+        with Path("/dev/full").open("w") as full:
+            ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        assert (ended.returncode, len(ended.stderr.splitlines())) == (1, 1)
+        assert ended.stderr.startswith("Error: a disk is full")

@@ -21,7 +21,6 @@ from harness.study.runner import study_status
 from harness.study.status import StudyStatus
 from harness.tracking.mlflow_studies import read_study
 
-STUDY = a_study(seeds=[0])
 SIZE = 130_000_000  # bytes; a start asks for 100 MB
 
 
@@ -63,7 +62,7 @@ def fill(disk: Path) -> Path:
 def test_a_disk_that_fills_up_stops_a_study_and_the_same_command_finishes_it(
     disk: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ):
-    runs = disk / "runs"
+    runs, study = disk / "runs", a_study(seeds=[0])
     runs.mkdir()
     shutil.copy(fake_trials.empty_store(tmp_path_factory), runs / "mlflow.db")
     monkeypatch.setenv("FAKE_STEP_SECONDS", "0.15")
@@ -73,14 +72,14 @@ def test_a_disk_that_fills_up_stops_a_study_and_the_same_command_finishes_it(
         if not fillers and any(trial.state == "running" and trial.done >= 1 for trial in status.trials):
             fillers.append(fill(disk))
 
-    with pytest.raises(DiskFull, match=rf"^the disk of '{disk}.*' is full \([\d,]+ bytes are free.*the same command"):
-        run(STUDY, runs, fill_once)
+    with pytest.raises(DiskFull, match=rf"^a disk is full.* \('{disk}.*' has [\d,]+ bytes free\).*the same command"):
+        run(study, runs, fill_once)
     assert not living_workers()
     assert {trial.state for trial in study_status("sizes", runs).trials} <= {"stopped", "waiting", "complete"}
     fillers[0].unlink()
     monkeypatch.setenv("FAKE_STEP_SECONDS", "0")
-    assert run(STUDY, runs).counts() == {"complete": 2}
-    assert completions(runs) == Counter(wanted(STUDY))
+    assert run(study, runs).counts() == {"complete": 2}
+    assert completions(runs) == Counter(wanted(study))
     ends = {trial.user_attrs.get("result", {}).get("state") for trial in journal(runs)}
     assert ends <= {"complete", "stopped", "lost"}
     for trial in read_study(runs, "sizes").trials:
@@ -120,9 +119,9 @@ def test_every_words_for_a_full_disk_become_one_sentence(
         app.main(["study", "status", "any", "--runs", str(tmp_path)])
     said = capsys.readouterr().err
     assert ended.value.code == 1
-    assert said.startswith("Error: the disk of '")
+    assert said.startswith("Error: a disk is full")
     assert len(said.splitlines()) == 1
-    assert "bytes are free" in said
+    assert "bytes free" in said
 
 
 def test_other_errors_do_not_tell_of_a_full_disk(tmp_path: Path):

@@ -7,6 +7,7 @@ libraries inside their functions, so that `cohort --help` answers at once.
 
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 try:
     from harness.cli.commands import app
@@ -22,5 +23,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command that the arguments (by default those of the process) name; ends with SystemExit."""
     from harness.stop import acknowledged
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # None where it is closed
+            stream.reconfigure(errors="backslashreplace")  # a question in Greek is shown on an ASCII terminal too
     with acknowledged(lambda words: print(words, file=sys.stderr, flush=True)):  # above the bars, if there are any
-        app(args=None if arguments is None else list(arguments), prog_name="cohort")
+        try:
+            app(args=None if arguments is None else list(arguments), prog_name="cohort")
+        except KeyboardInterrupt:  # before a command began
+            raise SystemExit(130) from None

@@ -10,6 +10,8 @@ from harness.cli.commands import app, command
 from harness.cli.options import RUNS, Runs, TrackingUri, use_store
 from harness.console import terminal
 
+STOPPING = "Stopping the server; Ctrl-C again stops at once."
+
 
 @command(app, "ui", "cohort ui", "cohort ui --port 5001 --open")
 def ui(
@@ -26,7 +28,7 @@ def ui(
 
     use_store(tracking_uri)
     with stop_on_signals(
-        words="Stopping the server."
+        words=STOPPING
     ) as should_stop:  # a flag: an exception that a signal raises is lost in a library's callback
         ending = _serve_pages(runs, port, browser, should_stop)
     if ending is not None and not should_stop():
