@@ -5,9 +5,12 @@ base (`52_8`) and times or ratios (`12:30`) as written. Where an answer has an i
 commas, `and` and any other `or` make a list. The rest goes to the checker (`tasks._symbolic`). math-verify 0.9.0 would
 judge some of it too generously or too strictly, so decimals become exact fractions first, and a set equals no tuple and
 no interval.
+
+An answer must also be worked out (`is_answered`): `513^2-487^2` equals 26000 and does not answer what it is.
 """
 
 import re
+from collections import Counter
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
@@ -36,6 +39,24 @@ def equivalent(answer: str, other: str) -> bool:
     if not (_is_well_formed(first) and _is_well_formed(second)):
         return False
     return _symbolic.checker().compare(_exact(first), _exact(second)) == "equal"
+
+
+def is_answered(answer: str, question: str, gold: str | None) -> bool:
+    """Whether an answer that equals `gold` leaves no work that this does not, and is no copy from the question.
+
+    The text of the gold answer counts, in whatever order. Without gold only a copy that leaves work is no answer.
+    """
+    text = _tidy(answer)
+    if _numbers.number(answer, prose=False) is not None or _is_text(text):
+        return True
+    is_copy = _symbols(text, without=("0", "1")) in _expressions(question)
+    if gold is None:
+        return not is_copy or not (_OPERATORS.search(text) or not _is_worked_out(text, "0"))
+    target = _tidy(gold)
+    if _symbols(text) == _symbols(target):
+        return True
+    is_operator_known = set(_OPERATORS.findall(text)) <= set(_OPERATORS.findall(target))
+    return not is_copy and is_operator_known and _is_worked_out(text, target)
 
 
 def canonical(answer: str) -> str:
@@ -91,6 +112,33 @@ _CHOICE = re.compile(r"(?:\\text\s*\{\s*)?\(([A-Za-z])\)(?:\s*\})?")
 _LETTERS = re.compile(r"[A-Za-z,.'-]{3,}")
 _BASE_NUMERAL = re.compile(r"\d[0-9A-F]*\s*_")
 _DECIMAL = re.compile(r"(?<![\d.])\d{0,30}\.\d{1,30}(?![\d.]|\s*\\(?:overline|bar|dot))")
+
+
+# What the checker's parser computes, so that it does not see the work.
+_OPERATORS = re.compile(r"\\(?:binom|sum|prod|int|lim|lceil|lfloor|gcd|lcm|det|max|min|[bp]?mod|div)(?![A-Za-z])|!")
+_FORMULA = re.compile(r"(?s)\$\$(.+?)\$\$|\$(.+?)\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|\\begin\{align\*?\}(.+?)\\end")
+_SYMBOL = re.compile(r"\\[A-Za-z]+|[A-Za-z]|\d+(?:\.\d+)?")
+_LAYOUT = frozenset((r"\frac", r"\cdot", r"\times", r"\left", r"\right", r"\text"))
+_NAMED = re.compile(r"[A-Za-z](?:\([A-Za-z]\))?\s*(?:=|\\in(?![A-Za-z]))")
+
+
+def _is_worked_out(text: str, gold: str) -> bool:
+    return _symbolic.checker().is_worked_out(_exact(text), _exact(gold))
+
+
+def _symbols(text: str, without: tuple[str, ...] = ()) -> frozenset[tuple[str, int]]:
+    """How often each number, letter and function stands in a tidy text; the name that it gives to a value apart."""
+    named = _NAMED.match(text)
+    found = _SYMBOL.findall(text[named.end() :] if named else text)
+    return frozenset(Counter(symbol for symbol in found if symbol not in _LAYOUT and symbol not in without).items())
+
+
+@lru_cache(maxsize=256)
+def _expressions(question: str) -> frozenset[frozenset[tuple[str, int]]]:
+    """The symbols of each formula of a question and of each side of its equations."""
+    formulas = ["".join(parts) for parts in _FORMULA.findall(question)]
+    sides = [side for formula in formulas for side in (formula, *formula.split("="))]
+    return frozenset(_symbols(_tidy(side), without=("0", "1")) for side in sides)
 
 
 @lru_cache(maxsize=4096)

@@ -66,7 +66,8 @@ def graders(task: Task) -> dict[str, Callable[[str, str], Grade]]:
     def by(extract: Callable[[str], str | None]) -> Callable[[str, str], Grade]:
         def grade(completion: str, gold: str) -> Grade:
             answer = extract(completion)
-            return answer, answer is not None and (answer == gold or task.equivalent(answer, gold))
+            equal = answer is not None and (answer == gold or task.equivalent(answer, gold))
+            return answer, equal and (answer == gold or task.is_answered(answer, "", gold))
 
         return grade
 
