@@ -223,12 +223,11 @@ class Task(Section, ABC):
         return True
 
     def allow_overruns(self, count: int | None) -> int:
-        """Let so many of this thread's next comparisons run into their time limit, and hurry those after them.
+        """Let so many of this thread's next comparisons run into their time limit; those after them have no verdict.
 
-        None lifts the bound. Returns how many of those allowed last are left; 0 for a task whose comparisons have no
-        limit.
+        None lifts the bound. Returns how many of those allowed last are left, all without such a limit.
         """
-        return 0
+        return count or 0
 
     def use_processes(self, count: int) -> None:
         """Let that many threads compare answers at once, if comparisons run in processes of their own."""

@@ -203,7 +203,9 @@ def _equal(first: Any, second: Any) -> bool:
     if parts and others and parts[0] == others[0]:
         return all(map(_equal, parts[1], others[1]))
     if isinstance(first, Expr) and isinstance(second, Expr) and (first.is_Symbol or second.is_Symbol):
-        return not _differ(first, second) and bool(sympy.simplify(first - second) == 0)  # math-verify joins letters to words, without case
+        return not _differ(first, second) and bool(
+            sympy.simplify(first - second) == 0
+        )  # math-verify joins letters to words, without case
     if _differ(first, second):
         return False
     verify = partial(math_verify.verify, allow_set_relation_comp=True, timeout_seconds=None)

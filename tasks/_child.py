@@ -36,15 +36,13 @@ def serve(wall_seconds: float, cpu_seconds: float, memory_bytes: int, comparison
     for limit, value in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
         resource.setrlimit(limit, (value, value))
 
-    share = 1.0  # of the limits
-
     def begin(stage: bytes) -> None:
         os.write(answers, stage)
-        signal.setitimer(signal.ITIMER_REAL, share * wall_seconds)  # the default action of both ends the process
-        signal.setitimer(signal.ITIMER_PROF, share * cpu_seconds)
+        signal.setitimer(signal.ITIMER_REAL, wall_seconds)  # the default action of both signals ends the process
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
 
     while (line := _next_line(parent)) is not None:
-        share, first, second, *kind = json.loads(line)
+        first, second, *kind = json.loads(line)
         try:
             verdict = (_algebra.is_worked_out if kind == [WORKED_OUT] else compare)(first, second, begin)
         except MemoryError:

@@ -36,12 +36,18 @@ def _work(value: Any) -> Iterator[str]:
         terms = Counter(map(_without_coefficient, _terms(value)))
         if max(terms.values()) > 1 or 0 in value.args:
             yield "add"
+        if any(_num_factors(term) and _has_other_variable(term) for term in value.args):
+            yield "multiply out"
     if isinstance(value, Mul):
         yield from _work_of_product(value)
     if isinstance(value, Pow):
         yield from _work_of_power(value)
     if isinstance(value, sympy.Function) and not value.free_symbols and not _is_plain_exponential(value):
-        yield "trigonometry" if isinstance(value, TrigonometricFunction | InverseTrigonometricFunction) else type(value).__name__
+        yield (
+            "trigonometry"
+            if isinstance(value, TrigonometricFunction | InverseTrigonometricFunction)
+            else type(value).__name__
+        )
     if isinstance(value, ExprWithLimits | sympy.Limit | sympy.Derivative):
         yield type(value).__name__
     if _num_factors(value) > 1:
@@ -66,10 +72,11 @@ def _work_of_product(value: Mul) -> Iterator[str]:
 
 
 def _work_of_power(value: Pow) -> Iterator[str]:
-    base, exponent = value.base, value.exp
+    base: Any = value.base
+    exponent: Any = value.exp
     if base.free_symbols or not exponent.is_Rational:
         return
-    if exponent.is_Integer and exponent != -1 and base not in (sympy.pi, sympy.E):
+    if exponent.is_Integer and exponent != sympy.S.NegativeOne and base not in (sympy.pi, sympy.E):
         yield "raise"
     if not exponent.is_Integer:
         is_exact = base.is_Rational and base.p < 10**12 and base.q < 10**12 and Pow(base, exponent).is_Rational
@@ -87,16 +94,16 @@ def _is_plain_exponential(value: Any) -> bool:
     return isinstance(value, sympy.exp) and not value.has(I)
 
 
-def _terms(value: Any, factor: Any = Integer(1)) -> Iterator[Any]:
+def _terms(value: Any) -> Iterator[Any]:
     """The terms of a sum, those of sums in it included, as far as only a constant stands before them."""
     if isinstance(value, Add):
         for part in value.args:
-            yield from _terms(part, factor)
+            yield from _terms(part)
         return
     factors = Mul.make_args(value)
     sums = [part for part in factors if isinstance(part, Add)]
     if len(sums) == 1 and all(part.is_Rational or _is_inverse(part) for part in factors if part is not sums[0]):
-        yield from _terms(sums[0], factor)
+        yield from _terms(sums[0])
     else:
         yield value
 
@@ -127,11 +134,16 @@ def _base(factor: Any) -> Any:
     return factor.base if isinstance(factor, Pow) else factor
 
 
+def _has_other_variable(term: Any) -> bool:
+    """Whether a product has a variable beside its sums: `x(x+1)`."""
+    return any(power > 0 and f.free_symbols and not isinstance(_base(f), Add) for f, power in _factors(term))
+
+
 def _num_factors(value: Any) -> int:
     """How many sums with variables a product has, as often as each stands in it."""
     count = 0
     for part, sign in _factors(value) if isinstance(value, Mul | Pow) else ():
-        base, power = (part.base, part.exp) if isinstance(part, Pow) else (part, 1)
-        if sign > 0 and isinstance(base, Add) and base.free_symbols and getattr(power, "is_Integer", True) and power > 0:
+        base, power = (part.base, part.exp) if isinstance(part, Pow) else (part, Integer(1))
+        if sign > 0 and isinstance(base, Add) and base.free_symbols and power.is_Integer and power > 0:
             count += int(power)
     return count

@@ -32,7 +32,6 @@ START_SECONDS = 120.0  # importing sympy on a busy machine
 CACHED_VERDICTS = 16_384
 CACHED_OVERRUNS = 4096
 MAX_TRIES = 2  # of reading or comparing an answer
-HURRY = 0.1  # of the limits, for a thread that has had its overruns
 QUESTIONS_PER_CHILD = 10_000  # then a fresh one: sympy's and antlr's caches only grow
 GRACE_SECONDS = 1.0  # the parent waits so much longer than the child's own limit
 
@@ -102,9 +101,9 @@ class Checker:
         return self._verdict((answer, gold, _questions.WORKED_OUT)) == "equal"
 
     def allow_overruns(self, count: int | None) -> int:
-        """Let `count` questions of this thread overrun the limits, and give later ones a part of them (None: never).
+        """Let `count` further questions of this thread overrun the limits; then all new ones are `unparsable`.
 
-        Returns how many of the overruns that were allowed last are left.
+        None lifts the bound. Returns how many of the overruns that were allowed last are left.
         """
         left, self._overruns.left = self._overruns.left, count
         return left or 0
@@ -128,7 +127,7 @@ class Checker:
     def _verdict(self, pair: tuple[str, ...]) -> Verdict:
         with self._turn:
             self._turn.wait_for(lambda: self._known(pair) or self._num_busy < self._num_children)
-            verdict = self._known(pair)
+            verdict = self._known(pair) or ("unparsable" if self._overruns.left == 0 else None)
             if verdict is None:
                 self._num_busy += 1
         return verdict or self._ask(pair)
@@ -144,7 +143,6 @@ class Checker:
         stage = b""
         try:
             child = self._take_child()
-            child.share = HURRY if self._overruns.left == 0 else 1.0
             verdict, stage = child.ask(pair)
         finally:
             with self._turn:
@@ -210,7 +208,6 @@ class _Child:
 
     def __init__(self, limits: tuple[float, float, int], library: bool = False):
         self.num_questions = 0
-        self.share = 1.0  # of the limits that the next question may take
         self._wall_seconds = limits[0]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         self._process = subprocess.Popen(
@@ -230,7 +227,7 @@ class _Child:
         self.num_questions += 1
         stage = b""
         try:
-            self._process.stdin.write(json.dumps([self.share, *pair]).encode() + b"\n")
+            self._process.stdin.write(json.dumps(pair).encode() + b"\n")
         except BrokenPipeError:  # something killed it while it was idle
             return None, stage
         while said := self._read(self._wall_seconds + GRACE_SECONDS):

@@ -55,8 +55,8 @@ def _log_size(value: Any) -> float:
     if isinstance(value, Rational):
         return log10(max(abs(value.p), value.q, 1))
     if isinstance(value, Pow):
-        exponent = _log_size(value.exp)
-        return _log_size(value.base) * (10**exponent if exponent < 300 else inf) if _log_size(value.base) else 0.0
+        base, exponent = _log_size(value.base), _log_size(value.exp)
+        return base * (10**exponent if exponent < 300 else inf) if base else 0.0
     if isinstance(value, factorial):
         size = _log_size(value.args[0])
         return size * 10**size if size < 300 else inf
@@ -72,6 +72,6 @@ def _at_point(value: Any) -> Any:
     return number if number.is_number and number.is_finite else None
 
 
-def _coordinate(name: str) -> Rational:
+def _coordinate(name: str) -> Any:
     digest = hashlib.sha256(name.encode()).digest()
     return 1 + Rational(int.from_bytes(digest[:4]), 2**32)

@@ -12,9 +12,8 @@ from typing import Any
 from harness.interfaces import Task
 from harness.types import GradedGroup, Group, Prompt, SampleRow, Split
 
-
-GROUP_OVERRUNS = 2  # comparisons of a group that may run into their time limit; the others of it are hurried
-OVERRUNS = 8  # of all groups that are graded together: a step's, or an evaluation's
+GROUP_OVERRUNS = 2  # comparisons of a group that may run into their time limit; no other of it is made then
+OVERRUNS = 8  # of groups that are graded together, a step's or an evaluation's; then each group has one
 
 
 def grade(task: Task, groups: Sequence[Group], max_tokens: int) -> list[GradedGroup]:
@@ -25,7 +24,7 @@ def grade(task: Task, groups: Sequence[Group], max_tokens: int) -> list[GradedGr
     graded: list[GradedGroup] = []
     left = OVERRUNS
     for group in groups:
-        allowed = min(GROUP_OVERRUNS, left)
+        allowed = max(1, min(GROUP_OVERRUNS, left))
         task.allow_overruns(allowed)
         graded.append(_grade_group(task, group, max_tokens))
         left -= allowed - task.allow_overruns(None)
