@@ -214,6 +214,21 @@ class Task(Section, ABC):
         """Comparisons of this process so far without a verdict; None if every comparison has one."""
         return None
 
+    def is_answered(self, answer: str, question: str, gold: str | None) -> bool:
+        """Whether an extracted answer that equals `gold` answers the question (a prompt) and does not restate it.
+
+        One that restates it is not correct. Without gold, for a vote: whether the answer may vote. Bounded like
+        `extract`.
+        """
+        return True
+
+    def allow_overruns(self, count: int | None) -> int:
+        """Let so many of this thread's next comparisons run into their time limit; those after them have no verdict.
+
+        None lifts the bound. Returns how many of those allowed last are left, all without such a limit.
+        """
+        return count or 0
+
     def use_processes(self, count: int) -> None:
         """Let that many threads compare answers at once, if comparisons run in processes of their own."""
 

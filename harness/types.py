@@ -120,7 +120,7 @@ class GradedGroup:
     """A group as a reward may see it: everything but the gold answer.
 
     All tuples have length G. `answers[i]` is the extracted answer or None; `classes[i]` numbers the equivalence
-    class of that answer under the task's own equality (None without an answer); `correct` is None for a reward
+    class of that answer under the task's own equality (None without one that answers); `correct` is None for a reward
     that must not see the gold answer, so that label leakage fails loudly. `format_scores[i]` in [0, 1] says how far
     the completion keeps the task's answer format, `reasoning_chars[i]` how long its reasoning is; `max_tokens` is the
     limit that cuts a completion.

@@ -24,7 +24,8 @@ from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean, BooleanAtom
 from sympy.matrices.expressions import MatrixExpr
 
-from tasks._questions import COMPARE, FIRST, SECOND, Verdict
+from tasks import _form, _values
+from tasks._questions import COMPARE, COMPARE_LARGER_SECOND, FIRST, SECOND, Verdict
 
 # No units: that rule takes the `t` off `10t`.
 _REWRITES = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
@@ -47,12 +48,21 @@ def compare(first: str, second: str, begin: Callable[[bytes], None]) -> Verdict:
     one = _read(first)
     begin(SECOND)
     other = _read(second)
-    begin(COMPARE)
+    sizes = _values.num_terms(one), _values.num_terms(other)
+    begin(COMPARE if sizes[0] >= sizes[1] else COMPARE_LARGER_SECOND)
+    if sum(sizes) > _values.MAX_TERMS:
+        return "different" if _differ(one, other) else "equal" if one == other else "unparsable"
     if one.has(I) or other.has(I):
         one, other = (_renamed(value, _complex_variables(value)) for value in (one, other))
     roots = [value.replace(_is_odd_root, _real_root) for value in (one, other)]
     is_equal = _equal(one, other) or (roots != [one, other] and _equal(*roots))
     return "equal" if is_equal else "different"
+
+
+def is_worked_out(answer: str, gold: str, begin: Callable[[bytes], None]) -> Verdict:
+    """`equal` if an answer that equals the gold answer leaves no work that this does not leave."""
+    begin(COMPARE)
+    return "equal" if _form.is_worked_out(_read(answer), _read(gold)) else "different"
 
 
 def compare_as_library(gold: str, completion: str, begin: Callable[[bytes], None]) -> Verdict:
@@ -112,6 +122,8 @@ def _read(text: str) -> Basic | MatrixBase:
         parsed = And(*sorted(chain, key=sympy.default_sort_key))
     if isinstance(parsed, BooleanAtom):
         raise ValueError("not an answer")  # else all that is false would be equal
+    if _values.num_digits(parsed) > _values.MAX_DIGITS:
+        raise ValueError("too long a number")
     if isinstance(parsed, Expr) and not parsed.free_symbols:
         parsed.doit().evalf(15)  # a value beyond the limits must show here, not in every comparison
     return parsed
@@ -191,9 +203,18 @@ def _equal(first: Any, second: Any) -> bool:
     if parts and others and parts[0] == others[0]:
         return all(map(_equal, parts[1], others[1]))
     if isinstance(first, Expr) and isinstance(second, Expr) and (first.is_Symbol or second.is_Symbol):
-        return bool(sympy.simplify(first - second) == 0)  # math-verify joins letters to words, without case
+        return not _differ(first, second) and bool(
+            sympy.simplify(first - second) == 0
+        )  # math-verify joins letters to words, without case
+    if _differ(first, second):
+        return False
     verify = partial(math_verify.verify, allow_set_relation_comp=True, timeout_seconds=None)
     return verify(first, second) and verify(second, first) and _same_size(first, second)
+
+
+def _differ(first: Any, second: Any) -> bool:
+    """Whether two expressions surely differ, which costs no algebra."""
+    return isinstance(first, Expr) and isinstance(second, Expr) and _values.surely_differ(first, second)
 
 
 def _match(rows: tuple[Any, ...], others: tuple[Any, ...]) -> bool:

@@ -5,9 +5,12 @@ base (`52_8`) and times or ratios (`12:30`) as written. Where an answer has an i
 commas, `and` and any other `or` make a list. The rest goes to the checker (`tasks._symbolic`). math-verify 0.9.0 would
 judge some of it too generously or too strictly, so decimals become exact fractions first, and a set equals no tuple and
 no interval.
+
+An answer must also be worked out (`is_answered`): `513^2-487^2` equals 26000 and does not answer what it is.
 """
 
 import re
+from collections import Counter
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
@@ -38,6 +41,26 @@ def equivalent(answer: str, other: str) -> bool:
     return _symbolic.checker().compare(_exact(first), _exact(second)) == "equal"
 
 
+def is_answered(answer: str, question: str, gold: str | None) -> bool:
+    """Whether an answer that equals `gold` leaves no work that this does not, and is no copy from the question.
+
+    The text of the gold answer counts, in whatever order. Without gold only a copy that leaves work is no answer.
+    """
+    text = _tidy(answer)
+    if _numbers.number(answer, prose=False) is not None or _is_text(text):
+        return True
+    if len({number for side in text.split("=") if (number := _numbers.number(side, prose=False)) is not None}) > 1:
+        return False  # `x=6=5`
+    is_copy = _symbols(text, without=("0", "1")) in _expressions(question)
+    if gold is None:
+        return not is_copy or not (_OPERATORS.search(text) or not _is_worked_out(text, "0"))
+    target = _tidy(gold)
+    if _symbols(text) == _symbols(target):
+        return True
+    is_operator_known = set(_OPERATORS.findall(text)) <= set(_OPERATORS.findall(target))
+    return not is_copy and is_operator_known and _is_worked_out(text, target)
+
+
 def canonical(answer: str) -> str:
     """One spelling for plain numbers; for anything else the text without surrounding space and dollars."""
     number = _numbers.canonical(answer, prose=False)
@@ -48,6 +71,7 @@ _SYMBOLS = {"\u2264": r"\le ", "\u2265": r"\ge ", "\u222a": r"\cup ", "\u2229": 
 _SYMBOLS |= {"\u00b1": r"\pm ", "\u221e": r"\infty ", "\u03c0": r"\pi ", "\u221a": r"\sqrt ", "\u03b8": r"\theta "}
 _TRIG = r"\\(?:sin|cos|tan|cot|sec|csc)(?:\s*\^\s*\{?\d\}?)?"
 _DEGREES = r"(?:\\degree(?![A-Za-z])|\^\s*\{?\s*\\circ\s*\}?|\u00b0)"
+_UNIT = rf"\\text\s*\{{(?![^{{}}]*{_numbers.HEDGE})[^{{}}]*\}}"
 _BRACED = re.compile(r"\{([^{}]*)\}")
 _ORDER = re.compile(r"[<>\u2264\u2265\u2260]|\\(?:leq?|geq?|neq?|[lg]t|[lg]eqslant)(?![A-Za-z])")
 _OR = re.compile(r",?\s*(?:\\(?:text\w*|mbox|mathrm)\s*\{\s*or\s*\}|(?<![A-Za-z\\])or(?![A-Za-z])|\\vee(?![A-Za-z]))")
@@ -83,14 +107,45 @@ _REWRITES = tuple(
         (r"\\log_\{?e\}?(?![A-Za-z])", r"\\ln "),
         (r"(?<=\{)[bB]matrix(?=\})", "pmatrix"),
         (r"\\text\s*\{([A-Za-z]?|\s*\d[\d.,:/ ]*)\}", r"\1"),
-        (rf"(?<=\S)\s*(?:\\text\s*\{{[^{{}}]*\}}|\s(?:{_numbers.UNITS}))(?:\s*\^\s*[23])?\s*$", ""),
+        (rf"(?<=\S)\s*(?:{_UNIT}|\s(?:{_numbers.UNITS}))(?:\s*\^\s*[23])?\s*$", ""),
     )
 )
 _WORDS = re.compile(r"\\text\s*\{\s*([A-Za-z][A-Za-z ,'.-]*)\}")
+_HEDGE = re.compile(rf"\\text\s*\{{[^{{}}]*{_numbers.HEDGE}", re.I)
 _CHOICE = re.compile(r"(?:\\text\s*\{\s*)?\(([A-Za-z])\)(?:\s*\})?")
 _LETTERS = re.compile(r"[A-Za-z,.'-]{3,}")
 _BASE_NUMERAL = re.compile(r"\d[0-9A-F]*\s*_")
 _DECIMAL = re.compile(r"(?<![\d.])\d{0,30}\.\d{1,30}(?![\d.]|\s*\\(?:overline|bar|dot))")
+
+
+# What the checker's parser computes or drops, so that it does not see the work.
+_OPERATORS = re.compile(
+    r"\\(?:binom|sum|prod|int|lim|lceil|lfloor|gcd|lcm|det|max|min|[bp]?mod|div|[lcv]?dots)(?![A-Za-z])"
+    r"|!|\|[-+*/^\d. ]+\|"
+)
+_FORMULA = re.compile(r"(?s)\$\$(.+?)\$\$|\$(.+?)\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|\\begin\{align\*?\}(.+?)\\end")
+_SYMBOL = re.compile(r"\\[A-Za-z]+|[A-Za-z]|\d+(?:\.\d+)?")
+_LAYOUT = frozenset((r"\frac", r"\cdot", r"\times", r"\left", r"\right", r"\text"))
+_NAMED = re.compile(r"[A-Za-z](?:\([A-Za-z]\))?\s*(?:=|\\in(?![A-Za-z]))")
+
+
+def _is_worked_out(text: str, gold: str) -> bool:
+    return _symbolic.checker().is_worked_out(_exact(text), _exact(gold))
+
+
+def _symbols(text: str, without: tuple[str, ...] = ()) -> frozenset[tuple[str, int]]:
+    """How often each number, letter and function stands in a tidy text; the name that it gives to a value apart."""
+    named = _NAMED.match(text)
+    found = _SYMBOL.findall(text[named.end() :] if named else text)
+    return frozenset(Counter(symbol for symbol in found if symbol not in _LAYOUT and symbol not in without).items())
+
+
+@lru_cache(maxsize=256)
+def _expressions(question: str) -> frozenset[frozenset[tuple[str, int]]]:
+    """The symbols of each formula of a question and of each side of its equations."""
+    formulas = ["".join(parts) for parts in _FORMULA.findall(question)]
+    sides = [side for formula in formulas for side in (formula, *formula.split("="))]
+    return frozenset(_symbols(_tidy(side), without=("0", "1")) for side in sides)
 
 
 @lru_cache(maxsize=4096)
@@ -115,8 +170,8 @@ def _key(text: str, is_text: bool) -> str:
 
 
 def _is_literal(text: str) -> bool:
-    """Whether an answer is equal to nothing but itself: words, a numeral with its base, a time or a ratio."""
-    return bool(_WORDS.fullmatch(text) or _BASE_NUMERAL.search(text) or ":" in text)
+    """Whether an answer is equal to nothing but itself: words, a hedge, a numeral with its base, a time or a ratio."""
+    return bool(_WORDS.fullmatch(text) or _HEDGE.search(text) or _BASE_NUMERAL.search(text) or ":" in text)
 
 
 def _is_well_formed(text: str) -> bool:

@@ -173,6 +173,7 @@ _VALUE = rf"""
       | 10\s*(?:\^|\*\*)\s*(?P<power>[+-]?\d++)
     )
     (?: \s*(?P<scale>{_SCALE})(?![A-Za-z]) )?
+    (?! (?:\s?[kKMB]|[xXnyz]) (?![A-Za-z]) )
 """
 _LENGTH = r"(?:[cdkm]?m|ft|in|yd|mi|inch(?:es)?|feet|foot|yards?|miles?|met(?:er|re)s?|units?)"
 _POWER = rf"(?:\b|(?<=\d)){_LENGTH}\s?\^?\s?[23](?!\d)"  # cm^2, cm2, units ^2
@@ -182,6 +183,10 @@ UNITS = (  # as alternatives of a pattern
     "minutes? mins? seconds? secs? days? weeks? months? years? units? square sq cubic cu per people students? ways? "
     "pct (?<=/)[hs]"
 ).replace(" ", "|")
+# Words that take back a number or leave others open; a text with one of them states no number.
+HEDGE = r"\b(?:or|any\w*|not|either|neither|maybe|wrong|at (?:least|most)|(?:more|less|fewer|greater) than)\b"
+_HEDGE = re.compile(rf"{HEDGE}|[<>!]=", re.I)
+_UNEQUAL = re.compile(r"(?:^|=)\s*(\d++)\s*=\s*(?!\1\b)\d++\s*$")  # `6 = 5`
 # Around a number in prose: words and punctuation, but no digit and no operator. A hyphen must join words, and a sign
 # must not touch the word before it: `x-5` states no number.
 _LETTER = r"[^\W\d_]"
@@ -222,7 +227,12 @@ def _plain(text: str) -> str | None:
 def _unit(match: re.Match[str]) -> str:
     r"""The content of `\text{...}`; words other than a scale become `units`, the name for any unit."""
     words = match[1].strip()
-    is_unit = len(words) > 1 and words.replace(" ", "").isalpha() and words.lower() not in {"pi", *_SCALES}
+    is_unit = (
+        len(words) > 1
+        and not _HEDGE.search(words)
+        and words.replace(" ", "").isalpha()
+        and words.lower() not in {"pi", *_SCALES}
+    )
     return f" {'units' if is_unit else match[1]} "
 
 
@@ -232,6 +242,8 @@ def _parse(text: str, prose: bool) -> Fraction | None:
     if plain is None:
         return None
     if prose:
+        if _HEDGE.search(plain) or _UNEQUAL.search(plain):
+            return None
         plain = _MINUS.sub("-", plain.rpartition("=")[2].strip())
         plain = plain if plain.isascii() else _without_chinese(plain)
     match = (_PROSE if prose else _BARE).fullmatch(plain)

@@ -3,10 +3,12 @@
 from typing import Literal
 
 Verdict = Literal["equal", "different", "unparsable"]
+WORKED_OUT = "worked out"  # the third text of a question about form: `equal` means that the first leaves no work
 
 # One byte each: the child is ready, begins a stage, or answers.
 READY = b"R"
 FIRST = b"1"
 SECOND = b"2"
-COMPARE = b"C"
+COMPARE = b"C"  # of which the first text is the larger, or as large
+COMPARE_LARGER_SECOND = b"D"
 ANSWERS: dict[bytes, Verdict] = {b"=": "equal", b"!": "different", b"?": "unparsable"}

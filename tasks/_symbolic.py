@@ -3,7 +3,9 @@
 math-verify (github.com/huggingface/Math-Verify) compares with sympy, which can spend all time and memory on text such
 as `9^{9^9}`. So the kernel limits the child's memory, and the wall-clock and processor time of a question. The parent
 also kills a child that does not answer, and starts another for the next question. A stopped comparison is `unparsable`.
-An answer that could not be read in time twice is not tried again (once may be a busy machine).
+An answer that overran the limits twice, when it was read or as the larger of two, is not tried again (once may be a
+busy machine). Limits are the last resort: what would take long is refused by its size first (`tasks._values`), which
+does not depend on the machine.
 
 The first question starts the child, a fresh interpreter without the parent's threads and devices (`tasks._child`). A
 process has one child, or up to `set_num_children` for threads that ask at the same time. POSIX only.
@@ -28,8 +30,8 @@ from tasks._questions import Verdict
 
 START_SECONDS = 120.0  # importing sympy on a busy machine
 CACHED_VERDICTS = 16_384
-CACHED_UNREAD = 4096
-MAX_TRIES = 2  # of reading an answer
+CACHED_OVERRUNS = 4096
+MAX_TRIES = 2  # of reading or comparing an answer
 QUESTIONS_PER_CHILD = 10_000  # then a fresh one: sympy's and antlr's caches only grow
 GRACE_SECONDS = 1.0  # the parent waits so much longer than the child's own limit
 
@@ -77,8 +79,9 @@ class Checker:
         self.limits = (wall_seconds, cpu_seconds, memory_bytes)
         self.counts: Counter[Verdict] = Counter()
         self._num_children = num_children
-        self._verdicts: OrderedDict[tuple[str, str], Verdict] = OrderedDict()
-        self._unread: OrderedDict[str, int] = OrderedDict()
+        self._verdicts: OrderedDict[tuple[str, ...], Verdict] = OrderedDict()
+        self._overran: OrderedDict[str, int] = OrderedDict()
+        self._overruns = _Overruns()
         self._forget_children()
         atexit.register(self.close)
         os.register_at_fork(after_in_child=self._forget_children)
@@ -88,17 +91,22 @@ class Checker:
 
         With `library`: whether the second text, a completion, states the first, the gold answer.
         """
-        pair = (first, second) if first <= second or self.library else (second, first)
-        with self._turn:
-            self._turn.wait_for(lambda: self._known(pair) or self._num_busy < self._num_children)
-            verdict = self._known(pair)
-            if verdict is None:
-                self._num_busy += 1
-        if verdict is None:
-            verdict = self._ask(pair)
+        verdict = self._verdict((first, second) if first <= second or self.library else (second, first))
         with self._turn:
             self.counts[verdict] += 1
         return verdict
+
+    def is_worked_out(self, answer: str, gold: str) -> bool:
+        """Whether an answer that equals the gold answer leaves no work that this does not leave."""
+        return self._verdict((answer, gold, _questions.WORKED_OUT)) == "equal"
+
+    def allow_overruns(self, count: int | None) -> int:
+        """Let `count` further questions of this thread overrun the limits; then all new ones are `unparsable`.
+
+        None lifts the bound. Returns how many of the overruns that were allowed last are left.
+        """
+        left, self._overruns.left = self._overruns.left, count
+        return left or 0
 
     def set_num_children(self, num_children: int) -> None:
         """Work on so many questions at once from now on."""
@@ -116,12 +124,20 @@ class Checker:
             while self._idle:
                 self._idle.pop().end()
 
-    def _known(self, pair: tuple[str, str]) -> Verdict | None:
-        if any(self._unread.get(text, 0) >= MAX_TRIES for text in pair):
+    def _verdict(self, pair: tuple[str, ...]) -> Verdict:
+        with self._turn:
+            self._turn.wait_for(lambda: self._known(pair) or self._num_busy < self._num_children)
+            verdict = self._known(pair) or ("unparsable" if self._overruns.left == 0 else None)
+            if verdict is None:
+                self._num_busy += 1
+        return verdict or self._ask(pair)
+
+    def _known(self, pair: tuple[str, ...]) -> Verdict | None:
+        if any(self._overran.get(text, 0) >= MAX_TRIES for text in pair):
             return "unparsable"
         return self._verdicts.get(pair)
 
-    def _ask(self, pair: tuple[str, str]) -> Verdict:
+    def _ask(self, pair: tuple[str, ...]) -> Verdict:
         """The verdict of an idle child or a new one. The thread has its turn, and then passes it on."""
         child = verdict = None
         stage = b""
@@ -156,12 +172,15 @@ class Checker:
         else:
             child.end()
 
-    def _note(self, pair: tuple[str, str], verdict: Verdict | None, stage: bytes) -> None:
+    def _note(self, pair: tuple[str, ...], verdict: Verdict | None, stage: bytes) -> None:
         if verdict is None:
-            if stage in (_questions.FIRST, _questions.SECOND):
-                text = pair[0] if stage == _questions.FIRST else pair[1]
-                _remember(self._unread, text, self._unread.get(text, 0) + 1, CACHED_UNREAD)
-            _log.warning("not compared within %s s and %d bytes: %.60r, %.60r", self.limits[0], self.limits[2], *pair)
+            if stage:
+                text = pair[stage in (_questions.SECOND, _questions.COMPARE_LARGER_SECOND)]
+                _remember(self._overran, text, self._overran.get(text, 0) + 1, CACHED_OVERRUNS)
+            if self._overruns.left:
+                self._overruns.left -= 1
+            limits = self.limits[0], self.limits[2]
+            _log.warning("not compared within %s s and %d bytes: %.60r, %.60r", *limits, *pair[:2])
         _remember(self._verdicts, pair, verdict or "unparsable", CACHED_VERDICTS)
 
     def _forget_children(self) -> None:
@@ -176,6 +195,12 @@ def _remember(store: OrderedDict[Any, Any], key: Any, value: Any, limit: int) ->
     store[key] = value
     if len(store) > limit:
         store.popitem(last=False)
+
+
+class _Overruns(threading.local):
+    """How many questions of a thread may still overrun the limits; None: any number."""
+
+    left: int | None = None
 
 
 class _Child:
@@ -196,7 +221,7 @@ class _Child:
             self.end()
             raise RuntimeError(f"the process that compares answers (python -m {_child.__name__}) does not start")
 
-    def ask(self, pair: tuple[str, str]) -> tuple[Verdict | None, bytes]:
+    def ask(self, pair: tuple[str, ...]) -> tuple[Verdict | None, bytes]:
         """The verdict, None if the child came to its limits, and the last stage that it began."""
         assert self._process.stdin is not None
         self.num_questions += 1

@@ -89,6 +89,9 @@ class Math(DatasetTask):
     def equivalent(self, answer: str, other: str) -> bool:
         return _latex.equivalent(answer, other)
 
+    def is_answered(self, answer: str, question: str, gold: str | None) -> bool:
+        return _latex.is_answered(answer, question, gold)
+
     def _completion(self, solution: str, boxed: str | None, answer: str, gold: str) -> str:
         """The worked solution with the answer in the format, as the row writes it, so that 3/4 stays a fraction."""
         if self.answer_format == "boxed":

@@ -130,3 +130,29 @@ def test_samples_refuse_groups_whose_correctness_is_hidden():
     graded = [g.blind() for g in grade(FractionTask(), groups, 8)]
     with pytest.raises(AssertionError, match="correctness"):
         sample_rows(groups, graded, None, step=0, split="test", limit=1)
+
+
+class StrictTask(FractionTask):
+    """An answer with a `+` restates the question."""
+
+    def equivalent(self, answer: str, other: str) -> bool:
+        return total(answer) == total(other)
+
+    def is_answered(self, answer: str, question: str, gold: str | None) -> bool:
+        return "+" not in answer or answer == gold
+
+
+def total(text: str) -> Fraction:
+    return sum(map(Fraction, text.split("+")), Fraction(0))
+
+
+def test_an_answer_that_restates_the_question_is_wrong_and_has_no_class():
+    (graded,) = grade(StrictTask(), [group("3", "=1+2", "=3", "=6/2", "=2+1", "=5")], 8)
+    assert graded.answers == ("1+2", "3", "6/2", "2+1", "5")
+    assert graded.correct == (False, True, True, False, False)
+    assert graded.classes == (None, 0, 0, None, 1)
+
+
+def test_the_text_of_the_gold_answer_is_correct_whatever_the_form():
+    (graded,) = grade(StrictTask(), [group("1+2", "=1+2", "=3")], 8)
+    assert graded.correct == (True, True)

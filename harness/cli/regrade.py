@@ -66,7 +66,9 @@ def graders(task: Task) -> dict[str, Callable[[str, str], Grade]]:
     def by(extract: Callable[[str], str | None]) -> Callable[[str, str], Grade]:
         def grade(completion: str, gold: str) -> Grade:
             answer = extract(completion)
-            return answer, answer is not None and (answer == gold or task.equivalent(answer, gold))
+            if answer is None or answer == gold:
+                return answer, answer is not None
+            return answer, task.equivalent(answer, gold) and task.is_answered(answer, "", gold)
 
         return grade
 

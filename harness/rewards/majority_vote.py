@@ -2,8 +2,9 @@
 
 Self-consistency (Wang et al. 2022, arXiv:2203.11171) as a reward: test-time reinforcement learning (TTRL, Zuo et al.
 2025, arXiv:2504.16084, section 2.2). Departures: votes are counted over classes of answers that are equal under the
-task's own equality, not over strings; completions without an answer neither vote nor win; every class that ties for
-the most votes wins, so that the reward does not depend on the order of the completions.
+task's own equality, not over strings; completions without an answer, or with one that only restates the question,
+neither vote nor win; every class that ties for the most votes wins, so that the reward does not depend on the order of
+the completions.
 """
 
 from collections import Counter

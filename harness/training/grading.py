@@ -2,6 +2,8 @@
 
 Both use the task's own equality, never that of strings. Answers are compared with one representative of each class, so
 G completions of a prompt cost one extraction each, one comparison with gold per class, and those between the classes.
+An answer must also be one (`Task.is_answered`): a restatement of the question is wrong although it equals gold, and has
+no class, so that no majority of restatements becomes a target.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,13 +12,23 @@ from typing import Any
 from harness.interfaces import Task
 from harness.types import GradedGroup, Group, Prompt, SampleRow, Split
 
+GROUP_OVERRUNS = 2  # comparisons of a group that may run into their time limit; no other of it is made then
+OVERRUNS = 8  # of groups that are graded together, a step's or an evaluation's; then each group has one
+
 
 def grade(task: Task, groups: Sequence[Group], max_tokens: int) -> list[GradedGroup]:
     """One graded group per group, in order, with correctness; an unanswered completion has no class and is wrong.
 
     `max_tokens` is the limit that the completions were sampled under.
     """
-    return [_grade_group(task, group, max_tokens) for group in groups]
+    graded: list[GradedGroup] = []
+    left = OVERRUNS
+    for group in groups:
+        allowed = max(1, min(GROUP_OVERRUNS, left))
+        task.allow_overruns(allowed)
+        graded.append(_grade_group(task, group, max_tokens))
+        left -= allowed - task.allow_overruns(None)
+    return graded
 
 
 def problem_rows(prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
@@ -71,8 +83,11 @@ def sample_rows(
 def _grade_group(task: Task, group: Group, max_tokens: int) -> GradedGroup:
     answers = tuple(task.extract(rollout.text) for rollout in group.rollouts)
     classes, representatives = _classes(task, answers)
-    gold = group.prompt.gold
+    question, gold = group.prompt.text, group.prompt.gold
     is_gold = [answer == gold or task.equivalent(answer, gold) for answer in representatives]
+    stated = dict(zip(answers, classes, strict=True))
+    correct = {a: c is not None and is_gold[c] and _counts(task, a, question, gold) for a, c in stated.items()}
+    votes = {a: None if a is None or not task.is_answered(a, question, None) else c for a, c in stated.items()}
     return GradedGroup(
         prompt_id=group.prompt.id,
         prompt=group.prompt.text,
@@ -81,11 +96,15 @@ def _grade_group(task: Task, group: Group, max_tokens: int) -> GradedGroup:
         max_tokens=max_tokens,
         truncated=tuple(rollout.finish_reason == "length" for rollout in group.rollouts),
         answers=answers,
-        classes=classes,
+        classes=tuple(votes[answer] for answer in answers),
         format_scores=tuple(task.format_score(rollout.text) for rollout in group.rollouts),
         reasoning_chars=tuple(len(task.reasoning(rollout.text)) for rollout in group.rollouts),
-        correct=tuple(number is not None and is_gold[number] for number in classes),
+        correct=tuple(correct[answer] for answer in answers),
     )
+
+
+def _counts(task: Task, answer: str | None, question: str, gold: str) -> bool:
+    return answer is not None and (answer == gold or task.is_answered(answer, question, gold))
 
 
 def _classes(task: Task, answers: Sequence[str | None]) -> tuple[tuple[int | None, ...], list[str]]:

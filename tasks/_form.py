@@ -1,0 +1,149 @@
+"""Whether an expression is worked out: which operations it leaves to the reader, beside those of the gold answer.
+
+A fraction need not be reduced nor a root simplified, because graders differ there; a product may keep a common factor.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import sympy
+from sympy import Add, Basic, Eq, I, Integer, Mul, Pow, Rational, Symbol
+from sympy.concrete.expr_with_limits import ExprWithLimits
+from sympy.core.relational import Relational
+from sympy.functions.elementary.trigonometric import InverseTrigonometricFunction, TrigonometricFunction
+
+
+def is_worked_out(answer: Any, gold: Any) -> bool:
+    """Whether an answer leaves no kind of work that the gold answer does not, and is factored where that is."""
+    answer, gold = _right_side(answer), _right_side(gold)
+    if _num_factors(gold) > 1 and isinstance(answer, Add):
+        return False
+    return set(_work(answer)) <= set(_work(gold))
+
+
+def _right_side(value: Any) -> Any:
+    """The value of a stated variable or constant: `5` for `x=5`."""
+    is_value = isinstance(value, Eq) and (value.lhs.is_Symbol or not value.free_symbols)
+    return value.rhs if is_value else value
+
+
+def _work(value: Any) -> Iterator[str]:
+    """The kinds of work left in an expression and its parts."""
+    if isinstance(value, Relational) and not isinstance(value, Eq) and not _is_solved(value):
+        yield "solve"
+    if isinstance(value, Add):
+        terms = Counter(map(_without_coefficient, _terms(value)))
+        if max(terms.values()) > 1 or 0 in value.args:
+            yield "add"
+        if any(_num_factors(term) and _has_other_variable(term) for term in value.args):
+            yield "multiply out"
+    if isinstance(value, Mul):
+        yield from _work_of_product(value)
+    if isinstance(value, Pow):
+        yield from _work_of_power(value)
+    if isinstance(value, sympy.Function) and not value.free_symbols and not _is_plain_exponential(value):
+        yield (
+            "trigonometry"
+            if isinstance(value, TrigonometricFunction | InverseTrigonometricFunction)
+            else type(value).__name__
+        )
+    if isinstance(value, ExprWithLimits | sympy.Limit | sympy.Derivative):
+        yield type(value).__name__
+    if _num_factors(value) > 1:
+        yield "multiply out"
+    divides = isinstance(value, Pow) and value.exp == -1  # a denominator may be a product or not
+    for part in getattr(value, "args", ()):
+        if isinstance(part, Basic):
+            yield from (kind for kind in _work(part) if not (divides and kind == "multiply out"))
+
+
+def _work_of_product(value: Mul) -> Iterator[str]:
+    factors = list(_factors(value))
+    over, under = ([f for f, power in factors if f.is_Rational and power == sign and f != -1] for sign in (1, -1))
+    divides = any(power < 0 for _, power in factors)
+    if len([f for f in over if f != 1]) > 1 or len(under) > 1 or (1 in over and not divides):
+        yield "multiply"
+    bases = Counter(_base(f) for f, _ in factors if not f.is_Rational)
+    if max(bases.values(), default=0) > 1:
+        yield "multiply"
+    if any(power < 0 and f.has(I) for f, power in factors):
+        yield "divide"
+
+
+def _work_of_power(value: Pow) -> Iterator[str]:
+    base: Any = value.base
+    exponent: Any = value.exp
+    if base.free_symbols or not exponent.is_Rational:
+        return
+    if exponent.is_Integer and exponent != sympy.S.NegativeOne and base not in (sympy.pi, sympy.E):
+        yield "raise"
+    if not exponent.is_Integer:
+        is_exact = base.is_Rational and base.p < 10**12 and base.q < 10**12 and Pow(base, exponent).is_Rational
+        if is_exact or base.has(Pow):
+            yield "root"
+
+
+def _is_solved(value: Relational) -> bool:
+    """Whether an inequality gives the bound of a variable."""
+    sides = value.lhs, value.rhs
+    return any(isinstance(one, Symbol) and not other.free_symbols for one, other in (sides, sides[::-1]))
+
+
+def _is_plain_exponential(value: Any) -> bool:
+    return isinstance(value, sympy.exp) and not value.has(I)
+
+
+def _terms(value: Any) -> Iterator[Any]:
+    """The terms of a sum, those of sums in it included, as far as only a constant stands before them."""
+    if isinstance(value, Add):
+        for part in value.args:
+            yield from _terms(part)
+        return
+    factors = Mul.make_args(value)
+    sums = [part for part in factors if isinstance(part, Add)]
+    if len(sums) == 1 and all(part.is_Rational or _is_inverse(part) for part in factors if part is not sums[0]):
+        yield from _terms(sums[0])
+    else:
+        yield value
+
+
+def _is_inverse(value: Any) -> bool:
+    return isinstance(value, Pow) and value.exp == -1 and value.base.is_Rational
+
+
+def _without_coefficient(term: Any) -> Any:
+    return Mul(*Mul.make_args(term)).as_coeff_Mul()[1]
+
+
+def _factors(value: Any, sign: int = 1) -> Iterator[tuple[Any, int]]:
+    """The factors of a product, each with 1, or -1 where it divides; powers stay whole."""
+    for part in Mul.make_args(value):
+        if isinstance(part, Mul):
+            yield from _factors(part, sign)
+        elif isinstance(part, Pow) and part.exp == -1:
+            yield from _factors(part.base, -sign)
+        elif isinstance(part, Rational) and part.q != 1:
+            yield Integer(part.p), sign
+            yield Integer(part.q), -sign
+        else:
+            yield part, sign
+
+
+def _base(factor: Any) -> Any:
+    return factor.base if isinstance(factor, Pow) else factor
+
+
+def _has_other_variable(term: Any) -> bool:
+    """Whether a product has a variable beside its sums: `x(x+1)`."""
+    return any(power > 0 and f.free_symbols and not isinstance(_base(f), Add) for f, power in _factors(term))
+
+
+def _num_factors(value: Any) -> int:
+    """How many sums with variables a product has, as often as each stands in it."""
+    count = 0
+    for part, sign in _factors(value) if isinstance(value, Mul | Pow) else ():
+        base, power = (part.base, part.exp) if isinstance(part, Pow) else (part, Integer(1))
+        if sign > 0 and isinstance(base, Add) and base.free_symbols and power.is_Integer and power > 0:
+            count += int(power)
+    return count
