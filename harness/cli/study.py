@@ -189,7 +189,8 @@ def run_and_report(
         terminal.say(f"Report: {files.html}")
         terminal.say(f"Browse: cohort ui --runs {shlex.quote(str(runs))}")
         terminal.say(f"Reproduce: {command}")
-    raise typer.Exit(0 if status.all_valid else 1)
+    unreadable = any(trial.state == "failed" for trial in record.trials)  # though the queue may know it as complete
+    raise typer.Exit(0 if status.all_valid and not unreadable else 1)
 
 
 def ran_elsewhere(study: StudySpec, status: StudyStatus, record: StudyRecord) -> int:
