@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 from filelock import FileLock
 
 FORMAT = 1  # of every JSON file of a runs folder
@@ -70,7 +71,7 @@ def publish_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(leftover)
     partial.mkdir(parents=True)
     yield partial
-    for path in (partial, *partial.rglob("*")):
+    for path in (*partial.rglob("*"), partial):  # a folder too: it holds the names of its files
         sync(path)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
@@ -153,7 +154,10 @@ def sync(path: Path) -> None:
 
 
 def write_text(file: Path, text: str, *, sync: bool = True) -> None:
-    """Replace a text file as a whole."""
+    """Replace a text file as a whole.
+
+    The new file is safe on disk, its name only after `sync` of the folder: a power cut may bring the old one back.
+    """
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     with partial.open("w", encoding="utf-8") as stream:
         stream.write(text)
@@ -161,3 +165,11 @@ def write_text(file: Path, text: str, *, sync: bool = True) -> None:
         if sync:
             os.fsync(stream.fileno())
     partial.replace(file)
+
+
+def sweep(folder: Path) -> None:
+    """Delete what `write_text` left in a folder where its process was killed; not what a living process writes."""
+    for partial in folder.glob(".*.*"):
+        pid = partial.name.rpartition(".")[2]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            partial.unlink(missing_ok=True)

@@ -298,6 +298,14 @@ class RunLogger(Protocol):
     def resume(self, step: int) -> None:
         """Forget everything logged for training steps after `step`: the run continues from there."""
 
+    def sync(self) -> int:
+        """Put everything logged on disk; how much that is, for `holds`. Comes before the checkpoint of a step."""
+        ...
+
+    def holds(self, step: int, num_events: int) -> bool:
+        """Whether everything that `sync` had counted at `step` is still there: else nobody may continue from there."""
+        ...
+
     def progress(self, phase: str, done: int, total: int) -> None:
         """Tell a watching user the progress of a phase ("cold start", "train", "validation", "test")."""
 

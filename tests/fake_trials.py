@@ -7,7 +7,6 @@ its run ends: 0 complete; 0.1 invalid at step 2; 0.2 a crash at step 2 while the
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from harness.files import read_json, sync, write_json
 from harness.interfaces import Algorithm, RolloutEngine, RunLogger, Task
 from harness.spec.run import RunSpec
 from harness.spec.study import StudySpec, parse_study
@@ -136,7 +136,8 @@ def train(
     with (runs / "executions.log").open("a") as file:
         file.write(f"{directory.name} {os.getpid()}\n")
     checkpoint = directory / "checkpoint.json"
-    step = json.loads(checkpoint.read_text())["step"] if checkpoint.exists() else -1
+    saved = read_json(checkpoint) if checkpoint.exists() else {"step": -1, "num_events": 0}
+    step = saved["step"] if log.holds(saved["step"], saved["num_events"]) else -1
     log.resume(step)
     metric = "validation/other" if ending == 0.3 else "validation/accuracy"
     if step < 0:
@@ -154,8 +155,8 @@ def train(
             raise RuntimeError("no memory left at step 2")
         stop = should_stop()
         if step % CHECKPOINT_EVERY == 0 or stop:
-            checkpoint.with_suffix(".new").write_text(json.dumps({"step": step}))
-            checkpoint.with_suffix(".new").rename(checkpoint)
+            write_json(checkpoint, {"step": step, "num_events": log.sync()})
+            sync(directory)
         if stop and step < spec.steps:
             return FakeResult("stopped")
     log.per_problem({"p1": 1.0})

@@ -43,6 +43,12 @@ class MemoryLog:
         self.resumed_at.append(step)
         self.events = [(s, values) for s, values in self.events if s <= step]
 
+    def sync(self):
+        return len(self.events)
+
+    def holds(self, step, num_events):
+        return sum(s <= step for s, _ in self.events) >= num_events
+
     def progress(self, phase, done, total):
         self.phases.append((phase, done, total))
 

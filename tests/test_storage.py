@@ -304,16 +304,6 @@ def test_no_url_means_files(tmp_path: Path):
     assert LocalStorage(tmp_path).read_document() is None
 
 
-@pytest.mark.parametrize("torn", [b"", b"{", b"[]", b"\xff\x00", b'{"format": 1}'])
-@pytest.mark.attack("A torn progress or lease file")
-def test_a_lease_that_cannot_be_read_counts_by_its_age(tmp_path: Path, torn: bytes):
-    file = tmp_path / "lease"
-    file.write_bytes(torn)
-    assert LocalStorage(tmp_path).held([tmp_path]) == {tmp_path}
-    os.utime(file, (time.time() - 61, time.time() - 61))
-    assert LocalStorage(tmp_path).held([tmp_path]) == set()
-
-
 @pytest.mark.attack("A torn progress or lease file")
 def test_a_worker_keeps_a_lease_whose_file_was_torn(tmp_path: Path):
     lease = FileLease(tmp_path)

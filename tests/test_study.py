@@ -35,7 +35,7 @@ from harness.study.queue import MAX_LOST, Claim, Outcome, Queue
 from harness.study.runner import run_study, study_status
 from harness.study.status import StudyStatus
 from harness.study.storage.base import StorageUnavailable
-from harness.study.storage.files import GRACE_SECONDS, FileLease, is_held
+from harness.study.storage.files import FileLease, LocalStorage
 from harness.study.worker import worker_main
 from harness.tracking.events import read_events
 from harness.tracking.mlflow_store import connect, search_runs
@@ -464,18 +464,9 @@ time.sleep(30)
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"held\n"
-    assert is_held(tmp_path)
+    assert LocalStorage(tmp_path).held([tmp_path]) == {tmp_path}
     write_json(tmp_path / "lease", {**read_json(tmp_path / "lease"), "token": "another"})
     assert process.wait(10) == 3
-
-
-def test_a_worker_on_another_machine_is_known_by_its_heartbeat(tmp_path: Path):
-    write_json(tmp_path / "lease", {"token": "t", "host": "elsewhere", "pid": os.getpid(), "started": 0.0})
-    assert is_held(tmp_path)
-    long_ago = time.time() - GRACE_SECONDS - 1
-    os.utime(tmp_path / "lease", (long_ago, long_ago))
-    assert not is_held(tmp_path)
-    assert not is_held(tmp_path / "nothing")
 
 
 def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

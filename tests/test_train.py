@@ -74,6 +74,18 @@ def test_a_run_killed_between_checkpoints_repeats_the_lost_steps_exactly(tmp_pat
     assert_same_weights(final_weights(tmp_path / "whole"), final_weights(tmp_path / "parts"))
 
 
+@pytest.mark.attack("Events that a power cut took")
+def test_a_checkpoint_whose_events_were_lost_is_passed_over_for_the_one_before(tmp_path, cache):
+    whole, parts = MemoryLog(), MemoryLog()
+    train(make_spec(), tmp_path / "whole", whole, cache=cache)
+    train(make_spec(), tmp_path / "parts", parts, cache=cache)
+    del parts.events[-3:]  # of step 5: its update, its validation and the test
+    assert [step for step, _ in parts.events][-1] == 4
+    train(make_spec(), tmp_path / "parts", parts, cache=cache)
+    assert parts.resumed_at == [-1, 4]
+    assert parts.without_clocks() == whole.without_clocks()
+
+
 def test_a_run_stops_during_its_cold_start_and_begins_it_anew(tmp_path):
     log = MemoryLog()
     assert train(make_spec(), tmp_path, log, cache=tmp_path, should_stop=StopAfter(7)).state == "stopped"

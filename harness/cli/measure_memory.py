@@ -181,7 +181,7 @@ class _NoLog:
 
     def forget(self, *values: Any) -> None: ...
 
-    inputs = resume = progress = metrics = samples = per_problem = forget
+    inputs = resume = sync = holds = progress = metrics = samples = per_problem = forget
 
 
 def with_ratios(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -202,7 +202,8 @@ def run_and_report(
         terminal.say(f"Reproduce: {command}")
         if len(threads := {number for trial in record.trials for number in trial.threads}) > 1:
             terminal.say(f"Not all had as many workers: a trial had {' or '.join(sorted(threads))} threads.")
-    raise typer.Exit(0 if status.all_valid else 1)
+    unreadable = any(trial.state == "failed" for trial in record.trials)  # though the queue may know it as complete
+    raise typer.Exit(0 if status.all_valid and not unreadable else 1)
 
 
 def ran_elsewhere(study: StudySpec, status: StudyStatus, record: StudyRecord) -> int:

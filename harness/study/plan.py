@@ -1,5 +1,6 @@
 """The trials of a study: every (arm, seed), its validated run and its folder."""
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,6 +44,18 @@ class Plan:
     def directory(self, key: Key) -> Path:
         slug = re.sub(r"[^A-Za-z0-9._=-]+", "-", key[0])[:60].strip("-.")
         return self.folder / "trials" / f"{slug}-seed{key[1]}-{self.spec(key).digest()[:8]}"
+
+    def title(self, key: Key) -> str:
+        return f"{key[0]} | seed {key[1]}"
+
+    def tags(self, key: Key) -> dict[str, str]:
+        """The tags of a trial's MLflow run."""
+        arm = self.arms[key[0]]
+        return {
+            "cohort.kind": "trial", "cohort.study": self.study.name, "cohort.arm": key[0], "cohort.seed": str(key[1]),
+            "cohort.factors": json.dumps(arm.levels), "cohort.phase": arm.phase,
+            "cohort.trial": self.directory(key).name,
+        }  # fmt: skip
 
     def parameters(self, key: Key) -> dict[str, Any]:
         levels = {} if key[0] in self._searched else self.arms[key[0]].levels  # a search records its own

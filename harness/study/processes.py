@@ -80,6 +80,20 @@ class Pool(ABC):
         if not self.stopping:
             self._stop.wait(seconds - POLL_SECONDS)
 
+    def _note_end(self, worker: str, code: int, words: str) -> None:
+        """Take note of a worker's exit status (a signal is negative) and last words.
+
+        RuntimeError if too many have ended before any could claim a trial.
+        """
+        if not code:
+            return
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+        log.warning("%s %s:\n%s", worker, how, words)
+        self._ended_early["killed" if code < 0 else "crashed"] += 1
+        most_kills = MAX_KILLS + self.size  # a host that dies takes all its workers along
+        if self._ended_early["crashed"] >= MAX_CRASHES or self._ended_early["killed"] >= most_kills:
+            raise RuntimeError(f"workers end before they can start a trial; the last one {how}:\n{words}")
+
     def _note_claims(self, claims: int | None) -> None:
         if claims is not None and claims != self._claims:
             self._claims = claims
@@ -123,18 +137,10 @@ class WorkerPool(Pool):
             del self._alive[slot]
             if code == EXIT_STATUS:
                 raise full(self.logs)
-            if code:
-                self._report_death(slot, code)
+            file = self._log_file(slot)
+            words = "\n".join(file.read_text(errors="replace").splitlines()[-20:])
+            self._note_end(f"worker {slot} (all it said is in {file})", code, words)
         return len(self._alive)
-
-    def _report_death(self, slot: int, code: int) -> None:
-        kind = "killed" if code < 0 else "crashed"
-        words = "\n".join(self._log_file(slot).read_text(errors="replace").splitlines()[-20:])
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
-        log.warning("worker %d %s; the end of %s:\n%s", slot, how, self._log_file(slot), words)
-        self._ended_early[kind] += 1
-        if self._ended_early["crashed"] >= MAX_CRASHES or self._ended_early["killed"] >= MAX_KILLS:
-            raise RuntimeError(f"workers end before they can start a trial; the last one {how}:\n{words}")
 
     def _start(self, slot: int) -> subprocess.Popen[bytes]:
         environment = {

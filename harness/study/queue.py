@@ -27,6 +27,7 @@ from optuna.samplers import RandomSampler
 from optuna.trial import FrozenTrial
 from optuna.trial import TrialState as OptunaState
 
+from harness.files import sweep
 from harness.spec.errors import SpecError, did_you_mean
 from harness.spec.study import parse_study
 from harness.study.attempts import Attempts
@@ -35,7 +36,7 @@ from harness.study.processes import usable_gpus
 from harness.study.search import Searches
 from harness.study.status import StudyStatus, TrialStatus
 from harness.study.storage.base import Lease, Storage
-from harness.study.storage.files import LocalStorage
+from harness.study.storage.files import GRACE_SECONDS, LocalStorage
 from harness.types import ENDED, TrialState
 
 MAX_LOST = 10  # attempts in a row at a trial that may lose their worker without progress
@@ -101,6 +102,7 @@ class Queue:
             lease = self.storage.take_lease(self.plan.directory(key)) if key else None
             if key is None or lease is None:
                 return None
+            sweep(self.plan.directory(key))
             try:
                 return Claim(key, self._begin(key), lease)
             except BaseException:
@@ -152,7 +154,8 @@ class Queue:
             attempts = self._read()
         reporting = [key for key in self.plan.keys if attempts.state(key) not in ("waiting", "complete")]
         shown = self.storage.progress([self.plan.directory(key) for key in reporting])
-        trials = [self._trial_status(key, attempts, dead, shown) for key in self.plan.keys]
+        silent = self.storage.silent([self.plan.directory(key) for key in reporting])
+        trials = [self._trial_status(key, attempts, dead, shown, silent) for key in self.plan.keys]
         study = self.plan.study
         return StudyStatus(study.name, study.question, tuple(trials), self._to_come(attempts))
 
@@ -257,7 +260,12 @@ class Queue:
             self._study.tell(trial.number, state=ending)
 
     def _trial_status(
-        self, key: Key, attempts: Attempts, dead: set[int], progress: Mapping[Path, Mapping[str, Any]]
+        self,
+        key: Key,
+        attempts: Attempts,
+        dead: set[int],
+        progress: Mapping[Path, Mapping[str, Any]],
+        silent: set[Path],
     ) -> TrialStatus:
         state, last = attempts.state(key), attempts.last(key)
         end = attempts.end(key) if state != "waiting" else {}
@@ -265,6 +273,9 @@ class Queue:
         if state == "lost" or (state == "running" and last is not None and last.number in dead):
             state, reason = "stopped", "its worker died; the study continues it when it is started again"
         directory = self.plan.directory(key)
+        if state == "running" and directory in silent:
+            wait = f"{GRACE_SECONDS:.0f} s"
+            reason = f"no sign of life yet from its worker on another machine; after {wait} the study takes it over"
         shown = progress.get(directory, {})
         return TrialStatus(
             *key,

@@ -21,10 +21,8 @@ from typing import Any
 from harness.spec.errors import SpecError
 from harness.study.processes import (
     HOME,
-    MAX_CRASHES,
     POLL_SECONDS,
     Pool,
-    log,
     usable_cores,
     usable_gpus,
     with_parent,
@@ -171,22 +169,15 @@ class RayPool(Pool):
             ended, _ = self._ray.wait(list(self._tasks), num_returns=len(self._tasks), timeout=0)
             for task in ended:
                 del self._tasks[task]
-                self._note_end(task)
+                self._note_end("a worker", *self._end(task))
         return len(self._tasks)
 
-    def _note_end(self, task: Any) -> None:
+    def _end(self, task: Any) -> tuple[int, str]:
+        """The exit status and the last words of a worker."""
         try:
-            status, words = self._ray.get(task)
+            return self._ray.get(task)
         except self._ray.exceptions.RayError as error:  # its node died, or Ray killed it
-            log.warning("a worker was lost with its node: %s", str(error).splitlines()[0])
-            return
-        if status:
-            log.warning("a worker ended with status %d:\n%s", status, words)
-            self._ended_early["crashed" if status > 0 else "killed"] += 1
-            if self._ended_early["crashed"] >= MAX_CRASHES:
-                raise RuntimeError(
-                    f"workers end before they can start a trial; the last one with status {status}:\n{words}"
-                )
+            return -signal.SIGKILL, str(error).splitlines()[0]
 
 
 class StopFlag:

@@ -24,7 +24,7 @@ from harness.study.status import StudyStatus
 from harness.study.storage.base import StorageUnavailable
 from harness.study.worker import EXECUTE, MAX_WAIT_SECONDS, STORAGE, log
 from harness.tracking.mlflow_address import TRACKING_URI, remote_uri
-from harness.tracking.mlflow_studies import close_study, log_search, open_study
+from harness.tracking.mlflow_studies import close_study, log_failures, log_search, open_study
 from harness.tracking.run_log import replay
 from harness.types import ENDED
 
@@ -67,9 +67,15 @@ def run_study(
         with pool.signals():
             status = _watch(pool, queue, on_status)
     _write_search(queue, runs, parent_run_id)
+    failures = {}
     for trial in status.trials:
         if trial.state != "running" and trial.directory.exists():  # trials of other hosts have no folder here
-            replay(runs, trial.directory, parent_run_id)
+            unreadable = replay(runs, trial.directory, parent_run_id)
+            if trial.state == "failed" or unreadable:
+                key = (trial.arm, trial.seed)
+                reason = trial.reason if trial.state == "failed" else unreadable
+                failures[plan.title(key)] = (plan.tags(key), reason or "")
+    log_failures(runs, parent_run_id, failures)
     close_study(runs, parent_run_id, "complete" if status.finished else "stopped")
     return status
 

@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import json
 import logging
 import math
 import os
@@ -78,22 +77,26 @@ def _run_claims(name: str, runs: Path, execute: str, storage: str | None, stop: 
 
 def _run_claim(claim: Claim, queue: Queue, run_trial: Callable[..., Any], stop: StopRequest) -> None:
     """Run a claimed trial to its end, even a failure, and record it."""
+    try:
+        outcome = _outcome(claim, queue, run_trial, stop)
+    except Exception as error:  # most often a file of the trial's folder: the other trials can do without it
+        if (full := disk_full(error, queue.plan.runs)) is not None:  # no fault of the arm
+            with suppress(OSError):  # without this record the trial counts as lost, which is repeated too
+                queue.finish(claim, Outcome("stopped", str(full)))
+            raise full from None
+        outcome = _failure(error)
+    _patiently(lambda: queue.finish(claim, outcome), stop)
+
+
+def _outcome(claim: Claim, queue: Queue, run_trial: Callable[..., Any], stop: StopRequest) -> Outcome:
+    """How a trial ended that was run, or that a worker had ended which died just before it could record that."""
     plan = queue.plan
     directory, objectives = plan.directory(claim.key), list(plan.study.objectives())
-    ended = read_result(directory)  # of a worker that died just before it could record the end
+    ended = read_result(directory)
     if ended is not None and ended["state"] in FINAL:
-        metrics = {key: float(value) for key, value in ended["metrics"].items()}
-        outcome = Outcome(ended["state"], ended["reason"], ended["summary"], metrics)
-        _patiently(lambda: queue.finish(claim, _with_metrics(outcome, objectives)), stop)
-        return
-    (label, seed), name = claim.key, plan.study.name
-    arm, spec = plan.arms[label], plan.spec(claim.key)
-    tags = {
-        "cohort.kind": "trial", "cohort.study": name, "cohort.arm": label, "cohort.seed": str(seed),
-        "cohort.factors": json.dumps(arm.levels), "cohort.phase": arm.phase,
-    }  # fmt: skip
-    parent = study_run_id(plan.runs, name)
-    title = f"{label} | seed {seed}"
+        return _with_metrics(Outcome(**ended), objectives)
+    name, spec, tags = plan.study.name, plan.spec(claim.key), plan.tags(claim.key)
+    parent, title = study_run_id(plan.runs, name), plan.title(claim.key)
     run_log = RunLog.open(plan.runs, directory, spec, experiment=name, run_name=title, parent_run_id=parent, tags=tags)
     judged = _JudgedLog(run_log, plan.study.metric, queue, claim, stop) if queue.prunes else None
 
@@ -108,15 +111,22 @@ def _run_claim(claim: Claim, queue: Queue, run_trial: Callable[..., Any], stop: 
         if outcome.state == "stopped" and judged is not None and judged.reason is not None:
             outcome = replace(outcome, state="pruned", reason=judged.reason)
     except Exception as error:
-        if (full := disk_full(error, plan.runs)) is not None:  # no fault of the arm
-            with suppress(OSError):  # without this record the trial counts as lost, which is repeated too
-                queue.finish(claim, Outcome("stopped", str(full)))
-            raise full from None
-        traceback.print_exc()
-        outcome = Outcome("failed", traceback.format_exception_only(error)[-1].strip()[:500])
+        if disk_full(error, plan.runs) is not None:
+            raise
+        outcome = _failure(error)
     outcome = _with_metrics(outcome, objectives)
-    run_log.finish(outcome.state, outcome.reason, outcome.summary)  # pyright: ignore[reportArgumentType]
-    _patiently(lambda: queue.finish(claim, outcome), stop)
+    try:
+        run_log.finish(outcome.state, outcome.reason, outcome.summary)  # pyright: ignore[reportArgumentType]
+    except Exception:
+        if outcome.state != "failed":  # else what came first says why
+            raise
+        traceback.print_exc()
+    return outcome
+
+
+def _failure(error: Exception) -> Outcome:
+    traceback.print_exception(error)
+    return Outcome("failed", traceback.format_exception_only(error)[-1].strip()[:500])
 
 
 def _patiently(operation: Callable[[], R], stop: StopRequest) -> R:
@@ -151,7 +161,8 @@ class _JudgedLog:
         self._stop = stop
         self._new: tuple[int, float] | None = None
         self.reason: str | None = None  # why the arm is given up
-        self.inputs, self.resume, self.progress = log.inputs, log.resume, log.progress
+        self.inputs, self.resume, self.sync, self.holds = log.inputs, log.resume, log.sync, log.holds
+        self.progress = log.progress
         self.samples, self.per_problem = log.samples, log.per_problem
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:

@@ -45,6 +45,8 @@ class RunHistory:
             self.per_problem.update(event["fractions"])
         elif event["type"] == "finish":
             self.finish[:] = [dict(event)]
+        else:
+            raise ValueError(f"unknown type {event['type']!r}")
 
     def _add_sample(self, row: dict[str, Any]) -> None:
         key, attempt = (row["step"], row["split"]), len(self.attempts)
@@ -62,11 +64,27 @@ class RunHistory:
 
 
 def read_events(file: Path) -> list[dict[str, Any]]:
-    """The events of a file; a last line without its end was torn by a kill and does not count."""
+    """The events of a file. ValueError that names the line for anything that no run writes.
+
+    A last line without its end was torn by a kill, and NUL bytes stand where a power cut kept the length of a file and
+    lost its content: neither counts, nor what follows.
+    """
     if not file.exists():
         return []
-    lines = file.read_bytes().split(b"\n")[:-1]
-    return [json.loads(line) for line in lines]
+    events, history = [], RunHistory()
+    for number, line in enumerate(file.read_bytes().partition(b"\0")[0].split(b"\n")[:-1], 1):
+        try:
+            event = json.loads(line.decode("utf-8"))
+            if not isinstance(event.get("step", 0), int):
+                raise ValueError(f"step {event['step']!r}")
+            history.add(event)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(
+                f"{file} has no event of a run in line {number} ({type(error).__name__}: {str(error)[:80]}); "
+                "restore it from a copy, or move its folder away: the run then starts anew"
+            ) from None
+        events.append(event)
+    return events
 
 
 def event_line(event: Mapping[str, Any]) -> str:

@@ -76,7 +76,11 @@ class Identity:
         if not file.exists():
             return None
         fields = read_json(file)
-        return cls(**{key: value for key, value in fields.items() if key != "format"})
+        try:
+            return cls(**{key: value for key, value in fields.items() if key != "format"})
+        except TypeError as error:
+            raise ValueError(f"{file} names no run of MLflow ({error}); restore it from a copy, or move its folder "
+                             "away: the run then starts anew") from None  # fmt: skip
 
     def save(self, directory: Path) -> None:
         write_json(directory / "run.json", dataclasses.asdict(self))

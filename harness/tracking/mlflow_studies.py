@@ -35,7 +35,7 @@ from harness.tracking.mlflow_store import (
 )
 from harness.tracking.mlflow_traces import storable
 from harness.tracking.provenance import versions
-from harness.types import NO_INPUTS, Inputs, SampleRow, StudyRecord, TrialRecord, TrialState
+from harness.types import FINAL, NO_INPUTS, Inputs, SampleRow, StudyRecord, TrialRecord, TrialState
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -105,6 +105,29 @@ def close_study(runs: Path, run_id: str, state: TrialState) -> None:
 
 
 @patient
+def log_failures(runs: Path, run_id: str, failures: Mapping[str, tuple[Mapping[str, str], str]]) -> None:
+    """Record trials as failed that the study knows to have failed: name -> tags and reason.
+
+    A trial whose files cannot be read, or whose workers all died, could not record that itself. A result that stands
+    in the store stays there.
+    """
+    if not failures:
+        return
+    client = connect(runs)
+    experiment = client.get_run(run_id).info.experiment_id
+    known = _trial_runs(client, experiment, run_id)
+    for name, (tags, reason) in failures.items():
+        run = known.get((tags["cohort.arm"], int(tags["cohort.seed"])))
+        if run is not None and (_state(run) in FINAL or run.data.tags.get("cohort.reason") == reason):
+            continue
+        if run is None:
+            tags = {**tags, "mlflow.parentRunId": run_id, **source_tags()}
+            run = client.create_run(experiment, tags=tags, run_name=name)
+        set_tags(client, run.info.run_id, {"cohort.state": "failed", "cohort.reason": reason})
+        client.set_terminated(run.info.run_id, STATUS["failed"])
+
+
+@patient
 def log_report(runs: Path, name: str, folder: Path, answer: str) -> None:
     """Attach a written report to the study's parent run, and the answer to the note that the UI shows there."""
     client = connect(runs)
@@ -135,12 +158,7 @@ def read_study(runs: Path, name: str) -> StudyRecord:
             f"study '{name}' in {store_name(runs)} is incomplete or of another version; run the study again"
         )
     spec = document["spec"]
-    children = search_runs(client, parent.info.experiment_id, f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")
-    trials: dict[tuple[str, int], Run] = {}
-    for run in children:  # newest first
-        key = (run.data.tags["cohort.arm"], int(run.data.tags["cohort.seed"]))
-        if key not in trials or (_state(run) == "complete" and _state(trials[key]) != "complete"):
-            trials[key] = run
+    trials = _trial_runs(client, parent.info.experiment_id, parent.info.run_id)
     search = artifact(client, runs, parent, "search.json")
     arms = document["arms"] or sorted({arm for arm, _ in trials})  # those of a search are numbered
     wanted = [(arm, seed) for arm in arms for seed in spec["seeds"]]
@@ -217,6 +235,16 @@ def _table_view(metric: str) -> dict[str, Any]:
 
 def _study_run_file(runs: Path, name: str) -> Path:
     return runs / "studies" / name / "mlflow.json"
+
+
+def _trial_runs(client: MlflowClient, experiment: str, parent: str) -> dict[tuple[str, int], Run]:
+    """The MLflow run that counts for each (arm, seed): the newest complete one, or else the newest."""
+    trials: dict[tuple[str, int], Run] = {}
+    for run in search_runs(client, experiment, f"tags.`mlflow.parentRunId` = '{parent}'"):  # newest first
+        key = (run.data.tags["cohort.arm"], int(run.data.tags["cohort.seed"]))
+        if key not in trials or (_state(run) == "complete" and _state(trials[key]) != "complete"):
+            trials[key] = run
+    return trials
 
 
 def _trial_record(client: MlflowClient, runs: Path, run: Run) -> TrialRecord:

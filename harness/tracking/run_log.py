@@ -11,15 +11,16 @@ again when read. Only the `mlflow_*` modules import mlflow.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self
 
-from harness.files import read_json, write_json, write_text
+from harness.files import read_json, sync, write_json, write_text
 from harness.tracking.events import EVENTS, event_line, read_events
 from harness.tracking.mlflow_address import patient
 from harness.tracking.mlflow_copy import Copier, Identity
@@ -32,12 +33,24 @@ if TYPE_CHECKING:
 
 FLUSH_STEPS = 20
 PROGRESS_SECONDS = 0.25
+log = logging.getLogger(__name__)
 
 
 def read_result(directory: Path) -> dict[str, Any] | None:
-    """`result.json` of an ended run (state, reason, summary, metrics: the last value of each), or None."""
+    """`result.json` of an ended run (state, reason, summary, metrics: the last value of each), or None.
+
+    ValueError for a file that no run wrote.
+    """
     file = directory / "result.json"
-    return read_json(file) if file.exists() else None
+    if not file.exists():
+        return None
+    result = read_json(file)
+    try:
+        numbers = {name: {k: float(v) for k, v in result[name].items()} for name in ("summary", "metrics")}
+        return {"state": str(result["state"]), "reason": result["reason"], **numbers}
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{file} holds no result of a run ({error!r}); restore it from a copy, or delete it: the run "
+                         "then continues from its last checkpoint") from None  # fmt: skip
 
 
 def read_progress(directory: Path) -> dict[str, Any]:
@@ -79,6 +92,9 @@ class RunLog:
         `on_progress` gets the content of `progress.json` at every change.
         """
         directory.mkdir(parents=True, exist_ok=True)
+        for folder in directory.parents:  # a folder whose name is not on disk is lost with all its files
+            if folder.is_relative_to(runs):
+                sync(folder)
         (directory / "result.json").unlink(missing_ok=True)
         identity = Identity.load(directory)
         document = spec.model_dump(mode="json")
@@ -100,6 +116,7 @@ class RunLog:
         self._progress: dict[str, Any] = {"phase": "", "done": 0, "total": 0, "step": 0}
         self._progress_written = -math.inf
         self._steps_pending = 0
+        self._num_events = 0  # in the file, starts apart
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -124,6 +141,7 @@ class RunLog:
         kept = [e for e in read_events(self._path) if e["type"] == "start" or e.get("step", math.inf) <= step]
         write_text(self._path, "".join(event_line(event) for event in kept))
         self._file = self._path.open("a", encoding="utf-8")
+        self._num_events = _num_events(kept)
         for event in kept:
             self._copier.push(event)
         threads = os.environ.get("OMP_NUM_THREADS", "")
@@ -132,6 +150,15 @@ class RunLog:
         self.latest = {key: value for key, value in latest.items() if not key.startswith(SYSTEM)}
         self._note_progress(self.latest, step)
         self._copier.start()
+
+    def sync(self) -> int:
+        assert self._file is not None, "sync() comes after resume()"
+        os.fsync(self._file.fileno())
+        sync(self.directory)
+        return self._num_events
+
+    def holds(self, step: int, num_events: int) -> bool:
+        return _num_events(e for e in read_events(self._path) if e.get("step", math.inf) <= step) >= num_events
 
     def progress(self, phase: str, done: int, total: int) -> None:
         self._progress |= {"phase": phase, "done": done, "total": total}
@@ -163,13 +190,17 @@ class RunLog:
     def finish(self, state: TrialState, reason: str | None, summary: Mapping[str, float]) -> None:
         """Record how the run ended, wait until MLflow has everything, and close."""
         end = {"state": state, "reason": reason, "summary": {key: float(value) for key, value in summary.items()}}
-        self._append({"type": "finish", **end})
-        write_json(self.directory / "result.json", {**end, "metrics": self.latest})
-        self._write_progress(now=True)
-        self._closed = True
-        self._copier.stop(self.drain_seconds)
-        if self._file is not None:
-            self._file.close()
+        try:
+            self._append({"type": "finish", **end})
+            self._closed = True
+            self.sync()  # a result that is on disk has all its events there
+            write_json(self.directory / "result.json", {**end, "metrics": self.latest})
+            sync(self.directory)
+            self._write_progress(now=True)
+        finally:
+            self._copier.stop(self.drain_seconds)
+            if self._file is not None:
+                self._file.close()
 
     def close(self) -> None:
         """End the log; a run that did not `finish` counts as stopped, one that did not `resume` stays as it was."""
@@ -185,6 +216,7 @@ class RunLog:
         self._file.write(event_line(event))
         self._file.flush()
         self._closed = False
+        self._num_events += _num_events([event])
         self._copier.push(event)
 
     def _note_progress(self, values: Mapping[str, float], step: int) -> None:
@@ -204,15 +236,25 @@ class RunLog:
             write_json(self.directory / "progress.json", self._progress, sync=False)
 
 
+def _num_events(events: Iterable[Mapping[str, Any]]) -> int:
+    """How many of these belong to a step of the run."""
+    return sum("step" in event for event in events)
+
+
 @patient
-def replay(runs: Path, directory: Path, parent_run_id: str | None) -> None:
+def replay(runs: Path, directory: Path, parent_run_id: str | None) -> str | None:
     """Copy the events of the run in `directory` that MLflow lacks; cheap if none are missing.
 
-    Raises MLflow's own error if the store cannot be written.
+    Why nothing was copied, if the files of the run cannot be read. Raises MLflow's own error if the store cannot be
+    written.
     """
-    identity, events = Identity.load(directory), read_events(directory / EVENTS)
+    try:
+        identity, events = Identity.load(directory), read_events(directory / EVENTS)
+    except (OSError, ValueError) as error:
+        log.warning("a trial is not copied to MLflow: %s", error)
+        return str(error)
     if identity is None or not events:
-        return
+        return None
     same_store = identity.parent_run_id == parent_run_id
     if not same_store:
         identity = dataclasses.replace(identity, parent_run_id=parent_run_id, token="", run_id=None, superseded=None)
@@ -220,7 +262,8 @@ def replay(runs: Path, directory: Path, parent_run_id: str | None) -> None:
     for event in events:
         copier.push(event)
     if same_store and identity.synced and copier.has_artifacts():
-        return
+        return None
     identity.synced = False
     identity.save(directory)
     copier.flush()
+    return None

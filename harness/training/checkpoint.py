@@ -6,7 +6,7 @@ Sampling noise and prompt order are functions of (seed, step), so there is no ra
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,8 +67,14 @@ def save_checkpoint(
         shutil.rmtree(old)
 
 
-def latest_checkpoint(directory: Path, spec_digest: str, inputs: Inputs = NO_INPUTS) -> Checkpoint | None:
-    """The newest intact checkpoint, or None. ValueError where it belongs to another run, or to one of other inputs."""
+def latest_checkpoint(
+    directory: Path,
+    spec_digest: str,
+    inputs: Inputs = NO_INPUTS,
+    usable: Callable[[Checkpoint], bool] = lambda checkpoint: True,
+) -> Checkpoint | None:
+    """The newest intact and usable checkpoint, or None. ValueError where it belongs to another run, or to one of other
+    inputs."""
     for folder in sorted(directory.glob("step-*"), reverse=True):
         state = read_manifest(folder, STATE)
         if state is None:
@@ -78,5 +84,7 @@ def latest_checkpoint(directory: Path, spec_digest: str, inputs: Inputs = NO_INP
                 f"'{folder}' belongs to a run with other settings; delete '{directory}' or choose another folder"
             )
         check_same(state.get("inputs", {}), inputs)
-        return Checkpoint(folder, state["step"], state["progress"])
+        checkpoint = Checkpoint(folder, state["step"], state["progress"])
+        if usable(checkpoint):
+            return checkpoint
     return None

@@ -18,7 +18,7 @@ from harness.policy.device import resolve_device
 from harness.policy.lora import add_adapter
 from harness.preflight import run_inputs
 from harness.spec.run import RunSpec
-from harness.training.checkpoint import latest_checkpoint, save_checkpoint
+from harness.training.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from harness.training.cold_start import start_policy
 from harness.training.gates import GateState
 from harness.training.learner import Learner
@@ -86,6 +86,7 @@ class Run:
             "accuracies": self.accuracies,
             "kl_beta": self.kl_beta,
             "gates": vars(self.gates),
+            "num_events": self.log.sync(),  # on disk before the checkpoint that relies on them
         }
         save_checkpoint(
             self.directory / CHECKPOINTS,
@@ -121,7 +122,11 @@ def prepare(
     memory_before = resident_bytes()
     device = resolve_device(spec.device)
     inputs = run_inputs([spec], cache)
-    checkpoint = latest_checkpoint(directory / CHECKPOINTS, spec.digest(), inputs)
+
+    def has_its_events(checkpoint: Checkpoint) -> bool:
+        return log.holds(checkpoint.step, checkpoint.progress.get("num_events", 0))
+
+    checkpoint = latest_checkpoint(directory / CHECKPOINTS, spec.digest(), inputs, has_its_events)
     log.resume(checkpoint.step if checkpoint else -1)
 
     def watch_cold_start(done: int, total: int) -> None:

@@ -8,10 +8,11 @@ import logging
 import os
 import sys
 import threading
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ class Lease(ABC):
                     if self._released.is_set():
                         return
                     ours = self._renew()
-            except StorageUnavailable as error:
+            except OSError as error:  # the storage, or the shared disk, does not answer
                 if reached:
                     log.warning("%s; the run goes on", error)
                 reached = False
@@ -68,13 +69,28 @@ class Lease(ABC):
             reached = True
 
 
+@lru_cache(maxsize=1)
+def machine() -> str:
+    """A name that only processes share which see each other's ids: those of one boot and one container.
+
+    Host names do not tell machines apart. Where the system has no such name, each process has its own.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:
+        return uuid.uuid4().hex
+
+
 def this_process() -> dict[str, Any]:
-    """The arguments of `is_alive`: process id and start time (seconds since 1970)."""
-    return {"pid": os.getpid(), "started": psutil.Process().create_time()}
+    """The arguments of `is_alive`: machine, process id and start time (seconds since 1970)."""
+    return {"host": machine(), "pid": os.getpid(), "started": psutil.Process().create_time()}
 
 
-def is_alive(pid: int, started: float) -> bool | None:
-    """Whether a process of this machine lives; None if another process has got its id."""
+def is_alive(host: str, pid: int, started: float) -> bool | None:
+    """Whether a process lives; None if it is of another machine, or if another process has got its id."""
+    if host != machine():
+        return None
     try:
         process = psutil.Process(pid)
         if process.status() == psutil.STATUS_ZOMBIE:
@@ -117,6 +133,10 @@ class Storage(ABC):
     @abstractmethod
     def held(self, directories: Collection[Path]) -> set[Path]:
         """The trials' folders whose lease a living worker holds."""
+
+    def silent(self, directories: Collection[Path]) -> set[Path]:
+        """Those among them that count as held though their worker was not seen alive, as it is on another machine."""
+        return set()
 
     @abstractmethod
     def progress(self, directories: Collection[Path]) -> dict[Path, dict[str, Any]]:

@@ -1,11 +1,11 @@
 """The storage in files: Optuna's journal, a file lock, lease files and `study.json` in the study's folder."""
 
 import os
-import platform
 import time
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,29 @@ from harness.study.storage.base import Lease, Storage, is_alive, this_process
 from harness.tracking.run_log import read_progress
 
 BEAT_SECONDS = 2.0
-GRACE_SECONDS = 60.0  # how old the last heartbeat of a worker on another machine may be
+GRACE_SECONDS = 60.0  # how long a worker on another machine may be watched without a heartbeat
+LOOK_SECONDS = 15.0  # so much of the time between two looks counts: a watcher that slept has watched nothing
+
+
+@dataclass
+class _Watch:
+    """The heartbeats of one worker as this process has seen them."""
+
+    mark: tuple[int, int]  # of the last heartbeat
+    looked: float  # seconds, on this process's clock
+    silence: float = 0.0  # seconds watched without a new heartbeat
+    seen_alive: bool = False
 
 
 class LocalStorage(Storage):
-    """Files in the study's folder, for the processes of one machine or of one shared disk."""
+    """Files in the study's folder, for the processes of one machine or of one shared disk.
 
-    def __init__(self, folder: Path) -> None:
+    `clock` gives seconds that only rise. It is the only clock that counts: no time of another machine is compared.
+    """
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._watched: dict[Path, _Watch] = {}
         self._journal, self._lock = folder / "optuna.journal", folder / "lock"
         self._document = folder / "study.json"
         self.place = f"'{folder}'"
@@ -44,7 +60,11 @@ class LocalStorage(Storage):
         return FileLease(directory)
 
     def held(self, directories: Collection[Path]) -> set[Path]:
-        return {directory for directory in directories if is_held(directory)}
+        return {directory for directory in directories if self._is_held(directory)}
+
+    def silent(self, directories: Collection[Path]) -> set[Path]:
+        watched = {directory: self._watched[directory] for directory in directories if directory in self._watched}
+        return {d for d, watch in watched.items() if not watch.seen_alive or watch.silence > LOOK_SECONDS}
 
     def progress(self, directories: Collection[Path]) -> dict[Path, dict[str, Any]]:
         found = {directory: read_progress(directory) for directory in directories}
@@ -56,6 +76,30 @@ class LocalStorage(Storage):
     def write_document(self, document: Mapping[str, Any]) -> None:
         write_json(self._document, document)
 
+    def _is_held(self, directory: Path) -> bool:
+        """Whether a living worker holds the lease of a trial's folder.
+
+        On this machine the process decides (a suspended one is alive). The heartbeats that this process sees decide for
+        another machine, if another process has got the process id, and for a lease that cannot be read.
+        """
+        file = directory / "lease"
+        try:
+            alive = _holder_lives(file)
+            stat = file.stat()  # after the file was opened: a shared disk is asked then, and not a cache
+        except FileNotFoundError:
+            alive, stat = False, None
+        if alive is not None or stat is None:
+            self._watched.pop(directory, None)
+            return bool(alive)
+        now, mark = self._clock(), (stat.st_ino, stat.st_mtime_ns)
+        watch = self._watched.setdefault(directory, _Watch(mark, now))
+        watch.silence += min(now - watch.looked, LOOK_SECONDS)
+        watch.looked = now
+        if watch.mark != mark:
+            self._watched[directory] = _Watch(mark, now, seen_alive=True)
+            return True
+        return watch.silence < GRACE_SECONDS
+
 
 class FileLease(Lease):
     """A file in a trial's folder that names the worker of the trial, touched every few seconds."""
@@ -64,7 +108,7 @@ class FileLease(Lease):
         self._file = directory / "lease"
         self._token = uuid.uuid4().hex
         directory.mkdir(parents=True, exist_ok=True)
-        write_json(self._file, {"token": self._token, "host": platform.node(), **this_process()})
+        write_json(self._file, {"token": self._token, **this_process()})
         super().__init__(f"the lease {self._file}", BEAT_SECONDS)
 
     def _renew(self) -> bool:
@@ -85,27 +129,12 @@ class FileLease(Lease):
             return True
 
 
-def is_held(directory: Path) -> bool:
-    """Whether a living worker holds the lease of a trial's folder.
-
-    On this machine the process decides (a suspended one is alive). The age of the last heartbeat decides for another
-    machine, if another process has got the process id, and for a lease that cannot be read.
-    """
-    file = directory / "lease"
-    try:
-        age = time.time() - file.stat().st_mtime
-        alive = _holder_lives(file)
-    except FileNotFoundError:
-        return False
-    return age < GRACE_SECONDS if alive is None else alive
-
-
 def _holder_lives(file: Path) -> bool | None:
-    """Whether the process that a lease names lives; None if only the lease's age can tell."""
+    """Whether the process that a lease names lives; None if only its heartbeats can tell."""
     try:
         holder = read_json(file)
-        return is_alive(holder["pid"], holder["started"]) if holder["host"] == platform.node() else None
-    except (ValueError, KeyError):  # torn
+        return is_alive(holder["host"], holder["pid"], holder["started"])
+    except (ValueError, KeyError, TypeError):  # torn
         return None
 
 

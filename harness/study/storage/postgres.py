@@ -12,12 +12,11 @@ swaps, so even two holders of the lock (one cut off, one new) cannot run one tri
 """
 
 import json
-import platform
 import re
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +99,7 @@ class PostgresStorage(Storage):
                    pid = excluded.pid, started = excluded.started, beat = excluded.beat
                WHERE cohort_leases.token = :before"""
         old = None if before is None else before["token"]
-        taken = self._execute(statement, trial=trial, token=token, host=machine(), before=old, **this_process())
+        taken = self._execute(statement, trial=trial, token=token, before=old, **this_process())
         return PostgresLease(self, directory, token) if taken else None
 
     def held(self, directories: Collection[Path]) -> set[Path]:
@@ -189,7 +188,7 @@ class PostgresStorage(Storage):
     def _is_held(self, lease: Mapping[str, Any]) -> bool:
         if not lease["token"]:
             return False
-        alive = is_alive(lease["pid"], lease["started"]) if lease["host"] == machine() else None
+        alive = is_alive(lease["host"], lease["pid"], lease["started"])
         return lease["fresh"] if alive is None else alive
 
     def _rows(self, statement: str, **values: Any) -> list[Mapping[str, Any]]:
@@ -226,16 +225,6 @@ def ask_password(url: str, ask: Callable[[], str]) -> str:
         if "no password supplied" in str(error):
             return sqlalchemy.make_url(_with_driver(url)).set(password=ask()).render_as_string(hide_password=False)
     return url
-
-
-@lru_cache(maxsize=1)
-def machine() -> str:
-    """A name that no other machine or container has: host, boot and process namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    namespace = Path("/proc/self/ns/pid")
-    started = boot.read_text().strip() if boot.exists() else uuid.getnode()
-    inode = namespace.stat().st_ino if namespace.exists() else ""
-    return f"{platform.node()}/{started}/{inode}"
 
 
 def _with_driver(url: str) -> str:

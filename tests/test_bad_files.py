@@ -1,0 +1,208 @@
+"""One bad file costs one trial: it fails once and names the file; the others run, and the report says so."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import logging
+import shutil
+import signal
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import fake_trials
+import pytest
+from fake_trials import a_study
+from typer.testing import CliRunner
+
+from harness.cli.app import app
+from harness.cli.study import write_report
+from harness.files import write_json
+from harness.spec.study import StudySpec
+from harness.study.plan import Plan
+from harness.study.processes import MAX_CRASHES, MAX_KILLS
+from harness.study.queue import Queue
+from harness.study.ray_cluster import Cluster, RayPool
+from harness.study.runner import run_study
+from harness.study.status import StudyStatus
+from harness.tracking.events import read_events
+from harness.tracking.mlflow_studies import log_failures, open_study, read_study
+from harness.tracking.run_log import RunLog, read_result
+
+START = b'{"type":"start","host":"h","pid":1,"time":1}\n'
+BAD_FILES = {  # one for each trial but the first: file -> content
+    ("group_size=2", 1): ("events.jsonl", START + b"garbage\n" + START),
+    ("group_size=4", 0): ("events.jsonl", b"\xff\xfe\n" * 3),
+    ("group_size=4", 1): ("events.jsonl", START + b'{"type":"metrics","step":"two","values":[1],"time":1}\n'),
+    ("group_size=8", 0): ("run.json", b""),
+    ("group_size=8", 1): ("run.json", b'{"format": 1, "colour": "blue"}'),
+    ("group_size=16", 0): ("result.json", b'{"format": 1, "state": "complete"}'),
+    ("group_size=16", 1): ("result.json", b"[]"),
+}
+
+
+@pytest.fixture(autouse=True)
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_trials.install(tmp_path / "plugins", monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fake_trials.empty_store(tmp_path_factory)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, empty_store: Path) -> Path:
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    shutil.copy(empty_store, folder / "mlflow.db")
+    return folder
+
+
+def a_grid() -> StudySpec:
+    return a_study(factors={"algorithm.group_size": [2, 4, 8, 16]}, seeds=[0, 1])
+
+
+def run(runs: Path) -> StudyStatus:
+    return run_study(a_grid(), runs, workers=1, command="", execute=fake_trials.EXECUTE)
+
+
+def cohort(*words: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(map(str, words)))
+    return result.exit_code, result.output
+
+
+@pytest.mark.attack("A damaged file in a trial's folder")
+def test_trials_with_a_bad_file_fail_once_and_name_it_and_the_others_run_and_are_reported(
+    runs: Path, record_property: Any
+):
+    plan = Plan(a_grid(), runs)
+    for key, (name, content) in BAD_FILES.items():
+        plan.directory(key).mkdir(parents=True)
+        (plan.directory(key) / name).write_bytes(content)
+    status = run(runs)
+    assert (status.finished, status.all_valid) == (True, False)  # so the exit code is 1
+    reasons = {(t.arm, t.seed): str(t.reason) for t in status.trials if t.state == "failed"}
+    assert reasons.keys() == BAD_FILES.keys() and status.counts() == {"failed": 7, "complete": 1}
+    for key, (name, _) in BAD_FILES.items():
+        assert str(plan.directory(key) / name) in reasons[key], reasons[key]
+    assert Queue(plan).num_claims() == 8  # none was tried twice
+
+    record, files = write_report("sizes", runs)
+    assert {(t.arm, t.seed): t.reason for t in record.trials if t.state == "failed"} == reasons
+    assert "no trial yet" not in files.html.read_text() and "garbage" not in files.html.read_text()
+    code, shown = cohort("study", "status", "sizes", "--runs", runs, "--json")
+    assert (code, json.loads(shown)["counts"]) == (1, {"complete": 1, "failed": 7})
+    assert cohort("study", "list", "--runs", runs)[0] == cohort("report", "sizes", "--runs", runs)[0] == 0
+
+    for key in BAD_FILES:  # as the words advise
+        plan.directory(key).rename(plan.folder / f"away-{plan.directory(key).name}")
+    assert run(runs).counts() == {"complete": 8}
+    assert [trial.state for trial in read_study(runs, "sizes").trials] == ["complete"] * 8
+    record_property("tried", len(BAD_FILES))
+
+
+@pytest.mark.attack("A damaged file in a trial's folder")
+def test_a_bad_file_of_a_trial_that_has_ended_is_named_once_and_changes_nothing(
+    runs: Path, caplog: pytest.LogCaptureFixture
+):
+    study = a_study(seeds=[0])
+    first, second = (Plan(study, runs).directory(key) for key in Plan(study, runs).keys)
+    arguments: dict[str, Any] = {"workers": 1, "command": "", "execute": fake_trials.EXECUTE}
+    run_study(study, runs, **arguments)
+    (first / "events.jsonl").write_text("garbage\n")
+    (second / "run.json").write_text("{")
+    caplog.set_level(logging.WARNING)
+    assert run_study(study, runs, **arguments).counts() == {"complete": 2}
+    assert [record.message.count(str(second / "run.json")) for record in caplog.records] == [1]
+    assert [trial.state for trial in read_study(runs, "sizes").trials] == ["complete"] * 2
+
+
+def test_the_store_shows_a_trial_as_failed_that_says_that_it_runs(runs: Path):
+    """As after the death of all its workers: the queue knows, and nobody told the store."""
+    study = a_study(factors={"algorithm.group_size": [2]}, seeds=[0])
+    parent = open_study(runs, study, "")
+    plan = Plan(study, runs)
+    (key,) = plan.keys
+    settings: dict[str, Any] = {"run_name": plan.title(key), "parent_run_id": parent, "tags": plan.tags(key)}
+    log = RunLog.open(runs, plan.directory(key), plan.spec(key), experiment="sizes", **settings)
+    log.metrics(0, {"validation/accuracy": 0.5})
+    log._copier.flush()
+    assert [trial.state for trial in read_study(runs, "sizes").trials] == ["running"]
+    log_failures(runs, parent, {plan.title(key): (plan.tags(key), "the worker died 10 times")})
+    (trial,) = read_study(runs, "sizes").trials
+    assert (trial.state, trial.reason) == ("failed", "the worker died 10 times")
+    assert trial.history["validation/accuracy"] == [(0, 0.5)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"garbage", b"[]", b"7", b'{"type": "metrics"}', b'{"type": "dance", "time": 1}', b'"\xff"',
+     b'{"type": "samples", "step": 1, "time": 1, "rows": [3]}', b"[" * 100_000,
+     b'{"type": "metrics", "step": null, "time": 1, "values": {}}'],
+    ids=range(9),
+)  # fmt: skip
+@pytest.mark.attack("A damaged file in a trial's folder")
+def test_a_line_that_is_no_event_is_named(tmp_path: Path, line: bytes):
+    file = tmp_path / "events.jsonl"
+    file.write_bytes(START + START + line + b"\n" + START)
+    with pytest.raises(ValueError, match=r"events.jsonl has no event of a run in line 3 \(.*move its folder away"):
+        read_events(file)
+
+
+def test_half_a_line_and_the_zeros_of_a_power_cut_are_no_events(tmp_path: Path):
+    file = tmp_path / "events.jsonl"
+    for end in (b"", b'{"type"', b"\0" * 900, b'{"type"' + b"\0" * 50 + b"\n" + START, b"\0\n"):
+        file.write_bytes(START + START + end)
+        assert len(read_events(file)) == 2
+
+
+@pytest.mark.parametrize(
+    "changes", [{"summary": None}, {"metrics": {"a": "b"}}, {"summary": [1]}, {"state": None, "metrics": 3}]
+)
+def test_a_result_of_another_shape_is_named(tmp_path: Path, changes: dict[str, Any]):
+    good = {"state": "complete", "reason": None, "summary": {"a": 0.5}, "metrics": {"b": "nan"}}
+    write_json(tmp_path / "result.json", good)
+    assert (read_result(tmp_path) or {})["summary"] == {"a": 0.5}
+    write_json(tmp_path / "result.json", {**good, **changes})
+    with pytest.raises(ValueError, match=r"result.json holds no result of a run"):
+        read_result(tmp_path)
+
+
+class RayThatKills:
+    """A cluster on which every worker ends at once with the same status, or is lost with its node."""
+
+    class exceptions:
+        class RayError(Exception): ...
+
+    def __init__(self, status: int | None) -> None:
+        self.status = status
+
+    def wait(self, tasks: list[object], num_returns: int, timeout: float) -> tuple[list[object], list[object]]:
+        return tasks, []
+
+    def get(self, task: object) -> tuple[int, str]:
+        if self.status is None:
+            raise self.exceptions.RayError("the node is gone")
+        return self.status, "last words"
+
+
+@pytest.mark.attack("A worker that is killed over and over before it can claim a trial")
+@pytest.mark.parametrize(("status", "limit"), [(1, MAX_CRASHES), (-9, MAX_KILLS + 1), (None, MAX_KILLS + 1)])
+def test_workers_on_ray_that_end_over_and_over_end_the_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int | None, limit: int
+):
+    module = types.ModuleType("ray")
+    module.__spec__ = importlib.machinery.ModuleSpec("ray", None)
+    monkeypatch.setitem(sys.modules, "ray", module)
+    pool = RayPool("m", [], 1, tmp_path, {}, cluster=Cluster("127.0.0.1:1"))
+    pool._ray = RayThatKills(status)
+    for _ in range(limit - 1):
+        pool._tasks[object()] = None
+        assert pool.collect(0) == 0
+    pool._tasks[object()] = None
+    words = "ended with status 1" if status == 1 else f"was killed by signal {signal.SIGKILL}"
+    with pytest.raises(RuntimeError, match=rf"workers end before they can start a trial; the last one {words}"):
+        pool.collect(0)

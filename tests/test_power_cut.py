@@ -1,0 +1,158 @@
+"""A run that lost power at any write ends with the values of an undisturbed one, every one of them, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import fake_trials
+import pytest
+from power_cut import Disk, Image, restore
+
+from harness.files import sync, write_text
+from harness.spec.run import RunSpec, parse_run
+from harness.tracking.events import EVENTS, RunHistory, read_events
+from harness.tracking.mlflow_copy import COST_AREAS, Copier
+from harness.tracking.run_log import RunLog, read_result
+from harness.types import FINAL
+
+LONG = bool(os.environ.get("COHORT_CHAOS"))
+only_long = pytest.mark.skipif(not LONG, reason="takes minutes: make chaos")
+Cut = Callable[[], None]
+
+
+@pytest.fixture(autouse=True)
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_trials.install(tmp_path / "plugins", monkeypatch)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # the power stays on: `Disk` says what would be left
+
+
+class NoStore:
+    """In place of the copy in MLflow; `cut` is called after each event that was written."""
+
+    def __init__(self, copier: Copier, cut: Cut) -> None:
+        self.identity, self.history, self._cut = copier.identity, RunHistory(), cut
+
+    def push(self, event: Mapping[str, Any]) -> None:
+        self.history.add(event)
+        self._cut()
+
+    def start(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def stop(self, drain_seconds: float) -> None: ...
+
+    def take_system(self) -> dict[str, float]:
+        return {}
+
+
+def work(runs: Path, spec: RunSpec, train: Callable[..., Any], cache: Path, cut: Cut = lambda: None) -> None:
+    """What a worker does with a trial: run it, or continue it, and record in another file that it has ended."""
+
+    class Log(RunLog):
+        def __init__(self, directory: Path, copier: Copier, on_progress: Any) -> None:
+            super().__init__(directory, NoStore(copier, cut), on_progress)  # pyright: ignore
+
+    trial = runs / "trials" / "one"
+    if (runs / "recorded").exists():
+        return
+    ended = read_result(trial)
+    if ended is None or ended["state"] not in FINAL:
+        with Log.open(runs, trial, spec, experiment="e", run_name="one") as log:
+            result = train(spec, trial, log, cache=cache, should_stop=lambda: False)
+            log.finish(result.state, result.reason, result.summary)
+    write_text(runs / "recorded", "complete")
+    sync(runs)
+
+
+def logged(runs: Path) -> tuple[Any, ...]:
+    """All that the trial's event file says, clocks and memory apart, and how often."""
+    history = RunHistory()
+    for event in read_events(runs / "trials" / "one" / EVENTS):
+        history.add(event)
+    values = {
+        key: {step: value.hex() for step, (value, _) in steps.items()}
+        for key, steps in history.history.items()
+        if not key.startswith(COST_AREAS)
+    }
+    costs = {key: sorted(steps) for key, steps in history.history.items()}
+    return values, costs, history.rows(), history.per_problem, [end["state"] for end in history.finish]
+
+
+def images_of(runs: Path, *work_on: Any) -> list[Image]:
+    disk = Disk(runs)
+    with disk.recorded():
+        work(runs, *work_on, cut=disk.cut)
+    return list(disk.images.values())
+
+
+def a_spec() -> RunSpec:
+    return parse_run(fake_trials.run_settings(), "test")
+
+
+@pytest.mark.attack("A power cut at every write, with all, half or nothing of what was not flushed")
+def test_a_run_that_loses_power_at_any_write_ends_as_an_undisturbed_one(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+):
+    (tmp_path / "whole").mkdir()
+    how = (a_spec(), fake_trials.train, tmp_path / "cache")
+    images = images_of(tmp_path / "whole", *how)
+    want = logged(tmp_path / "whole")
+    assert len(want[0]["validation/accuracy"]) == 8 and want[-1] == ["complete"]
+    assert len(images) > 100
+    begun = [i for i in images if "trials/one/checkpoint.json" in i and "trials/one/result.json" not in i]
+    again = images_of(restore(begun[len(begun) // 2], tmp_path / "begun"), *how)  # a second cut, in a continued run
+    assert len(again) > 50
+    check(images + again, want, tmp_path, *how)
+    record_property("tried", len(images) + len(again))
+
+
+@only_long
+@pytest.mark.attack("A power cut at every write, with all, half or nothing of what was not flushed")
+def test_real_training_that_loses_power_at_any_write_ends_as_undisturbed_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+):
+    from harness.training.loop import train
+
+    monkeypatch.setenv("COHORT_TRACES", "0")
+    run = {
+        "task": "arithmetic", "algorithm": "grpo", "cold_start": {"steps": 40}, "rollouts_per_step": 16, "steps": 2,
+        "evaluation": {"every": 1, "num_prompts": 4, "num_test_prompts": 4, "num_samples": 2},
+        "checkpoints": {"every": 1},
+    }  # fmt: skip
+    (tmp_path / "warm").mkdir()
+    (tmp_path / "whole").mkdir()
+    how = (parse_run(run, "test"), train, tmp_path / "cache")
+    work(tmp_path / "warm", *how)  # fills the cache of cold starts
+    images = images_of(tmp_path / "whole", *how)
+    want = logged(tmp_path / "whole")
+    assert logged(tmp_path / "warm") == want and len(images) > 100
+    check(images, want, tmp_path, *how)
+    record_property("tried", len(images))
+
+
+def check(images: list[Image], want: tuple[Any, ...], folder: Path, *how: Any) -> None:
+    for number, image in enumerate(images):
+        runs = restore(image, folder / str(number))
+        work(runs, *how)
+        assert logged(runs) == want, sorted(image)
+        shutil.rmtree(runs)
+
+
+@pytest.mark.attack("Events that a power cut took")
+def test_a_run_log_knows_whether_all_that_a_checkpoint_relies_on_is_there(tmp_path: Path):
+    work(tmp_path, a_spec(), fake_trials.train, tmp_path / "cache")
+    file = tmp_path / "trials" / "one" / EVENTS
+    lines = file.read_bytes().splitlines(keepends=True)
+    log = RunLog.open(tmp_path, file.parent, a_spec(), experiment="e", run_name="one")
+    # A start, step 0, then metrics and samples of each step: 5 events up to step 2.
+    assert log.holds(2, 5) and not log.holds(2, 6)
+    for left in (b"".join(lines[:5]), b"".join(lines)[: len(b"".join(lines[:6])) - 1], b"".join(lines[:5]) + bytes(99)):
+        file.write_bytes(left)
+        assert log.holds(1, 3) and not log.holds(2, 5)
+    file.unlink()
+    assert log.holds(-1, 0) and not log.holds(0, 1)
