@@ -39,7 +39,7 @@ print(_algebra.compare(powers[0], powers[0].replace("^", "^ "), lambda stage: No
 """
 
 
-@pytest.mark.attack("expressions that read fast and compare slowly")
+@pytest.mark.attack("Expressions that read fast and compare slowly")
 @pytest.mark.parametrize("total", ["a+b+c+d", r"\sqrt{a}+\sqrt{b}+c+d", r"\sin a+\cos b+\tan c+d"])
 def test_sixteen_large_powers_are_told_apart_without_algebra(total):
     done = subprocess.run(
@@ -120,7 +120,7 @@ def test_an_expression_that_was_slow_to_compare_is_not_compared_again():
     assert checker.compare("1", "y") == "equal"  # the smaller ones are not to blame
 
 
-@pytest.mark.attack("expressions that read fast and compare slowly")
+@pytest.mark.attack("Expressions that read fast and compare slowly")
 def test_after_the_overruns_that_are_allowed_nothing_new_is_compared():
     checker = SlowChecker()
     checker.compare("1", "2")

@@ -245,6 +245,7 @@ def test_every_shipped_file_keeps(rule: str):
         ("no_text_runs_as_code", "harness/cli/app.py", "os.system(command)"),
     ],
 )
+@pytest.mark.attack("Code that would run text, as a change to Cohort")
 def test_a_planted_violation_is_seen(rule: str, path: str, source: str):
     assert list(RULES[rule](path, ast.parse(source)))
 

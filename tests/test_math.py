@@ -202,6 +202,7 @@ def test_the_last_box_states_the_answer_or_else_the_line_after_the_marker(comple
         (r"\frac13", r"\boxed{0.333333333333333} or \boxed{\frac14}", False),
     ],
 )
+@pytest.mark.attack("Hedges, lists and abused units for an answer")
 def test_boxes_of_one_statement_are_a_list_that_no_candidate_equals(gold, completion, is_right):
     stated = task().extract(completion)
     assert stated is not None
@@ -213,10 +214,12 @@ def test_the_warm_up_is_a_question_that_the_checker_can_read():
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_hostile_answers_stay_within_the_bounds(part):
+@pytest.mark.attack("Hostile text in a completion")
+def test_hostile_answers_stay_within_the_bounds(part, record_property):
     # None of them equals 7. A question has three stages of at most 0.3 s, and the parent waits 1 s more before it kills
     # by itself: less than 3 * (0.3 + 1) s. The start of a child is no part of a question.
     checker = Checker(wall_seconds=0.3, cpu_seconds=0.25)
+    record_property("tried", len(hostile.ANSWERS[part::4]))
     for number, text in enumerate(hostile.ANSWERS[part::4]):
         checker.compare("x", f"x+{number}")
         start = time.monotonic()
@@ -248,6 +251,7 @@ def test_the_parent_kills_a_child_that_says_nothing():
     checker.close()
 
 
+@pytest.mark.attack("Hostile text in a completion")
 def test_an_unreadable_answer_costs_its_time_twice_at_most(checker):
     assert checker.compare(hostile.SLOW, "1") == "unparsable"
     assert checker.compare(hostile.SLOW, "1+1") == "unparsable"
@@ -282,6 +286,7 @@ def test_a_child_that_died_while_idle_is_replaced(checker):
 @pytest.mark.skipif(
     not hasattr(psutil.Process, "rlimit"), reason="the limits of another process are read on Linux only"
 )
+@pytest.mark.attack("Hostile text in a completion")
 def test_the_child_has_a_memory_limit_and_writes_no_files(checker):
     checker.compare("x+1", "1+x")
     child = psutil.Process(checker._idle[0]._process.pid)

@@ -87,7 +87,7 @@ def boxed(answers: list[str]) -> list[str]:
     return [rf"Hence \boxed{{{answer}}}" for answer in answers]
 
 
-@pytest.mark.attack("completions that restate the question")
+@pytest.mark.attack("Completions that restate the question")
 @pytest.mark.parametrize(("question", "gold", "echoes"), ECHOES, ids=lambda value: str(value)[:40])
 def test_an_answer_that_restates_the_question_is_wrong(question, gold, echoes, record_property):
     group = graded(Math(), question, gold, *boxed([*echoes, gold]))
@@ -101,7 +101,7 @@ def test_an_answer_in_another_spelling_still_counts(question, gold, answers):
     assert dict(zip(answers, group.correct, strict=True)) == dict.fromkeys(answers, True)
 
 
-@pytest.mark.attack("hedges, lists and abused units for an answer")
+@pytest.mark.attack("Hedges, lists and abused units for an answer")
 @pytest.mark.parametrize("task", [GSM8K(), GSM8K(answer_format="boxed"), Math(), Math(answer_format="hash")])
 def test_no_hedge_is_right(task, record_property):
     group = graded(task, "How many?", "5", *HEDGES)
@@ -109,7 +109,7 @@ def test_no_hedge_is_right(task, record_property):
     record_property("tried", len(HEDGES))
 
 
-@pytest.mark.attack("completions that restate the question")
+@pytest.mark.attack("Completions that restate the question")
 def test_a_majority_of_echoes_is_no_target_and_a_lone_answer_wins():
     echo, other = r"\boxed{213^2-187^2}", r"\boxed{-187^2+213^2}"
     group = graded(Math(), "Compute $213^2-187^2$.", "10400", echo, echo, other, r"\boxed{10400}", r"\boxed{}")
@@ -131,7 +131,7 @@ LAST_FORMULA = re.compile(r"\$([^$]+)\$(?!.*\$)", re.S)
 
 
 @pytest.mark.skipif(not os.environ.get("COHORT_CHAOS"), reason="takes half a minute: make chaos")
-@pytest.mark.attack("completions that restate the question")
+@pytest.mark.attack("Completions that restate the question")
 def test_the_last_formula_of_a_question_of_real_math500_hardly_ever_counts(record_property):
     # Two golds stand in their questions as written; three are the decimals of a fraction there, which is one number.
     task = Math500(path=str(real_data("math500")))

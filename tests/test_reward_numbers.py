@@ -111,6 +111,7 @@ def test_a_written_calculation_is_found_and_checked(text, expected):
     assert list(calculations(text)) == expected
 
 
+@pytest.mark.attack("Hostile text in a completion")
 def test_checking_calculations_is_bounded_on_hostile_text():
     assert len(calculations("1+1=2;" * 10**5)) == MAX_CALCULATIONS
     for text in (

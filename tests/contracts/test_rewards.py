@@ -79,8 +79,10 @@ def test_settings_round_trip_and_say_what_they_mean(reward):
     assert all(field.description for field in type(reward).model_fields.values())
 
 
-def test_no_completion_makes_a_reward_raise(reward):
+@pytest.mark.attack("Hostile text in a completion")
+def test_no_completion_makes_a_reward_raise(reward, record_property):
     texts = hostile.COMPLETIONS[: len(hostile.COMPLETIONS) // 4 * 4]
+    record_property("tried", len(texts))
     scores = reward.score(group(texts=texts))
     assert len(scores) == len(texts)
     assert all(math.isfinite(value) for value in scores)

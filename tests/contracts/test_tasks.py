@@ -177,8 +177,10 @@ def test_problems_are_the_same_in_another_process_with_another_hash_seed():
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_no_completion_makes_grading_raise_or_take_long(name):
+@pytest.mark.attack("Hostile text in a completion")
+def test_no_completion_makes_grading_raise_or_take_long(name, record_property):
     task = make(name)
+    record_property("tried", len(hostile.COMPLETIONS))
     for completion in hostile.COMPLETIONS:
         start = time.process_time()
         answer, lenient = task.extract(completion), task.extract_lenient(completion)
@@ -231,6 +233,7 @@ def test_space_around_an_answer_does_not_change_it(name):
 @pytest.mark.parametrize(
     "text", ["", "\0", "9" * 10**6, "{" * 10**5, "9^{9^9}", r"\frac{1}{0}", "__import__('os')", "\ud800"]
 )
+@pytest.mark.attack("Hostile text in a completion")
 def test_no_answer_makes_a_comparison_raise_or_take_long(name, text):
     task = make(name)
     gold = task.prompts("test")[0].gold
