@@ -104,8 +104,7 @@ def test_an_answer_in_another_spelling_still_counts(question, gold, answers):
 @pytest.mark.attack("Hedges, lists and abused units for an answer")
 @pytest.mark.parametrize("task", [GSM8K(), GSM8K(answer_format="boxed"), Math(), Math(answer_format="hash")])
 def test_no_hedge_is_right(task, record_property):
-    group = graded(task, "How many?", "5", *HEDGES)
-    assert [text for text, correct in zip(HEDGES, group.correct, strict=True) if correct] == []
+    assert [text for text in HEDGES if graded(task, "How many?", "5", text).correct != (False,)] == []
     record_property("tried", len(HEDGES))
 
 
