@@ -134,7 +134,7 @@ def sha256(file: Path, notes: Path | None = None) -> str:
 def _stamp(file: Path) -> tuple[str, int, int, int, int]:
     """Where a file is, its inode, its size in bytes, and when its content and the file itself last changed (ns)."""
     status = file.stat()
-    return str(file.resolve()), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    return str(file.absolute()), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _read_note(note: Path | None) -> str | None:
