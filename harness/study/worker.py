@@ -43,6 +43,8 @@ def worker_main(
 ) -> int:
     """Run trials of a started study until none is left or a signal asks to stop; the exit status.
 
+    A worker that has used a GPU ends after its trial; its pool starts another.
+
     `parent` is the id of the study's own process: when that dies, the worker stops after its current step. The worker
     waits for a storage that it cannot reach, also with the result of a trial.
     """
@@ -70,6 +72,8 @@ def _run_claims(name: str, runs: Path, execute: str, storage: str | None, stop: 
         claim = _patiently(queue.claim, stop)
         if claim is not None:
             _run_claim(claim, queue, run_trial, stop)
+            if _uses_a_gpu():  # what a trial leaves there, a full memory or a broken context, ends with its process
+                return
         elif not _patiently(queue.unfinished, stop):
             return
         else:
@@ -117,6 +121,11 @@ def _run_claim(claim: Claim, queue: Queue, run_trial: Callable[..., Any], stop: 
     outcome = _with_metrics(outcome, objectives)
     run_log.finish(outcome.state, outcome.reason, outcome.summary)  # pyright: ignore[reportArgumentType]
     _patiently(lambda: queue.finish(claim, outcome), stop)
+
+
+def _uses_a_gpu() -> bool:
+    torch = sys.modules.get("torch")  # never loaded for this
+    return torch is not None and torch.cuda.is_initialized()
 
 
 def _patiently(operation: Callable[[], R], stop: StopRequest) -> R:
