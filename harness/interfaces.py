@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from inspect import isfunction
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 from pydantic import Field
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from harness.types import Sampling
+
+Precision = Literal["float32", "tf32", "bfloat16"]  # of products; tf32: float32 with a mantissa of 10 bits
 
 
 class Algorithm(Section, ABC):
@@ -250,12 +252,18 @@ class RolloutEngine(ABC):
 
     exact_logprobs: ClassVar[bool] = False
     samples_policy: ClassVar[bool] = True  # False for a fake, whose log-probs are compared with nothing
+    plans_batches: ClassVar[bool] = False  # whether it is best given all prompts at once, however many
+    precision: Precision | None = None  # in which its own weights compute; None: in the learner's
 
     class Settings(Section):
         name: str
 
         def check(self, sampling: Sampling) -> None:
             """ValueError if the engine cannot run on this machine or sample like this, before any model loads."""
+
+        def for_run(self, dtype: str, autocast: bool) -> Self:
+            """These settings with those filled in that follow from the precision of a run."""
+            return self
 
     @abstractmethod
     def __init__(self, settings: Settings, policy: nn.Module, tokenizer: PreTrainedTokenizerBase): ...
@@ -272,7 +280,8 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Sample from these weights from now on; `version` is the number of training steps that made them."""
+        """Sample from these weights from now on, after `sleep` too; `version` is the number of training steps that made
+        them."""
 
     def score(self, rows: Sequence[tuple[Sequence[int], int]]) -> list[list[float]] | None:
         """Log-probs (nats, temperature 1) under the engine's own weights: for each (token ids, n) those of the tokens
@@ -280,10 +289,7 @@ class RolloutEngine(ABC):
         return None
 
     def sleep(self) -> None:  # noqa: B027
-        """Give the device's memory back while the learner works; `wake` precedes the next use."""
-
-    def wake(self) -> None:  # noqa: B027
-        """Be ready to load weights and generate again."""
+        """Give the device's memory back while the learner works; `load_weights` precedes the next use."""
 
     def close(self) -> None:  # noqa: B027
         """Release everything that the engine holds; it is not used again."""

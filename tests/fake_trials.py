@@ -8,10 +8,12 @@ its run ends: 0 complete; 0.1 invalid at step 2; 0.2 a crash at step 2 while the
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, Literal
 
 from harness.files import read_json, sync, write_json
@@ -45,6 +47,13 @@ def empty_store(factory: Any) -> Path:
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "empty store"
     connect(folder)
     return folder / "mlflow.db"
+
+
+def train_on_gpu(*args: Any, **kwargs: Any) -> FakeResult:
+    """`train` in a process that then holds something on a GPU."""
+    cuda = SimpleNamespace(is_initialized=lambda: True, is_available=lambda: False)
+    vars(sys.modules.setdefault("torch", ModuleType("torch"))).update(cuda=cuda)
+    return train(*args, **kwargs)
 
 
 class FakeTask(Task):

@@ -118,3 +118,79 @@ def test_an_engine_that_shares_the_learners_weights_is_not_probed():
     engine = TransformersEngine(TransformersEngine.Settings(), policy, tiny_tokenizer())
     groups = engine.generate(PROMPTS, 2, Sampling(max_tokens=4), seed=0, step=0)
     assert probe(engine, policy, groups) is None
+
+
+def planted(precision, size, rates=1, missed=True):
+    """A probe, `rates` updates of `size` per weight, and the check, with an engine of its own precision."""
+    policy = tiny_model(0)
+    engine = EngineWithACopy(policy, takes=lambda name: not missed)
+    engine.policy.to(getattr(torch, precision))
+    engine.precision = precision
+    groups = engine.generate(PROMPTS, 2, Sampling(max_tokens=12), seed=0, step=0)
+    before = None
+    for _ in range(rates):
+        before = probe(engine, policy, groups, before)
+        with torch.no_grad():
+            for i, parameter in enumerate(policy.parameters()):
+                signs = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(i)).sub(0.5).sign()
+                parameter.add_(size * signs)
+        engine.load_weights(policy.state_dict(), 1)
+        check_sync(engine, policy, before)
+    return before
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [1e-4, 1e-6])
+def test_a_missed_sync_is_noticed_beside_a_float32_learner_and_one_in_step_is_not(precision, size):
+    size *= 20  # without a gradient the signs are random, and move a token some 20 times less
+    with pytest.raises(InvalidRun, match="stale weights"):
+        planted(precision, size)
+    planted(precision, size, missed=False)
+
+
+def test_an_update_below_notice_is_noticed_when_several_have_been_missed():
+    planted("bfloat16", 1e-7)
+    with pytest.raises(InvalidRun, match="stale weights: the update moved"):
+        planted("bfloat16", 1e-7, rates=20)
+    planted("bfloat16", 1e-7, rates=20, missed=False)
+
+
+def test_a_probe_goes_on_until_the_learner_has_moved_far_enough_and_keeps_the_runs_usual_difference():
+    policy = tiny_model(0)
+    engine = EngineWithACopy(policy, rounding=0.05)
+    groups = engine.generate(PROMPTS, 2, Sampling(max_tokens=12), seed=0, step=0)
+    first = probe(engine, policy, groups)
+    assert probe(engine, policy, groups, first) is first
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(1e-3)
+    second = probe(engine, policy, groups, first)
+    assert second is not first
+    assert second.usual == first.usual == pytest.approx(0.05, abs=1e-5)
+
+
+def test_the_bound_is_relative_to_the_difference_before_the_runs_first_update():
+    policy = tiny_model(0)
+    engine = EngineWithACopy(policy, rounding=0.01)  # ten times what float32 allows
+    assert 0.005 < update_and_check(engine, policy) < 0.02
+    policy = tiny_model(0)
+    engine = EngineWithACopy(policy, rounding=0.01)
+    before = probe(engine, policy, engine.generate(PROMPTS, 2, Sampling(max_tokens=12), seed=0, step=0))
+    engine.rounding = 0.12
+    with pytest.raises(InvalidRun, match=r"differ by 0.12 nats .* \(at most 0.1"):
+        check_sync(engine, policy, before)
+
+
+def test_the_learner_is_scored_without_tf32_whatever_the_run_uses():
+    matmul, policy, seen = torch.backends.cuda.matmul, tiny_model(0), []
+    policy.register_forward_pre_hook(lambda *_: seen.append(matmul.fp32_precision))
+    engine = EngineWithACopy(policy)
+    groups = engine.generate(PROMPTS, 1, Sampling(max_tokens=4), seed=0, step=0)
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"
+        probe(engine, policy, groups)
+        assert matmul.fp32_precision == "tf32"
+    finally:
+        matmul.fp32_precision = before
+    assert seen[-1] == "ieee"

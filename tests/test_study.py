@@ -222,6 +222,16 @@ def endings() -> StudySpec:
     return a_study(factors={}, arms=arms, seeds=[0])
 
 
+@pytest.mark.attack("Trial that leaves a GPU broken")
+def test_a_worker_that_used_a_gpu_ends_after_its_trial_and_another_runs_the_next(runs: Path):
+    (runs / "crash").touch()
+    study = a_study(factors={}, arms={"crashes": {"optimizer.weight_decay": 0.2}, "good": {}}, seeds=[0])
+    status = run_study(study, runs, workers=1, command="cmd", execute="fake_trials:train_on_gpu")
+    assert {trial.arm: trial.state for trial in status.trials} == {"crashes": "failed", "good": "complete"}
+    first, second = (runs / "executions.log").read_text().splitlines()
+    assert first.split()[1] != second.split()[1]
+
+
 def test_invalid_trials_are_final_and_failed_ones_are_tried_when_the_study_is_started_again(runs: Path):
     (runs / "crash").touch()
     status = run(endings(), runs)

@@ -203,6 +203,38 @@ def test_bfloat16_weights_are_sampled_as_bfloat16():
 
 
 @needs_vllm
+def test_a_bfloat16_engine_rounds_float32_weights_and_the_probe_notices_a_missed_sync_of_them():
+    policy, newer = tiny_model(0), tiny_model(0)
+    with torch.no_grad():
+        for parameter in newer.parameters():
+            parameter.add_(1e-5 * parameter.sign())  # 5e-4 nats
+    engine = start(policy, dtype="bfloat16")
+    groups = engine.generate(PROMPTS, 2, Sampling(max_tokens=12), seed=0, step=0)
+    expected = learner_logprobs(tiny_model(0).to(torch.bfloat16), rows_of(groups))
+    assert sampled_logprobs(groups) == pytest.approx(expected, abs=0.1)
+    assert sampled_logprobs(groups) != pytest.approx(learner_logprobs(policy, rows_of(groups)), abs=1e-4)
+    before = probe(engine, policy, groups)
+    engine.load_weights(policy.state_dict(), 1)
+    with pytest.raises(InvalidRun, match="stale weights: the update moved"):
+        check_sync(engine, newer, before)
+    engine.load_weights(newer.state_dict(), 1)
+    assert check_sync(engine, newer, before) < 0.1
+
+
+@needs_vllm
+def test_autocast_of_the_learner_does_not_reach_vllm(engine):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        groups = engine.generate(PROMPTS, 2, Sampling(max_tokens=8), seed=0, step=0)
+    assert sampled_logprobs(groups) == pytest.approx(learner_logprobs(tiny_model(0), rows_of(groups)), abs=1e-5)
+
+
+@needs_vllm
+def test_two_starts_of_one_shape_have_one_key_in_vllms_cache_of_compiled_graphs():
+    keys = [start(tiny_model(seed)).llm.llm_engine.vllm_config.compute_hash() for seed in (0, 1)]
+    assert keys[0] == keys[1]
+
+
+@needs_vllm
 def test_the_probe_passes_a_sync_and_notices_a_missing_one_and_a_partial_one(engine):
     policy, newer = tiny_model(0), tiny_model(0)
     with torch.no_grad():
@@ -246,7 +278,6 @@ def test_process_wide_state_is_left_as_it_was(monkeypatch):
     engine.generate(PROMPTS, 2, Sampling(max_tokens=4), seed=0, step=0)
     engine.load_weights(policy.state_dict(), 1)
     engine.sleep()
-    engine.wake()
     engine.close()
     assert state() == before
 

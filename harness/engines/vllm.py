@@ -1,6 +1,8 @@
 """Samples with vLLM (Kwon et al. 2023, arXiv:2309.06180), in the learner's process, on a GPU or a CPU.
 
-vLLM keeps its own copy of the weights, which every `load_weights` overwrites in full. Each sample is a request of its
+vLLM keeps its own copy of the weights, which every `load_weights` overwrites in full. It starts with random ones, from
+a folder with the model's config alone whose path depends on that config alone: vLLM keeps compiled graphs by the path
+of the model, so later starts find them. Each sample is a request of its
 own with a seed that hashes (seed, step, prompt id, sample), so a row depends on its batch only through floating-point
 rounding; prefix caching shares the common part of a group's prompts. The seeds are not the noise of the
 transformers engine: arms of a study share noise only among arms with this engine.
@@ -13,8 +15,10 @@ scores the completions. A cut at another temperature is refused.
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import hashlib
+import logging
 import os
 import random
 import tempfile
@@ -24,15 +28,16 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from harness.interfaces import RolloutEngine
-from harness.policy.model import save_model
+from harness.files import write_text
+from harness.interfaces import Precision, RolloutEngine
+from harness.policy.lora import has_adapter, merged_weights
 from harness.policy.text import as_groups, encode_prompt, end_token_ids
 from harness.types import Group, Prompt, Sampling
 
@@ -40,17 +45,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GIB = 2**30
+log = logging.getLogger(__name__)
 
 
 class VLLMEngine(RolloutEngine):
     """In-process vLLM. One lives per process: a new one shuts down the one before it, whose parallel groups are global.
 
-    On a GPU that the learner shares, `sleep` throws the engine's weights away: `wake` and `load_weights` come before
-    the next sample.
+    On a GPU that the learner shares, `sleep` throws the engine's weights away: `load_weights` comes before the next
+    sample.
     """
+
+    plans_batches: ClassVar[bool] = True
 
     class Settings(RolloutEngine.Settings):
         name: Literal["vllm"] = "vllm"
+        dtype: Literal["float32", "bfloat16"] | None = Field(
+            default=None, description="of vLLM's own weights; by default bfloat16 under autocast, or else the policy's"
+        )
         max_model_len: int | None = Field(
             default=None,
             ge=2,
@@ -71,6 +82,9 @@ class VLLMEngine(RolloutEngine):
             _check_installed()
             _check_sampling(sampling)
 
+        def for_run(self, dtype: str, autocast: bool) -> Self:
+            return self.model_copy(update={"dtype": self.dtype or ("bfloat16" if autocast else dtype)})
+
     _last: ClassVar[weakref.ref[VLLMEngine] | None] = None
 
     def __init__(self, settings: Settings, policy: nn.Module, tokenizer: PreTrainedTokenizerBase):
@@ -79,17 +93,20 @@ class VLLMEngine(RolloutEngine):
         self.tokenizer = tokenizer
         self.end_ids = end_token_ids(policy, tokenizer)
         self.encode = cache(lambda text: tuple(encode_prompt(tokenizer, text)))
-        self.asleep = False
-        self.has_weights = True
-        self.closed = False
+        self.asleep = self.has_weights = self.closed = False
         last = VLLMEngine._last and VLLMEngine._last()
         if last is not None:
             last.close()
-        with _process_state_kept(), tempfile.TemporaryDirectory(prefix="cohort-vllm-") as folder:
-            save_model(Path(folder), policy, tokenizer)
-            self.llm = _start(settings, folder, dtype=next(policy.parameters()).dtype)
+        dtype = settings.dtype or str(next(policy.parameters()).dtype).removeprefix("torch.")
+        with _process_state_kept():
+            self.llm = _start(settings, _config_folder(policy), dtype)
+            # a random start gives vLLM no loader for the files that other ranks get
+            self.llm.collective_rpc("update_config", args=({"load_config": {"load_format": "auto"}},))
         self.on_gpu = _on_gpu()
+        # on a GPU vLLM's float32 attention multiplies in TF32 (Triton's default)
+        self.precision: Precision = "tf32" if self.on_gpu and dtype == "float32" else dtype  # pyright: ignore
         VLLMEngine._last = weakref.ref(self)
+        self.load_weights(merged_weights(policy) if has_adapter(policy) else policy.state_dict(), 0)
 
     def generate(
         self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, *, seed: int, step: int
@@ -111,9 +128,14 @@ class VLLMEngine(RolloutEngine):
         return as_groups(prompts, encoded, zip(completions, logprobs, ended, strict=True), self.tokenizer)
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Overwrite every weight and forget the cached prefixes, which the old weights computed."""
+        """Overwrite every weight and forget the cached prefixes, which the old weights computed.
+
+        vLLM rounds each weight to its own precision as it copies it. A slept engine takes back the memory of the cache
+        only after that of the weights is filled, so both and what copying needs are never there at once.
+        """
         self._check_open()
-        self.wake()
+        if self.asleep:
+            self.llm.wake_up(tags=["weights"])
         with _process_state_kept():
             if self.settings.tensor_parallel_size == 1:
                 self._reload({"weights_iterator": iter(weights.items())})
@@ -121,7 +143,9 @@ class VLLMEngine(RolloutEngine):
                 with tempfile.TemporaryDirectory(prefix="cohort-vllm-") as folder:
                     _write_weights(Path(folder), weights)
                     self._reload({"weights_path": folder})
-        self.has_weights = True
+        if self.asleep:
+            self.llm.wake_up(tags=["kv_cache"])
+        self.asleep, self.has_weights = False, True
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept the prefixes of the old weights: requests were still running")
 
@@ -142,20 +166,23 @@ class VLLMEngine(RolloutEngine):
             self.llm.sleep(level=2)  # level 1 would keep a copy of weights that the learner is about to replace
             self.asleep, self.has_weights = True, False
 
-    def wake(self) -> None:
-        """Take the GPU memory back; the weights in it are undefined until `load_weights`."""
-        if self.asleep:
-            self.llm.wake_up()
-            self.asleep = False
-
     def close(self) -> None:
-        """Stop vLLM and free its memory; the engine cannot be used afterwards."""
-        if not self.closed:
-            self.closed = True
+        """Stop vLLM and free its memory; the engine cannot be used afterwards.
+
+        A slept engine wakes first: vLLM unmaps every page as it stops, and pages of a slept one are unmapped already.
+        """
+        if self.closed:
+            return
+        self.closed = True
+        try:
             with _process_state_kept():
+                if self.asleep:
+                    self.llm.wake_up()
                 self.llm.llm_engine.engine_core.shutdown()
-            del self.llm
-            gc.collect()
+        except Exception:  # of a run that is out of memory, say, whose own end is what must be told
+            log.warning("vLLM did not stop in order; its memory is free when this process ends", exc_info=True)
+        del self.llm
+        gc.collect()
 
     def _run(self, rows: Sequence[tuple[int, ...]], parameters: Sequence[Any]) -> list[Any]:
         assert self.has_weights, "a slept engine has no weights before load_weights"
@@ -225,8 +252,20 @@ def _check_sampling(sampling: Sampling) -> None:
         )
 
 
-def _start(settings: VLLMEngine.Settings, folder: str, dtype: torch.dtype) -> Any:
-    """vLLM on the model in `folder`, in this process."""
+def _config_folder(policy: Any) -> Path:
+    """A folder with the config of the policy, beside vLLM's own caches; equal configs have one folder."""
+    config = copy.deepcopy(policy.config)
+    config.architectures = [type(policy).__name__]
+    text = config.to_json_string()
+    root = Path(import_module("vllm.envs").VLLM_CACHE_ROOT)
+    folder = root / "cohort" / hashlib.sha256(text.encode()).hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / "config.json", text)
+    return folder
+
+
+def _start(settings: VLLMEngine.Settings, folder: Path, dtype: str) -> Any:
+    """vLLM with random weights of the shape that `folder` describes, in this process."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about the settings below, all meant
     os.environ["VLLM_NO_USAGE_STATS"] = "1"  # or vLLM reports this machine to its makers
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are handed over in memory
@@ -235,8 +274,9 @@ def _start(settings: VLLMEngine.Settings, folder: str, dtype: torch.dtype) -> An
     if on_gpu:
         place = {"gpu_memory_utilization": settings.gpu_memory_utilization, "enable_sleep_mode": settings.sleep}
     return _vllm().LLM(
-        model=folder,
-        dtype=str(dtype).removeprefix("torch."),
+        model=str(folder),
+        load_format="dummy",
+        dtype=dtype,
         max_model_len=settings.max_model_len,
         tensor_parallel_size=settings.tensor_parallel_size,
         enforce_eager=settings.enforce_eager or not on_gpu,
@@ -273,14 +313,14 @@ def _process_state_kept() -> Iterator[None]:
     """Undo vLLM's changes to the whole process: random states, environment, number of threads.
 
     It reseeds every generator, draws from torch's, preloads libraries into child processes, and on a CPU replaces
-    `torch.set_num_threads`.
+    `torch.set_num_threads`. The learner's autocast stays outside: vLLM's own weights decide its precision.
     """
     python, numpy = random.getstate(), np.random.get_state()
     environment = dict(os.environ)
     threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     try:
-        with torch.random.fork_rng(devices=devices), _no_compiler_on_cpu():
+        with torch.random.fork_rng(devices=devices), _no_compiler_on_cpu(), _no_autocast():
             yield
     finally:
         random.setstate(python)
@@ -290,6 +330,10 @@ def _process_state_kept() -> Iterator[None]:
         torch.set_num_threads = set_num_threads
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
+
+
+def _no_autocast() -> torch.autocast:
+    return torch.autocast("cuda" if torch.cuda.is_available() else "cpu", enabled=False)
 
 
 @contextlib.contextmanager

@@ -92,7 +92,6 @@ def _run(
         with publish_folder(directory / "policy") as folder:
             save_model(folder, fitted.cpu(), tokenizer)
         policy.load_state_dict(fitted.state_dict())
-        engine.wake()
         engine.load_weights(policy.state_dict(), stage.fit.steps)
         after = logged_evaluation(spec, engine, log, "validation", stage.fit.steps)
         test = logged_evaluation(spec, engine, log, "test", stage.fit.steps)

@@ -42,6 +42,8 @@ def worker_main(
 ) -> int:
     """Run trials of a started study until none is left or a signal asks to stop; the exit status.
 
+    A worker that has used a GPU ends after its trial; its pool starts another.
+
     `parent` is the id of the study's own process: when that dies, the worker stops after its current step. The worker
     waits for a storage that it cannot reach, also with the result of a trial.
     """
@@ -69,6 +71,8 @@ def _run_claims(name: str, runs: Path, execute: str, storage: str | None, stop: 
         claim = _patiently(queue.claim, stop)
         if claim is not None:
             _run_claim(claim, queue, run_trial, stop)
+            if _uses_a_gpu():  # what a trial leaves there, a full memory or a broken context, ends with its process
+                return
         elif not _patiently(queue.unfinished, stop):
             return
         else:
@@ -127,6 +131,11 @@ def _outcome(claim: Claim, queue: Queue, run_trial: Callable[..., Any], stop: St
 def _failure(error: Exception) -> Outcome:
     traceback.print_exception(error)
     return Outcome("failed", traceback.format_exception_only(error)[-1].strip()[:500])
+
+
+def _uses_a_gpu() -> bool:
+    torch = sys.modules.get("torch")  # never loaded for this
+    return torch is not None and torch.cuda.is_initialized()
 
 
 def _patiently(operation: Callable[[], R], stop: StopRequest) -> R:

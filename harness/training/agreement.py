@@ -18,7 +18,7 @@ from harness.policy.text import encode_prompt
 from harness.spec.run import RunSpec
 from harness.training.batch import collate
 from harness.training.run import Run
-from harness.training.weight_sync import BOUNDS
+from harness.training.weight_sync import BOUNDS, precision
 from harness.types import Batch, InvalidRun, Prompt
 
 # Nats, in float32 between paths over the same weights, up to so many parameters. Rounding alone reached 7e-6 on small
@@ -59,9 +59,9 @@ def check_agreement(run: Run, prompts: Sequence[Prompt], step: int) -> dict[str,
     spec, engine, learner, policy = run.spec, run.engine, run.learner, run.learner.policy
     if not engine.samples_policy:
         return {}
-    dtype = torch.bfloat16 if spec.autocast else next(policy.parameters()).dtype
+    own = "bfloat16" if spec.autocast else precision(policy)
     is_small = sum(parameter.numel() for parameter in policy.parameters()) <= SMALL
-    bound = BOUND if dtype == torch.float32 and is_small else BOUNDS[dtype]
+    bound = BOUND if own == "float32" and is_small else BOUNDS[own]
     sampling = spec.sampling.model_copy(update={"max_tokens": min(MAX_TOKENS, spec.max_tokens)})
     chosen = prompts[:: max(1, len(prompts) // NUM_PROMPTS)][:NUM_PROMPTS]
     device = resolve_device(spec.device)
@@ -77,7 +77,7 @@ def check_agreement(run: Run, prompts: Sequence[Prompt], step: int) -> dict[str,
     shared_BT = learner.logprobs(policy, batch)
 
     name, other = spec.engine.name, "vllm" if spec.engine.name == "transformers" else "transformers"
-    engine_bound = bound if engine.exact_logprobs else BOUNDS[dtype]
+    engine_bound = bound if engine.exact_logprobs else max(BOUNDS[own], BOUNDS[engine.precision or own])
     engine_off = (batch.sampler_logprobs_BT - own_BT).abs()
     _check(f"engine {name}", engine_off, batch, engine_bound, f"use engine={other} or another model")
     learner_off = (read_BT - own_BT).abs()

@@ -14,6 +14,8 @@ from harness.spec.run import Evaluation, RunSpec
 from harness.training.grading import grade, sample_rows
 from harness.types import EvaluationResult, GradedGroup, Group, Prompt, Sampling, Split
 
+PROMPTS_AT_ONCE = 64  # for an engine that holds a whole batch in memory; progress is told after each
+
 
 def evaluate_run(
     spec: RunSpec,
@@ -34,12 +36,13 @@ def evaluate_run(
     greedy = sampled.model_copy(update={"temperature": 0.0})
     groups: list[Group] = []
     greedy_groups: list[Group] = []
-    for start in range(0, len(prompts), 64):
-        part = prompts[start : start + 64]
+    at_once = len(prompts) if engine.plans_batches else PROMPTS_AT_ONCE
+    for start in range(0, len(prompts), at_once):
+        part = prompts[start : start + at_once]
         with mixed_precision(resolve_device(spec.device), spec.autocast):
             groups += engine.generate(part, settings.num_samples, sampled, seed=spec.seed, step=step)
             greedy_groups += engine.generate(part, 1, greedy, seed=spec.seed, step=step)
-        on_progress(min(start + 64, len(prompts)), len(prompts))
+        on_progress(min(start + at_once, len(prompts)), len(prompts))
     graded = grade(task, groups, spec.max_tokens)
     metrics = sample_metrics(graded)
     greedy_graded = grade(task, greedy_groups, spec.max_tokens)

@@ -22,6 +22,7 @@ from harness.training.checkpoint import Checkpoint, latest_checkpoint, save_chec
 from harness.training.cold_start import start_policy
 from harness.training.gates import GateState
 from harness.training.learner import Learner
+from harness.training.weight_sync import Probe
 from harness.types import Inputs, Split, TrialState
 
 CHECKPOINTS = "checkpoints"
@@ -74,6 +75,7 @@ class Run:
     tokenizer: PreTrainedTokenizerBase
     inputs: Inputs  # what it reads
     memory_before: int = 0  # bytes in use before the models were loaded
+    probe: Probe | None = None  # of the engine's weights, in the last step
     totals: Totals = field(default_factory=Totals)
     accuracies: dict[str, float] = field(default_factory=dict)
     kl_beta: float = 0.0  # of the next step, where it is adaptive
@@ -111,7 +113,7 @@ class StoppedEarly(Exception):
 def build_engine(spec: RunSpec, policy: nn.Module, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
     """The engine that the spec names, over this policy."""
     engine_class = cast(type[RolloutEngine], plugins.load("engine", spec.engine.name))
-    return engine_class(spec.engine, policy, tokenizer)
+    return engine_class(spec.engine.for_run(spec.dtype, spec.autocast), policy, tokenizer)
 
 
 def prepare(

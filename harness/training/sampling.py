@@ -58,9 +58,9 @@ def sample_groups(run: Run, prompts: Sequence[Prompt], step: int, clock: Clock) 
 
 def _rest(run: Run, groups: Sequence[Group]) -> Probe | None:
     """Ask the engine for the scores that the check of its next weights needs, then let it sleep."""
-    before = probe(run.engine, run.learner.policy, groups)
+    run.probe = probe(run.engine, run.learner.policy, groups, run.probe)
     run.engine.sleep()
-    return before
+    return run.probe
 
 
 def step_prompts(prompts: Sequence[Prompt], seed: int, step: int, count: int) -> list[Prompt]:

@@ -3,65 +3,105 @@
 Two signs of stale weights, each INVALID. The scores disagree over a bound; or the learner's scores moved and the
 engine's did not move with them, which shows even an update that is smaller than the bound.
 
-Measured with vLLM 0.32 on a CPU, `tiny` after its cold start, 10 GRPO steps of 128 rollouts at each learning rate,
-4 rows of at most 32 tokens; largest difference in nats, from the best to the worst step:
+The learner scores without autocast and TF32: what they round away is the very move that shows a stale engine. An
+engine of lower precision hides a small update among its own rounding, but does not stand still, since a few weights
+that round the other way change all its scores; one with the old weights repeats them to the bit.
 
-| precision | rate | in step       | one update behind | steps behind that were noticed |
-| float32   | 1e-4 | 1e-6 to 1e-5  | 0.05 to 1.4       | 10 of 10                       |
-| float32   | 1e-6 | 3e-6 to 2e-5  | 7e-4 to 0.03      | 10 of 10, one by its move only |
-| bfloat16  | 1e-4 | 0.04 to 0.08  | 0.03 to 0.6       | 3 of 10, all by their moves    |
-| bfloat16  | 1e-6 | 0.06 to 0.14  | 0.06 to 0.14      | none: the update is below rounding |
+Measured with vLLM 0.32 on a CPU beside a float32 learner, `tiny` after its cold start, 10 (1e-8: 20) GRPO steps of 128
+rollouts at each learning rate, 4 rows of at most 32 tokens; the largest difference in nats, from the best to the worst
+step. `tf32`: transformers with attention and linear layers rounded to 10 bits, instead of a GPU.
 
-No step that was in step was called stale. Weights that stay behind drift away, so that a later probe notices.
+| engine   | rate | in step        | one update behind | moves of the engine, as a share of the learner's | noticed   |
+| float32  | 1e-4 | 7e-7 to 1e-5   | 0.03 to 1.9       | 1.0                                              | 10 of 10  |
+| float32  | 1e-6 | 2e-6 to 2e-5   | 5e-4 to 7e-3      | 1.0                                              | 10 of 10  |
+| float32  | 1e-8 | 6e-7 to 1e-5   | 4e-6 to 8e-5      | 0.88 to 1.1                                      | see below |
+| tf32     | 1e-4 | 1e-3 to 9e-3   | 0.03 to 1.9       | 0.97 to 1.1                                      | 10 of 10  |
+| tf32     | 1e-6 | 3e-3 to 0.01   | 1e-3 to 0.01      | 1.1 to 4.4                                       | 10 of 10  |
+| bfloat16 | 1e-4 | 0.05 to 0.14   | 0.09 to 1.9       | 0.75 to 2.0                                      | 10 of 10  |
+| bfloat16 | 1e-6 | 0.03 to 0.15   | 0.04 to 0.16      | 8 to 45                                          | 10 of 10  |
+| bfloat16 | 1e-8 | 0.03 to 0.15   | 0.04 to 0.19      | 0 to 2300                                        | see below |
+
+A stale engine moved by 0 in all of them. At 1e-8 one update moves no token by `SEEN`, and an engine in step may stand
+still too; the probe then goes on over further steps, and a stale engine was noticed 3 to 11 updates later. Scored with
+autocast, the learner would jitter by 0.02 to 0.07 nats at 1e-6 and a float32 engine in step move 0.02 times as far.
+With weights in bfloat16 (no float32 ones beside them) a missed update is noticed where it moved a token by 0.1 nats.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import nn
 
-from harness.interfaces import RolloutEngine
+from harness.interfaces import Precision, RolloutEngine
 from harness.policy.forward import token_logprobs
 from harness.tensors import pad_right
 from harness.training.learner import Learner
 from harness.types import Group, InvalidRun
 
-# Nats. float32: 50 times the largest difference of an engine in step; bfloat16: 7 times, as GPUs and larger models were
-# not measured. Where the learner moved by more than a tenth of the bound on a token, an engine in step moved 0.84 to
-# 1.05 times as far (root of the sum of squares over the tokens), a stale one 0 times.
-BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 1.0}
+# Nats, by the coarser precision of engine and learner. float32: 50 times the largest difference of an engine in step;
+# tf32 and bfloat16: 9 and 7 times, as GPUs and larger models were not measured. A run whose first probe differs by more
+# than a tenth of that has TIMES_USUAL times as much.
+BOUNDS: dict[Precision, float] = {"float32": 1e-3, "tf32": 0.1, "bfloat16": 1.0}
+TIMES_USUAL = 10
+# Where the learner moved by more than SEEN (nats, by its precision) on a token, an engine in step moved at least 0.67
+# times as far (root of the sum of squares over the tokens), a stale one 0 times.
+SEEN: dict[Precision, float] = {"float32": 1e-4, "tf32": 1e-4, "bfloat16": 0.1}
 LEAST_MOVE = 0.1
 Row = tuple[tuple[int, ...], int]
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Rows (token ids, tokens of the prompt) and the log-probs of their completion tokens, engine's and learner's."""
+    """Rows (token ids, tokens of the prompt) and the log-probs of their completion tokens, engine's and learner's.
+
+    `usual` is the largest difference (nats) between the two at the run's first probe: their rounding.
+    """
 
     rows: tuple[Row, ...]
     engine: np.ndarray
     learner: np.ndarray
+    usual: float
 
 
 def probe(
-    engine: RolloutEngine, policy: nn.Module, groups: Sequence[Group], *, num_rows: int = 4, max_tokens: int = 32
+    engine: RolloutEngine,
+    policy: nn.Module,
+    groups: Sequence[Group],
+    last: Probe | None = None,
+    *,
+    num_rows: int = 4,
+    max_tokens: int = 32,
 ) -> Probe | None:
     """The scores of engine and learner, before an update, for the first tokens of a few of the step's completions.
 
-    None for an engine that shares the learner's weights.
+    None for an engine that shares the learner's weights. The step's `last` probe goes on while the learner's scores
+    have not moved far enough from it to show whether the engine's move along.
     """
+    if last is not None and not _has_moved(policy, last.learner, _learner_scores(policy, last.rows)):
+        return last
     count = min(num_rows, len(groups))
     chosen = [groups[i * len(groups) // count] for i in range(count)]
     rows = tuple((g.prompt_token_ids + g.rollouts[0].token_ids[:max_tokens], len(g.prompt_token_ids)) for g in chosen)
     scores = engine.score(rows)
-    return None if scores is None else Probe(rows, _flat(scores), _learner_scores(policy, rows))
+    if scores is None:
+        return None
+    theirs, ours = _flat(scores), _learner_scores(policy, rows)
+    return Probe(rows, theirs, ours, float(np.abs(theirs - ours).max()) if last is None else last.usual)
+
+
+def precision(policy: nn.Module) -> Precision:
+    """The precision of the policy's products where there is no autocast."""
+    weight = next(policy.parameters())
+    if weight.dtype == torch.bfloat16:
+        return "bfloat16"
+    return "tf32" if weight.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32" else "float32"
 
 
 def load_weights(engine: RolloutEngine, learner: Learner, version: int, before: Probe | None) -> dict[str, float]:
-    """Wake the engine and give it the learner's weights; `mismatch/after_sync` where it has weights of its own."""
-    engine.wake()
+    """Give the engine the learner's weights; `mismatch/after_sync` where it has weights of its own."""
     engine.load_weights(learner.weights(merged=not engine.exact_logprobs), version)
     return {} if before is None else {"mismatch/after_sync": check_sync(engine, learner.policy, before)}
 
@@ -70,11 +110,13 @@ def check_sync(engine: RolloutEngine, policy: nn.Module, before: Probe, *, bound
     """The largest difference (nats) between engine and learner on the rows of `before`, now that the engine was given
     new weights. InvalidRun where the engine's weights are stale.
 
-    `bound` is by default that of the policy's precision.
+    `bound` is by default that of the coarser precision, or TIMES_USUAL times the usual difference if that is more.
     """
     scores = engine.score(before.rows)
     assert scores is not None, "it gave scores before"
-    bound = BOUNDS[next(policy.parameters()).dtype] if bound is None else bound
+    if bound is None:
+        own = precision(policy)
+        bound = max(BOUNDS[own], BOUNDS[engine.precision or own], TIMES_USUAL * before.usual)
     ours, theirs = _learner_scores(policy, before.rows), _flat(scores)
     difference = float(np.abs(theirs - ours).max())
     if not difference <= bound:
@@ -83,7 +125,7 @@ def check_sync(engine: RolloutEngine, policy: nn.Module, before: Probe, *, bound
             f"(at most {bound:g})"
         )
     learner_move, engine_move = (float(np.linalg.norm(x)) for x in (ours - before.learner, theirs - before.engine))
-    if np.abs(ours - before.learner).max() > bound / 10 and engine_move < LEAST_MOVE * learner_move:
+    if _has_moved(policy, before.learner, ours) and engine_move < LEAST_MOVE * learner_move:
         raise InvalidRun(
             f"stale weights: the update moved the learner's log-probs by {learner_move:.3g} nats on {len(ours)} tokens "
             f"(root of the sum of squares), the engine's by {engine_move:.3g}"
@@ -91,13 +133,29 @@ def check_sync(engine: RolloutEngine, policy: nn.Module, before: Probe, *, bound
     return difference
 
 
+def _has_moved(policy: nn.Module, before: np.ndarray, now: np.ndarray) -> bool:
+    """Whether the learner's scores moved so far that those of an engine in step cannot have stood still."""
+    return bool(np.abs(now - before).max() > SEEN[precision(policy)])
+
+
 @torch.no_grad()
 def _learner_scores(policy: nn.Module, rows: Sequence[Row]) -> np.ndarray:
     device = next(policy.parameters()).device
     tokens = pad_right([ids for ids, _ in rows], torch.int64).to(device)
     mask = pad_right([[0] * n + [1] * (len(ids) - n) for ids, n in rows], torch.bool).to(device)
-    logprobs = token_logprobs(policy, tokens, mask, 1.0)[0]
+    with _no_tf32():
+        logprobs = token_logprobs(policy, tokens, mask, 1.0)[0]
     return logprobs[mask].double().cpu().numpy()
+
+
+@contextmanager
+def _no_tf32() -> Iterator[None]:
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def _flat(rows: Sequence[Sequence[float]]) -> np.ndarray:

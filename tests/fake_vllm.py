@@ -1,0 +1,132 @@
+"""A stand-in for vLLM on a GPU, without either: it samples a model of transformers and refuses what vLLM refuses.
+
+`install` puts it in the place of the package. `LLM.calls` lists what the engine asked for, in order. On a GPU, vLLM
+ends in an illegal address where it stops, loads or samples with memory that `sleep` has unmapped; here a `RuntimeError`
+says so. Weights are random until the first reload, as after `load_format="dummy"`.
+"""
+
+import sys
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+TAGS = frozenset({"weights", "kv_cache"})
+
+
+@dataclass
+class SamplingParams:
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 16
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    flat_logprobs: bool = False
+    detokenize: bool = True
+
+
+class LLM:
+    last: ClassVar["LLM"]
+    loads_weights: ClassVar[bool] = True  # False: a reload is missed, without an error
+    memory_is_full: ClassVar[bool] = False
+
+    def __init__(self, *, model: str, dtype: str, load_format: str, **settings: Any) -> None:
+        assert load_format == "dummy", "weights through a folder"
+        self.settings = settings
+        self.folder, self.dtype = model, getattr(torch, dtype)
+        with torch.random.fork_rng():
+            torch.manual_seed(12345)
+            self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).to(self.dtype).eval()
+        limit = settings["max_model_len"] or self.model.config.max_position_embeddings
+        core = SimpleNamespace(shutdown=self._shutdown)
+        self.llm_engine = SimpleNamespace(engine_core=core, model_config=SimpleNamespace(max_model_len=limit))
+        self.asleep: frozenset[str] = frozenset()
+        self.calls: list[str] = ["start"]
+        self.batches: list[int] = []  # requests per call
+        self.has_weights = False
+        LLM.last = self
+
+    def collective_rpc(self, method: str, args: tuple = (), kwargs: dict[str, Any] | None = None) -> None:
+        self.calls.append(method)
+        if method == "update_config":
+            return
+        assert method == "reload_weights" and kwargs is not None
+        self._need("weights")
+        weights = dict(kwargs["weights_iterator"])
+        if LLM.loads_weights or not self.has_weights:
+            with torch.no_grad():
+                for name, value in self.model.state_dict().items():
+                    value.copy_(weights[name])
+        self.has_weights = True
+
+    def sleep(self, level: int) -> None:
+        self.calls.append("sleep")
+        self.asleep, self.has_weights = TAGS, not LLM.loads_weights
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.calls.append("wake " + " ".join(tags or sorted(TAGS)))
+        if LLM.memory_is_full:
+            raise RuntimeError("CUDA Error: out of memory")
+        self.asleep -= TAGS if tags is None else set(tags)
+
+    def reset_prefix_cache(self) -> bool:
+        self._need("kv_cache")
+        return True
+
+    def generate(self, prompts: list[dict], parameters: list[SamplingParams], use_tqdm: bool) -> list[Any]:
+        self.calls.append("score" if parameters[0].prompt_logprobs is not None else "generate")
+        self._need(*TAGS)
+        assert not torch.is_autocast_enabled("cpu"), "the learner's autocast reaches vLLM's model"
+        if not self.has_weights:
+            raise RuntimeError("samples before it has weights")
+        self.batches.append(len(prompts))
+        rows = [tuple(prompt["prompt_token_ids"]) for prompt in prompts]
+        return [self._answer(*pair) for pair in zip(rows, parameters, strict=True)]
+
+    @torch.inference_mode()
+    def _answer(self, row: tuple[int, ...], parameters: SamplingParams) -> Any:
+        tokens, values = list(row), []
+        if parameters.prompt_logprobs is not None:
+            found = self._logprobs(tokens)[:-1].gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+            return SimpleNamespace(prompt_logprobs=SimpleNamespace(logprobs=found))
+        noise = torch.Generator().manual_seed(parameters.seed or 0)
+        while len(values) < parameters.max_tokens and (not values or tokens[-1] not in parameters.stop_token_ids):
+            logprobs = torch.log_softmax(self._logprobs(tokens)[-1] / (parameters.temperature or 1.0), -1)
+            drawn = int(torch.multinomial(logprobs.exp(), 1, generator=noise))
+            tokens.append(drawn if parameters.temperature else int(logprobs.argmax()))
+            values.append(float(logprobs[tokens[-1]]))
+        return SimpleNamespace(
+            outputs=[SimpleNamespace(token_ids=tokens[len(row) :], logprobs=SimpleNamespace(logprobs=values))]
+        )
+
+    def _logprobs(self, tokens: list[int]) -> torch.Tensor:
+        return torch.log_softmax(self.model(input_ids=torch.tensor([tokens])).logits[0].float(), -1)
+
+    def _need(self, *tags: str) -> None:
+        if self.asleep & set(tags):
+            raise RuntimeError(f"an illegal memory access: {self.calls[-1]} while {sorted(self.asleep)} are unmapped")
+
+    def _shutdown(self) -> None:
+        self.calls.append("shutdown")
+        self._need(*TAGS)
+
+
+def install(monkeypatch: Any, cache: Any, *, on_gpu: bool = True) -> type[LLM]:
+    """The class of the fake, which `import vllm` finds until the test ends; its caches are in `cache`."""
+    vllm, platforms, envs = (ModuleType(name) for name in ("vllm", "vllm.platforms", "vllm.envs"))
+    vllm.__spec__ = ModuleSpec("vllm", None)
+    vars(vllm).update(LLM=LLM, SamplingParams=SamplingParams)
+    vars(platforms).update(current_platform=SimpleNamespace(is_cpu=lambda: not on_gpu))
+    vars(envs).update(VLLM_CACHE_ROOT=str(cache))
+    for module in (vllm, platforms, envs):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(LLM, "loads_weights", True)
+    monkeypatch.setattr(LLM, "memory_is_full", False)
+    return LLM

@@ -1,0 +1,156 @@
+"""The life of a vLLM engine on a GPU, with a fake LLM that refuses what vLLM refuses: start, sleep, reload, end."""
+
+import json
+from pathlib import Path
+
+import fake_vllm
+import pytest
+import torch
+from fakes import MemoryLog
+
+from harness.engines.vllm import VLLMEngine
+from harness.policy.device import mixed_precision
+from harness.policy.lora import add_adapter, merged_weights
+from harness.policy.tiny import tiny_model, tiny_tokenizer
+from harness.spec.run import LoRA, parse_run
+from harness.training.evaluate import evaluate_run
+from harness.training.loop import train
+from harness.types import Prompt, Sampling
+
+PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-"])]
+SAMPLING = Sampling(max_tokens=6)
+BFLOAT16 = {"name": "vllm", "dtype": "bfloat16"}
+
+
+@pytest.fixture
+def llm(monkeypatch, tmp_path):
+    monkeypatch.setattr(VLLMEngine, "_last", None)
+    return fake_vllm.install(monkeypatch, tmp_path / "vllm")
+
+
+def start(policy, **settings):
+    return VLLMEngine(VLLMEngine.Settings(**settings), policy, tiny_tokenizer())
+
+
+def run_spec(**changes):
+    few = {"every": 2, "num_prompts": 3, "num_test_prompts": 3, "num_samples": 1}
+    return parse_run({"task": "arithmetic", "algorithm": {"name": "grpo", "group_size": 4}, "evaluation": few,
+                      "engine": "vllm", "sampling": {"max_tokens": 4}, "rollouts_per_step": 8, "steps": 2,
+                      "device": "cpu", "rewards": {"repetition": {"ngram": 1}}, **changes}, "test")  # fmt: skip
+
+
+def test_the_engine_starts_from_the_config_alone_and_samples_only_after_its_first_reload(llm):
+    policy = tiny_model(3)
+    engine = start(policy)
+    assert engine.llm.calls == ["start", "update_config", "reload_weights"]
+    assert [file.name for file in Path(engine.llm.folder).iterdir()] == ["config.json"]
+    assert json.loads((Path(engine.llm.folder) / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    own, given = engine.llm.model.state_dict(), policy.state_dict()
+    assert all(torch.equal(own[name], given[name]) for name in given)
+
+
+def test_two_starts_of_one_shape_share_a_folder_and_another_shape_has_its_own(llm):
+    first, second = (start(tiny_model(seed)).llm.folder for seed in (0, 1))
+    assert first == second
+    other = tiny_model(0)
+    other.config.max_position_embeddings -= 1
+    assert start(other).llm.folder != first
+
+
+def test_a_new_engine_has_an_adapter_merged(llm):
+    policy = tiny_model(0)
+    add_adapter(policy, LoRA(rank=2), seed=0)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1)
+    own, merged = start(policy).llm.model.state_dict(), merged_weights(policy)
+    assert all(torch.equal(own[name], merged[name]) for name in own)
+
+
+@pytest.mark.parametrize(
+    ("policy", "autocast", "dtype", "expected"),
+    [("float32", False, None, torch.float32), ("float32", True, None, torch.bfloat16),
+     ("bfloat16", False, None, torch.bfloat16), ("float32", True, "float32", torch.float32),
+     ("bfloat16", False, "float32", torch.float32), ("float32", False, "bfloat16", torch.bfloat16)],
+)  # fmt: skip
+def test_the_engines_precision_is_its_own_setting_or_else_follows_the_runs(llm, policy, autocast, dtype, expected):
+    settings = VLLMEngine.Settings(dtype=dtype).for_run(policy, autocast)
+    model = tiny_model(0).to(getattr(torch, policy))
+    engine = VLLMEngine(settings, model, tiny_tokenizer())
+    assert engine.llm.dtype == expected
+    given = model.state_dict()
+    assert all(torch.equal(value, given[name].to(expected)) for name, value in engine.llm.model.state_dict().items())
+
+
+def test_the_learners_autocast_does_not_reach_vllm(llm):
+    engine = start(tiny_model(0))
+    plain = engine.generate(PROMPTS, 1, SAMPLING, seed=0, step=0)
+    with mixed_precision(torch.device("cpu"), True):
+        assert engine.generate(PROMPTS, 1, SAMPLING, seed=0, step=0) == plain
+
+
+def test_a_slept_engine_takes_its_cache_back_after_its_weights_are_reloaded(llm):
+    engine = start(tiny_model(0))
+    engine.sleep()
+    with pytest.raises(AssertionError, match="no weights before load_weights"):
+        engine.generate(PROMPTS, 1, SAMPLING, seed=0, step=0)
+    engine.load_weights(tiny_model(1).state_dict(), 1)
+    engine.generate(PROMPTS, 1, SAMPLING, seed=0, step=0)
+    assert engine.llm.calls[3:] == ["sleep", "wake weights", "reload_weights", "wake kv_cache", "generate"]
+
+
+def test_an_engine_that_closes_in_its_sleep_wakes_first(llm):
+    engine = start(tiny_model(0))
+    fake = engine.llm
+    engine.sleep()
+    engine.close()
+    assert fake.calls[-2:] == ["wake kv_cache weights", "shutdown"]
+    engine.close()
+    assert fake.calls[-1] == "shutdown"
+
+
+@pytest.mark.attack("GPU out of memory")
+def test_an_engine_that_cannot_wake_to_close_leaves_the_runs_own_end_to_be_told(llm, monkeypatch, caplog):
+    engine = start(tiny_model(0))
+    fake = engine.llm
+    engine.sleep()
+    monkeypatch.setattr(llm, "memory_is_full", True)
+    engine.close()
+    assert "shutdown" not in fake.calls
+    assert "vLLM did not stop in order" in caplog.text
+
+
+@pytest.mark.parametrize("changes", [{}, {"autocast": True}, {"lora": {"rank": 2}, "engine": BFLOAT16}])
+def test_a_run_sleeps_wakes_reloads_and_samples_in_every_step(llm, tmp_path, changes):
+    result = train(run_spec(**changes), tmp_path / "run", log := MemoryLog(), cache=tmp_path)
+    assert (result.state, result.reason) == ("complete", None)
+    step = ["generate", "score", "sleep", "wake weights", "reload_weights", "wake kv_cache", "score"]
+    evaluation = ["generate", "generate"]
+    begin = ["start", "update_config", "reload_weights", "generate", *evaluation]
+    assert llm.last.calls == [*begin, *step, *step, *evaluation, *evaluation, "shutdown"]
+    rounding = 0.5 if changes else 1e-4
+    assert all(value < rounding for _, value in log.history("mismatch/after_sync"))
+
+
+@pytest.mark.attack("Diverged run with a slept engine")
+def test_a_run_that_diverges_closes_its_engine_awake_and_the_next_run_completes(llm, tmp_path):
+    diverged = train(run_spec(optimizer={"learning_rate": 1e30}), tmp_path / "a", MemoryLog(), cache=tmp_path)
+    assert diverged.state == "invalid"
+    assert llm.last.calls[-1] == "shutdown"
+    assert train(run_spec(), tmp_path / "b", MemoryLog(), cache=tmp_path).state == "complete"
+
+
+def test_a_bfloat16_engine_that_misses_its_weights_is_noticed_in_the_first_step(llm, tmp_path, monkeypatch):
+    monkeypatch.setattr(llm, "loads_weights", False)
+    spec = run_spec(autocast=True, optimizer={"learning_rate": 1e-6})
+    result = train(spec, tmp_path / "run", MemoryLog(), cache=tmp_path)
+    assert result.state == "invalid"
+    assert "stale weights: the update moved the learner's log-probs by" in str(result.reason)
+
+
+def test_an_evaluation_gives_vllm_all_prompts_at_once(llm):
+    spec = run_spec(evaluation={"num_prompts": 70, "num_samples": 2}, sampling={"max_tokens": 1})
+    engine = start(tiny_model(0))
+    evaluate_run(spec, engine, "validation", step=0)
+    assert engine.llm.batches == [140, 70]
