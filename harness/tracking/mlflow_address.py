@@ -102,9 +102,10 @@ def check_remote() -> None:
     uri = remote_uri()
     if uri is None:
         return
-    if is_server(uri) and (added := urlsplit(uri).query or urlsplit(uri).fragment):
+    if is_server(uri) and (urlsplit(uri).query or urlsplit(uri).fragment):
         raise ValueError(
-            f"the tracking URI of a server must end with its host, port and path, got {shown(uri)}; leave out '{added}'"
+            f"the tracking URI of a server must end with its host, port and path, got {shown(uri)}; leave out what "
+            "follows its '?' or '#'"
         )
     reason = (health(uri, ANSWER_SECONDS) or _refusal(uri, ANSWER_SECONDS)) if is_server(uri) else _listens(uri)
     if reason is not None:
