@@ -703,12 +703,12 @@ def test_on_a_terminal_a_study_shows_a_bar_for_itself_and_each_running_trial():
 
 @pytest.mark.attack("Output that is no file or cannot hold the text")
 def test_text_that_the_terminal_cannot_show_is_escaped_and_a_full_output_is_said_in_one_sentence(tmp_path: Path):
-    (tmp_path / "greek.yaml").write_text("question: Ποιο;\nrun: {task: arithmetic, algorithm: grpo}\n", "utf-8")
+    (tmp_path / "greek.yaml").write_text("question: \u03a0\u03bf?\nrun: {task: arithmetic, algorithm: grpo}\n", "utf-8")
     code = "from harness.cli.app import main; main()"
     command = [sys.executable, "-c", code, "study", "show", str(tmp_path / "greek.yaml")]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     shown = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    assert r"\u03a0\u03bf\u03b9\u03bf" in shown.stdout
+    assert r"\u03a0\u03bf" in shown.stdout
     if Path("/dev/full").exists():
         with Path("/dev/full").open("w") as full:
             ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
