@@ -227,9 +227,9 @@ class Task(Section, ABC):
     def allow_overruns(self, count: int | None) -> int:
         """Let so many of this thread's next comparisons run into their time limit; those after them have no verdict.
 
-        None lifts the bound. Returns how many of those allowed last are left, all without such a limit.
+        None lifts the bound. Returns how many of those allowed last are left; 0 if comparisons have no limit.
         """
-        return count or 0
+        return 0
 
     def use_processes(self, count: int) -> None:
         """Let that many threads compare answers at once, if comparisons run in processes of their own."""

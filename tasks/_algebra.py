@@ -199,15 +199,13 @@ def _equal(first: Any, second: Any) -> bool:
         return type(first) is type(second) and _match(first.args, second.args)
     if isinstance(first, Or) or isinstance(second, Or):
         return _same_alternatives(first, second)
+    if _differ(first, second):
+        return False
     parts, others = _entries(first, second), _entries(second, first)
     if parts and others and parts[0] == others[0]:
         return all(map(_equal, parts[1], others[1]))
     if isinstance(first, Expr) and isinstance(second, Expr) and (first.is_Symbol or second.is_Symbol):
-        return not _differ(first, second) and bool(
-            sympy.simplify(first - second) == 0
-        )  # math-verify joins letters to words, without case
-    if _differ(first, second):
-        return False
+        return bool(sympy.simplify(first - second) == 0)  # math-verify joins letters to words, without case
     verify = partial(math_verify.verify, allow_set_relation_comp=True, timeout_seconds=None)
     return verify(first, second) and verify(second, first) and _same_size(first, second)
 

@@ -43,11 +43,8 @@ def _work(value: Any) -> Iterator[str]:
     if isinstance(value, Pow):
         yield from _work_of_power(value)
     if isinstance(value, sympy.Function) and not value.free_symbols and not _is_plain_exponential(value):
-        yield (
-            "trigonometry"
-            if isinstance(value, TrigonometricFunction | InverseTrigonometricFunction)
-            else type(value).__name__
-        )
+        is_trigonometric = isinstance(value, TrigonometricFunction | InverseTrigonometricFunction)
+        yield "trigonometry" if is_trigonometric else type(value).__name__
     if isinstance(value, ExprWithLimits | sympy.Limit | sympy.Derivative):
         yield type(value).__name__
     if _num_factors(value) > 1:

@@ -227,13 +227,8 @@ def _plain(text: str) -> str | None:
 def _unit(match: re.Match[str]) -> str:
     r"""The content of `\text{...}`; words other than a scale become `units`, the name for any unit."""
     words = match[1].strip()
-    is_unit = (
-        len(words) > 1
-        and not _HEDGE.search(words)
-        and words.replace(" ", "").isalpha()
-        and words.lower() not in {"pi", *_SCALES}
-    )
-    return f" {'units' if is_unit else match[1]} "
+    is_word = len(words) > 1 and words.replace(" ", "").isalpha() and words.lower() not in {"pi", *_SCALES}
+    return f" {'units' if is_word and not _HEDGE.search(words) else match[1]} "
 
 
 @lru_cache(maxsize=16_384)
