@@ -73,8 +73,8 @@ class Run:
     log: RunLogger
     directory: Path
     tokenizer: PreTrainedTokenizerBase
-    inputs: Inputs  # what it reads
     memory_before: int = 0  # bytes in use before the models were loaded
+    inputs: Inputs = field(default_factory=dict)  # what it reads
     probe: Probe | None = None  # of the engine's weights, in the last step
     totals: Totals = field(default_factory=Totals)
     accuracies: dict[str, float] = field(default_factory=dict)
@@ -144,7 +144,7 @@ def prepare(
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
     learner = Learner(spec, policy)
     engine = build_engine(spec, policy, tokenizer)
-    run = Run(spec, engine, learner, log, directory, tokenizer, inputs, memory_before)
+    run = Run(spec, engine, learner, log, directory, tokenizer, memory_before, inputs)
     run.kl_beta = spec.algorithm.kl_beta
     if checkpoint is None:
         return run, 0
