@@ -33,7 +33,7 @@ def microbatch_tokens(settings: Optimizer, device: torch.device) -> int:
 
 
 def hidden_states(model: nn.Module, tokens_BT: Tensor) -> Tensor:
-    """[B, T, H] last hidden states of a causal language model for right-padded rows.
+    """[B, T, H] last hidden states of a causal language model, or of a backbone alone, for right-padded rows.
 
     No attention mask: causal attention never looks at the padding on the right, and positions start at 0.
     """
@@ -41,9 +41,10 @@ def hidden_states(model: nn.Module, tokens_BT: Tensor) -> Tensor:
 
 
 def backbone(model: nn.Module) -> Any:
-    """The part of a causal language model that turns token ids into hidden states."""
+    """The part of a causal language model that turns token ids into hidden states; a backbone's is itself."""
     found: Any = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model  # pyright: ignore
-    return found if found is not model else next(part for part in model.children() if hasattr(part, "get_decoder"))
+    parts = (part for part in model.children() if hasattr(part, "get_decoder"))
+    return found if found is not model else next(parts, model)
 
 
 def output_logits(model: nn.Module, hidden_NH: Tensor) -> Tensor:
@@ -251,8 +252,8 @@ def completion_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor, prom
 
 
 class Critic(nn.Module):
-    """PPO's value per token: a linear head that starts at zero, on a copy of the policy's backbone, or (`shared`) on
-    the policy's own hidden states, which its loss then moves too."""
+    """PPO's value per token: a linear head that starts at zero, on the states of a copy of the policy's backbone, or
+    (`shared`) on the policy's own, which its loss then moves too."""
 
     def __init__(self, policy: nn.Module, *, shared: bool = False):
         super().__init__()
@@ -265,14 +266,11 @@ class Critic(nn.Module):
         first = next(policy.parameters())
         self.head.to(device=first.device, dtype=torch.float32 if frozen else first.dtype)
 
-    def forward(self, tokens_BT: Tensor, mask_BT: Tensor, hidden_NH: Tensor | None = None) -> Tensor:
+    def forward(self, mask_BT: Tensor, hidden_NH: Tensor) -> Tensor:
         """[B, T], at least float32: the value of the state in which each token in `mask_BT` was chosen, 0 elsewhere.
 
-        `hidden_NH` are the policy's states of these tokens, which a shared critic reads.
+        `hidden_NH` are the `completion_states` of its own backbone, or of the policy.
         """
-        if self.backbone is not None:
-            hidden_NH = self.backbone(input_ids=tokens_BT, use_cache=False).last_hidden_state[:, :-1][mask_BT[:, 1:]]
-        assert hidden_NH is not None
         values_N = _at_least_float32(self.head(hidden_NH.to(self.head.weight.dtype)))[:, 0]
         return _scatter(values_N, mask_BT)
 

@@ -6,7 +6,7 @@ depend on that split.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -149,11 +149,11 @@ class Learner:
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
         self._train_mode(self.spec.gradient_checkpointing)
-        prompts = self._prompt_states(self.policy, minibatch)
+        prompts = [self._prompt_states(trunk, minibatch) for trunk in self._trunks()]
         for rows in self._rows_by_length(minibatch):
             micro = minibatch.rows(rows)
             with mixed_precision(micro.tokens_BT.device, self.spec.autocast):
-                output = self._output(micro, prompts and prompts.rows(rows))
+                output = self._output(micro, [states and states.rows(rows) for states in prompts])
             if self.spec.updates_per_step == 1:  # on-policy: the ratio is 1 exactly, with its gradient
                 micro = micro.replace(old_logprobs_BT=output.logprobs_BT.detach())
             loss, metrics = self.algorithm.loss(micro, output)
@@ -167,8 +167,9 @@ class Learner:
                 mismatch_max = max(mismatch_max, _ratio_max(logprobs, sampler, mask))
                 assert micro.loss_weight_BT is not None
                 totals["mismatch/kl"] += float((micro.loss_weight_BT * kl_k3(logprobs, sampler)).sum())
-        if prompts is not None:
-            prompts.backward()
+        for states in prompts:
+            if states is not None:
+                states.backward()
         self._train_mode(False)
         if first:
             totals["mismatch/max_ratio"] = mismatch_max
@@ -191,9 +192,16 @@ class Learner:
             if module is not None:
                 module.train(on)
 
-    def _output(self, micro: Batch, prompts: PromptStates | None) -> PolicyOutput:
+    def _trunks(self) -> list[nn.Module]:
+        """The networks that read tokens: the policy, and a critic's own backbone."""
+        own = None if self.critic is None else self.critic.backbone
+        return [self.policy] if own is None else [self.policy, own]
+
+    def _output(self, micro: Batch, prompts: Sequence[PromptStates | None]) -> PolicyOutput:
+        """Scores of a micro-batch, with its prompts as each trunk reads them."""
         tokens, mask = micro.tokens_BT, micro.completion_mask_BT
-        hidden = completion_states(self.policy, tokens, mask, prompts)
+        states = zip(self._trunks(), prompts, strict=True)
+        hidden, *others = (completion_states(trunk, tokens, mask, read) for trunk, read in states)
         logprobs, entropy = token_logprobs(
             self.policy,
             tokens,
@@ -202,7 +210,7 @@ class Learner:
             hidden=hidden,
             entropy_gradient=self.spec.algorithm.entropy_needs_gradient,
         )
-        values = None if self.critic is None else self.critic(tokens, mask, hidden)
+        values = None if self.critic is None else self.critic(mask, *others or [hidden])
         return PolicyOutput(logprobs, entropy, values)
 
     def _reference_logprobs(self, batch: Batch) -> Tensor:
@@ -221,19 +229,19 @@ class Learner:
         return self._forward_rows(batch, forward, model)
 
     def _values(self, batch: Batch, critic: Critic) -> Tensor:
-        trunk = self.policy if critic.backbone is None else None
+        trunk = self._trunks()[-1]
 
         def forward(part: Batch, prompts: PromptStates | None) -> Tensor:
-            tokens, mask = part.tokens_BT, part.completion_mask_BT
-            return critic(tokens, mask, None if trunk is None else completion_states(trunk, tokens, mask, prompts))
+            mask = part.completion_mask_BT
+            return critic(mask, completion_states(trunk, part.tokens_BT, mask, prompts))
 
         return self._forward_rows(batch, forward, trunk)
 
     def _forward_rows(
-        self, batch: Batch, forward: Callable[[Batch, PromptStates | None], Tensor], model: nn.Module | None
+        self, batch: Batch, forward: Callable[[Batch, PromptStates | None], Tensor], model: nn.Module
     ) -> Tensor:
         """[B, T] from a function of (micro-batch, its prompts as `model` reads them), in the batch's own row order."""
-        prompts = None if model is None else self._prompt_states(model, batch)
+        prompts = self._prompt_states(model, batch)
         result = torch.empty(0)
         for rows in self._rows_by_length(batch):
             part = batch.rows(rows)
