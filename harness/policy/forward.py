@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from harness.policy import fused_llama
 from harness.spec.run import Optimizer
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
     from harness.policy.fused_llama import Fused
 
 
-CHUNK = 4096  # completion tokens that go through the language-model head at once
+CHUNK = 4096  # completion tokens that go through the language-model head at once, at most
+LOGITS_BYTES = 2**28  # of their logits in float32, at most; log-probs and entropies take three times as much again
+KEPT_BYTES = 2**30  # of a pass's logits for its backward pass; what would be more is computed again there
 _COUNT_COLUMNS = ("mpt", "gpt_neo")  # distances in columns of the cache, which has gaps behind shorter prompts
 
 
@@ -105,18 +108,17 @@ def token_logprobs(
     prompts: PromptStates | None = None,
     hidden: Tensor | None = None,
     entropy_gradient: bool = False,
-    chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """(log-probs, entropies), both [B, T] nats, at least float32: of the tokens in `mask_BT`, and 0 elsewhere.
 
-    They are those of the model's own forward pass. Its language-model head runs on the masked positions only, `chunk`
-    at a time, so that [B, T, V] never exists. With `prompts` the rows' prompts are not read again; `hidden` are the
+    They are those of the model's own forward pass. Its language-model head runs on a few masked positions at a time, so
+    that [B, T, V] never exists. With `prompts` the rows' prompts are not read again; `hidden` are the
     `completion_states`, if known. Logits are divided by `temperature` (taken as 1 when it is 0), as the sampler does.
     Entropies carry a gradient only if asked.
     """
     hidden = completion_states(model, tokens_BT, mask_BT, prompts) if hidden is None else hidden
     targets = tokens_BT[:, 1:][mask_BT[:, 1:]]
-    found = state_logprobs(model, hidden, targets, temperature, entropy_gradient=entropy_gradient, chunk=chunk)
+    found = state_logprobs(model, hidden, targets, temperature, entropy_gradient=entropy_gradient)
     logprobs, entropies = (_scatter(values, mask_BT) for values in found)
     return logprobs, entropies
 
@@ -128,17 +130,44 @@ def state_logprobs(
     temperature: float,
     *,
     entropy_gradient: bool = False,
-    chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """(log-probs, entropies), both [N]: of the tokens after the states, as `token_logprobs` has them."""
-    logprobs, entropies = [], []
+
+    def few(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return chunk_logprobs(model, hidden, targets, temperature, entropy_gradient=entropy_gradient)
+
+    vocabulary = model.get_output_embeddings().weight.shape[0]  # pyright: ignore
+    chunk = chunk_tokens(vocabulary)
+    found = []
     for part, target in zip(hidden_NH.split(chunk), targets_N.split(chunk), strict=True):
-        logits = _at_least_float32(output_logits(model, part)) / (temperature or 1.0)
-        all_logprobs = F.log_softmax(logits, dim=-1)
-        logprobs.append(all_logprobs.gather(-1, target[:, None])[:, 0])
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            entropies.append(-(all_logprobs.exp() * all_logprobs).sum(-1))
+        if torch.is_grad_enabled() and is_recomputed(len(targets_N), vocabulary):
+            found.append(checkpoint(few, part, target, use_reentrant=False, preserve_rng_state=False))
+        else:
+            found.append(few(part, target))
+    logprobs, entropies = zip(*found, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
+
+
+def chunk_tokens(vocabulary: int) -> int:
+    """Completion tokens that go through the language-model head at once."""
+    return max(1, min(CHUNK, LOGITS_BYTES // (4 * vocabulary)))
+
+
+def is_recomputed(tokens: int, vocabulary: int) -> bool:
+    """Whether the logits of a pass over so many completion tokens are computed again for its backward pass."""
+    return 4 * tokens * vocabulary > KEPT_BYTES
+
+
+def chunk_logprobs(
+    model: nn.Module, hidden_NH: Tensor, targets_N: Tensor, temperature: float, *, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`state_logprobs` with all logits at once, which are kept for the backward pass."""
+    logits = _at_least_float32(output_logits(model, hidden_NH)) / (temperature or 1.0)
+    all_logprobs = F.log_softmax(logits, dim=-1)
+    logprobs = all_logprobs.gather(-1, targets_N[:, None])[:, 0]
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        entropies = -(all_logprobs.exp() * all_logprobs).sum(-1)
+    return logprobs, entropies
 
 
 @dataclass

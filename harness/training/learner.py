@@ -23,7 +23,14 @@ from harness.policy.forward import (
     prompt_states,
     token_logprobs,
 )
-from harness.policy.lora import adapter_off, adapter_weights, has_adapter, load_adapter, merged_weights
+from harness.policy.lora import (
+    adapter_off,
+    adapter_weights,
+    has_adapter,
+    hold_frozen_products,
+    load_adapter,
+    merged_weights,
+)
 from harness.spec.run import Mismatch, RunSpec
 from harness.streams import generator
 from harness.tensors import kl_k3
@@ -40,6 +47,8 @@ class Learner:
         self.algorithm = spec.algorithm  # with the KL weight of the step; what a run needs is spec.algorithm's to say
         self.policy = policy
         self.adapted = has_adapter(policy)
+        if self.adapted and spec.autocast:
+            hold_frozen_products(policy, torch.bfloat16)
         self.shares_prompts = True  # until `training.agreement` finds that this model's log-probs suffer
         needs_copy = spec.algorithm.needs_reference and not self.adapted
         self.reference = deepcopy(policy).requires_grad_(False) if needs_copy else None
@@ -144,8 +153,8 @@ class Learner:
 
     def _optimizer_step(self, minibatch: Batch, *, first: bool) -> dict[str, float]:
         """One optimiser step on a minibatch whose loss weights are set; `first`: the policy is still the sampler's."""
-        totals: dict[str, float] = defaultdict(float)
-        ratio_max = mismatch_max = 1.0
+        sums: dict[str, Any] = defaultdict(float)  # on the device, read once: every look waits for a GPU
+        ratios: dict[str, list[Tensor]] = defaultdict(list)
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
         self._train_mode(self.spec.gradient_checkpointing)
@@ -158,22 +167,21 @@ class Learner:
                 micro = micro.replace(old_logprobs_BT=output.logprobs_BT.detach())
             loss, metrics = self.algorithm.loss(micro, output)
             loss.backward()
-            for name, value in metrics.items():
-                totals[name] += float(value)
             logprobs, mask = output.logprobs_BT.detach(), micro.completion_mask_BT
-            ratio_max = max(ratio_max, _ratio_max(logprobs, micro.old_logprobs_BT, mask))
+            ratios["policy/ratio_max"].append(_ratio_max(logprobs, micro.old_logprobs_BT, mask))
             if first:
                 sampler = micro.sampler_logprobs_BT
-                mismatch_max = max(mismatch_max, _ratio_max(logprobs, sampler, mask))
+                ratios["mismatch/max_ratio"].append(_ratio_max(logprobs, sampler, mask))
                 assert micro.loss_weight_BT is not None
-                totals["mismatch/kl"] += float((micro.loss_weight_BT * kl_k3(logprobs, sampler)).sum())
+                metrics = {**metrics, "mismatch/kl": (micro.loss_weight_BT * kl_k3(logprobs, sampler)).sum()}
+            for name, value in metrics.items():
+                sums[name] += value.detach().double()
         for states in prompts:
             if states is not None:
                 states.backward()
         self._train_mode(False)
-        if first:
-            totals["mismatch/max_ratio"] = mismatch_max
-        totals["policy/ratio_max"] = ratio_max
+        found = sums | {name: torch.stack(values).max().double() for name, values in ratios.items()}
+        totals = dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
         if not np.isfinite(totals["policy/loss"]):
             raise InvalidRun(f"the loss is {totals['policy/loss']}; lower optimizer.learning_rate or raise kl_beta")
         for name, optimizer in self.optimizers.items():
@@ -328,6 +336,7 @@ def explained_variance(batch: Batch) -> float:
     return float(1 - (returns - batch.values_BT[batch.completion_mask_BT]).var() / variance)
 
 
-def _ratio_max(logprobs: Tensor, other: Tensor | None, mask: Tensor) -> float:
+def _ratio_max(logprobs: Tensor, other: Tensor | None, mask: Tensor) -> Tensor:
+    """The largest ratio of two probabilities of a token, at least 1."""
     assert other is not None
-    return float(torch.exp(((logprobs - other).abs() * mask).max()))
+    return torch.exp(((logprobs - other).abs() * mask).max())
