@@ -87,7 +87,8 @@ class PretendCuda(TorchFunctionMode):
             self._wait(name)
         result_is_tagged = is_tagged
         if kwargs.get("device") is not None:
-            result_is_tagged, kwargs["device"] = _is_cuda(kwargs["device"]), "cpu"
+            result_is_tagged = _is_cuda(kwargs["device"])
+            kwargs["device"] = "cpu" if result_is_tagged else kwargs["device"]
         elif "like" in name or name.startswith("new_"):
             result_is_tagged = on_cuda(args[0])
         elif func in (Tensor.__getitem__, Tensor.__setitem__):

@@ -217,18 +217,25 @@ class Lean:
         return hidden * self.weights.norm, states
 
 
+def can_share_prompts(model: nn.Module) -> bool:
+    """Whether rows of one prompt may read its keys and values from one place: no windows, no distances in columns."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer  # seconds to import, and objectives do without
+
+    if model.config.model_type in _COUNT_COLUMNS or not keeps_keys_and_values(model):  # pyright: ignore
+        return False
+    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)  # pyright: ignore
+
+
 def prompt_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor) -> PromptStates | None:
     """The shared states of the rows' prompts, or None if no prompt is shared or the model keeps other states."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer  # seconds to import, and objectives do without
+    from transformers.cache_utils import DynamicCache
 
     if model.training and getattr(backbone(model), "gradient_checkpointing", False):
         return None  # transformers recomputes activations then, and keeps no states
-    if model.config.model_type in _COUNT_COLUMNS or not keeps_keys_and_values(model):  # pyright: ignore
+    starts_B = mask_BT.int().argmax(dim=1)
+    if not can_share_prompts(model) or int(starts_B.min()) < 2:
         return None
     cache: Any = DynamicCache(config=model.config)  # pyright: ignore
-    starts_B = mask_BT.int().argmax(dim=1)
-    if any(type(layer) is not DynamicLayer for layer in cache.layers) or int(starts_B.min()) < 2:
-        return None
     width = int(starts_B.max())  # of the longest prompt
     before = torch.arange(width, device=tokens_BT.device) < starts_B[:, None]
     prompts_UT, prompt_B = torch.unique(tokens_BT[:, :width].masked_fill(~before, -1), dim=0, return_inverse=True)

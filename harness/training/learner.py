@@ -208,8 +208,7 @@ class Learner:
     def _output(self, micro: Batch, prompts: Sequence[PromptStates | None]) -> PolicyOutput:
         """Scores of a micro-batch, with its prompts as each trunk reads them."""
         tokens, mask = micro.tokens_BT, micro.completion_mask_BT
-        states = zip(self._trunks(), prompts, strict=True)
-        hidden, *others = (completion_states(trunk, tokens, mask, read) for trunk, read in states)
+        hidden = completion_states(self.policy, tokens, mask, prompts[0])
         logprobs, entropy = token_logprobs(
             self.policy,
             tokens,
@@ -218,7 +217,11 @@ class Learner:
             hidden=hidden,
             entropy_gradient=self.spec.algorithm.entropy_needs_gradient,
         )
-        values = None if self.critic is None else self.critic(mask, *others or [hidden])
+        if self.critic is None:
+            return PolicyOutput(logprobs, entropy)
+        if self.critic.backbone is not None:  # after the log-probs, so that their temporaries do not meet its states
+            hidden = completion_states(self.critic.backbone, tokens, mask, prompts[1])
+        values = self.critic(mask, hidden)
         return PolicyOutput(logprobs, entropy, values)
 
     def _reference_logprobs(self, batch: Batch) -> Tensor:
