@@ -89,9 +89,8 @@ def _memory(analysis: Analysis, trials: Trials) -> _Evidence:
 def _time(analysis: Analysis, trials: Trials) -> _Evidence:
     """Seconds of GRPO's training steps over those of PPO's, against 0.65.
 
-    Source: practitioners' guides, which report 35 to 50 % less; DeepSeekMath (arXiv:2402.03300) gives no figure. Not
-    tested where the policy may be computed with fused weights (`harness/policy/fused_llama.py`), which PPO's separate
-    critic never is: its time would be one of another implementation.
+    Source: practitioners' guides, which report 35 to 50 % less; DeepSeekMath (arXiv:2402.03300) gives no figure. PPO's
+    critic is computed in the same way as the policy, so the ratio is the algorithms'.
     """
     weights = _ppo_minus_grpo(trials)
     if not weights:
@@ -100,8 +99,6 @@ def _time(analysis: Analysis, trials: Trials) -> _Evidence:
     if not found.differences:
         return _Evidence("No shared seed of PPO and GRPO has timed steps.")
     text = f"A training step of GRPO takes {_ratio(found, inverse=True)} times as long as one of PPO"
-    if any(_outpaces_its_critic(trial.spec) for (arm, _), trial in trials.items() if arm in weights):
-        return _Evidence(f"{text}, but in float32 a small policy has fused weights, which PPO's own critic has not.")
     return _against(found, -math.log(1 - TIME_SAVED), text)
 
 
@@ -315,16 +312,6 @@ def _over_problems(analysis: Analysis, found: Contrast, weights: Weights, shares
     interval = statistics.with_variance(found.interval, variance, num_problems - 1)
     p = float(np.max([found.p, statistics.t_test(interval)]))
     return replace(found, interval=interval, p=p)
-
-
-def _outpaces_its_critic(spec: Mapping[str, Any]) -> bool:
-    """Whether PPO's policy may be computed with fused weights and its critic not.
-
-    The model tiny is; others are if they are small, which no record tells, and in plain float32.
-    """
-    if setting(spec, "algorithm.name") != "ppo" or setting(spec, "algorithm.critic") == "shared":
-        return False
-    return spec.get("dtype", "float32") == "float32" and not spec.get("autocast") and not spec.get("lora")
 
 
 def _log_seconds(trial: TrialRecord) -> float | None:

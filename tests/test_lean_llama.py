@@ -17,7 +17,7 @@ from transformers import (
 
 from harness.engines.transformers import LibraryDecoder, TransformersEngine
 from harness.policy import fused_llama
-from harness.policy.forward import prompt_states, token_logprobs
+from harness.policy.forward import Critic, completion_states, prompt_states, token_logprobs
 from harness.policy.llama_decoder import LeanDecoder
 from harness.policy.lora import add_adapter
 from harness.policy.tiny import tiny_model, tiny_tokenizer
@@ -102,8 +102,6 @@ def test_the_lean_decoder_gives_the_logits_of_the_library(name):
 def test_logprobs_and_gradients_are_those_of_the_library(name, columns):
     """In float64; a hook makes the second model one that is not recognised. Token 0 is padding: sampled it counts."""
     lean = nn.Module.to(randomised(MODELS[name]()), torch.float64)
-    library = deepcopy(lean)
-    library.register_forward_hook(lambda module, inputs, output: output)
     starts = torch.tensor([4, 4, 2, 2, 3])
     tokens = torch.randint(50, (5, columns), generator=torch.Generator().manual_seed(0))
     tokens[1, :4], tokens[3, :2] = tokens[0, :4], tokens[2, :2]
@@ -111,10 +109,10 @@ def test_logprobs_and_gradients_are_those_of_the_library(name, columns):
     column = torch.arange(columns)
     mask = (column >= starts[:, None]) & (column < torch.tensor([columns, 6, columns - 1, 7, 5])[:, None])
     results = []
-    for model in (lean, library):
+    for model in (lean, library(lean)):
         prompts = prompt_states(model, tokens, mask)
         assert prompts is not None
-        assert (prompts.lean is None) == (model is library)
+        assert (prompts.lean is None) == (model is not lean)
         logprobs, entropies = token_logprobs(model, tokens, mask, 0.8, prompts=prompts, entropy_gradient=True)
         (logprobs * torch.cos(column) + entropies).sum().backward()
         prompts.backward()
@@ -126,11 +124,52 @@ def test_logprobs_and_gradients_are_those_of_the_library(name, columns):
         assert (my_gradients[key] - gradient).norm() <= 2e-6 * gradient.norm(), key
 
 
+def library(model):
+    """A copy that is not recognised, because of a hook that changes nothing."""
+    other = deepcopy(model)
+    other.register_forward_hook(lambda module, inputs, output: output)
+    return other
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_critics_values_and_gradients_are_those_of_the_library_too(name):
+    tokens = torch.randint(3, 50, (4, 9), generator=torch.Generator().manual_seed(0))
+    tokens[1, :4], tokens[3, :3] = tokens[0, :4], tokens[2, :3]
+    mask = torch.arange(9) >= torch.tensor([4, 4, 3, 3])[:, None]
+    critic = Critic(nn.Module.to(randomised(MODELS[name]()), torch.float64))
+    nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(1))
+    trunk = critic.backbone
+    assert trunk is not None
+    results = []
+    for body, is_lean in ((trunk, True), (library(trunk), False)):
+        prompts = prompt_states(body, tokens, mask)
+        assert prompts is not None and (prompts.lean is not None) is is_lean
+        values = critic(mask, completion_states(body, tokens, mask, prompts))
+        (values * torch.cos(torch.arange(9))).sum().backward()
+        prompts.backward()
+        results.append((values, {key: p.grad for key, p in body.named_parameters()}))
+    (mine, my_gradients), (theirs, gradients) = results
+    assert theirs.abs().max() > 0.1
+    assert torch.allclose(mine, theirs, rtol=0, atol=1e-5)
+    for key, gradient in gradients.items():
+        assert (my_gradients[key] - gradient).norm() <= 2e-6 * gradient.norm(), key
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_critic_is_recognised_exactly_where_its_policy_is(tied):
+    for vocabulary in (60_000, 100_000):  # times 512 columns of embedding and head: 31 and 51 million
+        sizes = {"vocab_size": vocabulary, "hidden_size": 512 if tied else 256, "tie_word_embeddings": tied}
+        with torch.device("meta"):
+            policy = LlamaForCausalLM(config(LlamaConfig, **sizes))
+        is_small = vocabulary == 60_000
+        assert fused_llama.recognised(policy) is fused_llama.recognised(policy.model) is is_small
+
+
 class LibraryEngine(TransformersEngine):
     """The engine as it is for a model that is not recognised."""
 
-    def _decoder(self, capacity):
-        return LibraryDecoder(self.policy, capacity)
+    def _decoder_class(self):
+        return LibraryDecoder
 
 
 def test_rollouts_are_those_of_the_library_with_stop_texts_ended_rows_and_prompts_of_two_lengths():

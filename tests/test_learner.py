@@ -1,5 +1,7 @@
 """What an update must not depend on (split, padding, row order) and what it must hold to (on-policy ratios)."""
 
+import functools
+
 import pytest
 import torch
 
@@ -143,6 +145,25 @@ def test_the_critic_starts_at_zero_and_learns_apart_from_the_policy():
     shared = {p.data_ptr() for p in learner.policy.parameters()}
     assert learner.critic is not None
     assert not shared & {p.data_ptr() for p in learner.critic.parameters()}
+
+
+def test_the_critics_own_backbone_reads_shared_prompts_once_and_takes_the_fused_path():
+    learner, batch = Learner(make_spec("ppo"), tiny_model(0)), make_batch()
+    tokens = batch.tokens_BT.clone()
+    tokens[1::2, :3] = tokens[::2, :3]
+    batch = batch.replace(tokens_BT=tokens)
+    assert learner.critic is not None and learner.critic.backbone is not None
+    calls, library = [], learner.critic.backbone.forward
+
+    @functools.wraps(library)
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return library(*args, **kwargs)
+
+    learner.critic.backbone.forward = counted
+    batch = learner.annotate(batch, sampler_is_exact=False)
+    learner.update(learner.algorithm.advantages(batch), 0)
+    assert calls == []
 
 
 def test_a_non_finite_loss_makes_the_run_invalid():

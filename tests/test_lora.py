@@ -1,5 +1,6 @@
 """Adapters, mixed precision and recomputed activations: what is trained, what stays, and that a run resumes."""
 
+import numpy as np
 import pytest
 import torch
 from fakes import MemoryLog
@@ -10,11 +11,12 @@ from test_train import BASE, StopAfter
 from harness.policy.forward import token_logprobs
 from harness.policy.lora import adapter_off, adapter_weights, add_adapter, merged_weights
 from harness.policy.model import load_policy, save_model
-from harness.policy.tiny import tiny_model, tiny_tokenizer
+from harness.policy.tiny import tiny_config, tiny_model, tiny_tokenizer
 from harness.spec.errors import SpecError
 from harness.spec.run import parse_run
 from harness.training.learner import Learner
 from harness.training.loop import train
+from harness.training.weight_sync import _learner_scores
 
 LORA = {"rank": 4, "alpha": 8.0}
 
@@ -118,6 +120,54 @@ def test_a_bfloat16_model_gets_a_float32_adapter():
     assert metrics["policy/grad_norm"] > 0
     assert learner.critic is not None
     assert learner.critic.head.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_autocast_keeps_frozen_products_in_bfloat16_and_computes_the_same(algorithm):
+    found = []
+    for holds in (True, False):
+        spec, policy = spec_of(algorithm, autocast=True), untied()
+        assert spec.lora is not None
+        add_adapter(policy, spec.lora, 0)
+        learner = Learner(spec, policy)
+        if not holds:  # as they were
+            trunks = [policy, learner.critic.backbone] if learner.critic is not None else [policy]
+            plain = untied().state_dict()
+            for name, parameter in policy.named_parameters():
+                if not parameter.requires_grad:
+                    parameter.data = plain[name.replace("base_layer.", "")].clone()
+            assert all(p.dtype == torch.float32 for trunk in trunks for p in trunk.parameters())
+        else:
+            kinds = {name.rpartition(".")[0].rpartition(".")[2]: p.dtype for name, p in policy.named_parameters()}
+            assert (kinds["base_layer"], kinds["lm_head"]) == (torch.bfloat16, torch.bfloat16)
+            assert {kinds["norm"], kinds["embed_tokens"], kinds["default"]} == {torch.float32}
+        metrics = updated(spec, learner, make_batch())
+        with torch.no_grad():
+            found.append((metrics, learner.logprobs(policy, make_batch()), merged_weights(policy)))
+        if holds:
+            assert np.isfinite(_learner_scores(policy, [((5, 9, 11, 30), 2)])).all()  # outside of the learner
+    (metrics, logprobs, merged), (others, theirs, _) = found
+    assert metrics == others
+    assert torch.equal(logprobs, theirs)
+    assert {x.dtype for x in merged.values()} == {torch.float32}
+
+
+def untied():
+    from transformers import LlamaForCausalLM
+
+    config = tiny_config()
+    config.tie_word_embeddings = False
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config).eval()
+
+
+def test_merged_weights_are_computed_one_at_a_time():
+    _, policy, _ = adapted()
+    merged = merged_weights(policy)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert merged[name].data_ptr() != merged[name].data_ptr()  # nobody holds them
+    assert merged["model.norm.weight"].data_ptr() == policy.model.norm.weight.data_ptr()
 
 
 def test_chosen_layers_get_the_adapter_and_unknown_names_are_refused():

@@ -1,25 +1,38 @@
 """Memory told before a run: counts by hand, what a pass keeps against what autograd saves, refusals; and after."""
 
 import json
+import os
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from fakes import MemoryLog
+from live_memory import LiveMemory
+from pretend_cuda import pretend_cuda
 
 from harness.cli import app
 from harness.cli.measure_memory import measure, shape, with_ratios
 from harness.cli.memory import show_measured
+from harness.engines.transformers import TransformersEngine
 from harness.memory.count import Shape, count
 from harness.memory.estimate import estimate, estimate_run, model_config, peak_bytes
 from harness.memory.fit import _fixes, check_memory
 from harness.memory.usage import device_bytes
+from harness.policy import fused_llama
 from harness.policy.device import mixed_precision
-from harness.policy.forward import Critic, token_logprobs
+from harness.policy.forward import Critic, completion_states, token_logprobs
 from harness.policy.lora import add_adapter
+from harness.policy.model import save_model
 from harness.policy.tiny import tiny_model, tiny_tokenizer
 from harness.spec.errors import SpecError
-from harness.spec.load import runs_of
+from harness.spec.load import load_study, runs_of
 from harness.spec.run import parse_run
+from harness.study.checks import check_study
+from harness.study.worker import EXECUTE
+from harness.training.run import prepare
+from harness.training.step import train_step
 
 # Of the built-in model: 100 x 64 embeddings, tied; per layer 4 x 64 x 64 of attention, 3 x 64 x 192 of the MLP and two
 # norms of 64; one norm at the end: 6400 + 3 x (16384 + 36864 + 128) + 64 = 166592.
@@ -49,7 +62,7 @@ def model_of(kind, vocab_size=1000, **sizes):
 @pytest.mark.parametrize(
     ("name", "parameters"),  # as the model cards say
     [("Qwen2.5-0.5B", 494_032_768), ("Qwen2.5-1.5B", 1_543_714_304), ("Qwen2.5-3B", 3_085_938_688),
-     ("Llama-3.2-1B", 1_235_814_400), ("SmolLM2-135M", 134_515_008)],
+     ("Llama-3.2-1B", 1_235_814_400), ("SmolLM2-135M", 134_515_008), ("Qwen2.5-7B", 7_615_616_512)],
 )  # fmt: skip
 def test_a_known_shape_has_the_published_number_of_parameters(name, parameters):
     found = estimate(make_spec(dtype="bfloat16"), shape(name), 20, torch.device("cpu"))
@@ -71,7 +84,8 @@ def test_weights_gradients_and_moments_of_the_tiny_model_are_counted_by_hand():
 def test_a_critic_is_a_backbone_and_a_head_that_are_trained_too():
     found = parts("ppo")
     critic = TINY + 64 + 1  # the tied head belongs to the embeddings, which the backbone has
-    assert found["critic"] == 4 * critic
+    assert found["critic"] == 2 * 4 * critic  # and rearranged copies, as the policy has
+    assert parts("ppo", autocast=True)["critic"] == 4 * critic
     assert found["gradients"] == 4 * (TINY + critic)
     assert found["optimizer"] == 2 * 4 * (TINY + critic)
 
@@ -170,7 +184,7 @@ def test_the_count_is_within_1_percent_of_what_autograd_saves(kind, settings):
     saved = bytes_saved(policy, spec, lambda: token_logprobs(policy, tokens, mask, 1.0))
     trunk = counts.trunk.total(spec.gradient_checkpointing)
     assert trunk + counts.logprobs == pytest.approx(saved, rel=0.01)
-    saved = bytes_saved(critic, spec, lambda: critic(tokens, mask))
+    saved = bytes_saved(critic, spec, lambda: critic(mask, completion_states(critic.backbone, tokens, mask, None)))
     assert trunk + counts.values == pytest.approx(saved, rel=0.01)
 
 
@@ -316,3 +330,80 @@ def test_ppo_is_measured_to_need_more_than_grpo_and_both_what_was_told(tmp_path)
     for found in (ppo, grpo):
         assert found["peak_bytes"] == pytest.approx(peak_bytes(found["estimate"]), rel=0.15)
         assert set(found["seconds"]) == {"generate", "grade", "annotate", "update", "sync", "step"}
+
+
+only_long = pytest.mark.skipif(not os.environ.get("COHORT_CHAOS"), reason="set COHORT_CHAOS=1 to run it")
+STEP = {"rollouts_per_step": 16, "sampling": {"max_tokens": 48}, "evaluation": {"num_prompts": 1, "num_samples": 1},
+        "optimizer": {"tokens_per_microbatch": 512},
+        "engine": {"name": "transformers", "max_batch_rows": 8}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [("grpo", {"group_size": 2}), ("ppo", {"autocast": True, "lora": {"rank": 8}}),
+     *(pytest.param(*case, marks=only_long) for case in
+       [("grpo", {}), ("ppo", {}), ("grpo", {"autocast": True}), ("grpo", {"dtype": "bfloat16"}),
+        ("ppo", {"gradient_checkpointing": True})])],
+    ids=str,
+)  # fmt: skip
+def test_the_estimate_is_within_10_percent_of_the_tensors_of_a_step_on_a_pretended_gpu(
+    tmp_path, monkeypatch, algorithm, settings
+):
+    monkeypatch.setattr(fused_llama, "MAX_PARAMETERS", 0)  # as for a model of real size
+    settings = dict(settings)
+    size = settings.pop("group_size", 4)
+    sizes = {"hidden_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config, policy = model_of("qwen2", 4000, intermediate_size=768, **sizes)
+    save_model(tmp_path / "model", policy, tiny_tokenizer())
+    raw = {**STEP, "model": str(tmp_path / "model"), "algorithm": {"name": algorithm, "group_size": size}, **settings}
+    spec = make_spec(**{**raw, "device": "cuda"})
+    prompts = [replace(p, text=p.text.rjust(24, "1")[-24 + i % 2 :]) for i, p in enumerate(spec.task.prompts("train"))]
+    del policy
+    with pretend_cuda(), LiveMemory() as memory:
+        run, _ = prepare(spec, tmp_path, MemoryLog(), tmp_path, lambda: False)
+        run.engine = TransformersEngine(run.engine.settings, run.learner.policy, run.tokenizer, end_ids=())
+        for step in range(2):
+            train_step(run, prompts, step)
+    found = estimate(spec, config, 24, torch.device("cuda"))
+    assert peak_bytes(found) == pytest.approx(memory.peak, rel=0.1)
+
+
+def test_workers_that_share_a_gpu_are_counted_together(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    seen = []
+    monkeypatch.setattr("harness.memory.fit.check_memory", lambda spec, copies: seen.append(copies))
+    study = load_study("quickstart")
+    with pretend_cuda():
+        for workers in (None, 2, 3, 5):
+            check_study(study, Path("runs"), workers, EXECUTE)
+            assert set(seen) == {{None: 1, 2: 1, 3: 2, 5: 3}[workers]}
+            seen.clear()
+        check_study(study, Path("runs"), 64, EXECUTE, here=False)
+    assert set(seen) == {1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "least"), [({}, None), ({"dtype": "float32"}, "0.47"), ({"lora": {"rank": 8}, "autocast": True}, None)]
+)
+def test_vllms_share_of_a_gpu_must_hold_its_weights(monkeypatch, changes, least):
+    monkeypatch.setattr("harness.memory.estimate.device_bytes", lambda device: 10 * 2**30)
+    # 1.24 billion weights: 2.3 GiB in bfloat16, 4.6 in float32; and keys and values of one completion
+    engine = {"name": "vllm", "gpu_memory_utilization": 0.25}
+    spec = make_spec(**{"dtype": "bfloat16", "engine": engine, "lora": {"rank": 8}, **changes})
+
+    def told():
+        return estimate(spec, shape("Llama-3.2-1B"), 20, torch.device("cuda"))
+
+    if least is None:
+        assert told()["kv_cache"] == 2.5 * 2**30
+    else:
+        with pytest.raises(SpecError, match=f"4.6 GiB, got 0.25 of the GPU, 2.5 GiB; set it to {least} or more"):
+            told()
+
+
+def test_a_merged_adapter_is_a_second_copy_of_the_weights_while_it_is_saved():
+    adapted = parts(lora={"rank": 8})
+    assert adapted["merged"] == 4 * TINY
+    small = {"policy": 10, "activations": 7, "kv_cache": 3, "sampling": 5, "merged": 9}
+    assert peak_bytes(small) == 10 + 9
+    assert parts()["merged"] == 0

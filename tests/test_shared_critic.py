@@ -122,7 +122,7 @@ def test_a_shared_trunk_needs_no_memory_for_a_second_one():
         estimate(make_spec(kind), model_config("tiny"), 20, torch.device("cpu")) for kind in ("shared", "separate")
     )
     assert shared["critic"] == 4 * (64 + 1)
-    assert separate["critic"] == 4 * (166_592 + 64 + 1)
+    assert separate["critic"] == 2 * 4 * (166_592 + 64 + 1)  # with rearranged copies
     grpo = parse_run(
         {"task": "arithmetic", "algorithm": {"name": "grpo", "group_size": 2}, "rollouts_per_step": 8}, "t"
     )

@@ -2,6 +2,7 @@
 
 import torch
 
+from harness.policy import forward
 from harness.policy.forward import token_logprobs
 from harness.policy.tiny import tiny_model
 from harness.tensors import masked_mean, pad_left, pad_right
@@ -21,12 +22,13 @@ def test_masked_mean_of_an_empty_mask_is_zero():
     assert masked_mean(torch.ones(3), torch.zeros(3, dtype=torch.bool)).item() == 0
 
 
-def test_column_t_holds_the_logprob_and_entropy_of_token_t():
+def test_column_t_holds_the_logprob_and_entropy_of_token_t(monkeypatch):
+    monkeypatch.setattr(forward, "LOGITS_BYTES", 2 * 4 * 100)  # two tokens at once
     model = tiny_model(0).double()
     rows = [[5, 9, 11, 30, 2, 1], [8, 40, 3]]
     tokens = pad_right(rows, torch.int64)
     mask = pad_right([[0, 0, 1, 1, 1, 1], [0, 1, 1]], torch.bool)
-    logprobs, entropy = token_logprobs(model, tokens, mask, 0.7, chunk=2)
+    logprobs, entropy = token_logprobs(model, tokens, mask, 0.7)
     expected, spread = torch.zeros(2, 6, dtype=torch.float64), torch.zeros(2, 6, dtype=torch.float64)
     with torch.no_grad():
         for i, row in enumerate(rows):
@@ -39,6 +41,35 @@ def test_column_t_holds_the_logprob_and_entropy_of_token_t():
     assert torch.allclose(logprobs, expected, atol=1e-12)
     assert torch.allclose(entropy, spread, atol=1e-12)
     assert logprobs[~mask].abs().sum() == 0
+
+
+def test_logits_that_are_computed_again_give_the_same_numbers_and_are_not_kept(monkeypatch):
+    model = tiny_model(0).double()
+    tokens = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(9).expand(2, -1) >= 2  # 14 tokens x 100 x 4 bytes of logits
+    monkeypatch.setattr(forward, "LOGITS_BYTES", 3 * 4 * 100)
+    found = []
+    for limit in (forward.KEPT_BYTES, 1000):
+        monkeypatch.setattr(forward, "KEPT_BYTES", limit)
+        widths: list[int] = []
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda x, seen=widths: seen.append(x.shape[-1]) or x, lambda x: x
+        )
+        model.zero_grad()
+        with hooks:
+            logprobs, entropies = token_logprobs(model, tokens, mask, 0.7, entropy_gradient=True)
+        (logprobs + 0.1 * entropies).sum().backward()
+        found.append((logprobs, entropies, [p.grad.clone() for p in model.parameters()], 100 in widths))
+    (kept, spread, gradients, has_logits), (again, same, others, has_none) = found
+    assert torch.equal(kept, again) and torch.equal(spread, same)
+    assert all((x - y).norm() <= 1e-12 * x.norm() for x, y in zip(gradients, others, strict=True))
+    assert has_logits and not has_none
+
+
+def test_the_logits_of_a_large_vocabulary_are_never_more_than_a_gibibyte():
+    vocabulary = 151_936
+    assert 4 * 4 * vocabulary * forward.chunk_tokens(vocabulary) <= 2**30  # logits, log-probs and two temporaries
+    assert forward.is_recomputed(8192, vocabulary) and not forward.is_recomputed(8192, 100)
 
 
 def test_entropy_carries_a_gradient_only_when_asked():

@@ -32,15 +32,16 @@ if TYPE_CHECKING:
     from harness.types import Prompt
 
 
-# Public configurations, written down here so that nothing is downloaded; all tie the head to the embeddings.
+# Public configurations, written down here so that nothing is downloaded.
 SIZES = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-         "intermediate_size", "vocab_size")  # fmt: skip
+         "intermediate_size", "vocab_size", "tie_word_embeddings")  # fmt: skip
 SHAPES = {
-    "Qwen2.5-0.5B": ("qwen2", 896, 24, 14, 2, 4864, 151936),
-    "Qwen2.5-1.5B": ("qwen2", 1536, 28, 12, 2, 8960, 151936),
-    "Qwen2.5-3B": ("qwen2", 2048, 36, 16, 2, 11008, 151936),
-    "Llama-3.2-1B": ("llama", 2048, 16, 32, 8, 8192, 128256),
-    "SmolLM2-135M": ("llama", 576, 30, 9, 3, 1536, 49152),
+    "Qwen2.5-0.5B": ("qwen2", 896, 24, 14, 2, 4864, 151936, True),
+    "Qwen2.5-1.5B": ("qwen2", 1536, 28, 12, 2, 8960, 151936, True),
+    "Qwen2.5-3B": ("qwen2", 2048, 36, 16, 2, 11008, 151936, True),
+    "Qwen2.5-7B": ("qwen2", 3584, 28, 28, 4, 18944, 152064, False),
+    "Llama-3.2-1B": ("llama", 2048, 16, 32, 8, 8192, 128256, True),
+    "SmolLM2-135M": ("llama", 576, 30, 9, 3, 1536, 49152, True),
 }
 
 
@@ -50,7 +51,7 @@ def shape(name: str) -> PretrainedConfig:
         from transformers import AutoConfig
 
         sizes: dict[str, Any] = dict(zip(SIZES, SHAPES[name], strict=True))
-        return AutoConfig.for_model(**sizes, tie_word_embeddings=True, max_position_embeddings=32768)
+        return AutoConfig.for_model(**sizes, max_position_embeddings=32768)
     if name == TINY or (Path(name).expanduser() / "config.json").is_file():
         return model_config(name)
     names = [TINY, *SHAPES]

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
+LOOK_EVERY = 16  # tokens of a row between two looks at how many rows still run: each waits for a GPU
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -112,6 +113,7 @@ class TransformersEngine(RolloutEngine):
         is_stopped = StopStringCriteria(self.tokenizer, list(sampling.stop)) if sampling.stop else None
         active = torch.arange(rows, device=device)  # row of each line of the decode batch
         running = torch.ones(rows, dtype=torch.bool, device=device)  # lines not yet ended
+        look_every = LOOK_EVERY if device.type == "cuda" else 1
 
         for position in range(limit):
             chosen, logprob = _draw(logits, sampling, noise[position, active])
@@ -120,12 +122,14 @@ class TransformersEngine(RolloutEngine):
             ended = running & is_end[chosen]
             if is_stopped is not None:
                 ended |= running & is_stopped(tokens[: position + 1, active].t(), None)  # pyright: ignore
-            if position + 1 == limit or bool(ended.any()):
-                lengths[active[ended]] = position + 1
-                stopped[active[ended]] = True
-                running &= ~ended
+            lengths[active] = lengths[active].masked_fill(ended, position + 1)
+            stopped[active] |= ended
+            running = running & ~ended
+            if position + 1 == limit:
+                break
+            if (position + 1) % look_every == 0:
                 num_running = int(running.sum())
-                if num_running == 0 or position + 1 == limit:
+                if num_running == 0:
                     break
                 if num_running <= 0.9375 * len(running):  # moves about as many lines as have ended
                     keep = _fill_holes(running)

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness.policy.device import mixed_precision
-from harness.policy.forward import Critic, backbone, state_logprobs
+from harness.policy.forward import Critic, backbone, can_share_prompts, chunk_logprobs
 from harness.policy.fused_llama import recognised
 from harness.policy.library import import_generation
-from harness.policy.lora import add_adapter
+from harness.policy.lora import add_adapter, hold_frozen_products
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shape:
-    """Everything that decides the counts; a pass reads `rows` rows of full length."""
+    """Everything that decides the counts; a pass reads `rows` rows of full length, or, where `prompts` is not 0, so
+    many prompts once and then the completions of `rows` rows."""
 
     config: str  # of the model, as JSON
     dtype: str
@@ -45,12 +46,13 @@ class Shape:
     rows: int
     prompt_tokens: int
     max_tokens: int
+    prompts: int = 0
 
     @classmethod
-    def of(cls, spec: RunSpec, config: PretrainedConfig, rows: int, prompt_tokens: int) -> Shape:
+    def of(cls, spec: RunSpec, config: PretrainedConfig, rows: int, prompt_tokens: int, prompts: int = 0) -> Shape:
         model = (json.dumps(config.to_dict(), default=str), spec.dtype, spec.autocast, spec.lora)
         needed = (spec.algorithm.needs_critic, spec.algorithm.shares_trunk, spec.algorithm.entropy_needs_gradient)
-        return cls(*model, *needed, rows, prompt_tokens, spec.max_tokens)
+        return cls(*model, *needed, rows, prompt_tokens, spec.max_tokens, prompts)
 
 
 @dataclass
@@ -72,9 +74,13 @@ class Kept:
 
 @dataclass(frozen=True)
 class Counts:
-    """Bytes of parameters (a critic's are those that the policy lacks) and bytes that passes keep."""
+    """Bytes of parameters (a critic's are those that the policy lacks) and bytes that passes keep.
+
+    `shared` is what the trunk keeps of all prompts and of a pass over completions that read them, 0 where it cannot.
+    """
 
     policy: int
+    weights: int  # number of them without an adapter, as an engine or a saved model has them
     critic: int
     trainable: int
     head: int  # of the trainable ones
@@ -83,7 +89,9 @@ class Counts:
     cast: int  # of the trunk's weights: copies in bfloat16 that autocast holds until a forward pass ends
     vocabulary: int
     trunk: Kept  # of the policy; a critic's own trunk is a copy of it and keeps the same
-    logprobs: int  # kept after the trunk
+    shared: int
+    states: int  # of the completions, which the head reads
+    logprobs: int  # kept after the trunk, the states and all logits among them
     values: int
 
 
@@ -98,8 +106,10 @@ def count(shape: Shape) -> Counts:
     head = policy.get_output_embeddings().weight
     linear = [m.weight for m in backbone(policy).modules() if isinstance(m, nn.Linear) and m.weight.requires_grad]
     trunk, logprobs, values = _pass(shape, policy, critic)
+    shared = _shared_pass(shape, policy) if shape.prompts and can_share_prompts(policy) else 0
     return Counts(
         policy=_bytes(policy.parameters()),
+        weights=sum(p.numel() for name, p in policy.named_parameters() if ".lora_" not in name),
         critic=_bytes(added),
         trainable=_bytes(p for p in [*policy.parameters(), *added] if p.requires_grad),
         head=_bytes([head] if head.requires_grad else []),
@@ -108,6 +118,8 @@ def count(shape: Shape) -> Counts:
         cast=_bytes(linear) // 2 if shape.autocast else 0,
         vocabulary=len(head),
         trunk=trunk,
+        shared=shared,
+        states=shape.rows * shape.max_tokens * policy.config.hidden_size * head.element_size(),
         logprobs=logprobs,
         values=values,
     )
@@ -124,6 +136,8 @@ def _meta_policy(shape: Shape) -> Any:
     policy = policy.to(dtype=getattr(torch, shape.dtype))
     if shape.lora is not None:
         add_adapter(policy, shape.lora, seed=0)
+        if shape.autocast:
+            hold_frozen_products(policy, torch.bfloat16)
     return policy
 
 
@@ -144,13 +158,41 @@ def _pass(shape: Shape, policy: nn.Module, critic: Critic | None) -> tuple[Kept,
             trunk = replace(kept)
             hidden_NH = states_BTH[:, shape.prompt_tokens - 1 : -1].flatten(0, 1)
             targets_N = tokens_BT[:, shape.prompt_tokens :].flatten()
-            entropy, whole = shape.entropy_gradient, len(targets_N)  # the size of the chunks changes nothing
-            found = state_logprobs(policy, hidden_NH, targets_N, 1.0, entropy_gradient=entropy, chunk=whole)
+            found = chunk_logprobs(policy, hidden_NH, targets_N, 1.0, entropy_gradient=shape.entropy_gradient)
             with_logprobs = kept.all
             if not shape.shares_trunk:
                 hidden_NH = hidden_NH.clone()
             found = [found, *(head(hidden_NH.to(head.weight.dtype)) for head in value_heads)]
     return trunk, with_logprobs - trunk.all, kept.all - with_logprobs
+
+
+def _shared_pass(shape: Shape, policy: nn.Module) -> int:
+    """The bytes that the trunk keeps of prompts that are read once, of two lengths, and of completions after them."""
+    from transformers.cache_utils import DynamicCache
+
+    with FakeTensorMode():
+        model: Any = deepcopy(policy, {id(x): _fake(x) for x in (*policy.parameters(), *policy.buffers())})
+        read = shape.prompt_tokens - 1
+        prompts_UT = torch.zeros(shape.prompts, read, dtype=torch.int64)
+        inputs_RC = torch.zeros(shape.rows, shape.max_tokens, dtype=torch.int64)
+        prompt_R = torch.zeros(shape.rows, dtype=torch.int64)
+        filled = torch.ones(shape.rows, read + shape.max_tokens, dtype=torch.bool)
+        first, rows = DynamicCache(config=model.config), DynamicCache(config=model.config)
+        with _watched(model) as kept:
+            with mixed_precision(prompts_UT.device, shape.autocast):
+                backbone(model)(input_ids=prompts_UT, past_key_values=first, use_cache=True)
+            for layer, states in enumerate(first.layers):
+                assert states.keys is not None and states.values is not None
+                rows.update(states.keys[prompt_R], states.values[prompt_R], layer)
+            with mixed_precision(prompts_UT.device, shape.autocast):  # its graph keeps casts of its own
+                backbone(model)(
+                    input_ids=inputs_RC,
+                    attention_mask=filled,
+                    position_ids=torch.zeros_like(inputs_RC),
+                    past_key_values=rows,
+                    use_cache=True,
+                )
+    return kept.all
 
 
 def _fake(x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ keeps blocks below 32 MiB), so `measure` has those of 1 MiB and more given back,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +19,12 @@ import torch
 from harness.memory.count import Counts, Shape, count
 from harness.memory.usage import GIB, device_bytes
 from harness.policy.device import resolve_device
-from harness.policy.forward import CHUNK, microbatch_tokens
+from harness.policy.forward import chunk_tokens, is_recomputed, microbatch_tokens
 from harness.policy.library import import_generation
 from harness.policy.model import load_tokenizer, local_or_hub
 from harness.policy.text import encode_prompt
 from harness.policy.tiny import TINY, tiny_config
+from harness.spec.errors import SpecError
 from harness.spec.run import RunSpec
 
 if TYPE_CHECKING:
@@ -34,40 +36,53 @@ def estimate(
 ) -> dict[str, int]:
     """Bytes by component that a run on a model of this shape needs; 0 for a component that it lacks. Reads no weights.
 
-    Every completion is taken to reach its limit, every prompt to have `prompt_tokens`. `activations` and `kv_cache`
-    with `sampling` are never there at once: see `peak_bytes`. Raises what `count` raises, and ValueError for a mixture
-    of experts.
+    Every completion is taken to reach its limit, every prompt to have `prompt_tokens`. `activations`, `merged` (an
+    adapter in its layers, to be saved; on a GPU one tensor at a time) and `kv_cache` with `sampling` are never there at
+    once: see `peak_bytes`. Raises what `count` raises, ValueError for a mixture of experts, and SpecError for an engine
+    whose share of a GPU cannot hold the model.
     """
     if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         raise ValueError(f"the {config.model_type} is a mixture of experts")  # its passes depend on the tokens
     device = resolve_device(spec.device) if device is None else device
     fit = microbatch_tokens(spec.optimizer, device) // (prompt_tokens + spec.max_tokens)
     rows = spec.rollouts_per_step // spec.optimizer.num_minibatches
-    shape = Shape.of(spec, config, min(rows, max(1, fit)), prompt_tokens)
+    is_shared = spec.algorithm.group_size > 1 and not spec.gradient_checkpointing and prompt_tokens > 1
+    prompts = min(rows, spec.prompts_per_step) if is_shared else 0
+    shape = Shape.of(spec, config, min(rows, max(1, fit)), prompt_tokens, prompts)
     counts = count(shape)
     activations = _activation_bytes(spec, counts, shape, several=rows > shape.rows)
+    copies = 2 if counts.is_fused else 1  # of weights while they sample, and while they learn
+    own_trunk = spec.algorithm.needs_critic and not spec.algorithm.shares_trunk
     needs_copy = spec.algorithm.needs_reference and spec.lora is None  # else the adapter is switched off
     return {
-        "policy": counts.policy * (2 if counts.is_fused else 1),  # a copy while it samples, and while it learns
+        "policy": counts.policy * copies,
         "reference": counts.policy if needs_copy else 0,
-        "critic": counts.critic,
+        "critic": counts.critic * (copies if own_trunk else 1),
         "gradients": counts.trainable,
         "optimizer": 2 * counts.trainable,  # AdamW: two moments in the precision of the parameters
         "activations": activations,
+        "merged": _itemsize(spec.dtype) * counts.weights if spec.lora is not None and device.type == "cpu" else 0,
         **_engine_bytes(spec, counts, shape, device),
     }
 
 
 def peak_bytes(components: Mapping[str, int]) -> int:
-    """The most that the components need at one time: a step first samples, then learns."""
-    steady = sum(v for k, v in components.items() if k not in ("activations", "kv_cache", "sampling"))
-    return steady + max(components["activations"], components["kv_cache"] + components["sampling"])
+    """The most that the components need at one time: a step first samples, then learns; at times it is saved."""
+    in_turn = ("activations", "merged", "kv_cache", "sampling")
+    steady = sum(v for k, v in components.items() if k not in in_turn)
+    sampling = components["kv_cache"] + components["sampling"]
+    return steady + max(components["activations"], sampling, components.get("merged", 0))
 
 
 def estimate_run(spec: RunSpec) -> tuple[dict[str, int] | None, str | None]:
-    """(estimate, None), or (None, why there is none): no way to count the model, or its shape is out of reach."""
+    """(estimate, None), or (None, why there is none): no way to count the model, or its shape is out of reach.
+
+    SpecError for an engine that cannot hold the model.
+    """
     try:
         return estimate(spec, model_config(spec.model), longest_prompt(spec)), None
+    except SpecError:
+        raise
     except Exception as error:  # a model that cannot be counted fails in ways of its own, and may train well
         return None, (str(error) or type(error).__name__).splitlines()[0]
 
@@ -92,14 +107,19 @@ def longest_prompt(spec: RunSpec) -> int:
 def _activation_bytes(spec: RunSpec, counts: Counts, shape: Shape, *, several: bool) -> int:
     """Bytes that one micro-batch, of `several`, keeps for its backward pass and adds at its worst moment."""
     own_trunk = spec.algorithm.needs_critic and not spec.algorithm.shares_trunk
-    trunk = counts.trunk.total(spec.gradient_checkpointing)
-    policy = trunk + counts.logprobs
-    critic = counts.values + (trunk if own_trunk else 0)
+    trunk = max(counts.trunk.total(spec.gradient_checkpointing), counts.shared)  # sharing may be given up
     completion = shape.rows * shape.max_tokens
-    chunk = 4 * min(CHUNK, completion) * counts.vocabulary
+    at_once = min(chunk_tokens(counts.vocabulary), completion)
+    chunk, again = 4 * at_once * counts.vocabulary, 0
+    logprobs = counts.logprobs
+    if is_recomputed(completion, counts.vocabulary):  # of one chunk alone, in its turn
+        logprobs, again = counts.states, counts.logprobs * at_once // completion
+    policy = trunk + logprobs
+    critic = counts.values + (trunk if own_trunk else 0)
+    several = several or at_once < completion
     head_gradient = counts.head if several else 0  # a temporary if there is a gradient to add it to
     # A critic's trunk comes after the log-probs in the forward pass and before them in the backward pass.
-    stages = [policy + critic, policy + 3 * chunk, policy + chunk + head_gradient]
+    stages = [policy + critic, policy + again + 3 * chunk, policy + again + chunk + head_gradient]
     if spec.gradient_checkpointing:
         others = policy + critic if own_trunk else policy - 4 * completion * counts.vocabulary
         stages.append(others + counts.trunk.largest_layer())
@@ -117,10 +137,30 @@ def _engine_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch.dev
         return needed | _cache_bytes(spec, counts, shape, settings.max_batch_rows)
     if settings.name == "vllm" and device.type == "cuda":
         share = int(settings.gpu_memory_utilization * device_bytes(device))  # weights included
+        _check_share(spec, counts, shape, share, device)
         return needed | {"kv_cache" if settings.sleep else "engine": share}
     if settings.name == "vllm":
         return needed | {"engine": counts.policy + int(settings.cpu_cache_gib * GIB)}
     return needed
+
+
+def _check_share(spec: RunSpec, counts: Counts, shape: Shape, share: int, device: torch.device) -> None:
+    """SpecError if vLLM's share of each GPU cannot hold its weights and the keys and values of one completion."""
+    settings: Any = spec.engine
+    dtype = getattr(settings, "dtype", None) or ("bfloat16" if spec.autocast else spec.dtype)
+    row = sum(counts.trunk.cache) // shape.rows
+    needed = (_itemsize(dtype) * counts.weights + row) / settings.tensor_parallel_size
+    if needed > share:
+        least = math.ceil(100 * needed / device_bytes(device)) / 100
+        raise SpecError(
+            f"engine.gpu_memory_utilization must leave vLLM room for the model and a completion, "
+            f"{needed / GIB:.1f} GiB, got {settings.gpu_memory_utilization:g} of the GPU, {share / GIB:.1f} GiB; "
+            + (f"set it to {least:.2f} or more" if least <= 1 else "use a smaller model or engine.tensor_parallel_size")
+        )
+
+
+def _itemsize(dtype: str) -> int:
+    return getattr(torch, dtype).itemsize
 
 
 def _cache_bytes(spec: RunSpec, counts: Counts, shape: Shape, max_rows: int) -> dict[str, int]:

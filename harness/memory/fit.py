@@ -55,12 +55,13 @@ def judge(spec: RunSpec) -> Fit:
     """The verdict on a run on this machine; ValueError for a model folder that cannot be used."""
     check_model(spec.model)
     device = resolve_device(spec.device)
-    components, problem = estimate_run(spec)
-    if components is not None:
-        try:
+    components = None
+    try:
+        components, problem = estimate_run(spec)
+        if components is not None:
             check_fits(components, device, spec)
-        except SpecError as error:
-            problem = str(error)
+    except SpecError as error:
+        problem = str(error)
     peak = None if components is None else peak_bytes(components)
     return Fit(components, peak, device_bytes(device), problem)
 
@@ -84,6 +85,7 @@ def _fixes(components: Mapping[str, int], spec: RunSpec, copies: int) -> list[st
         "activations": activations,
         "kv_cache": sampling,
         "sampling": sampling,
+        "merged": [],
         "engine": ["lower engine.cpu_cache_gib or set engine.sleep=true"],
         "gradients": trained,
         "optimizer": trained,

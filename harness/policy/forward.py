@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from harness.policy import fused_llama
 from harness.spec.run import Optimizer
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
     from harness.policy.fused_llama import Fused
 
 
-CHUNK = 4096  # completion tokens that go through the language-model head at once
+CHUNK = 4096  # completion tokens that go through the language-model head at once, at most
+LOGITS_BYTES = 2**28  # of their logits in float32, at most; log-probs and entropies take three times as much again
+KEPT_BYTES = 2**30  # of a pass's logits for its backward pass; what would be more is computed again there
 _COUNT_COLUMNS = ("mpt", "gpt_neo")  # distances in columns of the cache, which has gaps behind shorter prompts
 
 
@@ -33,7 +36,7 @@ def microbatch_tokens(settings: Optimizer, device: torch.device) -> int:
 
 
 def hidden_states(model: nn.Module, tokens_BT: Tensor) -> Tensor:
-    """[B, T, H] last hidden states of a causal language model for right-padded rows.
+    """[B, T, H] last hidden states of a causal language model, or of a backbone alone, for right-padded rows.
 
     No attention mask: causal attention never looks at the padding on the right, and positions start at 0.
     """
@@ -41,9 +44,10 @@ def hidden_states(model: nn.Module, tokens_BT: Tensor) -> Tensor:
 
 
 def backbone(model: nn.Module) -> Any:
-    """The part of a causal language model that turns token ids into hidden states."""
+    """The part of a causal language model that turns token ids into hidden states; a backbone's is itself."""
     found: Any = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model  # pyright: ignore
-    return found if found is not model else next(part for part in model.children() if hasattr(part, "get_decoder"))
+    parts = (part for part in model.children() if hasattr(part, "get_decoder"))
+    return found if found is not model else next(parts, model)
 
 
 def output_logits(model: nn.Module, hidden_NH: Tensor) -> Tensor:
@@ -104,18 +108,17 @@ def token_logprobs(
     prompts: PromptStates | None = None,
     hidden: Tensor | None = None,
     entropy_gradient: bool = False,
-    chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """(log-probs, entropies), both [B, T] nats, at least float32: of the tokens in `mask_BT`, and 0 elsewhere.
 
-    They are those of the model's own forward pass. Its language-model head runs on the masked positions only, `chunk`
-    at a time, so that [B, T, V] never exists. With `prompts` the rows' prompts are not read again; `hidden` are the
+    They are those of the model's own forward pass. Its language-model head runs on a few masked positions at a time, so
+    that [B, T, V] never exists. With `prompts` the rows' prompts are not read again; `hidden` are the
     `completion_states`, if known. Logits are divided by `temperature` (taken as 1 when it is 0), as the sampler does.
     Entropies carry a gradient only if asked.
     """
     hidden = completion_states(model, tokens_BT, mask_BT, prompts) if hidden is None else hidden
     targets = tokens_BT[:, 1:][mask_BT[:, 1:]]
-    found = state_logprobs(model, hidden, targets, temperature, entropy_gradient=entropy_gradient, chunk=chunk)
+    found = state_logprobs(model, hidden, targets, temperature, entropy_gradient=entropy_gradient)
     logprobs, entropies = (_scatter(values, mask_BT) for values in found)
     return logprobs, entropies
 
@@ -127,17 +130,44 @@ def state_logprobs(
     temperature: float,
     *,
     entropy_gradient: bool = False,
-    chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """(log-probs, entropies), both [N]: of the tokens after the states, as `token_logprobs` has them."""
-    logprobs, entropies = [], []
+
+    def few(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return chunk_logprobs(model, hidden, targets, temperature, entropy_gradient=entropy_gradient)
+
+    vocabulary = model.get_output_embeddings().weight.shape[0]  # pyright: ignore
+    chunk = chunk_tokens(vocabulary)
+    found = []
     for part, target in zip(hidden_NH.split(chunk), targets_N.split(chunk), strict=True):
-        logits = _at_least_float32(output_logits(model, part)) / (temperature or 1.0)
-        all_logprobs = F.log_softmax(logits, dim=-1)
-        logprobs.append(all_logprobs.gather(-1, target[:, None])[:, 0])
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            entropies.append(-(all_logprobs.exp() * all_logprobs).sum(-1))
+        if torch.is_grad_enabled() and is_recomputed(len(targets_N), vocabulary):
+            found.append(checkpoint(few, part, target, use_reentrant=False, preserve_rng_state=False))
+        else:
+            found.append(few(part, target))
+    logprobs, entropies = zip(*found, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
+
+
+def chunk_tokens(vocabulary: int) -> int:
+    """Completion tokens that go through the language-model head at once."""
+    return max(1, min(CHUNK, LOGITS_BYTES // (4 * vocabulary)))
+
+
+def is_recomputed(tokens: int, vocabulary: int) -> bool:
+    """Whether the logits of a pass over so many completion tokens are computed again for its backward pass."""
+    return 4 * tokens * vocabulary > KEPT_BYTES
+
+
+def chunk_logprobs(
+    model: nn.Module, hidden_NH: Tensor, targets_N: Tensor, temperature: float, *, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`state_logprobs` with all logits at once, which are kept for the backward pass."""
+    logits = _at_least_float32(output_logits(model, hidden_NH)) / (temperature or 1.0)
+    all_logprobs = F.log_softmax(logits, dim=-1)
+    logprobs = all_logprobs.gather(-1, targets_N[:, None])[:, 0]
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        entropies = -(all_logprobs.exp() * all_logprobs).sum(-1)
+    return logprobs, entropies
 
 
 @dataclass
@@ -187,18 +217,25 @@ class Lean:
         return hidden * self.weights.norm, states
 
 
+def can_share_prompts(model: nn.Module) -> bool:
+    """Whether rows of one prompt may read its keys and values from one place: no windows, no distances in columns."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer  # seconds to import, and objectives do without
+
+    if model.config.model_type in _COUNT_COLUMNS or not keeps_keys_and_values(model):  # pyright: ignore
+        return False
+    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)  # pyright: ignore
+
+
 def prompt_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor) -> PromptStates | None:
     """The shared states of the rows' prompts, or None if no prompt is shared or the model keeps other states."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer  # seconds to import, and objectives do without
+    from transformers.cache_utils import DynamicCache
 
     if model.training and getattr(backbone(model), "gradient_checkpointing", False):
         return None  # transformers recomputes activations then, and keeps no states
-    if model.config.model_type in _COUNT_COLUMNS or not keeps_keys_and_values(model):  # pyright: ignore
+    starts_B = mask_BT.int().argmax(dim=1)
+    if not can_share_prompts(model) or int(starts_B.min()) < 2:
         return None
     cache: Any = DynamicCache(config=model.config)  # pyright: ignore
-    starts_B = mask_BT.int().argmax(dim=1)
-    if any(type(layer) is not DynamicLayer for layer in cache.layers) or int(starts_B.min()) < 2:
-        return None
     width = int(starts_B.max())  # of the longest prompt
     before = torch.arange(width, device=tokens_BT.device) < starts_B[:, None]
     prompts_UT, prompt_B = torch.unique(tokens_BT[:, :width].masked_fill(~before, -1), dim=0, return_inverse=True)
@@ -251,8 +288,8 @@ def completion_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor, prom
 
 
 class Critic(nn.Module):
-    """PPO's value per token: a linear head that starts at zero, on a copy of the policy's backbone, or (`shared`) on
-    the policy's own hidden states, which its loss then moves too."""
+    """PPO's value per token: a linear head that starts at zero, on the states of a copy of the policy's backbone, or
+    (`shared`) on the policy's own, which its loss then moves too."""
 
     def __init__(self, policy: nn.Module, *, shared: bool = False):
         super().__init__()
@@ -265,14 +302,11 @@ class Critic(nn.Module):
         first = next(policy.parameters())
         self.head.to(device=first.device, dtype=torch.float32 if frozen else first.dtype)
 
-    def forward(self, tokens_BT: Tensor, mask_BT: Tensor, hidden_NH: Tensor | None = None) -> Tensor:
+    def forward(self, mask_BT: Tensor, hidden_NH: Tensor) -> Tensor:
         """[B, T], at least float32: the value of the state in which each token in `mask_BT` was chosen, 0 elsewhere.
 
-        `hidden_NH` are the policy's states of these tokens, which a shared critic reads.
+        `hidden_NH` are the `completion_states` of its own backbone, or of the policy.
         """
-        if self.backbone is not None:
-            hidden_NH = self.backbone(input_ids=tokens_BT, use_cache=False).last_hidden_state[:, :-1][mask_BT[:, 1:]]
-        assert hidden_NH is not None
         values_N = _at_least_float32(self.head(hidden_NH.to(self.head.weight.dtype)))[:, 0]
         return _scatter(values_N, mask_BT)
 

@@ -55,7 +55,6 @@ class Fused:
     padding_id: int | None  # read as any other token, but its embedding learns nothing from being read
     layers: list[Layer]
     norm: Tensor
-    head: Tensor
 
     def leaves(self) -> tuple[Fused, list[tuple[Tensor, Tensor]]]:
         """The same weights as leaves of their own, and (computed, leaf) of each: gradients reach the model's
@@ -73,13 +72,18 @@ class Fused:
 
 
 def recognised(model: nn.Module) -> bool:
-    """Whether `model` is of a class and configuration that this module is known to equal: everything else is not."""
-    family = type(model).__name__.removesuffix("ForCausalLM").lower()
+    """Whether a model, or a backbone alone, is of a class and configuration that this module is known to equal.
+
+    Both halves of a pair answer alike: a backbone is as large as with the head that its policy has.
+    """
+    family = type(model).__name__.removesuffix("ForCausalLM").removesuffix("Model").lower()
     if family not in _FAMILIES or not all(_is_plain(module, family) for module in model.modules()):
         return False
     config: Any = model.config
-    parameters = list(model.parameters())
-    first: Any = model.model.layers[0]  # pyright: ignore
+    decoder = _decoder(model)
+    parameters = list(decoder.parameters())
+    num_head = 0 if config.tie_word_embeddings else decoder.embed_tokens.weight.numel()
+    first: Any = decoder.layers[0]
     attention = first.self_attn
     return (
         config.hidden_act == "silu"
@@ -88,24 +92,23 @@ def recognised(model: nn.Module) -> bool:
         and attention.o_proj.bias is None
         and all(p.bias is None for p in (first.mlp.gate_proj, first.mlp.up_proj, first.mlp.down_proj))
         and attention.head_dim % 2 == 0
-        and {p.dtype for p in parameters} in ({torch.float32}, {torch.float64})
-        and sum(p.numel() for p in parameters) <= MAX_PARAMETERS
+        and {p.dtype for p in model.parameters()} in ({torch.float32}, {torch.float64})
+        and sum(p.numel() for p in parameters) + num_head <= MAX_PARAMETERS
         and (parameters[0].is_meta or not torch.is_autocast_enabled(parameters[0].device.type))
     )
 
 
 def fuse(model: nn.Module) -> Fused:
-    """The weights of a recognised model; gradients flow back to its parameters."""
-    decoder, config = model.model, model.config  # pyright: ignore
-    attention: Any = decoder.layers[0].self_attn  # pyright: ignore
-    shape = Shape(config.num_attention_heads, config.num_key_value_heads, attention.head_dim, config.rms_norm_eps)  # pyright: ignore
+    """The weights of a recognised model or backbone; gradients flow back to its parameters."""
+    decoder, config = _decoder(model), _decoder(model).config
+    width = decoder.layers[0].self_attn.head_dim
+    shape = Shape(config.num_attention_heads, config.num_key_value_heads, width, config.rms_norm_eps)
     return Fused(
         shape,
-        decoder.embed_tokens.weight,  # pyright: ignore
-        decoder.embed_tokens.padding_idx,  # pyright: ignore
-        [_layer(layer, shape) for layer in decoder.layers],  # pyright: ignore
-        decoder.norm.weight,  # pyright: ignore
-        model.get_output_embeddings().weight,  # pyright: ignore
+        decoder.embed_tokens.weight,
+        decoder.embed_tokens.padding_idx,
+        [_layer(layer, shape) for layer in decoder.layers],
+        decoder.norm.weight,
     )
 
 
@@ -114,7 +117,7 @@ def rotations(model: nn.Module, length: int) -> Tensor:
     """[length, D / 2] complex: the factor by which each pair of a query or key at a position is turned."""
     parameter = next(model.parameters())
     positions = torch.arange(length, device=parameter.device)[None]
-    cosine, sine = model.model.rotary_emb(parameter, positions)  # pyright: ignore
+    cosine, sine = _decoder(model).rotary_emb(parameter, positions)
     half = cosine.shape[-1] // 2
     return torch.complex(cosine[0, :, :half].contiguous(), sine[0, :, :half].contiguous())
 
@@ -232,6 +235,11 @@ def _reciprocal_root(x: Tensor, epsilon: float) -> Tensor:
     """[..., 1]: one over the root of the mean square of the last axis."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return (norm * norm).div_(x.shape[-1]).add_(epsilon).rsqrt_()
+
+
+def _decoder(model: nn.Module) -> Any:
+    """The backbone of a recognised model, which may be all that there is."""
+    return getattr(model, "model", model)
 
 
 def _layer(layer: Any, shape: Shape) -> Layer:

@@ -20,6 +20,7 @@ class LeanDecoder:
     def __init__(self, model: nn.Module, capacity: int):
         """`capacity` is the number of tokens, prompt and completion, that a row can have."""
         self.model: Fused = _contiguous(fuse(model))
+        self.head = (model.get_output_embeddings().weight * self.model.norm).t().contiguous()  # pyright: ignore
         self.capacity = capacity
         self.turns = rotations(model, capacity)
 
@@ -96,7 +97,7 @@ class LeanDecoder:
             self.bias = self.bias[lines]
 
     def _logits(self, x: Tensor) -> Tensor:
-        return torch.mm(normalise(x, self.model.shape.epsilon), self.model.head)
+        return torch.mm(normalise(x, self.model.shape.epsilon), self.head)
 
     def _bias(self, mask: Tensor) -> Tensor:
         """[P, 1, 1, capacity]: a term of every column's score, minus infinity for padding."""
@@ -124,9 +125,8 @@ def _finish(x: Tensor, read: Tensor, layer: Layer, shape: Shape) -> Tensor:
 
 
 def _contiguous(model: Fused) -> Fused:
-    """The same weights laid out for products with few rows, the last norm's in the head."""
-    layers = [Layer(*map(_dense, vars(layer).values())) for layer in model.layers]
-    return replace(model, layers=layers, head=(model.head * model.norm).t().contiguous())
+    """The same weights laid out for products with few rows."""
+    return replace(model, layers=[Layer(*map(_dense, vars(layer).values())) for layer in model.layers])
 
 
 def _dense(weight: Any) -> Any:

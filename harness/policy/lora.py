@@ -7,7 +7,7 @@ wants them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,25 @@ def add_adapter(policy: nn.Module, settings: LoRA, seed: int) -> None:
     policy.eval()
 
 
+def hold_frozen_products(policy: nn.Module, dtype: torch.dtype) -> None:
+    """Keep the frozen weights of matrix products in the precision in which autocast computes them, in place.
+
+    The products are the same bit for bit, and nothing is cast in every pass. What other operations read stays: norms,
+    embeddings, and a head that is tied to them.
+    """
+    read = {id(m.weight) for m in policy.modules() if isinstance(m, nn.Embedding)}
+    for module in policy.modules():
+        if type(module) is nn.Linear:
+            for parameter in module.parameters(recurse=False):
+                if not parameter.requires_grad and id(parameter) not in read:
+                    parameter.data = parameter.data.to(dtype)
+
+
+def holds_products(policy: nn.Module) -> bool:
+    """Whether `hold_frozen_products` has changed the model, which then runs under autocast only."""
+    return len({p.dtype for p in policy.parameters() if not p.requires_grad}) > 1
+
+
 def has_adapter(model: nn.Module) -> bool:
     return any(True for _ in _adapted(model))
 
@@ -62,21 +81,31 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def merged_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The model's state with every adapter added to its layer, under the names that the model has without."""
-    layers = dict(_adapted(model))
-    merged: dict[str, Tensor] = {}
-    for name, value in model.state_dict().items():
-        owner, _, kind = name.partition(".base_layer.")
-        if owner not in layers:
-            if ".lora_" not in name:
-                merged[name] = value
-            continue
-        if kind == "weight":
-            with torch.no_grad():
-                value = (value.float() + layers[owner].get_delta_weight(ADAPTER).float()).to(value.dtype)
-        merged[f"{owner}.{kind}"] = value
-    return merged
+def merged_weights(model: nn.Module) -> Mapping[str, Tensor]:
+    """The model's state with every adapter added to its layer, under the names and in the precision that the model has
+    without. A tensor is computed when it is asked for, so that no second model is in memory."""
+    return _Merged(model)
+
+
+class _Merged(Mapping[str, Tensor]):
+    def __init__(self, model: nn.Module):
+        self.layers = dict(_adapted(model))
+        self.dtype = model.get_input_embeddings().weight.dtype  # pyright: ignore  # frozen products may have another
+        state = {name: value for name, value in model.state_dict().items() if ".lora_" not in name}
+        self.state = {name.replace(".base_layer.", "."): value for name, value in state.items()}
+
+    @torch.no_grad()
+    def __getitem__(self, name: str) -> Tensor:
+        value, (owner, _, kind) = self.state[name], name.rpartition(".")
+        if owner in self.layers and kind == "weight":
+            return (value.float() + self.layers[owner].get_delta_weight(ADAPTER).float()).to(self.dtype)
+        return value.to(self.dtype) if value.is_floating_point() else value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.state)
+
+    def __len__(self) -> int:
+        return len(self.state)
 
 
 def adapter_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -114,7 +114,7 @@ def save_model(folder: Path, model: nn.Module, tokenizer: PreTrainedTokenizerBas
     It has a manifest, whose hashes (file -> SHA-256) are returned.
     """
     no_progress_bars()
-    weights = merged_weights(model) if has_adapter(model) else None
+    weights = {name: x.cpu() for name, x in merged_weights(model).items()} if has_adapter(model) else None
     model.save_pretrained(folder, state_dict=weights)  # pyright: ignore
     tokenizer.save_pretrained(str(folder))
     return write_manifest(folder)

@@ -7,7 +7,7 @@ from harness.preflight import check_inputs
 from harness.spec.errors import SpecError, did_you_mean
 from harness.spec.run import RunSpec
 from harness.spec.study import StudySpec
-from harness.study.processes import default_workers
+from harness.study.processes import default_workers, usable_gpus
 from harness.study.storage.base import Storage
 from harness.study.worker import EXECUTE
 from harness.types import Inputs
@@ -52,8 +52,11 @@ def _is_local(model: str) -> bool:
     return built_in or isinstance(try_to_load_from_cache(model, "config.json"), str)
 
 
-def check_study(study: StudySpec, runs: Path, workers: int | None, execute: str) -> None:
-    """ValueError for a study that cannot run; reads no weights and writes nothing."""
+def check_study(study: StudySpec, runs: Path, workers: int | None, execute: str, *, here: bool = True) -> None:
+    """ValueError for a study that cannot run; reads no weights and writes nothing.
+
+    `here`: the workers share this machine, and are not placed by a cluster.
+    """
     if workers is not None and workers < 1:
         raise SpecError(f"the number of workers must be at least 1, got {workers}")
     specs = [arm.spec for arm in study.checked_arms()]
@@ -64,10 +67,11 @@ def check_study(study: StudySpec, runs: Path, workers: int | None, execute: str)
 
         _check_metrics(study, specs)
         for spec in specs:
-            if spec.steps:  # workers without a GPU of their own share the machine's memory
-                trials = len(specs) * len(study.seeds)
+            if spec.steps:
+                at_once = min(workers or default_workers(), len(specs) * len(study.seeds)) if here else 1
                 on_gpu = resolve_device(spec.device).type == "cuda"
-                check_memory(spec, copies=1 if on_gpu else min(workers or default_workers(), trials))
+                gpus = max(1, len(usable_gpus())) if on_gpu else 1  # else all share the machine's memory
+                check_memory(spec, copies=-(-at_once // gpus))
 
 
 def _check_metrics(study: StudySpec, specs: Sequence[RunSpec]) -> None:

@@ -54,7 +54,7 @@ def run_study(
     if known is None:
         log.warning("study '%s' did not record what it reads when it was started; it does so from now on", study.name)
     with expecting(known or {}):
-        check_study(study, runs, workers, execute)
+        check_study(study, runs, workers, execute, here=cluster is None)
         inputs = {**(known or {}), **run_inputs([arm.spec for arm in study.checked_arms()], runs / "cache")}
     with _pool(study.name, plan, execute, workers, storage, cluster) as pool:
         with queue.storage.lock():

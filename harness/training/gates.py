@@ -107,4 +107,4 @@ def weights_metric(
     if not rate > 0 or not gradient_norm > LEAST_GRADIENT:
         return {}
     changed = [(old != new).sum() for old, new in zip(before, weight_sample(policy), strict=True)]
-    return {"policy/weights_changed": float(sum(map(int, changed)) / sum(map(len, before)))}
+    return {"policy/weights_changed": int(sum(changed)) / sum(map(len, before))}

@@ -6,7 +6,7 @@ depend on that split.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -23,7 +23,14 @@ from harness.policy.forward import (
     prompt_states,
     token_logprobs,
 )
-from harness.policy.lora import adapter_off, adapter_weights, has_adapter, load_adapter, merged_weights
+from harness.policy.lora import (
+    adapter_off,
+    adapter_weights,
+    has_adapter,
+    hold_frozen_products,
+    load_adapter,
+    merged_weights,
+)
 from harness.spec.run import Mismatch, RunSpec
 from harness.streams import generator
 from harness.tensors import kl_k3
@@ -40,6 +47,8 @@ class Learner:
         self.algorithm = spec.algorithm  # with the KL weight of the step; what a run needs is spec.algorithm's to say
         self.policy = policy
         self.adapted = has_adapter(policy)
+        if self.adapted and spec.autocast:
+            hold_frozen_products(policy, torch.bfloat16)
         self.shares_prompts = True  # until `training.agreement` finds that this model's log-probs suffer
         needs_copy = spec.algorithm.needs_reference and not self.adapted
         self.reference = deepcopy(policy).requires_grad_(False) if needs_copy else None
@@ -144,35 +153,35 @@ class Learner:
 
     def _optimizer_step(self, minibatch: Batch, *, first: bool) -> dict[str, float]:
         """One optimiser step on a minibatch whose loss weights are set; `first`: the policy is still the sampler's."""
-        totals: dict[str, float] = defaultdict(float)
-        ratio_max = mismatch_max = 1.0
+        sums: dict[str, Any] = defaultdict(float)  # on the device, read once: every look waits for a GPU
+        ratios: dict[str, list[Tensor]] = defaultdict(list)
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
         self._train_mode(self.spec.gradient_checkpointing)
-        prompts = self._prompt_states(self.policy, minibatch)
+        prompts = [self._prompt_states(trunk, minibatch) for trunk in self._trunks()]
         for rows in self._rows_by_length(minibatch):
             micro = minibatch.rows(rows)
             with mixed_precision(micro.tokens_BT.device, self.spec.autocast):
-                output = self._output(micro, prompts and prompts.rows(rows))
+                output = self._output(micro, [states and states.rows(rows) for states in prompts])
             if self.spec.updates_per_step == 1:  # on-policy: the ratio is 1 exactly, with its gradient
                 micro = micro.replace(old_logprobs_BT=output.logprobs_BT.detach())
             loss, metrics = self.algorithm.loss(micro, output)
             loss.backward()
-            for name, value in metrics.items():
-                totals[name] += float(value)
             logprobs, mask = output.logprobs_BT.detach(), micro.completion_mask_BT
-            ratio_max = max(ratio_max, _ratio_max(logprobs, micro.old_logprobs_BT, mask))
+            ratios["policy/ratio_max"].append(_ratio_max(logprobs, micro.old_logprobs_BT, mask))
             if first:
                 sampler = micro.sampler_logprobs_BT
-                mismatch_max = max(mismatch_max, _ratio_max(logprobs, sampler, mask))
+                ratios["mismatch/max_ratio"].append(_ratio_max(logprobs, sampler, mask))
                 assert micro.loss_weight_BT is not None
-                totals["mismatch/kl"] += float((micro.loss_weight_BT * kl_k3(logprobs, sampler)).sum())
-        if prompts is not None:
-            prompts.backward()
+                metrics = {**metrics, "mismatch/kl": (micro.loss_weight_BT * kl_k3(logprobs, sampler)).sum()}
+            for name, value in metrics.items():
+                sums[name] += value.detach().double()
+        for states in prompts:
+            if states is not None:
+                states.backward()
         self._train_mode(False)
-        if first:
-            totals["mismatch/max_ratio"] = mismatch_max
-        totals["policy/ratio_max"] = ratio_max
+        found = sums | {name: torch.stack(values).max().double() for name, values in ratios.items()}
+        totals = dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
         if not np.isfinite(totals["policy/loss"]):
             raise InvalidRun(f"the loss is {totals['policy/loss']}; lower optimizer.learning_rate or raise kl_beta")
         for name, optimizer in self.optimizers.items():
@@ -191,9 +200,15 @@ class Learner:
             if module is not None:
                 module.train(on)
 
-    def _output(self, micro: Batch, prompts: PromptStates | None) -> PolicyOutput:
+    def _trunks(self) -> list[nn.Module]:
+        """The networks that read tokens: the policy, and a critic's own backbone."""
+        own = None if self.critic is None else self.critic.backbone
+        return [self.policy] if own is None else [self.policy, own]
+
+    def _output(self, micro: Batch, prompts: Sequence[PromptStates | None]) -> PolicyOutput:
+        """Scores of a micro-batch, with its prompts as each trunk reads them."""
         tokens, mask = micro.tokens_BT, micro.completion_mask_BT
-        hidden = completion_states(self.policy, tokens, mask, prompts)
+        hidden = completion_states(self.policy, tokens, mask, prompts[0])
         logprobs, entropy = token_logprobs(
             self.policy,
             tokens,
@@ -202,7 +217,11 @@ class Learner:
             hidden=hidden,
             entropy_gradient=self.spec.algorithm.entropy_needs_gradient,
         )
-        values = None if self.critic is None else self.critic(tokens, mask, hidden)
+        if self.critic is None:
+            return PolicyOutput(logprobs, entropy)
+        if self.critic.backbone is not None:  # after the log-probs, so that their temporaries do not meet its states
+            hidden = completion_states(self.critic.backbone, tokens, mask, prompts[1])
+        values = self.critic(mask, hidden)
         return PolicyOutput(logprobs, entropy, values)
 
     def _reference_logprobs(self, batch: Batch) -> Tensor:
@@ -221,19 +240,19 @@ class Learner:
         return self._forward_rows(batch, forward, model)
 
     def _values(self, batch: Batch, critic: Critic) -> Tensor:
-        trunk = self.policy if critic.backbone is None else None
+        trunk = self._trunks()[-1]
 
         def forward(part: Batch, prompts: PromptStates | None) -> Tensor:
-            tokens, mask = part.tokens_BT, part.completion_mask_BT
-            return critic(tokens, mask, None if trunk is None else completion_states(trunk, tokens, mask, prompts))
+            mask = part.completion_mask_BT
+            return critic(mask, completion_states(trunk, part.tokens_BT, mask, prompts))
 
         return self._forward_rows(batch, forward, trunk)
 
     def _forward_rows(
-        self, batch: Batch, forward: Callable[[Batch, PromptStates | None], Tensor], model: nn.Module | None
+        self, batch: Batch, forward: Callable[[Batch, PromptStates | None], Tensor], model: nn.Module
     ) -> Tensor:
         """[B, T] from a function of (micro-batch, its prompts as `model` reads them), in the batch's own row order."""
-        prompts = None if model is None else self._prompt_states(model, batch)
+        prompts = self._prompt_states(model, batch)
         result = torch.empty(0)
         for rows in self._rows_by_length(batch):
             part = batch.rows(rows)
@@ -320,6 +339,7 @@ def explained_variance(batch: Batch) -> float:
     return float(1 - (returns - batch.values_BT[batch.completion_mask_BT]).var() / variance)
 
 
-def _ratio_max(logprobs: Tensor, other: Tensor | None, mask: Tensor) -> float:
+def _ratio_max(logprobs: Tensor, other: Tensor | None, mask: Tensor) -> Tensor:
+    """The largest ratio of two probabilities of a token, at least 1."""
     assert other is not None
-    return float(torch.exp(((logprobs - other).abs() * mask).max()))
+    return torch.exp(((logprobs - other).abs() * mask).max())

@@ -36,7 +36,9 @@ import torch
 from torch import nn
 
 from harness.interfaces import Precision, RolloutEngine
+from harness.policy.device import mixed_precision
 from harness.policy.forward import token_logprobs
+from harness.policy.lora import holds_products
 from harness.tensors import pad_right
 from harness.training.learner import Learner
 from harness.types import Group, InvalidRun
@@ -143,7 +145,7 @@ def _learner_scores(policy: nn.Module, rows: Sequence[Row]) -> np.ndarray:
     device = next(policy.parameters()).device
     tokens = pad_right([ids for ids, _ in rows], torch.int64).to(device)
     mask = pad_right([[0] * n + [1] * (len(ids) - n) for ids, n in rows], torch.bool).to(device)
-    with _no_tf32():
+    with _no_tf32(), mixed_precision(device, holds_products(policy)):
         logprobs = token_logprobs(policy, tokens, mask, 1.0)[0]
     return logprobs[mask].double().cpu().numpy()
 

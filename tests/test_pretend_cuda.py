@@ -1,0 +1,131 @@
+"""Training steps on tensors that say they are on `cuda`: every tensor is where it must be, and few waits for the GPU.
+
+A pairwise cover always runs; COHORT_CHAOS=1 runs every combination.
+"""
+
+import itertools
+import os
+
+import pytest
+import torch
+from fakes import MemoryLog
+from pretend_cuda import DeviceMismatch, pretend_cuda
+from test_learner import make_batch, make_spec
+
+from harness import plugins
+from harness.engines.transformers import TransformersEngine
+from harness.policy.tiny import tiny_model, tiny_tokenizer
+from harness.spec.run import parse_run
+from harness.training.learner import Learner
+from harness.training.run import prepare
+from harness.training.step import train_step
+from harness.types import Prompt, Sampling
+
+PRECISIONS = {"float32": {}, "autocast": {"autocast": True}, "bfloat16": {"dtype": "bfloat16"}}
+LORA = {False: {}, True: {"lora": {"rank": 2}}}
+DYNAMIC = {False: {}, True: {"dynamic_sampling": {"max_batches": 2}}}
+FACTORS = (plugins.names("algorithm"), list(PRECISIONS), [False, True], [False, True])
+
+
+def cover():
+    """(algorithm, precision, LoRA, dynamic sampling): every pair of two levels at least once."""
+    names, precisions, *_ = FACTORS
+    for (i, name), (j, precision) in itertools.product(enumerate(names), enumerate(precisions)):
+        yield name, precision, (i + j) % 2 == 0, i % 3 == j
+
+
+PAIRS = set(cover())
+
+
+def cases():
+    only_long = pytest.mark.skipif(not os.environ.get("COHORT_CHAOS"), reason="set COHORT_CHAOS=1 to run it")
+    return [pytest.param(*case, marks=() if case in PAIRS else only_long) for case in itertools.product(*FACTORS)]
+
+
+def test_the_cover_has_every_pair_of_levels():
+    for a, b in itertools.combinations(range(len(FACTORS)), 2):
+        assert {(case[a], case[b]) for case in PAIRS} == set(itertools.product(FACTORS[a], FACTORS[b]))
+
+
+def start(tmp_path, algorithm, **changes):
+    """A run of 4 prompts x 2 rollouts on the pretended GPU, and its prompts."""
+    raw = {
+        "task": "arithmetic", "algorithm": {"name": algorithm, "group_size": 2}, "rollouts_per_step": 8, "steps": 2,
+        "device": "cuda", "sampling": {"max_tokens": 4}, **changes,
+    }  # fmt: skip
+    spec = parse_run(raw, "test")
+    run, _ = prepare(spec, tmp_path, MemoryLog(), tmp_path, lambda: False)
+    return run, spec.task.prompts("train")
+
+
+def test_tensors_of_two_devices_meet_nowhere_and_waits_are_counted():
+    with pretend_cuda() as mode:
+        there, here = torch.ones(2, device="cuda"), torch.ones(2)
+        assert (there + 1).device.type == "cuda" and (there.cpu() + here).device.type == "cpu"
+        for mixed in (lambda: there + here, lambda: torch.stack([there, here]), lambda: here[there.long()]):
+            with pytest.raises(DeviceMismatch):
+                mixed()
+        with pytest.raises(TypeError, match="numpy"):
+            there.numpy()
+        before = mode.waits.total()
+        assert float(there.sum()) == 2 and len(there[there > 0]) == 2
+        assert mode.waits.total() == before + 2
+
+
+@pytest.mark.parametrize(("algorithm", "precision", "lora", "dynamic"), cases())
+def test_a_step_keeps_every_tensor_on_the_gpu(tmp_path, algorithm, precision, lora, dynamic):
+    with pretend_cuda():
+        run, prompts = start(tmp_path, algorithm, **PRECISIONS[precision], **LORA[lora], **DYNAMIC[dynamic])
+        train_step(run, prompts, 0)
+
+
+def generated(device, max_tokens, end_ids=None):
+    """Rollouts of 8 rows from prompts of two lengths, and the waits that they took."""
+    with pretend_cuda() as mode:
+        engine = TransformersEngine(
+            TransformersEngine.Settings(), policy_with_ends().to(device), tiny_tokenizer(), end_ids
+        )
+        prompts = [Prompt("a", "1+2=", "3"), Prompt("b", "12+345-6=", "351")]
+        before = mode.waits.total()
+        groups = engine.generate(prompts, 4, Sampling(max_tokens=max_tokens), seed=0, step=0)
+        return [rollout for group in groups for rollout in group.rollouts], mode.waits.total() - before
+
+
+def policy_with_ends():
+    """The built-in model, with the end of a text about every tenth token."""
+    model = tiny_model(0)
+    with torch.no_grad():
+        weight = model.get_input_embeddings().weight
+        weight[1] = weight.mean(0) * 25
+    return model
+
+
+def test_the_fast_path_waits_for_the_gpu_once_in_many_tokens():
+    # Nothing ends: all that may wait beyond the start is a look every 16th token.
+    few, many = (generated("cuda", length, end_ids=())[1] for length in (32, 96))
+    assert many - few <= 64 / 16
+
+
+def test_rows_that_end_between_two_looks_are_those_of_the_cpu():
+    there, here = (generated(device, 40)[0] for device in ("cuda", "cpu"))
+    assert [rollout.token_ids for rollout in there] == [rollout.token_ids for rollout in here]
+    assert [rollout.finish_reason for rollout in there] == [rollout.finish_reason for rollout in here]
+    for mine, other in zip(there, here, strict=True):
+        assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    assert len({len(rollout.token_ids) for rollout in here}) > 3
+    assert {rollout.finish_reason for rollout in here} == {"stop", "length"}
+
+
+def test_metrics_of_an_update_are_read_once():
+    def waits(budget):
+        with pretend_cuda() as mode:
+            learner = Learner(make_spec(tokens_per_microbatch=budget), tiny_model(0).to("cuda"))
+            batch = make_batch().to("cuda")
+            batch = learner.algorithm.advantages(learner.annotate(batch, sampler_is_exact=True))
+            before = mode.waits.copy()
+            learner.update(batch, 0)
+            return mode.waits - before
+
+    whole, split = waits(1000), waits(1)
+    own = [sum(n for place, n in found.items() if "learner.py" in place) for found in (whole, split)]
+    assert own[0] == own[1] <= 8
