@@ -177,12 +177,12 @@ def _shared_pass(shape: Shape, policy: nn.Module) -> int:
         inputs_RC = torch.zeros(shape.rows, shape.max_tokens, dtype=torch.int64)
         prompt_R = torch.zeros(shape.rows, dtype=torch.int64)
         filled = torch.ones(shape.rows, read + shape.max_tokens, dtype=torch.bool)
-        first, rows = DynamicCache(config=model.config), DynamicCache(config=model.config)
+        first: Any = DynamicCache(config=model.config)
+        rows = DynamicCache(config=model.config)
         with _watched(model) as kept:
             with mixed_precision(prompts_UT.device, shape.autocast):
                 backbone(model)(input_ids=prompts_UT, past_key_values=first, use_cache=True)
             for layer, states in enumerate(first.layers):
-                assert states.keys is not None and states.values is not None
                 rows.update(states.keys[prompt_R], states.values[prompt_R], layer)
             with mixed_precision(prompts_UT.device, shape.autocast):  # its graph keeps casts of its own
                 backbone(model)(
