@@ -313,7 +313,7 @@ def test_a_worker_keeps_a_lease_whose_file_was_torn(tmp_path: Path):
     assert not (tmp_path / "lease").exists()
 
 
-@pytest.mark.parametrize("torn", [b"", b"{", b"\xff\x00"])
+@pytest.mark.parametrize("torn", [b"", b"{", b"\xff\x00", b'{"format": 1, "step": "two"}'])
 @pytest.mark.attack("A torn progress or lease file")
 def test_progress_that_cannot_be_read_is_none(tmp_path: Path, torn: bytes):
     (tmp_path / "progress.json").write_bytes(torn)

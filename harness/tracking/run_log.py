@@ -60,9 +60,11 @@ def read_progress(directory: Path) -> dict[str, Any]:
     """
     file = directory / "progress.json"
     try:
-        return read_json(file) if file.exists() else {}
+        shown = read_json(file) if file.exists() else {}
     except ValueError:
         return {}
+    whole = all(isinstance(value, str if key == "phase" else int | float) for key, value in shown.items())
+    return shown if whole else {}
 
 
 class RunLog:
