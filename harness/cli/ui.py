@@ -27,9 +27,8 @@ def ui(
     from harness.stop import stop_on_signals
 
     use_store(tracking_uri)
-    with stop_on_signals(
-        words=STOPPING
-    ) as should_stop:  # a flag: an exception that a signal raises is lost in a library's callback
+    # A flag, for an exception that a signal raises is lost in a library's callback.
+    with stop_on_signals(words=STOPPING) as should_stop:
         ending = _serve_pages(runs, port, browser, should_stop)
     if ending is not None and not should_stop():
         terminal.fail(ending)
