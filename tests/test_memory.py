@@ -23,7 +23,7 @@ from harness.memory.usage import device_bytes
 from harness.policy import fused_llama
 from harness.policy.device import mixed_precision
 from harness.policy.forward import Critic, completion_states, token_logprobs
-from harness.policy.lora import add_adapter
+from harness.policy.lora import add_adapter, hold_frozen_products
 from harness.policy.model import save_model
 from harness.policy.tiny import tiny_model, tiny_tokenizer
 from harness.spec.errors import SpecError
@@ -173,6 +173,8 @@ def test_the_count_is_within_1_percent_of_what_autograd_saves(kind, settings):
     policy.to(getattr(torch, spec.dtype))
     if spec.lora is not None:
         add_adapter(policy, spec.lora, 0)
+    if spec.lora is not None and spec.autocast:
+        hold_frozen_products(policy, torch.bfloat16)
     if spec.gradient_checkpointing:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     critic = Critic(policy)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness.policy import forward
 from harness.policy.forward import token_logprobs
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -25,11 +26,12 @@ def test_engine_learner_and_shared_prompts_give_the_log_probs_of_the_models_own_
 
 
 @pytest.mark.parametrize("name", ["granite", "cohere", "gemma2", "phimoe", "gpt2", "mamba", "falcon_h1"])
-def test_the_gradient_is_that_of_the_models_own_forward_pass(name):
+def test_the_gradient_is_that_of_the_models_own_forward_pass(name, monkeypatch):
+    monkeypatch.setattr(forward, "CHUNK", 4)
     model = build_model(name)
     tokens = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(0))
     mask = torch.arange(9)[None] >= torch.tensor([[3], [6]])
-    token_logprobs(model, tokens, mask, 1.0, chunk=4)[0].sum().backward()
+    token_logprobs(model, tokens, mask, 1.0)[0].sum().backward()
     found = [p.grad for p in model.parameters()]
     model.zero_grad(set_to_none=True)
     logprobs = model(input_ids=tokens, use_cache=False).logits[:, :-1].log_softmax(-1)
