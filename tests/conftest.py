@@ -1,14 +1,17 @@
-"""Keeps docs/attacks.md, the table of what the tests marked `attack` tried and survived: `make chaos` writes it.
+"""Fixtures of studies that train nothing, and docs/attacks.md, the table of what the tests marked `attack` tried and
+survived: `make chaos` writes it.
 
 A test counts as one try for each set of its parameters; one that tries many things records their number as the property
 `tried`. A test that is skipped has not tried anything.
 """
 
 import os
+import shutil
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import fake_trials
 import pytest
 
 TABLE = Path(__file__).resolve().parents[1] / "docs/attacks.md"
@@ -31,6 +34,26 @@ class Row:
 
 
 ROWS: defaultdict[str, Row] = defaultdict(Row)
+
+
+@pytest.fixture
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The task, algorithm and engine named `fake`."""
+    fake_trials.install(tmp_path / "plugins", monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fake_trials.empty_store(tmp_path_factory)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, empty_store: Path) -> Path:
+    """A runs folder with an empty store; making one takes seconds."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    shutil.copy(empty_store, folder / "mlflow.db")
+    return folder
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

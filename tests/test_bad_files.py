@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.machinery
 import json
 import logging
-import shutil
 import signal
 import sys
 import types
@@ -19,6 +18,7 @@ from typer.testing import CliRunner
 
 from harness.cli.app import app
 from harness.cli.study import write_report
+from harness.disk import EXIT_STATUS, DiskFull
 from harness.files import write_json
 from harness.spec.study import StudySpec
 from harness.study.plan import Plan
@@ -43,22 +43,7 @@ BAD_FILES = {  # one for each trial but the first: file -> content
 }
 
 
-@pytest.fixture(autouse=True)
-def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_trials.install(tmp_path / "plugins", monkeypatch)
-
-
-@pytest.fixture(scope="session")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fake_trials.empty_store(tmp_path_factory)
-
-
-@pytest.fixture
-def runs(tmp_path: Path, empty_store: Path) -> Path:
-    folder = tmp_path / "runs"
-    folder.mkdir()
-    shutil.copy(empty_store, folder / "mlflow.db")
-    return folder
+pytestmark = pytest.mark.usefixtures("plugins")
 
 
 def a_grid() -> StudySpec:
@@ -208,4 +193,16 @@ def test_workers_on_ray_that_end_over_and_over_end_the_study(
     pool._tasks[object()] = None
     words = "ended with status 1" if status == 1 else f"was killed by signal {signal.SIGKILL}"
     with pytest.raises(RuntimeError, match=rf"workers end before they can start a trial; the last one {words}"):
+        pool.collect(0)
+
+
+@pytest.mark.attack("Disk full in the middle of a study")
+def test_a_worker_on_ray_that_met_a_full_disk_ends_the_study_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    module = types.ModuleType("ray")
+    module.__spec__ = importlib.machinery.ModuleSpec("ray", None)
+    monkeypatch.setitem(sys.modules, "ray", module)
+    pool = RayPool("m", [], 1, tmp_path, {}, cluster=Cluster("127.0.0.1:1"))
+    pool._ray = RayThatKills(EXIT_STATUS)
+    pool._tasks[object()] = None
+    with pytest.raises(DiskFull, match="free some space, then the same command continues"):
         pool.collect(0)

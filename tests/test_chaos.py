@@ -48,9 +48,7 @@ needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="
 only_long = pytest.mark.skipif(not LONG, reason="takes minutes: make chaos")
 
 
-@pytest.fixture(autouse=True)
-def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_trials.install(tmp_path / "plugins", monkeypatch)
+pytestmark = pytest.mark.usefixtures("plugins")
 
 
 @pytest.fixture(scope="module")

@@ -20,10 +20,7 @@ from harness.study.plan import Plan
 from harness.study.runner import dry_run
 from harness.study.status import StudyStatus, TrialStatus
 
-
-@pytest.fixture(autouse=True)
-def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_trials.install(tmp_path / "plugins", monkeypatch)
+pytestmark = pytest.mark.usefixtures("plugins")
 
 
 def trial(arm: str, state: Any, seconds: float | None = None, **more: Any) -> TrialStatus:

@@ -24,9 +24,7 @@ from harness.tracking.mlflow_studies import read_study
 SIZE = 130_000_000  # bytes; a start asks for 100 MB
 
 
-@pytest.fixture(autouse=True)
-def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_trials.install(tmp_path / "plugins", monkeypatch)
+pytestmark = pytest.mark.usefixtures("plugins")
 
 
 @pytest.fixture

@@ -23,9 +23,7 @@ HOSTILE = "boom \0 and \ud800, then "
 SHOWN = "boom \N{REPLACEMENT CHARACTER} and ?, then "
 
 
-@pytest.fixture(autouse=True)
-def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_trials.install(tmp_path / "plugins", monkeypatch)
+pytestmark = pytest.mark.usefixtures("plugins")
 
 
 def check_store(runs: Path) -> None:

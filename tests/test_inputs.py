@@ -50,11 +50,6 @@ def data(tmp_path):
     return tmp_path / "data"
 
 
-@pytest.fixture(scope="session")
-def empty_store(tmp_path_factory):
-    return fake_trials.empty_store(tmp_path_factory)
-
-
 @pytest.fixture
 def runs(tmp_path, empty_store, monkeypatch):
     fake_trials.install(tmp_path / "plugins", monkeypatch)

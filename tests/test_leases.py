@@ -11,7 +11,6 @@ import sys
 import threading
 from pathlib import Path
 
-import fake_trials
 import pytest
 from fake_trials import a_study
 
@@ -24,9 +23,7 @@ from harness.study.storage.files import GRACE_SECONDS, LOOK_SECONDS, FileLease, 
 LOOK = 5.0  # seconds between two looks of a watcher
 
 
-@pytest.fixture(autouse=True)
-def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_trials.install(tmp_path / "plugins", monkeypatch)
+pytestmark = pytest.mark.usefixtures("plugins")
 
 
 class Machine:

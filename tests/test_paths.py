@@ -28,14 +28,7 @@ AWKWARD = "".join(TAKEN)
 REFUSED = ["?", "?a=b", "%20", "%3f", "\udcff"]
 
 
-@pytest.fixture(autouse=True)
-def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_trials.install(tmp_path / "plugins", monkeypatch)
-
-
-@pytest.fixture(scope="session")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fake_trials.empty_store(tmp_path_factory)
+pytestmark = pytest.mark.usefixtures("plugins")
 
 
 def new_runs(folder: Path, empty_store: Path) -> Path:

@@ -30,14 +30,7 @@ BETA = {"low": 1e-3, "high": 1.0, "log": True}
 SPACE = {"algorithm.kl_beta": BETA, "algorithm.group_size": {"choices": [2, 4, 8]}}
 
 
-@pytest.fixture(autouse=True)
-def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_trials.install(tmp_path / "plugins", monkeypatch)
-
-
-@pytest.fixture(scope="session")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fake_trials.empty_store(tmp_path_factory)
+pytestmark = pytest.mark.usefixtures("plugins")
 
 
 @pytest.fixture

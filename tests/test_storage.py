@@ -33,9 +33,7 @@ DONE = Outcome("complete", summary={"accuracy_final": 0.5, "seconds": 8.0, "gene
 needs_postgres = pytest.mark.skipif(postgres_server.missing() is not None, reason=str(postgres_server.missing()))
 
 
-@pytest.fixture(autouse=True)
-def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_trials.install(tmp_path / "plugins", monkeypatch)
+pytestmark = pytest.mark.usefixtures("plugins")
 
 
 @pytest.fixture(scope="module")

@@ -45,23 +45,7 @@ from harness.types import TrialRecord
 METRIC = "validation/accuracy"
 
 
-@pytest.fixture(autouse=True)
-def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_trials.install(tmp_path / "plugins", monkeypatch)
-
-
-@pytest.fixture(scope="session")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fake_trials.empty_store(tmp_path_factory)
-
-
-@pytest.fixture
-def runs(tmp_path: Path, empty_store: Path) -> Path:
-    """A runs folder with an empty store; making one takes seconds."""
-    folder = tmp_path / "runs"
-    folder.mkdir()
-    shutil.copy(empty_store, folder / "mlflow.db")
-    return folder
+pytestmark = pytest.mark.usefixtures("plugins")
 
 
 def run(

@@ -37,14 +37,7 @@ from harness.types import SampleRow
 COLUMN = "validation/accuracy"
 
 
-@pytest.fixture(autouse=True)
-def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_trials.install(tmp_path / "plugins", monkeypatch)
-
-
-@pytest.fixture(scope="session")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fake_trials.empty_store(tmp_path_factory)
+pytestmark = pytest.mark.usefixtures("plugins")
 
 
 @pytest.fixture

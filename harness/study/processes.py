@@ -38,7 +38,8 @@ class Pool(ABC):
 
     size: int
 
-    def __init__(self) -> None:
+    def __init__(self, logs: Path) -> None:
+        self.logs = logs
         self._stop = StopRequest()
         self._claims = 0
         self._ended_early: Counter[str] = Counter()
@@ -83,10 +84,12 @@ class Pool(ABC):
     def _note_end(self, worker: str, code: int, words: str) -> None:
         """Take note of a worker's exit status (a signal is negative) and last words.
 
-        RuntimeError if too many have ended before any could claim a trial.
+        DiskFull if it met a full disk, RuntimeError if too many have ended before any could claim a trial.
         """
         if not code:
             return
+        if code == EXIT_STATUS:
+            raise full(self.logs)
         how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
         log.warning("%s %s:\n%s", worker, how, words)
         self._ended_early["killed" if code < 0 else "crashed"] += 1
@@ -106,8 +109,8 @@ class WorkerPool(Pool):
     def __init__(
         self, module: str, arguments: Sequence[str], size: int, logs: Path, environment: Mapping[str, str] = {}
     ) -> None:
-        super().__init__()
-        self.size, self.logs = size, logs
+        super().__init__(logs)
+        self.size = size
         self.environment = environment
         self._command = with_parent(worker_command(module, arguments))
         self._alive: dict[int, subprocess.Popen[bytes]] = {}
@@ -135,8 +138,6 @@ class WorkerPool(Pool):
             if code is None:
                 continue
             del self._alive[slot]
-            if code == EXIT_STATUS:
-                raise full(self.logs)
             file = self._log_file(slot)
             words = "\n".join(file.read_text(errors="replace").splitlines()[-20:])
             self._note_end(f"worker {slot} (all it said is in {file})", code, words)

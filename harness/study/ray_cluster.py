@@ -78,9 +78,9 @@ class RayPool(Pool):
         *,
         cluster: Cluster,
     ) -> None:
-        super().__init__()
+        super().__init__(logs)
         self._command = worker_command(module, arguments)
-        self._logs, self._environment = logs, dict(environment)
+        self._environment = dict(environment)
         self._address = cluster.address or os.environ.get("RAY_ADDRESS") or "local"
         self._ray = import_ray(self._address)
         self._num_cpus, self._num_gpus = cluster.num_cpus, cluster.num_gpus
@@ -161,7 +161,7 @@ class RayPool(Pool):
 
     def fill(self, wanted: int) -> None:
         while len(self._tasks) < min(self.size, wanted) and not self.stopping:
-            self._tasks[self._run.remote(self._command, self._environment, str(self._logs), self._flag)] = None
+            self._tasks[self._run.remote(self._command, self._environment, str(self.logs), self._flag)] = None
 
     def collect(self, claims: int | None) -> int:
         self._note_claims(claims)
