@@ -70,11 +70,12 @@ def check_same(then: Inputs, now: Inputs) -> None:
 def short(inputs: Inputs) -> dict[str, str]:
     """One hash or commit for each source, for people and tags."""
     return {
-        source: next(iter(files.values()))[:16] if len(files) == 1 else fingerprint(files)
+        source: next(iter(files.values()))[:16] if len(files) == 1 else digest(files)
         for source, files in sorted(inputs.items())
     }
 
 
-def fingerprint(value: Mapping[str, Any] | None) -> str:
-    """16 hex digits that stand for JSON-like values."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+def digest(value: Any) -> str:
+    """The first 16 hex digits of the SHA-256 of a value's canonical JSON."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from harness.inputs import digested, expected, fingerprint, verify
+from harness.inputs import digest, digested, expected, verify
 from harness.types import Demonstration, Prompt, Sources, Split
 from tasks._answers import AnswerTask
 from tasks._formats import AnswerFormat
@@ -207,7 +207,7 @@ def _source(task: DatasetTask, split: SourceSplit, version: str) -> _Source:
     problems, num_rows, num_skipped = _read(task, path, _find(task, split).rows())
     sources = _sources(task, split)
     verify(sources)
-    if fingerprint(digested(sources)) != version:
+    if digest(digested(sources)) != version:
         raise ValueError(f"{path}: changes while it is read; wait until it is whole, then start again")
     if not problems:
         filters = "; loosen its filters" if num_rows else ""
@@ -230,7 +230,7 @@ def _source(task: DatasetTask, split: SourceSplit, version: str) -> _Source:
 def _version(task: DatasetTask, split: SourceSplit) -> str:
     """Stands for the content of what a split depends on: what is expected there, or else what there is."""
     known = {name: expected(name) for name in (source_name(*task.source(part), part) for part in ("test", split))}
-    return fingerprint(digested(_sources(task, split)) if None in known.values() else known)
+    return digest(digested(_sources(task, split)) if None in known.values() else known)
 
 
 def _sources(task: DatasetTask, split: SourceSplit) -> Sources:

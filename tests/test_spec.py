@@ -14,11 +14,12 @@ import yaml
 from pydantic import Field, ValidationError
 
 from harness.engines.transformers import uniforms
+from harness.inputs import digest
 from harness.policy.tiny import tiny_model
 from harness.preflight import check_inputs
 from harness.spec.errors import SpecError
 from harness.spec.load import load_run, load_study, shipped_studies
-from harness.spec.raw import MAX_INTEGER, digest, parse_overrides, read_yaml, with_overrides
+from harness.spec.raw import MAX_INTEGER, parse_overrides, read_yaml, with_overrides
 from harness.spec.run import parse_run
 from harness.spec.study import parse_study
 from harness.streams import generator

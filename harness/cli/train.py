@@ -67,9 +67,9 @@ def _watched() -> Iterator[Watch]:
 
 def _train_pipeline(spec: Path, sets: list[str] | None, name: str | None, runs: Path, as_json: bool) -> None:
     """Run a file's stages; the exit code is that of one run."""
+    from harness.inputs import digest
     from harness.runs.pipeline import train_pipeline
     from harness.runs.stages import load_pipeline
-    from harness.spec.raw import digest
 
     stages = load_pipeline(spec, sets or ())
     name = options.checked_name(name or f"{spec.stem}-{digest([s.document() for s in stages])[:8]}")

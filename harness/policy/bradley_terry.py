@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from harness.files import publish_folder
-from harness.inputs import expected, fingerprint
+from harness.inputs import digest, expected
 from harness.policy.device import resolve_device
 from harness.policy.library import import_generation
 from harness.policy.model import check_model, load_tokenizer, local_or_hub, save_model
@@ -86,7 +86,7 @@ class Scorer:
 
 def load_scorer(path: str) -> Scorer:
     """The reward model at a Hub id or local folder. ValueError if its head has not exactly one label."""
-    return _load_scorer(path, fingerprint(expected(source_name(path))))
+    return _load_scorer(path, digest(expected(source_name(path))))
 
 
 @lru_cache(maxsize=2)

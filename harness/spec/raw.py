@@ -1,7 +1,5 @@
-"""Settings before they are validated: YAML text, `path=value` overrides, and the digest of JSON-like values."""
+"""Settings before they are validated: YAML text and `path=value` overrides."""
 
-import hashlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -60,12 +58,6 @@ def with_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any], whole: 
 def is_number(value: Any) -> bool:
     """Whether a value is an int or a float, but no bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def digest(value: Any) -> str:
-    """The first 16 hex digits of the SHA-256 of a value's canonical JSON."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read_yaml(path: Path) -> Any:

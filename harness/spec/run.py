@@ -10,9 +10,10 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, SerializeAsAny, ValidationError, ValidationInfo, field_validator, model_validator
 
 from harness import plugins
+from harness.inputs import digest
 from harness.interfaces import Algorithm, Reward, RolloutEngine, Task
 from harness.spec.errors import explain, parsed
-from harness.spec.raw import MAX_INTEGER, digest, is_number
+from harness.spec.raw import MAX_INTEGER, is_number
 from harness.types import Sampling, Section
 
 Scalar = bool | int | float | str | None

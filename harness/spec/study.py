@@ -11,8 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from harness import plugins
+from harness.inputs import digest
 from harness.spec.errors import SpecError, parsed
-from harness.spec.raw import MAX_INTEGER, digest, with_overrides
+from harness.spec.raw import MAX_INTEGER, with_overrides
 from harness.spec.run import RunSpec, Scalar, get_path, parse_run
 from harness.types import Section, short_path
 

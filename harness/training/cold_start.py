@@ -15,14 +15,13 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from harness.files import file_lock, publish_folder, read_manifest
-from harness.inputs import digested, expecting
+from harness.inputs import digest, digested, expecting
 from harness.policy.device import resolve_device
 from harness.policy.forward import token_logprobs
 from harness.policy.model import load_policy, load_tokenizer, save_model
 from harness.policy.sources import model_sources
 from harness.policy.text import encode_completion, encode_prompt
 from harness.policy.tiny import CHARACTERS, TINY, tiny_config
-from harness.spec.raw import digest
 from harness.spec.run import ColdStart, RunSpec
 from harness.tensors import pad_right
 from harness.types import Demonstration, Inputs, InvalidRun
