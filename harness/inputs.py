@@ -48,6 +48,11 @@ def expected(source: str) -> Mapping[str, str] | None:
     return _expected.get(source)
 
 
+def all_expected() -> Inputs:
+    """All that has to be found, for another process of the same run."""
+    return _expected
+
+
 def verify(sources: Sources) -> None:
     """InputsChanged if sources that were just read are not what was expected there."""
     check_same(_expected, digested({source: files for source, files in sources.items() if source in _expected}))

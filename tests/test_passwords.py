@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pty
@@ -161,7 +162,8 @@ def test_no_process_log_or_file_of_a_study_has_the_password(
 
     def look(_: object) -> None:
         for process in psutil.Process().children(recursive=True):
-            arguments.add(" ".join(process.cmdline()))
+            with contextlib.suppress(psutil.NoSuchProcess):  # one that has ended since, a zombie too
+                arguments.add(" ".join(process.cmdline()))
 
     study, url = a_study(factors={"algorithm.group_size": [2]}, seeds=[0]), server.new_database()
     status = run_study(study, runs, workers=1, command="", on_status=look, execute=fake_trials.EXECUTE, storage=url)

@@ -25,6 +25,7 @@ from harness.interfaces import RolloutEngine
 from harness.policy.forward import hidden_states, keeps_keys_and_values, output_logits
 from harness.policy.fused_llama import recognised
 from harness.policy.llama_decoder import LeanDecoder
+from harness.policy.sharding import whole
 from harness.policy.text import as_groups, encode_prompt, end_token_ids
 from harness.tensors import pad_left
 from harness.types import Group, Prompt, Sampling
@@ -73,11 +74,12 @@ class TransformersEngine(RolloutEngine):
         assert sampling.max_tokens is not None
         chunk = max(1, self.settings.max_batch_rows // group_size)
         groups: list[Group] = []
-        for start in range(0, len(prompts), chunk):
-            part = prompts[start : start + chunk]
-            ids = [p.id for p in part]
-            noise = torch.from_numpy(uniforms(seed, step, ids, group_size, sampling.max_tokens))
-            groups += self._generate(part, group_size, sampling, noise)
+        with whole(self.policy):
+            for start in range(0, len(prompts), chunk):
+                part = prompts[start : start + chunk]
+                ids = [p.id for p in part]
+                noise = torch.from_numpy(uniforms(seed, step, ids, group_size, sampling.max_tokens))
+                groups += self._generate(part, group_size, sampling, noise)
         return groups
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from harness.files import write_text
 from harness.interfaces import Precision, RolloutEngine
-from harness.policy.lora import has_adapter, merged_weights
+from harness.policy.lora import merged_weights
 from harness.policy.text import as_groups, encode_prompt, end_token_ids
 from harness.types import Group, Prompt, Sampling
 
@@ -106,7 +106,7 @@ class VLLMEngine(RolloutEngine):
         # on a GPU vLLM's float32 attention multiplies in TF32 (Triton's default)
         self.precision: Precision = "tf32" if self.on_gpu and dtype == "float32" else dtype  # pyright: ignore
         VLLMEngine._last = weakref.ref(self)
-        self.load_weights(merged_weights(policy) if has_adapter(policy) else policy.state_dict(), 0)
+        self.load_weights(merged_weights(policy), 0)
 
     def generate(
         self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, *, seed: int, step: int
@@ -114,6 +114,8 @@ class VLLMEngine(RolloutEngine):
         assert sampling.max_tokens is not None
         _check_sampling(sampling)
         self._check_open()
+        if not prompts:
+            return []
         encoded = [self.encode(prompt.text) for prompt in prompts]
         self._check_length(max(map(len, encoded)), sampling.max_tokens)
         seeds = [request_seed(seed, step, p.id, k) for p in prompts for k in range(group_size)]

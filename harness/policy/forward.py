@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from harness.policy import fused_llama
+from harness.policy.sharding import under_hooks
 from harness.spec.run import Optimizer
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ def keeps_keys_and_values(model: nn.Module) -> bool:
     )
 
 
+@under_hooks
 def token_logprobs(
     model: nn.Module,
     tokens_BT: Tensor,
@@ -262,6 +264,7 @@ def _send(computed: list[tuple[Tensor, Tensor]]) -> None:
         torch.autograd.backward([x for x, _ in reached], [gradient for _, gradient in reached])
 
 
+@under_hooks
 def completion_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor, prompts: PromptStates | None) -> Tensor:
     """[N, H]: the hidden state before each of the N tokens in `mask_BT`, row by row."""
     if prompts is None:

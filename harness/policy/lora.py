@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from harness.policy.sharding import full
+
 if TYPE_CHECKING:
     from harness.spec.run import LoRA
 
@@ -82,8 +84,8 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 
 def merged_weights(model: nn.Module) -> Mapping[str, Tensor]:
-    """The model's state with every adapter added to its layer, under the names and in the precision that the model has
-    without. A tensor is computed when it is asked for, so that no second model is in memory."""
+    """The model's state, whole, with every adapter added to its layer, under the names and in the precision that the
+    model has without. A tensor is computed when it is asked for, so that no second model is in memory."""
     return _Merged(model)
 
 
@@ -98,8 +100,8 @@ class _Merged(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         value, (owner, _, kind) = self.state[name], name.rpartition(".")
         if owner in self.layers and kind == "weight":
-            return (value.float() + self.layers[owner].get_delta_weight(ADAPTER).float()).to(self.dtype)
-        return value.to(self.dtype) if value.is_floating_point() else value
+            value = value.float() + self.layers[owner].get_delta_weight(ADAPTER).float()
+        return full(value.to(self.dtype) if value.is_floating_point() else value)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.state)

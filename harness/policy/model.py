@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from harness.files import write_manifest
 from harness.plugins import nearest
 from harness.policy.library import import_generation, no_progress_bars
 from harness.policy.lora import has_adapter, merged_weights
+from harness.policy.sharding import is_sharded, kept, second_names
 from harness.policy.sources import pinned, verify_model
 from harness.policy.tiny import TINY, tiny_model, tiny_tokenizer
 
@@ -108,13 +110,29 @@ def load_policy(name: str, *, seed: int, dtype: torch.dtype = torch.float32) -> 
     return nn.Module.to(model, dtype).eval()
 
 
-def save_model(folder: Path, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+def saved_weights(model: nn.Module) -> dict[str, Tensor] | None:
+    """The weights to save where they are not simply the model's own: an adapter merged, spread ones gathered.
+
+    On the CPU of rank 0; all ranks ask at once.
+    """
+    again = second_names(model) if is_sharded(model) else set[str]()
+    if has_adapter(model):
+        return {name: x.cpu() for name, x in merged_weights(model).items() if name not in again}
+    return kept({k: v for k, v in model.state_dict().items() if k not in again}) if is_sharded(model) else None
+
+
+def save_model(
+    folder: Path,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    weights: Mapping[str, Tensor] | None = None,
+) -> dict[str, str]:
     """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load (safetensors), an adapter merged.
 
-    It has a manifest, whose hashes (file -> SHA-256) are returned.
+    It has a manifest, whose hashes (file -> SHA-256) are returned. `weights` are `saved_weights`, if known.
     """
     no_progress_bars()
-    weights = {name: x.cpu() for name, x in merged_weights(model).items()} if has_adapter(model) else None
+    weights = saved_weights(model) if weights is None else weights
     model.save_pretrained(folder, state_dict=weights)  # pyright: ignore
     tokenizer.save_pretrained(str(folder))
     return write_manifest(folder)

@@ -29,7 +29,7 @@ from harness.runs.stages import Kind, Stage, policy_folder
 from harness.spec.errors import SpecError
 from harness.stop import stop_on_signals
 from harness.tracking.run_log import RunLog
-from harness.training.loop import train
+from harness.training.launch import train
 from harness.training.run import RunResult
 from harness.types import Inputs, TrialState
 

@@ -23,7 +23,7 @@ from harness.study.status import StudyStatus, TrialStatus
 from harness.tracking.run_log import RunLog, read_result, replay
 from harness.training.cold_start import start_policy
 from harness.training.evaluate import evaluate_run, evaluation_metrics
-from harness.training.loop import train
+from harness.training.launch import train
 from harness.training.run import RunResult, build_engine
 from harness.types import FINAL, EvaluationResult, Inputs, Split
 

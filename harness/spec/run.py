@@ -199,6 +199,9 @@ class RunSpec(Section):
     )
     autocast: bool = Field(default=False, description="forward passes in bfloat16 over float32 weights and optimiser")
     gradient_checkpointing: bool = Field(default=False, description="less memory for a second forward pass")
+    devices: int = Field(
+        default=1, ge=1, description="GPUs (on a CPU: processes) that share the run: weights are spread over them"
+    )
 
     plugin_fields: ClassVar[tuple[plugins.Kind, ...]] = ("task", "algorithm", "engine")
 
@@ -267,6 +270,7 @@ class RunSpec(Section):
             )
         _must_divide("algorithm.group_size", group, rollouts)
         _must_divide("optimizer.num_minibatches", self.optimizer.num_minibatches, rollouts)
+        _must_divide("devices", self.devices, rollouts // self.optimizer.num_minibatches, "rollouts of a minibatch")
         return self
 
     @property
@@ -288,8 +292,8 @@ class RunSpec(Section):
         return self.sampling.model_copy(update={"max_tokens": self.max_tokens})
 
     def digest(self) -> str:
-        """A stable hash (16 hex digits) of every setting."""
-        return digest(self.model_dump(mode="json"))
+        """A stable hash (16 hex digits) of every setting but the number of devices, which a run may change on its way."""
+        return digest(self.model_dump(mode="json", exclude={"devices"}))
 
 
 def _must_accept(algorithm: Algorithm, *, kl_beta: float) -> None:
@@ -303,12 +307,12 @@ def _must_accept(algorithm: Algorithm, *, kl_beta: float) -> None:
         ) from None
 
 
-def _must_divide(name: str, value: int, rollouts: int) -> None:
+def _must_divide(name: str, value: int, rollouts: int, of: str = "rollouts_per_step") -> None:
     if rollouts % value:
         divisors = [d for d in range(1, rollouts + 1) if rollouts % d == 0]
         near = [*[d for d in divisors if d < value][-1:], *[d for d in divisors if d > value][:1]]
         fix = " or ".join(map(str, near))
-        raise ValueError(f"{name} must divide rollouts_per_step ({rollouts}), got {value}; use {fix}")
+        raise ValueError(f"{name} must divide {of} ({rollouts}), got {value}; use {fix}")
 
 
 def parse_run(raw: Mapping[str, Any], where: str) -> RunSpec:

@@ -28,7 +28,7 @@ from harness.tracking.mlflow_studies import open_study, study_run_id
 from harness.tracking.run_log import RunLog, read_result
 from harness.types import FINAL
 
-EXECUTE = "harness.training.loop:train"
+EXECUTE = "harness.training.launch:train"
 ORPHAN_SECONDS = 120.0  # a worker whose parent died has so long to stop after its current step
 POLL_SECONDS = 0.5
 MAX_WAIT_SECONDS = 15.0  # between attempts to reach a storage

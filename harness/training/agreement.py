@@ -7,6 +7,7 @@ is in it. A few tokens are enough, as a wrong scale, mask or position shows on a
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from harness.policy.device import mixed_precision, resolve_device
 from harness.policy.model import length_limit, load_tokenizer
 from harness.policy.text import encode_prompt
 from harness.spec.run import RunSpec
+from harness.training import ranks
 from harness.training.batch import collate
 from harness.training.run import Run
 from harness.training.weight_sync import BOUNDS, precision
@@ -66,7 +68,8 @@ def check_agreement(run: Run, prompts: Sequence[Prompt], step: int) -> dict[str,
     chosen = prompts[:: max(1, len(prompts) // NUM_PROMPTS)][:NUM_PROMPTS]
     device = resolve_device(spec.device)
     with mixed_precision(device, spec.autocast):
-        groups = engine.generate(chosen, NUM_SAMPLES, sampling, seed=spec.seed, step=NOISE + step)
+        key = {"seed": spec.seed, "step": NOISE + step}
+        groups = ranks.shared(chosen, partial(engine.generate, group_size=NUM_SAMPLES, sampling=sampling, **key))
         batch = collate(groups, [[0.0] * NUM_SAMPLES for _ in groups]).to(device)
         own_BT = own_logprobs(policy, batch, sampling.temperature)
     policy.train(spec.gradient_checkpointing)  # as in an update

@@ -40,9 +40,9 @@ class Checkpoint:
         saved: dict[str, torch.Tensor] = {}
         for file in sorted((self.folder / "policy").glob("*.safetensors")):
             saved |= load_file(file)
-        own = policy.state_dict()
-        by_storage = {value.data_ptr(): saved[name] for name, value in own.items() if name in saved}
-        return {name: saved[name] if name in saved else by_storage[value.data_ptr()] for name, value in own.items()}
+        own = dict(policy.named_parameters(remove_duplicate=False))
+        tied = {id(value): saved[name] for name, value in own.items() if name in saved}
+        return saved | {name: tied[id(value)] for name, value in own.items() if name not in saved}
 
 
 def save_checkpoint(
@@ -51,15 +51,17 @@ def save_checkpoint(
     *,
     spec_digest: str,
     policy: nn.Module,
+    weights: Mapping[str, torch.Tensor] | None = None,
     tokenizer: PreTrainedTokenizerBase,
     learner_state: Mapping[str, Any],
     progress: Mapping[str, Any],
     keep: int,
     inputs: Inputs = NO_INPUTS,
 ) -> None:
-    """Write `directory/step-<n>` and delete all but the newest `keep` checkpoints."""
+    """Write `directory/step-<n>` and delete all but the newest `keep` checkpoints; `weights` as `save_model` takes
+    them."""
     with publish_folder(directory / f"step-{step:08d}") as folder:
-        saved = save_model(folder / "policy", policy, tokenizer)
+        saved = save_model(folder / "policy", policy, tokenizer, weights)
         torch.save(dict(learner_state), folder / "learner.pt")
         facts = {"step": step, "spec_digest": spec_digest, "inputs": inputs, "progress": dict(progress)}
         write_manifest(folder, STATE, known={f"policy/{name}": digest for name, digest in saved.items()}, **facts)

@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import NormalDist
 
 import numpy as np
@@ -11,6 +12,7 @@ from harness.interfaces import RolloutEngine, RunLogger
 from harness.policy.device import mixed_precision, resolve_device
 from harness.rewards.majority_vote import majority_correct
 from harness.spec.run import Evaluation, RunSpec
+from harness.training import ranks
 from harness.training.grading import grade, sample_rows
 from harness.types import EvaluationResult, GradedGroup, Group, Prompt, Sampling, Split
 
@@ -36,16 +38,17 @@ def evaluate_run(
     greedy = sampled.model_copy(update={"temperature": 0.0})
     groups: list[Group] = []
     greedy_groups: list[Group] = []
-    at_once = len(prompts) if engine.plans_batches else PROMPTS_AT_ONCE
+    at_once = len(prompts) if engine.plans_batches else PROMPTS_AT_ONCE * ranks.world_size()
+    key = {"seed": spec.seed, "step": step}
     for start in range(0, len(prompts), at_once):
         part = prompts[start : start + at_once]
         with mixed_precision(resolve_device(spec.device), spec.autocast):
-            groups += engine.generate(part, settings.num_samples, sampled, seed=spec.seed, step=step)
-            greedy_groups += engine.generate(part, 1, greedy, seed=spec.seed, step=step)
+            groups += ranks.shared(part, partial(engine.generate, group_size=settings.num_samples, sampling=sampled, **key))
+            greedy_groups += ranks.shared(part, partial(engine.generate, group_size=1, sampling=greedy, **key))
         on_progress(min(start + at_once, len(prompts)), len(prompts))
-    graded = grade(task, groups, spec.max_tokens)
+    graded = ranks.shared(groups, lambda part: grade(task, part, spec.max_tokens))
     metrics = sample_metrics(graded)
-    greedy_graded = grade(task, greedy_groups, spec.max_tokens)
+    greedy_graded = ranks.shared(greedy_groups, lambda part: grade(task, part, spec.max_tokens))
     metrics["greedy_accuracy"] = float(np.mean([bool(g.correct and g.correct[0]) for g in greedy_graded]))
     counts = {g.prompt_id: sum(g.correct or ()) for g in graded}
     rows = sample_rows(groups, graded, step=step, split=split, limit=num_shown)

@@ -12,9 +12,12 @@ answered share of at least 0.92 times that of the start, an entropy down to 0.00
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
+from harness.policy.sharding import local
 from harness.spec.run import Gates
+from harness.training import ranks
 from harness.types import Batch, InvalidRun
 
 LEAST_GRADIENT = 1e-6  # norm below which AdamW's own epsilon (1e-8 per weight) makes an update vanish
@@ -93,7 +96,7 @@ def group_metrics(batch: Batch, state: GateState) -> dict[str, float]:
 
 def weight_sample(policy: nn.Module) -> list[Tensor]:
     """Copies of at most `SAMPLED` weights of each trained tensor, always the same ones."""
-    trained = [p.detach().flatten() for p in policy.parameters() if p.requires_grad]
+    trained = [local(p.detach()).flatten() for p in policy.parameters() if p.requires_grad]
     return [p[:: p.numel() // SAMPLED | 1].clone() for p in trained]  # an odd stride visits all columns of a matrix
 
 
@@ -106,5 +109,7 @@ def weights_metric(
     """
     if not rate > 0 or not gradient_norm > LEAST_GRADIENT:
         return {}
-    changed = [(old != new).sum() for old, new in zip(before, weight_sample(policy), strict=True)]
-    return {"policy/weights_changed": int(sum(changed)) / sum(map(len, before))}
+    changed = sum((old != new).sum() for old, new in zip(before, weight_sample(policy), strict=True))
+    total = torch.full_like(changed, sum(map(len, before)))
+    num_changed, num_sampled = ranks.summed(torch.stack([changed, total])).tolist()
+    return {"policy/weights_changed": num_changed / num_sampled}

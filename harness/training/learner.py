@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from harness.policy.device import mixed_precision
+from harness.policy.device import mixed_precision, resolve_device
 from harness.policy.forward import (
     Critic,
     PromptStates,
@@ -31,9 +31,11 @@ from harness.policy.lora import (
     load_adapter,
     merged_weights,
 )
+from harness.policy.sharding import full, is_sharded, kept, shard, spread, spread_like
 from harness.spec.run import Mismatch, RunSpec
 from harness.streams import generator
 from harness.tensors import kl_k3
+from harness.training import ranks
 from harness.training.gates import weight_sample, weights_metric
 from harness.training.schedules import learning_rate_factor
 from harness.types import Batch, InvalidRun, PolicyOutput
@@ -53,6 +55,8 @@ class Learner:
         needs_copy = spec.algorithm.needs_reference and not self.adapted
         self.reference = deepcopy(policy).requires_grad_(False) if needs_copy else None
         self.critic = Critic(policy, shared=spec.algorithm.shares_trunk) if spec.algorithm.needs_critic else None
+        if ranks.world_size() > 1:
+            self._shard()
         self.optimizers = {"policy": self._adamw(policy, spec.optimizer.learning_rate)}
         if self.critic is not None:
             self.optimizers["critic"] = self._adamw(self.critic, spec.optimizer.critic_learning_rate)
@@ -120,11 +124,14 @@ class Learner:
         return metrics | weights_metric(self.policy, weights, gradient_norm=metrics["policy/grad_norm"], rate=rate)
 
     def weights(self, *, merged: bool) -> Mapping[str, Tensor]:
-        """The policy's state; `merged` adds an adapter to its weights, for an engine with a copy of its own."""
-        return merged_weights(self.policy) if merged and self.adapted else self.policy.state_dict()
+        """The policy's state; `merged`: whole and with its adapter added, for an engine with a copy of its own."""
+        return merged_weights(self.policy) if merged else self.policy.state_dict()
 
     def state(self) -> dict[str, Any]:
-        """Optimiser states, critic and adapter: all that a resumed run needs besides the policy's own folder."""
+        """Optimiser states, critic and adapter: all that a resumed run needs besides the policy's own folder.
+
+        Whole, wherever the parameters are; on ranks other than 0 without numbers.
+        """
         state: dict[str, Any] = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
         if self.critic is not None:
             frozen = {name for name, p in self.critic.named_parameters() if not p.requires_grad}
@@ -133,21 +140,22 @@ class Learner:
             state["reference"] = self.reference.state_dict()
         if self.adapted:
             state["adapter"] = adapter_weights(self.policy)
-        return state
+        return kept(state)
 
     def load_state(self, policy: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Continue from a saved policy and `state()`; ValueError where they do not fit this model."""
         try:
             if self.adapted:
-                load_adapter(self.policy, state["adapter"])
+                load_adapter(self.policy, spread(self.policy, state["adapter"]))
             else:
-                self.policy.load_state_dict(policy)
+                self.policy.load_state_dict(spread(self.policy, policy))
             if self.reference is not None and "reference" in state:
-                self.reference.load_state_dict(state["reference"])
+                self.reference.load_state_dict(spread(self.reference, state["reference"]))
             for name, optimizer in self.optimizers.items():
-                optimizer.load_state_dict(state[name])
+                optimizer.load_state_dict(_spread_moments(optimizer, state[name]))
             if self.critic is not None:
-                self.critic.load_state_dict(state["critic_parameters"], strict=not self.adapted)
+                weights = spread(self.critic, state["critic_parameters"])
+                self.critic.load_state_dict(weights, strict=not self.adapted)
         except (RuntimeError, KeyError) as error:
             raise ValueError(f"the checkpoint does not fit this run's model and algorithm: {error}") from error
 
@@ -180,13 +188,14 @@ class Learner:
             if states is not None:
                 states.backward()
         self._train_mode(False)
-        found = sums | {name: torch.stack(values).max().double() for name, values in ratios.items()}
-        totals = dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
+        total = ranks.summed(torch.stack(list(sums.values())))
+        highest = ranks.largest(torch.stack([torch.stack(values).max().double() for values in ratios.values()]))
+        totals = dict(zip([*sums, *ratios], torch.cat([total, highest]).tolist(), strict=True))
         if not np.isfinite(totals["policy/loss"]):
             raise InvalidRun(f"the loss is {totals['policy/loss']}; lower optimizer.learning_rate or raise kl_beta")
         for name, optimizer in self.optimizers.items():
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            norm = float(nn.utils.clip_grad_norm_(parameters, self.spec.optimizer.max_grad_norm))
+            norm = float(full(nn.utils.clip_grad_norm_(parameters, self.spec.optimizer.max_grad_norm)))
             if not np.isfinite(norm):
                 setting = "learning_rate" if name == "policy" else "critic_learning_rate"
                 raise InvalidRun(f"the gradient norm of the {name} is {norm}; lower optimizer.{setting}")
@@ -261,10 +270,10 @@ class Learner:
             if not len(result):
                 result = values.new_zeros(batch.tokens_BT.shape)
             result[rows, : values.shape[1]] = values
-        return result
+        return ranks.summed(result)
 
     def _prompt_states(self, model: nn.Module, batch: Batch) -> PromptStates | None:
-        if not self.shares_prompts:
+        if not self.shares_prompts or is_sharded(model):  # their backward pass begins outside of a model's hooks
             return None
         with mixed_precision(batch.tokens_BT.device, self.spec.autocast):
             return prompt_states(model, batch.tokens_BT, batch.completion_mask_BT)
@@ -280,16 +289,30 @@ class Learner:
             yield part.replace(loss_weight_BT=self.algorithm.loss_weights(part.completion_mask_BT))
 
     def _rows_by_length(self, batch: Batch) -> list[Tensor]:
-        """Row indices, longest rows first, each part within the token budget once padded to its longest row."""
+        """Indices of this rank's rows, longest first, each part within the token budget once padded to its longest row.
+
+        There are as many parts on every rank: a pass of one waits for those of all.
+        """
         budget = microbatch_tokens(self.spec.optimizer, batch.tokens_BT.device)
-        order = torch.argsort(batch.lengths_B, descending=True, stable=True)
+        order = torch.argsort(batch.lengths_B, descending=True, stable=True)[ranks.rank() :: ranks.world_size()]
         lengths = batch.lengths_B[order].tolist()
         parts, start = [], 0
         while start < len(lengths):
             size = max(1, budget // lengths[start])
             parts.append(order[start : start + size])
             start += size
+        count = ranks.most(len(parts), order.device)
+        while len(parts) < count:
+            largest = max(range(len(parts)), key=lambda i: len(parts[i]))
+            parts[largest : largest + 1] = parts[largest].tensor_split(2)
         return parts
+
+    def _shard(self) -> None:
+        """Spread the models over the ranks. The critic's head has a group of its own, beside that of its backbone."""
+        critic = () if self.critic is None else (self.critic.backbone, self.critic.head)
+        for part in (self.policy, self.reference, *critic):
+            if part is not None:
+                shard(part, resolve_device(self.spec.device))
 
     def _adamw(self, module: nn.Module, learning_rate: float) -> torch.optim.AdamW:
         settings = self.spec.optimizer
@@ -337,6 +360,16 @@ def explained_variance(batch: Batch) -> float:
     if not variance > 0:
         return 0.0
     return float(1 - (returns - batch.values_BT[batch.completion_mask_BT]).var() / variance)
+
+
+def _spread_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimiser's saved state with each moment where its parameter is."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    moments = {
+        place: {k: spread_like(parameters[place], v) if v.shape == parameters[place].shape else v for k, v in own.items()}
+        for place, own in state["state"].items()
+    }
+    return {**state, "state": moments}
 
 
 def _ratio_max(logprobs: Tensor, other: Tensor | None, mask: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from harness.interfaces import RunLogger
 from harness.memory.usage import peak_memory
 from harness.preflight import run_inputs
 from harness.spec.run import RunSpec
+from harness.training import ranks
 from harness.training.agreement import check_agreement, check_length
 from harness.training.evaluate import logged_evaluation
 from harness.training.gates import check_gates
@@ -70,11 +71,11 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
         metrics["memory/peak_bytes"] = run.totals.peak_memory_bytes
         run.log.metrics(step, metrics)
         run.log.progress("train", step, spec.steps)
-        check_gates(spec.gates, run.gates, metrics, step)
+        check_gates(spec.gates, run.gates, metrics, step)  # of metrics that all ranks share
         if step % spec.evaluation.every == 0 or step == spec.steps:
             run.log.samples(rows)
             _evaluate(run, "validation", step)
-        stop = should_stop()
+        stop = ranks.same(should_stop)
         if step % spec.checkpoints.every == 0 or step == spec.steps or stop:
             run.save(step)
         if stop and step < spec.steps:

@@ -16,8 +16,10 @@ from harness.memory.estimate import estimate_run, peak_bytes
 from harness.memory.usage import reset_peak_memory, resident_bytes
 from harness.policy.device import resolve_device
 from harness.policy.lora import add_adapter
+from harness.policy.model import saved_weights
 from harness.preflight import run_inputs
 from harness.spec.run import RunSpec
+from harness.training import ranks
 from harness.training.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from harness.training.cold_start import start_policy
 from harness.training.gates import GateState
@@ -82,7 +84,7 @@ class Run:
     gates: GateState = field(default_factory=GateState)
 
     def save(self, step: int) -> None:
-        """Write the checkpoint of training step `step`, which `prepare` continues from."""
+        """Write the checkpoint of training step `step`, which `prepare` continues from with any number of devices."""
         progress = {
             "totals": vars(self.totals),
             "accuracies": self.accuracies,
@@ -90,17 +92,20 @@ class Run:
             "gates": vars(self.gates),
             "num_events": self.log.sync(),  # on disk before the checkpoint that relies on them
         }
-        save_checkpoint(
-            self.directory / CHECKPOINTS,
-            step,
-            spec_digest=self.spec.digest(),
-            policy=self.learner.policy,
-            tokenizer=self.tokenizer,
-            learner_state=self.learner.state(),
-            progress=progress,
-            keep=self.spec.checkpoints.keep,
-            inputs=self.inputs,
-        )
+        learner_state, weights = self.learner.state(), saved_weights(self.learner.policy)  # gathered by all ranks
+        if ranks.rank() == 0:
+            save_checkpoint(
+                self.directory / CHECKPOINTS,
+                step,
+                spec_digest=self.spec.digest(),
+                policy=self.learner.policy,
+                weights=weights,
+                tokenizer=self.tokenizer,
+                learner_state=learner_state,
+                progress=progress,
+                keep=self.spec.checkpoints.keep,
+                inputs=self.inputs,
+            )
 
     def summary(self) -> dict[str, float]:
         return {**self.accuracies, **{k: float(v) for k, v in vars(self.totals).items()}}
@@ -126,7 +131,7 @@ def prepare(
     inputs = run_inputs([spec], cache)
 
     def has_its_events(checkpoint: Checkpoint) -> bool:
-        return log.holds(checkpoint.step, checkpoint.progress.get("num_events", 0))
+        return ranks.same(lambda: log.holds(checkpoint.step, checkpoint.progress.get("num_events", 0)))
 
     checkpoint = latest_checkpoint(directory / CHECKPOINTS, spec.digest(), inputs, has_its_events)
     log.resume(checkpoint.step if checkpoint else -1)
@@ -136,8 +141,10 @@ def prepare(
         if should_stop():
             raise StoppedEarly
 
-    policy, tokenizer = start_policy(spec, cache, watch_cold_start)
-    policy = policy.to(device=device, dtype=getattr(torch, spec.dtype))
+    policy, tokenizer = ranks.one_by_one(lambda: start_policy(spec, cache, watch_cold_start))
+    if ranks.world_size() == 1:  # else the learner moves it, a part at a time
+        policy = policy.to(device)
+    policy = policy.to(dtype=getattr(torch, spec.dtype))
     if spec.lora is not None:
         add_adapter(policy, spec.lora, spec.seed)
     if spec.gradient_checkpointing:

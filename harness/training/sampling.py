@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from harness.interfaces import Reward
 from harness.policy.device import mixed_precision, resolve_device
 from harness.streams import generator
+from harness.training import ranks
 from harness.training.grading import grade
 from harness.training.run import Clock, Run
 from harness.training.scoring import Scores, score
@@ -39,14 +41,13 @@ def sample_groups(run: Run, prompts: Sequence[Prompt], step: int, clock: Clock) 
         if attempt:
             chosen = further_prompts(prompts, spec.seed, step, attempt, count, [g.prompt.id for g in drawn.groups])
         with mixed_precision(resolve_device(spec.device), spec.autocast):
-            groups = engine.generate(
-                chosen, spec.algorithm.group_size, spec.sampling_with_limit(), seed=spec.seed, step=step
-            )
+            groups = ranks.shared(chosen, partial(_generate, run, step))
         is_last = attempt == budget - 1
         if is_last:
             before = _rest(run, groups)
         clock.lap("generate")
-        drawn = drawn.with_batch(spec.rewards, groups, grade(spec.task, groups, spec.max_tokens))
+        graded = ranks.shared(groups, lambda part: grade(spec.task, part, spec.max_tokens))
+        drawn = ranks.same(partial(drawn.with_batch, spec.rewards, groups, graded))
         clock.lap("grade")
         if drawn.num_kept >= count or len(drawn.groups) >= len(prompts):
             if not is_last:
@@ -54,6 +55,13 @@ def sample_groups(run: Run, prompts: Sequence[Prompt], step: int, clock: Clock) 
                 clock.lap("generate")
             break
     return drawn if budget == 1 else drawn.with_metrics(count), before
+
+
+def _generate(run: Run, step: int, prompts: Sequence[Prompt]) -> list[Group]:
+    spec = run.spec
+    return run.engine.generate(
+        prompts, spec.algorithm.group_size, spec.sampling_with_limit(), seed=spec.seed, step=step
+    )
 
 
 def _rest(run: Run, groups: Sequence[Group]) -> Probe | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from harness.files import write_text
 from harness.policy.device import resolve_device
+from harness.training import ranks
 from harness.training.batch import collate, rollout_metrics
 from harness.training.gates import group_metrics
 from harness.training.grading import sample_rows
@@ -23,7 +24,7 @@ ROLLOUTS = "rollouts"  # folder of whole batches, one file per kept step
 def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str, float], list[SampleRow]]:
     """One step, from prompts to new weights: its metrics and a few of its rollouts."""
     spec, learner, engine, clock = run.spec, run.learner, run.engine, Clock()
-    unparsable = spec.task.num_unparsable()
+    unparsable = _num_unparsable(run)
     drawn, before = sample_groups(run, prompts, step, clock)  # generate, grade, score
     chosen = drawn.trained_on(spec.prompts_per_step)
     batch = collate(chosen.groups, chosen.scores.totals, events(chosen.groups, chosen.scores, run.tokenizer))
@@ -48,14 +49,20 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
         drawn.scores.metrics,
         drawn.metrics,
         group_metrics(batch, run.gates),
-        {} if unparsable is None else {"grading/unparsable": (spec.task.num_unparsable() or 0) - unparsable},
+        {} if unparsable is None else {"grading/unparsable": (_num_unparsable(run) or 0) - unparsable},
         clock.metrics(),
         _charge(run, drawn.groups, clock),
     )
     rows = (drawn.groups, drawn.graded, drawn.scores.totals, drawn.scores.parts)
-    if spec.checkpoints.rollouts_every and step % spec.checkpoints.rollouts_every == 0:
+    if ranks.rank() == 0 and spec.checkpoints.rollouts_every and step % spec.checkpoints.rollouts_every == 0:
         _keep_rollouts(run.directory, step + 1, sample_rows(*rows, step=step + 1, split="train"))
     return metrics, sample_rows(*rows, step=step + 1, split="train", limit=8)
+
+
+def _num_unparsable(run: Run) -> int | None:
+    """Comparisons without a verdict so far, of all ranks."""
+    counted = ranks.shared(range(ranks.world_size()), lambda _: [run.spec.task.num_unparsable()])
+    return None if None in counted else sum(filter(None, counted))
 
 
 def _merged(*parts: Mapping[str, float]) -> dict[str, float]:

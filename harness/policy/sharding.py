@@ -1,0 +1,137 @@
+"""A model whose parameters are spread over the processes of a trial (FSDP2, `torch.distributed.fsdp.fully_shard`).
+
+Layers are groups of their own, gathered for their pass and let go after it. Embeddings, norm and head are one group of
+the root. The head and the backbone are called on their own here, so both run inside a method of the root (`under_hooks`)
+that gathers its group. A tensor that is spread is a DTensor; a model that is not is left as it is by every function.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def shard(module: nn.Module, device: torch.device) -> None:
+    """Spread a module's parameters over the devices of all processes, in place, a group at a time.
+
+    Gradients are summed over the processes: the loss of a row has its weight in the whole minibatch.
+    """
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
+    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
+    for part in (*(max(lists, key=_size) if lists else ()), module):  # a decoder's layers are its largest list
+        fully_shard(part, mesh=mesh)
+    for part in _groups(module):
+        part.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sums
+        part.set_gradient_divide_factor(1.0)
+    module.run = types.MethodType(lambda self, function, *args, **named: function(*args, **named), module)
+    register_fsdp_forward_method(module, "run")
+
+
+def is_sharded(module: nn.Module) -> bool:
+    return "run" in vars(module)
+
+
+def under_hooks(function: F) -> F:
+    """The function of a model, its first argument, run inside the model's own forward hooks if it is spread.
+
+    The root's group stays for a backward pass; without one it is let go here.
+    """
+
+    @wraps(function)
+    def inside(model: Any, *args: Any, **named: Any) -> Any:
+        if not is_sharded(model):
+            return function(model, *args, **named)
+        result = model.run(function, model, *args, **named)
+        if not torch.is_grad_enabled():
+            model.reshard()
+        return result
+
+    return inside  # pyright: ignore[reportReturnType]
+
+
+@contextmanager
+def whole(module: nn.Module) -> Iterator[None]:
+    """Every process has all parameters within: passes need no other process, and may differ in number."""
+    groups = _groups(module) if is_sharded(module) else []
+    for group in groups:
+        group.set_reshard_after_forward(False, recurse=False)
+        group.unshard()
+    try:
+        yield
+    finally:
+        for group in groups:
+            group.reshard()
+            group.set_reshard_after_forward(group is not module, recurse=False)
+
+
+def full(value: Tensor) -> Tensor:
+    """The whole of a tensor, on every process."""
+    return value.full_tensor() if is_spread(value) else value
+
+
+def local(value: Tensor) -> Tensor:
+    """The part of a tensor that this process has."""
+    return value.to_local() if is_spread(value) else value  # pyright: ignore
+
+
+def spread_like(own: Tensor, value: Tensor) -> Tensor:
+    """A whole tensor as `own` is: spread over the processes as it is, on its device."""
+    if not is_spread(own):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh: Any = own.device_mesh  # pyright: ignore
+    return distribute_tensor(value.to(own.device), mesh, own.placements)  # pyright: ignore
+
+
+def is_spread(value: Any) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(value, DTensor)
+
+
+def spread(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole weights as the module's own state has them."""
+    own = module.state_dict()
+    return {name: spread_like(own[name], value) if name in own else value for name, value in weights.items()}
+
+
+def kept(tree: Any) -> Any:
+    """The same mappings and lists with whole tensors on the CPU, on rank 0; one tensor at a time is on the device.
+
+    On other ranks the tensors are empty.
+    """
+    if isinstance(tree, Mapping):
+        return {key: kept(item) for key, item in tree.items()}
+    if isinstance(tree, list):
+        return [kept(item) for item in tree]
+    if not is_spread(tree):
+        return tree
+    gathered = full(tree)
+    return gathered.cpu() if dist.get_rank() == 0 else torch.empty(0)
+
+
+def second_names(module: nn.Module) -> set[str]:
+    """Names of tied parameters that have another name too. Where tensors are gathered, nothing else shows that."""
+    return {name for name, _ in module.named_parameters(remove_duplicate=False)} - dict(module.named_parameters()).keys()
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _groups(module: nn.Module) -> list[Any]:
+    from torch.distributed.fsdp import FSDPModule
+
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]

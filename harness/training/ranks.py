@@ -1,0 +1,74 @@
+"""The processes of one trial, one per device: which of them this is, and what they tell each other.
+
+A process alone is rank 0 of 1, for which every function here is the identity. All ranks call them in the same order.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if world_size() > 1 else 0
+
+
+def same(decide: Callable[[], T]) -> T:
+    """What rank 0 decides, on every rank; the others do not decide."""
+    if world_size() == 1:
+        return decide()
+    told = [decide() if rank() == 0 else None]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]  # pyright: ignore[reportReturnType]
+
+
+def shared(items: Sequence[T], work: Callable[[Sequence[T]], Sequence[R]]) -> list[R]:
+    """The results of all items in their order, on every rank; each rank works on a part of them, which may be empty."""
+    size = world_size()
+    if size == 1:
+        return list(work(items))
+    first, last = (len(items) * place // size for place in (rank(), rank() + 1))
+    parts: list[Sequence[R]] = [()] * size
+    dist.all_gather_object(parts, list(work(items[first:last])))
+    return [result for part in parts for result in part]
+
+
+def one_by_one(work: Callable[[], T]) -> T:
+    """The rank's own result; rank 0 does its work before the others, for which it may leave something in a cache."""
+    if rank() > 0:
+        dist.barrier()
+    result = work()
+    if rank() == 0 and world_size() > 1:
+        dist.barrier()
+    return result
+
+
+def summed(values: Tensor) -> Tensor:
+    """The sum over the ranks."""
+    return _reduced(values, dist.ReduceOp.SUM)
+
+
+def largest(values: Tensor) -> Tensor:
+    """The largest over the ranks."""
+    return _reduced(values, dist.ReduceOp.MAX)
+
+
+def _reduced(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+    if world_size() > 1:
+        values = values.clone()
+        dist.all_reduce(values, operation)
+    return values
+
+
+def most(count: int, device: torch.device) -> int:
+    """The largest count of the ranks."""
+    return count if world_size() == 1 else int(largest(torch.tensor(count, device=device)))
