@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from harness.inputs import digested, expecting
+from harness.machine import usable_cores, usable_gpus
 from harness.policy.sources import model_sources
 from harness.spec.errors import SpecError
 from harness.spec.run import RunSpec
@@ -40,6 +41,16 @@ def check_inputs(
     for task in cold.values():
         if not task.demonstrations():
             raise SpecError(f"task '{task.name}' has no worked solutions; set cold_start.steps to 0")
+
+
+def check_devices(specs: Sequence[RunSpec]) -> None:
+    """SpecError for a run on more devices than this machine has: GPUs, or else cores."""
+    from harness.policy.device import resolve_device
+
+    for kind, count in dict.fromkeys((resolve_device(spec.device).type, spec.devices) for spec in specs):
+        available, what = (len(usable_gpus()), "GPUs") if kind == "cuda" else (usable_cores(), "cores")
+        if count > max(1, available):
+            raise SpecError(f"devices must be at most {available}, the {what} of this machine, got {count}")
 
 
 def run_inputs(specs: Sequence[RunSpec], cache: Path, splits: Sequence[Split] | None = None) -> Inputs:

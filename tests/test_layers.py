@@ -31,7 +31,7 @@ MAY_IMPORT = {
 # The rooms of harness/, lowest first: a room imports from those above its line, never from its own line or below.
 # (`plugins` loads algorithms, tasks, rewards and engines by name; it imports none of them.)
 ROOMS = (
-    ("types", "tensors", "streams", "rationals", "files", "disk", "stop", "addresses"),
+    ("types", "tensors", "streams", "rationals", "files", "disk", "stop", "addresses", "machine"),
     ("interfaces", "inputs"),
     ("plugins",),
     ("spec",),

@@ -98,7 +98,8 @@ def _device() -> Check:
 
 
 def _cores() -> Check:
-    from harness.study.processes import default_workers, usable_cores
+    from harness.machine import usable_cores
+    from harness.study.processes import default_workers
 
     return Check("cores", "ok", f"{usable_cores()} usable, {default_workers()} workers by default")
 

@@ -167,7 +167,7 @@ def run_and_report(
     from harness.study.runner import run_study
 
     if workers is None and cluster is None:
-        workers = default_workers()
+        workers = default_workers(study.devices)
     if workers is not None:
         command = f"{command} --workers {workers}"
     for arm in study.checked_arms():

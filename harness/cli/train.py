@@ -26,11 +26,15 @@ EXIT_CODE = {"complete": 0, "stopped": 130}  # of a run; 1 for any other state
     "train",
     "cohort train --set task=arithmetic --set algorithm=grpo --set cold_start.steps=400 --set steps=50",
     "cohort train my_run.yaml --set seed=1",
+    "cohort train my_7b_run.yaml --devices 8",
     "cohort train my_pipeline.yaml --set stages.polish.steps=20",
 )
 def train(
     spec: Annotated[Path | None, typer.Argument(metavar="SPEC.yaml", help="Run file; without it, --set alone.")] = None,
     sets: options.Sets = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="GPUs (without any: processes) that share the run.")
+    ] = None,
     name: options.Name = None,
     runs: options.Runs = options.RUNS,
     tracking_uri: options.TrackingUri = None,
@@ -41,9 +45,10 @@ def train(
     from harness.spec.raw import read_yaml
 
     options.use_store(tracking_uri)
+    sets = [*(sets or ()), *([] if devices is None else [f"devices={devices}"])]
     if spec is not None and isinstance(raw := read_yaml(spec), dict) and "stages" in raw:
         return _train_pipeline(spec, sets, name, runs, as_json)
-    run = load_run(None if spec is None else str(spec), sets or ())
+    run = load_run(None if spec is None else str(spec), sets)
     name = options.checked_name(name or f"{run.task.name}-{run.algorithm.name}-seed{run.seed}-{run.digest()[:8]}")
     from harness.runs.single import train_once  # after the checks: it takes seconds
 

@@ -1,8 +1,9 @@
 """A model whose parameters are spread over the processes of a trial (FSDP2, `torch.distributed.fsdp.fully_shard`).
 
-Layers are groups of their own, gathered for their pass and let go after it. Embeddings, norm and head are one group of
-the root. The head and the backbone are called on their own here, so both run inside a method of the root (`under_hooks`)
-that gathers its group. A tensor that is spread is a DTensor; a model that is not is left as it is by every function.
+Layers are groups of their own, gathered for their pass and let go after it. Embeddings, norm and head are one group,
+the root's. The head and the backbone are called on their own here, so both run inside a method of the root
+(`under_hooks`) that gathers its group. A tensor that is spread is a DTensor; a model that is not is left as it is by
+every function.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def shard(module: nn.Module, device: torch.device) -> None:
     for part in _groups(module):
         part.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sums
         part.set_gradient_divide_factor(1.0)
-    module.run = types.MethodType(lambda self, function, *args, **named: function(*args, **named), module)
+    run: Any = types.MethodType(lambda self, function, *args, **named: function(*args, **named), module)
+    module.run = run
     register_fsdp_forward_method(module, "run")
 
 
@@ -77,7 +79,7 @@ def whole(module: nn.Module) -> Iterator[None]:
 
 def full(value: Tensor) -> Tensor:
     """The whole of a tensor, on every process."""
-    return value.full_tensor() if is_spread(value) else value
+    return value.full_tensor() if is_spread(value) else value  # pyright: ignore
 
 
 def local(value: Tensor) -> Tensor:
@@ -124,7 +126,8 @@ def kept(tree: Any) -> Any:
 
 def second_names(module: nn.Module) -> set[str]:
     """Names of tied parameters that have another name too. Where tensors are gathered, nothing else shows that."""
-    return {name for name, _ in module.named_parameters(remove_duplicate=False)} - dict(module.named_parameters()).keys()
+    names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    return names - {name for name, _ in module.named_parameters()}
 
 
 def _size(module: nn.Module) -> int:

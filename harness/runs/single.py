@@ -15,7 +15,7 @@ from harness.files import read_json
 from harness.inputs import expecting
 from harness.memory.fit import check_memory
 from harness.policy.device import resolve_device
-from harness.preflight import check_inputs, run_inputs
+from harness.preflight import check_devices, check_inputs, run_inputs
 from harness.spec.errors import SpecError
 from harness.spec.run import RunSpec
 from harness.stop import stop_on_signals
@@ -50,6 +50,7 @@ def train_once(spec: RunSpec, runs: Path, name: str, watch: Watch = UNWATCHED) -
     with expecting(recorded_inputs(directory)):
         check_inputs([spec], runs)
         if spec.steps:
+            check_devices([spec])
             check_memory(spec)
         with own_folder(directory, spec), stop_on_signals() as should_stop:
             run_inputs([spec], runs / "cache")  # they may have changed since a run that has ended, too
@@ -162,7 +163,7 @@ def _status(name: str, seed: int, directory: Path, progress: Mapping[str, Any]) 
 def own_folder(directory: Path, spec: RunSpec) -> Iterator[None]:
     """Hold the folder; SpecError if it has a run with other settings, or if another process holds it."""
     file = directory / "run.json"
-    if file.exists() and read_json(file)["spec"] != spec.model_dump(mode="json"):
+    if file.exists() and {**read_json(file)["spec"], "devices": spec.devices} != spec.model_dump(mode="json"):
         raise SpecError(f"'{directory}' holds a run with other settings; choose another --name, or move it away")
     directory.mkdir(parents=True, exist_ok=True)
     try:

@@ -292,7 +292,7 @@ class RunSpec(Section):
         return self.sampling.model_copy(update={"max_tokens": self.max_tokens})
 
     def digest(self) -> str:
-        """A stable hash (16 hex digits) of every setting but the number of devices, which a run may change on its way."""
+        """A stable hash (16 hex digits) of every setting but the number of devices, which a resumed run may change."""
         return digest(self.model_dump(mode="json", exclude={"devices"}))
 
 

@@ -322,6 +322,11 @@ class StudySpec(Section):
         overrides, levels = {**base.overrides, **point}, {**base.levels, **point}
         return replace(base, label=label, overrides=overrides, levels=levels, spec=self._parse(overrides))
 
+    @property
+    def devices(self) -> int:
+        """The most devices that a trial takes, which each worker has for all its trials."""
+        return max(arm.spec.devices for arm in self.checked_arms())
+
     def digest(self) -> str:
         """A stable hash of the runs of every arm: it must not change between resumes.
 

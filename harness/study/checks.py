@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from harness.preflight import check_inputs
+from harness.machine import usable_gpus
+from harness.preflight import check_devices, check_inputs
 from harness.spec.errors import SpecError, did_you_mean
 from harness.spec.run import RunSpec
 from harness.spec.study import StudySpec
-from harness.study.processes import default_workers, usable_gpus
+from harness.study.processes import default_workers
 from harness.study.storage.base import Storage
 from harness.study.worker import EXECUTE
 from harness.types import Inputs
@@ -66,12 +67,14 @@ def check_study(study: StudySpec, runs: Path, workers: int | None, execute: str,
         from harness.policy.device import resolve_device
 
         _check_metrics(study, specs)
+        if here:
+            check_devices(specs)
         for spec in specs:
             if spec.steps:
-                at_once = min(workers or default_workers(), len(specs) * len(study.seeds)) if here else 1
+                at_once = min(workers or default_workers(study.devices), len(specs) * len(study.seeds)) if here else 1
                 on_gpu = resolve_device(spec.device).type == "cuda"
-                gpus = max(1, len(usable_gpus())) if on_gpu else 1  # else all share the machine's memory
-                check_memory(spec, copies=-(-at_once // gpus))
+                groups = max(1, len(usable_gpus()) // study.devices) if on_gpu else 1  # else all share one memory
+                check_memory(spec, copies=-(-at_once // groups))
 
 
 def _check_metrics(study: StudySpec, specs: Sequence[RunSpec]) -> None:

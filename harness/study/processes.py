@@ -3,7 +3,6 @@
 import itertools
 import logging
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -11,10 +10,10 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 
 from harness.disk import EXIT_STATUS, full
+from harness.machine import usable_cores, usable_gpus
 from harness.stop import StopRequest, stop_on_signals
 
 POLL_SECONDS = 0.5
@@ -104,14 +103,21 @@ class Pool(ABC):
 
 
 class WorkerPool(Pool):
-    """At most `size` processes of `python -m MODULE ARGUMENTS`, each with a log file in `logs`."""
+    """At most `size` processes of `python -m MODULE ARGUMENTS`, each with `devices` GPUs and a log file in `logs`."""
 
     def __init__(
-        self, module: str, arguments: Sequence[str], size: int, logs: Path, environment: Mapping[str, str] = {}
+        self,
+        module: str,
+        arguments: Sequence[str],
+        size: int,
+        logs: Path,
+        environment: Mapping[str, str] = {},
+        devices: int = 1,
     ) -> None:
         super().__init__(logs)
         self.size = size
         self.environment = environment
+        self._devices = devices
         self._command = with_parent(worker_command(module, arguments))
         self._alive: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -154,7 +160,8 @@ class WorkerPool(Pool):
         }
         gpus = usable_gpus()
         if gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
+            first = slot % max(1, len(gpus) // self._devices) * self._devices
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first : first + self._devices])
         self._log_file(slot).parent.mkdir(parents=True, exist_ok=True)
         with self._log_file(slot).open("ab") as output:
             return subprocess.Popen(
@@ -166,24 +173,6 @@ class WorkerPool(Pool):
         return self.logs / f"worker-{slot}.log"
 
 
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@lru_cache(maxsize=1)
-def usable_gpus() -> tuple[str, ...]:
-    """Names of the CUDA devices that this process may use, as CUDA_VISIBLE_DEVICES takes them."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return tuple(name.strip() for name in visible.split(",") if name.strip() not in ("", "-1"))
-    if shutil.which("nvidia-smi") is None:
-        return ()
-    found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    gpus = [line for line in found.stdout.splitlines() if line.startswith("GPU ")]
-    return tuple(str(i) for i, _ in enumerate(gpus))
-
-
-def default_workers() -> int:
-    """One worker per GPU, or else one per core."""
-    return len(usable_gpus()) or usable_cores()
+def default_workers(devices: int = 1) -> int:
+    """One worker per GPU, or else one per core; of trials on several devices, one per so many."""
+    return max(1, (len(usable_gpus()) or usable_cores()) // devices)

@@ -28,11 +28,11 @@ from optuna.trial import FrozenTrial
 from optuna.trial import TrialState as OptunaState
 
 from harness.files import sweep
+from harness.machine import usable_gpus
 from harness.spec.errors import SpecError, did_you_mean
 from harness.spec.study import parse_study
 from harness.study.attempts import Attempts
 from harness.study.plan import Key, Plan
-from harness.study.processes import usable_gpus
 from harness.study.search import Searches
 from harness.study.status import StudyStatus, TrialStatus
 from harness.study.storage.base import Lease, Storage

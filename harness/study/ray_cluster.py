@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.machine import usable_cores, usable_gpus
 from harness.spec.errors import SpecError
 from harness.study.processes import (
     HOME,
     POLL_SECONDS,
     Pool,
-    usable_cores,
-    usable_gpus,
     with_parent,
     worker_command,
 )
@@ -57,7 +56,8 @@ class Cluster:
     """The cluster that runs the workers, and the resources that each asks for.
 
     Without `address` it is the running cluster of RAY_ADDRESS, or else one on this machine for as long as the study
-    runs. `num_gpus` is by default 1 if the cluster has GPUs.
+    runs. A worker asks for `num_cpus` for each device of its trials, and for `num_gpus`, by default one for each if the
+    cluster has GPUs.
     """
 
     address: str | None = None
@@ -77,13 +77,14 @@ class RayPool(Pool):
         environment: Mapping[str, str],
         *,
         cluster: Cluster,
+        devices: int = 1,
     ) -> None:
         super().__init__(logs)
         self._command = worker_command(module, arguments)
         self._environment = dict(environment)
         self._address = cluster.address or os.environ.get("RAY_ADDRESS") or "local"
         self._ray = import_ray(self._address)
-        self._num_cpus, self._num_gpus = cluster.num_cpus, cluster.num_gpus
+        self._num_cpus, self._num_gpus, self._devices = cluster.num_cpus * devices, cluster.num_gpus, devices
         self._wanted_size, self.size = size, size or 0
         self._tasks: dict[Any, None] = {}
 
@@ -116,7 +117,7 @@ class RayPool(Pool):
         resources = self._ray.cluster_resources()
         cpus, gpus = resources.get("CPU", 0), resources.get("GPU", 0)
         if self._num_gpus is None:
-            self._num_gpus = 1 if gpus else 0
+            self._num_gpus = self._devices if gpus else 0
         room = int(cpus // self._num_cpus) if self._num_cpus else 1
         room = min(room, int(gpus // self._num_gpus)) if self._num_gpus else room
         if not room:

@@ -111,7 +111,11 @@ def dry_run(
             memory = {arm: asdict(judge(spec)) for arm, spec in specs.items() if spec.steps}
     elif not any(words.startswith("data") for words in not_checked):
         check_study(study, runs, workers, execute="")  # without the checks of the model and the device
-    return {**budget(queue.plan, workers or default_workers()), "memory": memory, "not_checked": not_checked}
+    return {
+        **budget(queue.plan, workers or default_workers(study.devices)),
+        "memory": memory,
+        "not_checked": not_checked,
+    }
 
 
 def _reachable_queue(study: StudySpec, runs: Path, storage: str | None) -> Queue:
@@ -130,10 +134,12 @@ def _pool(
     arguments = [name, "--runs", str(plan.runs), "--parent", "{parent}", "--execute", execute]
     environment = {STORAGE: storage or "", TRACKING_URI: remote_uri() or ""}
     logs = plan.folder / "logs"
+    devices = plan.study.devices
     if cluster is None:
-        yield WorkerPool("harness.study.worker", arguments, workers or default_workers(), logs, environment)
+        size = workers or default_workers(devices)
+        yield WorkerPool("harness.study.worker", arguments, size, logs, environment, devices)
         return
-    pool = RayPool("harness.study.worker", arguments, workers, logs, environment, cluster=cluster)
+    pool = RayPool("harness.study.worker", arguments, workers, logs, environment, cluster=cluster, devices=devices)
     with pool.connected():
         if storage is None:
             pool.check_shared(plan.runs)

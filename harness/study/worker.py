@@ -114,6 +114,8 @@ def _outcome(claim: Claim, queue: Queue, run_trial: Callable[..., Any], stop: St
         outcome = Outcome(result.state, result.reason, dict(result.summary), dict(run_log.latest))
         if outcome.state == "stopped" and judged is not None and judged.reason is not None:
             outcome = replace(outcome, state="pruned", reason=judged.reason)
+    except ChildProcessError as error:  # one of the trial's processes: lost, as if this one had died
+        raise SystemExit(str(error)) from None
     except Exception as error:
         if disk_full(error, plan.runs) is not None:
             raise

@@ -40,11 +40,13 @@ def evaluate_run(
     greedy_groups: list[Group] = []
     at_once = len(prompts) if engine.plans_batches else PROMPTS_AT_ONCE * ranks.world_size()
     key = {"seed": spec.seed, "step": step}
+    sample = partial(engine.generate, group_size=settings.num_samples, sampling=sampled, **key)
+    answer = partial(engine.generate, group_size=1, sampling=greedy, **key)
     for start in range(0, len(prompts), at_once):
         part = prompts[start : start + at_once]
         with mixed_precision(resolve_device(spec.device), spec.autocast):
-            groups += ranks.shared(part, partial(engine.generate, group_size=settings.num_samples, sampling=sampled, **key))
-            greedy_groups += ranks.shared(part, partial(engine.generate, group_size=1, sampling=greedy, **key))
+            groups += ranks.shared(part, sample)
+            greedy_groups += ranks.shared(part, answer)
         on_progress(min(start + at_once, len(prompts)), len(prompts))
     graded = ranks.shared(groups, lambda part: grade(task, part, spec.max_tokens))
     metrics = sample_metrics(graded)

@@ -109,7 +109,7 @@ def weights_metric(
     """
     if not rate > 0 or not gradient_norm > LEAST_GRADIENT:
         return {}
-    changed = sum((old != new).sum() for old, new in zip(before, weight_sample(policy), strict=True))
+    changed = torch.stack([(old != new).sum() for old, new in zip(before, weight_sample(policy), strict=True)]).sum()
     total = torch.full_like(changed, sum(map(len, before)))
     num_changed, num_sampled = ranks.summed(torch.stack([changed, total])).tolist()
     return {"policy/weights_changed": num_changed / num_sampled}

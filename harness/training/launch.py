@@ -108,33 +108,31 @@ class _Ranks:
             for connection in wait(at_work):
                 assert isinstance(connection, Connection)
                 try:
-                    kind, *said = connection.recv()
+                    kind, said = connection.recv()
                 except (EOFError, ConnectionResetError):
-                    self._lost()
+                    raise self._loss() or ChildProcessError("a process of the trial went silent") from None
                 if kind == "call":
                     connection.send(call(*said))
-                elif isinstance(said[0], Exception):
-                    self._lost(said[0])
-                elif connection is first or said[0].state == "invalid":
+                elif isinstance(said, Exception):
+                    raise self._loss() or said  # it may have come from losing sight of the dead
+                elif connection is first or said.state == "invalid":
                     self._end()
-                    return said[0]
+                    return said
                 else:
                     at_work.remove(connection)
 
-    def _lost(self, error: Exception | None = None) -> None:
-        """Raise that a rank has died; else the error of one, which may have come from losing sight of the dead."""
-        end = time.monotonic() + (2 * POLL_SECONDS if error else GRACE_SECONDS)
-        while time.monotonic() < end:
-            codes = [process.poll() for process in self.processes.values()]
-            for rank, code in enumerate(codes):
-                if code:  # a rank that could say how it ended, ends with status 0
-                    how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
-                    raise ChildProcessError(
-                        f"process {rank} of the trial's {len(codes)} {how}; the trial goes on from its last checkpoint "
-                        "when it is started again"
-                    )
-            time.sleep(POLL_SECONDS / 5)
-        raise error or ChildProcessError("a process of the trial went silent")
+    def _loss(self) -> ChildProcessError | None:
+        """The death of a rank, if one has died: a rank that could say how it ended, ends with status 0."""
+        time.sleep(POLL_SECONDS)  # the dead are seen by the others before they are by the system
+        codes = [process.poll() for process in self.processes.values()]
+        for rank, code in enumerate(codes):
+            if code:
+                how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+                return ChildProcessError(
+                    f"process {rank} of the trial's {len(codes)} {how}; the trial goes on from its last checkpoint "
+                    "when it is started again"
+                )
+        return None
 
     def _end(self) -> None:
         """Let the ranks end, which takes them as long as an engine takes to close."""
@@ -155,7 +153,7 @@ class _Caller:
     def _call(self, *call: Any) -> Any:
         if not self._is_first:
             return None
-        self._connection.send(("call", *call))
+        self._connection.send(("call", call))
         return self._connection.recv()
 
 
@@ -164,8 +162,9 @@ def run_rank(connection: Connection) -> None:
     job: Job = connection.recv()
     spec = parse_run(job.spec, "a trial's own settings")
     backend = "cpu:gloo,cuda:nccl" if resolve_device(spec.device).type == "cuda" else "gloo"
-    store = dist.FileStore(job.meeting, job.world_size)
-    dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.world_size, timeout=PATIENCE)
+    dist.init_process_group(
+        backend, f"file://{job.meeting}", rank=job.rank, world_size=job.world_size, timeout=PATIENCE
+    )
     caller: Any = _Caller(connection, job.rank == 0)
     try:
         with expecting(job.inputs):

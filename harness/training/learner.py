@@ -365,10 +365,12 @@ def explained_variance(batch: Batch) -> float:
 def _spread_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
     """An optimiser's saved state with each moment where its parameter is."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    moments = {
-        place: {k: spread_like(parameters[place], v) if v.shape == parameters[place].shape else v for k, v in own.items()}
-        for place, own in state["state"].items()
-    }
+
+    def moved(place: int, value: Tensor) -> Tensor:
+        like = parameters[place]
+        return spread_like(like, value) if value.shape == like.shape else value  # else a count of steps
+
+    moments = {place: {k: moved(place, v) for k, v in own.items()} for place, own in state["state"].items()}
     return {**state, "state": moments}
 
 

@@ -32,7 +32,7 @@ def sample_groups(run: Run, prompts: Sequence[Prompt], step: int, clock: Clock) 
     With dynamic sampling further batches of prompts follow, until enough groups have unequal rewards or the budget is
     spent. The engine sleeps afterwards; before the last grading, since rewards may need the device.
     """
-    spec, engine = run.spec, run.engine
+    spec = run.spec
     budget, count = spec.dynamic_sampling.max_batches, spec.prompts_per_step
     drawn = Drawn()
     before: Probe | None = None

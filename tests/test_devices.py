@@ -1,0 +1,146 @@
+"""A trial on several devices is the trial on one: tokens, metrics and weights; and no rank that dies takes it along."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from fakes import MemoryLog, StopAfter
+from ranks_at_work import RUN
+from safetensors.torch import load_file
+
+from harness import preflight
+from harness.policy.tiny import tiny_model
+from harness.spec.errors import SpecError
+from harness.spec.run import parse_run
+from harness.study import processes
+from harness.training.launch import train
+
+only_long = pytest.mark.skipif(not os.environ.get("COHORT_CHAOS"), reason="minutes; set COHORT_CHAOS=1")
+
+
+def case(algorithm: str = "grpo", **changes: Any) -> dict[str, Any]:
+    return {"algorithm": {"name": algorithm, "group_size": 4}, **changes}
+
+
+CASES = {name: case(name) for name in ("grpo", "ppo", "grpo_self_consistency", "dr_grpo", "gspo", "online_dpo")} | {
+    "lora_recomputed": case("ppo", lora={"rank": 4}, gradient_checkpointing=True),
+    "minibatches": case(optimizer={"num_minibatches": 2, "num_inner_epochs": 2, "tokens_per_microbatch": 60}),
+}
+MORE = {
+    "lora": case(lora={"rank": 4}),
+    "recomputed": case(gradient_checkpointing=True),
+    "shared_trunk": {"algorithm": {"name": "ppo", "group_size": 4, "critic": "shared"}},
+    "reference": {"algorithm": {"name": "grpo", "group_size": 4, "kl_beta": 0.1}, "kl": {"refresh_reference_every": 1}},
+    "dynamic": case("dapo", dynamic_sampling={"max_batches": 2}),
+    **{name: case(name) for name in ("cispo", "rloo", "reinforce_plus_plus")},
+}
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with every case, run by one process and by two."""
+    cases = CASES | (MORE if os.environ.get("COHORT_CHAOS") else {})
+    folder = tmp_path_factory.mktemp("ranks")
+    script = Path(__file__).with_name("ranks_at_work.py")
+    subprocess.run([sys.executable, str(script), str(folder), json.dumps(cases)], check=True, timeout=600)
+    return folder
+
+
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=only_long) for name in MORE)])
+def test_two_ranks_sample_log_and_learn_what_one_does(ran: Path, name: str):
+    alone, both = (json.loads((ran / part / name / "log.json").read_text()) for part in "12")
+    assert alone["state"] == both["state"] == "complete"
+    assert [step for step, _ in alone["events"]] == [step for step, _ in both["events"]]
+    for (step, values), (_, others) in zip(alone["events"], both["events"], strict=True):
+        assert values.keys() == others.keys()
+        for metric, value in values.items():
+            # a weight that moves by less than its last bit may stay on one side
+            bound = 1e-4 if metric == "policy/weights_changed" else 2e-5
+            assert others[metric] == pytest.approx(value, abs=bound, rel=bound, nan_ok=True), (step, metric)
+    for step in (1, 2):
+        rollouts = {(ran / part / name / "rollouts" / f"step-{step:06d}.jsonl").read_text() for part in "12"}
+        assert len(rollouts) == 1
+    first, second = (last_policy(ran / part / name) for part in "12")
+    start = tiny_model(0).state_dict()
+    assert max(float((first[key] - start[key]).abs().max()) for key in first) > 1e-4
+    assert first.keys() == second.keys()
+    assert max(float((first[key] - second[key]).abs().max()) for key in first) <= 1e-5
+
+
+def last_policy(directory: Path) -> dict[str, torch.Tensor]:
+    folder = sorted((directory / "checkpoints").glob("step-*"))[-1]
+    return load_file(next((folder / "policy").glob("*.safetensors")))
+
+
+def test_a_run_goes_on_with_other_numbers_of_devices_as_if_it_had_one(tmp_path: Path):
+    changes = {**case("ppo"), "steps": 3}
+    whole, parts = MemoryLog(), MemoryLog()
+    train(parse_run({**RUN, **changes}, "one"), tmp_path / "one", whole, cache=tmp_path)
+    for devices, state in ((2, "stopped"), (1, "stopped"), (2, "complete")):
+        spec = parse_run({**RUN, **changes, "devices": devices}, "parts")
+        result = train(spec, tmp_path / "parts", parts, cache=tmp_path, should_stop=StopAfter(1))
+        assert result.state == state
+    assert parts.resumed_at == [-1, 1, 2]
+    assert [step for step, _ in parts.events] == [step for step, _ in whole.events]
+    first, second = last_policy(tmp_path / "one"), last_policy(tmp_path / "parts")
+    assert max(float((first[key] - second[key]).abs().max()) for key in first) <= 1e-5
+
+
+@pytest.mark.attack("SIGKILL of one process of a trial on two devices")
+def test_a_rank_that_is_killed_ends_the_attempt_and_the_next_one_goes_on_from_its_checkpoint(tmp_path: Path):
+    spec = parse_run({**RUN, "steps": 60, "devices": 2, "checkpoints": {"every": 1}}, "killed")
+    log = MemoryLog()
+
+    def kill() -> None:
+        while not log.history("policy/loss"):
+            time.sleep(0.02)
+        _, second = psutil.Process().children()
+        second.kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(ChildProcessError, match="process 1 of the trial's 2 was killed by signal 9; the trial goes on"):
+        train(spec, tmp_path / "run", log, cache=tmp_path)
+    killer.join()
+    assert psutil.Process().children() == []
+    result = train(spec, tmp_path / "run", log, cache=tmp_path, should_stop=StopAfter(1))
+    assert result.state == "stopped"
+    assert log.resumed_at[0] == -1 and log.resumed_at[1] >= 1
+
+
+def test_an_error_of_a_rank_is_the_runs_own(tmp_path: Path):
+    long = parse_run({**RUN, "devices": 2, "model": str(tmp_path / "none")}, "bad")
+    with pytest.raises(OSError, match="none"):
+        train(long, tmp_path / "run", MemoryLog(), cache=tmp_path)
+    assert psutil.Process().children() == []
+
+
+def test_bad_numbers_of_devices_are_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(SpecError, match=r"devices must divide rollouts of a minibatch \(16\), got 3; use 2 or 4"):
+        parse_run({**RUN, "devices": 3}, "bad")
+    monkeypatch.setattr(preflight, "usable_cores", lambda: 2)
+    four = parse_run({**RUN, "devices": 4, "device": "cpu"}, "bad")
+    with pytest.raises(SpecError, match="devices must be at most 2, the cores of this machine, got 4"):
+        preflight.check_devices([four])
+
+
+def test_workers_get_groups_of_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(processes, "usable_gpus", lambda: tuple("01234"))
+    (tmp_path / "shown.py").write_text("import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert processes.default_workers(2) == 2
+    pool = processes.WorkerPool("shown", [], 3, tmp_path, devices=2)
+    pool.fill(3)
+    while pool.collect(0):
+        time.sleep(0.05)
+    assert [(tmp_path / f"worker-{slot}.log").read_text().strip() for slot in range(3)] == ["0,1", "2,3", "0,1"]
