@@ -224,10 +224,11 @@ class Task(Section, ABC):
         """
         return True
 
-    def allow_overruns(self, count: int | None) -> int:
+    def allow_overruns(self, count: float | None) -> float:
         """Let so many of this thread's next comparisons run into their time limit; those after them have no verdict.
 
-        None lifts the bound. Returns how many of those allowed last are left; 0 if comparisons have no limit.
+        A slow one within it may count as a part. None lifts the bound. Returns how many of those allowed last are left;
+        0 if comparisons have no limit.
         """
         return 0
 

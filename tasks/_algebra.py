@@ -18,7 +18,7 @@ import sympy
 from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex, symbols
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from latex2sympy2_extended.logic import And
-from math_verify import parser
+from math_verify import grader, parser
 from sympy import Basic, Eq, Expr, I, ImmutableMatrix, Interval, MatrixBase, Mul, Or, Pow, Set, Symbol, Tuple
 from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean, BooleanAtom
@@ -59,10 +59,38 @@ def compare(first: str, second: str, begin: Callable[[bytes], None]) -> Verdict:
     return "equal" if is_equal else "different"
 
 
+def value(text: str) -> complex | None:
+    """A number that `compare` finds two texts different by, if theirs differ; None if it may look at more."""
+    try:
+        expression = _read(text)
+        has_value = isinstance(expression, Expr) and not expression.find(_is_odd_root)  # a root has two meanings
+        return _values.to_complex(expression) if has_value else None
+    except Exception:  # the parser and sympy raise anything
+        return None
+
+
 def is_worked_out(answer: str, gold: str, begin: Callable[[bytes], None]) -> Verdict:
     """`equal` if an answer that equals the gold answer leaves no work that this does not leave."""
     begin(COMPARE)
     return "equal" if _form.is_worked_out(_read(answer), _read(gold)) else "different"
+
+
+def hasten() -> None:
+    """Let math-verify solve an equation once, and simplify no difference that a point shows not to be zero.
+
+    Verdicts stay; two equations take a tenth of a second without, mostly for work that each comparison repeats.
+    """
+    solve, is_zero = grader.solve, grader.sympy_symbolic_eq
+
+    @lru_cache(maxsize=1024)
+    def solved(relation: Any, symbols: frozenset[Any]) -> Any:
+        try:
+            return solve(relation, set(symbols))
+        except Exception:
+            return None  # which math-verify takes as it takes the error: not equal by its solutions
+
+    grader.solve = lambda relation, symbols: solved(relation, frozenset(symbols))
+    grader.sympy_symbolic_eq = lambda first, second: not _differ(first, second) and is_zero(first, second)
 
 
 def compare_as_library(gold: str, completion: str, begin: Callable[[bytes], None]) -> Verdict:

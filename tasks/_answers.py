@@ -48,7 +48,7 @@ class AnswerTask(Task):
     def use_processes(self, count: int) -> None:
         _symbolic.set_num_children(count)
 
-    def allow_overruns(self, count: int | None) -> int:
+    def allow_overruns(self, count: float | None) -> float:
         return _symbolic.checker().allow_overruns(count)
 
     def peer_graders(self) -> Mapping[str, Callable[[str, str], tuple[str | None, bool]]]:

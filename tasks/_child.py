@@ -1,15 +1,16 @@
 """The child process of `tasks._symbolic`: it answers one question per line of its input, by `tasks._algebra`.
 
 It ends when its input closes or its parent is gone. It announces each stage of a question in one byte, and the kernel
-ends it when a stage overruns its limits.
+ends it when a stage overruns its limits. After an answer it tells what the question took and the values of both texts.
 """
 
 import json
 import os
 import select
 import sys
+import time
 
-from tasks._questions import ANSWERS, READY, WORKED_OUT
+from tasks._questions import ANSWERS, NO_MEMORY, READY, WORKED_OUT
 
 WARM_UP = (  # the first question is the slowest
     r"[\frac{1}{2},\sqrt{3}) \cup (4x,5\pi)",
@@ -26,6 +27,8 @@ def serve(wall_seconds: float, cpu_seconds: float, memory_bytes: int, comparison
     parent = os.getppid()
     from tasks import _algebra  # slow, so only here
 
+    if comparison == "own":
+        _algebra.hasten()
     compare = _algebra.compare_as_library if comparison == "library" else _algebra.compare
     compare(*WARM_UP, lambda stage: None)
     answers = os.dup(1)
@@ -43,15 +46,20 @@ def serve(wall_seconds: float, cpu_seconds: float, memory_bytes: int, comparison
 
     while (line := _next_line(parent)) is not None:
         first, second, *kind = json.loads(line)
+        start = time.process_time()
         try:
             verdict = (_algebra.is_worked_out if kind == [WORKED_OUT] else compare)(first, second, begin)
         except MemoryError:
-            os._exit(1)  # as if killed: the rest of the memory is not enough for the next question
+            os._exit(NO_MEMORY)  # as if killed: the rest of the memory is not enough for the next question
         except Exception:  # the parser and sympy raise anything on text that is no mathematics
             verdict = "unparsable"
+        has_values = verdict != "unparsable" and not kind and comparison == "own"
+        values = map(_algebra.value, (first, second)) if has_values else ()
+        said = next(said for said, meaning in ANSWERS.items() if meaning == verdict)
+        details = json.dumps([time.process_time() - start, *values], default=str)
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        os.write(answers, next(said for said, meaning in ANSWERS.items() if meaning == verdict))
+        os.write(answers, said + details.encode() + b"\n")
 
 
 def _next_line(parent: int) -> str | None:

@@ -11,4 +11,6 @@ FIRST = b"1"
 SECOND = b"2"
 COMPARE = b"C"  # of which the first text is the larger, or as large
 COMPARE_LARGER_SECOND = b"D"
+NO_MEMORY = 1  # how the child exits without
 ANSWERS: dict[bytes, Verdict] = {b"=": "equal", b"!": "different", b"?": "unparsable"}
+# After an answer a line of JSON: [processor seconds that the question took, value of the first text, of the second].

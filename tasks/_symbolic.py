@@ -3,9 +3,16 @@
 math-verify (github.com/huggingface/Math-Verify) compares with sympy, which can spend all time and memory on text such
 as `9^{9^9}`. So the kernel limits the child's memory, and the wall-clock and processor time of a question. The parent
 also kills a child that does not answer, and starts another for the next question. A stopped comparison is `unparsable`.
-An answer that overran the limits twice, when it was read or as the larger of two, is not tried again (once may be a
-busy machine). Limits are the last resort: what would take long is refused by its size first (`tasks._values`), which
-does not depend on the machine.
+Limits are the last resort: what would take long is refused by its size first (`tasks._values`), which does not depend
+on the machine.
+
+An answer that overran the limits, when it was read or as the larger of two, is not tried again: at once if it spent its
+processor time or memory, which it would on any machine, after the second time if the clock alone ran out, which may be
+a busy machine. A question that is answered, but slowly, keeps its verdict and is charged to what its thread may spend
+(`allow_overruns`), as the share of the limit that it took.
+
+Expressions whose values at a point differ are different. A child tells the values with its answer, so that of G
+different expressions each is compared with one other, and the rest of the G(G - 1)/2 pairs cost no question.
 
 The first question starts the child, a fresh interpreter without the parent's threads and devices (`tasks._child`). A
 process has one child, or up to `set_num_children` for threads that ask at the same time. POSIX only.
@@ -18,12 +25,13 @@ import json
 import logging
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
 from collections import Counter, OrderedDict
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from tasks import _child, _questions
 from tasks._questions import Verdict
@@ -31,7 +39,9 @@ from tasks._questions import Verdict
 START_SECONDS = 120.0  # importing sympy on a busy machine
 CACHED_VERDICTS = 16_384
 CACHED_OVERRUNS = 4096
-MAX_TRIES = 2  # of reading or comparing an answer
+CACHED_VALUES = 16_384
+MAX_TRIES = 2  # of reading or comparing an answer, where a busy machine may have ended the first
+QUICK_SHARE = 0.1  # of the limit of processor time: a question within it is not charged
 QUESTIONS_PER_CHILD = 10_000  # then a fresh one: sympy's and antlr's caches only grow
 GRACE_SECONDS = 1.0  # the parent waits so much longer than the child's own limit
 
@@ -80,6 +90,7 @@ class Checker:
         self.counts: Counter[Verdict] = Counter()
         self._num_children = num_children
         self._verdicts: OrderedDict[tuple[str, ...], Verdict] = OrderedDict()
+        self._values: OrderedDict[str, complex] = OrderedDict()
         self._overran: OrderedDict[str, int] = OrderedDict()
         self._overruns = _Overruns()
         self._forget_children()
@@ -100,10 +111,11 @@ class Checker:
         """Whether an answer that equals the gold answer leaves no work that this does not leave."""
         return self._verdict((answer, gold, _questions.WORKED_OUT)) == "equal"
 
-    def allow_overruns(self, count: int | None) -> int:
+    def allow_overruns(self, count: float | None) -> float:
         """Let `count` further questions of this thread overrun the limits; then all new ones are `unparsable`.
 
-        None lifts the bound. Returns how many of the overruns that were allowed last are left.
+        A slow question that is answered counts as the share of the limit that it took. None lifts the bound. Returns
+        how many of the overruns that were allowed last are left.
         """
         left, self._overruns.left = self._overruns.left, count
         return left or 0
@@ -133,25 +145,27 @@ class Checker:
         return verdict or self._ask(pair)
 
     def _known(self, pair: tuple[str, ...]) -> Verdict | None:
-        if any(self._overran.get(text, 0) >= MAX_TRIES for text in pair):
-            return "unparsable"
-        return self._verdicts.get(pair)
+        if pair in self._verdicts:
+            return self._verdicts[pair]
+        if len(pair) == 2 and _surely_differ(*map(self._values.get, pair)):
+            return "different"
+        return "unparsable" if any(self._overran.get(text, 0) >= MAX_TRIES for text in pair) else None
 
     def _ask(self, pair: tuple[str, ...]) -> Verdict:
         """The verdict of an idle child or a new one. The thread has its turn, and then passes it on."""
-        child = verdict = None
-        stage = b""
+        child = None
+        reply = Reply(None)
         try:
             child = self._take_child()
-            verdict, stage = child.ask(pair)
+            reply = child.ask(pair)
         finally:
             with self._turn:
                 self._num_busy -= 1
                 if child is not None:
-                    self._put_back(child, is_well=verdict is not None)
-                    self._note(pair, verdict, stage)
+                    self._put_back(child, is_well=reply.verdict is not None)
+                    self._note(pair, reply)
                 self._turn.notify_all()
-        return verdict or "unparsable"
+        return reply.verdict or "unparsable"
 
     def _take_child(self) -> _Child:
         with self._turn:
@@ -172,16 +186,22 @@ class Checker:
         else:
             child.end()
 
-    def _note(self, pair: tuple[str, ...], verdict: Verdict | None, stage: bytes) -> None:
-        if verdict is None:
-            if stage:
-                text = pair[stage in (_questions.SECOND, _questions.COMPARE_LARGER_SECOND)]
-                _remember(self._overran, text, self._overran.get(text, 0) + 1, CACHED_OVERRUNS)
-            if self._overruns.left:
-                self._overruns.left -= 1
+    def _note(self, pair: tuple[str, ...], reply: Reply) -> None:
+        cost = reply.cpu_seconds / self.limits[1]
+        if reply.verdict is None:
+            cost = max(cost, 1.0)
+            if reply.stage:
+                text = pair[reply.stage in (_questions.SECOND, _questions.COMPARE_LARGER_SECOND)]
+                tries = MAX_TRIES if reply.is_certain else self._overran.get(text, 0) + 1
+                _remember(self._overran, text, tries, CACHED_OVERRUNS)
             limits = self.limits[0], self.limits[2]
             _log.warning("not compared within %s s and %d bytes: %.60r, %.60r", *limits, *pair[:2])
-        _remember(self._verdicts, pair, verdict or "unparsable", CACHED_VERDICTS)
+        if self._overruns.left and cost > QUICK_SHARE:
+            self._overruns.left = max(0.0, self._overruns.left - cost)
+        for text, value in zip(pair, reply.values, strict=False):
+            if value is not None:
+                _remember(self._values, text, value, CACHED_VALUES)
+        _remember(self._verdicts, pair, reply.verdict or "unparsable", CACHED_VERDICTS)
 
     def _forget_children(self) -> None:
         """Start without children: after a fork they belong to the other process."""
@@ -189,6 +209,11 @@ class Checker:
         self._num_busy = 0  # questions that have their turn
         self._busy: list[_Child] = []
         self._idle: list[_Child] = []
+
+
+def _surely_differ(value: complex | None, other: complex | None) -> bool:
+    """Whether a child would find the values apart; the margin is above its own, so that rounding does not matter."""
+    return value is not None and other is not None and abs(value - other) > 2e-6 * (abs(value) + abs(other))
 
 
 def _remember(store: OrderedDict[Any, Any], key: Any, value: Any, limit: int) -> None:
@@ -200,7 +225,17 @@ def _remember(store: OrderedDict[Any, Any], key: Any, value: Any, limit: int) ->
 class _Overruns(threading.local):
     """How many questions of a thread may still overrun the limits; None: any number."""
 
-    left: int | None = None
+    left: float | None = None
+
+
+class Reply(NamedTuple):
+    """What a child made of a question."""
+
+    verdict: Verdict | None  # None: it came to its limits
+    stage: bytes = b""  # the last that it began
+    is_certain: bool = False  # whether it would come to them on any machine
+    cpu_seconds: float = 0.0
+    values: tuple[complex | None, ...] = ()
 
 
 class _Child:
@@ -221,20 +256,22 @@ class _Child:
             self.end()
             raise RuntimeError(f"the process that compares answers (python -m {_child.__name__}) does not start")
 
-    def ask(self, pair: tuple[str, ...]) -> tuple[Verdict | None, bytes]:
-        """The verdict, None if the child came to its limits, and the last stage that it began."""
+    def ask(self, pair: tuple[str, ...]) -> Reply:
         assert self._process.stdin is not None
         self.num_questions += 1
         stage = b""
         try:
             self._process.stdin.write(json.dumps(pair).encode() + b"\n")
         except BrokenPipeError:  # something killed it while it was idle
-            return None, stage
+            return Reply(None)
         while said := self._read(self._wall_seconds + GRACE_SECONDS):
             if said in _questions.ANSWERS:
-                return _questions.ANSWERS[said], stage
+                assert self._process.stdout is not None
+                seconds, *values = json.loads(self._process.stdout.readline())
+                numbers = tuple(value and complex(value) for value in values)
+                return Reply(_questions.ANSWERS[said], stage, cpu_seconds=seconds, values=numbers)
             stage = said
-        return None, stage
+        return Reply(None, stage, self._spent_its_share())
 
     def kill(self) -> None:
         """Stop it from answering; the thread that waits for the answer then ends it."""
@@ -246,6 +283,14 @@ class _Child:
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
+
+    def _spent_its_share(self) -> bool:
+        """Whether its processor time or memory ended it, and neither the clock nor a kill; it may also still run."""
+        try:
+            code = self._process.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            return False
+        return code in (-signal.SIGPROF, -signal.SIGSEGV, -signal.SIGABRT, _questions.NO_MEMORY)
 
     def _read(self, seconds: float) -> bytes:
         """The next byte, or nothing if the child has ended or does not answer in time."""

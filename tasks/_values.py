@@ -4,6 +4,7 @@ Both depend on the expression alone, never on the machine, so they decide alike 
 """
 
 import hashlib
+from functools import lru_cache
 from math import comb, inf, log10
 from typing import Any
 
@@ -50,6 +51,14 @@ def surely_differ(first: Any, second: Any) -> bool:
     return bool(abs(value - other) > 1e-6 * (abs(value) + abs(other)))
 
 
+def to_complex(value: Any) -> complex | None:
+    """The value at that point for a comparison in double precision, None if that could mistake it for another."""
+    value = _at_point(value)
+    if value is None or not 1e-30 < abs(value) < 1e300:
+        return None
+    return complex(value)
+
+
 def _log_size(value: Any) -> float:
     """The decimal logarithm of a bound for the larger of numerator and denominator of a constant."""
     if isinstance(value, Rational):
@@ -63,6 +72,7 @@ def _log_size(value: Any) -> float:
     return sum(map(_log_size, value.args)) + log10(2) * (len(value.args) - 1) if value.args else 1.0
 
 
+@lru_cache(maxsize=4096)
 def _at_point(value: Any) -> Any:
     """The value where each variable is a number between 1 and 2 that its name gives; None if it cannot be told."""
     if not all(isinstance(part, _ELEMENTARY) for part in sympy.preorder_traversal(value)):

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tasks import _symbolic
-from tasks._symbolic import Checker
+from tasks._symbolic import Checker, Reply
 from tasks.math import Math
 
 CASES = yaml.safe_load((Path(__file__).parent / "golden" / "math_equivalence.yaml").read_text("ascii"))
@@ -83,13 +83,13 @@ class Meeting(_symbolic._Child):
         self.num_questions = 0
         self._together = together
 
-    def ask(self, pair: tuple[str, str]) -> tuple[_symbolic.Verdict | None, bytes]:
+    def ask(self, pair: tuple[str, ...]) -> Reply:
         self.num_questions += 1
         try:
             self._together.wait()
         except threading.BrokenBarrierError:
-            return "different", b""
-        return "equal", b""
+            return Reply("different")
+        return Reply("equal")
 
     def kill(self) -> None: ...
     def end(self) -> None: ...

@@ -13,7 +13,7 @@ from test_grading import FractionTask, group
 from harness.training import grading
 from harness.training.grading import grade
 from tasks import _questions, _symbolic, _values
-from tasks._symbolic import Checker
+from tasks._symbolic import Checker, Reply
 
 # Every pair of 16 powers and the gold answer, as a group of distinct answers is compared; it prints what algebra did.
 COUNTED = r"""
@@ -36,6 +36,22 @@ for first, second in combinations([*powers, "x^2+1"], 2):
     verdicts.add(_algebra.compare(first, second, lambda stage: None))
 print(len(asked), *verdicts)
 print(_algebra.compare(powers[0], powers[0].replace("^", "^ "), lambda stage: None))
+"""
+
+# Every pair of 16 lines; it prints how many equations were solved and how many differences were simplified.
+SOLVED = r"""
+from itertools import combinations
+from tasks import _algebra
+
+asked = []
+solve, is_zero = _algebra.grader.solve, _algebra.grader.sympy_symbolic_eq
+_algebra.grader.solve = lambda *arguments: asked.append("solve") or solve(*arguments)
+_algebra.grader.sympy_symbolic_eq = lambda *arguments: asked.append("simplify") or is_zero(*arguments)
+_algebra.hasten()
+lines = [f"y={i}x+{i * i}" for i in range(2, 18)]
+print(*{_algebra.compare(*pair, lambda stage: None) for pair in combinations(lines, 2)})
+print(asked.count("solve"), asked.count("simplify"))
+print(_algebra.compare("y=2x+4", "2y-4x-8=0", lambda stage: None))
 """
 
 
@@ -88,12 +104,12 @@ class Slow(_symbolic._Child):
     def __init__(self):
         self.num_questions = 0
 
-    def ask(self, pair: tuple[str, ...]) -> tuple[_symbolic.Verdict | None, bytes]:
+    def ask(self, pair: tuple[str, ...]) -> Reply:
         self.num_questions += 1
         asked.append(pair)
         if "9" in pair[1]:
-            return None, _questions.COMPARE_LARGER_SECOND
-        return (None, _questions.COMPARE) if "9" in pair[0] else ("equal", b"")
+            return Reply(None, _questions.COMPARE_LARGER_SECOND)
+        return Reply(None, _questions.COMPARE) if "9" in pair[0] else Reply("equal")
 
     def kill(self) -> None: ...
     def end(self) -> None: ...
@@ -118,6 +134,88 @@ def test_an_expression_that_was_slow_to_compare_is_not_compared_again():
     assert verdicts == ["unparsable"] * 5
     assert asked == [("1", "9x"), ("9x", "y")]  # once may be a busy machine
     assert checker.compare("1", "y") == "equal"  # the smaller ones are not to blame
+
+
+class Counted(Checker):
+    """It counts the questions that a child is asked, and the children."""
+
+    def __init__(self, **limits: Any):
+        super().__init__(**limits)
+        self.num_asked = self.num_started = 0
+
+    def _ask(self, pair: tuple[str, ...]) -> _symbolic.Verdict:
+        self.num_asked += 1
+        return super()._ask(pair)
+
+    def _start_child(self) -> _symbolic._Child:
+        self.num_started += 1
+        return super()._start_child()
+
+
+@pytest.mark.attack("Expressions that read fast and compare slowly")
+@pytest.mark.parametrize(("limits", "tries"), [((60.0, 0.4), 1), ((0.4, 60.0), 2)], ids=["processor", "clock"])
+def test_what_spent_its_processor_time_is_tried_once_and_what_the_clock_ended_twice(limits, tries):
+    checker = Counted(wall_seconds=limits[0], cpu_seconds=limits[1])
+    assert [checker.compare(hostile.SLOW, other) for other in ("1", "2", "3")] == ["unparsable"] * 3
+    assert checker.num_started == tries
+    checker.close()
+
+
+@pytest.mark.attack("Expressions that read fast and compare slowly")
+def test_of_sixteen_different_expressions_fifteen_pairs_are_compared_by_algebra():
+    checker = Counted()
+    texts = [*(rf"{i}\sqrt{{x+{i}}}" for i in range(2, 9)), *(f"x^2+{i}" for i in range(2, 9)), "y", r"\frac{\pi}{2}i"]
+    pairs = [(text, first) for place, text in enumerate(texts) for first in texts[:place]]
+    assert {checker.compare(*pair) for pair in pairs} == {"different"}
+    assert (len(pairs), checker.num_asked) == (120, 15)
+    assert checker.compare("x^2+4-2", "2+x^2") == "equal"
+    assert checker.compare("2+x^2", "x^2+2") == "equal"  # both have a value by now
+    assert checker.num_asked == 17
+    checker.close()
+
+
+def test_what_a_point_may_mistake_or_algebra_compares_in_two_meanings_has_no_value():
+    x = sympy.Symbol("x", real=True)
+    assert _values.to_complex(x - x + 2 * sympy.I) == 2j
+    for value in (sympy.Integer(0), sympy.Integer(10) ** 400, sympy.Rational(1, 10**40), sympy.zoo, sympy.Tuple(x)):
+        assert _values.to_complex(value) is None
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys\nfrom tasks import _algebra\nprint(*map(_algebra.value, sys.argv[1:]))",
+         r"\sqrt[3]{1-x}", "y=2x", "(1,2)", r"\{1,2\}", "x>2", r"\begin{pmatrix}1&2\end{pmatrix}", r"\frac{4}{2}"],
+        capture_output=True, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert done.stdout.split() == ["None"] * 6 + ["(2+0j)"], done.stderr
+
+
+@pytest.mark.attack("Expressions that read fast and compare slowly")
+def test_an_equation_is_solved_once_and_compared_without_simplification():
+    done = subprocess.run([sys.executable, "-c", SOLVED], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.splitlines() == ["different", "16 0", "equal"], done.stderr
+
+
+class Tired(Slow):
+    """A child that answers every question, after half of the limit if the second text has a `5`."""
+
+    def ask(self, pair: tuple[str, ...]) -> Reply:
+        asked.append(pair)
+        return Reply("different", cpu_seconds=1.5 if "5" in pair[1] else 0.2)
+
+
+class TiredChecker(Checker):
+    def _start_child(self):
+        return Tired()
+
+
+@pytest.mark.attack("Expressions that read fast and compare slowly")
+def test_slow_answers_use_up_what_overruns_may_cost_and_quick_ones_are_free():
+    checker = TiredChecker(cpu_seconds=3.0)
+    checker.allow_overruns(2)
+    assert [checker.compare("1", f"y^{n}") for n in (1, 2, 3, 4, 6, 7, 8, 9)] == ["different"] * 8
+    # Half a limit each: four of them are as two overruns.
+    assert [checker.compare("1", f"x^5+{n}") for n in range(16)] == ["different"] * 4 + ["unparsable"] * 12
+    assert len(asked) == 8 + 4
+    assert checker.allow_overruns(None) == 0
+    assert checker.compare("1", "x^5+9") == "different"
 
 
 @pytest.mark.attack("Expressions that read fast and compare slowly")
@@ -149,8 +247,8 @@ class RationedTask(FractionTask):
         return super().equivalent(answer, other)
 
 
-ration: list[int | None] = [None]
-allowed: list[int] = []
+ration: list[float | None] = [None]
+allowed: list[float] = []
 
 
 def test_groups_share_the_overruns_of_a_step_and_each_keeps_one():

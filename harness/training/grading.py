@@ -1,7 +1,8 @@
 """Grades rollouts: answers, their equivalence classes and correctness. The only reader of `Prompt.gold`.
 
 Both use the task's own equality, never that of strings. Answers are compared with one representative of each class, so
-G completions of a prompt cost one extraction each, one comparison with gold per class, and those between the classes.
+G completions of a prompt cost one extraction each, one comparison with gold per class, and those between the classes,
+of which a task decides most by what it learnt from the first (`tasks._symbolic`).
 An answer must also be one (`Task.is_answered`): a restatement of the question is wrong although it equals gold, and has
 no class, so that no majority of restatements becomes a target.
 """
@@ -12,7 +13,8 @@ from typing import Any
 from harness.interfaces import Task
 from harness.types import GradedGroup, Group, Prompt, SampleRow, Split
 
-GROUP_OVERRUNS = 2  # comparisons of a group that may run into their time limit; no other of it is made then
+GROUP_OVERRUNS = 2  # comparisons of a group that may run into their time limit, or slow ones that take as much; no
+# other of it is made then
 OVERRUNS = 8  # of groups that are graded together, a step's or an evaluation's; then each group has one
 
 
@@ -22,7 +24,7 @@ def grade(task: Task, groups: Sequence[Group], max_tokens: int) -> list[GradedGr
     `max_tokens` is the limit that the completions were sampled under.
     """
     graded: list[GradedGroup] = []
-    left = OVERRUNS
+    left: float = OVERRUNS
     for group in groups:
         allowed = max(1, min(GROUP_OVERRUNS, left))
         task.allow_overruns(allowed)
