@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from harness.files import write_text
 from harness.interfaces import Precision, RolloutEngine
 from harness.policy.lora import merged_weights
+from harness.policy.sharding import class_name
 from harness.policy.text import as_groups, encode_prompt, end_token_ids
 from harness.types import Group, Prompt, Sampling
 
@@ -257,7 +258,7 @@ def _check_sampling(sampling: Sampling) -> None:
 def _config_folder(policy: Any) -> Path:
     """A folder with the config of the policy, beside vLLM's own caches; equal configs have one folder."""
     config = copy.deepcopy(policy.config)
-    config.architectures = [type(policy).__name__]
+    config.architectures = [class_name(policy)]
     text = config.to_json_string()
     root = Path(import_module("vllm.envs").VLLM_CACHE_ROOT)
     folder = root / "cohort" / hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -44,6 +44,11 @@ def is_sharded(module: nn.Module) -> bool:
     return "run" in vars(module)
 
 
+def class_name(module: nn.Module) -> str:
+    """The name of a module's class; one that is spread has a class of its own, named after it."""
+    return type(module).__name__.removeprefix("FSDP" if is_sharded(module) else "")
+
+
 def under_hooks(function: F) -> F:
     """The function of a model, its first argument, run inside the model's own forward hooks if it is spread.
 
