@@ -24,6 +24,7 @@ from harness.policy.forward import Critic, backbone, can_share_prompts, chunk_lo
 from harness.policy.fused_llama import recognised
 from harness.policy.library import import_generation
 from harness.policy.lora import add_adapter, hold_frozen_products
+from harness.policy.sharding import layers, num_bytes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -88,6 +89,8 @@ class Counts:
     is_fused: bool  # the run makes rearranged copies of the weights
     cast: int  # of the trunk's weights: copies in bfloat16 that autocast holds until a forward pass ends
     vocabulary: int
+    layer: int  # of the policy's largest layer
+    root: int  # of what is in no layer: embeddings, norm and head
     trunk: Kept  # of the policy; a critic's own trunk is a copy of it and keeps the same
     shared: int
     states: int  # of the completions, which the head reads
@@ -117,6 +120,8 @@ def count(shape: Shape) -> Counts:
         is_fused=recognised(policy) and not shape.autocast,
         cast=_bytes(linear) // 2 if shape.autocast else 0,
         vocabulary=len(head),
+        layer=max(map(num_bytes, layers(policy)), default=0),
+        root=_bytes(policy.parameters()) - sum(map(num_bytes, layers(policy))),
         trunk=trunk,
         shared=shared,
         states=shape.rows * shape.max_tokens * policy.config.hidden_size * head.element_size(),

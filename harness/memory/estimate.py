@@ -36,7 +36,9 @@ def estimate(
 ) -> dict[str, int]:
     """Bytes by component that a run on a model of this shape needs; 0 for a component that it lacks. Reads no weights.
 
-    Every completion is taken to reach its limit, every prompt to have `prompt_tokens`. `activations`, `merged` (an
+    Of several devices they are the bytes on each: weights, gradients and moments are spread, and `gathered` holds the
+    layers that a pass has whole. Every completion is taken to reach its limit, every prompt to have `prompt_tokens`.
+    `activations`, `merged` (an
     adapter in its layers, to be saved; on a GPU one tensor at a time) and `kv_cache` with `sampling` are never there at
     once: see `peak_bytes`. Raises what `count` raises, ValueError for a mixture of experts, and SpecError for an engine
     whose share of a GPU cannot hold the model.
@@ -45,25 +47,40 @@ def estimate(
         raise ValueError(f"the {config.model_type} is a mixture of experts")  # its passes depend on the tokens
     device = resolve_device(spec.device) if device is None else device
     fit = microbatch_tokens(spec.optimizer, device) // (prompt_tokens + spec.max_tokens)
-    rows = spec.rollouts_per_step // spec.optimizer.num_minibatches
-    is_shared = spec.algorithm.group_size > 1 and not spec.gradient_checkpointing and prompt_tokens > 1
+    rows = spec.rollouts_per_step // spec.optimizer.num_minibatches // spec.devices
+    alone = spec.devices == 1
+    is_shared = alone and spec.algorithm.group_size > 1 and not spec.gradient_checkpointing and prompt_tokens > 1
     prompts = min(rows, spec.prompts_per_step) if is_shared else 0
     shape = Shape.of(spec, config, min(rows, max(1, fit)), prompt_tokens, prompts)
     counts = count(shape)
     activations = _activation_bytes(spec, counts, shape, several=rows > shape.rows)
-    copies = 2 if counts.is_fused else 1  # of weights while they sample, and while they learn
+    copies = 2 if counts.is_fused and alone else 1  # of weights while they sample, and while they learn
     own_trunk = spec.algorithm.needs_critic and not spec.algorithm.shares_trunk
     needs_copy = spec.algorithm.needs_reference and spec.lora is None  # else the adapter is switched off
     return {
-        "policy": counts.policy * copies,
-        "reference": counts.policy if needs_copy else 0,
-        "critic": counts.critic * (copies if own_trunk else 1),
-        "gradients": counts.trainable,
-        "optimizer": 2 * counts.trainable,  # AdamW: two moments in the precision of the parameters
+        "policy": _part(counts.policy * copies, spec),
+        "reference": _part(counts.policy, spec) if needs_copy else 0,
+        "critic": _part(counts.critic * (copies if own_trunk else 1), spec),
+        "gradients": _part(counts.trainable, spec),
+        "optimizer": _part(2 * counts.trainable, spec),  # AdamW: two moments in the precision of the parameters
+        "gathered": 0 if alone else _gathered(spec, counts, own_trunk),
         "activations": activations,
         "merged": _itemsize(spec.dtype) * counts.weights if spec.lora is not None and device.type == "cpu" else 0,
         **_engine_bytes(spec, counts, shape, device),
     }
+
+
+def _part(size: int, spec: RunSpec) -> int:
+    """Bytes of each device, of those that are spread over all."""
+    return -(-size // spec.devices)
+
+
+def _gathered(spec: RunSpec, counts: Counts, own_trunk: bool) -> int:
+    """What a device has whole in a pass: the root's weights, a layer and the next one; and their gradients before they
+    are summed, of a root and a layer."""
+    roots = counts.root * (2 if own_trunk else 1)
+    gradients = min(roots + counts.layer, counts.trainable)
+    return roots + 2 * counts.layer + gradients
 
 
 def peak_bytes(components: Mapping[str, int]) -> int:
@@ -170,11 +187,12 @@ def _cache_bytes(spec: RunSpec, counts: Counts, shape: Shape, max_rows: int) -> 
         return group * min(prompts, max(1, max_rows // group))
 
     held_out = max(spec.evaluation.num_prompts, spec.evaluation.num_test_prompts)
-    at_once = max(
-        rows(spec.algorithm.group_size, spec.prompts_per_step), rows(spec.evaluation.num_samples, min(64, held_out))
-    )
+    prompts = -(-spec.prompts_per_step // spec.devices)
+    at_once = max(rows(spec.algorithm.group_size, prompts), rows(spec.evaluation.num_samples, min(64, held_out)))
     cut = spec.sampling.top_p < 1 or spec.sampling.top_k
     per_logit = 49 if cut else 25  # logits and log-probs in float32, probabilities, their sums and order in float64
     layers = counts.trunk.cache
     cache = sum(layers) + max(layers, default=0)  # one layer is copied when rows are repeated or dropped
-    return {"kv_cache": at_once * cache // shape.rows, "sampling": at_once * counts.vocabulary * per_logit}
+    whole = counts.policy if spec.devices > 1 else 0  # gathered for as long as sampling lasts
+    sampling = at_once * counts.vocabulary * per_logit + whole
+    return {"kv_cache": at_once * cache // shape.rows, "sampling": sampling}

@@ -9,7 +9,7 @@ every function.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
@@ -29,8 +29,7 @@ def shard(module: nn.Module, device: torch.device) -> None:
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
-    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
-    for part in (*(max(lists, key=_size) if lists else ()), module):  # a decoder's layers are its largest list
+    for part in (*layers(module), module):
         fully_shard(part, mesh=mesh)
     for part in _groups(module):
         part.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sums
@@ -38,6 +37,17 @@ def shard(module: nn.Module, device: torch.device) -> None:
     run: Any = types.MethodType(lambda self, function, *args, **named: function(*args, **named), module)
     module.run = run
     register_fsdp_forward_method(module, "run")
+
+
+def layers(module: nn.Module) -> Iterable[nn.Module]:
+    """The layers of a decoder, which are its largest list of modules."""
+    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
+    return max(lists, key=num_bytes) if lists else ()
+
+
+def num_bytes(module: nn.Module) -> int:
+    """Bytes of a module's parameters."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -133,10 +143,6 @@ def second_names(module: nn.Module) -> set[str]:
     """Names of tied parameters that have another name too. Where tensors are gathered, nothing else shows that."""
     names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     return names - {name for name, _ in module.named_parameters()}
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _groups(module: nn.Module) -> list[Any]:
