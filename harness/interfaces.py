@@ -244,6 +244,24 @@ class Task(Section, ABC):
         """Whether two extracted (or gold) answers are equal as mathematics. Never raises; bounded like `extract`."""
 
 
+class Codec(Protocol):
+    """How the policy of a run reads and writes text; `harness.policy.text.TextCodec` is the real one."""
+
+    tokenizer: PreTrainedTokenizerBase
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of a prompt, exactly as the policy reads it."""
+        ...
+
+    def encode_completion(self, text: str) -> list[int]:
+        """Token ids of a completion, with the token that ends it."""
+        ...
+
+    def end_ids(self, policy: nn.Module) -> list[int]:
+        """Every token that ends a completion."""
+        ...
+
+
 class RolloutEngine(ABC):
     """Samples groups of completions from the current policy.
 
@@ -267,7 +285,7 @@ class RolloutEngine(ABC):
             return self
 
     @abstractmethod
-    def __init__(self, settings: Settings, policy: nn.Module, tokenizer: PreTrainedTokenizerBase): ...
+    def __init__(self, settings: Settings, policy: nn.Module, codec: Codec): ...
 
     @abstractmethod
     def generate(
@@ -301,6 +319,9 @@ class RunLogger(Protocol):
 
     def inputs(self, inputs: Inputs) -> None:
         """Record what the run reads; comes before `resume`."""
+
+    def prompt(self, text: str) -> None:
+        """Record the first prompt of the run exactly as the policy reads it; comes before `resume`."""
 
     def resume(self, step: int) -> None:
         """Forget everything logged for training steps after `step`: the run continues from there."""

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 def check_inputs(
     specs: Sequence[RunSpec], runs: Path, splits: Sequence[Split] | None = None, *, models: bool = True
 ) -> None:
-    """ValueError for a runs folder, device, model, engine, reward or data that cannot be used.
+    """ValueError for a runs folder, device, model, chat template, engine, reward or data that cannot be used.
 
     Reads no weights and writes nothing. Each of the `splits` must have problems, by default all that a run reads.
     Without `models` only the folder and the data are checked. Settings that specs share are checked once. Warns of
@@ -77,11 +77,14 @@ def run_inputs(specs: Sequence[RunSpec], cache: Path, splits: Sequence[Split] | 
 def _check_models(specs: Sequence[RunSpec]) -> None:
     from harness.policy.device import resolve_device
     from harness.policy.model import check_model  # here: it loads torch, which workers of fakes do without
+    from harness.policy.text import check_prompts
 
     for device in dict.fromkeys(spec.device for spec in specs):
         resolve_device(device)
     for model in dict.fromkeys(spec.model for spec in specs):
         check_model(model)
+    for model, prompt in {(s.model, s.prompt.model_dump_json()): (s.model, s.prompt) for s in specs}.values():
+        check_prompts(model, prompt)
     for spec in specs:
         spec.engine.check(spec.sampling_with_limit())
         for reward in spec.rewards.values():

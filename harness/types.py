@@ -11,9 +11,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,6 +52,32 @@ class Sampling(Section):
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=(), description="texts that end a completion, evaluations included; kept in it"
     )
+
+
+class PromptFormat(Section):
+    """How a policy reads the text of a prompt, worked examples included: one user message of a chat, or as it is."""
+
+    format: Literal["auto", "chat", "plain"] = Field(
+        default="auto", description="chat: through the model's chat template; auto: chat if it has one, else plain"
+    )
+    system: str | None = Field(default=None, description="system message; by default what the template says itself")
+    template_arguments: dict[str, bool | int | float | str] = Field(
+        default_factory=dict, description="what the chat template is told, such as enable_thinking: false"
+    )
+
+    @property
+    def needs_template(self) -> bool:
+        """Whether something is asked for that only a chat template can do."""
+        return self.format == "chat" or self.system is not None or bool(self.template_arguments)
+
+    @model_validator(mode="after")
+    def _plain_is_alone(self) -> Self:
+        if self.format == "plain" and self.needs_template:
+            raise ValueError(
+                "prompt.system and prompt.template_arguments belong to a chat template, got prompt.format=plain; leave "
+                "them out or use prompt.format=chat"
+            )
+        return self
 
 
 class InvalidRun(Exception):

@@ -7,10 +7,10 @@ import logging
 from pathlib import Path
 
 import torch
+from fakes import tiny_codec
 
 from harness.engines.transformers import TransformersEngine
 from harness.policy.library import import_generation
-from harness.policy.tiny import tiny_tokenizer
 from harness.spec.run import parse_run
 from harness.training.agreement import own_logprobs
 from harness.training.batch import collate
@@ -140,8 +140,8 @@ def small_run(model, engine_class=TransformersEngine, log=None, **changes):
     sampling = {"max_tokens": 12, "temperature": 0.8}
     raw = {"task": "arithmetic", "algorithm": "grpo", "sampling": sampling, "device": "cpu", **changes}
     spec = parse_run(raw, "test")
-    engine = engine_class(TransformersEngine.Settings(), model, tiny_tokenizer())
-    return Run(spec, engine, Learner(spec, model), log, Path(), tiny_tokenizer())  # pyright: ignore
+    engine = engine_class(TransformersEngine.Settings(), model, tiny_codec())
+    return Run(spec, engine, Learner(spec, model), log, Path(), tiny_codec())  # pyright: ignore
 
 
 @torch.no_grad()

@@ -93,7 +93,7 @@ class FakeEngine(RolloutEngine):
     class Settings(RolloutEngine.Settings):
         name: Literal["fake"] = "fake"  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, settings: Any, policy: Any, tokenizer: Any) -> None:
+    def __init__(self, settings: Any, policy: Any, codec: Any) -> None:
         raise AssertionError("a fake run has no engine")
 
     def generate(self, prompts: Any, group_size: int, sampling: Any, *, seed: int, step: int) -> Any:

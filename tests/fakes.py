@@ -3,7 +3,13 @@
 import torch
 from safetensors.torch import load_file
 
+from harness.policy.text import TextCodec
+from harness.policy.tiny import tiny_tokenizer
 from harness.types import GradedGroup, SampleRow
+
+
+def tiny_codec():
+    return TextCodec(tiny_tokenizer())
 
 
 def graded_group(classes, correct=None, **changes):
@@ -35,9 +41,13 @@ class MemoryLog:
         self.resumed_at: list[int] = []
         self.fractions: dict[str, float] = {}
         self.read: dict[str, dict[str, str]] = {}
+        self.first_prompt = ""
 
     def inputs(self, inputs):
         self.read = dict(inputs)
+
+    def prompt(self, text):
+        self.first_prompt = text
 
     def resume(self, step):
         self.resumed_at.append(step)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from architectures import PROMPTS, build_config, build_model, small_run
-from fakes import MemoryLog
+from fakes import MemoryLog, tiny_codec
 
 from harness.engines.scripted import ScriptedEngine
 from harness.engines.transformers import TransformersEngine
@@ -21,12 +21,12 @@ class EngineThatIsOff(TransformersEngine):
 
     noise = 0.01
 
-    def __init__(self, settings, policy, tokenizer):
+    def __init__(self, settings, policy, codec):
         other = tiny_model(0)
         with torch.no_grad():
             for parameter in other.parameters():
                 parameter.add_(self.noise)
-        super().__init__(settings, other, tokenizer)
+        super().__init__(settings, other, codec)
 
 
 class EngineWithoutNumbers(EngineThatIsOff):
@@ -105,7 +105,7 @@ def test_shared_prompts_that_alone_are_off_are_given_up(caplog):
 
 def test_an_engine_that_samples_no_policy_is_compared_with_nothing():
     run = make_run()
-    run.engine = ScriptedEngine(ScriptedEngine.Settings(), run.learner.policy, tiny_tokenizer())
+    run.engine = ScriptedEngine(ScriptedEngine.Settings(), run.learner.policy, tiny_codec())
     assert check_agreement(run, PROMPTS, 0) == {}
 
 

@@ -384,8 +384,11 @@ def test_an_evaluation_keeps_its_metrics_and_every_completion(cohort: Shell, run
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.data.metrics["test/accuracy_operands_3"] == 0
     assert run.data.metrics["test/pass_at_2"] == 0
-    samples = json.loads((Path(run.info.artifact_uri.removeprefix("file://")) / "samples.json").read_text())
+    artifacts = Path(run.info.artifact_uri.removeprefix("file://"))
+    samples = json.loads((artifacts / "samples.json").read_text())
     assert len(samples["data"]) == 4 * 3
+    first = json.loads((runs / "evaluate" / "kept" / "run.json").read_text())["prompt"]
+    assert first == (artifacts / "prompt.txt").read_text() == samples["data"][0][samples["columns"].index("prompt")]
     assert cohort(*command, "--json") == 0  # again: the same run, not a second one
     assert len(client.search_runs([experiment.experiment_id])) == 1
 
@@ -399,6 +402,27 @@ def test_a_task_is_shown_as_the_policy_reads_it(cohort: Shell):
     assert cohort("task", "show", "arithmetic", "-n", "1", "--model", "tiny") == 0
     assert f"{len(found['problems'][0]['prompt'])} tokens" in cohort.out
     assert found["problems"][0]["prompt"] in cohort.out
+
+
+def test_a_task_is_shown_in_the_words_that_a_model_reads(cohort: Shell, tmp_path: Path):
+    from chats import chat_folder
+
+    command = ["task", "show", "arithmetic", "-n", "1", "--model", chat_folder(tmp_path), "--json"]
+    assert cohort("task", "show", "arithmetic", "-n", "1", "--json") == 0
+    plain = cohort.json()
+    assert cohort(*command, "--set", "prompt.system=Be brief.") == 0
+    chat = cohort.json()
+    head, tail = "<|im_start|>system:Be brief.<|im_end|><|im_start|>user:", "<|im_end|><|im_start|>assistant:"
+    assert chat["problems"][0]["prompt"] == head + plain["problems"][0]["prompt"] + tail
+    assert chat["worked_solution"] == {
+        "prompt": head + plain["worked_solution"]["prompt"] + tail,
+        "completion": plain["worked_solution"]["completion"] + "<|im_end|>",
+    }
+    assert chat["completion_ends"] == ["<eos>", "<|im_end|>"]
+    assert cohort(*command[:-1], "--set", "prompt.format=plain") == 0
+    assert "A completion ends at <eos> or <|im_end|>" in cohort.out
+    assert cohort("task", "show", "arithmetic", "--model", "tiny", "--set", "prompt.format=chat") == 2
+    assert "need a chat template, which the tokenizer of 'tiny' lacks" in cohort.err
 
 
 def test_a_split_that_is_missing_is_named_beside_those_that_are_there(cohort: Shell, tmp_path: Path):

@@ -6,9 +6,10 @@ import shutil
 
 import pytest
 import torch
+from fakes import tiny_codec
 
 from harness.engines.transformers import TransformersEngine
-from harness.policy.tiny import tiny_model, tiny_tokenizer
+from harness.policy.tiny import tiny_model
 from harness.spec.run import ColdStart, parse_run
 from harness.training.cold_start import cold_start_key, fit_demonstrations, start_policy
 from harness.types import Demonstration, InvalidRun, Prompt, Sampling
@@ -21,9 +22,9 @@ def make_spec(**cold_start):
 
 def test_the_policy_learns_to_repeat_its_demonstrations():
     demonstrations = [Demonstration(f"{a}+1=", f"#### {a + 1}") for a in range(1, 9)]
-    policy, tokenizer = tiny_model(0), tiny_tokenizer()
-    fit_demonstrations(policy, tokenizer, demonstrations, ColdStart(steps=120), device=torch.device("cpu"))
-    engine = TransformersEngine(TransformersEngine.Settings(), policy, tokenizer)
+    policy, codec = tiny_model(0), tiny_codec()
+    fit_demonstrations(policy, codec, demonstrations, ColdStart(steps=120), device=torch.device("cpu"))
+    engine = TransformersEngine(TransformersEngine.Settings(), policy, codec)
     prompts = [Prompt(d.prompt, d.prompt, "") for d in demonstrations]
     groups = engine.generate(prompts, 1, Sampling(temperature=0, max_tokens=10), seed=0, step=0)
     assert [g.rollouts[0].text for g in groups] == [d.completion for d in demonstrations]
@@ -113,6 +114,6 @@ def test_a_diverging_cold_start_is_invalid():
     demonstrations = [Demonstration("1+1=", "#### 2")]
     with pytest.raises(InvalidRun, match=r"cold_start\.learning_rate"):
         fit_demonstrations(
-            tiny_model(0), tiny_tokenizer(), demonstrations, ColdStart(steps=9, learning_rate=1e30),
+            tiny_model(0), tiny_codec(), demonstrations, ColdStart(steps=9, learning_rate=1e30),
             device=torch.device("cpu"),
         )  # fmt: skip

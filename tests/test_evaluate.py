@@ -4,10 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
-from fakes import graded_group
+from fakes import graded_group, tiny_codec
 
 from harness.engines.scripted import ScriptedEngine
-from harness.policy.tiny import tiny_model, tiny_tokenizer
+from harness.policy.tiny import tiny_model
 from harness.rewards.majority_vote import majority_correct
 from harness.spec.run import parse_run
 from harness.training.evaluate import (
@@ -49,7 +49,7 @@ def test_sample_metrics_of_a_known_outcome():
 def test_evaluation_asks_for_greedy_and_samples_and_counts_per_problem():
     settings = {"evaluation": {"num_prompts": 10, "num_samples": 4}, "sampling": {"max_tokens": 40}}
     spec = parse_run({"task": "arithmetic", "algorithm": "grpo", **settings}, "test")
-    engine = ScriptedEngine(ScriptedEngine.Settings(), tiny_model(0), tiny_tokenizer())
+    engine = ScriptedEngine(ScriptedEngine.Settings(), tiny_model(0), tiny_codec())
     gold = {p.id: p.gold for p in spec.task.prompts("validation")}
     # sample 0 is right, the others are wrong: greedy 1, mean 1/4, pass@4 1, majority 0
     engine.script = lambda prompt, sample: f"#### {gold[prompt.id] if sample == 0 else 1000}"

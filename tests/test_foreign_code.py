@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from jinja2.exceptions import SecurityError
 
 from harness.policy.model import check_model, load_policy, load_tokenizer, save_model
-from harness.policy.text import encode_prompt
+from harness.policy.text import TextCodec
 from harness.policy.tiny import tiny_model, tiny_tokenizer
 from harness.training.checkpoint import latest_checkpoint, save_checkpoint
 from tasks.gsm8k import GSM8K
@@ -75,8 +74,8 @@ def test_a_chat_template_reaches_nothing_but_its_messages(model: Path, mark: Pat
         "{{ messages.append(%r) }}",
     ):
         tokenizer.chat_template = words % str(mark)
-        with pytest.raises(SecurityError):
-            encode_prompt(tokenizer, "1+1")
+        with pytest.raises(ValueError, match="SecurityError"):
+            TextCodec(tokenizer)
     assert not mark.exists()
 
 

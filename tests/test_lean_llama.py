@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import tiny_codec
 from torch import nn
 from transformers import (
     LlamaConfig,
@@ -20,7 +21,7 @@ from harness.policy import fused_llama
 from harness.policy.forward import Critic, completion_states, prompt_states, token_logprobs
 from harness.policy.llama_decoder import LeanDecoder
 from harness.policy.lora import add_adapter
-from harness.policy.tiny import tiny_model, tiny_tokenizer
+from harness.policy.tiny import tiny_model
 from harness.spec.run import LoRA
 from harness.tensors import pad_left
 from harness.types import Prompt, Sampling
@@ -179,7 +180,7 @@ def test_rollouts_are_those_of_the_library_with_stop_texts_ended_rows_and_prompt
         model.get_input_embeddings().weight[1] = model.get_input_embeddings().weight.mean(0) * 25
 
     def rollouts(kind):
-        engine = kind(TransformersEngine.Settings(), model, tiny_tokenizer())
+        engine = kind(TransformersEngine.Settings(), model, tiny_codec())
         sampling = Sampling(max_tokens=16, stop=("a", "7"), temperature=0.8, top_p=0.95)
         return [r for g in engine.generate(prompts, 8, sampling, seed=1, step=2) for r in g.rollouts]
 

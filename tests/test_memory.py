@@ -363,7 +363,7 @@ def test_the_estimate_is_within_10_percent_of_the_tensors_of_a_step_on_a_pretend
     del policy
     with pretend_cuda(), LiveMemory() as memory:
         run, _ = prepare(spec, tmp_path, MemoryLog(), tmp_path, lambda: False)
-        run.engine = TransformersEngine(run.engine.settings, run.learner.policy, run.tokenizer, end_ids=())
+        run.engine = TransformersEngine(run.engine.settings, run.learner.policy, run.codec, end_ids=())
         for step in range(2):
             train_step(run, prompts, step)
     found = estimate(spec, config, 24, torch.device("cuda"))

@@ -8,7 +8,7 @@ import torch
 
 from harness.policy.device import resolve_device
 from harness.policy.model import check_model, load_policy, load_tokenizer, save_model
-from harness.policy.text import encode_completion, encode_prompt
+from harness.policy.text import TextCodec
 from harness.policy.tiny import tiny_model, tiny_tokenizer
 
 
@@ -49,17 +49,9 @@ def test_other_characters_become_their_ascii_spelling_or_unknown():
 
 
 def test_completions_end_with_end_of_sequence_and_prompts_do_not():
-    tokenizer = tiny_tokenizer()
-    assert encode_completion(tokenizer, "12")[-1] == tokenizer.eos_token_id
-    assert len(encode_prompt(tokenizer, "12")) == 2
-
-
-def test_a_chat_template_is_applied_where_there_is_one():
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}U:{{ m.content }}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
-    )
-    assert tokenizer.decode(encode_prompt(tokenizer, "1+1")) == "U:1+1A:"
+    codec = TextCodec(tiny_tokenizer())
+    assert codec.encode_completion("12")[-1] == codec.tokenizer.eos_token_id
+    assert len(codec.encode("12")) == 2
 
 
 def test_a_saved_folder_passes_the_check_and_loads_back(folder):

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
+from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights, tiny_codec
 from safetensors.torch import load_file
 
 from harness.engines.scripted import ScriptedEngine
-from harness.policy.tiny import tiny_model, tiny_tokenizer
+from harness.policy.tiny import tiny_model
 from harness.runs import pipeline, rejection
 from harness.runs.pipeline import train_pipeline
 from harness.runs.rejection import correct_answers, kept_answers
@@ -49,7 +49,7 @@ def write(tmp_path, stages, **changes):
 
 def scripted(answers):
     """An engine that gives each prompt its list of texts, by sample."""
-    engine = ScriptedEngine(ScriptedEngine.Settings(), tiny_model(0), tiny_tokenizer())
+    engine = ScriptedEngine(ScriptedEngine.Settings(), tiny_model(0), tiny_codec())
     engine.script = lambda prompt, sample: answers[prompt.id][sample]
     return engine
 
@@ -197,7 +197,7 @@ def test_fine_tuning_starts_from_the_sampling_policy_or_from_the_beginning(tmp_p
 
     def remember(given, cache):
         begun.append(given.seed)
-        return tiny_model(given.seed), tiny_tokenizer()
+        return tiny_model(given.seed), tiny_codec()
 
     monkeypatch.setattr(rejection, "start_policy", remember)
     monkeypatch.setattr(rejection, "kept_answers", lambda *_: ([Demonstration("1+1=", "#### 2")], COUNTS))

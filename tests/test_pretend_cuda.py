@@ -8,13 +8,13 @@ import os
 
 import pytest
 import torch
-from fakes import MemoryLog
+from fakes import MemoryLog, tiny_codec
 from pretend_cuda import DeviceMismatch, pretend_cuda
 from test_learner import make_batch, make_spec
 
 from harness import plugins
 from harness.engines.transformers import TransformersEngine
-from harness.policy.tiny import tiny_model, tiny_tokenizer
+from harness.policy.tiny import tiny_model
 from harness.spec.run import parse_run
 from harness.training.learner import Learner
 from harness.training.run import prepare
@@ -82,9 +82,7 @@ def test_a_step_keeps_every_tensor_on_the_gpu(tmp_path, algorithm, precision, lo
 def generated(device, max_tokens, end_ids=None):
     """Rollouts of 8 rows from prompts of two lengths, and the waits that they took."""
     with pretend_cuda() as mode:
-        engine = TransformersEngine(
-            TransformersEngine.Settings(), policy_with_ends().to(device), tiny_tokenizer(), end_ids
-        )
+        engine = TransformersEngine(TransformersEngine.Settings(), policy_with_ends().to(device), tiny_codec(), end_ids)
         prompts = [Prompt("a", "1+2=", "3"), Prompt("b", "12+345-6=", "351")]
         before = mode.waits.total()
         groups = engine.generate(prompts, 4, Sampling(max_tokens=max_tokens), seed=0, step=0)

@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
+from fakes import tiny_codec
 
 from harness.engines.transformers import TransformersEngine
 from harness.policy.forward import token_logprobs
-from harness.policy.text import encode_prompt
-from harness.policy.tiny import tiny_model, tiny_tokenizer
+from harness.policy.tiny import tiny_model
 from harness.training.weight_sync import check_sync, probe
 from harness.types import InvalidRun, Prompt, Sampling
 
@@ -19,7 +19,7 @@ class EngineWithACopy(TransformersEngine):
     """Samples from weights of its own, which it takes over only where `takes` says so."""
 
     def __init__(self, policy, takes=lambda name: True, rounding=0.0):
-        super().__init__(TransformersEngine.Settings(), copy.deepcopy(policy), tiny_tokenizer())
+        super().__init__(TransformersEngine.Settings(), copy.deepcopy(policy), tiny_codec())
         self.takes, self.rounding = takes, rounding
 
     def load_weights(self, weights, version):
@@ -98,7 +98,7 @@ def test_rows_are_the_prompt_and_the_first_tokens_of_completions_of_different_gr
     engine = EngineWithACopy(policy)
     groups = engine.generate(PROMPTS, 2, Sampling(max_tokens=12), seed=0, step=0)
     found = probe(engine, policy, groups, num_rows=2, max_tokens=3)
-    first, third = (tuple(encode_prompt(tiny_tokenizer(), PROMPTS[i].text)) for i in (0, 2))  # i * 5 // 2
+    first, third = (tiny_codec().encode(PROMPTS[i].text) for i in (0, 2))  # i * 5 // 2
     assert found.rows == (
         (first + groups[0].rollouts[0].token_ids[:3], len(first)),
         (third + groups[2].rollouts[0].token_ids[:3], len(third)),
@@ -115,7 +115,7 @@ def test_more_rows_than_groups_are_not_asked_for():
 
 def test_an_engine_that_shares_the_learners_weights_is_not_probed():
     policy = tiny_model(0)
-    engine = TransformersEngine(TransformersEngine.Settings(), policy, tiny_tokenizer())
+    engine = TransformersEngine(TransformersEngine.Settings(), policy, tiny_codec())
     groups = engine.generate(PROMPTS, 2, Sampling(max_tokens=4), seed=0, step=0)
     assert probe(engine, policy, groups) is None
 

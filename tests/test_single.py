@@ -15,8 +15,8 @@ class RecordingEngine(ScriptedEngine):
     precisions: list[bool]
     closed: int
 
-    def __init__(self, settings, policy, tokenizer):
-        super().__init__(settings, policy, tokenizer)
+    def __init__(self, settings, policy, codec):
+        super().__init__(settings, policy, codec)
         RecordingEngine.precisions, RecordingEngine.closed = [], 0
 
     def generate(self, *arguments, **keywords):

@@ -5,17 +5,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from fakes import tiny_codec
 
 from harness.engines.transformers import TransformersEngine, _draw, uniforms
-from harness.policy.text import encode_prompt
-from harness.policy.tiny import tiny_model, tiny_tokenizer
+from harness.policy.tiny import tiny_model
 from harness.types import Prompt, Sampling
 
 PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-"])]
 
 
 def make_engine(seed=0, **settings):
-    return TransformersEngine(TransformersEngine.Settings(**settings), tiny_model(seed), tiny_tokenizer())
+    return TransformersEngine(TransformersEngine.Settings(**settings), tiny_model(seed), tiny_codec())
 
 
 def test_cached_decoding_equals_a_plain_loop_over_the_whole_prefix():
@@ -24,7 +24,7 @@ def test_cached_decoding_equals_a_plain_loop_over_the_whole_prefix():
     noise = torch.from_numpy(uniforms(3, 5, [p.id for p in PROMPTS], 2, 10)).view(3, 2, 10)
     for i, group in enumerate(groups):
         for k, rollout in enumerate(group.rollouts):
-            ids = encode_prompt(engine.tokenizer, group.prompt.text)
+            ids = engine.codec.encode(group.prompt.text)
             for t, (token, logprob) in enumerate(zip(rollout.token_ids, rollout.logprobs, strict=True)):
                 with torch.no_grad():
                     logits = engine.policy(input_ids=torch.tensor([ids])).logits[:, -1].float()
@@ -50,7 +50,7 @@ def test_without_end_tokens_every_completion_reaches_its_limit():
     engine = make_engine()
     with torch.no_grad():
         engine.policy.get_input_embeddings().weight[1] = engine.policy.get_input_embeddings().weight.mean(0) * 40
-    endless = TransformersEngine(engine.settings, engine.policy, engine.tokenizer, end_ids=())
+    endless = TransformersEngine(engine.settings, engine.policy, engine.codec, end_ids=())
     groups = endless.generate(PROMPTS, 4, Sampling(max_tokens=20), seed=0, step=0)
     assert {len(r.token_ids) for g in groups for r in g.rollouts} == {20}
     assert {r.finish_reason for g in groups for r in g.rollouts} == {"length"}
@@ -114,7 +114,7 @@ def test_noise_of_a_row_is_independent_of_the_other_rows_and_of_the_length_asked
 
 
 def test_a_stop_text_ends_a_completion_and_stays_in_it():
-    engine = TransformersEngine(TransformersEngine.Settings(), tiny_model(0), tiny_tokenizer())
+    engine = TransformersEngine(TransformersEngine.Settings(), tiny_model(0), tiny_codec())
     prompts = [Prompt(f"p{i}", f"{i}+1=", "0") for i in range(4)]
     free = engine.generate(prompts, 4, Sampling(max_tokens=20), seed=0, step=0)
     texts = [r.text for g in free for r in g.rollouts]

@@ -9,13 +9,13 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
-from fakes import MemoryLog
+from chats import qwen_run
+from fakes import MemoryLog, tiny_codec
 
 from harness.engines.transformers import TransformersEngine
 from harness.engines.vllm import VLLMEngine, _check_sampling, _write_weights, request_seed
 from harness.policy.forward import token_logprobs
-from harness.policy.text import encode_prompt
-from harness.policy.tiny import tiny_model, tiny_tokenizer
+from harness.policy.tiny import tiny_model
 from harness.spec.run import parse_run
 from harness.training.loop import train
 from harness.training.weight_sync import check_sync, probe
@@ -27,7 +27,7 @@ needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not i
 
 
 def start(policy, **settings):
-    return VLLMEngine(VLLMEngine.Settings(**settings), policy, tiny_tokenizer())
+    return VLLMEngine(VLLMEngine.Settings(**settings), policy, tiny_codec())
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_top_k_keeps_the_most_likely_tokens_only(engine):
 
 @needs_vllm
 def test_greedy_completions_are_those_of_the_transformers_engine(engine):
-    other = TransformersEngine(TransformersEngine.Settings(), tiny_model(0), tiny_tokenizer())
+    other = TransformersEngine(TransformersEngine.Settings(), tiny_model(0), tiny_codec())
     sampling = Sampling(max_tokens=16, temperature=0)
     ours, theirs = (e.generate(PROMPTS, 1, sampling, seed=0, step=0) for e in (engine, other))
     for a, b in zip(ours, theirs, strict=True):
@@ -255,7 +255,7 @@ def test_the_probe_passes_a_sync_and_notices_a_missing_one_and_a_partial_one(eng
 @needs_vllm
 def test_a_completion_that_the_model_has_no_room_for_is_refused():
     engine = start(tiny_model(0), max_model_len=32)
-    longest = len(encode_prompt(tiny_tokenizer(), "1+2+3+4="))
+    longest = len(tiny_codec().encode("1+2+3+4="))
     engine.generate(PROMPTS, 1, Sampling(max_tokens=31 - longest), seed=0, step=0)
     with pytest.raises(ValueError, match=r"engine.max_model_len must exceed .* \(8 \+ 24\), got 32"):
         engine.generate(PROMPTS, 1, Sampling(max_tokens=32 - longest), seed=0, step=0)
@@ -331,3 +331,13 @@ def test_training_reaches_the_accuracy_of_the_transformers_engine(tmp_path):
     noise = np.sqrt(differences.var() / len(differences) + 2 * 0.015**2)
     assert len(differences) == 256
     assert abs(differences.mean()) < 3 * noise
+
+
+@needs_vllm
+def test_a_bfloat16_engine_trains_a_model_of_the_shape_of_qwen_beside_a_float32_learner(tmp_path):
+    spec, log = qwen_run(tmp_path / "model", name="vllm", dtype="bfloat16"), MemoryLog()
+    result = train(spec, tmp_path / "run", log, cache=tmp_path)
+    assert result.state == "complete", result.reason
+    divergences = [value for _, value in log.history("mismatch/kl")]
+    assert len(divergences) == 3
+    assert all(0 < value < 0.01 for value in divergences)

@@ -6,12 +6,12 @@ from pathlib import Path
 import fake_vllm
 import pytest
 import torch
-from fakes import MemoryLog
+from fakes import MemoryLog, tiny_codec
 
 from harness.engines.vllm import VLLMEngine
 from harness.policy.device import mixed_precision
 from harness.policy.lora import add_adapter, merged_weights
-from harness.policy.tiny import tiny_model, tiny_tokenizer
+from harness.policy.tiny import tiny_model
 from harness.spec.run import LoRA, parse_run
 from harness.training.evaluate import evaluate_run
 from harness.training.loop import train
@@ -29,7 +29,7 @@ def llm(monkeypatch, tmp_path):
 
 
 def start(policy, **settings):
-    return VLLMEngine(VLLMEngine.Settings(**settings), policy, tiny_tokenizer())
+    return VLLMEngine(VLLMEngine.Settings(**settings), policy, tiny_codec())
 
 
 def run_spec(**changes):
@@ -77,7 +77,7 @@ def test_a_new_engine_has_an_adapter_merged(llm):
 def test_the_engines_precision_is_its_own_setting_or_else_follows_the_runs(llm, policy, autocast, dtype, expected):
     settings = VLLMEngine.Settings(dtype=dtype).for_run(policy, autocast)
     model = tiny_model(0).to(getattr(torch, policy))
-    engine = VLLMEngine(settings, model, tiny_tokenizer())
+    engine = VLLMEngine(settings, model, tiny_codec())
     assert engine.llm.dtype == expected
     given = model.state_dict()
     assert all(torch.equal(value, given[name].to(expected)) for name, value in engine.llm.model.state_dict().items())

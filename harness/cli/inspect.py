@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,7 @@ from harness.console import terminal
 
 if TYPE_CHECKING:
     from harness.interfaces import Task
-    from harness.types import Split
+    from harness.types import PromptFormat, Split
 
 
 @command(
@@ -52,14 +52,15 @@ def grade(
     "show",
     "cohort task show arithmetic",
     "cohort task show gsm8k -n 3 --path data/gsm8k --set task.answer_format=think_answer --set task.shots=2",
-    "cohort task show gsm8k --path data/gsm8k --model Qwen/Qwen2.5-0.5B-Instruct",
+    "cohort task show gsm8k --path data/gsm8k --model Qwen/Qwen2.5-0.5B-Instruct --set prompt.system='Be brief.'",
+    "cohort task show math --model Qwen/Qwen3-0.6B --set prompt.template_arguments.enable_thinking=false",
 )
 def task_show(
     task: Annotated[str, typer.Argument(help="Task by name.")],
     count: Annotated[int, typer.Option("-n", min=0, metavar="N", help="Problems shown.")] = 3,
     split: Annotated[str, typer.Option(help="train, validation or test.")] = "test",
     path: DataPath = None,
-    model: Annotated[str | None, typer.Option(help="Show prompts through this model's chat template.")] = None,
+    model: Annotated[str | None, typer.Option(help="Show texts exactly as this model reads them.")] = None,
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
@@ -68,24 +69,20 @@ def task_show(
 
     part = checked_split(split)
     spec = load_run(None, [*(sets or ()), *data_path(path)], {"task": task, "algorithm": "grpo"})
-    document = _inspect(spec.task, part, count, model)
+    document = _inspect(spec.task, part, count)
+    if model is not None:
+        _encode(document, model, spec.prompt)
     if as_json:
         terminal.print_json(document)
     else:
         answers.show_task(document)
 
 
-def _inspect(task: Task, split: Split, count: int, model: str | None) -> dict[str, Any]:
-    """Settings, sizes of the splits (or why one is missing), the first problems of `split`, a worked solution.
-
-    With a model the problems are shown through its chat template, as the model will read them.
-    """
+def _inspect(task: Task, split: Split, count: int) -> dict[str, Any]:
+    """Settings, sizes of the splits (or why one is missing), the first problems of `split`, a worked solution."""
     from harness.training.grading import problem_rows
 
     prompts = task.prompts(split)
-    problems = problem_rows(prompts[:count])
-    if model is not None:
-        _encode(problems, model)
     demonstrations = _or_reason(task.demonstrations)
     parts: tuple[Split, ...] = ("train", "validation", "test")
     shown = demonstrations[0] if demonstrations and not isinstance(demonstrations, str) else None
@@ -96,7 +93,7 @@ def _inspect(task: Task, split: Split, count: int, model: str | None) -> dict[st
         "skipped_rows": task.num_skipped_rows(split),
         "max_completion_tokens": task.max_completion_tokens,
         "split": split,
-        "problems": problems,
+        "problems": problem_rows(prompts[:count]),
         "worked_solution": None if shown is None else {"prompt": shown.prompt, "completion": shown.completion},
     }
 
@@ -109,13 +106,15 @@ def _or_reason(read: Callable[[], Any]) -> Any:
         return str(error)
 
 
-def _encode(problems: Sequence[dict[str, Any]], model: str) -> None:
-    """Replace each prompt by the text that the model reads, and add its length in tokens."""
-    from harness.policy.model import load_tokenizer
-    from harness.policy.text import encode_prompt
+def _encode(document: dict[str, Any], model: str, prompt: PromptFormat) -> None:
+    """Replace each text by what the model reads, and add its length in tokens and the tokens that end a completion."""
+    from harness.policy.text import load_codec
 
-    tokenizer = load_tokenizer(model)
-    for problem in problems:
-        ids = encode_prompt(tokenizer, problem["prompt"])
-        problem["prompt"] = str(tokenizer.decode(ids, skip_special_tokens=False))
-        problem["prompt_tokens"] = len(ids)
+    codec = load_codec(model, prompt)
+    for problem in document["problems"]:
+        ids = codec.encode(problem["prompt"])
+        problem |= {"prompt": codec.decode(ids), "prompt_tokens": len(ids)}
+    if solution := document["worked_solution"]:
+        solution["prompt"] = codec.decode(codec.encode(solution["prompt"]))
+        solution["completion"] = codec.decode(codec.encode_completion(solution["completion"]))
+    document["completion_ends"] = [codec.decode([i]) for i in codec.end_ids()]

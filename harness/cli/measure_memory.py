@@ -170,7 +170,7 @@ def _train_here(spec: RunSpec, prompts: Sequence[Prompt], folder: Path) -> list[
     log: Any = _NoLog()
     run, _ = prepare(spec, folder, log, folder, lambda: False)
     if isinstance(run.engine, TransformersEngine):
-        run.engine = TransformersEngine(run.engine.settings, run.learner.policy, run.tokenizer, end_ids=())
+        run.engine = TransformersEngine(run.engine.settings, run.learner.policy, run.codec, end_ids=())
     try:
         return [train_step(run, prompts, step)[0] for step in range(spec.steps)]
     finally:
@@ -182,7 +182,7 @@ class _NoLog:
 
     def forget(self, *values: Any) -> None: ...
 
-    inputs = resume = sync = holds = progress = metrics = samples = per_problem = forget
+    inputs = prompt = resume = sync = holds = progress = metrics = samples = per_problem = forget
 
 
 def with_ratios(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -5,10 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Literal
 
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from harness.interfaces import RolloutEngine
-from harness.policy.text import encode_completion, encode_prompt
+from harness.policy.text import TextCodec
 from harness.types import Group, Prompt, Rollout, Sampling
 
 Script = Callable[[Prompt, int], str]
@@ -26,9 +25,9 @@ class ScriptedEngine(RolloutEngine):
     class Settings(RolloutEngine.Settings):
         name: Literal["scripted"] = "scripted"
 
-    def __init__(self, settings: Settings, policy: nn.Module, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, settings: Settings, policy: nn.Module, codec: TextCodec):
         self.settings = settings
-        self.tokenizer = tokenizer
+        self.codec = codec
         self.script: Script = lambda prompt, sample: prompt.text.partition(";;")[2]
 
     def generate(
@@ -39,7 +38,7 @@ class ScriptedEngine(RolloutEngine):
         return [
             Group(
                 prompt,
-                tuple(encode_prompt(self.tokenizer, prompt.text)),
+                self.codec.encode(prompt.text),
                 tuple(self._rollout(self.script(prompt, i), limit) for i in range(group_size)),
             )
             for prompt in prompts
@@ -49,7 +48,7 @@ class ScriptedEngine(RolloutEngine):
         """Nothing to do: a script has no weights."""
 
     def _rollout(self, text: str, limit: int) -> Rollout:
-        ids = encode_completion(self.tokenizer, text)
-        kept, nats = ids[:limit], -math.log(len(self.tokenizer))
-        cut = str(self.tokenizer.decode(kept, skip_special_tokens=True))
+        ids = self.codec.encode_completion(text)
+        kept, nats = ids[:limit], -math.log(len(self.codec.tokenizer))
+        cut = str(self.codec.tokenizer.decode(kept, skip_special_tokens=True))
         return Rollout(cut, tuple(kept), (nats,) * len(kept), "stop" if len(ids) <= limit else "length")

@@ -11,8 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -26,12 +25,9 @@ from harness.policy.forward import hidden_states, keeps_keys_and_values, output_
 from harness.policy.fused_llama import recognised
 from harness.policy.llama_decoder import LeanDecoder
 from harness.policy.sharding import whole
-from harness.policy.text import as_groups, encode_prompt, end_token_ids
+from harness.policy.text import TextCodec, as_groups
 from harness.tensors import pad_left
 from harness.types import Group, Prompt, Sampling
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 LOOK_EVERY = 16  # tokens of a row between two looks at how many rows still run: each waits for a GPU
@@ -53,16 +49,15 @@ class TransformersEngine(RolloutEngine):
         self,
         settings: Settings,
         policy: nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
+        codec: TextCodec,
         end_ids: Sequence[int] | None = None,
     ):
         """`end_ids` are the tokens that end a completion, by default the model's own."""
         self.settings = settings
         self.policy = policy
-        self.tokenizer = tokenizer
-        ends = end_token_ids(policy, tokenizer) if end_ids is None else end_ids
+        self.codec = codec
+        ends = codec.end_ids(policy) if end_ids is None else end_ids
         self.end_ids = torch.tensor(ends, dtype=torch.int64)
-        self.encode = cache(lambda text: tuple(encode_prompt(tokenizer, text)))
         self.keeps_states = keeps_keys_and_values(policy)
         if not self.keeps_states:
             kind = policy.config.model_type  # pyright: ignore
@@ -97,7 +92,7 @@ class TransformersEngine(RolloutEngine):
     @torch.inference_mode()
     def _generate(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, noise: Tensor) -> list[Group]:
         device = next(self.policy.parameters()).device
-        encoded = [self.encode(prompt.text) for prompt in prompts]
+        encoded = [self.codec.encode(prompt.text) for prompt in prompts]
         limit = noise.shape[1]
         rows = len(prompts) * group_size
         tokens = torch.zeros(limit, rows, dtype=torch.int64, device=device)  # cut at each row's end below
@@ -112,7 +107,7 @@ class TransformersEngine(RolloutEngine):
         decoder.expand(group_size)
         is_end = torch.zeros(logits.shape[-1], dtype=torch.bool, device=device)
         is_end[self.end_ids[self.end_ids < len(is_end)]] = True
-        is_stopped = StopStringCriteria(self.tokenizer, list(sampling.stop)) if sampling.stop else None
+        is_stopped = StopStringCriteria(self.codec.tokenizer, list(sampling.stop)) if sampling.stop else None
         active = torch.arange(rows, device=device)  # row of each line of the decode batch
         running = torch.ones(rows, dtype=torch.bool, device=device)  # lines not yet ended
         look_every = LOOK_EVERY if device.type == "cuda" else 1
@@ -142,7 +137,7 @@ class TransformersEngine(RolloutEngine):
         ends = lengths.tolist()
         ids = (row[:n] for row, n in zip(tokens.t().tolist(), ends, strict=True))
         nats = (row[:n] for row, n in zip(logprobs.t().tolist(), ends, strict=True))
-        return as_groups(prompts, encoded, zip(ids, nats, stopped.tolist(), strict=True), self.tokenizer)
+        return as_groups(prompts, encoded, zip(ids, nats, stopped.tolist(), strict=True), self.codec)
 
 
 class LibraryDecoder:

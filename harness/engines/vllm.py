@@ -24,11 +24,10 @@ import random
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -39,11 +38,8 @@ from harness.files import write_text
 from harness.interfaces import Precision, RolloutEngine
 from harness.policy.lora import merged_weights
 from harness.policy.sharding import class_name
-from harness.policy.text import as_groups, encode_prompt, end_token_ids
+from harness.policy.text import TextCodec, as_groups
 from harness.types import Group, Prompt, Sampling
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 GIB = 2**30
 log = logging.getLogger(__name__)
@@ -88,12 +84,11 @@ class VLLMEngine(RolloutEngine):
 
     _last: ClassVar[weakref.ref[VLLMEngine] | None] = None
 
-    def __init__(self, settings: Settings, policy: nn.Module, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, settings: Settings, policy: nn.Module, codec: TextCodec):
         _check_installed()
         self.settings = settings
-        self.tokenizer = tokenizer
-        self.end_ids = end_token_ids(policy, tokenizer)
-        self.encode = cache(lambda text: tuple(encode_prompt(tokenizer, text)))
+        self.codec = codec
+        self.end_ids = codec.end_ids(policy)
         self.asleep = self.has_weights = self.closed = False
         last = VLLMEngine._last and VLLMEngine._last()
         if last is not None:
@@ -117,7 +112,7 @@ class VLLMEngine(RolloutEngine):
         self._check_open()
         if not prompts:
             return []
-        encoded = [self.encode(prompt.text) for prompt in prompts]
+        encoded = [self.codec.encode(prompt.text) for prompt in prompts]
         self._check_length(max(map(len, encoded)), sampling.max_tokens)
         seeds = [request_seed(seed, step, p.id, k) for p in prompts for k in range(group_size)]
         rows = [tokens for tokens in encoded for _ in range(group_size)]
@@ -128,7 +123,7 @@ class VLLMEngine(RolloutEngine):
             whole = [(prompt + completion, len(prompt)) for prompt, completion in zip(rows, completions, strict=True)]
             logprobs = [tuple(row) for row in self.score(whole)]
         ended = [ids[-1] in self.end_ids for ids in completions]
-        return as_groups(prompts, encoded, zip(completions, logprobs, ended, strict=True), self.tokenizer)
+        return as_groups(prompts, encoded, zip(completions, logprobs, ended, strict=True), self.codec)
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Overwrite every weight and forget the cached prefixes, which the old weights computed.

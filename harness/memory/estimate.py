@@ -21,8 +21,8 @@ from harness.memory.usage import GIB, device_bytes
 from harness.policy.device import resolve_device
 from harness.policy.forward import chunk_tokens, is_recomputed, microbatch_tokens
 from harness.policy.library import import_generation
-from harness.policy.model import load_tokenizer, local_or_hub
-from harness.policy.text import encode_prompt
+from harness.policy.model import local_or_hub
+from harness.policy.text import load_codec
 from harness.policy.tiny import TINY, tiny_config
 from harness.spec.errors import SpecError
 from harness.spec.run import RunSpec
@@ -117,8 +117,8 @@ def model_config(name: str) -> PretrainedConfig:
 def longest_prompt(spec: RunSpec) -> int:
     """Tokens of the longest training prompt, looked for among the 16 with most characters."""
     texts = sorted((p.text for p in spec.task.prompts("train")), key=len)[-16:]
-    tokenizer = load_tokenizer(spec.model)
-    return max(len(encode_prompt(tokenizer, text)) for text in texts)
+    codec = load_codec(spec.model, spec.prompt)
+    return max(len(codec.encode(text)) for text in texts)
 
 
 def _activation_bytes(spec: RunSpec, counts: Counts, shape: Shape, *, several: bool) -> int:

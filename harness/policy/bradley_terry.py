@@ -28,7 +28,7 @@ from harness.policy.device import resolve_device
 from harness.policy.library import import_generation
 from harness.policy.model import check_model, load_tokenizer, local_or_hub, save_model
 from harness.policy.sources import source_name, verify_model
-from harness.policy.text import encode_completion, encode_prompt
+from harness.policy.text import TextCodec
 from harness.policy.tiny import TINY, tiny_config
 from harness.streams import generator
 from harness.tensors import pad_right
@@ -66,6 +66,7 @@ class Scorer:
     def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase):
         self.model = model
         self.tokenizer = tokenizer
+        self.codec = TextCodec(tokenizer)
 
     def score(self, rows: Sequence[tuple[str, str]], batch_rows: int = 32) -> list[float]:
         """The score of each (prompt, completion), in order."""
@@ -75,7 +76,7 @@ class Scorer:
 
     def __call__(self, rows: Sequence[tuple[str, str]]) -> Tensor:
         """[B] scores, with gradients if they are on."""
-        ids = [encode_prompt(self.tokenizer, p) + encode_completion(self.tokenizer, c) for p, c in rows]
+        ids = [[*self.codec.encode(p), *self.codec.encode_completion(c)] for p, c in rows]
         mask = pad_right([[1] * len(row) for row in ids], torch.int64)
         padding = self.tokenizer.pad_token_id
         tokens = pad_right(ids, torch.int64).masked_fill(mask == 0, int(padding or 0))  # pyright: ignore

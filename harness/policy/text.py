@@ -1,52 +1,149 @@
-"""Prompts and completions as token ids, the tokens that end a text, and rollouts from token ids."""
+"""How a policy reads prompts and ends completions: its tokenizer under the `prompt` settings; rollouts from token ids.
+
+Whatever encodes a text for a policy does it with a `TextCodec`, so that sampling, the cold start, limits and what is
+shown cannot differ.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
+from datetime import datetime
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from harness.types import Group, Prompt, Rollout
+from harness.policy.model import load_tokenizer
+from harness.policy.tiny import TINY
+from harness.types import Group, Prompt, PromptFormat, Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Row = tuple[Sequence[int], Sequence[float], bool]  # token ids, their log-probs (nats), whether the text ended
+TODAY = datetime(2024, 7, 26)  # for templates that state today's date: a prompt is the same on every day
+AUTO = PromptFormat()
+QUESTION, ANSWER = "zquestionz", "zanswerz"  # no template has these words, and none is likely to change them
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a prompt: through the tokenizer's chat template if it has one, as plain text otherwise."""
-    if tokenizer.chat_template:
-        text = str(
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+def load_codec(model: str, settings: PromptFormat) -> TextCodec:
+    """The codec of a model by its name in a spec; ValueError if its chat template cannot be used. Reads no weights."""
+    return TextCodec(load_tokenizer(model), settings)
+
+
+def check_prompts(model: str, settings: PromptFormat) -> None:
+    """The same ValueError without a codec; a Hub id is left to the loader."""
+    if settings.needs_template if model == TINY else Path(model).expanduser().is_dir():
+        load_codec(model, settings)
+
+
+class TextCodec:
+    """Prompts and completions as the token ids that one policy reads and writes.
+
+    `turn_end` is the token that closes an answer in the model's chat template. It ends a completion of a plain prompt
+    too: what follows it is no answer. ValueError for settings that need a template which is not there or fails.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: PromptFormat = AUTO):
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.encode = cache(self._encode)
+        self.is_chat = settings.format != "plain" and bool(tokenizer.chat_template)
+        if not self.is_chat and settings.needs_template:
+            raise ValueError(
+                f"prompt.format=chat, prompt.system and prompt.template_arguments need a chat template, which the "
+                f"tokenizer of '{self._model}' lacks; leave them out or use another model"
             )
-        )
-        return tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore
-    return tokenizer(text)["input_ids"]  # pyright: ignore
+        if self.is_chat:
+            self._check_template()
+        self.turn_end = self._find_turn_end() if tokenizer.chat_template else None
 
+    def encode_completion(self, text: str) -> list[int]:
+        """Token ids of a completion, with the token that ends it: the end of turn in a chat, else of the sequence."""
+        end = self.turn_end if self.is_chat and self.turn_end is not None else self.tokenizer.eos_token_id
+        return [*self.tokenizer(text, add_special_tokens=False)["input_ids"], end]  # pyright: ignore
 
-def encode_completion(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a completion, end of sequence included."""
-    return [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]  # pyright: ignore
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens included."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
+    def end_ids(self, policy: nn.Module | None = None) -> list[int]:
+        """Every token that ends a completion: the tokenizer's, the end of turn, those of the policy's settings."""
+        ids: set[Any] = {self.turn_end}
+        for config in (self.tokenizer, getattr(policy, "generation_config", None), getattr(policy, "config", None)):
+            value: Any = getattr(config, "eos_token_id", None)
+            ids.update(value if isinstance(value, list | tuple) else [value])
+        return sorted(i for i in ids if i is not None)
 
-def end_token_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every token that ends a completion: the tokenizer's own and those of the model's generation settings."""
-    ids: set[Any] = set()
-    for config in (tokenizer, getattr(model, "generation_config", None), getattr(model, "config", None)):
-        value: Any = getattr(config, "eos_token_id", None)
-        ids.update(value if isinstance(value, list | tuple) else [value])
-    return sorted(i for i in ids if i is not None)
+    @property
+    def _model(self) -> str:
+        return self.tokenizer.name_or_path or TINY
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of a prompt."""
+        if self.is_chat:
+            text = self._render(text)
+        ids: Any = self.tokenizer(text, add_special_tokens=not self.is_chat)["input_ids"]
+        begin = self.tokenizer.bos_token_id
+        return tuple(ids[1:] if begin is not None and ids[:2] == [begin] * 2 else ids)
+
+    def _render(self, *turns: str) -> str:
+        """A question, or a question and its answer, through the chat template."""
+        system = self.settings.system
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        messages += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), turns, strict=False)]
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=len(turns) == 1,
+                strftime_now=TODAY.strftime,  # goes before the one that transformers gives to every template
+                **self.settings.template_arguments,  # pyright: ignore
+            )
+        except Exception as error:  # a template is a program of others, which fails in any way
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+            raise self._refusal(f"fails ({reason})") from None
+        return str(rendered)
+
+    def _check_template(self) -> None:
+        """ValueError for a chat template that fails or leaves something out, or arguments that it would not get."""
+        taken = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys() | {"messages", "strftime_now"}
+        if refused := sorted(taken & self.settings.template_arguments.keys()):
+            raise ValueError(
+                f"prompt.template_arguments must be names that are free for a template, got {', '.join(refused)}; "
+                "leave them out"
+            )
+        prompt = self._render(QUESTION)
+        if QUESTION not in prompt:
+            raise self._refusal("leaves out the question")
+        if (self.settings.system or "").strip() not in prompt:
+            raise self._refusal("leaves out prompt.system")
+
+    def _find_turn_end(self) -> int | None:
+        """The first special token after an answer in the chat template; None without one."""
+        try:
+            _, answer, after = self._render(QUESTION, ANSWER).rpartition(ANSWER)
+        except ValueError:
+            if self.is_chat:
+                raise
+            return None  # a plain prompt does without the template
+        ids: Any = self.tokenizer(after, add_special_tokens=False)["input_ids"] if answer else []
+        known = self.tokenizer.added_tokens_decoder
+        return next((i for i in ids if i in known and i != self.tokenizer.unk_token_id), None)
+
+    def _refusal(self, what: str) -> ValueError:
+        return ValueError(f"the chat template of '{self._model}' {what}; correct it or set prompt.format=plain")
 
 
 def as_groups(
-    prompts: Sequence[Prompt], encoded: Sequence[tuple[int, ...]], rows: Iterable[Row], tokenizer: Any
+    prompts: Sequence[Prompt], encoded: Sequence[tuple[int, ...]], rows: Iterable[Row], codec: TextCodec
 ) -> list[Group]:
     """One group per prompt of its equal share of `rows`, in order; `encoded` are the prompts' token ids."""
     rows = list(rows)
-    texts = tokenizer.batch_decode([list(ids) for ids, _, _ in rows], skip_special_tokens=True)
+    shown = [list(ids[:-1] if ids[-1] == codec.turn_end else ids) for ids, _, _ in rows]  # it may be no special token
+    texts = codec.tokenizer.batch_decode(shown, skip_special_tokens=True)
     rollouts = [
         Rollout(text, tuple(ids), tuple(nats), "stop" if ended else "length")
         for text, (ids, nats, ended) in zip(texts, rows, strict=True)

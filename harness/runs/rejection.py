@@ -21,7 +21,7 @@ from harness.spec.run import RunSpec
 from harness.training.cold_start import fit_demonstrations, start_policy
 from harness.training.evaluate import logged_evaluation
 from harness.training.grading import grade
-from harness.training.run import RunResult, StoppedEarly, build_engine
+from harness.training.run import RunResult, StoppedEarly, build_engine, first_prompt
 from harness.types import Demonstration, GradedGroup, Group, InvalidRun
 
 KEPT = "kept.jsonl"  # the answers that the policy is fine-tuned on
@@ -45,8 +45,9 @@ def rejection_sampling(
     """
     inputs = run_inputs([spec, start] if stage.rejection.restart else [spec], cache)
     log.inputs(inputs)
-    log.resume(-1)
     with expecting(inputs):
+        log.prompt(first_prompt(spec, "train"))
+        log.resume(-1)
         return _run(spec, directory, log, stage, start, cache, should_stop)
 
 
@@ -66,9 +67,9 @@ def _run(
         if should_stop():
             raise StoppedEarly
 
-    policy, tokenizer = start_policy(spec, cache)
+    policy, codec = start_policy(spec, cache)
     policy = policy.to(device=resolve_device(spec.device), dtype=getattr(torch, spec.dtype))
-    engine = build_engine(spec, policy, tokenizer)
+    engine = build_engine(spec, policy, codec)
     try:
         before = logged_evaluation(spec, engine, log, "validation", 0)
         kept, costs = kept_answers(spec, directory, engine, stage.rejection, partial(watch, "sample"))
@@ -82,7 +83,7 @@ def _run(
         fitted, _ = start_policy(start if stage.rejection.restart else spec, cache)
         fit_demonstrations(
             fitted,
-            tokenizer,
+            codec,
             kept,
             stage.fit,
             device=resolve_device(spec.device),
@@ -90,7 +91,7 @@ def _run(
             on_loss=lambda step, loss: log.metrics(step, {"fit/loss": loss}),
         )
         with publish_folder(directory / "policy") as folder:
-            save_model(folder, fitted.cpu(), tokenizer)
+            save_model(folder, fitted.cpu(), codec.tokenizer)
         policy.load_state_dict(fitted.state_dict())
         engine.load_weights(policy.state_dict(), stage.fit.steps)
         after = logged_evaluation(spec, engine, log, "validation", stage.fit.steps)

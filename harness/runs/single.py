@@ -24,7 +24,7 @@ from harness.tracking.run_log import RunLog, read_result, replay
 from harness.training.cold_start import start_policy
 from harness.training.evaluate import evaluate_run, evaluation_metrics
 from harness.training.launch import train
-from harness.training.run import RunResult, build_engine
+from harness.training.run import RunResult, build_engine, first_prompt
 from harness.types import FINAL, EvaluationResult, Inputs, Split
 
 Execute = Callable[..., RunResult]  # called like `harness.training.loop.train`
@@ -76,6 +76,7 @@ def evaluate_once(
         RunLog.open(runs, directory, spec, experiment="evaluate", run_name=name) as log,
     ):
         log.inputs(inputs)
+        log.prompt(first_prompt(spec, split))
         log.resume(-1)
         result = _evaluate(spec, split, runs, on_progress)
         log.metrics(0, evaluation_metrics(result))
@@ -87,9 +88,9 @@ def evaluate_once(
 def _evaluate(
     spec: RunSpec, split: Split, runs: Path, on_progress: OnProgress = lambda phase, done, total: None
 ) -> EvaluationResult:
-    policy, tokenizer = start_policy(spec, runs / "cache", partial(on_progress, "cold start"))
+    policy, codec = start_policy(spec, runs / "cache", partial(on_progress, "cold start"))
     policy = policy.to(device=resolve_device(spec.device), dtype=getattr(torch, spec.dtype))
-    with closing(build_engine(spec, policy, tokenizer)) as engine:
+    with closing(build_engine(spec, policy, codec)) as engine:
         return evaluate_run(spec, engine, split, 0, partial(on_progress, split), num_shown=sys.maxsize)
 
 

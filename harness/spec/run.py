@@ -14,7 +14,7 @@ from harness.inputs import digest
 from harness.interfaces import Algorithm, Reward, RolloutEngine, Task
 from harness.spec.errors import explain, parsed
 from harness.spec.raw import MAX_INTEGER, is_number
-from harness.types import Sampling, Section
+from harness.types import PromptFormat, Sampling, Section
 
 Scalar = bool | int | float | str | None
 
@@ -180,6 +180,7 @@ class RunSpec(Section):
         default_factory=dict, description="name -> weight, or settings; added to the algorithm's own reward"
     )
     engine: SerializeAsAny[RolloutEngine.Settings] = Field(default="transformers")  # pyright: ignore
+    prompt: PromptFormat = PromptFormat()
     sampling: Sampling = Sampling()
     dynamic_sampling: DynamicSampling = DynamicSampling()
     cold_start: ColdStart = ColdStart()

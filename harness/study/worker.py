@@ -173,7 +173,7 @@ class _JudgedLog:
         self._new: tuple[int, float] | None = None
         self.reason: str | None = None  # why the arm is given up
         self.inputs, self.resume, self.sync, self.holds = log.inputs, log.resume, log.sync, log.holds
-        self.progress = log.progress
+        self.prompt, self.progress = log.prompt, log.progress
         self.samples, self.per_problem = log.samples, log.per_problem
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:

@@ -64,6 +64,7 @@ class Identity:
     tags: dict[str, str] = field(default_factory=dict)
     spec: dict[str, Any] = field(default_factory=dict)
     inputs: dict[str, Any] = field(default_factory=dict)  # what the run reads
+    prompt: str = ""  # the first one, as the policy reads it
     objective: dict[str, str] = field(default_factory=dict)
     token: str = ""
     run_id: str | None = None
@@ -297,6 +298,8 @@ class Copier:
         if self.identity.inputs:
             client.log_dict(run_id, self.identity.inputs, "inputs.json")
             set_tags(client, run_id, inputs_tag(self.identity.inputs))
+        if self.identity.prompt:
+            client.log_text(run_id, self.identity.prompt, "prompt.txt")
         client.log_text(run_id, yaml.safe_dump(self.identity.spec, sort_keys=False), "config.yaml")
         if self.identity.parent_run_id is None:
             log_diff(client, run_id)

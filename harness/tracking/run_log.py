@@ -137,6 +137,11 @@ class RunLog:
         self._copier.identity.inputs = dict(inputs)
         self._copier.identity.save(self.directory)
 
+    def prompt(self, text: str) -> None:
+        """Record the first prompt as the policy reads it; comes before `resume`."""
+        self._copier.identity.prompt = text
+        self._copier.identity.save(self.directory)
+
     def resume(self, step: int) -> None:
         """Keep the events up to `step` (none for -1) and go on from there; comes before anything is logged."""
         assert self._file is None, "resume() comes before the first event"

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from harness.memory.estimate import model_config
 from harness.policy.device import mixed_precision, resolve_device
-from harness.policy.model import length_limit, load_tokenizer
-from harness.policy.text import encode_prompt
+from harness.policy.model import length_limit
+from harness.policy.text import load_codec
 from harness.spec.run import RunSpec
 from harness.training import ranks
 from harness.training.batch import collate
@@ -41,9 +41,9 @@ def check_length(spec: RunSpec) -> None:
     if spec.steps:
         prompts += spec.task.prompts("train")
         prompts += spec.task.prompts("validation")[: spec.evaluation.num_prompts]
-    tokenizer = load_tokenizer(spec.model)
+    codec = load_codec(spec.model, spec.prompt)
     texts = sorted((prompt.text for prompt in prompts), key=len)[-16:]
-    longest = max((len(encode_prompt(tokenizer, text)) for text in texts), default=0)
+    longest = max((len(codec.encode(text)) for text in texts), default=0)
     if longest + spec.max_tokens > limit:
         raise ValueError(
             f"a prompt and sampling.max_tokens must fit into {limit} tokens, where the positions of '{spec.model}' end "

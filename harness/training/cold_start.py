@@ -12,35 +12,34 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 
 from harness.files import file_lock, publish_folder, read_manifest
 from harness.inputs import digest, digested, expecting
 from harness.policy.device import resolve_device
 from harness.policy.forward import token_logprobs
-from harness.policy.model import load_policy, load_tokenizer, save_model
+from harness.policy.model import load_policy, save_model
 from harness.policy.sources import model_sources
-from harness.policy.text import encode_completion, encode_prompt
+from harness.policy.text import TextCodec, load_codec
 from harness.policy.tiny import CHARACTERS, TINY, tiny_config
 from harness.spec.run import ColdStart, RunSpec
 from harness.tensors import pad_right
 from harness.types import Demonstration, Inputs, InvalidRun
 
-FORMAT = 3  # part of the cache key: raise it when the training below changes
+FORMAT = 4  # part of the cache key: raise it when the training below changes
 log = logging.getLogger(__name__)
 
 
 def start_policy(
     spec: RunSpec, cache: Path, on_progress: Callable[[int, int], None] = lambda done, total: None
-) -> tuple[nn.Module, PreTrainedTokenizerBase]:
-    """The policy (on the CPU, float32) and tokenizer that the run starts from, warm-started if the spec says so.
+) -> tuple[nn.Module, TextCodec]:
+    """The policy (on the CPU, float32) and codec that the run starts from, warm-started if the spec says so.
 
     Warm starts are kept under `cache/cold-start`.
     """
     seed = spec.cold_start.seed
-    tokenizer = load_tokenizer(spec.model)
+    codec = load_codec(spec.model, spec.prompt)
     if spec.cold_start.steps == 0:
-        return load_policy(spec.model, seed=seed), tokenizer
+        return load_policy(spec.model, seed=seed), codec
     inputs = _inputs(spec)
     folder = cache / "cold-start" / _key(spec, inputs)
     with expecting(inputs), file_lock(folder.with_name(f"{folder.name}.lock")):
@@ -49,22 +48,21 @@ def start_policy(
                 log.warning("the cold start in '%s' is torn or altered, so it is made again", folder)
             policy = load_policy(spec.model, seed=seed)
             demonstrations, device = spec.task.demonstrations(), resolve_device(spec.device)
-            fit_demonstrations(
-                policy, tokenizer, demonstrations, spec.cold_start, device=device, on_progress=on_progress
-            )
+            fit_demonstrations(policy, codec, demonstrations, spec.cold_start, device=device, on_progress=on_progress)
             with publish_folder(folder) as partial:
-                save_model(partial, policy.cpu(), tokenizer)
-    return load_policy(str(folder), seed=seed), tokenizer
+                save_model(partial, policy.cpu(), codec.tokenizer)
+    return load_policy(str(folder), seed=seed), codec
 
 
 def cold_start_key(spec: RunSpec) -> str:
-    """The cache key: a hash of model and data, their content included, the cold start's settings and FORMAT."""
+    """The cache key: a hash of model and data, their content included, the prompt and cold start settings, FORMAT."""
     return _key(spec, _inputs(spec))
 
 
 def _key(spec: RunSpec, inputs: Inputs) -> str:
     model = [TINY, tiny_config().to_dict(), CHARACTERS] if spec.model == TINY else spec.model
-    return digest([FORMAT, model, spec.task.model_dump(mode="json"), spec.cold_start.model_dump(), inputs])
+    task, prompt = spec.task.model_dump(mode="json"), spec.prompt.model_dump()
+    return digest([FORMAT, model, task, prompt, spec.cold_start.model_dump(), inputs])
 
 
 def _inputs(spec: RunSpec) -> Inputs:
@@ -74,7 +72,7 @@ def _inputs(spec: RunSpec) -> Inputs:
 
 def fit_demonstrations(
     policy: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
+    codec: TextCodec,
     demonstrations: Sequence[Demonstration],
     settings: ColdStart,
     *,
@@ -91,7 +89,7 @@ def fit_demonstrations(
     policy.to(device)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate, weight_decay=0.0, fused=True)
     for step, batch in enumerate(_batches(demonstrations, settings)):
-        rows = [(encode_prompt(tokenizer, d.prompt), encode_completion(tokenizer, d.completion)) for d in batch]
+        rows = [([*codec.encode(d.prompt)], codec.encode_completion(d.completion)) for d in batch]
         rows.sort(key=lambda row: len(row[0]) + len(row[1]))
         num_tokens = sum(len(completion) for _, completion in rows)
         optimizer.zero_grad(set_to_none=True)

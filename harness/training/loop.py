@@ -17,7 +17,7 @@ from harness.training import ranks
 from harness.training.agreement import check_agreement, check_length
 from harness.training.evaluate import logged_evaluation
 from harness.training.gates import check_gates
-from harness.training.run import Run, RunResult, StoppedEarly, prepare, run_facts
+from harness.training.run import Run, RunResult, StoppedEarly, first_prompt, prepare, run_facts
 from harness.training.step import train_step
 from harness.types import InvalidRun, Prompt, Split
 
@@ -40,6 +40,7 @@ def train(
 def _train(spec: RunSpec, directory: Path, log: RunLogger, cache: Path, should_stop: Callable[[], bool]) -> RunResult:
     spec.engine.check(spec.sampling_with_limit())
     check_length(spec)
+    log.prompt(first_prompt(spec, "train" if spec.steps else "validation"))
     train_prompts = spec.task.prompts("train") if spec.steps else []
     run: Run | None = None
     try:

@@ -8,7 +8,6 @@ from typing import cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 
 from harness import plugins
 from harness.interfaces import RolloutEngine, RunLogger
@@ -17,6 +16,7 @@ from harness.memory.usage import reset_peak_memory, resident_bytes
 from harness.policy.device import resolve_device
 from harness.policy.lora import add_adapter
 from harness.policy.model import saved_weights
+from harness.policy.text import TextCodec, load_codec
 from harness.preflight import run_inputs
 from harness.spec.run import RunSpec
 from harness.training import ranks
@@ -74,7 +74,7 @@ class Run:
     learner: Learner
     log: RunLogger
     directory: Path
-    tokenizer: PreTrainedTokenizerBase
+    codec: TextCodec
     memory_before: int = 0  # bytes in use before the models were loaded
     inputs: Inputs = field(default_factory=dict)  # what it reads
     probe: Probe | None = None  # of the engine's weights, in the last step
@@ -100,7 +100,7 @@ class Run:
                 spec_digest=self.spec.digest(),
                 policy=self.learner.policy,
                 weights=weights,
-                tokenizer=self.tokenizer,
+                tokenizer=self.codec.tokenizer,
                 learner_state=learner_state,
                 progress=progress,
                 keep=self.spec.checkpoints.keep,
@@ -111,14 +111,20 @@ class Run:
         return {**self.accuracies, **{k: float(v) for k, v in vars(self.totals).items()}}
 
 
+def first_prompt(spec: RunSpec, split: Split) -> str:
+    """The first prompt of a split exactly as the policy reads it. Reads no weights."""
+    codec = load_codec(spec.model, spec.prompt)
+    return codec.decode(codec.encode(spec.task.prompts(split)[0].text))
+
+
 class StoppedEarly(Exception):
     """Asked to stop where no checkpoint can be written: in a cold start, a sampling or a fine-tuning."""
 
 
-def build_engine(spec: RunSpec, policy: nn.Module, tokenizer: PreTrainedTokenizerBase) -> RolloutEngine:
+def build_engine(spec: RunSpec, policy: nn.Module, codec: TextCodec) -> RolloutEngine:
     """The engine that the spec names, over this policy."""
     engine_class = cast(type[RolloutEngine], plugins.load("engine", spec.engine.name))
-    return engine_class(spec.engine.for_run(spec.dtype, spec.autocast), policy, tokenizer)
+    return engine_class(spec.engine.for_run(spec.dtype, spec.autocast), policy, codec)
 
 
 def prepare(
@@ -141,7 +147,7 @@ def prepare(
         if should_stop():
             raise StoppedEarly
 
-    policy, tokenizer = ranks.one_by_one(lambda: start_policy(spec, cache, watch_cold_start))
+    policy, codec = ranks.one_by_one(lambda: start_policy(spec, cache, watch_cold_start))
     if ranks.world_size() == 1:  # else the learner moves it, a part at a time
         policy = policy.to(device)
     policy = policy.to(dtype=getattr(torch, spec.dtype))
@@ -150,8 +156,8 @@ def prepare(
     if spec.gradient_checkpointing:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
     learner = Learner(spec, policy)
-    engine = build_engine(spec, policy, tokenizer)
-    run = Run(spec, engine, learner, log, directory, tokenizer, memory_before, inputs)
+    engine = build_engine(spec, policy, codec)
+    run = Run(spec, engine, learner, log, directory, codec, memory_before, inputs)
     run.kl_beta = spec.algorithm.kl_beta
     if checkpoint is None:
         return run, 0

@@ -27,7 +27,7 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
     unparsable = _num_unparsable(run)
     drawn, before = sample_groups(run, prompts, step, clock)  # generate, grade, score
     chosen = drawn.trained_on(spec.prompts_per_step)
-    batch = collate(chosen.groups, chosen.scores.totals, events(chosen.groups, chosen.scores, run.tokenizer))
+    batch = collate(chosen.groups, chosen.scores.totals, events(chosen.groups, chosen.scores, run.codec.tokenizer))
     batch = batch.to(resolve_device(spec.device))
     scheduled = learner.begin_step(step, _kl_beta(run, step))
     batch = learner.annotate(batch, sampler_is_exact=engine.exact_logprobs)

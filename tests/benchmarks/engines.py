@@ -28,7 +28,7 @@ from _workload import GROUP_SIZE, SETTINGS, DigitSum, Setting, write_model
 from harness.engines.transformers import LibraryDecoder, TransformersEngine
 from harness.interfaces import RolloutEngine
 from harness.policy.model import load_policy, load_tokenizer
-from harness.policy.text import encode_prompt
+from harness.policy.text import TextCodec
 from harness.types import Prompt, Sampling
 
 Sampler = Callable[[list[Prompt], int], int]  # prompts and step to the number of tokens sampled
@@ -51,24 +51,24 @@ def ours(engine: RolloutEngine, setting: Setting) -> Sampler:
     return sample
 
 
-def library(model: Any, tokenizer: Any, setting: Setting, cache: str | None, compiled: bool = False) -> Sampler:
-    config = _config(tokenizer, setting, cache_implementation=cache, disable_compile=not compiled)
+def library(model: Any, codec: TextCodec, setting: Setting, cache: str | None, compiled: bool = False) -> Sampler:
+    config = _config(codec.tokenizer, setting, cache_implementation=cache, disable_compile=not compiled)
 
     def sample(prompts: list[Prompt], step: int) -> int:
-        rows = torch.tensor([encode_prompt(tokenizer, p.text) for p in prompts for _ in range(GROUP_SIZE)])
+        rows = torch.tensor([codec.encode(p.text) for p in prompts for _ in range(GROUP_SIZE)])
         with torch.inference_mode():
             output = model.generate(rows, attention_mask=torch.ones_like(rows), generation_config=config)
-        ends = (output[:, rows.shape[1] :] == tokenizer.eos_token_id).int()
+        ends = (output[:, rows.shape[1] :] == codec.tokenizer.eos_token_id).int()
         return int((ends.cumsum(1) - ends == 0).sum())
 
     return sample
 
 
-def continuous(model: Any, tokenizer: Any, setting: Setting) -> Sampler:
-    config = _config(tokenizer, setting)
+def continuous(model: Any, codec: TextCodec, setting: Setting) -> Sampler:
+    config = _config(codec.tokenizer, setting)
 
     def sample(prompts: list[Prompt], step: int) -> int:
-        rows = [encode_prompt(tokenizer, p.text) for p in prompts for _ in range(GROUP_SIZE)]
+        rows = [list(codec.encode(p.text)) for p in prompts for _ in range(GROUP_SIZE)]
         results = model.generate_batch(inputs=rows, generation_config=config, progress_bar=False)
         if len(results) != len(rows):
             raise RuntimeError(f"{len(results)} of {len(rows)} requests came back")
@@ -96,27 +96,27 @@ def paths(setting: Setting, folder: Path, options: argparse.Namespace) -> dict[s
     def policy() -> Any:
         return load_policy(str(folder), seed=0)
 
-    tokenizer = load_tokenizer(str(folder))
+    codec = TextCodec(load_tokenizer(str(folder)))
     settings = TransformersEngine.Settings()
     made: dict[str, Callable[[], Sampler]] = {
-        "ours": lambda: ours(TransformersEngine(settings, policy(), tokenizer), setting),
-        "ours, library forward": lambda: ours(LibraryEngine(settings, policy(), tokenizer), setting),
-        "generate, dynamic cache": lambda: library(policy(), tokenizer, setting, None),
-        "generate, static cache": lambda: library(policy(), tokenizer, setting, "static"),
+        "ours": lambda: ours(TransformersEngine(settings, policy(), codec), setting),
+        "ours, library forward": lambda: ours(LibraryEngine(settings, policy(), codec), setting),
+        "generate, dynamic cache": lambda: library(policy(), codec, setting, None),
+        "generate, static cache": lambda: library(policy(), codec, setting, "static"),
     }
     if options.continuous:
-        made["continuous batching"] = lambda: continuous(policy(), tokenizer, setting)
+        made["continuous batching"] = lambda: continuous(policy(), codec, setting)
     if options.compile:
-        made["generate, compiled"] = lambda: library(policy(), tokenizer, setting, "static", compiled=True)
+        made["generate, compiled"] = lambda: library(policy(), codec, setting, "static", compiled=True)
     if find_spec("vllm") is not None:
-        made["vllm"] = lambda: ours(_vllm(policy(), tokenizer), setting)
+        made["vllm"] = lambda: ours(_vllm(policy(), codec), setting)
     return made
 
 
-def _vllm(policy: Any, tokenizer: Any) -> RolloutEngine:
+def _vllm(policy: Any, codec: TextCodec) -> RolloutEngine:
     from harness.engines.vllm import VLLMEngine
 
-    return VLLMEngine(VLLMEngine.Settings(), policy, tokenizer)
+    return VLLMEngine(VLLMEngine.Settings(), policy, codec)
 
 
 def measure(setting: Setting, options: argparse.Namespace) -> dict[str, Any]:

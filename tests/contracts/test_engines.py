@@ -4,8 +4,11 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from chats import chat_model, chat_tokenizer
+from fakes import tiny_codec
 
 from harness import plugins
+from harness.policy.text import TextCodec
 from harness.policy.tiny import tiny_model, tiny_tokenizer
 from harness.types import Prompt, Sampling
 
@@ -18,7 +21,7 @@ def engine(request):
     if request.param == "vllm" and find_spec("vllm") is None:
         pytest.skip("vllm is not installed; `make test-vllm` runs these tests where it is")
     cls = plugins.load("engine", request.param)
-    return cls(cls.Settings(), tiny_model(0), tiny_tokenizer())
+    return cls(cls.Settings(), tiny_model(0), tiny_codec())
 
 
 def test_one_group_per_prompt_in_order_with_the_group_size_asked_for(engine):
@@ -35,6 +38,22 @@ def test_rollouts_respect_the_limit_and_say_how_they_ended(engine):
             assert all(value <= 0 for value in r.logprobs)
             assert (r.finish_reason == "stop") == (r.token_ids[-1] == tiny_tokenizer().eos_token_id)
             assert "<eos>" not in r.text
+
+
+def test_a_completion_ends_at_the_first_end_of_turn(engine):
+    if engine.settings.name == "scripted":
+        pytest.skip("samples no model")
+    codec = TextCodec(chat_tokenizer())
+    policy = chat_model(codec.tokenizer)
+    with torch.no_grad():  # some tokens end a turn
+        policy.get_input_embeddings().weight[codec.turn_end] = policy.get_input_embeddings().weight.mean(0) * 40
+    groups = type(engine)(engine.settings, policy, codec).generate(PROMPTS, 16, SAMPLING, seed=0, step=0)
+    rollouts = [r for group in groups for r in group.rollouts]
+    assert sum(r.token_ids[-1] == codec.turn_end for r in rollouts) > 4
+    for r in rollouts:
+        assert codec.turn_end not in r.token_ids[:-1]
+        assert (r.finish_reason == "stop") == (r.token_ids[-1] in codec.end_ids())
+        assert "<|im_end|>" not in r.text
 
 
 def test_the_same_key_repeats_the_same_rollouts(engine):
@@ -55,9 +74,7 @@ def test_loaded_weights_take_effect(engine):
     before = engine.generate(PROMPTS, 2, SAMPLING, seed=0, step=0)
     engine.load_weights(tiny_model(1).state_dict(), 1)
     after = engine.generate(PROMPTS, 2, SAMPLING, seed=0, step=0)
-    fresh = type(engine)(engine.settings, tiny_model(1), tiny_tokenizer()).generate(
-        PROMPTS, 2, SAMPLING, seed=0, step=0
-    )
+    fresh = type(engine)(engine.settings, tiny_model(1), tiny_codec()).generate(PROMPTS, 2, SAMPLING, seed=0, step=0)
     assert before != after
     assert after == fresh
 

@@ -76,6 +76,8 @@ def show_task(document: Mapping[str, Any]) -> None:
     )
     show_table("", ["split", "problems"], list(document["sizes"].items()))
     say(f"Completion limit: {document['max_completion_tokens']} tokens")
+    if "completion_ends" in document:
+        say(f"A completion ends at {' or '.join(document['completion_ends'])}")
     if document["skipped_rows"]:
         say(f"Bad rows skipped in the {document['split']} split: {document['skipped_rows']:,}", style="yellow")
     for number, problem in enumerate(document["problems"], start=1):

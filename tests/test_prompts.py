@@ -1,0 +1,197 @@
+"""What a policy reads and where its completions end: chat templates, good and hostile, and plain text."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from chats import SHORT, SPECIAL, VOCABULARY, chat_folder, chat_model, chat_tokenizer, qwen_run
+from fakes import MemoryLog
+
+from harness.engines.transformers import TransformersEngine
+from harness.policy.text import TextCodec, load_codec
+from harness.policy.tiny import tiny_tokenizer
+from harness.preflight import check_inputs
+from harness.spec.errors import SpecError
+from harness.spec.run import ColdStart, RunSpec, parse_run
+from harness.training.cold_start import cold_start_key, fit_demonstrations, start_policy
+from harness.training.grading import grade
+from harness.training.loop import train
+from harness.types import Demonstration, Prompt, PromptFormat, Sampling
+from tasks.gsm8k import GSM8K
+
+FIXTURE = Path(__file__).parent / "fixtures" / "gsm8k"
+
+
+def shown(tokenizer, text="1+1=", **settings):
+    codec = TextCodec(tokenizer, PromptFormat(**settings))
+    return codec.decode(codec.encode(text))
+
+
+def make_spec(model="tiny", prompt=None, **changes) -> RunSpec:
+    raw = {"task": "arithmetic", "algorithm": "grpo", "model": model, "prompt": prompt or {}, **changes}
+    return parse_run(raw, "test")
+
+
+def test_a_prompt_is_a_chat_where_there_is_a_template_and_plain_where_not_or_where_told():
+    asked = "<|im_start|>user:1+1=<|im_end|><|im_start|>assistant:"
+    assert shown(chat_tokenizer()) == shown(chat_tokenizer(), format="chat") == asked
+    assert shown(chat_tokenizer(), format="plain") == "1+1="
+    assert shown(tiny_tokenizer()) == "1+1="
+
+
+def test_a_system_message_and_arguments_reach_the_template():
+    template = SHORT + "{% if enable_thinking is false %}<|im_start|>{{ depth + 1 }}{% endif %}"
+    text = shown(
+        chat_tokenizer(template), system="Be brief.", template_arguments={"enable_thinking": False, "depth": 2}
+    )
+    assert text == "<|im_start|>system:Be brief.<|im_end|><|im_start|>user:1+1=<|im_end|><|im_start|>3"
+
+
+def test_settings_from_a_file_or_a_command_keep_their_types():
+    arguments = {"flag": False, "count": 1, "share": 0.5, "word": "high"}
+    spec = make_spec(prompt={"template_arguments": arguments})
+    assert repr(spec.prompt.template_arguments) == repr(arguments)
+
+
+@pytest.mark.parametrize("wish", [{"system": "Be brief."}, {"template_arguments": {"enable_thinking": False}}])
+def test_what_only_a_template_can_do_is_refused_in_plain_prompts(wish):
+    with pytest.raises(SpecError, match=r"prompt\.template_arguments belong to a chat template, got "):
+        make_spec(prompt={"format": "plain", **wish})
+
+
+@pytest.mark.parametrize("wish", [{"format": "chat"}, {"system": ""}, {"template_arguments": {"deep": True}}])
+def test_a_model_without_template_is_refused_before_anything_loads(wish, tmp_path):
+    with pytest.raises(ValueError, match="need a chat template, which the tokenizer of 'tiny' lacks; leave them out"):
+        check_inputs([make_spec(prompt=wish)], tmp_path)
+    with pytest.raises(ValueError, match="need a chat template"):
+        train(make_spec(prompt=wish), tmp_path, MemoryLog(), cache=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenize", "chat_template", "messages", "strftime_now"])
+def test_an_argument_that_no_template_would_get_is_refused(name):
+    with pytest.raises(ValueError, match=f"must be names that are free for a template, got {name}"):
+        shown(chat_tokenizer(), template_arguments={name: "x"})
+
+
+def test_a_template_that_states_todays_date_states_the_same_one_every_day():
+    template = "{{ strftime_now('%d %b %Y') }}" + SHORT
+    assert shown(chat_tokenizer(template)) == "26 Jul 2024<|im_start|>user:1+1=<|im_end|>"
+
+
+def test_the_beginning_of_a_sequence_is_not_doubled():
+    tokenizer = chat_tokenizer("{{ bos_token }}" + SHORT)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer.backend_tokenizer.post_processor = _begins_with(tokenizer.bos_token_id)
+    assert shown(tokenizer) == "<s><|im_start|>user:1+1=<|im_end|>"
+    assert shown(tokenizer, format="plain") == "<s>1+1="
+    assert shown(tokenizer, "<s>1+1=", format="plain") == "<s>1+1="
+
+
+def _begins_with(token):
+    from tokenizers.processors import TemplateProcessing
+
+    return TemplateProcessing(single="<s> $A", special_tokens=[("<s>", token)])
+
+
+@pytest.mark.parametrize("form", ["chat", "plain"])
+def test_the_end_of_turn_ends_a_completion_of_every_prompt(form):
+    tokenizer = chat_tokenizer()
+    codec = TextCodec(tokenizer, PromptFormat(format=form))
+    ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    assert codec.end_ids() == ends
+    assert codec.encode_completion("2")[-1] == {"chat": ends[1], "plain": ends[0]}[form]
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ messages[0].content }}", "{% for m in messages %}Q:{{ m.content }}~{% endfor %}"]
+)
+def test_a_template_without_an_end_of_turn_leaves_the_end_of_sequence(template):
+    codec = TextCodec(chat_tokenizer(template))  # the tokenizer writes ~ as any character
+    assert codec.end_ids() == [codec.tokenizer.eos_token_id]
+    assert codec.encode_completion("2")[-1] == codec.tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize(("form", "special"), [("chat", True), ("chat", False), ("plain", True)])
+def test_a_grader_never_reads_past_the_end_of_turn(form, special):
+    tokenizer = chat_tokenizer(special=special)
+    policy, codec = chat_model(tokenizer), TextCodec(tokenizer, PromptFormat(format=form))
+    run_on = "#### 2<|im_end|><|im_start|>user:2+1=<|im_end|><|im_start|>assistant:#### 3"
+    fit_demonstrations(
+        policy, codec, [Demonstration("1+1=", run_on)], ColdStart(steps=50, batch_size=1), device=torch.device("cpu")
+    )
+    prompt, sampling = Prompt("p", "1+1=", "2"), Sampling(temperature=0, max_tokens=80)
+    endless = TransformersEngine(TransformersEngine.Settings(), policy, codec, end_ids=())
+    (group,) = endless.generate([prompt], 1, sampling, seed=0, step=0)
+    assert "#### 3" in group.rollouts[0].text  # the policy would run on
+    engine = TransformersEngine(TransformersEngine.Settings(), policy, codec)
+    (group,) = engine.generate([prompt], 1, sampling, seed=0, step=0)
+    assert (group.rollouts[0].text, group.rollouts[0].finish_reason) == ("#### 2", "stop")
+    assert group.rollouts[0].token_ids[-1] == codec.turn_end
+    (graded,) = grade(make_spec().task, [group], 80)
+    assert (graded.answers, graded.correct) == (("2",), (True,))
+
+
+def test_prompt_settings_are_part_of_the_cold_start(tmp_path):
+    model = chat_folder(tmp_path / "model")
+    settings = [{}, {"format": "plain"}, {"system": "Be brief."}, {"template_arguments": {"deep": True}}]
+    assert len({cold_start_key(make_spec(model, prompt)) for prompt in settings}) == len(settings)
+
+
+HOSTILE = {
+    "code": "{{ cycler.__init__.__globals__.os.mkdir('x') }}",
+    "a name that is not there": "{{ nothing.deeper }}",
+    "no template": "{% for m in messages %}",
+    "a refusal": "{{ raise_exception('not with me\nor you') }}",
+    "a refused system message": "{% if messages[0].role == 'system' %}{{ raise_exception('none') }}{% endif %}" + SHORT,
+    "arithmetic": "{{ 1 / 0 }}",
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "a wrong type": "{{ messages + 1 }}",
+    "an answer": "{% if messages|length > 2 %}{{ 1 / 0 }}{% endif %}" + SHORT,
+    "nothing said": "Hello.",
+    "no system message": "{{ messages[-1].content }}",
+    "several": {"one": SHORT, "other": SHORT},
+}
+
+
+@pytest.mark.parametrize("template", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.attack("A hostile or broken chat template")
+def test_a_template_that_cannot_be_used_is_one_error_before_weights_load(template, tmp_path):
+    model = chat_folder(tmp_path / "model", template)
+    prompt = {"system": "Be brief."}
+    spec = make_spec(model, prompt, steps=1, cold_start={"steps": 1})
+    message = (
+        rf"the chat template of '{model}' (fails \(\w+: .+\)|leaves out .+); correct it or set prompt\.format=plain$"
+    )
+    with pytest.raises(ValueError, match=message) as refused:
+        check_inputs([spec], tmp_path)
+    assert "\n" not in str(refused.value)
+    for file in ("model.safetensors", "manifest.json"):
+        (tmp_path / "model" / file).unlink()  # nobody reads the weights
+    for use in (lambda: train(spec, tmp_path, MemoryLog(), cache=tmp_path), lambda: start_policy(spec, tmp_path)):
+        with pytest.raises(ValueError, match=message):
+            use()
+    plain = load_codec(model, PromptFormat(format="plain"))
+    assert plain.decode(plain.encode("1+1=")) == "1+1="
+
+
+def test_worked_examples_are_the_same_text_in_every_format():
+    for shots in (0, 2):
+        (prompt, *_) = GSM8K(path=str(FIXTURE), shots=shots).prompts("test")
+        plain, chat = (shown(chat_tokenizer(), prompt.text, format=form) for form in ("plain", "chat"))
+        assert chat == f"<|im_start|>user:{plain}<|im_end|><|im_start|>assistant:"
+        assert plain.count("#### ") == prompt.text.count("#### ") >= shots
+
+
+def test_a_model_of_the_shape_of_qwen_trains_on_gsm8k(tmp_path):
+    spec, log = qwen_run(tmp_path / "model"), MemoryLog()
+    result = train(spec, tmp_path, log, cache=tmp_path)
+    assert result.state == "complete", result.reason
+    codec, first = load_codec(spec.model, spec.prompt), spec.task.prompts("train")[0]
+    assert [codec.decode([i]) for i in codec.end_ids()] == [SPECIAL[0], SPECIAL[2]]
+    assert max(codec.end_ids()) < VOCABULARY
+    assert log.first_prompt == (
+        f"<|im_start|>system\nBe helpful.<|im_end|>\n<|im_start|>user\n{first.text}<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
+    assert [step for step, _ in log.history("mismatch/kl")] == [1, 2, 3]
+    assert max(value for _, value in log.history("mismatch/kl")) < 1e-6
