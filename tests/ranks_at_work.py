@@ -1,11 +1,14 @@
 """Runs in one process and in a group of two, side by side: `python ranks_at_work.py FOLDER CASES`, CASES as JSON.
 
 A case is a name and what differs from `RUN`. FOLDER/1 and FOLDER/2 have a folder for each case with what the run left,
-and `log.json`: how it ended, and all that it logged but clocks. Each group starts once for all its cases.
+and `log.json`: how it ended, and all that it logged but clocks. The run FOLDER/2/RESUMED is stopped after a step by the
+two, goes on in the one for another step, and ends in the two; FOLDER/1/RESUMED is the same run undisturbed.
 """
 
 import json
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,34 +26,54 @@ RUN = {
     "evaluation": {"num_prompts": 5, "num_test_prompts": 5, "num_samples": 2},  # 5: no even shares
     "checkpoints": {"rollouts_every": 1},
 }
+RESUMED = "resumed"
 
 
-def run(folder: Path, cases: dict[str, dict[str, Any]], is_first: bool = True) -> None:
+def run(folder: Path, name: str, changes: dict[str, Any], should_stop: Callable[[], bool] = lambda: False) -> None:
     from fakes import MemoryLog
 
     from harness.spec.run import parse_run
+    from harness.training import ranks
     from harness.training.loop import train
 
-    for name, changes in cases.items():
-        log = MemoryLog()
-        result = train(parse_run({**RUN, **changes}, name), folder / name, log, cache=folder / "cache")
-        if is_first:
-            document = {"state": result.state, "reason": result.reason, "events": log.without_clocks()}
-            (folder / name / "log.json").write_text(json.dumps(document))
+    log = MemoryLog()
+    spec = parse_run({**RUN, **changes}, name)
+    result = train(spec, folder / name, log, cache=folder / "cache", should_stop=should_stop)
+    if ranks.rank() == 0:
+        document = {"state": result.state, "reason": result.reason, "events": log.without_clocks()}
+        (folder / name / "log.json").write_text(json.dumps(document))
 
 
 def run_rank(rank: int, folder: Path, cases: dict[str, dict[str, Any]]) -> None:
+    from fakes import StopAfter
+
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=2)
-    run(folder / "2", cases, is_first=rank == 0)
+    run(folder / "2", RESUMED, {"steps": 3}, StopAfter(1))
+    (folder / "one's turn").touch()
+    for name, changes in cases.items():
+        run(folder / "2", name, changes)
+    wait_for(folder / "two's turn")
+    run(folder / "2", RESUMED, {"steps": 3})
+
+
+def wait_for(file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.05)
 
 
 def main(folder: Path, cases: dict[str, dict[str, Any]]) -> None:
+    from fakes import StopAfter
+
     for part in ("1", "2"):
         (folder / part).mkdir()
     both = mp.spawn(run_rank, (folder, cases), nprocs=2, join=False)
     torch.set_num_threads(1)
-    run(folder / "1", cases)
+    for name, changes in {**cases, RESUMED: {"steps": 3}}.items():
+        run(folder / "1", name, changes)
+    wait_for(folder / "one's turn")
+    run(folder / "2", RESUMED, {"steps": 3}, StopAfter(1))
+    (folder / "two's turn").touch()
     while not both.join():
         pass
 

@@ -15,12 +15,17 @@ import psutil
 import pytest
 import torch
 from fakes import MemoryLog, StopAfter
-from ranks_at_work import RUN
+from ranks_at_work import RESUMED, RUN
 from safetensors.torch import load_file
+from transformers import Qwen2Config
 
 from harness import preflight
-from harness.policy.tiny import tiny_model
+from harness.memory import estimate as memory_estimate
+from harness.memory import fit as memory_fit
+from harness.memory.usage import GIB
+from harness.policy.tiny import tiny_config, tiny_model
 from harness.spec.errors import SpecError
+from harness.spec.load import load_study
 from harness.spec.run import parse_run
 from harness.study import processes
 from harness.training.launch import train
@@ -82,17 +87,10 @@ def last_policy(directory: Path) -> dict[str, torch.Tensor]:
     return load_file(next((folder / "policy").glob("*.safetensors")))
 
 
-def test_a_run_goes_on_with_other_numbers_of_devices_as_if_it_had_one(tmp_path: Path):
-    changes = {**case("ppo"), "steps": 3}
-    whole, parts = MemoryLog(), MemoryLog()
-    train(parse_run({**RUN, **changes}, "one"), tmp_path / "one", whole, cache=tmp_path)
-    for devices, state in ((2, "stopped"), (1, "stopped"), (2, "complete")):
-        spec = parse_run({**RUN, **changes, "devices": devices}, "parts")
-        result = train(spec, tmp_path / "parts", parts, cache=tmp_path, should_stop=StopAfter(1))
-        assert result.state == state
-    assert parts.resumed_at == [-1, 1, 2]
-    assert [step for step, _ in parts.events] == [step for step, _ in whole.events]
-    first, second = last_policy(tmp_path / "one"), last_policy(tmp_path / "parts")
+def test_a_run_goes_on_with_other_numbers_of_devices_as_if_it_had_one(ran: Path):
+    alone, parts = (json.loads((ran / part / RESUMED / "log.json").read_text())["events"] for part in "12")
+    assert [step for step, _ in parts] == [step for step, _ in alone if step > 2]  # the last of three attempts
+    first, second = (last_policy(ran / part / RESUMED) for part in "12")
     assert max(float((first[key] - second[key]).abs().max()) for key in first) <= 1e-5
 
 
@@ -104,12 +102,14 @@ def test_a_rank_that_is_killed_ends_the_attempt_and_the_next_one_goes_on_from_it
     def kill() -> None:
         while not log.history("policy/loss"):
             time.sleep(0.02)
-        _, second = psutil.Process().children()
-        second.kill()
+        first, _ = psutil.Process().children()
+        first.kill()
 
     killer = threading.Thread(target=kill)
     killer.start()
-    with pytest.raises(ChildProcessError, match="process 1 of the trial's 2 was killed by signal 9; the trial goes on"):
+    with pytest.raises(
+        ChildProcessError, match="process [01] of the trial's 2 was killed by signal 9; the trial goes on"
+    ):
         train(spec, tmp_path / "run", log, cache=tmp_path)
     killer.join()
     assert psutil.Process().children() == []
@@ -132,6 +132,47 @@ def test_bad_numbers_of_devices_are_refused_before_anything_starts(monkeypatch: 
     four = parse_run({**RUN, "devices": 4, "device": "cpu"}, "bad")
     with pytest.raises(SpecError, match="devices must be at most 2, the cores of this machine, got 4"):
         preflight.check_devices([four])
+
+
+QWEN_7B = {
+    "vocab_size": 152_064, "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4,
+}  # fmt: skip
+
+
+@pytest.fixture
+def gpus_of_80_gb(monkeypatch: pytest.MonkeyPatch):
+    for module in (memory_estimate, memory_fit):
+        monkeypatch.setattr(module, "device_bytes", lambda device: int(79.6 * GIB))
+
+
+@pytest.mark.usefixtures("gpus_of_80_gb")
+@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo"])
+def test_7b_fits_with_adapters_on_one_gpu_and_whole_on_eight_and_is_refused_whole_on_one(algorithm: str):
+    study = load_study("math_7b", [])
+    arm = next(arm.spec for arm in study.checked_arms() if arm.spec.algorithm.name == algorithm)
+    assert study.devices == 1
+    whole = load_study("math_7b", ["lora=null", "devices=8", "optimizer.learning_rate=1e-6"])
+    spread = next(arm.spec for arm in whole.checked_arms() if arm.spec.algorithm.name == algorithm)
+    assert whole.devices == 8
+    gpu, config = torch.device("cuda"), Qwen2Config(**QWEN_7B, tie_word_embeddings=False)
+    for spec in (arm, spread):
+        memory_fit.check_fits(memory_estimate.estimate(spec, config, 300, gpu), gpu, spec)
+    alone = spread.model_copy(update={"devices": 1})
+    components = memory_estimate.estimate(alone, config, 300, gpu)
+    with pytest.raises(SpecError, match=r"the run must fit in memory: the GPU has 79.60 GiB.*spread it over more GPUs"):
+        memory_fit.check_fits(components, gpu, alone)
+
+
+def test_what_is_spread_takes_its_share_on_each_device(monkeypatch: pytest.MonkeyPatch):
+    spec = parse_run({**RUN, **case("ppo")}, "one")
+    counts = [
+        memory_estimate.estimate(spec.model_copy(update={"devices": devices}), tiny_config(), 30, torch.device("cpu"))
+        for devices in (1, 2, 4)
+    ]
+    for name in ("reference", "gradients", "optimizer"):
+        assert [counts[0][name] // n for n in (1, 2, 4)] == [part[name] for part in counts]
+    assert counts[0]["gathered"] == 0 < counts[1]["gathered"] == counts[2]["gathered"]
 
 
 def test_workers_get_groups_of_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

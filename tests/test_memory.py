@@ -225,7 +225,8 @@ def test_the_advice_is_for_what_is_large_and_leaves_out_what_is_done():
     spec = make_spec("ppo", dtype="bfloat16", gradient_checkpointing=True)
     advice = _fixes(full, spec, copies=2)
     assert advice == [
-        "use fewer --workers", "train adapters (lora.rank=16)", "use a smaller model",
+        "use fewer --workers", "train adapters (lora.rank=16)", "spread it over more GPUs (devices)",
+        "use a smaller model",
         "set algorithm.kl_beta=0 (no reference)", "use an algorithm without a critic",
         "lower optimizer.tokens_per_microbatch",
     ]  # fmt: skip

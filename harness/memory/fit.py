@@ -80,7 +80,8 @@ def _fixes(components: Mapping[str, int], spec: RunSpec, copies: int) -> list[st
     activations = ["lower optimizer.tokens_per_microbatch"] if learning else []
     if learning and not spec.gradient_checkpointing:
         activations.append("set gradient_checkpointing=true")
-    trained = ["train adapters (lora.rank=16)"] if spec.lora is None else []
+    wider = "spread it over more GPUs (devices)"
+    trained = [*(["train adapters (lora.rank=16)"] if spec.lora is None else []), wider]
     fixes = {
         "activations": activations,
         "kv_cache": sampling,
@@ -92,7 +93,7 @@ def _fixes(components: Mapping[str, int], spec: RunSpec, copies: int) -> list[st
         "optimizer": trained,
         "reference": ["set algorithm.kl_beta=0 (no reference)"],
         "critic": ["use an algorithm without a critic"],
-        "policy": ["use a smaller model", *(["set dtype=bfloat16"] if spec.dtype == "float32" else [])],
+        "policy": ["use a smaller model", wider, *(["set dtype=bfloat16"] if spec.dtype == "float32" else [])],
     }
     fewer = ["use fewer --workers"] if copies > 1 else []
     return list(dict.fromkeys([*fewer, *(text for name, _ in _large(components) for text in fixes[name])]))
