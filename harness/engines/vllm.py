@@ -180,12 +180,12 @@ class VLLMEngine(RolloutEngine):
             with _process_state_kept():
                 if self.asleep:
                     self.llm.wake_up()
-                    UNMAPPED.set(0)
                 self.llm.llm_engine.engine_core.shutdown()
         except Exception:  # of a run that is out of memory, say, whose own end is what must be told
             log.warning("vLLM did not stop in order; its memory is free when this process ends", exc_info=True)
         del self.llm
         gc.collect()
+        UNMAPPED.set(0)
 
     def _run(self, rows: Sequence[tuple[int, ...]], parameters: Sequence[Any]) -> list[Any]:
         assert self.has_weights, "a slept engine has no weights before load_weights"
