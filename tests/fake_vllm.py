@@ -2,7 +2,7 @@
 
 `install` puts it in the place of the package. `LLM.calls` lists what the engine asked for, in order. On a GPU, vLLM
 ends in an illegal address where it stops, loads or samples with memory that `sleep` has unmapped; here a `RuntimeError`
-says so. Weights are random until the first reload, as after `load_format="dummy"`.
+says so. Weights are random until the first reload, as after `load_format="dummy"`. `Pool` is its memory, of BYTES.
 """
 
 import sys
@@ -14,7 +14,20 @@ from typing import Any, ClassVar
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-TAGS = frozenset({"weights", "kv_cache"})
+from harness.policy.device import UNMAPPED
+
+BYTES = {"weights": 1_000, "kv_cache": 500_000}
+TAGS = frozenset(BYTES)
+
+
+class Pool:
+    """vLLM's allocator: its blocks, which torch counts whether or not they are asleep."""
+
+    @staticmethod
+    def get_instance() -> SimpleNamespace:
+        asleep = LLM.last.asleep
+        blocks = {tag: SimpleNamespace(handle=(0, size), is_asleep=tag in asleep) for tag, size in BYTES.items()}
+        return SimpleNamespace(pointer_to_data=blocks)
 
 
 @dataclass
@@ -125,7 +138,10 @@ def install(monkeypatch: Any, cache: Any, *, on_gpu: bool = True) -> type[LLM]:
     vars(vllm).update(LLM=LLM, SamplingParams=SamplingParams)
     vars(platforms).update(current_platform=SimpleNamespace(is_cpu=lambda: not on_gpu))
     vars(envs).update(VLLM_CACHE_ROOT=str(cache))
-    for module in (vllm, platforms, envs):
+    cumem = ModuleType("vllm.device_allocator.cumem")
+    vars(cumem).update(CuMemAllocator=Pool)
+    monkeypatch.setattr(UNMAPPED, "count", 0)
+    for module in (vllm, platforms, envs, cumem):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(LLM, "loads_weights", True)
     monkeypatch.setattr(LLM, "memory_is_full", False)

@@ -16,13 +16,13 @@ import pytest
 import torch
 from fakes import MemoryLog, StopAfter
 from ranks_at_work import RESUMED, RUN
-from safetensors.torch import load_file
 from transformers import Qwen2Config
 
 from harness import preflight
 from harness.memory import estimate as memory_estimate
 from harness.memory import fit as memory_fit
 from harness.memory.usage import GIB
+from harness.policy.model import load_policy
 from harness.policy.tiny import tiny_config, tiny_model
 from harness.spec.errors import SpecError
 from harness.spec.load import load_study
@@ -84,7 +84,7 @@ def test_two_ranks_sample_log_and_learn_what_one_does(ran: Path, name: str):
 
 def last_policy(directory: Path) -> dict[str, torch.Tensor]:
     folder = sorted((directory / "checkpoints").glob("step-*"))[-1]
-    return load_file(next((folder / "policy").glob("*.safetensors")))
+    return load_policy(str(folder / "policy"), seed=0).state_dict()
 
 
 def test_a_run_goes_on_with_other_numbers_of_devices_as_if_it_had_one(ran: Path):
@@ -108,7 +108,7 @@ def test_a_rank_that_is_killed_ends_the_attempt_and_the_next_one_goes_on_from_it
     killer = threading.Thread(target=kill)
     killer.start()
     with pytest.raises(
-        ChildProcessError, match="process [01] of the trial's 2 was killed by signal 9; the trial goes on"
+        ChildProcessError, match=r"process [01] of the trial's 2 was killed by signal 9; the trial goes on"
     ):
         train(spec, tmp_path / "run", log, cache=tmp_path)
     killer.join()

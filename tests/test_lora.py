@@ -1,5 +1,7 @@
 """Adapters, mixed precision and recomputed activations: what is trained, what stays, and that a run resumes."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -8,9 +10,11 @@ from safetensors.torch import load_file
 from test_learner import make_batch
 from test_train import BASE, StopAfter
 
+from harness.inputs import InputsChanged
 from harness.policy.forward import token_logprobs
 from harness.policy.lora import adapter_off, adapter_weights, add_adapter, merged_weights
-from harness.policy.model import load_policy, save_model
+from harness.policy.model import check_model, load_policy, save_model
+from harness.policy.sources import Base, model_sources
 from harness.policy.tiny import tiny_config, tiny_model, tiny_tokenizer
 from harness.spec.errors import SpecError
 from harness.spec.run import parse_run
@@ -81,9 +85,40 @@ def test_merged_weights_are_those_of_a_plain_model_that_does_the_same(tmp_path):
     assert weights.keys() == plain.state_dict().keys()
     plain.load_state_dict(weights)
     assert torch.allclose(logprobs(plain, batch), logprobs(policy, batch), atol=1e-5)
-    save_model(tmp_path, policy, tiny_tokenizer())
-    assert torch.allclose(logprobs(load_policy(str(tmp_path), seed=0), batch), logprobs(policy, batch), atol=1e-5)
-    assert not [name for name in load_file(tmp_path / "model.safetensors") if "lora" in name]
+    save_model(tmp_path, policy, tiny_tokenizer(), base=Base.of("tiny", 0))
+    loaded = load_policy(str(tmp_path), seed=7)  # the seed of the base is the one that it was trained with
+    assert torch.allclose(logprobs(loaded, batch), logprobs(policy, batch), atol=1e-5)
+    assert all(torch.equal(value, weights[name]) for name, value in loaded.state_dict().items())
+
+
+def test_a_saved_adapter_is_all_that_is_saved_and_peft_loads_it(tmp_path):
+    from peft import PeftModel
+
+    batch = make_batch(tiny_model(0))
+    spec, policy, learner = adapted()
+    updated(spec, learner, batch)
+    save_model(tmp_path, policy, tiny_tokenizer(), base=Base.of("tiny", 0))
+    assert [file.name for file in tmp_path.glob("*.safetensors")] == ["adapter_model.safetensors"]
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert sum(x.numel() for x in saved.values()) == sum(x.numel() for x in adapter_weights(policy).values())
+    theirs = PeftModel.from_pretrained(tiny_model(0), tmp_path)
+    assert torch.equal(logprobs(theirs.base_model.model, batch), logprobs(policy, batch))
+
+
+@pytest.mark.attack("A base model replaced under its adapter")
+def test_an_adapter_whose_base_was_altered_or_deleted_is_refused(tmp_path):
+    save_model(tmp_path / "base", tiny_model(3), tiny_tokenizer())
+    _, policy, _ = adapted()
+    save_model(tmp_path / "adapter", policy, tiny_tokenizer(), base=Base.of(str(tmp_path / "base"), 0))
+    name = str(tmp_path / "adapter")
+    assert torch.equal(load_policy(name, seed=0).lm_head.weight, tiny_model(3).lm_head.weight)
+    assert "model " + str(tmp_path / "base") in model_sources(name)  # a run on the adapter is bound to both
+    save_model(tmp_path / "base", tiny_model(4), tiny_tokenizer())
+    with pytest.raises(InputsChanged, match=r"model\.safetensors"):
+        load_policy(name, seed=0)
+    shutil.rmtree(tmp_path / "base")
+    with pytest.raises(ValueError, match="is an adapter and needs the model that it changes"):
+        check_model(name)
 
 
 def test_the_same_seed_draws_the_same_adapter_and_no_random_state_is_touched():
@@ -224,7 +259,7 @@ def test_mixed_precision_keeps_float32_weights_and_stays_near_the_full_precision
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_a_run_with_an_adapter_resumes_bit_for_bit_and_its_checkpoint_is_a_plain_model(algorithm, tmp_path):
+def test_a_run_with_an_adapter_resumes_bit_for_bit_and_its_checkpoint_is_a_model(algorithm, tmp_path):
     raw = {**BASE, "algorithm": {"name": algorithm, "group_size": 4, "kl_beta": 0.02}, "lora": LORA}
     spec = parse_run({**raw, "optimizer": {"learning_rate": 1e-2}}, "test")
     whole, parts = MemoryLog(), MemoryLog()

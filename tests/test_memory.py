@@ -402,11 +402,3 @@ def test_vllms_share_of_a_gpu_must_hold_its_weights(monkeypatch, changes, least)
     else:
         with pytest.raises(SpecError, match=f"4.6 GiB, got 0.25 of the GPU, 2.5 GiB; set it to {least} or more"):
             told()
-
-
-def test_a_merged_adapter_is_a_second_copy_of_the_weights_while_it_is_saved():
-    adapted = parts(lora={"rank": 8})
-    assert adapted["merged"] == 4 * TINY
-    small = {"policy": 10, "activations": 7, "kv_cache": 3, "sampling": 5, "merged": 9}
-    assert peak_bytes(small) == 10 + 9
-    assert parts()["merged"] == 0

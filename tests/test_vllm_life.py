@@ -9,6 +9,7 @@ import torch
 from fakes import MemoryLog, tiny_codec
 
 from harness.engines.vllm import VLLMEngine
+from harness.memory.usage import peak_memory, reset_peak_memory, resident_bytes
 from harness.policy.device import mixed_precision
 from harness.policy.lora import add_adapter, merged_weights
 from harness.policy.tiny import tiny_model
@@ -154,3 +155,51 @@ def test_an_evaluation_gives_vllm_all_prompts_at_once(llm):
     engine = start(tiny_model(0))
     evaluate_run(spec, engine, "validation", step=0)
     assert engine.llm.batches == [140, 70]
+
+
+class Counter:
+    """What torch's allocator counts: `now` bytes, and the most since the peak was reset."""
+
+    def __init__(self, monkeypatch):
+        self.now = self.most = 0
+        for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats", "empty_cache"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name, lambda: None))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def memory_allocated(self):
+        return self.now
+
+    def max_memory_allocated(self):
+        return self.most
+
+    def reset_peak_memory_stats(self):
+        self.most = self.now
+
+    def use(self, count):
+        """Allocate and free so many bytes."""
+        self.most = max(self.most, self.now + count)
+
+
+def test_the_memory_of_a_sleeping_engine_is_no_part_of_the_peak(llm, monkeypatch):
+    policy = tiny_model(0)
+    engine = start(policy, sleep=True)
+    torch_counts = Counter(monkeypatch)
+    torch_counts.now = 30_000  # the learner
+    reset_peak_memory()
+    torch_counts.now += sum(fake_vllm.BYTES.values())  # vLLM's pool, awake
+    torch_counts.use(5_000)
+    assert peak_memory() == 30_000 + 501_000 + 5_000
+    reset_peak_memory()
+    engine.sleep()
+    torch_counts.use(600_000)  # activations, while 501,000 bytes are unmapped
+    assert resident_bytes() == 30_000
+    assert peak_memory() == 30_000 + 600_000
+    monkeypatch.setattr(engine.llm, "collective_rpc", lambda *_, **__: torch_counts.use(200_000))
+    engine.load_weights(policy.state_dict(), 1)  # the weights are mapped again, the cache after them
+    assert peak_memory() == 30_000 + 600_000
+    assert resident_bytes() == 30_000 + 501_000
+    torch_counts.use(200_000)
+    assert peak_memory() == 30_000 + 501_000 + 200_000
+    engine.sleep()
+    engine.close()
+    assert resident_bytes() == 30_000 + 501_000  # nothing is held back for the next run

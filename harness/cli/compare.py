@@ -9,6 +9,7 @@ import typer
 
 from harness.cli import options
 from harness.cli.commands import app, command
+from harness.cli.scale import scale_settings
 from harness.cli.study import run_and_report
 
 if TYPE_CHECKING:
@@ -46,8 +47,12 @@ def compare(
     The model 'tiny' gets a supervised cold start of 400 steps (--set cold_start.steps=N for another). With --tune each
     algorithm first gets the same search over its learning rate (a fifth to five times the run's own), judged on the
     validation split with a seed of its own; a study file can search more.
+
+    Any other model gets learning rates of its size (1e-6; 1e-5 with --set lora.rank=N and for a critic) and, on a GPU,
+    autocast and the engine vllm if it is installed. They are said before the run; --set wins.
     """
     options.use_store(tracking_uri)
+    sets = [*(sets or ()), *scale_settings(model, sets)]
     study = comparison(algorithms, task, model, seeds, steps, sets, name, tune)
     given = {"--algorithms": algorithms, "--task": task, "--model": model, "--seeds": seeds, "--steps": steps}
     command = options.shell("compare", {**given, "--tune": tune, "--set": sets, "--name": name})

@@ -40,7 +40,8 @@ class Check:
 )
 def doctor(
     run: Annotated[
-        str | None, typer.Option("--run", metavar="SPEC.yaml", help="Estimate the memory of a run, or a study's arms.")
+        str | None,
+        typer.Option("--run", metavar="SPEC.yaml", help="Estimate memory and disk of a run, or a study's arms."),
     ] = None,
     sets: Sets = None,
     runs: Runs = RUNS,
@@ -48,10 +49,11 @@ def doctor(
 ) -> None:
     """Check versions, device, cores, threads and the runs folder; exit code 1 on a problem.
 
-    With --run, estimate the memory of that run, or of each arm of that study, instead; exit code 2 if it cannot fit.
+    With --run, estimate memory and disk of that run, or of a trial of each arm of that study, instead; exit code 2 if
+    one cannot fit. `cohort study run --dry-run` adds up the disk of a whole study.
     """
     if run is not None:
-        return _estimate(run, sets or (), as_json)
+        return _estimate(run, sets or (), runs, as_json)
     if sets:
         raise ValueError("--set changes a run: name its file with --run")
     found = check_machine(runs)
@@ -157,15 +159,22 @@ def _vllm() -> Check:
     return Check("vllm", "ok", f"{found}; engine=vllm can run here, on {device}")
 
 
-def _estimate(run: str, sets: Sequence[str], as_json: bool) -> None:
-    """Print the memory that the runs of a file need. ValueError if one of them cannot fit or cannot be estimated."""
+def _estimate(run: str, sets: Sequence[str], runs: Path, as_json: bool) -> None:
+    """Print the memory and disk that the runs of a file need. ValueError if one of them cannot fit or cannot be
+    estimated."""
     from harness.memory.fit import judge
     from harness.spec.load import runs_of
+    from harness.training.disk import check_disk, estimate_disk
 
-    found = [
-        {"run": label, "algorithm": spec.algorithm.name, **asdict(judge(spec))}
-        for label, spec in runs_of(run, sets).items()
-    ]
+    found = []
+    for label, spec in runs_of(run, sets).items():
+        fit, disk = judge(spec), estimate_disk(spec, "nothing")
+        told = {"run": label, "algorithm": spec.algorithm.name, **asdict(fit), "disk": disk and asdict(disk)}
+        try:
+            check_disk(runs, [(spec, runs / "none")], 1, "nothing")
+        except ValueError as error:
+            told["problem"] = told["problem"] or str(error)
+        found.append(told)
     if as_json:
         terminal.print_json(found)
     else:
@@ -187,3 +196,5 @@ def _show_estimates(title: str, documents: Sequence[Mapping[str, Any]]) -> None:
     terminal.show_table(f"{title}: estimated memory, MiB", headers, rows, numeric=headers[1:])
     size = terminal.mebibytes(told[0]["device_bytes"])
     terminal.say(f"The device has {size} MiB. Sampling and learning take turns, so the peak is less than the sum.")
+    disks = [f"{d['run']} {terminal.mebibytes(d['disk']['running'])}" for d in told if d["disk"]]
+    terminal.say(f"Checkpoints of a run take at most, in MiB: {', '.join(disks)}.")

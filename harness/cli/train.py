@@ -11,6 +11,7 @@ import typer
 
 from harness.cli import options
 from harness.cli.commands import app, command
+from harness.cli.scale import scale_settings
 from harness.cli.views.answers import show_evaluation
 from harness.console import terminal
 
@@ -123,7 +124,8 @@ def evaluate(
 ) -> None:
     """Measure held-out accuracy: greedy, mean of K samples, pass@k and majority of K, with 95 % intervals.
 
-    Metrics and all graded completions go to MLflow's experiment `evaluate` and to RUNS/evaluate/NAME.
+    Metrics and all graded completions go to MLflow's experiment `evaluate` and to RUNS/evaluate/NAME. On a GPU a model
+    other than `tiny` runs with autocast and, if it is installed, the engine vllm; this is said, and --set wins.
     """
     from harness.console.progress import phase_bar
     from harness.runs.single import evaluate_once, model_folder
@@ -135,7 +137,8 @@ def evaluate(
     part = options.checked_split(split)
     extra = [] if samples is None else [f"evaluation.num_samples={samples}"]
     defaults = {"model": model_folder(model), "task": task, "algorithm": "grpo"}
-    spec = load_run(None, [*(sets or ()), *options.data_path(path), *extra], defaults)
+    scale = scale_settings(defaults["model"], sets, trains=False)
+    spec = load_run(None, [*(sets or ()), *scale, *options.data_path(path), *extra], defaults)
     name = options.checked_name(name or f"{spec.task.name}-{split}-{spec.digest()[:8]}")
     try:
         with phase_bar(f"{spec.model} on {spec.task.name}") as show:

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from harness.files import write_text
 from harness.interfaces import Precision, RolloutEngine
+from harness.policy.device import UNMAPPED
 from harness.policy.lora import merged_weights
 from harness.policy.sharding import class_name
 from harness.policy.text import TextCodec, as_groups
@@ -134,6 +135,7 @@ class VLLMEngine(RolloutEngine):
         self._check_open()
         if self.asleep:
             self.llm.wake_up(tags=["weights"])
+            UNMAPPED.set(_unmapped_bytes())
         with _process_state_kept():
             if self.settings.tensor_parallel_size == 1:
                 self._reload({"weights_iterator": iter(weights.items())})
@@ -143,6 +145,7 @@ class VLLMEngine(RolloutEngine):
                     self._reload({"weights_path": folder})
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
+            UNMAPPED.set(0)
         self.asleep, self.has_weights = False, True
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept the prefixes of the old weights: requests were still running")
@@ -163,6 +166,7 @@ class VLLMEngine(RolloutEngine):
         if self.on_gpu and self.settings.sleep and not self.asleep:
             self.llm.sleep(level=2)  # level 1 would keep a copy of weights that the learner is about to replace
             self.asleep, self.has_weights = True, False
+            UNMAPPED.set(_unmapped_bytes())
 
     def close(self) -> None:
         """Stop vLLM and free its memory; the engine cannot be used afterwards.
@@ -181,6 +185,7 @@ class VLLMEngine(RolloutEngine):
             log.warning("vLLM did not stop in order; its memory is free when this process ends", exc_info=True)
         del self.llm
         gc.collect()
+        UNMAPPED.set(0)
 
     def _run(self, rows: Sequence[tuple[int, ...]], parameters: Sequence[Any]) -> list[Any]:
         assert self.has_weights, "a slept engine has no weights before load_weights"
@@ -296,6 +301,12 @@ def _vllm() -> Any:
 
 def _on_gpu() -> bool:
     return not import_module("vllm.platforms").current_platform.is_cpu()
+
+
+def _unmapped_bytes() -> int:
+    """Bytes of this process's vLLM that sleep now."""
+    allocator = import_module("vllm.device_allocator.cumem").CuMemAllocator.get_instance()
+    return sum(data.handle[1] for data in allocator.pointer_to_data.values() if data.is_asleep)
 
 
 def _write_weights(folder: Path, weights: Mapping[str, Tensor]) -> None:

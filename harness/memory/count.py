@@ -98,14 +98,38 @@ class Counts:
     values: int
 
 
+@dataclass(frozen=True)
+class Saved:
+    """Bytes of a policy's own folder (an adapter's, where there is one) and of the state of optimisers and critic; of
+    the whole model in its precision, and in float32."""
+
+    policy: int
+    learner: int
+    model: int
+    model_float32: int
+
+
+@lru_cache(maxsize=64)
+def saved_bytes(shape: Shape) -> Saved:
+    """What a checkpoint holds. Raises whatever a model raises that cannot be built."""
+    policy, critic = _models(shape)
+    model = [p for name, p in policy.named_parameters() if ".lora_" not in name]
+    trained = _bytes(p for p in policy.parameters() if p.requires_grad)
+    valued = _bytes(p for p in _added(policy, critic) if p.requires_grad)
+    adapter = trained if shape.lora is not None else 0  # in the learner's state too
+    return Saved(
+        policy=adapter or _bytes(model),
+        learner=2 * (trained + valued) + valued + adapter,
+        model=_bytes(model),
+        model_float32=4 * sum(p.numel() for p in model),
+    )
+
+
 @lru_cache(maxsize=64)  # arms of a study often share their shape
 def count(shape: Shape) -> Counts:
     """The counts of a shape. Raises whatever a model raises that cannot be built or run without numbers."""
-    with torch.random.fork_rng(devices=[]):  # heads and adapters draw initial weights
-        policy = _meta_policy(shape)
-        critic = Critic(policy, shared=shape.shares_trunk) if shape.needs_critic else None
-    own = {id(p) for p in policy.parameters()}
-    added = [p for p in critic.parameters() if id(p) not in own] if critic is not None else []
+    policy, critic = _models(shape)
+    added = _added(policy, critic)
     head = policy.get_output_embeddings().weight
     linear = [m.weight for m in backbone(policy).modules() if isinstance(m, nn.Linear) and m.weight.requires_grad]
     trunk, logprobs, values = _pass(shape, policy, critic)
@@ -128,6 +152,19 @@ def count(shape: Shape) -> Counts:
         logprobs=logprobs,
         values=values,
     )
+
+
+def _models(shape: Shape) -> tuple[Any, Critic | None]:
+    """The run's policy and critic with shapes and no storage."""
+    with torch.random.fork_rng(devices=[]):  # heads and adapters draw initial weights
+        policy = _meta_policy(shape)
+        return policy, Critic(policy, shared=shape.shares_trunk) if shape.needs_critic else None
+
+
+def _added(policy: nn.Module, critic: Critic | None) -> list[nn.Parameter]:
+    """The critic's parameters that are not the policy's."""
+    own = {id(p) for p in policy.parameters()}
+    return [p for p in critic.parameters() if id(p) not in own] if critic is not None else []
 
 
 def _meta_policy(shape: Shape) -> Any:

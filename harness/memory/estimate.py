@@ -38,10 +38,8 @@ def estimate(
 
     Of several devices they are the bytes on each: weights, gradients and moments are spread, and `gathered` holds the
     layers that a pass has whole. Every completion is taken to reach its limit, every prompt to have `prompt_tokens`.
-    `activations`, `merged` (an
-    adapter in its layers, to be saved; on a GPU one tensor at a time) and `kv_cache` with `sampling` are never there at
-    once: see `peak_bytes`. Raises what `count` raises, ValueError for a mixture of experts, and SpecError for an engine
-    whose share of a GPU cannot hold the model.
+    `activations` and `kv_cache` with `sampling` are never there at once: see `peak_bytes`. Raises what `count` raises,
+    ValueError for a mixture of experts, and SpecError for an engine whose share of a GPU cannot hold the model.
     """
     if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         raise ValueError(f"the {config.model_type} is a mixture of experts")  # its passes depend on the tokens
@@ -65,7 +63,6 @@ def estimate(
         "optimizer": _part(2 * counts.trainable, spec),  # AdamW: two moments in the precision of the parameters
         "gathered": 0 if alone else _gathered(spec, counts, own_trunk),
         "activations": activations,
-        "merged": _itemsize(spec.dtype) * counts.weights if spec.lora is not None and device.type == "cpu" else 0,
         **_engine_bytes(spec, counts, shape, device),
     }
 
@@ -84,11 +81,11 @@ def _gathered(spec: RunSpec, counts: Counts, own_trunk: bool) -> int:
 
 
 def peak_bytes(components: Mapping[str, int]) -> int:
-    """The most that the components need at one time: a step first samples, then learns; at times it is saved."""
-    in_turn = ("activations", "merged", "kv_cache", "sampling")
+    """The most that the components need at one time: a step first samples, then learns."""
+    in_turn = ("activations", "kv_cache", "sampling")
     steady = sum(v for k, v in components.items() if k not in in_turn)
     sampling = components["kv_cache"] + components["sampling"]
-    return steady + max(components["activations"], sampling, components.get("merged", 0))
+    return steady + max(components["activations"], sampling)
 
 
 def estimate_run(spec: RunSpec) -> tuple[dict[str, int] | None, str | None]:

@@ -86,7 +86,6 @@ def _fixes(components: Mapping[str, int], spec: RunSpec, copies: int) -> list[st
         "activations": activations,
         "kv_cache": sampling,
         "sampling": sampling,
-        "merged": [],
         "gathered": [],
         "engine": ["lower engine.cpu_cache_gib or set engine.sleep=true"],
         "gradients": trained,

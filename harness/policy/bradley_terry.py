@@ -26,7 +26,7 @@ from harness.files import publish_folder
 from harness.inputs import digest, expected
 from harness.policy.device import resolve_device
 from harness.policy.library import import_generation
-from harness.policy.model import check_model, load_tokenizer, local_or_hub, save_model
+from harness.policy.model import check_model, load_tokenizer, local_or_hub, on_base, save_model
 from harness.policy.sources import source_name, verify_model
 from harness.policy.text import TextCodec
 from harness.policy.tiny import TINY, tiny_config
@@ -105,26 +105,29 @@ def load_classifier(name: str, seed: int | None = None) -> tuple[nn.Module, PreT
     import_generation()
     from transformers import AutoConfig, AutoModelForSequenceClassification, LlamaForSequenceClassification
 
-    tokenizer = load_tokenizer(name)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed or 0)
+    def load(name: str, _: int) -> Any:
         if name == TINY:
             config: Any = tiny_config()
             config.num_labels = 1
-            model: Any = LlamaForSequenceClassification(config)
-        else:
-            config = AutoConfig.from_pretrained(**local_or_hub(name), trust_remote_code=False)
-            is_scorer = any("SequenceClassification" in kind for kind in config.architectures or [])
-            if seed is None and not (is_scorer and config.num_labels == 1):
-                found = f"{config.num_labels} labels" if is_scorer else " and ".join(config.architectures or ["none"])
-                raise ValueError(
-                    f"rewards.reward_model.path must be a sequence classifier with one label, got {found} in '{name}'; "
-                    "fit one with `cohort reward-model train`"
-                )
-            model = AutoModelForSequenceClassification.from_pretrained(
-                **local_or_hub(name), num_labels=1, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+            return LlamaForSequenceClassification(config)
+        config = AutoConfig.from_pretrained(**local_or_hub(name), trust_remote_code=False)
+        is_scorer = any("SequenceClassification" in kind for kind in config.architectures or [])
+        if seed is None and not (is_scorer and config.num_labels == 1):
+            found = f"{config.num_labels} labels" if is_scorer else " and ".join(config.architectures or ["none"])
+            raise ValueError(
+                f"rewards.reward_model.path must be a sequence classifier with one label, got {found} in '{name}'; "
+                "fit one with `cohort reward-model train`"
             )
-            verify_model(name)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            **local_or_hub(name), num_labels=1, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+        )
+        verify_model(name)
+        return model
+
+    tokenizer = load_tokenizer(name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed or 0)
+        model = on_base(name, 0, load)
     model.config.pad_token_id = tokenizer.pad_token_id  # the head reads the last token that is no padding
     return model, tokenizer
 

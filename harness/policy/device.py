@@ -1,4 +1,4 @@
-"""The device of a run, and bfloat16 autocast on it."""
+"""The device of a run, bfloat16 autocast on it, and what of its memory is there in fact."""
 
 import torch
 
@@ -17,3 +17,35 @@ def resolve_device(device: str) -> torch.device:
 def mixed_precision(device: torch.device, enabled: bool) -> torch.autocast:
     """A context in which matrix products run in bfloat16, if enabled."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
+
+
+class Unmapped:
+    """Bytes that torch's CUDA allocator counts as allocated although no memory stands behind them, and the peak of the
+    others.
+
+    vLLM allocates through a memory pool of torch's allocator. When it sleeps it unmaps the memory of its tensors, and
+    torch, which does not see that, goes on counting them.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._peak = 0  # until `count` last changed
+
+    def peak(self) -> int:
+        """Bytes at the peak since `reset_peak`."""
+        return max(self._peak, torch.cuda.max_memory_allocated() - self.count)
+
+    def reset_peak(self) -> None:
+        self._peak = 0
+        torch.cuda.reset_peak_memory_stats()
+
+    def set(self, count: int) -> None:
+        """So many bytes are unmapped from now on."""
+        if not torch.cuda.is_available():
+            return
+        self._peak = self.peak()
+        torch.cuda.reset_peak_memory_stats()
+        self.count = count
+
+
+UNMAPPED = Unmapped()  # of this process

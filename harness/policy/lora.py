@@ -1,26 +1,31 @@
 """Low-rank adapters on a policy's linear layers, which alone are trained (LoRA, Hu et al. 2021, arXiv:2106.09685).
 
 The adapter starts as the identity and lives inside the model, whose class and methods stay as they are (peft). With it
-off the model is the reference; with it merged the weights have the model's own names, as an engine or a saved model
-wants them.
+off the model is the reference; with it merged the weights have the model's own names, as an engine wants them. It is
+saved as peft saves it, without the model.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from harness.policy.sharding import full
+from harness.policy.sources import ADAPTER_CONFIG
 
 if TYPE_CHECKING:
     from harness.spec.run import LoRA
 
 
 ADAPTER = "default"
+WEIGHTS, PREFIX = "adapter_model.safetensors", "base_model.model."  # peft's file, and how its names begin
 
 
 def add_adapter(policy: nn.Module, settings: LoRA, seed: int) -> None:
@@ -121,6 +126,26 @@ def load_adapter(model: nn.Module, weights: dict[str, Tensor]) -> None:
     if missing:
         raise RuntimeError(f"the adapter has other layers: {sorted(missing)[0]}")
     model.load_state_dict(weights, strict=False)
+
+
+def save_adapter(folder: Path, model: nn.Module, weights: Mapping[str, Tensor], base: str) -> None:
+    """Write the model's adapter, whose `adapter_weights` are given, as a folder that peft loads onto `base`."""
+    config: Any = model.peft_config[ADAPTER]  # pyright: ignore
+    config.base_model_name_or_path, config.task_type = base, "CAUSAL_LM"
+    config.save_pretrained(folder)
+    saved = {PREFIX + name.replace(f".{ADAPTER}.", "."): x.cpu() for name, x in weights.items()}
+    save_file(saved, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+@torch.no_grad()
+def merge_saved(model: nn.Module, folder: Path) -> None:
+    """Add an adapter that `save_adapter` wrote to the weights of its base model, in place."""
+    config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    saved = {name.removeprefix(PREFIX): value for name, value in load_file(folder / WEIGHTS).items()}
+    for name in [name.removesuffix(".lora_A.weight") for name in saved if name.endswith(".lora_A.weight")]:
+        weight: Any = model.get_submodule(name).weight
+        change = saved[f"{name}.lora_B.weight"] @ saved[f"{name}.lora_A.weight"]
+        weight += change * (config["lora_alpha"] / config["r"])
 
 
 def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:

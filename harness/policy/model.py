@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from harness.files import write_manifest
+from harness.inputs import expecting
 from harness.plugins import nearest
 from harness.policy.library import import_generation, no_progress_bars
-from harness.policy.lora import has_adapter, merged_weights
+from harness.policy.lora import adapter_weights, has_adapter, merge_saved, save_adapter
 from harness.policy.sharding import is_sharded, kept, second_names
-from harness.policy.sources import pinned, verify_model
+from harness.policy.sources import BASE, Base, base_of, pinned, verify_model
 from harness.policy.tiny import TINY, tiny_model, tiny_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+M = TypeVar("M", bound=nn.Module)
 
 
 def check_model(name: str, setting: str = "model") -> None:
@@ -54,6 +58,14 @@ def check_model(name: str, setting: str = "model") -> None:
                 pass
         except (SafetensorError, OSError) as error:
             raise ValueError(f"model weights '{file}' cannot be read ({error}); copy the file again") from None
+    if (base := base_of(name)) is not None:
+        try:
+            check_model(base.name)
+        except ValueError as error:
+            raise ValueError(
+                f"{setting} '{name}' is an adapter and needs the model that it changes: {error}; a cold start that was "
+                "deleted is made again by a run with the same cold_start and --runs"
+            ) from None
 
 
 def length_limit(config: Any) -> int | None:
@@ -89,18 +101,11 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def load_policy(name: str, *, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A causal language model on the CPU, without dropout; `seed` only matters for the initial weights of `tiny`."""
-    if name == TINY:
-        model = tiny_model(seed)
-    else:
-        import_generation()
-        from transformers import AutoModelForCausalLM
+    """A causal language model on the CPU, without dropout, an adapter merged into its base.
 
-        no_progress_bars()
-        model = AutoModelForCausalLM.from_pretrained(
-            **local_or_hub(name), dtype=torch.float32, trust_remote_code=False, use_safetensors=True
-        )
-        verify_model(name)
+    `seed` only matters for the initial weights of `tiny`.
+    """
+    model = on_base(name, seed, _load_policy)
     for key in ("attention_dropout", "hidden_dropout", "dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
         if getattr(model.config, key, None):
             setattr(model.config, key, 0.0)
@@ -110,14 +115,43 @@ def load_policy(name: str, *, seed: int, dtype: torch.dtype = torch.float32) -> 
     return nn.Module.to(model, dtype).eval()
 
 
+def on_base(name: str, seed: int, load: Callable[[str, int], M]) -> M:
+    """What `load(name, seed)` gives for a model; for an adapter its base so loaded, with the adapter merged.
+
+    InputsChanged if the base is not the one that the adapter was trained on.
+    """
+    base = base_of(name)
+    if base is None:
+        return load(name, seed)
+    with expecting(base.inputs):
+        model = on_base(base.name, base.seed, load)
+    merge_saved(model, Path(name).expanduser())
+    verify_model(name)
+    return model
+
+
+def _load_policy(name: str, seed: int) -> nn.Module:
+    if name == TINY:
+        return tiny_model(seed)
+    import_generation()
+    from transformers import AutoModelForCausalLM
+
+    no_progress_bars()
+    model = AutoModelForCausalLM.from_pretrained(
+        **local_or_hub(name), dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+    )
+    verify_model(name)
+    return model
+
+
 def saved_weights(model: nn.Module) -> dict[str, Tensor] | None:
-    """The weights to save where they are not simply the model's own: an adapter merged, spread ones gathered.
+    """The weights to save where they are not simply the model's own: an adapter alone, spread ones gathered.
 
     On the CPU of rank 0; all ranks ask at once.
     """
-    again = second_names(model) if is_sharded(model) else set[str]()
     if has_adapter(model):
-        return {name: x.cpu() for name, x in merged_weights(model).items() if name not in again}
+        return kept(adapter_weights(model))
+    again = second_names(model) if is_sharded(model) else set[str]()
     return kept({k: v for k, v in model.state_dict().items() if k not in again}) if is_sharded(model) else None
 
 
@@ -126,16 +160,26 @@ def save_model(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     weights: Mapping[str, Tensor] | None = None,
+    base: Base | None = None,
 ) -> dict[str, str]:
-    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load (safetensors), an adapter merged.
+    """Write a folder that `load_policy` and `load_tokenizer` load: all weights, or an adapter alone and its `base`.
 
-    It has a manifest, whose hashes (file -> SHA-256) are returned. `weights` are `saved_weights`, if known.
+    transformers loads the first kind, peft the second. It has a manifest, whose hashes (file -> SHA-256) are returned.
+    `weights` are `saved_weights`, if known.
     """
     no_progress_bars()
     weights = saved_weights(model) if weights is None else weights
-    model.save_pretrained(folder, state_dict=weights)  # pyright: ignore
+    facts: dict[str, Any] = {}
+    if has_adapter(model):
+        assert base is not None and weights is not None
+        folder.mkdir(exist_ok=True)
+        save_adapter(folder, model, weights, base.name)
+        model.config.save_pretrained(folder)  # pyright: ignore
+        facts = {BASE: asdict(base)}
+    else:
+        model.save_pretrained(folder, state_dict=weights)  # pyright: ignore
     tokenizer.save_pretrained(str(folder))
-    return write_manifest(folder)
+    return write_manifest(folder, **facts)
 
 
 def local_or_hub(name: str) -> dict[str, str]:

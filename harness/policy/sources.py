@@ -1,29 +1,55 @@
 """What a model is read from: the files of its folder, or the commit of its Hub repository."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from harness.files import MANIFEST, read_manifest
-from harness.inputs import REVISION, expected, verify
-from harness.types import Sources
+from harness.inputs import REVISION, digested, expected, verify
+from harness.types import Inputs, Sources
 
 SUFFIXES = (".json", ".jinja", ".model", ".safetensors", ".txt")  # of what transformers reads: weights, tokenizer, ...
+
+BASE = "base"  # in the manifest of a folder with an adapter
+ADAPTER_CONFIG = "adapter_config.json"  # as peft calls it
+
+
+@dataclass(frozen=True)
+class Base:
+    """The model that an adapter changes: its name as in a spec, the seed of `tiny`, and what it was read from."""
+
+    name: str
+    seed: int
+    inputs: Inputs
+
+    @classmethod
+    def of(cls, name: str, seed: int) -> "Base":
+        folder = Path(name).expanduser()
+        name = str(folder.resolve()) if folder.is_dir() else name
+        return cls(name, seed, digested(model_sources(name)))
+
+
+def base_of(name: str) -> Base | None:
+    """The base of a model folder that holds an adapter alone; None for any other model."""
+    folder = Path(name).expanduser()
+    fields = _manifest(folder).get(BASE) if (folder / ADAPTER_CONFIG).is_file() else None
+    return None if fields is None else Base(**fields)
 
 
 def model_sources(name: str) -> Sources:
     """The source of a model by its name in a spec; empty for `tiny` and for a Hub id that cannot be reached.
 
-    ValueError for a folder that is not what was saved there.
+    That of an adapter's base comes too. ValueError for a folder that is not what was saved there.
     """
     source, folder = source_name(name), Path(name).expanduser()
     if folder.is_dir():
-        if (folder / MANIFEST).is_file() and read_manifest(folder) is None:
-            raise ValueError(
-                f"model folder '{folder}' is torn or altered: it is not what its {MANIFEST} says; make it or copy it "
-                f"again, or delete {MANIFEST} if you changed it on purpose"
-            )
+        _manifest(folder)
         found = sorted([*folder.iterdir(), *folder.glob("*/*.jinja")])
         files = [file for file in found if file.suffix in SUFFIXES and file.name != MANIFEST and file.is_file()]
-        return {source: {file.relative_to(folder).as_posix(): file for file in files}}
+        own: Mapping[str, Path | str] = {file.relative_to(folder).as_posix(): file for file in files}
+        base = base_of(name)
+        return {source: own, **(model_sources(base.name) if base is not None else {})}
     if name == "tiny":  # harness.policy.tiny.TINY, which loads torch
         return {}
     from huggingface_hub import hf_hub_download
@@ -33,6 +59,19 @@ def model_sources(name: str) -> Sources:
     except (OSError, ValueError):
         return {}
     return {source: {REVISION: Path(config).parent.name}}
+
+
+def _manifest(folder: Path) -> Mapping[str, Any]:
+    """The manifest of a model folder, empty without one. ValueError if the folder is not what it says."""
+    if not (folder / MANIFEST).is_file():
+        return {}
+    found = read_manifest(folder)
+    if found is None:
+        raise ValueError(
+            f"model folder '{folder}' is torn or altered: it is not what its {MANIFEST} says; make it or copy it "
+            f"again, or delete {MANIFEST} if you changed it on purpose"
+        )
+    return found
 
 
 def pinned(name: str) -> str | None:

@@ -24,11 +24,12 @@ from harness.inputs import expecting
 from harness.memory.fit import check_memory
 from harness.preflight import check_inputs, run_inputs
 from harness.runs.rejection import rejection_sampling
-from harness.runs.single import UNWATCHED, Execute, Watch, ended_result, own_folder, run_logged
+from harness.runs.single import UNWATCHED, Execute, Watch, ended_result, has_ended, own_folder, run_logged
 from harness.runs.stages import Kind, Stage, policy_folder
 from harness.spec.errors import SpecError
 from harness.stop import stop_on_signals
 from harness.tracking.run_log import RunLog
+from harness.training.disk import check_disk
 from harness.training.launch import train
 from harness.training.run import RunResult
 from harness.types import Inputs, TrialState
@@ -60,6 +61,9 @@ def train_pipeline(
         for stage in stages:
             if stage.kind == "train":
                 check_memory(stage.spec)
+        folders = [directory / "stages" / f"{number}-{stage.name}" for number, stage in enumerate(stages, start=1)]
+        left = [(s.spec, f) for s, f in zip(stages, folders, strict=True) if s.kind == "train" and not has_ended(f)]
+        check_disk(runs, left, 1, "weights")
         inputs = run_inputs([stage.spec for stage in stages], runs / "cache")
     with expecting(inputs), own_folder(directory, stages[0].spec):
         _check_unchanged(directory, stages, inputs)
@@ -70,14 +74,13 @@ def train_pipeline(
             log.resume(-1)
             parent, model = _parent_run(log), stages[0].spec.model
             results = []
-            for number, stage in enumerate(stages, start=1):
-                folder = directory / "stages" / f"{number}-{stage.name}"
+            for number, (stage, folder) in enumerate(zip(stages, folders, strict=True), start=1):
                 spec = stage.spec.model_copy(update={"model": model})
                 execute: Execute = train
                 if stage.kind == "rejection_sampling":
                     execute = partial(rejection_sampling, stage=stage, start=stages[0].spec)
                 run = partial(run_logged, execute, spec, runs, folder, f"{name}/{stage.name}", should_stop, watch)
-                result = ended_result(folder) or run(parent_run_id=parent, tags=_tags(stage, name))
+                result = ended_result(folder, spec) or run(parent_run_id=parent, tags=_tags(stage, name))
                 results.append(StageResult(stage.name, stage.kind, folder, result))
                 if result.state == "complete":  # a stage that goes on later would contradict what was logged
                     log.metrics(number, _stage_metrics(result))

@@ -22,7 +22,9 @@ from harness.stop import stop_on_signals
 from harness.study.status import StudyStatus, TrialStatus
 from harness.tracking.run_log import RunLog, read_result, replay
 from harness.training.cold_start import start_policy
+from harness.training.disk import check_disk
 from harness.training.evaluate import evaluate_run, evaluation_metrics
+from harness.training.finished import CHECKPOINTS, drop_checkpoints
 from harness.training.launch import train
 from harness.training.run import RunResult, build_engine, first_prompt
 from harness.types import FINAL, EvaluationResult, Inputs, Split
@@ -52,9 +54,11 @@ def train_once(spec: RunSpec, runs: Path, name: str, watch: Watch = UNWATCHED) -
         if spec.steps:
             check_devices([spec])
             check_memory(spec)
+        if not has_ended(directory):
+            check_disk(runs, [(spec, directory)], 1, "weights")
         with own_folder(directory, spec), stop_on_signals() as should_stop:
             run_inputs([spec], runs / "cache")  # they may have changed since a run that has ended, too
-            if (ended := ended_result(directory)) is not None:
+            if (ended := ended_result(directory, spec)) is not None:
                 replay(runs, directory, None)
                 return ended
             return run_logged(train, spec, runs, directory, name, should_stop, watch)
@@ -95,17 +99,36 @@ def _evaluate(
 
 
 def model_folder(model: str) -> str:
-    """The folder that transformers loads, if `model` is a checkpoint or a run with checkpoints; else `model`."""
-    for folder in (Path(model), *sorted((Path(model) / "checkpoints").glob("step-*"), reverse=True)):
+    """The policy's folder, if `model` is a checkpoint or the folder of a run; else `model`.
+
+    SpecError for a run that has kept no weights.
+    """
+    for folder in (Path(model), *sorted((Path(model) / CHECKPOINTS).glob("step-*"), reverse=True)):
         if (folder / "policy" / "config.json").is_file():
             return str(folder / "policy")
+    if (Path(model) / "run.json").is_file():
+        raise SpecError(
+            f"a run must have kept weights to be a model, '{model}' has none; a trial of a study keeps them with "
+            "checkpoints.finished=weights"
+        )
     return model
 
 
-def ended_result(directory: Path) -> RunResult | None:
-    """The result of a run that has ended in its folder for good; None if there is something left to do."""
+def ended_result(directory: Path, spec: RunSpec) -> RunResult | None:
+    """The result of a run that has ended in its folder for good; None if there is something left to do.
+
+    Deletes the checkpoints that a killed attempt had no time to delete.
+    """
+    if not has_ended(directory) or (ended := read_result(directory)) is None:
+        return None
+    drop_checkpoints(directory, spec.checkpoints.finished or "weights")
+    return RunResult(ended["state"], ended["reason"], ended["summary"])
+
+
+def has_ended(directory: Path) -> bool:
+    """Whether the run in a folder has a result that stands."""
     ended = read_result(directory)
-    return RunResult(ended["state"], ended["reason"], ended["summary"]) if ended and ended["state"] in FINAL else None
+    return ended is not None and ended["state"] in FINAL
 
 
 def run_logged(
@@ -141,6 +164,8 @@ def run_logged(
     with expecting(recorded_inputs(directory)), opened as log:
         result = execute(spec, directory, log, cache=runs / "cache", should_stop=should_stop)
         log.finish(result.state, result.reason, result.summary)
+    if result.state in FINAL:
+        drop_checkpoints(directory, spec.checkpoints.finished or "weights")
     return result
 
 

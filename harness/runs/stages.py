@@ -90,6 +90,10 @@ def _stage(base: Mapping[str, Any], raw: Mapping[str, Any], place: int, where: s
             raise SpecError(f"{where}: '{extra[0]}' belongs to kind: rejection_sampling, got kind: train")
         if spec.steps < 1:
             raise SpecError(f"{where}: steps must be at least 1, got {spec.steps}; a cold start is part of a stage")
+        if spec.checkpoints.finished == "nothing":
+            raise SpecError(
+                f"{where}: checkpoints.finished must be weights, from which the next stage starts, got nothing"
+            )
         return Stage(str(raw["name"]), kind, spec)
     fit = parsed(ColdStart, raw.get("fit", {}), f"{where}: fit")
     if fit.steps < 1:

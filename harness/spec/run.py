@@ -115,6 +115,10 @@ class Checkpoints(Section):
 
     every: int = Field(default=20, ge=1, description="training steps between checkpoints")
     keep: int = Field(default=2, ge=1)
+    finished: Literal["nothing", "weights"] | None = Field(
+        default=None,
+        description="what stays when the run has ended; by default nothing of a study's trial, else the weights",
+    )
     rollouts_every: int = Field(
         default=20, ge=0, description="training steps between batches kept in rollouts/; the first is; 0: none"
     )

@@ -1,17 +1,26 @@
 """The checks of a study before it writes or runs anything."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from harness.machine import usable_gpus
 from harness.preflight import check_devices, check_inputs
 from harness.spec.errors import SpecError, did_you_mean
 from harness.spec.run import RunSpec
 from harness.spec.study import StudySpec
+from harness.study.estimates import planned
 from harness.study.processes import default_workers
+from harness.study.queue import Queue
 from harness.study.storage.base import Storage
+from harness.study.storage.files import LocalStorage
 from harness.study.worker import EXECUTE
-from harness.types import Inputs
+from harness.types import FINAL, Inputs
+
+if TYPE_CHECKING:
+    from harness.training.disk import Need
 
 COSTS = (
     "train/generated_tokens", "completion/length", "seconds/total", "throughput/tokens_per_second", "memory/peak_bytes"
@@ -75,6 +84,25 @@ def check_study(study: StudySpec, runs: Path, workers: int | None, execute: str,
                 on_gpu = resolve_device(spec.device).type == "cuda"
                 groups = max(1, len(usable_gpus()) // study.devices) if on_gpu else 1  # else all share one memory
                 check_memory(spec, copies=-(-at_once // groups))
+
+
+def check_room(queue: Queue, workers: int | None, *, here: bool = True) -> Need | None:
+    """The disk that the trials still need where the workers of this study write; None if it is unknown.
+
+    SpecError if it is not free. Without `here` a cluster says how many trials run at a time. Hosts that share a
+    database share the trials as well, so this one counts those that it runs at a time.
+    """
+    from harness.training.disk import check_disk
+
+    plan, trials = queue.plan, queue.status().trials
+    left = [(plan.arms[t.arm].spec, t.directory) for t in trials if t.state not in FINAL]
+    for search in plan.study.searches()[:1]:  # a trial that nobody has asked for yet counts as its base run
+        to_come = sum(count for _, count in planned(plan.study)) - len(trials)
+        left += [(search.base.spec, plan.folder / "trials" / "to come")] * to_come
+    at_once = max(1, min(workers or (default_workers(plan.study.devices) if here else 1), len(left)))
+    return check_disk(
+        plan.runs, left if isinstance(queue.storage, LocalStorage) else left[:at_once], at_once, "nothing"
+    )
 
 
 def _check_metrics(study: StudySpec, specs: Sequence[RunSpec]) -> None:

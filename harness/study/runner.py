@@ -15,7 +15,7 @@ from harness.files import write_json
 from harness.inputs import check_same, expecting
 from harness.preflight import run_inputs
 from harness.spec.study import StudySpec
-from harness.study.checks import check_study, check_unchanged, missing_here
+from harness.study.checks import check_room, check_study, check_unchanged, missing_here
 from harness.study.plan import Plan
 from harness.study.processes import Pool, WorkerPool, default_workers
 from harness.study.queue import Queue, open_queue, open_storage
@@ -55,6 +55,8 @@ def run_study(
         log.warning("study '%s' did not record what it reads when it was started; it does so from now on", study.name)
     with expecting(known or {}):
         check_study(study, runs, workers, execute, here=cluster is None)
+        if execute == EXECUTE:
+            check_room(queue, workers, here=cluster is None)
         inputs = {**(known or {}), **run_inputs([arm.spec for arm in study.checked_arms()], runs / "cache")}
     with _pool(study.name, plan, execute, workers, storage, cluster) as pool:
         with queue.storage.lock():
@@ -90,8 +92,9 @@ def dry_run(
 ) -> dict[str, Any]:
     """The budget of `run_study`, after all the checks that it makes; writes nothing.
 
-    Adds to `estimates.budget`: `memory`, the estimate of each arm that can be estimated here; `not_checked`,
-    everything that only the machine that runs the study can check (its GPU, a model or data that are not here yet).
+    Adds to `estimates.budget`: `memory`, the estimate of each arm that can be estimated here; `disk`, the bytes that
+    are still needed and free; `not_checked`, everything that only the machine that runs the study can check (its GPU, a
+    model or data that are not here yet).
     SpecError for a study that no machine can run.
     """
     from harness.memory.fit import judge
@@ -101,19 +104,21 @@ def dry_run(
     runs = queue.plan.runs
     known = check_unchanged(study, study.digest(), queue.storage) or {}
     specs = {arm.label: arm.spec for arm in study.checked_arms()}
-    not_checked, memory = missing_here(specs.values()), {}
+    not_checked, memory, disk = missing_here(specs.values()), {}, None
     if not not_checked:
         with expecting(known):
             check_study(study, runs, workers, execute)
             if known:
                 run_inputs(list(specs.values()), runs / "cache")
-        if execute == EXECUTE:
-            memory = {arm: asdict(judge(spec)) for arm, spec in specs.items() if spec.steps}
+            if execute == EXECUTE:
+                memory = {arm: asdict(judge(spec)) for arm, spec in specs.items() if spec.steps}
+                disk = check_room(queue, workers)
     elif not any(words.startswith("data") for words in not_checked):
         check_study(study, runs, workers, execute="")  # without the checks of the model and the device
     return {
         **budget(queue.plan, workers or default_workers(study.devices)),
         "memory": memory,
+        "disk": disk and asdict(disk),
         "not_checked": not_checked,
     }
 

@@ -26,6 +26,7 @@ from harness.study.queue import Claim, Outcome, Queue, open_queue
 from harness.study.storage.base import StorageUnavailable
 from harness.tracking.mlflow_studies import open_study, study_run_id
 from harness.tracking.run_log import RunLog, read_result
+from harness.training.finished import drop_checkpoints
 from harness.types import FINAL
 
 EXECUTE = "harness.training.launch:train"
@@ -89,6 +90,9 @@ def _run_claim(claim: Claim, queue: Queue, run_trial: Callable[..., Any], stop: 
                 queue.finish(claim, Outcome("stopped", str(full)))
             raise full from None
         outcome = _failure(error)
+    if outcome.state in FINAL:  # its result is on disk; a worker that dies here leaves the trial to one that ends here
+        keep = queue.plan.spec(claim.key).checkpoints.finished
+        drop_checkpoints(queue.plan.directory(claim.key), keep or "nothing")
     _patiently(lambda: queue.finish(claim, outcome), stop)
 
 

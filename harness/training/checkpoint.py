@@ -1,6 +1,7 @@
 """Saves and resumes everything a run needs: policy, critic, optimisers, counters and the summary so far.
 
-A checkpoint is a folder `step-<n>` whose `policy/` loads with transformers as it is. It is published whole;
+A checkpoint is a folder `step-<n>` whose `policy/` loads with transformers as it is, or with peft where the run trains
+an adapter: then it holds the adapter alone. It is published whole;
 `state.json` carries the hash of every file, and a torn or altered checkpoint is passed over for the one before it.
 Sampling noise and prompt order are functions of (seed, step), so there is no random state to save.
 """
@@ -19,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from harness.files import publish_folder, read_manifest, write_manifest
 from harness.inputs import check_same
 from harness.policy.model import save_model
+from harness.policy.sources import Base
 from harness.types import NO_INPUTS, Inputs
 
 STATE = "state.json"
@@ -57,11 +59,12 @@ def save_checkpoint(
     progress: Mapping[str, Any],
     keep: int,
     inputs: Inputs = NO_INPUTS,
+    base: Base | None = None,
 ) -> None:
-    """Write `directory/step-<n>` and delete all but the newest `keep` checkpoints; `weights` as `save_model` takes
-    them."""
+    """Write `directory/step-<n>` and delete all but the newest `keep` checkpoints; `weights` and `base` as `save_model`
+    takes them."""
     with publish_folder(directory / f"step-{step:08d}") as folder:
-        saved = save_model(folder / "policy", policy, tokenizer, weights)
+        saved = save_model(folder / "policy", policy, tokenizer, weights, base)
         torch.save(dict(learner_state), folder / "learner.pt")
         facts = {"step": step, "spec_digest": spec_digest, "inputs": inputs, "progress": dict(progress)}
         write_manifest(folder, STATE, known={f"policy/{name}": digest for name, digest in saved.items()}, **facts)

@@ -38,10 +38,10 @@ def start_policy(
     """
     seed = spec.cold_start.seed
     codec = load_codec(spec.model, spec.prompt)
+    name = start_name(spec, cache)
     if spec.cold_start.steps == 0:
-        return load_policy(spec.model, seed=seed), codec
-    inputs = _inputs(spec)
-    folder = cache / "cold-start" / _key(spec, inputs)
+        return load_policy(name, seed=seed), codec
+    inputs, folder = _inputs(spec), Path(name)
     with expecting(inputs), file_lock(folder.with_name(f"{folder.name}.lock")):
         if read_manifest(folder) is None:
             if folder.exists():
@@ -51,7 +51,12 @@ def start_policy(
             fit_demonstrations(policy, codec, demonstrations, spec.cold_start, device=device, on_progress=on_progress)
             with publish_folder(folder) as partial:
                 save_model(partial, policy.cpu(), codec.tokenizer)
-    return load_policy(str(folder), seed=seed), codec
+    return load_policy(name, seed=seed), codec
+
+
+def start_name(spec: RunSpec, cache: Path) -> str:
+    """The name of the model that the run starts from: the spec's own, or the folder of its cold start."""
+    return str(cache / "cold-start" / cold_start_key(spec)) if spec.cold_start.steps else spec.model
 
 
 def cold_start_key(spec: RunSpec) -> str:

@@ -16,18 +16,18 @@ from harness.memory.usage import reset_peak_memory, resident_bytes
 from harness.policy.device import resolve_device
 from harness.policy.lora import add_adapter
 from harness.policy.model import saved_weights
+from harness.policy.sources import Base
 from harness.policy.text import TextCodec, load_codec
 from harness.preflight import run_inputs
 from harness.spec.run import RunSpec
 from harness.training import ranks
 from harness.training.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
-from harness.training.cold_start import start_policy
+from harness.training.cold_start import start_name, start_policy
+from harness.training.finished import CHECKPOINTS
 from harness.training.gates import GateState
 from harness.training.learner import Learner
 from harness.training.weight_sync import Probe
 from harness.types import Inputs, Split, TrialState
-
-CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ class Run:
     codec: TextCodec
     memory_before: int = 0  # bytes in use before the models were loaded
     inputs: Inputs = field(default_factory=dict)  # what it reads
+    base: Base | None = None  # of its adapter
     probe: Probe | None = None  # of the engine's weights, in the last step
     totals: Totals = field(default_factory=Totals)
     accuracies: dict[str, float] = field(default_factory=dict)
@@ -105,6 +106,7 @@ class Run:
                 progress=progress,
                 keep=self.spec.checkpoints.keep,
                 inputs=self.inputs,
+                base=self.base,
             )
 
     def summary(self) -> dict[str, float]:
@@ -157,7 +159,8 @@ def prepare(
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
     learner = Learner(spec, policy)
     engine = build_engine(spec, policy, codec)
-    run = Run(spec, engine, learner, log, directory, codec, memory_before, inputs)
+    base = Base.of(start_name(spec, cache), spec.cold_start.seed) if spec.lora is not None else None
+    run = Run(spec, engine, learner, log, directory, codec, memory_before, inputs, base)
     run.kl_beta = spec.algorithm.kl_beta
     if checkpoint is None:
         return run, 0

@@ -87,6 +87,9 @@ def show_dry_run(name: str, question: str, document: Mapping[str, Any]) -> None:
     else:
         took, workers = duration(document["seconds"]), document["workers"]
         say(f"Time: about {took} with {workers} workers, from {document['measured']} trials of the same shape.")
+    if (disk := document["disk"]) is not None:
+        needed, free = mebibytes(disk["needed"]), mebibytes(disk["free"])
+        say(f"Disk: about {needed} MiB for checkpoints, cold starts and what stays of them; {free} MiB are free.")
     for words in document["not_checked"]:
         say(f"Not checked here: {words}")
     say("Nothing was run or written.")

@@ -1,0 +1,92 @@
+"""Estimates the disk that runs need, and refuses runs that it cannot hold.
+
+Counted are checkpoints (weights or adapter, two moments of AdamW for all that is trained, the critic), what stays of
+them when a run has ended, and cold starts that do not exist yet; not events, rollouts and reports, which are small.
+"""
+
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.memory.count import Shape, saved_bytes
+from harness.memory.estimate import model_config
+from harness.memory.fit import gib
+from harness.spec.errors import SpecError
+from harness.spec.run import RunSpec
+from harness.training.cold_start import start_name
+from harness.training.finished import CHECKPOINTS, Finished
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Bytes of a checkpoint, of all that a run has at most (the next is written before the oldest goes), of what stays
+    when it has ended, and of a cold start (0: none)."""
+
+    checkpoint: int
+    running: int
+    kept: int
+    cold_start: int
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that runs still need on a disk, and those that it has free."""
+
+    needed: int
+    free: int
+
+
+def estimate_disk(spec: RunSpec, finished: Finished) -> Disk | None:
+    """The disk of a run that by default keeps `finished`; None for a model that cannot be counted. Reads no weights."""
+    try:
+        saved = saved_bytes(Shape.of(spec, model_config(spec.model), rows=1, prompt_tokens=1))
+    except Exception:  # as for an estimate of memory: such a model may train well
+        return None
+    reference = saved.model if spec.kl.refresh_reference_every and spec.lora is None else 0
+    checkpoint = saved.policy + saved.learner + reference
+    settings = spec.checkpoints
+    written = min(settings.keep + 1, -(-spec.steps // settings.every))
+    kept = saved.policy if spec.steps and (settings.finished or finished) == "weights" else 0
+    cold_start = saved.model_float32 if spec.cold_start.steps else 0
+    return Disk(checkpoint, written * checkpoint, kept, cold_start)
+
+
+def disk_need(runs: Path, left: Sequence[tuple[RunSpec, Path]], at_once: int, finished: Finished) -> Need | None:
+    """What runs still need in their folders, `at_once` of them at a time; None if one cannot be counted.
+
+    What is there already, of checkpoints and cold starts, is not needed again.
+    """
+    known: dict[int, Disk] = {}  # the seeds of an arm share a spec
+    starts: dict[str, int] = {}
+    for spec in {id(spec): spec for spec, _ in left}.values():
+        disk = estimate_disk(spec, finished)
+        if disk is None:
+            return None
+        known[id(spec)] = disk
+        if disk.cold_start and not Path(start := start_name(spec, runs / "cache")).exists():
+            starts[start] = disk.cold_start
+    disks = [known[id(spec)] for spec, _ in left]
+    more = sorted((disk.running - disk.kept for disk in disks), reverse=True)[:at_once]
+    there = _size(folder / CHECKPOINTS for _, folder in left)
+    needed = sum(starts.values()) + sum(disk.kept for disk in disks) + sum(more) - there
+    existing = next(folder for folder in (runs.absolute(), *runs.absolute().parents) if folder.exists())
+    return Need(max(0, needed), shutil.disk_usage(existing).free)
+
+
+def check_disk(runs: Path, left: Sequence[tuple[RunSpec, Path]], at_once: int, finished: Finished) -> Need | None:
+    """`disk_need`; SpecError if it is more than the disk of the runs folder has free."""
+    need = disk_need(runs, left, at_once, finished)
+    if need is not None and need.needed > need.free:
+        who = "the run" if len(left) == 1 else f"{len(left)} runs, {min(at_once, len(left))} at a time,"
+        raise SpecError(
+            f"{who} must fit on the disk of '{runs}': it has {gib(need.free)} free, and about {gib(need.needed)} is "
+            "needed for checkpoints, cold starts and weights that stay; free some space, use another --runs"
+            f"{', fewer --workers' if at_once > 1 and len(left) > 1 else ''}, or lower checkpoints.keep"
+        )
+    return need
+
+
+def _size(folders: Iterable[Path]) -> int:
+    """Bytes of all files in folders that may be absent."""
+    return sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())

@@ -1,0 +1,34 @@
+"""What is left of a run's checkpoints once its result stands."""
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Literal
+
+Finished = Literal["nothing", "weights"]
+CHECKPOINTS = "checkpoints"  # of a run's folder
+log = logging.getLogger(__name__)
+
+
+def drop_checkpoints(directory: Path, keep: Finished) -> None:
+    """Delete the checkpoints in a run's folder, all but the newest policy where the weights are kept.
+
+    Comes after the run's result is on disk, for good. A kill in between leaves files that nobody reads; the next call
+    deletes them.
+    """
+    folder = directory / CHECKPOINTS
+    if not folder.is_dir():
+        return
+    newest = max(folder.glob("step-*"), default=None) if keep == "weights" else None
+    try:
+        for item in folder.iterdir():
+            if item != newest:
+                shutil.rmtree(item)
+        if newest is None:
+            folder.rmdir()
+        else:
+            for file in newest.iterdir():
+                if file.name != "policy":
+                    file.unlink()
+    except OSError as error:  # the result stands without it
+        log.warning("checkpoints that are no longer needed stay in '%s': %s", folder, error)

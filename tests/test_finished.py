@@ -1,0 +1,269 @@
+"""What is left of a run that has ended, what disk a run needs before, and that a kill between loses nothing."""
+
+import os
+import re
+import shutil
+from collections import namedtuple
+from contextlib import suppress
+from pathlib import Path
+
+import fake_trials
+import pytest
+from fake_trials import a_study
+from test_learner import make_batch
+from test_memory import cohort
+from test_study import METRIC, a_queue, completions, executions
+
+from harness.files import write_json
+from harness.policy.lora import add_adapter
+from harness.policy.sources import Base
+from harness.policy.tiny import tiny_model, tiny_tokenizer
+from harness.runs.single import model_folder, train_once
+from harness.runs.stages import load_pipeline
+from harness.spec.errors import SpecError
+from harness.spec.load import load_study
+from harness.spec.run import parse_run
+from harness.study.runner import dry_run, run_study
+from harness.study.worker import worker_main
+from harness.training import disk
+from harness.training.checkpoint import save_checkpoint
+from harness.training.cold_start import start_name
+from harness.training.disk import check_disk, disk_need, estimate_disk
+from harness.training.finished import drop_checkpoints
+from harness.training.learner import Learner
+
+RUN = {"task": "arithmetic", "algorithm": {"name": "grpo", "group_size": 2}, "rollouts_per_step": 8}
+Usage = namedtuple("Usage", "total used free")
+
+
+def checkpoints(directory: Path) -> Path:
+    """The folder of two whole checkpoints and of one that its writer never finished."""
+    for step in ("step-00000002", "step-00000010", ".partial-step-00000020"):
+        folder = directory / "checkpoints" / step
+        (folder / "policy").mkdir(parents=True)
+        for file in ("policy/config.json", "policy/model.safetensors", "learner.pt", "state.json"):
+            (folder / file).write_text(step)
+    return directory / "checkpoints"
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+
+
+WEIGHTS = ["step-00000010/policy/config.json", "step-00000010/policy/model.safetensors"]
+
+
+class Killed(BaseException):
+    """A kill: no handler of the product sees it."""
+
+
+class DiesAtDeletion:
+    """Deletes like the system until the n-th time, when its process dies."""
+
+    def __init__(self, n, monkeypatch):
+        self.left = n
+        for name in ("unlink", "rmdir"):
+            monkeypatch.setattr(os, name, self.dying(getattr(os, name)))
+
+    def dying(self, operation):
+        def delete(*args, **kwargs):
+            self.left -= 1
+            if self.left < 0:
+                raise Killed
+            return operation(*args, **kwargs)
+
+        return delete
+
+
+@pytest.mark.parametrize(("keep", "left"), [("nothing", []), ("weights", WEIGHTS)])
+@pytest.mark.attack("A kill at every deletion of a finished run's checkpoints")
+def test_a_kill_while_checkpoints_are_dropped_is_made_up_for(keep, left, tmp_path, monkeypatch, record_property):
+    tried = 0
+    while True:
+        folder = checkpoints(tmp_path / str(tried))
+        with monkeypatch.context() as patch:
+            deaths = DiesAtDeletion(tried, patch)
+            with suppress(Killed):
+                drop_checkpoints(folder.parent, keep)
+            survived = deaths.left >= 0
+        if keep == "weights":  # at every moment
+            assert all((folder / file).is_file() for file in WEIGHTS)
+        drop_checkpoints(folder.parent, keep)
+        assert files(folder) == left and folder.exists() == bool(left)
+        tried += 1
+        if survived:
+            break
+    assert tried == (20 if keep == "nothing" else 15)  # each deletion, and none
+    record_property("tried", tried)
+
+
+@pytest.mark.usefixtures("plugins")
+@pytest.mark.parametrize(("finished", "left"), [(None, []), ("weights", WEIGHTS)])
+def test_a_trial_keeps_what_its_study_says_and_by_default_nothing(finished, left, runs):
+    study = a_study(factors={}, seeds=[0], run=fake_trials.run_settings(checkpoints={"finished": finished}))
+    queue = a_queue(study, runs)
+    folder = checkpoints(queue.plan.directory(queue.plan.keys[0]))
+    write_json(queue.plan.folder / "study.json", {"digest": "", **study.model_dump(mode="json")})
+    assert worker_main("sizes", runs, execute=fake_trials.EXECUTE) == 0
+    assert completions(runs) == {("base", 0): 1}
+    assert files(folder) == left
+
+
+@pytest.mark.usefixtures("plugins")
+@pytest.mark.attack("A worker killed between a trial's result and the end of its checkpoints")
+def test_checkpoints_of_a_worker_that_died_after_the_result_are_dropped_by_the_next_one(runs):
+    study = a_study(factors={}, seeds=[0])
+    queue = a_queue(study, runs)
+    directory = queue.plan.directory(queue.plan.keys[0])
+    folder = checkpoints(directory)
+    result = {"state": "complete", "reason": None, "summary": {"accuracy_final": 0.5}, "metrics": {METRIC: 0.5}}
+    write_json(directory / "result.json", result)
+    write_json(queue.plan.folder / "study.json", {"digest": "", **study.model_dump(mode="json")})
+    assert worker_main("sizes", runs, execute=fake_trials.EXECUTE) == 0
+    assert executions(runs) == [] and completions(runs) == {("base", 0): 1}
+    assert not folder.exists()
+
+
+@pytest.mark.usefixtures("plugins")
+def test_a_trial_that_can_still_go_on_keeps_all_of_it(runs):
+    (runs / "crash").touch()
+    study = a_study(factors={}, seeds=[0], run=fake_trials.run_settings(optimizer={"weight_decay": 0.2}))
+    queue = a_queue(study, runs)
+    folder = checkpoints(queue.plan.directory(queue.plan.keys[0]))
+    before = files(folder)
+    write_json(queue.plan.folder / "study.json", {"digest": "", **study.model_dump(mode="json")})
+    assert worker_main("sizes", runs, execute=fake_trials.EXECUTE) == 0
+    assert completions(runs) == {} and files(folder) == before
+
+
+def test_a_single_run_keeps_its_policy_and_a_killed_one_is_cleaned_up_later(runs):
+    few = {"every": 9, "num_prompts": 2, "num_test_prompts": 2, "num_samples": 1}
+    spec = parse_run({**RUN, "steps": 2, "evaluation": few, "checkpoints": {"every": 1}}, "test")
+    result = train_once(spec, runs, "one")
+    directory = runs / "train" / "one"
+    policy = directory / "checkpoints" / "step-00000002" / "policy"
+    assert result.state == "complete"
+    assert {file.parent for file in (directory / "checkpoints").rglob("*") if file.is_file()} == {policy}
+    assert model_folder(str(directory)) == str(policy)
+    (policy.parent / "learner.pt").write_text("of a killed process")
+    assert train_once(spec, runs, "one").summary == result.summary
+    assert [file.name for file in policy.parent.iterdir()] == ["policy"]
+    shutil.rmtree(directory / "checkpoints")
+    with pytest.raises(SpecError, match=r"has none; a trial of a study keeps them with checkpoints.finished=weights"):
+        model_folder(str(directory))
+
+
+def test_a_stage_must_keep_the_weights_from_which_the_next_one_starts(tmp_path):
+    file = tmp_path / "pipeline.yaml"
+    file.write_text("task: arithmetic\nalgorithm: grpo\ncheckpoints: {finished: nothing}\nstages: [{name: one}]\n")
+    with pytest.raises(SpecError, match=r"checkpoints.finished must be weights"):
+        load_pipeline(file)
+
+
+# Disk, beforehand -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"lora": {"rank": 64}},
+        {"dtype": "bfloat16"},
+        {"kl": {"refresh_reference_every": 1}, "algorithm": {"kl_beta": 0.1}},
+    ],
+)
+def test_a_checkpoint_has_the_size_that_was_estimated(algorithm, changes, tmp_path):
+    spec = parse_run({**RUN, **changes, "algorithm": {**RUN["algorithm"], "name": algorithm, **changes.get(
+        "algorithm", {})}, "checkpoints": {"every": 100}}, "test")  # fmt: skip
+    policy = tiny_model(0).to(torch_type(spec.dtype))
+    if spec.lora is not None:
+        add_adapter(policy, spec.lora, 0)
+    learner = Learner(spec, policy)
+    batch = learner.annotate(make_batch(), sampler_is_exact=True)
+    learner.update(spec.algorithm.advantages(batch), 0)
+    save_checkpoint(
+        tmp_path, 1, spec_digest="", policy=policy, tokenizer=tiny_tokenizer(), learner_state=learner.state(),
+        progress={}, keep=1, base=Base.of("tiny", 0),
+    )  # fmt: skip
+    size = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+    found = estimate_disk(spec, "weights")
+    assert found is not None
+    # The rest is names: of tensors in two files, of settings and characters.
+    assert 0.93 * size < found.checkpoint < size
+    weights = sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors"))
+    assert 0.97 * weights < found.kept < weights
+
+
+def torch_type(name):
+    import torch
+
+    return getattr(torch, name)
+
+
+def test_what_runs_still_need_is_counted_without_what_is_there(tmp_path):
+    settings = {"every": 5, "keep": 2, "finished": "weights"}
+    spec = parse_run({**RUN, "steps": 100, "cold_start": {"steps": 4}, "checkpoints": settings}, "test")
+    one = estimate_disk(spec, "nothing")
+    assert one is not None
+    # keep=2 and the next one while it is written; weights and two moments are three times the weights
+    assert (one.running, one.checkpoint, one.cold_start) == (3 * one.checkpoint, 3 * one.kept, one.kept)
+    left = [(spec, tmp_path / name) for name in ("a", "b", "c", "d")]
+
+    def needed(left, at_once=2):
+        need = disk_need(tmp_path, left, at_once, "nothing")
+        assert need is not None
+        return need.needed
+
+    # two run, two have ended and keep their weights, and one cold start serves all
+    assert needed(left) == 2 * one.running + 2 * one.kept + one.cold_start
+    assert needed(left, at_once=1) == one.running + 3 * one.kept + one.cold_start
+    Path(start_name(spec, tmp_path / "cache")).mkdir(parents=True)
+    assert needed(left) == 2 * one.running + 2 * one.kept
+    (tmp_path / "a" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "a" / "checkpoints" / "x").write_bytes(bytes(1000))
+    assert needed(left) == 2 * one.running + 2 * one.kept - 1000
+    short = parse_run({**spec.model_dump(mode="json"), "steps": 5}, "test")  # one checkpoint is all it ever has
+    assert needed([(short, tmp_path / "b")]) == one.checkpoint
+    assert needed([]) == 0
+
+
+def test_a_run_of_a_shape_that_nobody_can_count_is_not_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "model_config", lambda name: 1 / 0)
+    assert check_disk(tmp_path, [(parse_run(RUN, "test"), tmp_path / "a")], 1, "weights") is None
+
+
+@pytest.mark.attack("A study or a run on a disk that is too small")
+def test_what_does_not_fit_on_the_disk_is_refused_before_it_starts(tmp_path, monkeypatch, record_property):
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: Usage(10**9, 0, 2**27))
+    runs = tmp_path / "new"
+    study = load_study("quickstart", ["checkpoints.every=1", "checkpoints.keep=100"])
+    # at most 61 checkpoints of 2 to 4 MB in each of two trials
+    words = r"12 runs, 2 at a time, must fit on the disk of '.*': it has 0.12 GiB free, and about 0.\d\d GiB is needed"
+    with pytest.raises(SpecError, match=words):
+        run_study(study, runs, workers=2, command="cmd")
+    with pytest.raises(SpecError, match=words):
+        dry_run(study, runs, workers=2)
+    spec = parse_run({**RUN, "steps": 99, "checkpoints": {"every": 1, "keep": 99}}, "test")
+    with pytest.raises(SpecError, match="the run must fit on the disk"):
+        train_once(spec, runs, "one")
+    assert not (runs / "studies").exists() and not (runs / "mlflow.db").exists()
+    record_property("tried", 3)
+
+
+def test_doctor_states_the_disk_of_each_arm_and_refuses_what_does_not_fit(capsys, monkeypatch):
+    arms = ["--run", "quickstart", "--set", "checkpoints.every=1", "--set", "checkpoints.keep=100"]
+    assert cohort("doctor", *arms) == 0
+    assert re.search(r"Checkpoints of a run take at most, in MiB: grpo \d+, ppo \d+, ", capsys.readouterr().out)
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: Usage(10**9, 0, 10**7))
+    assert cohort("doctor", *arms) == 2
+    assert "grpo: the run must fit on the disk of" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_dry_run_states_the_disk_and_what_is_complete_needs_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: Usage(10**12, 0, 10**12))
+    study = load_study("quickstart", ["checkpoints.every=1", "algorithm.group_size=8"])
+    found = dry_run(study, tmp_path / "new", workers=2)["disk"]
+    arms = [estimate_disk(arm.spec, "nothing") for arm in study.checked_arms()]
+    largest = sorted([arm.running for arm in arms if arm for _ in study.seeds])[-2:]
+    assert found == {"needed": sum(largest) + arms[0].cold_start, "free": 10**12}
