@@ -58,6 +58,8 @@ def runs(tmp_path: Path, empty_store: Path) -> Path:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if item.get_closest_marker("long") is not None and not os.environ.get("COHORT_CHAOS"):
+            item.add_marker(pytest.mark.skip(reason="long; set COHORT_CHAOS=1 to run it"))
         mark = item.get_closest_marker("attack")
         if mark is not None:
             item.user_properties.append(("attack", mark.args[0]))

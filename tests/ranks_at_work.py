@@ -37,6 +37,7 @@ def run(folder: Path, name: str, changes: dict[str, Any], should_stop: Callable[
     from harness.training.loop import train
 
     log = MemoryLog()
+    log.holds = lambda *_: True  # what another process logged
     spec = parse_run({**RUN, **changes}, name)
     result = train(spec, folder / name, log, cache=folder / "cache", should_stop=should_stop)
     if ranks.rank() == 0:

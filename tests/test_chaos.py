@@ -45,7 +45,6 @@ METRIC = "validation/accuracy"
 
 needs_postgres = pytest.mark.skipif(postgres_server.missing() is not None, reason=str(postgres_server.missing()))
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray")  # import_ray comes first
-only_long = pytest.mark.skipif(not LONG, reason="takes minutes: make chaos")
 
 
 pytestmark = pytest.mark.usefixtures("plugins")
@@ -57,7 +56,7 @@ def server() -> Iterator[postgres_server.Server]:
         yield one
 
 
-@pytest.fixture(params=["files", pytest.param("postgres", marks=needs_postgres)])
+@pytest.fixture(params=[pytest.param("files", marks=pytest.mark.long), pytest.param("postgres", marks=needs_postgres)])
 def url(request: pytest.FixtureRequest) -> str | None:
     return request.getfixturevalue("server").new_database() if request.param == "postgres" else None
 
@@ -237,6 +236,7 @@ def two_hosts(folder: Path, url: str, kind: str, new_runs: Callable[[Path], Path
     return places
 
 
+@pytest.mark.long
 @needs_postgres
 @pytest.mark.attack("Several study commands at once on one study")
 def test_two_hosts_that_share_only_a_database_share_the_work(
@@ -269,7 +269,7 @@ def a_small_grid() -> StudySpec:
     return a_grid(run=run, factors={"algorithm.group_size": [2, 4]}, seeds=[0, 1, 2])
 
 
-@only_long
+@pytest.mark.long
 @pytest.mark.attack("SIGKILL before and after every place that flushes, renames, deletes or locks")
 @pytest.mark.parametrize("kind", ["fake", "real"])
 def test_a_worker_that_dies_at_each_place_that_writes_leaves_a_study_that_ends_as_an_undisturbed_one(
@@ -301,7 +301,7 @@ def test_a_worker_that_dies_at_each_place_that_writes_leaves_a_study_that_ends_a
     assert values(runs) == values(quiet)
 
 
-@only_long
+@pytest.mark.long
 @pytest.mark.attack("Several study commands at once on one study")
 def test_two_commands_in_one_folder_of_which_one_is_killed_run_every_trial_once(
     tmp_path: Path, new_runs: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
@@ -323,7 +323,7 @@ def study_claims(study: StudySpec, runs: Path) -> int:
     return queue.num_claims() if queue.storage.exists() else 0
 
 
-@only_long
+@pytest.mark.long
 @needs_postgres
 @pytest.mark.attack("Crash of the PostgreSQL server")
 def test_a_database_that_crashes_twice_delays_a_grid_and_loses_nothing(
@@ -347,7 +347,7 @@ def test_a_database_that_crashes_twice_delays_a_grid_and_loses_nothing(
     check_once_each(study, queue_of(study, runs, url))
 
 
-@only_long
+@pytest.mark.long
 @pytest.mark.attack("A worker that is frozen for longer than its lease lasts")
 def test_a_frozen_worker_loses_nothing_and_ends_nothing(
     tmp_path: Path, url: str | None, new_runs: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
@@ -385,7 +385,7 @@ def two_ray_nodes() -> Iterator[str]:
         cluster.shutdown()
 
 
-@only_long
+@pytest.mark.long
 @needs_ray
 def test_a_grid_on_two_ray_nodes_ends_as_a_local_one(
     tmp_path: Path, url: str | None, new_runs: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
@@ -406,7 +406,7 @@ def test_a_grid_on_two_ray_nodes_ends_as_a_local_one(
     }
 
 
-@only_long
+@pytest.mark.long
 @needs_ray
 @pytest.mark.attack("Ctrl-C")
 def test_an_interrupt_on_ray_lets_the_step_end(
@@ -429,7 +429,7 @@ def test_an_interrupt_on_ray_lets_the_step_end(
     assert json.loads((stopped.directory / "checkpoint.json").read_text())["step"] >= 1
 
 
-@only_long
+@pytest.mark.long
 @needs_ray
 @pytest.mark.attack("SIGKILL of workers at random moments")
 def test_real_runs_under_fire_on_hosts_and_on_ray_equal_undisturbed_ones(

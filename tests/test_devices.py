@@ -30,8 +30,6 @@ from harness.spec.run import parse_run
 from harness.study import processes
 from harness.training.launch import train
 
-only_long = pytest.mark.skipif(not os.environ.get("COHORT_CHAOS"), reason="minutes; set COHORT_CHAOS=1")
-
 
 def case(algorithm: str = "grpo", **changes: Any) -> dict[str, Any]:
     return {"algorithm": {"name": algorithm, "group_size": 4}, **changes}
@@ -61,7 +59,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=only_long) for name in MORE)])
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
 def test_two_ranks_sample_log_and_learn_what_one_does(ran: Path, name: str):
     alone, both = (json.loads((ran / part / name / "log.json").read_text()) for part in "12")
     assert alone["state"] == both["state"] == "complete"
@@ -100,7 +98,7 @@ def test_a_rank_that_is_killed_ends_the_attempt_and_the_next_one_goes_on_from_it
     log = MemoryLog()
 
     def kill() -> None:
-        while not log.history("policy/loss"):
+        while len(log.history("policy/loss")) < 2:  # the checkpoint of the first step is there
             time.sleep(0.02)
         first, _ = psutil.Process().children()
         first.kill()

@@ -56,6 +56,7 @@ def fill(disk: Path) -> Path:
     return file
 
 
+@pytest.mark.long
 @pytest.mark.attack("Disk full in the middle of a study")
 def test_a_disk_that_fills_up_stops_a_study_and_the_same_command_finishes_it(
     disk: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch

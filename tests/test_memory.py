@@ -1,7 +1,6 @@
 """Memory told before a run: counts by hand, what a pass keeps against what autograd saves, refusals; and after."""
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -335,7 +334,6 @@ def test_ppo_is_measured_to_need_more_than_grpo_and_both_what_was_told(tmp_path)
         assert set(found["seconds"]) == {"generate", "grade", "annotate", "update", "sync", "step"}
 
 
-only_long = pytest.mark.skipif(not os.environ.get("COHORT_CHAOS"), reason="set COHORT_CHAOS=1 to run it")
 STEP = {"rollouts_per_step": 16, "sampling": {"max_tokens": 48}, "evaluation": {"num_prompts": 1, "num_samples": 1},
         "optimizer": {"tokens_per_microbatch": 512},
         "engine": {"name": "transformers", "max_batch_rows": 8}}  # fmt: skip
@@ -344,7 +342,7 @@ STEP = {"rollouts_per_step": 16, "sampling": {"max_tokens": 48}, "evaluation": {
 @pytest.mark.parametrize(
     ("algorithm", "settings"),
     [("grpo", {"group_size": 2}), ("ppo", {"autocast": True, "lora": {"rank": 8}}),
-     *(pytest.param(*case, marks=only_long) for case in
+     *(pytest.param(*case, marks=pytest.mark.long) for case in
        [("grpo", {}), ("ppo", {}), ("grpo", {"autocast": True}), ("grpo", {"dtype": "bfloat16"}),
         ("ppo", {"gradient_checkpointing": True})])],
     ids=str,

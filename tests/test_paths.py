@@ -89,6 +89,7 @@ def test_a_path_that_does_not_survive_as_a_url_is_refused_and_nothing_is_written
     assert contents(tmp_path) == before
 
 
+@pytest.mark.long
 @pytest.mark.attack("A copied runs folder")
 def test_pages_and_report_of_a_copied_folder_show_the_copy_and_leave_the_original_alone(
     tmp_path: Path, empty_store: Path, caplog: pytest.LogCaptureFixture

@@ -20,7 +20,6 @@ from harness.tracking.run_log import RunLog, read_result
 from harness.types import FINAL
 
 LONG = bool(os.environ.get("COHORT_CHAOS"))
-only_long = pytest.mark.skipif(not LONG, reason="takes minutes: make chaos")
 Cut = Callable[[], None]
 
 
@@ -111,7 +110,7 @@ def test_a_run_that_loses_power_at_any_write_ends_as_an_undisturbed_one(
     record_property("tried", len(images) + len(again))
 
 
-@only_long
+@pytest.mark.long
 @pytest.mark.attack("A power cut at every write, with all, half or nothing of what was not flushed")
 def test_real_training_that_loses_power_at_any_write_ends_as_undisturbed_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]

@@ -453,7 +453,7 @@ def test_anova_refuses_a_factor_with_one_level() -> None:
         anova(np.zeros((1, 3, 4)), ["a", "b"])
 
 
-@pytest.mark.parametrize("num_seeds", [3, 5, 10])
+@pytest.mark.parametrize("num_seeds", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (5, 10))])
 def test_simulated_coverage_is_what_the_report_says(num_seeds: int) -> None:
     studies, truth = 200, random_scores_truth()
     rng = np.random.default_rng(num_seeds)

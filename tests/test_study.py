@@ -206,6 +206,7 @@ def endings() -> StudySpec:
     return a_study(factors={}, arms=arms, seeds=[0])
 
 
+@pytest.mark.long
 @pytest.mark.attack("Trial that leaves a GPU broken")
 def test_a_worker_that_used_a_gpu_ends_after_its_trial_and_another_runs_the_next(runs: Path):
     (runs / "crash").touch()
