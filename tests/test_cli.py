@@ -194,7 +194,7 @@ def test_the_commands_that_name_a_store_are_those_above(cohort: Shell):
 
 def test_workers_get_the_store_that_the_command_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(mlflow_address.TRACKING_URI, "http://environment:5000")
-    plan: Any = SimpleNamespace(runs=tmp_path, folder=tmp_path)
+    plan: Any = SimpleNamespace(runs=tmp_path, folder=tmp_path, study=SimpleNamespace(devices=1))
 
     def environment() -> object:
         with runner._pool("sizes", plan, "", 1, None, None) as pool:

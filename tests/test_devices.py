@@ -28,6 +28,7 @@ from harness.spec.errors import SpecError
 from harness.spec.load import load_study
 from harness.spec.run import parse_run
 from harness.study import processes
+from harness.training import launch
 from harness.training.launch import train
 
 
@@ -49,35 +50,39 @@ MORE = {
 }
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with every case, run by one process and by two."""
+def test_two_ranks_sample_log_and_learn_what_one_does_and_one_goes_on_with_their_run(tmp_path: Path):
     cases = CASES | (MORE if os.environ.get("COHORT_CHAOS") else {})
-    folder = tmp_path_factory.mktemp("ranks")
     script = Path(__file__).with_name("ranks_at_work.py")
-    subprocess.run([sys.executable, str(script), str(folder), json.dumps(cases)], check=True, timeout=600)
-    return folder
+    subprocess.run([sys.executable, str(script), str(tmp_path), json.dumps(cases)], check=True, timeout=600)
+    for name in cases:
+        check_equal(name, tmp_path / "1" / name, tmp_path / "2" / name)
+    alone, parts = (json.loads((tmp_path / part / RESUMED / "log.json").read_text())["events"] for part in "12")
+    assert [step for step, _ in parts] == [step for step, _ in alone if step > 2]  # the last of three attempts
+    assert largest_difference(tmp_path / "1" / RESUMED, tmp_path / "2" / RESUMED) <= 1e-5
 
 
-@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
-def test_two_ranks_sample_log_and_learn_what_one_does(ran: Path, name: str):
-    alone, both = (json.loads((ran / part / name / "log.json").read_text()) for part in "12")
-    assert alone["state"] == both["state"] == "complete"
-    assert [step for step, _ in alone["events"]] == [step for step, _ in both["events"]]
+def check_equal(name: str, one: Path, two: Path) -> None:
+    alone, both = (json.loads((folder / "log.json").read_text()) for folder in (one, two))
+    assert alone["state"] == both["state"] == "complete", name
+    assert [step for step, _ in alone["events"]] == [step for step, _ in both["events"]], name
     for (step, values), (_, others) in zip(alone["events"], both["events"], strict=True):
-        assert values.keys() == others.keys()
+        assert values.keys() == others.keys(), (name, step)
         for metric, value in values.items():
             # a weight that moves by less than its last bit may stay on one side
             bound = 1e-4 if metric == "policy/weights_changed" else 2e-5
-            assert others[metric] == pytest.approx(value, abs=bound, rel=bound, nan_ok=True), (step, metric)
+            assert others[metric] == pytest.approx(value, abs=bound, rel=bound, nan_ok=True), (name, step, metric)
     for step in (1, 2):
-        rollouts = {(ran / part / name / "rollouts" / f"step-{step:06d}.jsonl").read_text() for part in "12"}
-        assert len(rollouts) == 1
-    first, second = (last_policy(ran / part / name) for part in "12")
-    start = tiny_model(0).state_dict()
-    assert max(float((first[key] - start[key]).abs().max()) for key in first) > 1e-4
+        rollouts = {(folder / "rollouts" / f"step-{step:06d}.jsonl").read_text() for folder in (one, two)}
+        assert len(rollouts) == 1, (name, step)
+    start, end = tiny_model(0).state_dict(), last_policy(one)
+    assert max(float((end[key] - start[key]).abs().max()) for key in end) > 1e-4, name
+    assert largest_difference(one, two) <= 1e-5, name
+
+
+def largest_difference(one: Path, two: Path) -> float:
+    first, second = last_policy(one), last_policy(two)
     assert first.keys() == second.keys()
-    assert max(float((first[key] - second[key]).abs().max()) for key in first) <= 1e-5
+    return max(float((first[key] - second[key]).abs().max()) for key in first)
 
 
 def last_policy(directory: Path) -> dict[str, torch.Tensor]:
@@ -85,42 +90,66 @@ def last_policy(directory: Path) -> dict[str, torch.Tensor]:
     return load_policy(str(folder / "policy"), seed=0).state_dict()
 
 
-def test_a_run_goes_on_with_other_numbers_of_devices_as_if_it_had_one(ran: Path):
-    alone, parts = (json.loads((ran / part / RESUMED / "log.json").read_text())["events"] for part in "12")
-    assert [step for step, _ in parts] == [step for step, _ in alone if step > 2]  # the last of three attempts
-    first, second = (last_policy(ran / part / RESUMED) for part in "12")
-    assert max(float((first[key] - second[key]).abs().max()) for key in first) <= 1e-5
-
-
 @pytest.mark.attack("SIGKILL of one process of a trial on two devices")
 def test_a_rank_that_is_killed_ends_the_attempt_and_the_next_one_goes_on_from_its_checkpoint(tmp_path: Path):
-    spec = parse_run({**RUN, "steps": 60, "devices": 2, "checkpoints": {"every": 1}}, "killed")
+    changes = {**RUN, "steps": 60, "checkpoints": {"every": 1}}
     log = MemoryLog()
 
     def kill() -> None:
         while len(log.history("policy/loss")) < 2:  # the checkpoint of the first step is there
             time.sleep(0.02)
-        first, _ = psutil.Process().children()
-        first.kill()
+        ranks()[0].kill()
 
     killer = threading.Thread(target=kill)
     killer.start()
     with pytest.raises(
         ChildProcessError, match=r"process [01] of the trial's 2 was killed by signal 9; the trial goes on"
     ):
-        train(spec, tmp_path / "run", log, cache=tmp_path)
+        train(parse_run({**changes, "devices": 2}, "killed"), tmp_path / "run", log, cache=tmp_path)
     killer.join()
-    assert psutil.Process().children() == []
-    result = train(spec, tmp_path / "run", log, cache=tmp_path, should_stop=StopAfter(1))
+    assert ranks() == []
+    result = train(parse_run(changes, "next"), tmp_path / "run", log, cache=tmp_path, should_stop=StopAfter(1))
     assert result.state == "stopped"
     assert log.resumed_at[0] == -1 and log.resumed_at[1] >= 1
 
 
-def test_an_error_of_a_rank_is_the_runs_own(tmp_path: Path):
-    long = parse_run({**RUN, "devices": 2, "model": str(tmp_path / "none")}, "bad")
-    with pytest.raises(OSError, match="none"):
-        train(long, tmp_path / "run", MemoryLog(), cache=tmp_path)
-    assert psutil.Process().children() == []
+def ranks() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if launch.__name__ in child.cmdline()]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "raised"),
+    [
+        ("ask('metrics', 1, {}); end('result')", "time.sleep(60)", None),
+        ("time.sleep(60)", "end(ValueError('bad data'))", "bad data"),
+        ("time.sleep(60)", "os.kill(os.getpid(), 9)", "process 1 of the trial's 2 was killed by signal 9"),
+        ("end(RuntimeError('lost sight of 1'))", "os._exit(3)", "process 1 of the trial's 2 ended with status 3"),
+        ("time.sleep(0.5); end('result')", "end('result')", None),
+    ],
+)
+def test_the_first_result_or_error_of_a_rank_decides(
+    first: str, second: str, raised: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    programs, parts = tmp_path / "ranks.py", iter((first, second))
+    programs.write_text(
+        "import os, sys, time\nfrom multiprocessing.connection import Connection\nfrom types import SimpleNamespace\n"
+        "pipe = Connection(int(sys.argv[1]))\npipe.recv()\n"
+        "def ask(*call):\n    pipe.send(('call', call))\n    assert pipe.recv() == 'noted'\n"
+        "def end(what):\n"
+        "    pipe.send(('end', what if isinstance(what, Exception) else SimpleNamespace(state='complete')))\n"
+        "    os._exit(0)\n"
+        "exec(sys.argv[2])\n"
+    )
+    monkeypatch.setattr(launch, "_command", lambda fd: [sys.executable, str(programs), str(fd), next(parts)])
+    calls: list[Any] = []
+    with launch._Ranks([None, None], [{}, {}]) as both:  # pyright: ignore
+        if raised:
+            with pytest.raises((ValueError, ChildProcessError), match=raised):
+                both.result(lambda *call: calls.append(call) or "noted")
+        else:
+            assert both.result(lambda *call: calls.append(call) or "noted").state == "complete"
+    assert calls == ([("metrics", 1, {})] if "metrics" in first else [])
+    assert all(process.poll() is not None for process in both.processes.values())
 
 
 def test_bad_numbers_of_devices_are_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch):

@@ -137,7 +137,7 @@ def test_the_command_that_reproduces_a_study_names_the_workers_and_no_password(
         raise typer.Exit(0)
 
     monkeypatch.setattr("harness.study.runner.run_study", run)
-    monkeypatch.setattr("harness.study.processes.default_workers", lambda: 7)
+    monkeypatch.setattr("harness.study.processes.default_workers", lambda devices: 7)
     storage = ["--storage", "postgresql://me:s3cret@127.0.0.1:1/x"]
     with pytest.raises(SystemExit, match="0"):
         app.main(["study", "run", "quickstart", "--seeds", "0", *storage, *workers])

@@ -11,12 +11,14 @@ import pytest
 import torch
 from chats import qwen_run
 from fakes import MemoryLog, tiny_codec
+from ranks_at_work import RUN
 
 from harness.engines.transformers import TransformersEngine
 from harness.engines.vllm import VLLMEngine, _check_sampling, _write_weights, request_seed
 from harness.policy.forward import token_logprobs
 from harness.policy.tiny import tiny_model
 from harness.spec.run import parse_run
+from harness.training import launch
 from harness.training.loop import train
 from harness.training.weight_sync import check_sync, probe
 from harness.types import InvalidRun, Prompt, Sampling
@@ -341,3 +343,15 @@ def test_a_bfloat16_engine_trains_a_model_of_the_shape_of_qwen_beside_a_float32_
     divergences = [value for _, value in log.history("mismatch/kl")]
     assert len(divergences) == 3
     assert all(0 < value < 0.01 for value in divergences)
+
+
+@needs_vllm
+@pytest.mark.parametrize("changes", [{}, {"lora": {"rank": 2}}], ids=str)
+def test_each_of_two_devices_samples_with_a_vllm_of_its_own_that_gets_the_whole_weights(tmp_path, changes):
+    raw = {**RUN, "devices": 2, "optimizer": {"learning_rate": 1e-3}, **changes,
+           "engine": {"name": "vllm", "max_model_len": 128, "cpu_cache_gib": 0.2}}  # fmt: skip
+    result = launch.train(parse_run(raw, "test"), tmp_path / "run", log := MemoryLog(), cache=tmp_path)
+    assert (result.state, result.reason) == ("complete", None)
+    assert max(value for _, value in log.history("policy/weights_changed")) > 0.5
+    for name in ("mismatch/after_sync", "mismatch/kl"):
+        assert max(value for _, value in log.history(name)) < 1e-4

@@ -13,7 +13,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -33,7 +32,6 @@ from harness.training import loop
 from harness.training.run import RunResult
 from harness.types import Inputs
 
-GRACE_SECONDS = 30.0  # for all ranks to end, once one has
 POLL_SECONDS = 0.5
 PATIENCE = timedelta(days=7)  # of a rank with the others: a dead one is the parent's to notice
 
@@ -78,18 +76,28 @@ def _environments(spec: RunSpec) -> list[dict[str, str]]:
     return [{**common, **({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})} for gpu in gpus[: spec.devices]]
 
 
+def _command(descriptor: int) -> list[str]:
+    """The command of a rank, which has its end of a pipe under that descriptor."""
+    return [sys.executable, "-P", "-m", __name__, str(descriptor), str(os.getpid())]
+
+
 class _Ranks:
-    """The processes of a trial, as seen by their parent; a context that leaves none behind."""
+    """The processes of a trial, as seen by their parent; a context that leaves none behind.
+
+    They may be killed once rank 0 has told its result: what the trial keeps is on disk by then.
+    """
 
     def __init__(self, jobs: Sequence[Job], environments: Sequence[dict[str, str]]):
         self.processes: dict[Connection, subprocess.Popen[bytes]] = {}
         for job, environment in zip(jobs, environments, strict=True):
             ours, theirs = Pipe()
-            command = [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), str(os.getpid())]
             self.processes[ours] = subprocess.Popen(
-                command, env={**os.environ, **environment}, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                _command(theirs.fileno()),
+                env={**os.environ, **environment},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
                 start_new_session=True,
-            )  # fmt: skip
+            )
             theirs.close()
             ours.send(job)
 
@@ -116,7 +124,6 @@ class _Ranks:
                 elif isinstance(said, Exception):
                     raise self._loss() or said  # it may have come from losing sight of the dead
                 elif connection is first or said.state == "invalid":
-                    self._end()
                     return said
                 else:
                     at_work.remove(connection)
@@ -133,12 +140,6 @@ class _Ranks:
                     "when it is started again"
                 )
         return None
-
-    def _end(self) -> None:
-        """Let the ranks end, which takes them as long as an engine takes to close."""
-        for process in self.processes.values():
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE_SECONDS)
 
 
 class _Caller:
