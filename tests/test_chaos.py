@@ -56,7 +56,12 @@ def server() -> Iterator[postgres_server.Server]:
         yield one
 
 
-@pytest.fixture(params=[pytest.param("files", marks=pytest.mark.long), pytest.param("postgres", marks=needs_postgres)])
+@pytest.fixture(
+    params=[
+        pytest.param("files", marks=pytest.mark.long),
+        pytest.param("postgres", marks=[needs_postgres, pytest.mark.long]),
+    ]
+)
 def url(request: pytest.FixtureRequest) -> str | None:
     return request.getfixturevalue("server").new_database() if request.param == "postgres" else None
 

@@ -36,12 +36,13 @@ def case(algorithm: str = "grpo", **changes: Any) -> dict[str, Any]:
     return {"algorithm": {"name": algorithm, "group_size": 4}, **changes}
 
 
-CASES = {name: case(name) for name in ("grpo", "ppo", "grpo_self_consistency", "dr_grpo", "gspo", "online_dpo")} | {
+CASES = {name: case(name) for name in ("ppo", "grpo_self_consistency", "dr_grpo", "gspo", "online_dpo")} | {
     "lora_recomputed": case("ppo", lora={"rank": 4}, gradient_checkpointing=True),
-    "minibatches": case(optimizer={"num_minibatches": 2, "num_inner_epochs": 2, "tokens_per_microbatch": 60}),
+    "grpo": case(optimizer={"num_minibatches": 2, "num_inner_epochs": 2, "tokens_per_microbatch": 60}),
 }
 MORE = {
     "lora": case(lora={"rank": 4}),
+    "one_update": case(),
     "recomputed": case(gradient_checkpointing=True),
     "shared_trunk": {"algorithm": {"name": "ppo", "group_size": 4, "critic": "shared"}},
     "reference": {"algorithm": {"name": "grpo", "group_size": 4, "kl_beta": 0.1}, "kl": {"refresh_reference_every": 1}},

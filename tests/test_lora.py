@@ -258,7 +258,7 @@ def test_mixed_precision_keeps_float32_weights_and_stays_near_the_full_precision
     assert {p.dtype for p in policy.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.parametrize("algorithm", [pytest.param("grpo", marks=pytest.mark.long), "ppo"])
 def test_a_run_with_an_adapter_resumes_bit_for_bit_and_its_checkpoint_is_a_model(algorithm, tmp_path):
     raw = {**BASE, "algorithm": {"name": algorithm, "group_size": 4, "kl_beta": 0.02}, "lora": LORA}
     spec = parse_run({**raw, "optimizer": {"learning_rate": 1e-2}}, "test")

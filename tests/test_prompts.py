@@ -182,6 +182,7 @@ def test_worked_examples_are_the_same_text_in_every_format():
         assert plain.count("#### ") == prompt.text.count("#### ") >= shots
 
 
+@pytest.mark.long
 def test_a_model_of_the_shape_of_qwen_trains_on_gsm8k(tmp_path):
     spec, log = qwen_run(tmp_path / "model"), MemoryLog()
     result = train(spec, tmp_path, log, cache=tmp_path)

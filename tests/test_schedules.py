@@ -84,8 +84,10 @@ def test_the_critics_rate_follows_the_policys_schedule():
 
 
 @pytest.mark.parametrize(
-    "kl", [{"schedule": "adaptive", "target": 1e-4}, {"refresh_reference_every": 2}, {"schedule": "cosine"}]
-)
+    "kl",
+    [{"schedule": "adaptive", "target": 1e-4}, {"refresh_reference_every": 2},
+     pytest.param({"schedule": "cosine"}, marks=pytest.mark.long)],
+)  # fmt: skip
 def test_a_stopped_run_resumes_bit_for_bit_with_what_has_changed(kl, tmp_path, cache):
     spec = run(kl=kl, optimizer={"learning_rate": 1e-3, "schedule": "cosine"})
     whole, parts = MemoryLog(), MemoryLog()
