@@ -348,7 +348,7 @@ def test_a_bfloat16_engine_trains_a_model_of_the_shape_of_qwen_beside_a_float32_
 @needs_vllm
 @pytest.mark.parametrize("changes", [{}, {"lora": {"rank": 2}}], ids=str)
 def test_each_of_two_devices_samples_with_a_vllm_of_its_own_that_gets_the_whole_weights(tmp_path, changes):
-    raw = {**RUN, "devices": 2, "optimizer": {"learning_rate": 1e-3}, **changes,
+    raw = {**RUN, "devices": 2, "optimizer": {"learning_rate": 1e-3}, "sampling": {"max_tokens": 32}, **changes,
            "engine": {"name": "vllm", "max_model_len": 128, "cpu_cache_gib": 0.2}}  # fmt: skip
     result = launch.train(parse_run(raw, "test"), tmp_path / "run", log := MemoryLog(), cache=tmp_path)
     assert (result.state, result.reason) == ("complete", None)
