@@ -7,6 +7,7 @@ two, goes on in the one for another step, and ends in the two; FOLDER/1/RESUMED 
 
 import gc
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -74,8 +75,11 @@ def wait_for(file: Path) -> None:
 def main(folder: Path, cases: dict[str, dict[str, Any]]) -> None:
     from fakes import StopAfter
 
+    from harness.training.launch import loopback
+
     for part in ("1", "2"):
         (folder / part).mkdir()
+    os.environ["GLOO_SOCKET_IFNAME"] = loopback()
     both = mp.spawn(run_rank, (folder, cases), nprocs=2, join=False)
     begin()
     for name, changes in {**cases, RESUMED: {"steps": 3}}.items():

@@ -6,6 +6,7 @@ attempt, and the next one goes on from the last checkpoint. Ranks have one host 
 """
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -68,7 +69,7 @@ def train(
 def _environments(spec: RunSpec) -> list[dict[str, str]]:
     """What differs from this process's environment, for each rank: one GPU, its share of the cores."""
     threads = max(1, torch.get_num_threads() // spec.devices)
-    common = {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    common = {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": loopback(), "NCCL_SOCKET_IFNAME": loopback()}
     gpus: Sequence[str] = [""] * spec.devices
     if resolve_device(spec.device).type == "cuda":
         named = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -79,6 +80,11 @@ def _environments(spec: RunSpec) -> list[dict[str, str]]:
 def _command(descriptor: int) -> list[str]:
     """The command of a rank, which has its end of a pipe under that descriptor."""
     return [sys.executable, "-P", "-m", __name__, str(descriptor), str(os.getpid())]
+
+
+def loopback() -> str:
+    """The interface by which the processes of one host reach each other and nobody else does."""
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
 
 
 class _Ranks:
