@@ -59,6 +59,7 @@ def cohort(*words: object) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+@pytest.mark.long
 @pytest.mark.attack("A damaged file in a trial's folder")
 def test_trials_with_a_bad_file_fail_once_and_name_it_and_the_others_run_and_are_reported(
     runs: Path, record_property: Any

@@ -131,17 +131,19 @@ def ranks() -> list[psutil.Process]:
 def test_the_first_result_or_error_of_a_rank_decides(
     first: str, second: str, raised: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    programs, parts = tmp_path / "ranks.py", iter((first, second))
-    programs.write_text(
+    begin = (
         "import os, sys, time\nfrom multiprocessing.connection import Connection\nfrom types import SimpleNamespace\n"
         "pipe = Connection(int(sys.argv[1]))\npipe.recv()\n"
         "def ask(*call):\n    pipe.send(('call', call))\n    assert pipe.recv() == 'noted'\n"
         "def end(what):\n"
         "    pipe.send(('end', what if isinstance(what, Exception) else SimpleNamespace(state='complete')))\n"
         "    os._exit(0)\n"
-        "exec(sys.argv[2])\n"
     )
-    monkeypatch.setattr(launch, "_command", lambda fd: [sys.executable, str(programs), str(fd), next(parts)])
+    programs = [tmp_path / "first.py", tmp_path / "second.py"]
+    for program, rest in zip(programs, (first, second), strict=True):
+        program.write_text(begin + rest)
+    left = iter(programs)
+    monkeypatch.setattr(launch, "_command", lambda fd: [sys.executable, str(next(left)), str(fd)])
     calls: list[Any] = []
     with launch._Ranks([None, None], [{}, {}]) as both:  # pyright: ignore
         if raised:

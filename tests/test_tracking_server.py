@@ -108,6 +108,7 @@ def test_a_study_is_written_and_read_through_a_server_alone(
     assert not runs.exists()  # nothing was read from, or written to, a file beside the server
 
 
+@pytest.mark.long
 @pytest.mark.attack("Loss of the MLflow server")
 def test_a_server_that_is_killed_in_the_middle_of_a_run_loses_nothing(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
