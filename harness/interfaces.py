@@ -291,7 +291,7 @@ class RolloutEngine(ABC):
     def generate(
         self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, *, seed: int, step: int
     ) -> list[Group]:
-        """One group per prompt, in order.
+        """One group per prompt, in order. The devices of a run share its prompts, and one of them may get none.
 
         `sampling.max_tokens` must be set. The noise of a token depends only on (seed, step, prompt id, sample,
         position), so a row does not change with its batch.

@@ -50,7 +50,9 @@ def check_devices(specs: Sequence[RunSpec]) -> None:
     for kind, count in dict.fromkeys((resolve_device(spec.device).type, spec.devices) for spec in specs):
         available, what = (len(usable_gpus()), "GPUs") if kind == "cuda" else (usable_cores(), "cores")
         if count > max(1, available):
-            raise SpecError(f"devices must be at most {available}, the {what} of this machine, got {count}")
+            raise SpecError(
+                f"devices must be at most {available}, the {what} of this machine, got {count}; lower devices"
+            )
 
 
 def run_inputs(specs: Sequence[RunSpec], cache: Path, splits: Sequence[Split] | None = None) -> Inputs:

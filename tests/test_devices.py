@@ -24,6 +24,9 @@ from harness.memory import fit as memory_fit
 from harness.memory.usage import GIB
 from harness.policy.model import load_policy
 from harness.policy.tiny import tiny_config, tiny_model
+from harness.runs.pipeline import train_pipeline
+from harness.runs.single import train_once
+from harness.runs.stages import Stage
 from harness.spec.errors import SpecError
 from harness.spec.load import load_study
 from harness.spec.run import parse_run
@@ -155,13 +158,17 @@ def test_the_first_result_or_error_of_a_rank_decides(
     assert all(process.poll() is not None for process in both.processes.values())
 
 
-def test_bad_numbers_of_devices_are_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch):
+def test_bad_numbers_of_devices_are_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     with pytest.raises(SpecError, match=r"devices must divide rollouts of a minibatch \(16\), got 3; use 2 or 4"):
         parse_run({**RUN, "devices": 3}, "bad")
     monkeypatch.setattr(preflight, "usable_cores", lambda: 2)
     four = parse_run({**RUN, "devices": 4, "device": "cpu"}, "bad")
-    with pytest.raises(SpecError, match="devices must be at most 2, the cores of this machine, got 4"):
-        preflight.check_devices([four])
+    refusal = "devices must be at most 2, the cores of this machine, got 4; lower devices"
+    with pytest.raises(SpecError, match=refusal):
+        train_once(four, tmp_path, "run")
+    with pytest.raises(SpecError, match=refusal):
+        train_pipeline([Stage("first", "train", four)], tmp_path, "pipeline")
+    assert list(tmp_path.iterdir()) == []
 
 
 QWEN_7B = {

@@ -22,7 +22,7 @@ import numpy as np
 from harness.files import read_json, write_json
 from harness.inputs import expecting
 from harness.memory.fit import check_memory
-from harness.preflight import check_inputs, run_inputs
+from harness.preflight import check_devices, check_inputs, run_inputs
 from harness.runs.rejection import rejection_sampling
 from harness.runs.single import UNWATCHED, Execute, Watch, ended_result, has_ended, own_folder, run_logged
 from harness.runs.stages import Kind, Stage, policy_folder
@@ -60,6 +60,7 @@ def train_pipeline(
         check_inputs([stage.spec for stage in stages], runs, ("train", "validation", "test"))
         for stage in stages:
             if stage.kind == "train":
+                check_devices([stage.spec])
                 check_memory(stage.spec)
         folders = [directory / "stages" / f"{number}-{stage.name}" for number, stage in enumerate(stages, start=1)]
         left = [(s.spec, f) for s, f in zip(stages, folders, strict=True) if s.kind == "train" and not has_ended(f)]

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from harness.inputs import all_expected, expecting
 from harness.interfaces import RunLogger
+from harness.machine import usable_gpus
 from harness.policy.device import resolve_device
 from harness.spec.run import RunSpec, parse_run
 from harness.training import loop
@@ -70,11 +71,9 @@ def _environments(spec: RunSpec) -> list[dict[str, str]]:
     """What differs from this process's environment, for each rank: one GPU, its share of the cores."""
     threads = max(1, torch.get_num_threads() // spec.devices)
     common = {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": loopback(), "NCCL_SOCKET_IFNAME": loopback()}
-    gpus: Sequence[str] = [""] * spec.devices
-    if resolve_device(spec.device).type == "cuda":
-        named = os.environ.get("CUDA_VISIBLE_DEVICES")
-        gpus = named.split(",") if named else [str(place) for place in range(torch.cuda.device_count())]
-    return [{**common, **({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})} for gpu in gpus[: spec.devices]]
+    if resolve_device(spec.device).type != "cuda":
+        return [common] * spec.devices
+    return [{**common, "CUDA_VISIBLE_DEVICES": gpu} for gpu in usable_gpus()[: spec.devices]]
 
 
 def _command(descriptor: int) -> list[str]:
