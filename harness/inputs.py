@@ -8,14 +8,15 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 from harness.files import sha256
-from harness.types import Inputs, Sources
+from harness.types import NO_INPUTS, Inputs, Sources
 
 REVISION = "revision"  # stands for the files of a Hub repository; its commit is their hash
-_expected: Inputs = {}
+_expected: ContextVar[Inputs] = ContextVar("expected", default=NO_INPUTS)  # runs that share a process have their own
 
 
 class InputsChanged(ValueError):
@@ -32,30 +33,30 @@ def digested(sources: Sources, notes: Path | None = None) -> Inputs:
 
 @contextmanager
 def expecting(inputs: Inputs) -> Iterator[None]:
-    """Inside, this process may read of these sources only what `inputs` says. InputsChanged if it is told otherwise."""
-    global _expected
-    check_same(_expected, inputs)
-    before = _expected
-    _expected = {**inputs, **before}
+    """Inside, this thread may read of these sources only what `inputs` says. InputsChanged if it is told otherwise."""
+    before = _expected.get()
+    check_same(before, inputs)
+    token = _expected.set({**inputs, **before})
     try:
         yield
     finally:
-        _expected = before
+        _expected.reset(token)
 
 
 def expected(source: str) -> Mapping[str, str] | None:
     """What has to be found in a source; None if nothing was said."""
-    return _expected.get(source)
+    return _expected.get().get(source)
 
 
 def all_expected() -> Inputs:
     """All that has to be found, for another process of the same run."""
-    return _expected
+    return _expected.get()
 
 
 def verify(sources: Sources) -> None:
     """InputsChanged if sources that were just read are not what was expected there."""
-    check_same(_expected, digested({source: files for source, files in sources.items() if source in _expected}))
+    there = _expected.get()
+    check_same(there, digested({source: files for source, files in sources.items() if source in there}))
 
 
 def check_same(then: Inputs, now: Inputs) -> None:

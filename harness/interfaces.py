@@ -15,6 +15,7 @@ from pydantic import Field
 
 from harness.types import (
     Batch,
+    Call,
     Demonstration,
     GradedGroup,
     Group,
@@ -272,6 +273,7 @@ class RolloutEngine(ABC):
     exact_logprobs: ClassVar[bool] = False
     samples_policy: ClassVar[bool] = True  # False for a fake, whose log-probs are compared with nothing
     plans_batches: ClassVar[bool] = False  # whether it is best given all prompts at once, however many
+    serves_adapters: ClassVar[bool] = False  # whether it has `on_base`
     precision: Precision | None = None  # in which its own weights compute; None: in the learner's
 
     class Settings(Section):
@@ -302,10 +304,25 @@ class RolloutEngine(ABC):
         """Sample from these weights from now on, after `sleep` too; `version` is the number of training steps that made
         them."""
 
-    def score(self, rows: Sequence[tuple[Sequence[int], int]]) -> list[list[float]] | None:
+    def score(self, rows: Sequence[tuple[Sequence[int], int]], policy: int = 0) -> list[list[float]] | None:
         """Log-probs (nats, temperature 1) under the engine's own weights: for each (token ids, n) those of the tokens
         after the first n. None if the engine shares the learner's weights, which cannot be stale."""
         return None
+
+    @classmethod
+    def on_base(cls, settings: Any, base: nn.Module, codec: Codec, policies: Sequence[nn.Module]) -> Self:
+        """An engine for policies that are adapters on the frozen weights of `base`, of one shape: each row samples from
+        the policy that its `Call` names."""
+        raise NotImplementedError
+
+    def generate_each(self, calls: Sequence[Call], sampling: Sampling) -> list[list[Group]]:
+        """What `generate` gives for each call, from one batch."""
+        return [
+            self.generate(call.prompts, call.group_size, sampling, seed=call.seed, step=call.step) for call in calls
+        ]
+
+    def load_adapter(self, policy: int) -> None:  # noqa: B027
+        """Sample from the adapter that the policy of this number has now."""
 
     def sleep(self) -> None:  # noqa: B027
         """Give the device's memory back while the learner works; `load_weights` precedes the next use."""

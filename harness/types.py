@@ -142,6 +142,18 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Call:
+    """What an engine is asked to sample: a group for each prompt, with the noise of (seed, step), from the policy with
+    the number `policy` of those that share the engine."""
+
+    prompts: Sequence[Prompt]
+    group_size: int
+    seed: int
+    step: int
+    policy: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class GradedGroup:
     """A group as a reward may see it: everything but the gold answer.
 

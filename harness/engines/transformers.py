@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -21,13 +23,14 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from harness.interfaces import RolloutEngine
+from harness.policy.adapters import AdapterDecoder, AdapterRows
 from harness.policy.forward import hidden_states, keeps_keys_and_values, output_logits
 from harness.policy.fused_llama import recognised
 from harness.policy.llama_decoder import LeanDecoder
 from harness.policy.sharding import whole
 from harness.policy.text import TextCodec, as_groups
 from harness.tensors import pad_left
-from harness.types import Group, Prompt, Sampling
+from harness.types import Call, Group, Prompt, Sampling
 
 log = logging.getLogger(__name__)
 LOOK_EVERY = 16  # tokens of a row between two looks at how many rows still run: each waits for a GPU
@@ -38,6 +41,8 @@ class TransformersEngine(RolloutEngine):
     """In-process sampling with transformers; shares the learner's weights, so nothing is copied after an update."""
 
     exact_logprobs: ClassVar[bool] = True
+    serves_adapters: ClassVar[bool] = True
+    adapters: AdapterRows | None = None
 
     class Settings(RolloutEngine.Settings):
         name: Literal["transformers"] = "transformers"
@@ -63,18 +68,26 @@ class TransformersEngine(RolloutEngine):
             kind = policy.config.model_type  # pyright: ignore
             log.warning("engine transformers reads the whole row for every token of a %s; engine=vllm is faster", kind)
 
+    @classmethod
+    def on_base(cls, settings: Settings, base: nn.Module, codec: TextCodec, policies: Sequence[nn.Module]) -> Self:
+        adapters = AdapterRows(base, policies)
+        engine = cls(settings, adapters.model, codec)
+        engine.adapters = adapters
+        return engine
+
     def generate(
         self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, *, seed: int, step: int
     ) -> list[Group]:
-        assert sampling.max_tokens is not None
-        chunk = max(1, self.settings.max_batch_rows // group_size)
-        groups: list[Group] = []
+        return self.generate_each([Call(prompts, group_size, seed, step)], sampling)[0]
+
+    def generate_each(self, calls: Sequence[Call], sampling: Sampling) -> list[list[Group]]:
+        groups: list[list[Group]] = [[] for _ in calls]
         with whole(self.policy):
-            for start in range(0, len(prompts), chunk):
-                part = prompts[start : start + chunk]
-                ids = [p.id for p in part]
-                noise = torch.from_numpy(uniforms(seed, step, ids, group_size, sampling.max_tokens))
-                groups += self._generate(part, group_size, sampling, noise)
+            for chunk in _chunks(calls, self.settings.max_batch_rows):
+                for (number, _), found in zip(
+                    chunk, self._generate([part for _, part in chunk], sampling), strict=True
+                ):
+                    groups[number] += found
         return groups
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
@@ -89,22 +102,31 @@ class TransformersEngine(RolloutEngine):
             return LeanDecoder
         return LibraryDecoder if self.keeps_states else RereadingDecoder
 
+    def _decoder(self, calls: Sequence[Call], capacity: int) -> Any:
+        decoder = self._decoder_class()(self.policy, capacity)
+        if self.adapters is None:
+            return decoder
+        numbers = torch.tensor([call.policy for call in calls for _ in call.prompts])
+        return AdapterDecoder(decoder, self.adapters, numbers.to(next(self.policy.parameters()).device))
+
     @torch.inference_mode()
-    def _generate(self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, noise: Tensor) -> list[Group]:
+    def _generate(self, calls: Sequence[Call], sampling: Sampling) -> list[list[Group]]:
         device = next(self.policy.parameters()).device
-        encoded = [self.codec.encode(prompt.text) for prompt in prompts]
-        limit = noise.shape[1]
-        rows = len(prompts) * group_size
+        encoded = [[self.codec.encode(prompt.text) for prompt in call.prompts] for call in calls]
+        noise = _noise(calls, sampling)
+        rows, limit = noise.shape
+        sizes = [call.group_size for call in calls for _ in call.prompts]
+        repeats = sizes[0] if len(set(sizes)) == 1 else torch.tensor(sizes, device=device)
         tokens = torch.zeros(limit, rows, dtype=torch.int64, device=device)  # cut at each row's end below
         logprobs = torch.zeros(limit, rows, device=device)
         lengths = torch.full((rows,), limit, device=device)
         stopped = torch.zeros(rows, dtype=torch.bool, device=device)
         noise = noise.t().contiguous().to(device)
 
-        prompt_tokens, mask = (x.to(device) for x in pad_left(encoded))
-        decoder = self._decoder_class()(self.policy, prompt_tokens.shape[1] + limit)
-        logits = decoder.prefill(prompt_tokens, mask).repeat_interleave(group_size, dim=0)
-        decoder.expand(group_size)
+        prompt_tokens, mask = (x.to(device) for x in pad_left([row for part in encoded for row in part]))
+        decoder = self._decoder(calls, prompt_tokens.shape[1] + limit)
+        logits = decoder.prefill(prompt_tokens, mask).repeat_interleave(repeats, dim=0)
+        decoder.expand(repeats)
         is_end = torch.zeros(logits.shape[-1], dtype=torch.bool, device=device)
         is_end[self.end_ids[self.end_ids < len(is_end)]] = True
         is_stopped = StopStringCriteria(self.codec.tokenizer, list(sampling.stop)) if sampling.stop else None
@@ -137,7 +159,11 @@ class TransformersEngine(RolloutEngine):
         ends = lengths.tolist()
         ids = (row[:n] for row, n in zip(tokens.t().tolist(), ends, strict=True))
         nats = (row[:n] for row, n in zip(logprobs.t().tolist(), ends, strict=True))
-        return as_groups(prompts, encoded, zip(ids, nats, stopped.tolist(), strict=True), self.codec)
+        found = zip(ids, nats, stopped.tolist(), strict=True)
+        return [
+            as_groups(call.prompts, part, islice(found, len(part) * call.group_size), self.codec)
+            for call, part in zip(calls, encoded, strict=True)
+        ]
 
 
 class LibraryDecoder:
@@ -156,10 +182,10 @@ class LibraryDecoder:
         self.padded = not bool(mask.all())
         return self._forward(tokens, (mask.cumsum(-1) - 1).clamp(min=0))
 
-    def expand(self, group_size: int) -> None:
-        """Repeat every row `group_size` times, in place of the row."""
-        self.cache.batch_repeat_interleave(group_size)
-        self.mask = self.mask.repeat_interleave(group_size, dim=0)
+    def expand(self, repeats: int | Tensor) -> None:
+        """Repeat every row so many times, in place of the row."""
+        self.cache.batch_repeat_interleave(repeats)  # pyright: ignore
+        self.mask = self.mask.repeat_interleave(repeats, dim=0)
 
     def step(self, tokens: Tensor) -> Tensor:
         """[R, V] logits after one more token of every row."""
@@ -198,10 +224,10 @@ class RereadingDecoder:
         self.rows[torch.arange(self.capacity, device=mask.device) < self.lengths[:, None]] = tokens[mask]
         return self._forward()
 
-    def expand(self, group_size: int) -> None:
-        """Repeat every row `group_size` times, in place of the row."""
-        self.rows = self.rows.repeat_interleave(group_size, dim=0)
-        self.lengths = self.lengths.repeat_interleave(group_size, dim=0)
+    def expand(self, repeats: int | Tensor) -> None:
+        """Repeat every row so many times, in place of the row."""
+        self.rows = self.rows.repeat_interleave(repeats, dim=0)
+        self.lengths = self.lengths.repeat_interleave(repeats, dim=0)
 
     def step(self, tokens: Tensor) -> Tensor:
         """[R, V] logits after one more token of every row."""
@@ -217,6 +243,35 @@ class RereadingDecoder:
         states = hidden_states(self.model, self.rows[:, : int(self.lengths.max())])
         last = states[torch.arange(len(states), device=states.device), self.lengths - 1]
         return output_logits(self.model, last).float()
+
+
+def _chunks(calls: Sequence[Call], max_rows: int) -> Iterator[list[tuple[int, Call]]]:
+    """The calls with their places, cut between prompts so that a chunk has `max_rows` rows or one prompt at most."""
+    chunk: list[tuple[int, Call]] = []
+    rows = 0
+    for number, call in enumerate(calls):
+        start = 0
+        while start < len(call.prompts):
+            fit = max((max_rows - rows) // call.group_size, int(not chunk))
+            if fit:
+                part = call.prompts[start : start + fit]
+                chunk.append((number, replace(call, prompts=part)))
+                start, rows = start + len(part), rows + len(part) * call.group_size
+            if start < len(call.prompts):
+                yield chunk
+                chunk, rows = [], 0
+    if chunk:
+        yield chunk
+
+
+def _noise(calls: Sequence[Call], sampling: Sampling) -> Tensor:
+    """[rows, positions] of all calls, each by its own seed and step."""
+    assert sampling.max_tokens is not None
+    parts = [
+        uniforms(call.seed, call.step, [prompt.id for prompt in call.prompts], call.group_size, sampling.max_tokens)
+        for call in calls
+    ]
+    return torch.from_numpy(np.concatenate(parts))
 
 
 def uniforms(seed: int, step: int, prompt_ids: list[str], group_size: int, num_positions: int) -> np.ndarray:
@@ -294,13 +349,16 @@ class _PreallocatedLayer(DynamicLayer):
         self._values[:, :, start:end] = value_states
         return self._view(end)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
+    def batch_repeat_interleave(self, repeats: int | Tensor) -> None:
         keys, values = self.keys, self.values
         assert keys is not None and values is not None
-        self._allocate(keys, values, len(keys) * repeats)
+        self._allocate(keys, values, len(keys) * repeats if isinstance(repeats, int) else int(repeats.sum()))
         length = keys.shape[-2]
         for own, given in ((self._keys, keys), (self._values, values)):
-            own.view(len(keys), repeats, *own.shape[1:])[:, :, :, :length] = given[:, None]
+            if isinstance(repeats, int):
+                own.view(len(keys), repeats, *own.shape[1:])[:, :, :, :length] = given[:, None]
+            else:
+                own[:, :, :length] = given.repeat_interleave(repeats, dim=0)
         self._view(length)
 
     def batch_select_indices(self, indices: Tensor) -> None:

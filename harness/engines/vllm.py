@@ -26,8 +26,9 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import numpy as np
 import torch
@@ -37,10 +38,10 @@ from torch import Tensor, nn
 from harness.files import write_text
 from harness.interfaces import Precision, RolloutEngine
 from harness.policy.device import UNMAPPED
-from harness.policy.lora import merged_weights
+from harness.policy.lora import ADAPTER, adapted_layers, adapter_weights, merged_weights, save_adapter
 from harness.policy.sharding import class_name
 from harness.policy.text import TextCodec, as_groups
-from harness.types import Group, Prompt, Sampling
+from harness.types import Call, Group, Prompt, Sampling
 
 GIB = 2**30
 log = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class VLLMEngine(RolloutEngine):
     """
 
     plans_batches: ClassVar[bool] = True
+    serves_adapters: ClassVar[bool] = True
 
     class Settings(RolloutEngine.Settings):
         name: Literal["vllm"] = "vllm"
@@ -85,9 +87,11 @@ class VLLMEngine(RolloutEngine):
 
     _last: ClassVar[weakref.ref[VLLMEngine] | None] = None
 
-    def __init__(self, settings: Settings, policy: nn.Module, codec: TextCodec):
+    def __init__(self, settings: Settings, policy: nn.Module, codec: TextCodec, adapters: Sequence[nn.Module] = ()):
+        """With `adapters`, policies on the frozen weights of `policy`, it holds those weights and every adapter."""
         _check_installed()
         self.settings = settings
+        self.adapters = adapters
         self.codec = codec
         self.end_ids = codec.end_ids(policy)
         self.asleep = self.has_weights = self.closed = False
@@ -96,35 +100,56 @@ class VLLMEngine(RolloutEngine):
             last.close()
         dtype = settings.dtype or str(next(policy.parameters()).dtype).removeprefix("torch.")
         with _process_state_kept():
-            self.llm = _start(settings, _config_folder(policy), dtype)
-            # a random start gives vLLM no loader for the files that other ranks get
-            self.llm.collective_rpc("update_config", args=({"load_config": {"load_format": "auto"}},))
+            if adapters:
+                self.llm = _start_with_adapters(settings, policy, dtype, adapters)
+            else:
+                self.llm = _start(settings, _config_folder(policy), dtype, load_format="dummy")
+                # a random start gives vLLM no loader for the files that other ranks get
+                self.llm.collective_rpc("update_config", args=({"load_config": {"load_format": "auto"}},))
         self.on_gpu = _on_gpu()
         # on a GPU vLLM's float32 attention multiplies in TF32 (Triton's default)
         self.precision: Precision = "tf32" if self.on_gpu and dtype == "float32" else dtype  # pyright: ignore
         VLLMEngine._last = weakref.ref(self)
-        self.load_weights(merged_weights(policy), 0)
+        if not adapters:
+            self.load_weights(merged_weights(policy), 0)
+        for number in range(len(adapters)):
+            self.load_adapter(number)
+
+    @classmethod
+    def on_base(cls, settings: Settings, base: nn.Module, codec: TextCodec, policies: Sequence[nn.Module]) -> Self:
+        return cls(settings.model_copy(update={"sleep": False}), base, codec, policies)
 
     def generate(
         self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, *, seed: int, step: int
     ) -> list[Group]:
+        return self.generate_each([Call(prompts, group_size, seed, step)], sampling)[0]
+
+    def generate_each(self, calls: Sequence[Call], sampling: Sampling) -> list[list[Group]]:
         assert sampling.max_tokens is not None
         _check_sampling(sampling)
         self._check_open()
-        if not prompts:
-            return []
-        encoded = [self.codec.encode(prompt.text) for prompt in prompts]
-        self._check_length(max(map(len, encoded)), sampling.max_tokens)
-        seeds = [request_seed(seed, step, p.id, k) for p in prompts for k in range(group_size)]
-        rows = [tokens for tokens in encoded for _ in range(group_size)]
-        outputs = self._run(rows, [self._parameters(sampling, s) for s in seeds])
+        if not any(call.prompts for call in calls):
+            return [[] for _ in calls]
+        encoded = [[self.codec.encode(prompt.text) for prompt in call.prompts] for call in calls]
+        self._check_length(max(len(tokens) for part in encoded for tokens in part), sampling.max_tokens)
+        seeds = [
+            request_seed(call.seed, call.step, prompt.id, k)
+            for call in calls
+            for prompt in call.prompts
+            for k in range(call.group_size)
+        ]
+        sizes = [(call, part, len(part) * call.group_size) for call, part in zip(calls, encoded, strict=True)]
+        rows = [tokens for call, part, _ in sizes for tokens in part for _ in range(call.group_size)]
+        policies = [call.policy for call, _, size in sizes for _ in range(size)]
+        outputs = self._run(rows, [self._parameters(sampling, s) for s in seeds], policies)
         completions = [tuple(output.outputs[0].token_ids) for output in outputs]
         logprobs = [tuple(output.outputs[0].logprobs.logprobs) for output in outputs]
         if sampling.temperature and (sampling.top_p < 1 or sampling.top_k):
             whole = [(prompt + completion, len(prompt)) for prompt, completion in zip(rows, completions, strict=True)]
-            logprobs = [tuple(row) for row in self.score(whole)]
+            logprobs = [tuple(row) for row in self._score(whole, policies)]
         ended = [ids[-1] in self.end_ids for ids in completions]
-        return as_groups(prompts, encoded, zip(completions, logprobs, ended, strict=True), self.codec)
+        found = zip(completions, logprobs, ended, strict=True)
+        return [as_groups(call.prompts, part, islice(found, size), self.codec) for call, part, size in sizes]
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Overwrite every weight and forget the cached prefixes, which the old weights computed.
@@ -147,16 +172,28 @@ class VLLMEngine(RolloutEngine):
             self.llm.wake_up(tags=["kv_cache"])
             UNMAPPED.set(0)
         self.asleep, self.has_weights = False, True
-        if not self.llm.reset_prefix_cache():
-            raise RuntimeError("vLLM kept the prefixes of the old weights: requests were still running")
+        self._forget_prefixes()
 
-    def score(self, rows: Sequence[tuple[Sequence[int], int]]) -> list[list[float]]:
+    def load_adapter(self, policy: int) -> None:
+        """As `load_weights`, of one adapter; vLLM reads it from a folder."""
+        self._check_open()
+        model: Any = self.adapters[policy]
+        with tempfile.TemporaryDirectory(prefix="cohort-vllm-") as folder, _process_state_kept():
+            save_adapter(Path(folder), model, adapter_weights(model), "base")
+            self.llm.llm_engine.add_lora(self._adapter(policy, folder, load_inplace=True))
+        self.has_weights = True
+        self._forget_prefixes()
+
+    def score(self, rows: Sequence[tuple[Sequence[int], int]], policy: int = 0) -> list[list[float]]:
         """Log-probs (nats, temperature 1) of the tokens after the first n >= 1 of each row, under vLLM's weights."""
+        return self._score(rows, [policy] * len(rows))
+
+    def _score(self, rows: Sequence[tuple[Sequence[int], int]], policies: Sequence[int]) -> list[list[float]]:
         self._check_open()
         parameters = _vllm().SamplingParams(
             temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=0, flat_logprobs=True, detokenize=False
         )  # prompt log-probs make vLLM compute the whole row: it reads no cached prefix
-        outputs = self._run([tuple(tokens) for tokens, _ in rows], [parameters] * len(rows))
+        outputs = self._run([tuple(tokens) for tokens, _ in rows], [parameters] * len(rows), policies)
         return [
             list(output.prompt_logprobs.logprobs[n - 1 :]) for output, (_, n) in zip(outputs, rows, strict=True)
         ]  # the first token has none
@@ -187,12 +224,25 @@ class VLLMEngine(RolloutEngine):
         gc.collect()
         UNMAPPED.set(0)
 
-    def _run(self, rows: Sequence[tuple[int, ...]], parameters: Sequence[Any]) -> list[Any]:
+    def _run(self, rows: Sequence[tuple[int, ...]], parameters: Sequence[Any], policies: Sequence[int]) -> list[Any]:
         assert self.has_weights, "a slept engine has no weights before load_weights"
+        adapters = [self._adapter(number, "loaded") for number in policies] if self.adapters else None
         with _process_state_kept():
             return self.llm.generate(
-                [{"prompt_token_ids": list(tokens)} for tokens in rows], list(parameters), use_tqdm=False
+                [{"prompt_token_ids": list(tokens)} for tokens in rows],
+                list(parameters),
+                use_tqdm=False,
+                lora_request=adapters,
             )
+
+    def _adapter(self, policy: int, folder: str, *, load_inplace: bool = False) -> Any:
+        """vLLM's name for the adapter of a policy; the folder is read with `load_inplace` alone."""
+        request = import_module("vllm.lora.request").LoRARequest
+        return request(str(policy), policy + 1, folder, load_inplace=load_inplace)
+
+    def _forget_prefixes(self) -> None:
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM kept the prefixes of the old weights: requests were still running")
 
     def _parameters(self, sampling: Sampling, seed: int) -> Any:
         return _vllm().SamplingParams(
@@ -257,9 +307,7 @@ def _check_sampling(sampling: Sampling) -> None:
 
 def _config_folder(policy: Any) -> Path:
     """A folder with the config of the policy, beside vLLM's own caches; equal configs have one folder."""
-    config = copy.deepcopy(policy.config)
-    config.architectures = [class_name(policy)]
-    text = config.to_json_string()
+    text = _config_text(policy)
     root = Path(import_module("vllm.envs").VLLM_CACHE_ROOT)
     folder = root / "cohort" / hashlib.sha256(text.encode()).hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
@@ -267,8 +315,33 @@ def _config_folder(policy: Any) -> Path:
     return folder
 
 
-def _start(settings: VLLMEngine.Settings, folder: Path, dtype: str) -> Any:
-    """vLLM with random weights of the shape that `folder` describes, in this process."""
+def _config_text(policy: Any) -> str:
+    config = copy.deepcopy(policy.config)
+    config.architectures = [class_name(policy)]
+    return config.to_json_string()
+
+
+def _start_with_adapters(
+    settings: VLLMEngine.Settings, policy: nn.Module, dtype: str, adapters: Sequence[nn.Module]
+) -> Any:
+    """vLLM with the weights of the policy, which it keeps, and room for every adapter."""
+    ranks = get_args(import_module("vllm.config.lora").MaxLoRARanks)
+    layers = dict(adapted_layers(adapters[0]))
+    rank = max(layer.r[ADAPTER] for layer in layers.values())
+    names = sorted({name.rpartition(".")[2] for name in layers})  # else the head gets one too, and no prompt a score
+    room = {
+        "max_loras": len(adapters),
+        "max_lora_rank": min(size for size in ranks if size >= rank),
+        "lora_target_modules": names,
+    }
+    with tempfile.TemporaryDirectory(prefix="cohort-vllm-") as folder:
+        _write_weights(Path(folder), policy.state_dict())
+        write_text(Path(folder) / "config.json", _config_text(policy))
+        return _start(settings, Path(folder), dtype, enable_lora=True, **room)
+
+
+def _start(settings: VLLMEngine.Settings, folder: Path, dtype: str, **more: Any) -> Any:
+    """vLLM with the shape, and unless `more` says otherwise the weights, that `folder` describes, in this process."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about the settings below, all meant
     os.environ["VLLM_NO_USAGE_STATS"] = "1"  # or vLLM reports this machine to its makers
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are handed over in memory
@@ -278,7 +351,6 @@ def _start(settings: VLLMEngine.Settings, folder: Path, dtype: str) -> Any:
         place = {"gpu_memory_utilization": settings.gpu_memory_utilization, "enable_sleep_mode": settings.sleep}
     return _vllm().LLM(
         model=str(folder),
-        load_format="dummy",
         dtype=dtype,
         max_model_len=settings.max_model_len,
         tensor_parallel_size=settings.tensor_parallel_size,
@@ -291,6 +363,7 @@ def _start(settings: VLLMEngine.Settings, folder: Path, dtype: str) -> Any:
         disable_log_stats=True,
         use_tqdm_on_load=False,
         **place,
+        **more,
     )
 
 

@@ -72,13 +72,13 @@ def holds_products(policy: nn.Module) -> bool:
 
 
 def has_adapter(model: nn.Module) -> bool:
-    return any(True for _ in _adapted(model))
+    return any(True for _ in adapted_layers(model))
 
 
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
     """The model as it was before it got an adapter."""
-    layers = [layer for _, layer in _adapted(model)]
+    layers = [layer for _, layer in adapted_layers(model)]
     for layer in layers:
         layer.enable_adapters(False)
     try:
@@ -96,7 +96,7 @@ def merged_weights(model: nn.Module) -> Mapping[str, Tensor]:
 
 class _Merged(Mapping[str, Tensor]):
     def __init__(self, model: nn.Module):
-        self.layers = dict(_adapted(model))
+        self.layers = dict(adapted_layers(model))
         self.dtype = model.get_input_embeddings().weight.dtype  # pyright: ignore  # frozen products may have another
         state = {name: value for name, value in model.state_dict().items() if ".lora_" not in name}
         self.state = {name.replace(".base_layer.", "."): value for name, value in state.items()}
@@ -148,7 +148,7 @@ def merge_saved(model: nn.Module, folder: Path) -> None:
         weight += change * (config["lora_alpha"] / config["r"])
 
 
-def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """(name, layer) of every layer with an adapter."""
     for name, module in model.named_modules():
         if hasattr(module, "lora_A") and hasattr(module, "base_layer"):

@@ -4,7 +4,6 @@ A run is a function of its spec: prompts and noise are keyed by (seed, step), an
 last checkpoint ends as an uninterrupted one would.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,34 +16,43 @@ from harness.training import ranks
 from harness.training.agreement import check_agreement, check_length
 from harness.training.evaluate import logged_evaluation
 from harness.training.gates import check_gates
-from harness.training.run import Run, RunResult, StoppedEarly, first_prompt, prepare, run_facts
+from harness.training.run import OWN_MODELS, Models, Run, RunResult, StoppedEarly, first_prompt, prepare, run_facts
 from harness.training.step import train_step
 from harness.types import InvalidRun, Prompt, Split
 
 
 def train(
-    spec: RunSpec, directory: Path, log: RunLogger, *, cache: Path, should_stop: Callable[[], bool] = lambda: False
+    spec: RunSpec,
+    directory: Path,
+    log: RunLogger,
+    *,
+    cache: Path,
+    should_stop: Callable[[], bool] = lambda: False,
+    models: Models = OWN_MODELS,
 ) -> RunResult:
     """Run `spec` in `directory`, or resume it from the last checkpoint there.
 
     Ends "complete", "invalid" with a reason, or "stopped" after the step during which `should_stop()` turned true; a
     cold start that was not done by then begins anew next time. Cold starts are cached in `cache`. Bad settings raise
-    ValueError before any model is loaded, and so does data or a model that is not what the run began with.
+    ValueError before any model is loaded, and so does data or a model that is not what the run began with. `models` are
+    those that the run shares with others.
     """
     inputs = run_inputs([spec], cache)
     log.inputs(inputs)
     with expecting(inputs):
-        return _train(spec, directory, log, cache, should_stop)
+        return _train(spec, directory, log, cache, should_stop, models)
 
 
-def _train(spec: RunSpec, directory: Path, log: RunLogger, cache: Path, should_stop: Callable[[], bool]) -> RunResult:
+def _train(
+    spec: RunSpec, directory: Path, log: RunLogger, cache: Path, should_stop: Callable[[], bool], models: Models
+) -> RunResult:
     spec.engine.check(spec.sampling_with_limit())
     check_length(spec)
     log.prompt(first_prompt(spec, "train" if spec.steps else "validation"))
     train_prompts = spec.task.prompts("train") if spec.steps else []
     run: Run | None = None
     try:
-        run, step = prepare(spec, directory, log, cache, should_stop)
+        run, step = prepare(spec, directory, log, cache, should_stop, models)
         return _loop(run, train_prompts, step, should_stop)
     except InvalidRun as invalid:
         return RunResult("invalid", str(invalid), run.summary() if run else {})
@@ -63,10 +71,10 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
             run.log.metrics(0, facts)
         _evaluate(run, "validation", 0)
     while step < spec.steps:
-        start = time.perf_counter()
+        start = run.models.now()
         metrics, rows = train_step(run, prompts, step)
         step += 1
-        run.totals.seconds += time.perf_counter() - start
+        run.totals.seconds += run.models.now() - start
         metrics["seconds/total"] = run.totals.seconds
         run.totals.peak_memory_bytes = max(run.totals.peak_memory_bytes, peak_memory())
         metrics["memory/peak_bytes"] = run.totals.peak_memory_bytes
@@ -87,9 +95,9 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
 
 def _evaluate(run: Run, split: Split, step: int) -> None:
     """Evaluate, log, and keep the accuracies that the summary needs."""
-    start = time.perf_counter()
+    start = run.models.now()
     result = logged_evaluation(run.spec, run.engine, run.log, split, step)
-    run.totals.seconds += time.perf_counter() - start
+    run.totals.seconds += run.models.now() - start
     if split == "test":
         run.accuracies["test_accuracy"] = result.metrics["accuracy"]
     else:

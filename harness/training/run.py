@@ -51,18 +51,45 @@ class Totals:
 
 
 class Clock:
-    """Wall-clock seconds of the phases of a step."""
+    """Seconds of the phases of a step, by the run's own clock."""
 
-    def __init__(self) -> None:
-        self.start = self.last = time.perf_counter()
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self.now = now
+        self.start = self.last = now()
         self.seconds: dict[str, float] = {}
 
     def lap(self, phase: str) -> None:
-        now = time.perf_counter()
+        now = self.now()
         self.seconds[phase], self.last = self.seconds.get(phase, 0.0) + now - self.last, now
 
     def metrics(self) -> dict[str, float]:
         return {**{f"seconds/{k}": v for k, v in self.seconds.items()}, "seconds/step": self.last - self.start}
+
+
+class Models:
+    """Where a run gets its models and its time: this one makes them anew, and the whole process works for the run."""
+
+    is_alone = True
+
+    def policy(
+        self, spec: RunSpec, cache: Path, on_progress: Callable[[int, int], None]
+    ) -> tuple[nn.Module, TextCodec]:
+        """The policy to train, on its device and in its precision, with its adapter; and the codec."""
+        policy, codec = ranks.one_by_one(lambda: start_policy(spec, cache, on_progress))
+        policy = placed(policy, spec)
+        if spec.lora is not None:
+            add_adapter(policy, spec.lora, spec.seed)
+        return policy, codec
+
+    def engine(self, spec: RunSpec, policy: nn.Module, codec: TextCodec) -> RolloutEngine:
+        return build_engine(spec, policy, codec)
+
+    def now(self) -> float:
+        """Seconds of work for the run so far, from any zero."""
+        return time.perf_counter()
+
+
+OWN_MODELS = Models()
 
 
 @dataclass
@@ -75,6 +102,7 @@ class Run:
     log: RunLogger
     directory: Path
     codec: TextCodec
+    models: Models = OWN_MODELS
     memory_before: int = 0  # bytes in use before the models were loaded
     inputs: Inputs = field(default_factory=dict)  # what it reads
     base: Base | None = None  # of its adapter
@@ -129,13 +157,24 @@ def build_engine(spec: RunSpec, policy: nn.Module, codec: TextCodec) -> RolloutE
     return engine_class(spec.engine.for_run(spec.dtype, spec.autocast), policy, codec)
 
 
+def placed(policy: nn.Module, spec: RunSpec) -> nn.Module:
+    """The policy on the run's device and in its precision."""
+    if ranks.world_size() == 1:  # else the learner moves it, a part at a time
+        policy = policy.to(resolve_device(spec.device))
+    return policy.to(dtype=getattr(torch, spec.dtype))
+
+
 def prepare(
-    spec: RunSpec, directory: Path, log: RunLogger, cache: Path, should_stop: Callable[[], bool]
+    spec: RunSpec,
+    directory: Path,
+    log: RunLogger,
+    cache: Path,
+    should_stop: Callable[[], bool],
+    models: Models = OWN_MODELS,
 ) -> tuple[Run, int]:
     """The run with its models loaded, and the number of training steps already done."""
     reset_peak_memory()
     memory_before = resident_bytes()
-    device = resolve_device(spec.device)
     inputs = run_inputs([spec], cache)
 
     def has_its_events(checkpoint: Checkpoint) -> bool:
@@ -149,18 +188,13 @@ def prepare(
         if should_stop():
             raise StoppedEarly
 
-    policy, codec = ranks.one_by_one(lambda: start_policy(spec, cache, watch_cold_start))
-    if ranks.world_size() == 1:  # else the learner moves it, a part at a time
-        policy = policy.to(device)
-    policy = policy.to(dtype=getattr(torch, spec.dtype))
-    if spec.lora is not None:
-        add_adapter(policy, spec.lora, spec.seed)
+    policy, codec = models.policy(spec, cache, watch_cold_start)
     if spec.gradient_checkpointing:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
     learner = Learner(spec, policy)
-    engine = build_engine(spec, policy, codec)
+    engine = models.engine(spec, policy, codec)
     base = Base.of(start_name(spec, cache), spec.cold_start.seed) if spec.lora is not None else None
-    run = Run(spec, engine, learner, log, directory, codec, memory_before, inputs, base)
+    run = Run(spec, engine, learner, log, directory, codec, models, memory_before, inputs, base)
     run.kl_beta = spec.algorithm.kl_beta
     if checkpoint is None:
         return run, 0
@@ -181,7 +215,7 @@ def run_facts(run: Run) -> dict[str, float]:
     `data/skipped_rows_<split>` is there where the task left out bad rows.
     """
     spec, facts = run.spec, {}
-    needed, _ = estimate_run(spec) if spec.steps else (None, None)
+    needed, _ = estimate_run(spec) if spec.steps and run.models.is_alone else (None, None)
     if needed is not None:
         facts["memory/estimate_bytes"] = float(run.memory_before + peak_bytes(needed))
     splits: tuple[Split, ...] = ("train", "test") if spec.steps else ("test",)

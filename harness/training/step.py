@@ -23,7 +23,7 @@ ROLLOUTS = "rollouts"  # folder of whole batches, one file per kept step
 
 def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str, float], list[SampleRow]]:
     """One step, from prompts to new weights: its metrics and a few of its rollouts."""
-    spec, learner, engine, clock = run.spec, run.learner, run.engine, Clock()
+    spec, learner, engine, clock = run.spec, run.learner, run.engine, Clock(run.models.now)
     unparsable = _num_unparsable(run)
     drawn, before = sample_groups(run, prompts, step, clock)  # generate, grade, score
     chosen = drawn.trained_on(spec.prompts_per_step)
