@@ -310,7 +310,7 @@ class RolloutEngine(ABC):
         return None
 
     @classmethod
-    def on_base(cls, settings: Any, base: nn.Module, codec: Codec, policies: Sequence[nn.Module]) -> Self:
+    def on_base(cls, settings: Any, base: nn.Module, codec: Any, policies: Sequence[nn.Module]) -> Self:
         """An engine for policies that are adapters on the frozen weights of `base`, of one shape: each row samples from
         the policy that its `Call` names."""
         raise NotImplementedError

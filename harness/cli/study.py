@@ -47,6 +47,12 @@ def study_run(
     ray_gpus: Annotated[
         float | None, typer.Option(min=0, metavar="N", help="GPUs of each worker; 1 if the cluster has any.")
     ] = None,
+    together: Annotated[
+        bool | None,
+        typer.Option(
+            "--together/--apart", help="Whether LoRA trials on one model share it; by default where that is possible."
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and estimate; run and write nothing.")] = False,
     runs: options.Runs = options.RUNS,
     tracking_uri: options.TrackingUri = None,
@@ -62,11 +68,12 @@ def study_run(
     cluster = _cluster(launcher, ray_address, ray_cpus, ray_gpus)
     storage = options.with_password(storage)
     if dry_run:
-        return _show_dry_run(spec, runs, count, storage, as_json)
+        return _show_dry_run(spec, runs, count, storage, together, as_json)
     on_ray = {"--launcher": launcher, "--ray-cpus": f"{ray_cpus:g}", "--ray-gpus": ray_gpus} if cluster else {}
     given = {"--seeds": seeds, "--set": sets, "--name": name, **on_ray}
-    command = options.shell(f"study run {shlex.quote(study)}", given)
-    run_and_report(spec, runs, count, command, as_json, storage=storage, cluster=cluster)
+    how = {None: "", True: " --together", False: " --apart"}[together]
+    command = options.shell(f"study run {shlex.quote(study)}", given) + how
+    run_and_report(spec, runs, count, command, as_json, storage=storage, cluster=cluster, together=together)
 
 
 @command(study_app, "list", "cohort study list", "cohort study list --runs /data/runs --json")
@@ -156,6 +163,7 @@ def run_and_report(
     *,
     storage: str | None = None,
     cluster: Cluster | None = None,
+    together: bool | None = None,
 ) -> None:
     """Run a study, write its report and show both; the exit code says whether all trials are valid.
 
@@ -174,7 +182,14 @@ def run_and_report(
         resolve_device(arm.spec.device)
     with study_view() as view:
         status = run_study(
-            study, runs, workers=workers, command=command, on_status=view.update, storage=storage, cluster=cluster
+            study,
+            runs,
+            workers=workers,
+            command=command,
+            on_status=view.update,
+            storage=storage,
+            cluster=cluster,
+            together=together,
         )
     if not status.finished:  # asked to stop
         raise KeyboardInterrupt
@@ -245,10 +260,12 @@ def _cluster(launcher: str, address: str | None, num_cpus: float, num_gpus: floa
     return Cluster(address, num_cpus, num_gpus)
 
 
-def _show_dry_run(study: StudySpec, runs: Path, workers: int | None, storage: str | None, as_json: bool) -> None:
+def _show_dry_run(
+    study: StudySpec, runs: Path, workers: int | None, storage: str | None, together: bool | None, as_json: bool
+) -> None:
     from harness.study.runner import dry_run
 
-    document = dry_run(study, runs, workers=workers, storage=storage)
+    document = dry_run(study, runs, workers=workers, storage=storage, together=together)
     if as_json:
         terminal.print_json({"study": study.name, "question": study.question, **document})
     else:

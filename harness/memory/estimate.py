@@ -32,14 +32,20 @@ if TYPE_CHECKING:
 
 
 def estimate(
-    spec: RunSpec, config: PretrainedConfig, prompt_tokens: int, device: torch.device | None = None
+    spec: RunSpec,
+    config: PretrainedConfig,
+    prompt_tokens: int,
+    device: torch.device | None = None,
+    together: int = 1,
 ) -> dict[str, int]:
     """Bytes by component that a run on a model of this shape needs; 0 for a component that it lacks. Reads no weights.
 
     Of several devices they are the bytes on each: weights, gradients and moments are spread, and `gathered` holds the
-    layers that a pass has whole. Every completion is taken to reach its limit, every prompt to have `prompt_tokens`.
-    `activations` and `kv_cache` with `sampling` are never there at once: see `peak_bytes`. Raises what `count` raises,
-    ValueError for a mixture of experts, and SpecError for an engine whose share of a GPU cannot hold the model.
+    layers that a pass has whole. Of runs that train `together` they are the bytes of all: the frozen weights are there
+    once, and one of them learns at a time. Every completion is taken to reach its limit, every prompt to have
+    `prompt_tokens`. `activations` and `kv_cache` with `sampling` are never there at once: see `peak_bytes`. Raises what
+    `count` raises, ValueError for a mixture of experts, and SpecError for an engine whose share of a GPU cannot hold
+    the model.
     """
     if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         raise ValueError(f"the {config.model_type} is a mixture of experts")  # its passes depend on the tokens
@@ -56,14 +62,16 @@ def estimate(
     own_trunk = spec.algorithm.needs_critic and not spec.algorithm.shares_trunk
     needs_copy = spec.algorithm.needs_reference and spec.lora is None  # else the adapter is switched off
     return {
-        "policy": _part(counts.policy * copies, spec),
+        "policy": _part(counts.policy * copies, spec) + (together - 1) * counts.trainable,
         "reference": _part(counts.policy, spec) if needs_copy else 0,
         "critic": _part(counts.critic * (copies if own_trunk else 1), spec),
-        "gradients": _part(counts.trainable, spec),
-        "optimizer": _part(2 * counts.trainable, spec),  # AdamW: two moments in the precision of the parameters
+        "gradients": _part(together * counts.trainable, spec),
+        "optimizer": _part(
+            2 * together * counts.trainable, spec
+        ),  # AdamW: two moments in the precision of the parameters
         "gathered": 0 if alone else _gathered(spec, counts, own_trunk),
         "activations": activations,
-        **_engine_bytes(spec, counts, shape, device),
+        **_engine_bytes(spec, counts, shape, device, together),
     }
 
 
@@ -88,13 +96,13 @@ def peak_bytes(components: Mapping[str, int]) -> int:
     return steady + max(components["activations"], sampling)
 
 
-def estimate_run(spec: RunSpec) -> tuple[dict[str, int] | None, str | None]:
+def estimate_run(spec: RunSpec, together: int = 1) -> tuple[dict[str, int] | None, str | None]:
     """(estimate, None), or (None, why there is none): no way to count the model, or its shape is out of reach.
 
     SpecError for an engine that cannot hold the model.
     """
     try:
-        return estimate(spec, model_config(spec.model), longest_prompt(spec)), None
+        return estimate(spec, model_config(spec.model), longest_prompt(spec), together=together), None
     except SpecError:
         raise
     except Exception as error:  # a model that cannot be counted fails in ways of its own, and may train well
@@ -143,16 +151,16 @@ def _activation_bytes(spec: RunSpec, counts: Counts, shape: Shape, *, several: b
     return max(stages)
 
 
-def _engine_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch.device) -> dict[str, int]:
+def _engine_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch.device, together: int) -> dict[str, int]:
     """What sampling needs: `kv_cache` and `sampling` while it lasts, `engine` all the time."""
     settings: Any = spec.engine
     needed = {"kv_cache": 0, "sampling": 0, "engine": 0}
     if settings.name == "transformers":
-        return needed | _cache_bytes(spec, counts, shape, settings.max_batch_rows)
+        return needed | _cache_bytes(spec, counts, shape, settings.max_batch_rows, together)
     if settings.name == "vllm" and device.type == "cuda":
         share = int(settings.gpu_memory_utilization * device_bytes(device))  # weights included
         _check_share(spec, counts, shape, share, device)
-        return needed | {"kv_cache" if settings.sleep else "engine": share}
+        return needed | {"kv_cache" if settings.sleep and together == 1 else "engine": share}
     if settings.name == "vllm":
         return needed | {"engine": counts.policy + int(settings.cpu_cache_gib * GIB)}
     return needed
@@ -177,11 +185,11 @@ def _itemsize(dtype: str) -> int:
     return getattr(torch, dtype).itemsize
 
 
-def _cache_bytes(spec: RunSpec, counts: Counts, shape: Shape, max_rows: int) -> dict[str, int]:
+def _cache_bytes(spec: RunSpec, counts: Counts, shape: Shape, max_rows: int, together: int) -> dict[str, int]:
     """Of the transformers engine: keys and values of the rows decoded at once, and their distributions."""
 
     def rows(group: int, prompts: int) -> int:
-        return group * min(prompts, max(1, max_rows // group))
+        return group * min(together * prompts, max(1, max_rows // group))
 
     held_out = max(spec.evaluation.num_prompts, spec.evaluation.num_test_prompts)
     prompts = -(-spec.prompts_per_step // spec.devices)

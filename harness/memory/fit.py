@@ -13,9 +13,10 @@ from harness.spec.errors import SpecError
 from harness.spec.run import RunSpec
 
 
-def check_memory(spec: RunSpec, copies: int = 1) -> None:
-    """ValueError if `copies` such runs at a time cannot fit on the device; passes if there is no estimate."""
-    found, _ = estimate_run(spec)
+def check_memory(spec: RunSpec, copies: int = 1, together: int = 1) -> None:
+    """ValueError if `copies` processes with `together` such runs each cannot fit on the device; passes if there is no
+    estimate."""
+    found, _ = estimate_run(spec, together)
     if found is not None:
         check_fits(found, resolve_device(spec.device), spec, copies)
 

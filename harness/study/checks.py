@@ -12,8 +12,10 @@ from harness.spec.errors import SpecError, did_you_mean
 from harness.spec.run import RunSpec
 from harness.spec.study import StudySpec
 from harness.study.estimates import planned
+from harness.study.plan import Plan
 from harness.study.processes import default_workers
 from harness.study.queue import Queue
+from harness.study.sharing import Shared, check_together, shared
 from harness.study.storage.base import Storage
 from harness.study.storage.files import LocalStorage
 from harness.study.worker import EXECUTE
@@ -73,17 +75,35 @@ def check_study(study: StudySpec, runs: Path, workers: int | None, execute: str,
     check_inputs(specs, runs, models=execute == EXECUTE)
     if execute == EXECUTE:
         from harness.memory.fit import check_memory
-        from harness.policy.device import resolve_device
 
         _check_metrics(study, specs)
         if here:
             check_devices(specs)
         for spec in specs:
             if spec.steps:
-                at_once = min(workers or default_workers(study.devices), len(specs) * len(study.seeds)) if here else 1
-                on_gpu = resolve_device(spec.device).type == "cuda"
-                groups = max(1, len(usable_gpus()) // study.devices) if on_gpu else 1  # else all share one memory
-                check_memory(spec, copies=-(-at_once // groups))
+                check_memory(spec, num_copies(study, spec, workers, len(specs) * len(study.seeds)) if here else 1)
+
+
+def num_copies(study: StudySpec, spec: RunSpec, workers: int | None, trials: int) -> int:
+    """Number of workers of this machine that share a device when they run such a spec."""
+    from harness.policy.device import resolve_device
+
+    at_once = min(workers or default_workers(study.devices), trials)
+    on_gpu = resolve_device(spec.device).type == "cuda"
+    groups = max(1, len(usable_gpus()) // study.devices) if on_gpu else 1  # else all share one memory
+    return -(-at_once // groups)
+
+
+def trials_together(plan: Plan, workers: int | None, together: bool | None, *, here: bool = True) -> dict[str, Shared]:
+    """The trials that train together on one model; none where that was refused, or where a cluster places workers whose
+    number it does not know. SpecError if it was asked for and cannot be."""
+    if together:
+        check_together(plan)
+    count = workers or (default_workers(plan.study.devices) if here else None)
+    if together is False or count is None:
+        return {}
+    copies = max((num_copies(plan.study, arm.spec, workers, len(plan.keys)) for arm in plan.arms.values()), default=1)
+    return shared(plan, count, copies if here else 1)
 
 
 def check_room(queue: Queue, workers: int | None, *, here: bool = True) -> Need | None:

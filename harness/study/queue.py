@@ -34,6 +34,7 @@ from harness.spec.study import parse_study
 from harness.study.attempts import Attempts
 from harness.study.plan import Key, Plan
 from harness.study.search import Searches
+from harness.study.sharing import sharing_key
 from harness.study.status import StudyStatus, TrialStatus
 from harness.study.storage.base import Lease, Storage
 from harness.study.storage.files import GRACE_SECONDS, LocalStorage
@@ -51,6 +52,7 @@ class Claim:
     key: Key
     number: int  # of the Optuna trial
     lease: Lease
+    stuck: bool = False  # it has lost several workers without progress, so it may take others with it
 
 
 @dataclass(frozen=True)
@@ -102,12 +104,24 @@ class Queue:
             lease = self.storage.take_lease(self.plan.directory(key)) if key else None
             if key is None or lease is None:
                 return None
-            sweep(self.plan.directory(key))
-            try:
-                return Claim(key, self._begin(key), lease)
-            except BaseException:
-                lease.release()
-                raise
+            return self._taken(key, lease, attempts)
+
+    @_translated
+    def claim_with(self, first: Claim, at_most: int) -> list[Claim]:
+        """Further waiting trials, `at_most` so many, that can share a model with a claimed one."""
+        common, claims = sharing_key(self.plan.spec(first.key)), []
+        if first.stuck:
+            return []
+        with self.storage.lock():
+            attempts = self._read()
+            for key in list(self.plan.keys):
+                if len(claims) == at_most:
+                    break
+                waits = attempts.state(key) in ("waiting", "lost", "stopped") and not self._is_stuck(key, attempts)
+                if waits and sharing_key(self.plan.spec(key)) == common:
+                    lease = self.storage.take_lease(self.plan.directory(key))
+                    claims += [self._taken(key, lease, attempts)] if lease is not None else []
+        return claims
 
     @_translated
     def finish(self, claim: Claim, outcome: Outcome) -> None:
@@ -204,13 +218,26 @@ class Queue:
             last, state = attempts.last(key), attempts.state(key)
             if last is None or state not in ("waiting", "lost", "stopped"):
                 continue
-            step = attempts.end(key).get("summary", {}).get("step", 0)
-            stuck = state == "lost" and attempts.num_stuck(key, step) > 1
-            (again if stuck or state == "waiting" else in_progress)[last.number] = key
+            is_late = state == "waiting" or self._is_stuck(key, attempts)
+            (again if is_late else in_progress)[last.number] = key
         fresh = next((key for key in self.plan.keys if attempts.last(key) is None), None)
         if in_progress:
             return in_progress[min(in_progress)]
         return fresh or (again[min(again)] if again else None)
+
+    def _is_stuck(self, key: Key, attempts: Attempts) -> bool:
+        """Whether a trial loses its workers without progress."""
+        step = attempts.end(key).get("summary", {}).get("step", 0)
+        return attempts.state(key) == "lost" and attempts.num_stuck(key, step) > 1
+
+    def _taken(self, key: Key, lease: Lease, attempts: Attempts) -> Claim:
+        stuck = self._is_stuck(key, attempts)
+        sweep(self.plan.directory(key))
+        try:
+            return Claim(key, self._begin(key), lease, stuck)
+        except BaseException:
+            lease.release()
+            raise
 
     def _begin(self, key: Key) -> int:
         """The number of a new attempt at a trial. The caller holds the lock."""

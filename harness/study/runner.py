@@ -4,8 +4,9 @@
 it writes anything.
 """
 
+import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -15,11 +16,12 @@ from harness.files import write_json
 from harness.inputs import check_same, expecting
 from harness.preflight import run_inputs
 from harness.spec.study import StudySpec
-from harness.study.checks import check_room, check_study, check_unchanged, missing_here
+from harness.study.checks import check_room, check_study, check_unchanged, missing_here, trials_together
 from harness.study.plan import Plan
 from harness.study.processes import Pool, WorkerPool, default_workers
 from harness.study.queue import Queue, open_queue, open_storage
 from harness.study.ray_cluster import Cluster, RayPool
+from harness.study.sharing import Shared
 from harness.study.status import StudyStatus
 from harness.study.storage.base import StorageUnavailable
 from harness.study.worker import EXECUTE, MAX_WAIT_SECONDS, STORAGE, log
@@ -39,13 +41,15 @@ def run_study(
     execute: str = EXECUTE,
     storage: str | None = None,
     cluster: Cluster | None = None,
+    together: bool | None = None,
 ) -> StudyStatus:
     """Run the trials that the study still lacks with `workers` processes; how far it has come.
 
     Ctrl-C (or SIGTERM) lets each worker finish its step and write a checkpoint; a second one stops at once. Bad input
     raises ValueError before anything is written. `execute` names the function that runs a trial (`module:function`,
     called as `harness.training.loop.train`), `storage` the place of the queue (see `open_storage`), `cluster` the Ray
-    cluster that runs the workers instead of this machine.
+    cluster that runs the workers instead of this machine. Trials that can share a model train `together`: True insists,
+    False forbids it.
     """
     queue = _reachable_queue(study, runs, storage)
     plan, runs = queue.plan, queue.plan.runs
@@ -55,10 +59,13 @@ def run_study(
         log.warning("study '%s' did not record what it reads when it was started; it does so from now on", study.name)
     with expecting(known or {}):
         check_study(study, runs, workers, execute, here=cluster is None)
+        sets: dict[str, Shared] = {}
         if execute == EXECUTE:
             check_room(queue, workers, here=cluster is None)
+            sets = trials_together(plan, workers, together, here=cluster is None)
         inputs = {**(known or {}), **run_inputs([arm.spec for arm in study.checked_arms()], runs / "cache")}
-    with _pool(study.name, plan, execute, workers, storage, cluster) as pool:
+    at_once = {key: found.at_once for key, found in sets.items()}
+    with _pool(study.name, plan, execute, workers, storage, cluster, at_once) as pool:
         with queue.storage.lock():
             check_same(check_unchanged(study, digest, queue.storage) or {}, inputs)
             parent_run_id = open_study(runs, study, command, inputs)
@@ -88,13 +95,19 @@ def study_status(name: str, runs: Path, storage: str | None = None) -> StudyStat
 
 
 def dry_run(
-    study: StudySpec, runs: Path, *, workers: int | None, execute: str = EXECUTE, storage: str | None = None
+    study: StudySpec,
+    runs: Path,
+    *,
+    workers: int | None,
+    execute: str = EXECUTE,
+    storage: str | None = None,
+    together: bool | None = None,
 ) -> dict[str, Any]:
     """The budget of `run_study`, after all the checks that it makes; writes nothing.
 
     Adds to `estimates.budget`: `memory`, the estimate of each arm that can be estimated here; `disk`, the bytes that
-    are still needed and free; `not_checked`, everything that only the machine that runs the study can check (its GPU, a
-    model or data that are not here yet).
+    are still needed and free; `together`, the trials that share a model; `not_checked`, everything that only the
+    machine that runs the study can check (its GPU, a model or data that are not here yet).
     SpecError for a study that no machine can run.
     """
     from harness.memory.fit import judge
@@ -104,7 +117,7 @@ def dry_run(
     runs = queue.plan.runs
     known = check_unchanged(study, study.digest(), queue.storage) or {}
     specs = {arm.label: arm.spec for arm in study.checked_arms()}
-    not_checked, memory, disk = missing_here(specs.values()), {}, None
+    not_checked, memory, disk, sets = missing_here(specs.values()), {}, None, {}
     if not not_checked:
         with expecting(known):
             check_study(study, runs, workers, execute)
@@ -113,12 +126,14 @@ def dry_run(
             if execute == EXECUTE:
                 memory = {arm: asdict(judge(spec)) for arm, spec in specs.items() if spec.steps}
                 disk = check_room(queue, workers)
+                sets = trials_together(queue.plan, workers, together)
     elif not any(words.startswith("data") for words in not_checked):
         check_study(study, runs, workers, execute="")  # without the checks of the model and the device
     return {
         **budget(queue.plan, workers or default_workers(study.devices)),
         "memory": memory,
         "disk": disk and asdict(disk),
+        "together": [asdict(found) for found in sets.values()],
         "not_checked": not_checked,
     }
 
@@ -133,10 +148,17 @@ def _reachable_queue(study: StudySpec, runs: Path, storage: str | None) -> Queue
 
 @contextmanager
 def _pool(
-    name: str, plan: Plan, execute: str, workers: int | None, storage: str | None, cluster: Cluster | None
+    name: str,
+    plan: Plan,
+    execute: str,
+    workers: int | None,
+    storage: str | None,
+    cluster: Cluster | None,
+    together: Mapping[str, int],
 ) -> Iterator[Pool]:
     """The workers to be, of this machine or of a cluster. No process has the storage's password in its arguments."""
     arguments = [name, "--runs", str(plan.runs), "--parent", "{parent}", "--execute", execute]
+    arguments += ["--together", json.dumps(together)]
     environment = {STORAGE: storage or "", TRACKING_URI: remote_uri() or ""}
     logs = plan.folder / "logs"
     devices = plan.study.devices

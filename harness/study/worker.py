@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import json
 import logging
 import math
 import os
@@ -12,6 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +25,7 @@ from harness.inputs import expecting
 from harness.interfaces import RunLogger
 from harness.stop import StopRequest, stop_on_signals
 from harness.study.queue import Claim, Outcome, Queue, open_queue
+from harness.study.sharing import sharing_key
 from harness.study.storage.base import StorageUnavailable
 from harness.tracking.mlflow_studies import open_study, study_run_id
 from harness.tracking.run_log import RunLog, read_result
@@ -39,9 +42,17 @@ log = logging.getLogger(__name__)
 
 
 def worker_main(
-    name: str, runs: Path, *, parent: int | None = None, execute: str = EXECUTE, storage: str | None = None
+    name: str,
+    runs: Path,
+    *,
+    parent: int | None = None,
+    execute: str = EXECUTE,
+    storage: str | None = None,
+    together: Mapping[str, int] = {},
 ) -> int:
     """Run trials of a started study until none is left or a signal asks to stop; the exit status.
+
+    `together` says of trials that share a model, by their key, how many train at a time.
 
     A worker that has used a GPU ends after its trial; its pool starts another.
 
@@ -53,7 +64,7 @@ def worker_main(
         if parent is not None:
             threading.Thread(target=_watch_parent, args=(parent, stop), name="parent", daemon=True).start()
         try:
-            _run_claims(name, runs, execute, storage, stop)
+            _run_claims(name, runs, execute, storage, together, stop)
         except Exception as error:
             if disk_full(error, runs) is None:
                 raise
@@ -61,7 +72,9 @@ def worker_main(
     return 0
 
 
-def _run_claims(name: str, runs: Path, execute: str, storage: str | None, stop: StopRequest) -> None:
+def _run_claims(
+    name: str, runs: Path, execute: str, storage: str | None, together: Mapping[str, int], stop: StopRequest
+) -> None:
     queue = _patiently(lambda: open_queue(name, runs, storage), stop)
     if not _patiently(queue.unfinished, stop):
         return
@@ -71,13 +84,31 @@ def _run_claims(name: str, runs: Path, execute: str, storage: str | None, stop: 
     while not stop.is_set():
         claim = _patiently(queue.claim, stop)
         if claim is not None:
-            _run_claim(claim, queue, run_trial, stop)
+            _run_together([claim, *_others(claim, queue, together, stop)], queue, run_trial, stop)
             if _uses_a_gpu():  # what a trial leaves there, a full memory or a broken context, ends with its process
                 return
         elif not _patiently(queue.unfinished, stop):
             return
         else:
             stop.wait(2 * POLL_SECONDS)  # the trial of another worker may still come back to the queue
+
+
+def _others(first: Claim, queue: Queue, together: Mapping[str, int], stop: StopRequest) -> list[Claim]:
+    """Trials to train together with a claimed one."""
+    room = together.get(sharing_key(queue.plan.spec(first.key)) or "", 1) if together else 1
+    return _patiently(lambda: queue.claim_with(first, room - 1), stop) if room > 1 else []
+
+
+def _run_together(claims: Sequence[Claim], queue: Queue, run_trial: Callable[..., Any], stop: StopRequest) -> None:
+    """Run claimed trials, several in one process on one model, each to its own end."""
+    if len(claims) == 1:
+        return _run_claim(claims[0], queue, run_trial, stop)
+    from harness.training.together import Together  # torch is not for every trial
+
+    def work(claim: Claim, models: Any) -> None:
+        _run_claim(claim, queue, partial(run_trial, models=models), stop)
+
+    Together([queue.plan.spec(claim.key) for claim in claims], [partial(work, claim) for claim in claims]).results()
 
 
 def _run_claim(claim: Claim, queue: Queue, run_trial: Callable[..., Any], stop: StopRequest) -> None:
@@ -215,6 +246,7 @@ if __name__ == "__main__":
     parser.add_argument("name")
     parser.add_argument("--runs", type=Path, required=True)
     parser.add_argument("--parent", type=int, help="process id of the study's own process")
+    parser.add_argument("--together", type=json.loads, default={}, help="JSON: trials at a time, by what they share")
     parser.add_argument("--execute", default=EXECUTE, help=argparse.SUPPRESS)
     options = vars(parser.parse_args())
     sys.exit(worker_main(**options, storage=os.environ.get(STORAGE)))

@@ -31,7 +31,7 @@ from harness.machine import usable_gpus
 from harness.policy.device import resolve_device
 from harness.spec.run import RunSpec, parse_run
 from harness.training import loop
-from harness.training.run import RunResult
+from harness.training.run import OWN_MODELS, Models, RunResult
 from harness.types import Inputs
 
 POLL_SECONDS = 0.5
@@ -52,11 +52,17 @@ class Job:
 
 
 def train(
-    spec: RunSpec, directory: Path, log: RunLogger, *, cache: Path, should_stop: Callable[[], bool] = lambda: False
+    spec: RunSpec,
+    directory: Path,
+    log: RunLogger,
+    *,
+    cache: Path,
+    should_stop: Callable[[], bool] = lambda: False,
+    models: Models = OWN_MODELS,
 ) -> RunResult:
     """As `harness.training.loop.train`, on `spec.devices` devices. ChildProcessError if a process of them dies."""
     if spec.devices == 1:
-        return loop.train(spec, directory, log, cache=cache, should_stop=should_stop)
+        return loop.train(spec, directory, log, cache=cache, should_stop=should_stop, models=models)
     calls = {"should_stop": should_stop}
     with tempfile.TemporaryDirectory(prefix="cohort-") as folder:
         job = partial(

@@ -1,0 +1,93 @@
+"""Which trials can train together in one process (`harness.training.together`), and how many of them fit."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import cast
+
+from harness import plugins
+from harness.inputs import digest
+from harness.interfaces import RolloutEngine
+from harness.spec.errors import SpecError
+from harness.spec.run import RunSpec
+from harness.study.plan import Key, Plan
+
+COMMON = ("model", "task", "engine", "prompt", "cold_start", "sampling", "device", "dtype", "autocast")
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Trials that can share a model and an engine, how many of them a worker runs at a time, and the bytes of memory
+    and the loads of the model that this saves (None: unknown)."""
+
+    trials: tuple[Key, ...]
+    at_once: int
+    saved_bytes: int | None
+    saved_loads: int
+
+
+def sharing_key(spec: RunSpec) -> str | None:
+    """A hash of what runs have in common that can share a model and an engine; None for one that shares with nobody."""
+    if spec.lora is None or spec.devices > 1 or not spec.steps:
+        return None
+    return _key(spec.model_dump_json(include=set(COMMON)), spec.lora.rank, spec.lora.targets, spec.engine.name)
+
+
+@lru_cache(maxsize=1024)
+def _key(common: str, rank: int, targets: Sequence[str], engine: str) -> str | None:
+    serves = cast(type[RolloutEngine], plugins.load("engine", engine)).serves_adapters
+    return digest([common, rank, list(targets)]) if serves else None
+
+
+def shared(plan: Plan, workers: int, copies: int) -> dict[str, Shared]:
+    """The sets of trials that share, by their key, with as many at once as each worker gets and as fit in memory.
+
+    `copies` is the number of workers that share a device.
+    """
+    sets: dict[str, list[Key]] = defaultdict(list)
+    for key in plan.keys:
+        if (common := sharing_key(plan.spec(key))) is not None:
+            sets[common].append(key)
+    found = {}
+    for common, keys in sets.items():
+        specs = {key[0]: plan.spec(key) for key in keys}
+        at_once = _most_that_fit(list(specs.values()), -(-len(keys) // workers), copies)
+        if at_once > 1:
+            batches = -(-len(keys) // at_once)
+            found[common] = Shared(tuple(keys), at_once, _saved(specs, at_once), len(keys) - batches)
+    return found
+
+
+def _most_that_fit(specs: Sequence[RunSpec], most: int, copies: int) -> int:
+    """How many of the runs can share a process, `most` at most, when `copies` such processes share a device."""
+    from harness.memory.fit import check_memory
+
+    while most > 1:
+        try:
+            for spec in specs:
+                check_memory(spec, copies, most)
+            break
+        except SpecError:
+            most -= 1
+    return most
+
+
+def _saved(specs: Mapping[str, RunSpec], at_once: int) -> int | None:
+    """Bytes that runs at a time need more when each has a model of its own."""
+    from harness.memory.estimate import estimate_run, peak_bytes
+
+    needs = [(estimate_run(spec)[0], estimate_run(spec, at_once)[0]) for spec in specs.values()]
+    saved = [at_once * peak_bytes(alone) - peak_bytes(all_) for alone, all_ in needs if alone and all_]
+    return min(saved) if len(saved) == len(specs) else None
+
+
+def check_together(plan: Plan) -> None:
+    """SpecError if no two trials of the study can share a model."""
+    keys = [sharing_key(plan.spec(key)) for key in plan.keys]
+    able = [key for key in keys if key is not None]
+    if len(able) == len(set(able)):
+        why = "they must have lora, devices=1 and an engine that serves adapters (transformers, vllm)"
+        if len(able) > 1:
+            why = f"all differ in one of {', '.join(COMMON)}, lora.rank and lora.targets"
+        raise SpecError(f"--together needs two trials that can share a model, got none: {why}; leave it out")
