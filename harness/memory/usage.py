@@ -56,3 +56,10 @@ def reset_peak_memory() -> None:
         with contextlib.suppress(AttributeError):  # glibc only: give freed memory back to the system
             ctypes.CDLL(None).malloc_trim(0)
         control.write_text("5")
+
+
+def use_one_heap() -> None:
+    """Have all threads that begin from now on allocate from one heap. With glibc each has its own, and keeps what it
+    has freed from the others: runs that take turns would need the memory of all of them."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from harness import plugins
 from harness.interfaces import RolloutEngine
+from harness.memory.usage import use_one_heap
 from harness.policy.adapters import policies_on
 from harness.policy.text import TextCodec
 from harness.spec.run import RunSpec
@@ -49,6 +50,7 @@ class Together(Generic[R]):
             threading.Thread(target=contextvars.copy_context().run, args=(self._work, seat), daemon=True)
             for seat in range(len(self.specs))
         ]
+        use_one_heap()
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -1,0 +1,342 @@
+"""LoRA runs that share one frozen model and one engine: each samples, learns and ends as it does alone."""
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from fakes import MemoryLog, StopAfter, tiny_codec
+from safetensors.torch import load_file
+from test_train import BASE
+
+from harness.cli.study import _show_dry_run
+from harness.engines.transformers import TransformersEngine, _chunks
+from harness.files import read_json
+from harness.memory.estimate import estimate, model_config
+from harness.policy.adapters import around_frozen, policies_on
+from harness.policy.lora import adapter_weights
+from harness.policy.tiny import tiny_model
+from harness.spec.errors import SpecError
+from harness.spec.run import LoRA, parse_run
+from harness.spec.study import parse_study
+from harness.study.plan import Plan
+from harness.study.queue import Outcome, Queue
+from harness.study.runner import dry_run, run_study
+from harness.study.sharing import check_together, shared, sharing_key
+from harness.training.loop import train
+from harness.training.together import Together
+from harness.types import Call, Prompt, Sampling
+
+ADAPTER = {"rank": 4, "alpha": 8.0}
+PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-", "7+7="])]
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cold-starts")
+
+
+def make_spec(algorithm="grpo", group_size=4, **changes):
+    settings = {"name": algorithm, "group_size": group_size}
+    rewards = {"format": 1.0}  # of a model that has learned next to nothing some completions earn it
+    fixed = {"lora": ADAPTER, "steps": 3, "optimizer": {"learning_rate": 1e-2}, "rewards": rewards}
+    return parse_run({**BASE, **fixed, "algorithm": settings, **changes}, "test")
+
+
+def train_all(specs, folder, cache, stops=None):
+    """(results, logs) of runs that train together, each in a folder of its number."""
+    logs = [MemoryLog() for _ in specs]
+    stops = stops or [lambda: False] * len(specs)
+
+    def work(number, models):
+        directory = folder / str(number)
+        return train(specs[number], directory, logs[number], cache=cache, should_stop=stops[number], models=models)
+
+    return Together(specs, [partial(work, number) for number in range(len(specs))]).results(), logs
+
+
+def train_alone(spec, folder, cache):
+    log = MemoryLog()
+    return train(spec, folder, log, cache=cache), log
+
+
+def assert_same_run(log, other, folder, other_folder):
+    """Equal samples and grades in every step, and the same adapter up to rounding."""
+    for name in ("completion/length", "validation/accuracy", "test/accuracy", "reward/mean"):
+        assert log.history(name) == other.history(name), name
+    mine, yours = final_adapter(folder), final_adapter(other_folder)
+    assert mine.keys() == yours.keys()
+    assert max(float((mine[name] - yours[name]).abs().max()) for name in mine) <= 1e-5
+
+
+def final_adapter(folder):
+    return load_file(sorted((folder / "checkpoints").glob("step-*"))[-1] / "policy" / "adapter_model.safetensors")
+
+
+def policies(count=3):
+    """Policies with adapters that change what they say, all on one model."""
+    base = tiny_model(0)
+    made = policies_on(base, [(LoRA(**ADAPTER), seed) for seed in range(count)])
+    for number, policy in enumerate(made):
+        generator = torch.Generator().manual_seed(number)
+        for weight in adapter_weights(policy).values():
+            weight.add_(0.2 * torch.randn(weight.shape, generator=generator))
+    return base, made
+
+
+def test_policies_on_one_model_share_its_weights_and_nothing_else():
+    base, (first, second) = policies(2)
+    frozen = dict(base.named_parameters())
+    for policy in (first, second):
+        held = [p for p in policy.parameters() if not p.requires_grad]
+        assert {id(p) for p in held} == {id(p) for p in frozen.values()}
+    before = {name: weight.clone() for name, weight in adapter_weights(second).items()}
+    for weight in adapter_weights(first).values():
+        weight.zero_()
+    assert all(torch.equal(before[name], weight) for name, weight in adapter_weights(second).items())
+    assert next(around_frozen(base).parameters()) is next(base.parameters())
+
+
+@pytest.mark.parametrize("max_batch_rows", [512, 8])
+def test_each_row_samples_from_the_policy_of_its_call(max_batch_rows):
+    base, made = policies()
+    settings = TransformersEngine.Settings(max_batch_rows=max_batch_rows)
+    sampling = Sampling(max_tokens=24)
+    calls = [Call(PROMPTS, 4, 0, 3, 0), Call(PROMPTS[:3], 2, 1, 3, 1), Call(PROMPTS[1:], 3, 0, 5, 2)]  # rows end apart
+    common = TransformersEngine.on_base(settings, base, tiny_codec(), made).generate_each(calls, sampling)
+    for call, groups in zip(calls, common, strict=True):
+        alone = TransformersEngine(settings, made[call.policy], tiny_codec())
+        expected = alone.generate(call.prompts, call.group_size, sampling, seed=call.seed, step=call.step)
+        assert [g.prompt.id for g in groups] == [p.id for p in call.prompts]
+        assert [[r.token_ids for r in g.rollouts] for g in groups] == [
+            [r.token_ids for r in g.rollouts] for g in expected
+        ]
+        for group, other in zip(groups, expected, strict=True):
+            for rollout, same in zip(group.rollouts, other.rollouts, strict=True):
+                assert rollout.logprobs == pytest.approx(same.logprobs, abs=1e-5)
+    lengths = {len(r.token_ids) for groups in common for g in groups for r in g.rollouts}
+    assert len(lengths) > 3  # lines left the batch at different times
+
+
+def test_calls_are_cut_into_batches_between_prompts():
+    calls = [Call(PROMPTS, 2, 0, 0), Call([], 3, 0, 0), Call(PROMPTS[:2], 3, 0, 0)]
+
+    def cut(max_rows):
+        return [[(number, len(part.prompts)) for number, part in chunk] for chunk in _chunks(calls, max_rows)]
+
+    assert cut(100) == [[(0, 4), (2, 2)]]
+    assert cut(5) == [[(0, 2)], [(0, 2)], [(2, 1)], [(2, 1)]]  # 4 rows each, and 3: a prompt's rows stay together
+    assert cut(8) == [[(0, 4)], [(2, 2)]]
+    assert cut(1) == [[(0, 1)]] * 4 + [[(2, 1)]] * 2
+
+
+def test_runs_together_sample_and_learn_as_they_do_alone(tmp_path, cache):
+    specs = [
+        make_spec(algorithm="grpo"),
+        make_spec(algorithm="ppo", seed=1, evaluation={"every": 1, "num_prompts": 8, "num_test_prompts": 8}),
+        make_spec(algorithm="grpo", group_size=8, lora={**ADAPTER, "alpha": 16.0}),
+    ]
+    results, logs = train_all(specs, tmp_path, cache)
+    for number, spec in enumerate(specs):
+        result, log = train_alone(spec, tmp_path / f"alone-{number}", cache)
+        assert results[number].state == result.state == "complete"
+        assert_same_run(logs[number], log, tmp_path / str(number), tmp_path / f"alone-{number}")
+        assert log.history("memory/estimate_bytes")
+        assert not logs[number].history("memory/estimate_bytes")  # of a process that others use too
+    assert len({result.summary["generated_tokens"] for result in results}) == 3  # they are not one run
+
+
+def test_a_run_that_diverges_ends_alone(tmp_path, cache):
+    broken = make_spec(optimizer={"learning_rate": 1e30}, seed=3)
+    (bad, good), logs = train_all([broken, make_spec()], tmp_path, cache)
+    assert bad.state == "invalid"
+    result, log = train_alone(make_spec(), tmp_path / "alone", cache)
+    assert good.state == result.state == "complete"
+    assert_same_run(logs[1], log, tmp_path / "1", tmp_path / "alone")
+
+
+def test_a_run_that_was_stopped_goes_on_alone_or_together(tmp_path, cache):
+    spec, other = make_spec(), make_spec("rloo", seed=1)
+    (stopped, _), (log, _) = train_all([spec, other], tmp_path, cache, [StopAfter(2), lambda: False])
+    assert stopped.state == "stopped"
+    result = train(spec, tmp_path / "0", log, cache=cache)
+    assert result.state == "complete"
+    _, whole = train_alone(spec, tmp_path / "alone", cache)
+    assert log.resumed_at == [-1, 2]
+    assert_same_run(log, whole, tmp_path / "0", tmp_path / "alone")
+
+
+class Recorder:
+    """An engine that records the calls of each batch, and fails when it is told to."""
+
+    def __init__(self, failing=()):
+        self.batches, self.failing = [], failing
+
+    def generate_each(self, calls, sampling):
+        self.batches.append(([call.policy for call in calls], sampling.temperature))
+        time.sleep(0.01)
+        if len(self.batches) - 1 in self.failing:
+            raise MemoryError("no room")
+        return [[] for _ in calls]
+
+
+def turns(specs, works, engine):
+    """Results of works that get (a function that samples, their number) instead of models."""
+    together = Together(specs, [lambda models, work=work, n=n: work(partial(ask, together, n), n)
+                                for n, work in enumerate(works)])  # fmt: skip
+    together.engine = engine
+    return together, together.results
+
+
+def ask(together, number, temperature=1.0, *, version=None):
+    if version is not None:
+        together.versions[number] = version
+    together.sample(number, Call(PROMPTS, 2, 0, 0, number), Sampling(temperature=temperature, max_tokens=4))
+
+
+def test_those_who_wait_sample_in_one_batch_and_an_evaluation_comes_before_a_step():
+    order = []
+
+    def steps(sample, number):
+        for version in range(2):
+            sample(version=version)
+            order.append((number, version))
+
+    def evaluates(sample, number):
+        sample(version=0)
+        sample(0.0, version=1)  # greedy
+        sample(version=1)
+        order.append((number, "end"))
+
+    engine = Recorder()
+    together, results = turns([make_spec()] * 3, [steps, steps, evaluates], engine)
+    results()
+    assert engine.batches == [([0, 1, 2], 1.0), ([2], 0.0), ([0, 1, 2], 1.0)]
+    assert order == [(0, 0), (1, 0), (0, 1), (1, 1), (2, "end")]
+    # every batch takes 0.01 s, which those in it share: the one that was alone in one has most
+    assert together._seconds[2] > together._seconds[0] > 0.005
+
+
+def test_an_error_in_a_run_or_a_batch_leaves_nobody_waiting():
+    reached = []
+
+    def fails(sample, number):
+        sample()
+        raise KeyError("mine")
+
+    def survives(sample, number):
+        sample()
+        with pytest.raises(MemoryError):
+            sample()
+        sample()
+        reached.append(number)
+
+    _, results = turns([make_spec()] * 3, [survives, fails, survives], Recorder(failing=[1]))
+    with pytest.raises(KeyError, match="mine"):
+        results()
+    assert reached == [0, 2]
+
+
+def test_what_runs_must_have_in_common():
+    spec = make_spec()
+    same = [
+        make_spec("ppo"), make_spec(seed=7), make_spec(group_size=8), make_spec(lora={**ADAPTER, "alpha": 1.0}),
+        make_spec(optimizer={"learning_rate": 1e-4}), make_spec(rewards={"format": 0.1, "repetition": 0.1}),
+        make_spec(steps=9),
+    ]  # fmt: skip
+    assert {sharing_key(other) for other in same} == {sharing_key(spec)}
+    others = [
+        make_spec(lora={**ADAPTER, "rank": 8}), make_spec(lora={**ADAPTER, "targets": ["q_proj"]}),
+        make_spec(sampling={"temperature": 0.9}), make_spec(cold_start={"steps": 41}), make_spec(dtype="bfloat16"),
+        make_spec(engine={"name": "transformers", "max_batch_rows": 64}), make_spec(task={"name": "arithmetic"}),
+    ]  # fmt: skip
+    assert len({sharing_key(other) for other in [spec, *others]}) == 1 + len(others)
+    nobody = [make_spec(lora=None), make_spec(engine="scripted"), make_spec(devices=2), make_spec(steps=0)]
+    assert {sharing_key(other) for other in nobody} == {None}
+
+
+def a_study(tmp_path, **changes):
+    run = {**BASE, "lora": ADAPTER, "steps": 2, "algorithm": {"name": "grpo", "group_size": 4}}
+    fields = {
+        "name": "lockstep", "question": "?", "run": run, "seeds": [0, 1],
+        "arms": {"grpo": {}, "rloo": {"algorithm": {"name": "rloo", "group_size": 4}}},
+    }  # fmt: skip
+    return parse_study({**fields, **changes}, "test")
+
+
+def test_a_study_says_which_trials_share_and_what_that_saves(tmp_path, capsys):
+    plan = Plan(a_study(tmp_path), tmp_path)
+    (found,) = shared(plan, workers=2, copies=1).values()
+    assert found.trials == tuple(plan.keys) and found.at_once == 2  # 4 trials for 2 workers
+    assert found.saved_loads == 2  # of 4
+    spec = plan.spec(plan.keys[0])
+    parts = [estimate(spec, model_config("tiny"), 12, torch.device("cpu"), together=n) for n in (1, 3)]
+    trainable = parts[0]["gradients"]  # float32; weight, gradient and two moments of each
+    assert parts[1]["gradients"] == 3 * trainable and parts[1]["optimizer"] == 6 * trainable
+    assert parts[1]["policy"] - parts[0]["policy"] == 2 * trainable
+    assert parts[1]["activations"] == parts[0]["activations"]  # one learns at a time
+    assert found.saved_bytes is not None and found.saved_bytes > 0
+    _show_dry_run(a_study(tmp_path), tmp_path, 2, None, None, as_json=False)
+    words = " ".join(capsys.readouterr().out.split())
+    assert "4 trials share one model and one engine, 2 at a time in each worker (grpo, rloo)" in words
+    assert dry_run(a_study(tmp_path), tmp_path, workers=2, together=False)["together"] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"run": {**BASE, "algorithm": {"name": "grpo", "group_size": 4}}}, "they must have lora, devices=1"),
+        ({"seeds": [0], "arms": {"a": {}, "b": {"lora.rank": 8}}}, "all differ in one of model, task"),
+    ],
+)
+def test_together_is_refused_where_nothing_can_be_shared(tmp_path, changes, words):
+    with pytest.raises(SpecError, match=words):
+        check_together(Plan(a_study(tmp_path, **changes), tmp_path))
+
+
+def test_a_worker_takes_trials_that_share_but_none_along_with_one_that_kills_its_workers(tmp_path):
+    study = a_study(tmp_path, arms={"grpo": {}, "full": {"lora": None}, "rloo": {"algorithm": "rloo"}})
+    queue = Queue(Plan(study, tmp_path))
+    queue.retry_failed()
+    first = queue.claim()
+    assert first is not None and first.key == ("grpo", 0)
+    assert [claim.key for claim in queue.claim_with(first, 2)] == [("rloo", 0), ("grpo", 1)]
+    assert queue.claim_with(first, 0) == []
+    for number in range(3):  # its worker dies again and again, and nobody else's
+        first.lease.release()
+        queue.status()
+        if number < 2:
+            first = _claimed_again(queue, first.key)
+    again = _claimed_again(queue, first.key)
+    assert again.stuck and queue.claim_with(again, 5) == []
+    queue.finish(again, Outcome("invalid", "test"))
+
+
+def _claimed_again(queue, key):
+    while (claim := queue.claim()) is not None and claim.key != key:
+        pass
+    assert claim is not None
+    return claim
+
+
+@pytest.mark.attack("Death of a process with several runs")
+@pytest.mark.long
+def test_a_killed_process_takes_no_finished_work_with_it(tmp_path):
+    killed: list[int] = []
+
+    def kill(status):
+        running = [t for t in status.trials if t.state == "running" and t.done >= 2 and t.phase == "train"]
+        if running and len(killed) < 2:
+            lease = read_json(next(Path(running[0].directory).glob("*lease*")))
+            killed.append(lease["pid"])
+            os.kill(lease["pid"], signal.SIGKILL)
+
+    study = a_study(tmp_path, run={**a_study(tmp_path).run, "steps": 6, "checkpoints": {"every": 1}})
+    status = run_study(study, tmp_path / "killed", workers=1, command="x", on_status=kill, together=True)
+    assert killed and status.finished and status.all_valid
+    whole = run_study(study, tmp_path / "whole", workers=1, command="x", together=False)
+    assert [t.accuracy for t in status.trials] == [t.accuracy for t in whole.trials]
+    assert [t.generated_tokens for t in status.trials] == [t.generated_tokens for t in whole.trials]
