@@ -23,6 +23,7 @@ from ranks_at_work import RUN
 from test_chaos import needs_ray, two_ray_nodes, values
 
 from harness import preflight
+from harness.cli.app import main
 from harness.machine import HOSTS, Hosts
 from harness.runs.single import train_once
 from harness.spec.errors import SpecError
@@ -288,3 +289,21 @@ def test_on_ray_a_trial_that_no_node_can_hold_has_several_and_goes_on_when_one_i
     assert (status.finished, status.all_valid) == (True, True)
     run_study(study, quiet, workers=1, command="")
     assert values(runs) == values(quiet) != {}
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        (["train", "--hosts", "2"], "--hosts N, from 2 on, and --listen ADDRESS belong together"),
+        (["train", "--listen", "127.0.0.1"], "--hosts N, from 2 on, and --listen ADDRESS belong together"),
+        (["train", "--hosts", "2", "--listen", ":1"], "--listen must be ADDRESS or ADDRESS:PORT, got ':1'"),
+        (["study", "run", "quickstart", "--hosts", "2", "--listen", "127.0.0.1", "--launcher", "ray"], "leave it out"),
+    ],
+)
+def test_options_that_do_not_belong_together_are_refused(
+    words: list[str], refusal: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv(HOSTS, Hosts().environment()[HOSTS])  # and put back after the test
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert refusal in " ".join(capfd.readouterr().err.split())
