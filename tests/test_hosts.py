@@ -265,6 +265,7 @@ def test_devices_are_shared_evenly_and_what_hosts_lack_is_refused_before_anythin
 @pytest.mark.long
 @needs_ray
 @pytest.mark.attack("SIGKILL of a process of a trial on two hosts, or of all on one host")
+@pytest.mark.timeout(900)
 def test_on_ray_a_trial_that_no_node_can_hold_has_several_and_goes_on_when_one_is_killed(
     tmp_path: Path, runs: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch
 ):
