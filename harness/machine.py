@@ -1,9 +1,58 @@
-"""The cores and GPUs that this process may use."""
+"""The cores, GPUs and network interfaces of this machine, and the hosts over which this process's trials spread."""
 
+import json
 import os
 import shutil
+import socket
 import subprocess
+from dataclasses import asdict, dataclass
 from functools import lru_cache
+
+import psutil
+
+HOSTS = "COHORT_HOSTS"  # environment variable, which workers inherit
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """How many hosts share the devices of a trial, where the first one listens (0 is any free port), whom it lets in.
+
+    By default a trial has one host, and nothing listens.
+    """
+
+    count: int = 1
+    address: str = ""
+    port: int = 0
+    group: str = ""  # those that join say it too
+
+    def shares(self, devices: int) -> list[int]:
+        """The devices of a trial on each of its hosts."""
+        count = min(self.count, devices)
+        return [devices * (host + 1) // count - devices * host // count for host in range(count)]
+
+    def environment(self) -> dict[str, str]:
+        return {HOSTS: json.dumps(asdict(self))}
+
+
+def hosts() -> Hosts:
+    """Over which hosts this process spreads its trials."""
+    return Hosts(**json.loads(os.environ.get(HOSTS, "{}")))
+
+
+def interface(address: str) -> str | None:
+    """The network interface of this host that has the address or name."""
+    try:
+        ends = {str(end[4][0]) for end in socket.getaddrinfo(address, None)} if address else set()
+    except OSError:
+        return None
+    return next((name for own, name in addresses().items() if own in ends), None)
+
+
+def addresses() -> dict[str, str]:
+    """The interface of each internet address of this host."""
+    found = psutil.net_if_addrs().items()
+    kinds = (socket.AF_INET, socket.AF_INET6)
+    return {own.address: name for name, owned in found for own in owned if own.family in kinds}
 
 
 def usable_cores() -> int:

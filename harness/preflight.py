@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from harness.inputs import digested, expecting
-from harness.machine import usable_cores, usable_gpus
+from harness.machine import addresses, hosts, interface, usable_cores, usable_gpus
 from harness.policy.sources import model_sources
 from harness.spec.errors import SpecError
 from harness.spec.run import RunSpec
@@ -44,14 +44,23 @@ def check_inputs(
 
 
 def check_devices(specs: Sequence[RunSpec]) -> None:
-    """SpecError for a run on more devices than this machine has: GPUs, or else cores."""
+    """SpecError for a run on more devices than its hosts have, if all are as this one: GPUs, or else cores."""
     from harness.policy.device import resolve_device
 
+    place = hosts()
+    if place.count > 1 and interface(place.address) is None:
+        raise SpecError(
+            f"--listen must be an address of this host by which the others reach it, got '{place.address}'; "
+            f"it has {', '.join(addresses())}"
+        )
     for kind, count in dict.fromkeys((resolve_device(spec.device).type, spec.devices) for spec in specs):
         available, what = (len(usable_gpus()), "GPUs") if kind == "cuda" else (usable_cores(), "cores")
-        if count > max(1, available):
+        if max(place.shares(count)) > max(1, available):
+            machine = "this machine" if place.count == 1 else f"{place.count} machines such as this one"
             raise SpecError(
-                f"devices must be at most {available}, the {what} of this machine, got {count}; lower devices"
+                f"devices must be at most {available * place.count}, the {what} of {machine}, got {count}; lower "
+                "devices, or take more hosts (--hosts N --listen ADDRESS here and `cohort join` on each other one, or "
+                "a study with --launcher ray)"
             )
 
 

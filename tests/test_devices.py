@@ -31,7 +31,7 @@ from harness.spec.errors import SpecError
 from harness.spec.load import load_study
 from harness.spec.run import parse_run
 from harness.study import processes
-from harness.training import launch
+from harness.training import hosts, launch
 from harness.training.launch import train
 
 
@@ -146,7 +146,7 @@ def test_the_first_result_or_error_of_a_rank_decides(
     for program, rest in zip(programs, (first, second), strict=True):
         program.write_text(begin + rest)
     left = iter(programs)
-    monkeypatch.setattr(launch, "_command", lambda fd: [sys.executable, str(next(left)), str(fd)])
+    monkeypatch.setattr(hosts, "rank_command", lambda fd: [sys.executable, str(next(left)), str(fd)])
     calls: list[Any] = []
     with launch._Ranks([None, None], [{}, {}]) as both:  # pyright: ignore
         if raised:

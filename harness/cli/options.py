@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -65,6 +66,11 @@ Storage = Annotated[
         "counts, or it is asked for.",
     ),
 ]
+Hosts = Annotated[int, typer.Option(min=1, metavar="N", help="Hosts that share the devices of a trial, with --listen.")]
+Listen = Annotated[
+    str | None,
+    typer.Option(metavar="ADDRESS[:PORT]", help="Of this host, where the others reach it; they run `cohort join`."),
+]
 DataPath = Annotated[
     str | None, typer.Option("--path", metavar="PATH", help="The task's data: a Hub id, a local file or folder.")
 ]
@@ -78,6 +84,20 @@ def num_workers(text: str) -> int | None:
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"--workers must be a number from 1 on, or auto, got '{text}'")
     return int(text)
+
+
+def spread(count: int, listen: str | None) -> None:
+    """Let the trials of this command have so many hosts, of which this one listens."""
+    from harness.addresses import split_url
+    from harness.machine import Hosts
+
+    if (count > 1) != bool(listen):
+        raise ValueError("--hosts N, from 2 on, and --listen ADDRESS belong together; give both or neither")
+    if listen:
+        place = split_url(f"//{listen}")
+        if place is None or not place.hostname:
+            raise ValueError(f"--listen must be ADDRESS or ADDRESS:PORT, got '{listen}'")
+        os.environ |= Hosts(count, place.hostname, place.port or 0).environment()
 
 
 def use_store(tracking_uri: str | None) -> None:

@@ -39,6 +39,8 @@ def study_run(
     seeds: options.Seeds = None,
     name: options.Name = None,
     storage: options.Storage = None,
+    hosts: options.Hosts = 1,
+    listen: options.Listen = None,
     launcher: Annotated[str, typer.Option(metavar="local|ray", help="Where the workers run.")] = "local",
     ray_address: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="A running cluster; else RAY_ADDRESS, else one made here.")
@@ -64,13 +66,19 @@ def study_run(
     A trial whose host died starts anew on another one that has no copy of its folder; it ends the same.
     """
     options.use_store(tracking_uri)
+    options.spread(hosts, listen)
     spec, count = _load_study(study, sets, seeds, name), options.num_workers(workers)
     cluster = _cluster(launcher, ray_address, ray_cpus, ray_gpus)
+    if cluster and listen:
+        raise ValueError(
+            "--listen is for --launcher local: on Ray a trial gets as many nodes as it needs; leave it out"
+        )
     storage = options.with_password(storage)
     if dry_run:
         return _show_dry_run(spec, runs, count, storage, together, as_json)
     on_ray = {"--launcher": launcher, "--ray-cpus": f"{ray_cpus:g}", "--ray-gpus": ray_gpus} if cluster else {}
-    given = {"--seeds": seeds, "--set": sets, "--name": name, **on_ray}
+    spread = {"--hosts": hosts, "--listen": listen} if listen else {}
+    given = {"--seeds": seeds, "--set": sets, "--name": name, **on_ray, **spread}
     how = {None: "", True: " --together", False: " --apart"}[together]
     command = options.shell(f"study run {shlex.quote(study)}", given) + how
     run_and_report(spec, runs, count, command, as_json, storage=storage, cluster=cluster, together=together)

@@ -28,6 +28,7 @@ EXIT_CODE = {"complete": 0, "stopped": 130}  # of a run; 1 for any other state
     "cohort train --set task=arithmetic --set algorithm=grpo --set cold_start.steps=400 --set steps=50",
     "cohort train my_run.yaml --set seed=1",
     "cohort train my_7b_run.yaml --devices 8",
+    "cohort train my_7b_run.yaml --devices 16 --hosts 2 --listen 10.0.0.1 --runs /shared/runs",
     "cohort train my_pipeline.yaml --set stages.polish.steps=20",
 )
 def train(
@@ -36,6 +37,8 @@ def train(
     devices: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="GPUs (without any: processes) that share the run.")
     ] = None,
+    hosts: options.Hosts = 1,
+    listen: options.Listen = None,
     name: options.Name = None,
     runs: options.Runs = options.RUNS,
     tracking_uri: options.TrackingUri = None,
@@ -46,6 +49,7 @@ def train(
     from harness.spec.raw import read_yaml
 
     options.use_store(tracking_uri)
+    options.spread(hosts, listen)
     sets = [*(sets or ()), *([] if devices is None else [f"devices={devices}"])]
     if spec is not None and isinstance(raw := read_yaml(spec), dict) and "stages" in raw:
         return _train_pipeline(spec, sets, name, runs, as_json)

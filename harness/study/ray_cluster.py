@@ -1,11 +1,13 @@
 """The workers of a study as Ray tasks, each with its share of a cluster's cores and GPUs.
 
 A task starts the same worker process as the local launcher, so a trial cannot tell who started it. Ray only places
-workers: the queue decides which trial runs where, and the leases bring back the trials of a node that dies. Ray is
-imported when a study asks for it.
+workers: the queue decides which trial runs where, and the leases bring back the trials of a node that dies. Where no
+node has the devices of a trial, its worker gets a placement group: a bundle for itself, and one for each other host
+that joins its trials (`training/hosts.py`). Ray is imported when a study asks for it.
 """
 
 import importlib.util
+import math
 import os
 import signal
 import subprocess
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.machine import usable_cores, usable_gpus
+from harness.machine import Hosts, usable_cores, usable_gpus
 from harness.spec.errors import SpecError
 from harness.study.processes import (
     HOME,
@@ -65,6 +67,24 @@ class Cluster:
     num_gpus: float | None = None
 
 
+@dataclass(frozen=True)
+class Spread:
+    """The placement group of a worker whose trials have several hosts, what each asks for, and what the others run."""
+
+    group: Any
+    count: int
+    share: Mapping[str, float]
+    joining: Sequence[str]
+
+    def placed(self, run: Any, bundle: int) -> Any:
+        """The remote function on one of the hosts; the worker's own is the first."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        strategy = PlacementGroupSchedulingStrategy(self.group, bundle)
+        asked = {"num_cpus": self.share.get("CPU", 0), "num_gpus": self.share.get("GPU", 0)}
+        return run.options(**asked, scheduling_strategy=strategy)
+
+
 class RayPool(Pool):
     """At most `size` workers on a cluster, placed by Ray."""
 
@@ -78,6 +98,7 @@ class RayPool(Pool):
         *,
         cluster: Cluster,
         devices: int = 1,
+        runs: Path = Path(),
     ) -> None:
         super().__init__(logs)
         self._command = worker_command(module, arguments)
@@ -86,7 +107,9 @@ class RayPool(Pool):
         self._ray = import_ray(self._address)
         self._num_cpus, self._num_gpus, self._devices = cluster.num_cpus * devices, cluster.num_gpus, devices
         self._wanted_size, self.size = size, size or 0
-        self._tasks: dict[Any, None] = {}
+        self._tasks: dict[Any, Spread | None] = {}
+        self._joining = worker_command("harness.training.hosts", [str(runs), "--parent", "{parent}"])
+        self.hosts = 1  # of each worker
 
     @contextmanager
     def connected(self) -> Iterator[None]:
@@ -114,21 +137,34 @@ class RayPool(Pool):
             self._ray.shutdown()
 
     def _settle(self) -> None:
-        resources = self._ray.cluster_resources()
-        cpus, gpus = resources.get("CPU", 0), resources.get("GPU", 0)
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        cpus, gpus = (sum(node.get(name, 0) for node in nodes) for name in ("CPU", "GPU"))
         if self._num_gpus is None:
             self._num_gpus = self._devices if gpus else 0
-        room = int(cpus // self._num_cpus) if self._num_cpus else 1
-        room = min(room, int(gpus // self._num_gpus)) if self._num_gpus else room
-        if not room:
+        for hosts in range(1, self._devices + 1):  # the fewest on which one worker finds room
+            share = self._share(hosts)
+            fit = [min((int(node.get(name, 0) / asked + 1e-9) for name, asked in share.items()), default=1)
+                   for node in nodes]  # fmt: skip
+            if room := sum(fit) // hosts:
+                break
+        else:
             raise SpecError(
                 f"a worker asks for {self._num_cpus:g} cores and {self._num_gpus:g} GPUs, the cluster has {cpus:g} and "
                 f"{gpus:g}; lower --ray-cpus or --ray-gpus"
             )
+        self.hosts, self._asked = hosts, share
         self.size = self._wanted_size or room
         flag = self._ray.remote(num_cpus=0)(StopFlag)
         self._flag = flag.remote()
-        self._run = self._ray.remote(num_cpus=self._num_cpus, num_gpus=self._num_gpus, max_retries=0)(run_worker)
+        num_cpus, num_gpus = share.get("CPU", 0), share.get("GPU", 0)
+        self._run = self._ray.remote(num_cpus=num_cpus, num_gpus=num_gpus, max_retries=0)(run_worker)
+
+    def _share(self, hosts: int) -> dict[str, float]:
+        """What a worker asks for on each of so many hosts."""
+        part = math.ceil(self._devices / hosts) / self._devices
+        gpus = (self._num_gpus or 0) * part
+        share = {"CPU": self._num_cpus * part, "GPU": math.ceil(gpus) if gpus > 1 else gpus}
+        return {name: asked for name, asked in share.items() if asked}
 
     def check_shared(self, runs: Path) -> None:
         """SpecError if a node of the cluster cannot see the runs folder: it needs another kind of storage."""
@@ -150,7 +186,8 @@ class RayPool(Pool):
         if blind:
             raise SpecError(
                 f"{blind} of the cluster's {len(nodes)} nodes do not share the runs folder '{runs}': give them a "
-                "database with --storage postgresql://..., or a folder on a common disk with --runs"
+                + ("database with --storage postgresql://..., or a " if self.hosts == 1 else "")
+                + "folder on a common disk with --runs"
             )
 
     def _ask_to_stop(self) -> None:
@@ -162,23 +199,24 @@ class RayPool(Pool):
 
     def fill(self, wanted: int) -> None:
         while len(self._tasks) < min(self.size, wanted) and not self.stopping:
-            self._tasks[self._run.remote(self._command, self._environment, str(self.logs), self._flag)] = None
+            run, spread = self._run, None
+            if self.hosts > 1:
+                group = self._ray.util.placement_group([self._asked] * self.hosts)
+                spread = Spread(group, self.hosts, self._asked, self._joining)
+                run = spread.placed(run, 0)
+            task = run.remote(self._command, self._environment, str(self.logs), self._flag, spread)
+            self._tasks[task] = spread
 
     def collect(self, claims: int | None) -> int:
         self._note_claims(claims)
         if self._tasks:
             ended, _ = self._ray.wait(list(self._tasks), num_returns=len(self._tasks), timeout=0)
             for task in ended:
-                del self._tasks[task]
-                self._note_end("a worker", *self._end(task))
+                spread, end = self._tasks.pop(task), _end(task, self._ray)
+                if spread is not None:
+                    self._ray.util.remove_placement_group(spread.group)  # and with it the other hosts' tasks
+                self._note_end("a worker", *end)
         return len(self._tasks)
-
-    def _end(self, task: Any) -> tuple[int, str]:
-        """The exit status and the last words of a worker."""
-        try:
-            return self._ray.get(task)
-        except self._ray.exceptions.RayError as error:  # its node died, or Ray killed it
-            return -signal.SIGKILL, str(error).splitlines()[0]
 
 
 class StopFlag:
@@ -199,13 +237,22 @@ def sees(file: str) -> bool:
     return Path(file).exists()
 
 
-def run_worker(command: Sequence[str], environment: Mapping[str, str], logs: str, flag: Any) -> tuple[int, str]:
+def run_worker(
+    command: Sequence[str], environment: Mapping[str, str], logs: str, flag: Any, spread: Spread | None = None
+) -> tuple[int, str]:
     """The exit status and the last words of one worker process, run on this node to its end.
 
-    It has the GPUs that Ray gave this task (CUDA_VISIBLE_DEVICES), and stops after its step when the flag is set.
+    It has the GPUs that Ray gave this task (CUDA_VISIBLE_DEVICES), and stops after its step when the flag is set. Where
+    its trials have several hosts, it ends with the first of the others that fails.
     """
     import ray
 
+    others = []
+    if spread is not None:
+        place = Hosts(spread.count, ray.util.get_node_ip_address(), group=uuid.uuid4().hex)
+        joining, run = [*spread.joining, "--group", place.group], ray.remote(max_retries=0)(run_worker)
+        others = [spread.placed(run, i).remote(joining, environment, logs, flag) for i in range(1, spread.count)]
+        environment = {**environment, **place.environment()}
     folder = Path(logs)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"worker-ray-{os.getpid()}-{uuid.uuid4().hex[:6]}.log"
@@ -221,9 +268,20 @@ def run_worker(command: Sequence[str], environment: Mapping[str, str], logs: str
             if not asked and ray.get(flag.is_set.remote()):
                 process.send_signal(signal.SIGTERM)
                 asked = True
+            ended, _ = ray.wait(others, num_returns=len(others), timeout=0) if others else ([], [])
+            if failed := next(filter(lambda end: end[0], (_end(task, ray) for task in ended)), None):
+                return failed
             time.sleep(POLL_SECONDS)
     finally:
         if process.poll() is None:
             process.kill()
             process.wait()
     return process.returncode, "\n".join(file.read_text(errors="replace").splitlines()[-20:])
+
+
+def _end(task: Any, ray: Any) -> tuple[int, str]:
+    """The exit status and the last words of a worker that has ended."""
+    try:
+        return ray.get(task)
+    except ray.exceptions.RayError as error:  # its node died, or Ray killed it
+        return -signal.SIGKILL, str(error).splitlines()[0]

@@ -166,9 +166,10 @@ def _pool(
         size = workers or default_workers(devices)
         yield WorkerPool("harness.study.worker", arguments, size, logs, environment, devices)
         return
-    pool = RayPool("harness.study.worker", arguments, workers, logs, environment, cluster=cluster, devices=devices)
+    pool = RayPool("harness.study.worker", arguments, workers, logs, environment, cluster=cluster, devices=devices,
+                   runs=plan.runs)  # fmt: skip
     with pool.connected():
-        if storage is None:
+        if storage is None or pool.hosts > 1:
             pool.check_shared(plan.runs)
         yield pool
 

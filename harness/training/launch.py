@@ -2,7 +2,8 @@
 
 Every process (rank) runs the one training loop. Rank 0 makes all decisions and calls the parent's log, and asks the
 parent whether to stop. The first result, or the first error of any rank, ends them all; a rank that dies ends the
-attempt, and the next one goes on from the last checkpoint. Ranks have one host and find each other by a file.
+attempt, and the next one goes on from the last checkpoint. Ranks find each other by a file; where they have several
+hosts (`hosts.py`), these share it.
 """
 
 import os
@@ -10,10 +11,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -27,10 +28,24 @@ import torch.distributed as dist
 
 from harness.inputs import all_expected, expecting
 from harness.interfaces import RunLogger
-from harness.machine import usable_gpus
+from harness.machine import hosts
 from harness.policy.device import resolve_device
+from harness.preflight import run_inputs
+from harness.spec.errors import SpecError
 from harness.spec.run import RunSpec, parse_run
-from harness.training import loop
+from harness.training import loop, ranks
+from harness.training.finished import CHECKPOINTS
+from harness.training.hosts import (
+    INTERFACES,
+    Guest,
+    Share,
+    gpu_environments,
+    how_it_ended,
+    interfaces,
+    open_door,
+    start_rank,
+    watch_parent,
+)
 from harness.training.run import OWN_MODELS, Models, RunResult
 from harness.types import Inputs
 
@@ -48,7 +63,7 @@ class Job:
     inputs: Inputs  # that the parent has been told to find
     rank: int
     world_size: int
-    meeting: str  # file
+    meeting: Path  # a file
 
 
 def train(
@@ -64,27 +79,41 @@ def train(
     if spec.devices == 1:
         return loop.train(spec, directory, log, cache=cache, should_stop=should_stop, models=models)
     calls = {"should_stop": should_stop}
-    with tempfile.TemporaryDirectory(prefix="cohort-") as folder:
+    with _gathered(spec, directory, cache, should_stop) as (folder, environments, guests):
+        if guests is None:
+            return RunResult("stopped", None, {})
         job = partial(
-            Job, spec.model_dump(mode="json"), directory, cache, all_expected(), world_size=spec.devices,
-            meeting=f"{folder}/meeting",
+            Job, spec.model_dump(mode="json"), directory.resolve(), cache.resolve(), all_expected(),
+            world_size=spec.devices, meeting=folder / "meeting",
         )  # fmt: skip
-        with _Ranks([job(rank=rank) for rank in range(spec.devices)], _environments(spec)) as ranks:
-            return ranks.result(lambda name, *given: (calls.get(name) or getattr(log, name))(*given))
+        with _Ranks([job(rank=rank) for rank in range(spec.devices)], environments, guests) as together:
+            return together.result(lambda name, *given: (calls.get(name) or getattr(log, name))(*given))
 
 
-def _environments(spec: RunSpec) -> list[dict[str, str]]:
-    """What differs from this process's environment, for each rank: one GPU, its share of the cores."""
-    threads = max(1, torch.get_num_threads() // spec.devices)
-    common = {"OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": loopback(), "NCCL_SOCKET_IFNAME": loopback()}
-    if resolve_device(spec.device).type != "cuda":
-        return [common] * spec.devices
-    return [{**common, "CUDA_VISIBLE_DEVICES": gpu} for gpu in usable_gpus()[: spec.devices]]
-
-
-def _command(descriptor: int) -> list[str]:
-    """The command of a rank, which has its end of a pipe under that descriptor."""
-    return [sys.executable, "-P", "-m", __name__, str(descriptor), str(os.getpid())]
+@contextmanager
+def _gathered(
+    spec: RunSpec, directory: Path, cache: Path, should_stop: Callable[[], bool]
+) -> Iterator[tuple[Path, list[dict[str, str]], list[Guest] | None]]:
+    """Where ranks meet, what differs from this process's environment for each that is to start here, and the other
+    hosts; None if asked to stop before they came."""
+    place, kind = hosts(), resolve_device(spec.device).type
+    here, *elsewhere = shares = place.shares(spec.devices)
+    common = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // max(shares)))}
+    network = interfaces(place.address) if elsewhere else {variable: loopback() for variable in INTERFACES}
+    environments = [common | network | gpu for gpu in gpu_environments(kind, here)]
+    if not elsewhere:
+        with tempfile.TemporaryDirectory(prefix="cohort-") as folder:
+            yield Path(folder), environments, []
+        return
+    ranks_of = [range(sum(shares[:host]), sum(shares[: host + 1])) for host in range(1, len(shares))]
+    wanted = [Share(ranks, kind, common, str(Path.cwd())) for ranks in ranks_of]
+    with open_door(place, cache, directory) as door:
+        guests = door.wait(wanted, should_stop)
+        try:
+            yield door.folder, environments, guests
+        finally:
+            for guest in guests or ():
+                guest.close()
 
 
 def loopback() -> str:
@@ -98,19 +127,17 @@ class _Ranks:
     They may be killed once rank 0 has told its result: what the trial keeps is on disk by then.
     """
 
-    def __init__(self, jobs: Sequence[Job], environments: Sequence[dict[str, str]]):
+    def __init__(self, jobs: Sequence[Job], environments: Sequence[dict[str, str]], guests: Sequence[Guest] = ()):
         self.processes: dict[Connection, subprocess.Popen[bytes]] = {}
-        for job, environment in zip(jobs, environments, strict=True):
+        self.guests = guests
+        for environment in environments:
             ours, theirs = Pipe()
-            self.processes[ours] = subprocess.Popen(
-                _command(theirs.fileno()),
-                env={**os.environ, **environment},
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            self.processes[ours] = start_rank(theirs, {**os.environ, **environment})
             theirs.close()
-            ours.send(job)
+        elsewhere = [connection for guest in guests for connection in guest.ranks.values()]
+        self._ranks: list[Connection] = [*self.processes, *elsewhere]
+        for connection, job in zip(self._ranks, jobs, strict=True):
+            connection.send(job)
 
     def __enter__(self) -> "_Ranks":
         return self
@@ -122,13 +149,16 @@ class _Ranks:
 
     def result(self, call: Callable[..., Any]) -> RunResult:
         """The result that decides; `call` answers (name, *arguments) for rank 0. Raises what a rank raised."""
-        first, *_ = at_work = list(self.processes)
+        first, *_ = at_work = list(self._ranks)
+        controls = [guest.control for guest in self.guests]
         while True:
-            for connection in wait(at_work):
+            for connection in wait([*at_work, *controls]):
                 assert isinstance(connection, Connection)
+                if connection in controls:
+                    raise self._loss() or ChildProcessError("a host of the trial went silent")
                 try:
                     kind, said = connection.recv()
-                except (EOFError, ConnectionResetError):
+                except (EOFError, OSError):
                     raise self._loss() or ChildProcessError("a process of the trial went silent") from None
                 if kind == "call":
                     connection.send(call(*said))
@@ -143,14 +173,12 @@ class _Ranks:
         """The death of a rank, if one has died: a rank that could say how it ended, ends with status 0."""
         time.sleep(POLL_SECONDS)  # the dead are seen by the others before they are by the system
         codes = [process.poll() for process in self.processes.values()]
-        for rank, code in enumerate(codes):
-            if code:
-                how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
-                return ChildProcessError(
-                    f"process {rank} of the trial's {len(codes)} {how}; the trial goes on from its last checkpoint "
-                    "when it is started again"
-                )
-        return None
+        all_ranks = f"of the trial's {len(self._ranks)}"
+        lost = [f"process {rank} {all_ranks} {how_it_ended(code)}" for rank, code in enumerate(codes) if code]
+        lost += filter(None, [guest.loss() for guest in self.guests])
+        if not lost:
+            return None
+        return ChildProcessError(f"{lost[0]}; the trial goes on from its last checkpoint when it is started again")
 
 
 class _Caller:
@@ -174,12 +202,12 @@ def run_rank(connection: Connection) -> None:
     job: Job = connection.recv()
     spec = parse_run(job.spec, "a trial's own settings")
     backend = "cpu:gloo,cuda:nccl" if resolve_device(spec.device).type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, f"file://{job.meeting}", rank=job.rank, world_size=job.world_size, timeout=PATIENCE
-    )
+    meeting = dist.FileStore(str(job.meeting), job.world_size)  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group(backend, store=meeting, rank=job.rank, world_size=job.world_size, timeout=PATIENCE)
     caller: Any = _Caller(connection, job.rank == 0)
     try:
         with expecting(job.inputs):
+            _check_same_sight(spec, job)
             end: Any = loop.train(spec, job.directory, caller, cache=job.cache, should_stop=caller.should_stop)
     except Exception as error:
         traceback.print_exc()
@@ -190,16 +218,25 @@ def run_rank(connection: Connection) -> None:
         connection.send(("end", RuntimeError(f"{type(end).__name__}: {end}")))
 
 
-def _watch_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(POLL_SECONDS)
-    os._exit(4)
+def _check_same_sight(spec: RunSpec, job: Job) -> None:
+    """SpecError where ranks do not see the same checkpoints, models and data: their hosts have different files."""
+    checkpoints = sorted(folder.name for folder in (job.directory / CHECKPOINTS).glob("step-*"))
+    seen = {"checkpoints": checkpoints, "inputs": run_inputs([spec], job.cache)}
+    first = ranks.same(lambda: seen)
+    for what, own in seen.items():
+        alike: list[bool] = [True] * job.world_size
+        dist.all_gather_object(alike, own == first[what])
+        if not all(alike):
+            raise SpecError(
+                f"all hosts of a trial must see the same {what}, process {alike.index(False)} sees others than process "
+                f"0; give all the same files (the run is in '{job.directory}')"
+            )
 
 
 if __name__ == "__main__":
     from harness.training import launch  # what is sent belongs to the module by its name
 
-    threading.Thread(target=_watch_parent, args=(int(sys.argv[2]),), daemon=True).start()
+    watch_parent(int(sys.argv[2]))
     launch.run_rank(Connection(int(sys.argv[1])))
     sys.stdout.flush()
     sys.stderr.flush()
