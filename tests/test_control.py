@@ -486,11 +486,3 @@ def test_the_report_of_a_running_study_is_written_again_in_a_small_share_of_the_
         tick_at(500)  # it took 20 seconds, 2 % of 1000
         assert tick_at(1499) == "x"
         assert tick_at(1500) == "xx"
-
-
-def test_asking_whether_an_arm_was_stopped_is_cheap(tmp_path: Path):
-    queue = new_queue(a_study(), tmp_path)
-    began = time.perf_counter()
-    for _ in range(100):
-        queue.is_held(ARMS[0])
-    print(f"{(time.perf_counter() - began) * 10:.3f} ms")

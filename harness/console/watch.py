@@ -47,7 +47,7 @@ class Page:
     def __init__(self, metric: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._metric = metric
         self._tracker = StudyTracker(clock)
-        self._curves: dict[Path, tuple[tuple[int, int], dict[int, float]]] = {}
+        self._curves: dict[Path, tuple[tuple[int, int], dict[int, float], int]] = {}
 
     def render(self, status: StudyStatus) -> Group:
         table = Table(title=str(plain(f"{status.name}: {status.question}")), title_justify="left")
@@ -63,11 +63,10 @@ class Page:
         return Group(table, Text(f"{ended}/{len(status.trials) + status.to_come} trials have ended, {left} left"))
 
     def _cells(self, trials: Sequence[TrialStatus]) -> list[Text]:
-        steps = [done for phase, done, _ in map(self._tracker.bar, trials) if phase == "train"]
+        curves, steps = zip(*(self._curve(trial.directory / EVENTS) for trial in trials), strict=True)
         totals = [total for phase, _, total in map(self._tracker.bar, trials) if phase == "train"]
-        step = f"{fmean([*steps, *[0] * (len(trials) - len(steps))]):.0f}/{max(totals)}" if totals else ""
-        curve = mean_curve([self._curve(trial.directory / EVENTS) for trial in trials])
-        state = Text(", ")
+        step = f"{fmean(steps):.0f}{f'/{max(totals)}' if totals else ''}" if any(steps) else ""
+        curve = mean_curve(curves)
         counts = Counter(trial.state for trial in trials)
         state = Text(", ").join([Text(f"{count} ").append_text(state_text(name)) for name, count in counts.items()])
         known = [seconds for trial in trials if (seconds := self._tracker.remaining(trial)) is not None]
@@ -75,8 +74,8 @@ class Page:
         value = f"{curve[max(curve)]:.4g}" if curve else ""
         return [Text(step), Text(value), Text(spark([curve[at] for at in sorted(curve)])), state, Text(left)]
 
-    def _curve(self, events: Path) -> dict[int, float]:
-        """Step -> value of the metric; empty for a trial of another host, or whose events cannot be read."""
+    def _curve(self, events: Path) -> tuple[dict[int, float], int]:
+        """Step -> value of the metric, and the last step; nothing for a trial of another host, or of torn events."""
         try:
             stat = events.stat()
             mark = (stat.st_mtime_ns, stat.st_size)
@@ -87,10 +86,11 @@ class Page:
                         history.add(event)
                 points = history.history.get(self._metric, {})
                 curve = {step: value for step, (value, _) in points.items() if math.isfinite(value)}
-                self._curves[events] = (mark, curve)
-            return self._curves[events][1]
+                last = max((step for steps in history.history.values() for step in steps), default=0)
+                self._curves[events] = (mark, curve, last)
+            return self._curves[events][1:]
         except (OSError, ValueError):
-            return {}
+            return {}, 0
 
 
 def mean_curve(curves: Sequence[dict[int, float]]) -> dict[int, float]:
