@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "validation", "test"]
 FinishReason = Literal["stop", "length"]
-TrialState = Literal["running", "complete", "invalid", "failed", "stopped", "pruned"]
+TrialState = Literal["running", "complete", "invalid", "failed", "stopped", "paused", "pruned"]
 FINAL = ("complete", "invalid", "pruned")  # a result that stands: the run is never repeated
 ENDED = (*FINAL, "failed")  # nothing more happens unless the study is started again
 Sources = Mapping[str, Mapping[str, Path | str]]  # what is read: source -> name -> file here, or text for one
@@ -331,6 +331,17 @@ class TrialRecord:
 
 
 @dataclass(frozen=True)
+class ExploratoryArm:
+    """A clone of another arm, made while its study ran. `left_at` has the step at which each seed left its parent's."""
+
+    label: str
+    parent: str
+    changes: Mapping[str, Any]
+    left_at: Mapping[int, int]
+    trials: Sequence[TrialRecord]
+
+
+@dataclass(frozen=True)
 class StudyRecord:
     """All that a report needs, rebuilt from the tracking store alone.
 
@@ -342,6 +353,8 @@ class StudyRecord:
     search    findings of a search (`search.json`), None for other designs: objectives; importances; arms, each with
               label, parameters, values and state; pareto, the labels of the arms that no other beats in every
               objective; best, that of a single objective. A tuned comparison has `tuning`: arm -> such findings
+    stopped   labels of the arms that a user has stopped
+    exploratory  clones; neither `arms` nor `trials` has them
     """
 
     name: str
@@ -356,3 +369,5 @@ class StudyRecord:
     command: str
     versions: Mapping[str, str]
     search: Mapping[str, Any] | None = None
+    stopped: Sequence[str] = ()
+    exploratory: Sequence[ExploratoryArm] = ()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
-from harness.types import StudyRecord, TrialRecord
+from harness.types import FINAL, StudyRecord, TrialRecord
 from reports import statistics
 from reports.anova import Effect, anova
 from reports.statistics import ALPHA, CrossedVariance, Floats, Interval, McNemar
@@ -459,7 +459,9 @@ def _gaps(record: StudyRecord, usable: Trials) -> list[Gap]:
         if (arm, seed) in usable:
             continue
         trial = by_pair.get((arm, seed))
-        if searched.get(arm) == "pruned":
+        if arm in record.stopped and (trial is None or trial.state not in FINAL):
+            gaps.append(Gap(arm, seed, "stopped", "the arm was stopped on request"))
+        elif searched.get(arm) == "pruned":
             reason = trial.reason if trial is not None else None
             gaps.append(Gap(arm, seed, "pruned", reason or "the search gave this arm up early"))
         elif trial is None:

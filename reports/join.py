@@ -61,6 +61,7 @@ def join(records: Sequence[StudyRecord]) -> JoinedStudy:
             for arm in [*record.arms, *(trial.arm for trial in record.trials)]
         },
         warnings=_warnings(records),
+        stopped=[_label(record, arm) for record in records for arm in record.stopped],
     )
 
 

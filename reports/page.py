@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -15,7 +16,7 @@ from reports.prose import wording
 from reports.prose.answer import answer, progress
 from reports.prose.notes import accuracies_reading, interval_method, interval_reading, notes
 from reports.statistics import SIMULATED_COVERAGE
-from reports.trials import search_of, setting, tuning_of, wanted_pairs
+from reports.trials import score, search_of, setting, tuning_of, wanted_pairs
 
 _MOST_PROMPTS, _MOST_ARMS = 4, 4
 _MOST_CHARACTERS = 1600
@@ -49,7 +50,9 @@ def page_values(analysis: Analysis, drawings: Mapping[str, Sequence[Drawing]]) -
         "rows": [_row(arm, analysis) for arm in analysis.arms],
         "effects": analysis.grid.effects if analysis.grid is not None else [],
         "outcome": analysis.outcome.label,
+        "metric": wording.spoken(record.metric),
         "search": _search(analysis),
+        "exploratory": _exploratory(analysis),
         "accuracies": _accuracies(analysis),
         "accuracies_reading": accuracies_reading(analysis),
         "claims": check_claims(analysis),
@@ -108,6 +111,25 @@ def _search(analysis: Analysis) -> dict[str, Any] | None:
     ]
     units = [f"{wording.spoken(name)}{' (%)' if wording.is_fraction(name) else ''}" for name in objectives]
     return {"is_tuning": bool(tuning), "objectives": units, "rows": rows}
+
+
+def _exploratory(analysis: Analysis) -> list[dict[str, str]]:
+    """What the page says of each clone, as text; nothing else of the report knows them."""
+    metric, rows = analysis.outcome.name, []
+    for arm in analysis.record.exploratory:
+        scores = [value for one in arm.trials if one.state == "complete" and (value := score(one, metric)) is not None]
+        last = [value for one in arm.trials if (value := score(one, analysis.record.metric)) is not None]
+        steps = sorted(set(arm.left_at.values()))
+        rows.append({
+            "label": arm.label,
+            "parent": arm.parent,
+            "changes": ", ".join(f"{path} = {value}" for path, value in arm.changes.items()) or "nothing",
+            "left": " to ".join(map(str, dict.fromkeys([steps[0], steps[-1]]))) if any(steps) else "the beginning",
+            "seeds": f"{sum(one.state == 'complete' for one in arm.trials)}/{len(arm.trials)}",
+            "last": wording.number(fmean(last) if last else math.nan, analysis.record.metric),
+            "outcome": wording.number(fmean(scores) if scores else math.nan, metric),
+        })  # fmt: skip
+    return rows
 
 
 def _accuracies(analysis: Analysis) -> dict[str, Any]:

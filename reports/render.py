@@ -19,7 +19,7 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from harness.types import SampleRow, StudyRecord, TrialRecord
+from harness.types import ExploratoryArm, SampleRow, StudyRecord, TrialRecord
 from reports.analysis import ACCURACIES, accuracy_order, analyse
 from reports.figures.style import FORMATS, write_files
 from reports.join import JoinedStudy
@@ -66,9 +66,9 @@ def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FOR
     folder.mkdir(parents=True, exist_ok=True)
     values: dict[str, Any] = {**page_values(analysis, drawings), "bootstrap_seed": BOOTSTRAP_SEED}
     files = ReportFiles(folder / "index.html", folder / "results.csv", folder / "report.md", values["answer"])
-    files.html.write_text(_html().get_template("report.html").render(values), encoding="utf-8")
-    files.markdown.write_text(_markdown().get_template("report.md").render(values), encoding="utf-8")
-    files.csv.write_text(results_csv(record), encoding="utf-8", newline="")
+    _replace(files.html, _html().get_template("report.html").render(values))
+    _replace(files.markdown, _markdown().get_template("report.md").render(values))
+    _replace(files.csv, results_csv(record))
     write_files([drawing for group in drawings.values() for drawing in group], folder / "figures", formats)
     return files
 
@@ -106,7 +106,7 @@ def visible(value: Any) -> Any:
     """The same text, mapping, sequence or record with unprintable characters written as escapes."""
     if isinstance(value, str):
         return _UNPRINTABLE.sub(lambda match: match.group().encode("unicode_escape").decode(), value)
-    if isinstance(value, StudyRecord | TrialRecord | SampleRow):
+    if isinstance(value, StudyRecord | TrialRecord | SampleRow | ExploratoryArm):
         names = [field.name for field in dataclasses.fields(value) if field.name != "history"]
         return dataclasses.replace(value, **{name: visible(getattr(value, name)) for name in names})
     if isinstance(value, Mapping):
@@ -114,6 +114,13 @@ def visible(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [visible(item) for item in value]
     return value
+
+
+def _replace(file: Path, text: str) -> None:
+    """Write a file that a browser may be reading."""
+    partial = file.with_name(f".{file.name}")
+    partial.write_text(text, encoding="utf-8", newline="")
+    partial.replace(file)
 
 
 def _cell(value: Any) -> Any:

@@ -38,6 +38,7 @@ def compare(
     sets: options.Sets = None,
     name: options.Name = None,
     workers: options.Workers = "auto",
+    interleave: options.Interleave = None,
     runs: options.Runs = options.RUNS,
     tracking_uri: options.TrackingUri = None,
     as_json: options.Json = False,
@@ -53,9 +54,10 @@ def compare(
     """
     options.use_store(tracking_uri)
     sets = [*(sets or ()), *scale_settings(model, sets)]
-    study = comparison(algorithms, task, model, seeds, steps, sets, name, tune)
+    study = comparison(algorithms, task, model, seeds, steps, sets, name, tune, interleave)
     given = {"--algorithms": algorithms, "--task": task, "--model": model, "--seeds": seeds, "--steps": steps}
-    command = options.shell("compare", {**given, "--tune": tune, "--set": sets, "--name": name})
+    given |= {"--tune": tune, "--set": sets, "--name": name, "--interleave": interleave}
+    command = options.shell("compare", given)
     run_and_report(study, runs, options.num_workers(workers), command, as_json)
 
 
@@ -68,6 +70,7 @@ def comparison(
     sets: Sequence[str] | None,
     name: str | None,
     tune: int | None = None,
+    interleave: int | None = None,
 ) -> StudySpec:
     """The study that `cohort compare` runs: one arm for each algorithm and task, all else equal."""
     from harness.spec.raw import parse_overrides, with_overrides
@@ -90,6 +93,7 @@ def comparison(
         "design": "compare",
         "compare": {"algorithms": names, "tasks": tasks},
         "seeds": [0, 1, 2] if seeds is None else options.integers(seeds),
+        "interleave": interleave,
     }
     if tune is not None:
         rate = Optimizer.model_validate(run.get("optimizer", {})).learning_rate

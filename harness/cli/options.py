@@ -56,6 +56,14 @@ Name = Annotated[str | None, typer.Option(metavar="NAME", help="Keep the results
 Workers = Annotated[
     str, typer.Option(metavar="N|auto", help="Trials at a time; auto: one per GPU, or else one per core.")
 ]
+Interleave = Annotated[
+    int | None,
+    typer.Option(
+        min=1, metavar="STEPS", help="Training steps after which a trial makes way for one that has come less far."
+    ),
+]
+Started = Annotated[str, typer.Argument(metavar="STUDY", help="Name of a study in the runs folder.")]
+Arm = Annotated[str, typer.Argument(metavar="ARM", help="Label of an arm, as `cohort study status` shows it.")]
 Storage = Annotated[
     str | None,
     typer.Option(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ import typer
 
 from harness.cli import options
 from harness.cli.commands import command, study_app
+from harness.cli.refresh import Refresher
 from harness.cli.views import studies
 from harness.console import terminal
 
@@ -38,6 +40,7 @@ def study_run(
     sets: options.Sets = None,
     seeds: options.Seeds = None,
     name: options.Name = None,
+    interleave: options.Interleave = None,
     storage: options.Storage = None,
     hosts: options.Hosts = 1,
     listen: options.Listen = None,
@@ -67,7 +70,7 @@ def study_run(
     """
     options.use_store(tracking_uri)
     options.spread(hosts, listen)
-    spec, count = _load_study(study, sets, seeds, name), options.num_workers(workers)
+    spec, count = _load_study(study, sets, seeds, name, interleave), options.num_workers(workers)
     cluster = _cluster(launcher, ray_address, ray_cpus, ray_gpus)
     if cluster and listen:
         raise ValueError(
@@ -78,7 +81,7 @@ def study_run(
         return _show_dry_run(spec, runs, count, storage, together, as_json)
     on_ray = {"--launcher": launcher, "--ray-cpus": f"{ray_cpus:g}", "--ray-gpus": ray_gpus} if cluster else {}
     spread = {"--hosts": hosts, "--listen": listen} if listen else {}
-    given = {"--seeds": seeds, "--set": sets, "--name": name, **on_ray, **spread}
+    given = {"--seeds": seeds, "--set": sets, "--name": name, "--interleave": interleave, **on_ray, **spread}
     how = {None: "", True: " --together", False: " --apart"}[together]
     command = options.shell(f"study run {shlex.quote(study)}", given) + how
     run_and_report(spec, runs, count, command, as_json, storage=storage, cluster=cluster, together=together)
@@ -136,14 +139,14 @@ def study_show(
 
 @command(study_app, "status", "cohort study status quickstart", "cohort study status quickstart --json")
 def study_status(
-    study: Annotated[str, typer.Argument(metavar="STUDY", help="Name of a study in the runs folder.")],
+    study: options.Started,
     storage: options.Storage = None,
     runs: options.Runs = options.RUNS,
     as_json: options.Json = False,
 ) -> None:
     """Show what each trial of a study has reached, what it has cost and when it may end.
 
-    Exit code 0 only when all trials are complete.
+    Exit code 0 only when all trials are complete, those of stopped arms apart.
     """
     from harness.study.estimates import cost, remaining_seconds
     from harness.study.runner import study_status
@@ -160,6 +163,76 @@ def study_status(
         if not status.finished:
             terminal.say(f"Time left with the workers at work: {terminal.duration(remaining)}")
     raise typer.Exit(0 if status.finished and status.all_valid else 1)
+
+
+@command(study_app, "watch", "cohort study watch quickstart", "cohort study watch group_size --runs /data/runs")
+def study_watch(study: options.Started, storage: options.Storage = None, runs: options.Runs = options.RUNS) -> None:
+    """Show a study while it runs, one line for each arm; Ctrl-C leaves it. It changes nothing.
+
+    Prints once where stdout is no terminal, and when nothing is left to run.
+    """
+    from harness.console.watch import watch
+    from harness.study.queue import open_queue
+
+    queue = open_queue(study, runs.resolve(), options.with_password(storage))
+    with suppress(KeyboardInterrupt):
+        watch(queue.status, queue.plan.study.metric)
+
+
+@command(study_app, "stop", "cohort study stop compare_algorithms dapo", "cohort study stop group_size group_size=2")
+def study_stop(
+    study: options.Started, arm: options.Arm, storage: options.Storage = None, runs: options.Runs = options.RUNS
+) -> None:
+    """Stop an arm while its study runs: each of its trials ends its step and writes a checkpoint.
+
+    Its trials wait until `cohort study resume`, and the study ends without them.
+    """
+    from harness.study.control import stop_arm
+
+    new = stop_arm(study, runs, arm, options.with_password(storage))
+    words = "stops: its trials end their step, write a checkpoint, and wait for" if new else "is stopped already; see"
+    terminal.say(f"{arm} {words}: cohort study resume {shlex.quote(study)} {shlex.quote(arm)}")
+
+
+@command(study_app, "resume", "cohort study resume compare_algorithms dapo")
+def study_resume(
+    study: options.Started, arm: options.Arm, storage: options.Storage = None, runs: options.Runs = options.RUNS
+) -> None:
+    """Let a stopped arm go on, as if it had never been stopped; a study that has ended has to be started again."""
+    from harness.study.control import resume_arm
+
+    new = resume_arm(study, runs, arm, options.with_password(storage))
+    words = "goes on as soon as a worker is free" if new else "was not stopped, so nothing changed"
+    terminal.say(f"{arm} {words}. If the study has ended, start it again with the command that began it.")
+
+
+@command(
+    study_app,
+    "clone",
+    "cohort study clone compare_algorithms grpo --set algorithm.kl_beta=0.1",
+    "cohort study clone compare_algorithms grpo --set optimizer.learning_rate=3e-4 --warm",
+)
+def study_clone(
+    study: options.Started,
+    arm: options.Arm,
+    sets: options.Sets = None,
+    warm: Annotated[
+        bool, typer.Option("--warm", help="Start from the newest checkpoints of the arm, not from the beginning.")
+    ] = False,
+    storage: options.Storage = None,
+    runs: options.Runs = options.RUNS,
+) -> None:
+    """Add an exploratory arm to a study while it runs: another arm with other settings, and all its seeds.
+
+    It was chosen after results were seen, so the report shows it apart, and no comparison or test includes it.
+    """
+    from harness.spec.raw import parse_overrides
+    from harness.study.control import clone_arm
+
+    clone = clone_arm(study, runs, arm, parse_overrides(sets or ()), warm=warm, storage=options.with_password(storage))
+    left = ", ".join(f"seed {seed} from step {step}" for seed, step in zip(clone.seeds, clone.steps, strict=True))
+    terminal.say(f"New arm: {clone.label}{f' ({left})' if warm else ''}")
+    terminal.say("It runs as soon as a worker is free. If the study has ended, start it again.")
 
 
 def run_and_report(
@@ -188,13 +261,18 @@ def run_and_report(
         command = f"{command} --workers {workers}"
     for arm in study.checked_arms():
         resolve_device(arm.spec.device)
-    with study_view() as view:
+    with study_view() as view, Refresher(study.name, runs) as refresher:
+
+        def show(status: StudyStatus) -> None:
+            view.update(status)
+            refresher.tick()
+
         status = run_study(
             study,
             runs,
             workers=workers,
             command=command,
-            on_status=view.update,
+            on_status=show,
             storage=storage,
             cluster=cluster,
             together=together,
@@ -280,7 +358,9 @@ def _show_dry_run(
         studies.show_dry_run(study.name, study.question, document)
 
 
-def _load_study(name: str, sets: list[str] | None, seeds: str | None, rename: str | None = None) -> StudySpec:
+def _load_study(
+    name: str, sets: list[str] | None, seeds: str | None, rename: str | None = None, interleave: int | None = None
+) -> StudySpec:
     from harness.spec.load import load_study
 
     overrides = list(sets or ())
@@ -288,6 +368,8 @@ def _load_study(name: str, sets: list[str] | None, seeds: str | None, rename: st
         overrides.append(f"seeds={json.dumps(options.integers(seeds))}")
     if rename is not None:
         overrides.append(f"name={json.dumps(rename)}")
+    if interleave is not None:
+        overrides.append(f"interleave={interleave}")
     return load_study(name, overrides)
 
 

@@ -148,6 +148,8 @@ class LineView:
         for trial in status.trials:
             key = (trial.arm, trial.seed)
             self._tracker.remaining(trial)
+            if trial.state in ("waiting", "paused"):
+                continue  # a trial that takes turns is told of once
             if trial.state != self._states.get(key, "waiting"):
                 reason = f" ({trial.reason})" if trial.reason else ""
                 accuracy = "" if trial.accuracy is None else f", accuracy {percent(trial.accuracy)}"

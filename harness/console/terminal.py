@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 LOG_WIDTH = 120
-_STYLE = {"complete": "green", "ok": "green", "running": "cyan", "invalid": "red", "failed": "red", "problem": "red",
-          "stopped": "yellow", "pruned": "yellow", "advice": "yellow"}  # fmt: skip
+_STYLE = {"complete": "green", "ok": "green", "running": "cyan", "paused": "cyan", "invalid": "red", "failed": "red",
+          "problem": "red", "stopped": "yellow", "pruned": "yellow", "advice": "yellow"}  # fmt: skip
 
 
 def console(*, stderr: bool = False) -> Console:

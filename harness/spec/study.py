@@ -18,7 +18,7 @@ from harness.spec.run import RunSpec, Scalar, get_path, parse_run
 from harness.types import Section, short_path
 
 Direction = Literal["maximize", "minimize"]
-Phase = Literal["final", "tuning"]
+Phase = Literal["final", "tuning", "exploratory"]
 MAX_ARMS = 10_000
 
 
@@ -26,8 +26,8 @@ MAX_ARMS = 10_000
 class Arm:
     """One setting under comparison: a readable label, the dotted overrides that make it, its level of each factor.
 
-    `spec` is its validated run, whose seed means nothing. Arms of phase "tuning" only choose the settings of final arms
-    and never enter the comparison.
+    `spec` is its validated run, whose seed means nothing. Only final arms enter the comparison: those of phase "tuning"
+    choose settings, and an "exploratory" one is the clone of another, made while the study ran.
     """
 
     label: str
@@ -238,6 +238,9 @@ class StudySpec(Section):
     design: Literal["grid", "one_at_a_time", "search", "compare"] = "grid"
     search: Search | None = None
     compare: Comparison | None = None
+    interleave: int | None = Field(
+        default=None, ge=1, description="training steps after which a trial makes way for one that has come less far"
+    )
     metric: str = "validation/accuracy"
     baseline: str | None = Field(
         default=None, description="arm label that the others are compared with; the first by default"
@@ -318,7 +321,7 @@ class StudySpec(Section):
         return list(self._probes if self._is_searched else self._known)
 
     def changed(self, base: Arm, label: str, point: Mapping[str, Any]) -> Arm:
-        """The base of a search with other values. SpecError for values that give no valid run."""
+        """An arm with other values. SpecError for values that give no valid run."""
         overrides, levels = {**base.overrides, **point}, {**base.levels, **point}
         return replace(base, label=label, overrides=overrides, levels=levels, spec=self._parse(overrides))
 

@@ -39,7 +39,7 @@ class Attempts:
         return self.by_key[key][-1] if key in self.by_key else None
 
     def state(self, key: Key) -> str:
-        """waiting, running, complete, pruned, invalid, failed, lost or stopped, as the last attempt says."""
+        """waiting, running, complete, pruned, invalid, failed, lost, stopped or paused, as the last attempt says."""
         last = self.last(key)
         if last is None:
             return "waiting"
@@ -50,6 +50,10 @@ class Attempts:
         """The end of the last attempt: state, reason, summary and (of a complete one) values; empty before its end."""
         last = self.last(key)
         return {} if last is None else _end(last)
+
+    def step(self, key: Key) -> int:
+        """The step that the last attempt had reached when it ended; 0 before."""
+        return int(self.end(key).get("summary", {}).get("step", 0))
 
     def running(self) -> dict[Key, int]:
         """The number of the last attempt at each trial where that attempt runs."""

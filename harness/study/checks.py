@@ -76,7 +76,7 @@ def check_study(study: StudySpec, runs: Path, workers: int | None, execute: str,
     if execute == EXECUTE:
         from harness.memory.fit import check_memory
 
-        _check_metrics(study, specs)
+        check_metrics(study, specs)
         if here:
             check_devices(specs)
         for spec in specs:
@@ -120,12 +120,14 @@ def check_room(queue: Queue, workers: int | None, *, here: bool = True) -> Need 
         to_come = sum(count for _, count in planned(plan.study)) - len(trials)
         left += [(search.base.spec, plan.folder / "trials" / "to come")] * to_come
     at_once = max(1, min(workers or (default_workers(plan.study.devices) if here else 1), len(left)))
+    if plan.study.interleave:
+        at_once = max(1, len(left))  # all of them are in progress
     return check_disk(
         plan.runs, left if isinstance(queue.storage, LocalStorage) else left[:at_once], at_once, "nothing"
     )
 
 
-def _check_metrics(study: StudySpec, specs: Sequence[RunSpec]) -> None:
+def check_metrics(study: StudySpec, specs: Sequence[RunSpec]) -> None:
     """SpecError for a metric that no evaluation gives, or an objective of a search that no run logs."""
     from harness.training.evaluate import metric_names
 

@@ -53,7 +53,7 @@ def remaining_seconds(status: StudyStatus) -> float | None:
         return None
     left = []
     for trial in status.trials:
-        if trial.state in ("waiting", "stopped", "running"):
+        if trial.is_open:
             whole = paces.get((trial.arm, trial.seed)) or mean(complete[trial.arm] or known)
             left.append(max(0.0, whole - (trial.seconds or 0.0)))
     return max(sum(left) / len(running), max(left, default=0.0))

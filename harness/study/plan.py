@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 
 from harness.spec.run import RunSpec
 from harness.spec.study import Arm, StudySpec
+from harness.study.clones import Clone
 from harness.types import NO_INPUTS, Inputs
 
 Key = tuple[str, int]  # arm label, seed
@@ -25,7 +27,8 @@ class Plan:
         self.folder = runs / "studies" / study.name
         self.arms: dict[str, Arm] = {arm.label: arm for arm in study.design_arms()}
         self.keys: list[Key] = [(arm, seed) for seed in study.seeds for arm in self.arms]
-        self._searched: dict[str, list[int]] = {}  # arm label -> seeds
+        self.clones: dict[str, Clone] = {}
+        self._searched: dict[str, list[int]] = {}  # arm label, of a search or a clone -> seeds
 
     def add(self, searched: Sequence[tuple[Arm, Sequence[int]]]) -> None:
         """Add the arms that searches have found, with the seeds that they may run."""
@@ -34,6 +37,14 @@ class Plan:
             self.arms[arm.label] = arm
             self.keys += [(arm.label, seed) for seed in seeds if seed not in known]
             known += [seed for seed in seeds if seed not in known]
+
+    def add_clones(self, clones: Sequence[Clone]) -> None:
+        """Add the exploratory arms that were made from others while the study ran."""
+        for clone in clones:
+            if clone.label not in self.clones:
+                arm = self.study.changed(self.arms[clone.parent], clone.label, clone.changes)
+                self.clones[clone.label] = clone
+                self.add([(replace(arm, phase="exploratory"), clone.seeds)])
 
     def spec(self, key: Key) -> RunSpec:
         return self.arms[key[0]].run_spec(key[1])
@@ -50,15 +61,20 @@ class Plan:
 
     def tags(self, key: Key) -> dict[str, str]:
         """The tags of a trial's MLflow run."""
-        arm = self.arms[key[0]]
+        arm, clone = self.arms[key[0]], self.clones.get(key[0])
+        origin = {} if clone is None else {
+            "cohort.parent": clone.parent, "cohort.changes": json.dumps(clone.changes),
+            "cohort.left_at": str(clone.left_at(key[1])),
+        }  # fmt: skip
         return {
+            **origin,
             "cohort.kind": "trial", "cohort.study": self.study.name, "cohort.arm": key[0], "cohort.seed": str(key[1]),
             "cohort.factors": json.dumps(arm.levels), "cohort.phase": arm.phase,
             "cohort.trial": self.directory(key).name,
         }  # fmt: skip
 
     def parameters(self, key: Key) -> dict[str, Any]:
-        levels = {} if key[0] in self._searched else self.arms[key[0]].levels  # a search records its own
+        levels = {} if key[0] in self._searched else self.arms[key[0]].levels  # a search and a clone record theirs
         return {**levels, "seed": key[1]}
 
     def distributions(self) -> dict[str, BaseDistribution]:

@@ -8,16 +8,16 @@ checkpoints in its folder.
 
 An attempt ends COMPLETE with the study's metric as value, or PRUNED with its arm, or FAIL. The attribute `result` of a
 FAIL says more: "invalid" (the result must not be used; never repeated), "failed" (a crash; repeated when the study is
-started again), "stopped" (asked to stop) or "lost" (its worker died); the last two are repeated at once. `search.py`
-decides which arms a search runs.
+started again), "stopped" (asked to stop), "paused" (made way for another trial) or "lost" (its worker died); the last
+three are repeated at once. `search.py` decides which arms a search runs, `control.py` keeps what users ask meanwhile.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Set
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
@@ -32,6 +32,7 @@ from harness.machine import usable_gpus
 from harness.spec.errors import SpecError, did_you_mean
 from harness.spec.study import parse_study
 from harness.study.attempts import Attempts
+from harness.study.clones import Clone
 from harness.study.plan import Key, Plan
 from harness.study.search import Searches
 from harness.study.sharing import sharing_key
@@ -42,6 +43,8 @@ from harness.types import ENDED, TrialState
 
 MAX_LOST = 10  # attempts in a row at a trial that may lose their worker without progress
 RETRY_BELOW = "retry_failed_below"  # attribute of the Optuna study: failed attempts with lower numbers are repeated
+STOPPED, CLONES = "stopped", "clones"  # attributes too: labels of arms that were asked to stop, clones as mappings
+HELD = "stopped on request; `cohort study resume` lets it go on"
 P = ParamSpec("P")
 R = TypeVar("R")
 log = logging.getLogger(__name__)
@@ -85,6 +88,7 @@ class Queue:
         self.plan = plan
         self.storage = storage or LocalStorage(plan.folder)
         self._attempts = Attempts()
+        self._held: Set[str] = frozenset()  # labels of the arms that were asked to stop
         self._distributions = plan.distributions()
 
     @_translated
@@ -114,10 +118,11 @@ class Queue:
             return []
         with self.storage.lock():
             attempts = self._read()
-            for key in list(self.plan.keys):
+            by_turn = attempts.step if self.plan.study.interleave else lambda key: 0
+            for key in sorted(self.plan.keys, key=by_turn):
                 if len(claims) == at_most:
                     break
-                waits = attempts.state(key) in ("waiting", "lost", "stopped") and not self._is_stuck(key, attempts)
+                waits = self._waits(key, attempts) and not self._is_stuck(key, attempts)
                 if waits and sharing_key(self.plan.spec(key)) == common:
                     lease = self.storage.take_lease(self.plan.directory(key))
                     claims += [self._taken(key, lease, attempts)] if lease is not None else []
@@ -140,6 +145,34 @@ class Queue:
         with self.storage.lock():
             return self._searches.report(*key, step, value)
 
+    @_translated
+    def is_held(self, arm: str) -> bool:
+        """Whether an arm was asked to stop; cheap enough for every step."""
+        return arm in self._attributes().get(STOPPED, ())
+
+    @_translated
+    def gives_way(self, key: Key, step: int) -> bool:
+        """Whether a trial that waits has come less far than `key`, which has done `step` steps."""
+        attempts = self._read()
+        return any(k != key and self._waits(k, attempts) and attempts.step(k) < step for k in self.plan.keys)
+
+    @_translated
+    def hold(self, arms: Set[str], held: bool) -> None:
+        """Ask arms to stop, or let them go on."""
+        with self.storage.lock():
+            before = set(self._attributes().get(STOPPED, ()))
+            self._study.set_user_attr(STOPPED, sorted(before | arms if held else before - arms))
+
+    @_translated
+    def clones(self) -> list[Clone]:
+        return _clones(self._attributes())
+
+    @_translated
+    def add_clone(self, clone: Clone) -> None:
+        """Let a clone's trials be claimed. The caller holds the lock."""
+        self._study.set_user_attr(CLONES, [*self._attributes().get(CLONES, ()), asdict(clone)])
+        self._read()
+
     @property
     def prunes(self) -> bool:
         """Whether `report` may ever give an arm up."""
@@ -153,7 +186,8 @@ class Queue:
     def unfinished(self) -> bool:
         """Whether a trial waits, runs or has to be repeated, or a search has another to come."""
         attempts = self._read()
-        return any(attempts.state(key) not in ENDED for key in self.plan.keys) or self._to_come(attempts) > 0
+        still = (attempts.state(key) == "running" or self._waits(key, attempts) for key in self.plan.keys)
+        return any(still) or self._to_come(attempts) > 0
 
     @_translated
     def num_claims(self) -> int:
@@ -204,31 +238,45 @@ class Queue:
     def _read(self) -> Attempts:
         """The record of all attempts, brought up to date."""
         if "_study" in self.__dict__ or self.storage.exists():
-            trials = self._study.get_trials(deepcopy=False)
-            self._attempts.update(trials, self._study.user_attrs.get(RETRY_BELOW, 0))
+            trials, attributes = self._study.get_trials(deepcopy=False), self._attributes()
+            self._attempts.update(trials, attributes.get(RETRY_BELOW, 0))
+            self._held = frozenset(attributes.get(STOPPED, ()))
             self.plan.add(self._searches.arms())
+            self.plan.add_clones(_clones(attributes))
         return self._attempts
+
+    def _attributes(self) -> Mapping[str, Any]:
+        """The attributes of the Optuna study; of a journal only what is new is read."""
+        return self._study._storage.get_study_user_attrs(self._study._study_id)
+
+    def _waits(self, key: Key, attempts: Attempts) -> bool:
+        """Whether a trial may be claimed."""
+        return key[0] not in self._held and attempts.state(key) not in ("running", *ENDED)
 
     def _next(self, attempts: Attempts) -> Key | None:
         """The trial to run next: one in progress, or else the first of the plan that was never begun, or else one that
-        failed or loses its workers without progress. Of several, the one begun longest ago."""
+        failed or loses its workers without progress. Of several, the one begun longest ago.
+
+        Interleaved, those never begun come first, and of those in progress the one that has come least far.
+        """
         in_progress: dict[int, Key] = {}
         again: dict[int, Key] = {}
-        for key in self.plan.keys:
+        waiting = [key for key in self.plan.keys if self._waits(key, attempts)]
+        for key in waiting:
             last, state = attempts.last(key), attempts.state(key)
-            if last is None or state not in ("waiting", "lost", "stopped"):
+            if last is None:
                 continue
             is_late = state == "waiting" or self._is_stuck(key, attempts)
             (again if is_late else in_progress)[last.number] = key
-        fresh = next((key for key in self.plan.keys if attempts.last(key) is None), None)
-        if in_progress:
+        fresh = next((key for key in waiting if attempts.last(key) is None), None)
+        if in_progress and not self.plan.study.interleave:
             return in_progress[min(in_progress)]
-        return fresh or (again[min(again)] if again else None)
+        least = min((key for key in waiting if key in in_progress.values()), key=attempts.step, default=None)
+        return fresh or least or (again[min(again)] if again else None)
 
     def _is_stuck(self, key: Key, attempts: Attempts) -> bool:
         """Whether a trial loses its workers without progress."""
-        step = attempts.end(key).get("summary", {}).get("step", 0)
-        return attempts.state(key) == "lost" and attempts.num_stuck(key, step) > 1
+        return attempts.state(key) == "lost" and attempts.num_stuck(key, attempts.step(key)) > 1
 
     def _taken(self, key: Key, lease: Lease, attempts: Attempts) -> Claim:
         stuck = self._is_stuck(key, attempts)
@@ -241,11 +289,12 @@ class Queue:
 
     def _begin(self, key: Key) -> int:
         """The number of a new attempt at a trial. The caller holds the lock."""
+        parameters = self.plan.parameters(key)
         on_gpu = self.plan.spec(key).device != "cpu" and bool(usable_gpus())
         trial = optuna.create_trial(
             state=OptunaState.RUNNING,
-            params=self.plan.parameters(key),
-            distributions=self._distributions,
+            params=parameters,
+            distributions={name: self._distributions[name] for name in parameters},
             user_attrs={"arm": key[0], "seed": key[1], "gpu": on_gpu},
         )
         storage, study = self._study._storage, self._study._study_id
@@ -299,6 +348,9 @@ class Queue:
         reason, summary = end.get("reason"), end.get("summary", {})
         if state == "lost" or (state == "running" and last is not None and last.number in dead):
             state, reason = "stopped", "its worker died; the study continues it when it is started again"
+        held = key[0] in self._held and state not in ENDED
+        if held and state != "running":
+            state, reason = "stopped", HELD
         directory = self.plan.directory(key)
         if state == "running" and directory in silent:
             wait = f"{GRACE_SECONDS:.0f} s"
@@ -317,7 +369,12 @@ class Queue:
             directory=directory,
             generated_tokens=summary.get("generated_tokens"),
             on_gpu=last is not None and bool(last.user_attrs.get("gpu")),
+            held=held,
         )
+
+
+def _clones(attributes: Mapping[str, Any]) -> list[Clone]:
+    return [Clone(**fields) for fields in attributes.get(CLONES, ())]
 
 
 def open_storage(folder: Path, name: str, url: str | None = None) -> Storage:

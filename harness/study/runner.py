@@ -5,6 +5,7 @@ it writes anything.
 """
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from harness.inputs import check_same, expecting
 from harness.preflight import run_inputs
 from harness.spec.study import StudySpec
 from harness.study.checks import check_room, check_study, check_unchanged, missing_here, trials_together
+from harness.study.control import resume_arm, stop_arm
 from harness.study.plan import Plan
 from harness.study.processes import Pool, WorkerPool, default_workers
 from harness.study.queue import Queue, open_queue, open_storage
@@ -26,9 +28,10 @@ from harness.study.status import StudyStatus
 from harness.study.storage.base import StorageUnavailable
 from harness.study.worker import EXECUTE, MAX_WAIT_SECONDS, STORAGE, log
 from harness.tracking.mlflow_address import TRACKING_URI, remote_uri
-from harness.tracking.mlflow_studies import close_study, log_failures, log_search, open_study
+from harness.tracking.mlflow_studies import close_study, log_failures, log_search, open_study, take_requests
 from harness.tracking.run_log import replay
-from harness.types import ENDED
+
+REQUEST_SECONDS = 10.0  # between two looks at the tags of the MLflow runs
 
 
 def run_study(
@@ -73,7 +76,7 @@ def run_study(
             queue.storage.write_document(document)
             write_json(plan.folder / "study.json", document)  # `study list` reads it, wherever the queue lives
             queue.retry_failed()
-        with pool.signals():
+        with pool.signals(), _requests_heard(study.name, runs, storage, parent_run_id):
             status = _watch(pool, queue, on_status)
     _write_search(queue, runs, parent_run_id)
     failures = {}
@@ -85,7 +88,8 @@ def run_study(
                 reason = trial.reason if trial.state == "failed" else unreadable
                 failures[plan.title(key)] = (plan.tags(key), reason or "")
     log_failures(runs, parent_run_id, failures)
-    close_study(runs, parent_run_id, "complete" if status.finished else "stopped")
+    held = dict.fromkeys(trial.arm for trial in status.trials if trial.held)
+    close_study(runs, parent_run_id, "complete" if status.finished else "stopped", list(held))
     return status
 
 
@@ -174,6 +178,37 @@ def _pool(
         yield pool
 
 
+@contextmanager
+def _requests_heard(name: str, runs: Path, storage: str | None, run_id: str) -> Iterator[None]:
+    """Meanwhile a thread does what users ask in MLflow, off the way of the workers."""
+    ended = threading.Event()
+
+    def listen() -> None:
+        while not ended.wait(REQUEST_SECONDS):
+            try:
+                take_up_requests(name, runs, storage, run_id)
+            except Exception as error:  # a store that does not answer is asked again
+                log.warning("requests in MLflow are not heard now: %s", error)
+
+    threading.Thread(target=listen, name="requests", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def take_up_requests(name: str, runs: Path, storage: str | None, run_id: str) -> None:
+    """Stop or resume the arms whose MLflow run says so in the tag `cohort.control`; the study's run speaks for all."""
+    actions = {"stop": stop_arm, "resume": resume_arm}
+    for arm, request in take_requests(runs, run_id):
+        if request not in actions:
+            log.warning("the tag cohort.control must be stop or resume, got '%s'; nothing was changed", request)
+            continue
+        arms = [arm] if arm else dict.fromkeys(trial.arm for trial in study_status(name, runs, storage).trials)
+        for label in arms:
+            actions[request](name, runs, label, storage)
+
+
 def _watch(pool: Pool, queue: Queue, on_status: Callable[[StudyStatus], None] | None) -> StudyStatus:
     """Keep workers at work and the caller informed until nothing is left to do; how far the study has come.
 
@@ -189,7 +224,7 @@ def _watch(pool: Pool, queue: Queue, on_status: Callable[[StudyStatus], None] | 
             log.warning("%s; the workers go on", error)
             pool.rest(MAX_WAIT_SECONDS)
             continue
-        unfinished = len([trial for trial in status.trials if trial.state not in ENDED]) + status.to_come
+        unfinished = len([trial for trial in status.trials if trial.is_open]) + status.to_come
         if on_status is not None:
             on_status(status)
         if not alive and (pool.stopping or not unfinished):

@@ -37,7 +37,7 @@ from harness.study.plan import Key
 from harness.study.search_record import best_trial, keys_of, search_record
 from harness.types import ENDED, short_path
 
-LIVE = ("waiting", "running", "stopped", "lost")
+LIVE = ("waiting", "running", "stopped", "paused", "lost")
 ENDED_BADLY = tuple(state for state in ENDED if state != "complete")
 MAX_LISTED = 100_000  # points of a space that are listed to find an untried one
 REPEATED = "the same run as arm"  # how the reason begins for which a repeated point is refused

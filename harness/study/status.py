@@ -25,6 +25,12 @@ class TrialStatus:
     directory: Path
     generated_tokens: float | None = None  # known once it has ended
     on_gpu: bool = False
+    held: bool = False  # its arm was asked to stop
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something will still happen to it."""
+        return self.state == "running" or (self.state not in ENDED and not self.held)
 
 
 @dataclass(frozen=True)
@@ -45,9 +51,10 @@ class StudyStatus:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is left to run (failed trials are tried again when the study is started again)."""
-        return not self.to_come and all(trial.state in ENDED for trial in self.trials)
+        """Whether nothing is left to run; failed trials are tried again when the study is started again, and those of a
+        stopped arm when it is resumed."""
+        return not self.to_come and not any(trial.is_open for trial in self.trials)
 
     @property
     def all_valid(self) -> bool:
-        return all(trial.state in ("complete", "pruned") for trial in self.trials)
+        return all(trial.state in ("complete", "pruned") or trial.held for trial in self.trials)

@@ -1,6 +1,7 @@
 """One worker process of a study: it claims trials, runs each to its end and records it."""
 
 import argparse
+import gc
 import importlib
 import json
 import logging
@@ -24,18 +25,19 @@ from harness.files import file_lock
 from harness.inputs import expecting
 from harness.interfaces import RunLogger
 from harness.stop import StopRequest, stop_on_signals
-from harness.study.queue import Claim, Outcome, Queue, open_queue
+from harness.study.queue import HELD, Claim, Outcome, Queue, open_queue
 from harness.study.sharing import sharing_key
 from harness.study.storage.base import StorageUnavailable
 from harness.tracking.mlflow_studies import open_study, study_run_id
 from harness.tracking.run_log import RunLog, read_result
 from harness.training.finished import drop_checkpoints
-from harness.types import FINAL
+from harness.types import FINAL, TrialState
 
 EXECUTE = "harness.training.launch:train"
 ORPHAN_SECONDS = 120.0  # a worker whose parent died has so long to stop after its current step
 POLL_SECONDS = 0.5
 MAX_WAIT_SECONDS = 15.0  # between attempts to reach a storage
+UNREACHED_SECONDS = 60.0  # how long a run goes on without asking a storage again that did not answer
 STORAGE = "COHORT_STORAGE"  # environment variable with the storage's URL
 R = TypeVar("R")
 log = logging.getLogger(__name__)
@@ -85,6 +87,9 @@ def _run_claims(
         claim = _patiently(queue.claim, stop)
         if claim is not None:
             _run_together([claim, *_others(claim, queue, together, stop)], queue, run_trial, stop)
+            if not gc.get_freeze_count():  # what is left is code: no collection of a later trial walks through it
+                gc.collect()
+                gc.freeze()
             if _uses_a_gpu():  # what a trial leaves there, a full memory or a broken context, ends with its process
                 return
         elif not _patiently(queue.unfinished, stop):
@@ -138,17 +143,15 @@ def _outcome(claim: Claim, queue: Queue, run_trial: Callable[..., Any], stop: St
     parent, title = study_run_id(plan.runs, name), plan.title(claim.key)
     run_log = RunLog.open(plan.runs, directory, spec, experiment=name, run_name=title, parent_run_id=parent, tags=tags)
     judged = _JudgedLog(run_log, plan.study.metric, queue, claim, stop) if queue.prunes else None
-
-    def should_stop() -> bool:
-        return stop.is_set() or (judged is not None and judged.is_behind())
-
+    turn = _Turn(queue, claim, run_log, judged, stop)
     try:
         cache = plan.runs / "cache"
         with expecting(plan.inputs):
-            result = run_trial(spec, directory, judged or run_log, cache=cache, should_stop=should_stop)
+            result = run_trial(spec, directory, judged or run_log, cache=cache, should_stop=turn)
         outcome = Outcome(result.state, result.reason, dict(result.summary), dict(run_log.latest))
-        if outcome.state == "stopped" and judged is not None and judged.reason is not None:
-            outcome = replace(outcome, state="pruned", reason=judged.reason)
+        if outcome.state == "stopped":
+            summary = {**outcome.summary, "step": run_log.step}
+            outcome = replace(outcome, state=turn.state, reason=turn.reason, summary=summary)
     except ChildProcessError as error:  # one of the trial's processes: lost, as if this one had died
         raise SystemExit(str(error)) from None
     except Exception as error:
@@ -198,6 +201,54 @@ def _ensure_tracked(queue: Queue) -> None:
             open_study(plan.runs, plan.study, f"cohort study run {plan.study.name}", plan.inputs)
 
 
+class _Turn:
+    """Whether a claimed trial must stop after its step, and how that stop is recorded: `state` and `reason`."""
+
+    def __init__(
+        self, queue: Queue, claim: Claim, run_log: RunLog, judged: "_JudgedLog | None", stop: StopRequest
+    ) -> None:
+        self._queue, self._key = queue, claim.key
+        self._log, self._judged, self._stop = run_log, judged, stop
+        clone = queue.plan.clones.get(self._key[0])
+        self._least = 0 if clone is None else clone.left_at(self._key[1])
+        self._unreached = -math.inf  # when the storage last gave no answer
+        self.state: TrialState = "stopped"
+        self.reason: str | None = None
+
+    def __call__(self) -> bool:
+        if self._log.resumed_at < self._least:
+            raise ValueError(
+                f"a warm clone must start from the checkpoint of step {self._least}, and it is not in "
+                f"'{self._log.directory}': copy it there from the host that made the clone, or clone without --warm"
+            )
+        if self._judged is not None and self._judged.is_behind():
+            self.state, self.reason = "pruned", self._judged.reason
+        elif self._stop.is_set():
+            return True
+        elif self._asks(lambda: self._queue.is_held(self._key[0])):
+            self.reason = HELD
+        elif self._at_end_of_slice() and self._asks(lambda: self._queue.gives_way(self._key, self._log.step)):
+            self.state = "paused"
+        else:
+            return False
+        return True
+
+    def _at_end_of_slice(self) -> bool:
+        every, step = self._queue.plan.study.interleave, self._log.step
+        return every is not None and step > self._log.resumed_at and step % every == 0
+
+    def _asks(self, question: Callable[[], bool]) -> bool:
+        """The storage's answer; no while it gives none, for a run never waits for it."""
+        if time.monotonic() - self._unreached < UNREACHED_SECONDS:
+            return False
+        try:
+            return question()
+        except StorageUnavailable as error:
+            log.warning("%s; the run goes on", error)
+            self._unreached = time.monotonic()
+            return False
+
+
 class _JudgedLog:
     """A `RunLogger` around another that shows the search every validation after training has begun."""
 
@@ -219,7 +270,8 @@ class _JudgedLog:
     def is_behind(self) -> bool:
         new, self._new = self._new, None
         if new is not None:
-            self.reason = _patiently(lambda: self._queue.report(self._claim.key, *new), self._stop)
+            with suppress(StorageUnavailable):  # asked to stop meanwhile
+                self.reason = _patiently(lambda: self._queue.report(self._claim.key, *new), self._stop)
         return self.reason is not None
 
 

@@ -50,6 +50,7 @@ LONGEST_RETRY_SECONDS = 20.0
 SYSTEM_SECONDS = 10.0
 COST_AREAS = ("seconds", "throughput", "memory", "system")  # metrics that two equal runs do not share
 _Key = tuple[str, int]  # metric, step
+_unfinished: dict[Path, threading.Thread] = {}  # that copy a run after it was paused, by its folder
 log = logging.getLogger(__name__)
 
 
@@ -113,6 +114,7 @@ class Copier:
         self._wake, self._stop = threading.Event(), threading.Event()
         self._give_up = threading.Event()
         self._thread: threading.Thread | None = None
+        self._before: threading.Thread | None = None  # that still copies an earlier attempt at this run
 
     def push(self, event: Mapping[str, Any]) -> None:
         with self._lock:
@@ -124,6 +126,7 @@ class Copier:
 
     def start(self) -> None:
         import_mlflow()  # here: two threads that import large packages at once can trip over each other
+        self._before = _unfinished.pop(self.directory, None)
         self._thread = threading.Thread(target=self._run, name="mlflow", daemon=True)
         self._thread.start()
 
@@ -135,12 +138,15 @@ class Copier:
         system, self._system = self._system, {}
         return system
 
-    def stop(self, drain_seconds: float) -> None:
-        """Let the thread finish its work, and warn if it could not copy all."""
+    def stop(self, drain_seconds: float | None) -> None:
+        """Let the thread finish its work, and warn if it could not copy all; None does not wait for it."""
         if self._thread is None:
             return
         self._stop.set()
         self._wake.set()
+        if drain_seconds is None:
+            _unfinished[self.directory] = self._thread
+            return
         self._thread.join(drain_seconds)
         if self._thread.is_alive():
             self._give_up.set()
@@ -151,6 +157,9 @@ class Copier:
             )  # fmt: skip
 
     def _run(self) -> None:
+        if self._before is not None:
+            self._before.join()
+            self._before = None
         sampler, sampled = SystemSampler(), time.monotonic()
         wait, retry = 0.0, RETRY_SECONDS
         while not self._give_up.is_set():
@@ -361,7 +370,7 @@ class Copier:
         tags = {"cohort.state": finish["state"], "cohort.reason": finish["reason"] or ""}
         set_tags(client, self._run_id(), {**tags, "cohort.summary": json.dumps(strict(summary))})
         client.set_terminated(self._run_id(), STATUS[finish["state"]], end_time=finish["time"])
-        self.identity.synced = True
+        self.identity.synced = finish["state"] != "paused"  # a paused run has an attempt to come, perhaps begun by now
         self.identity.save(self.directory)
 
     def _run_id(self) -> str:

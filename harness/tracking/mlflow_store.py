@@ -42,7 +42,7 @@ SUMMARY, SYSTEM = "summary/", "system/"
 TRAINING_PAGES = "workflowType=machine_learning"  # the UI has others, for chat agents
 STATUS: Mapping[TrialState, str] = {
     "running": "RUNNING", "complete": "FINISHED", "invalid": "FAILED", "failed": "FAILED", "stopped": "KILLED",
-    "pruned": "KILLED",
+    "paused": "SCHEDULED", "pruned": "KILLED",
 }  # fmt: skip
 _ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",

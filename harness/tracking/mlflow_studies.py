@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
@@ -35,7 +35,16 @@ from harness.tracking.mlflow_store import (
 )
 from harness.tracking.mlflow_traces import storable
 from harness.tracking.provenance import versions
-from harness.types import FINAL, NO_INPUTS, Inputs, SampleRow, StudyRecord, TrialRecord, TrialState
+from harness.types import (
+    FINAL,
+    NO_INPUTS,
+    ExploratoryArm,
+    Inputs,
+    SampleRow,
+    StudyRecord,
+    TrialRecord,
+    TrialState,
+)
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -44,6 +53,7 @@ if TYPE_CHECKING:
     from harness.spec.study import StudySpec
 
 
+CONTROL = "cohort.control"  # a tag by which users ask for something
 _VIEW = "mlflow.sharedViewState.cohort"  # an experiment tag that holds a view which an address can name
 
 
@@ -97,11 +107,26 @@ def log_search(runs: Path, run_id: str, document: Mapping[str, Any]) -> None:
 
 
 @patient
-def close_study(runs: Path, run_id: str, state: TrialState) -> None:
-    """Record in the study's parent run how the study ended."""
+def close_study(runs: Path, run_id: str, state: TrialState, stopped: Sequence[str] = ()) -> None:
+    """Record in the study's parent run how the study ended, and which arms were stopped."""
     client = connect(runs)
-    set_tags(client, run_id, {"cohort.state": state})
+    set_tags(client, run_id, {"cohort.state": state, "cohort.stopped": json.dumps(list(stopped))})
     client.set_terminated(run_id, STATUS[state])
+
+
+def take_requests(runs: Path, run_id: str) -> list[tuple[str | None, str]]:
+    """(arm, text) of every tag `cohort.control` that a user has set on the study's run (arm None) or on a trial's.
+
+    The tags are gone afterwards.
+    """
+    client = connect(runs)
+    experiment = client.get_run(run_id).info.experiment_id
+    found = []
+    for run in search_runs(client, experiment, f"tags.`{CONTROL}` != ''"):
+        if run_id in (run.info.run_id, run.data.tags.get("mlflow.parentRunId")):
+            found.append((run.data.tags.get("cohort.arm"), run.data.tags[CONTROL].strip()))
+            client.delete_tag(run.info.run_id, CONTROL)
+    return found
 
 
 @patient
@@ -182,6 +207,8 @@ def read_study(runs: Path, name: str) -> StudyRecord:
         command=document["command"],
         versions={**document["versions"], **short(document.get("inputs", {}))},
         search=search,
+        stopped=json.loads(parent.data.tags.get("cohort.stopped", "[]")),
+        exploratory=_exploratory(client, runs, trials),
     )
 
 
@@ -266,6 +293,21 @@ def _trial_record(client: MlflowClient, runs: Path, run: Run) -> TrialRecord:
         samples=[_sample_row(row) for row in samples],
         threads=tags.get("cohort.threads", "").split(),
     )
+
+
+def _exploratory(client: MlflowClient, runs: Path, trials: Mapping[tuple[str, int], Run]) -> list[ExploratoryArm]:
+    clones: dict[str, dict[int, Run]] = {}
+    for (arm, seed), run in sorted(trials.items()):
+        if run.data.tags.get("cohort.phase") == "exploratory":
+            clones.setdefault(arm, {})[seed] = run
+    found = []
+    for label, members in clones.items():
+        tags = next(iter(members.values())).data.tags
+        left_at = {seed: int(run.data.tags["cohort.left_at"]) for seed, run in members.items()}
+        records = [_trial_record(client, runs, run) for run in members.values()]
+        changes = json.loads(tags["cohort.changes"])
+        found.append(ExploratoryArm(label, tags["cohort.parent"], changes, left_at, records))
+    return found
 
 
 def _sample_row(row: Mapping[str, Any]) -> SampleRow:

@@ -119,6 +119,7 @@ class RunLog:
         self._progress_written = -math.inf
         self._steps_pending = 0
         self._num_events = 0  # in the file, starts apart
+        self.resumed_at = 0  # training step from which this attempt goes on
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -131,6 +132,11 @@ class RunLog:
     def run_id(self) -> str | None:
         """The id of the MLflow run; None until the store has answered."""
         return self._copier.identity.run_id
+
+    @property
+    def step(self) -> int:
+        """The last training step that was logged."""
+        return self._progress["step"]
 
     def inputs(self, inputs: Inputs) -> None:
         """Record what the run reads; comes before `resume`."""
@@ -156,6 +162,7 @@ class RunLog:
         latest = self._copier.history.latest()
         self.latest = {key: value for key, value in latest.items() if not key.startswith(SYSTEM)}
         self._note_progress(self.latest, step)
+        self.resumed_at = self.step
         self._copier.start()
 
     def sync(self) -> int:
@@ -195,7 +202,7 @@ class RunLog:
         self._append({"type": "per_problem", "step": step, "fractions": dict(fractions)})
 
     def finish(self, state: TrialState, reason: str | None, summary: Mapping[str, float]) -> None:
-        """Record how the run ended, wait until MLflow has everything, and close."""
+        """Record how the run ended, wait until MLflow has everything, and close. A paused one goes on soon: no wait."""
         end = {"state": state, "reason": reason, "summary": {key: float(value) for key, value in summary.items()}}
         try:
             self._append({"type": "finish", **end})
@@ -205,7 +212,7 @@ class RunLog:
             sync(self.directory)
             self._write_progress(now=True)
         finally:
-            self._copier.stop(self.drain_seconds)
+            self._copier.stop(None if state == "paused" else self.drain_seconds)
             if self._file is not None:
                 self._file.close()
 

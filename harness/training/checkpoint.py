@@ -6,6 +6,7 @@ an adapter: then it holds the adapter alone. It is published whole;
 Sampling noise and prompt order are functions of (seed, step), so there is no random state to save.
 """
 
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,10 +18,13 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from harness.files import publish_folder, read_manifest, write_manifest
+from harness.files import publish_folder, read_manifest, write_manifest, write_text
 from harness.inputs import check_same
 from harness.policy.model import save_model
 from harness.policy.sources import Base
+from harness.spec.run import RunSpec
+from harness.tracking.events import EVENTS, event_line, read_events
+from harness.training.finished import CHECKPOINTS
 from harness.types import NO_INPUTS, Inputs
 
 STATE = "state.json"
@@ -93,3 +97,33 @@ def latest_checkpoint(
         if usable(checkpoint):
             return checkpoint
     return None
+
+
+def fork_run(source: Path, target: Path, spec: RunSpec, parent: RunSpec) -> int:
+    """The step of the newest checkpoint of the run in `source`, from which `spec` now continues in `target`; 0 without.
+
+    The run in `source` may go on meanwhile. What it logged up to that step comes along.
+    """
+    for _ in range(10):  # it deletes its oldest checkpoint whenever it has written a new one
+        for folder in sorted((source / CHECKPOINTS).glob("step-*"), reverse=True):
+            state = read_manifest(folder, STATE)
+            if state is None:
+                continue
+            progress = dict(state["progress"])
+            if spec.algorithm.kl_beta != parent.algorithm.kl_beta:
+                progress["kl_beta"] = spec.algorithm.kl_beta
+            try:
+                with publish_folder(target / CHECKPOINTS / folder.name) as copy:
+                    shutil.copytree(folder, copy, dirs_exist_ok=True, ignore=shutil.ignore_patterns(STATE))
+                    facts = {"step": state["step"], "inputs": state["inputs"], "progress": progress}
+                    write_manifest(copy, STATE, known=state["files"], spec_digest=spec.digest(), **facts)
+            except OSError:
+                if folder.exists():  # no fault of the run in `source`
+                    raise
+                continue
+            kept = [e for e in read_events(source / EVENTS) if e.get("step", math.inf) <= state["step"]]
+            write_text(target / EVENTS, "".join(map(event_line, kept)))
+            return state["step"]
+        if not any((source / CHECKPOINTS).glob("step-*")):
+            break
+    return 0

@@ -363,7 +363,7 @@ def explained_variance(batch: Batch) -> float:
 
 
 def _spread_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimiser's saved state with each moment where its parameter is."""
+    """An optimiser's saved state with each moment where its parameter is; rates and decay stay those of its run."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def moved(place: int, value: Tensor) -> Tensor:
@@ -371,7 +371,7 @@ def _spread_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) 
         return spread_like(like, value) if value.shape == like.shape else value  # else a count of steps
 
     moments = {place: {k: moved(place, v) for k, v in own.items()} for place, own in state["state"].items()}
-    return {**state, "state": moments}
+    return {"param_groups": optimizer.state_dict()["param_groups"], "state": moments}
 
 
 def _ratio_max(logprobs: Tensor, other: Tensor | None, mask: Tensor) -> Tensor:

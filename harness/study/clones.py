@@ -1,0 +1,22 @@
+"""Clones: arms that a user makes from others while a study runs. They are exploratory, and reports show them apart."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Clone:
+    """A clone as the queue's record keeps it: the arm that it was made from, what it changes there, and its seeds.
+
+    `steps` has for each seed the training step at which it leaves its parent; 0 where it starts from the beginning.
+    """
+
+    label: str
+    parent: str
+    changes: Mapping[str, Any]
+    seeds: Sequence[int]
+    steps: Sequence[int]
+
+    def left_at(self, seed: int) -> int:
+        return self.steps[list(self.seeds).index(seed)]

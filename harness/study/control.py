@@ -1,0 +1,145 @@
+"""What a user may ask of a study's arms from elsewhere while it runs: to stop, to go on, to be cloned.
+
+The queue's record keeps it, so it reaches every worker within a step, outlives any of them, and counts when the study
+is started again. All is checked before anything is written.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from harness.preflight import check_inputs
+from harness.spec.errors import SpecError, did_you_mean
+from harness.spec.run import RunSpec
+from harness.study.checks import check_metrics
+from harness.study.clones import Clone
+from harness.study.plan import Plan
+from harness.study.queue import Queue, open_queue
+from harness.study.worker import EXECUTE
+from harness.tracking.run_log import read_result
+from harness.types import FINAL
+
+START = ("model", "prompt", "dtype", "lora", "cold_start")  # settings that decide what a run starts from
+
+
+def stop_arm(name: str, runs: Path, arm: str, storage: str | None = None) -> bool:
+    """Ask the trials of an arm to stop, each after its step and with a checkpoint; whether that is new."""
+    return _hold(name, runs, arm, storage, held=True)
+
+
+def resume_arm(name: str, runs: Path, arm: str, storage: str | None = None) -> bool:
+    """Let the trials of a stopped arm go on; whether that is new."""
+    return _hold(name, runs, arm, storage, held=False)
+
+
+def clone_arm(
+    name: str,
+    runs: Path,
+    parent: str,
+    changes: Mapping[str, Any],
+    *,
+    warm: bool = False,
+    storage: str | None = None,
+    execute: str = EXECUTE,
+) -> Clone:
+    """Add an exploratory arm: another one with other settings, and all its seeds.
+
+    `warm`: each trial starts from the newest checkpoint of its parent's, where that has one, not from the beginning.
+    """
+    queue = _queue(name, runs, parent, storage)
+    plan = queue.plan
+    with queue.storage.lock():
+        number = len(queue.clones()) + 1
+        shown = ", ".join(f"{path}={json.dumps(value)}" for path, value in changes.items()) or "unchanged"
+        label = f"clone {number} of {parent}: {shown}"
+        seeds = [seed for arm, seed in plan.keys if arm == parent]
+        spec = _checked(plan, parent, label, changes, execute)
+        clone = Clone(label, parent, dict(changes), seeds, [0] * len(seeds))
+        if warm:
+            clone = replace(clone, steps=_forked(queue, clone, spec))
+        queue.add_clone(clone)
+    return clone
+
+
+def _hold(name: str, runs: Path, arm: str, storage: str | None, *, held: bool) -> bool:
+    queue = _queue(name, runs, arm, storage)
+    if held == queue.is_held(arm):
+        return False
+    queue.hold({arm}, held)
+    return True
+
+
+def _queue(name: str, runs: Path, arm: str, storage: str | None) -> Queue:
+    """The queue of a started study that has this arm. SpecError otherwise."""
+    queue = open_queue(name, runs.resolve(), storage)
+    if queue.plan.study.searches():
+        raise SpecError(f"arms can be stopped and cloned where a design names them, and '{name}' is a search, whose "
+                        "sampler and pruner choose them; stop it whole with Ctrl-C, or give it a pruner")  # fmt: skip
+    arms = list(dict.fromkeys(trial.arm for trial in queue.status().trials))
+    if arm not in arms:
+        hint = did_you_mean(arm, arms)
+        raise SpecError(f"ARM must be an arm of study '{name}', got '{arm}'; {hint}it has: {', '.join(arms)}")
+    return queue
+
+
+def _checked(plan: Plan, parent: str, label: str, changes: Mapping[str, Any], execute: str) -> RunSpec:
+    """The run of a clone, checked as those of all arms are. SpecError if it cannot run in this study."""
+    if "seed" in changes:
+        raise SpecError("a clone has the seeds of its parent, so 'seed' cannot be set; leave it out")
+    spec = plan.study.changed(plan.arms[parent], label, changes).spec
+    if spec.devices > plan.study.devices:
+        raise SpecError(f"devices of a clone must be at most {plan.study.devices}, which each worker of the study has, "
+                        f"got {spec.devices}; lower devices")  # fmt: skip
+    check_inputs([spec], plan.runs, models=execute == EXECUTE)
+    if execute == EXECUTE:
+        check_metrics(plan.study, [spec])
+    return spec
+
+
+def _forked(queue: Queue, clone: Clone, spec: RunSpec) -> list[int]:
+    """The step of each trial's first checkpoint, now copied from its parent; 0 where the parent has none yet.
+
+    SpecError, with nothing left behind, if a checkpoint is gone or does not fit.
+    """
+    from harness.training.checkpoint import fork_run  # loads torch
+
+    plan, parent = queue.plan, queue.plan.arms[clone.parent].spec
+    fixed = [path for path in START if getattr(spec, path) != getattr(parent, path)]
+    if spec.algorithm.needs_critic != parent.algorithm.needs_critic:
+        fixed.append("algorithm.name")
+    if fixed:
+        raise SpecError(f"a warm clone must fit its parent's checkpoint, so it cannot change {fixed[0]}; leave --warm "
+                        "out to start from the beginning")  # fmt: skip
+    trials = {trial.seed: trial for trial in queue.status().trials if trial.arm == clone.parent}
+    plan.add_clones([clone])
+    steps: list[int] = []
+    targets = {seed: plan.directory((clone.label, seed)) for seed in clone.seeds}
+    try:
+        for seed, target in targets.items():
+            source = plan.directory((clone.parent, seed))
+            shutil.rmtree(target, ignore_errors=True)  # of a command that was killed
+            step = fork_run(source, target, plan.spec((clone.label, seed)), parent)
+            if not step and (trials[seed].state in FINAL or read_result(source) is not None):
+                _refuse(clone, seed, "those of a trial that has ended are deleted: stop an arm before its end to keep "
+                        "its checkpoints")  # fmt: skip
+            if not step and trials[seed].state != "waiting" and not source.exists():
+                _refuse(clone, seed, "they are on another host: clone it there")
+            if step >= spec.steps:
+                raise SpecError(f"steps of a warm clone must be above those that its parent has done, {step}, got "
+                                f"{spec.steps}; raise steps")  # fmt: skip
+            steps.append(step)
+        if not any(steps):
+            _refuse(clone, clone.seeds[0], "a trial writes one every checkpoints.every steps and when it is stopped")
+    except BaseException:
+        for target in targets.values():
+            shutil.rmtree(target, ignore_errors=True)
+        raise
+    return steps
+
+
+def _refuse(clone: Clone, seed: int, why: str) -> NoReturn:
+    raise SpecError(f"--warm starts from a checkpoint, and '{clone.parent}' has none for seed {seed}; {why}, or leave "
+                    "--warm out")  # fmt: skip

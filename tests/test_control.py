@@ -1,0 +1,488 @@
+"""Arms take turns, stop, go on and are cloned while their study runs; none of it changes a result."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fake_trials
+import numpy as np
+import postgres_server
+import psutil
+import pytest
+from fake_study import fake_study
+from fake_trials import a_study
+from rich.console import Console
+from safetensors.torch import load_file
+
+from harness.cli.refresh import Refresher
+from harness.console.watch import Page, spark, watch
+from harness.files import read_json, write_json
+from harness.spec.errors import SpecError
+from harness.spec.study import StudySpec, parse_study
+from harness.study.checks import check_unchanged
+from harness.study.control import clone_arm, resume_arm, stop_arm
+from harness.study.plan import Plan
+from harness.study.queue import HELD, Claim, Outcome, Queue, open_storage
+from harness.study.runner import run_study, study_status, take_up_requests
+from harness.study.status import StudyStatus
+from harness.study.storage.files import FileLease
+from harness.study.worker import worker_main
+from harness.tracking.events import EVENTS, read_events
+from harness.tracking.mlflow_copy import COST_AREAS
+from harness.tracking.mlflow_store import connect, search_runs
+from harness.tracking.mlflow_studies import log_failures, open_study, read_study
+from harness.training import loop
+from harness.types import ExploratoryArm
+from reports.analysis import analyse
+from reports.render import write_report as render
+
+METRIC = "validation/accuracy"
+ARMS = ["group_size=2", "group_size=4"]
+DONE = Outcome("complete", summary={"accuracy_final": 0.5}, metrics={METRIC: 0.5})
+
+needs_postgres = pytest.mark.skipif(postgres_server.missing() is not None, reason=str(postgres_server.missing()))
+
+
+pytestmark = pytest.mark.usefixtures("plugins")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[postgres_server.Server]:
+    with postgres_server.server() as one:
+        yield one
+
+
+@pytest.fixture(params=["files", pytest.param("postgres", marks=needs_postgres)])
+def url(request: pytest.FixtureRequest) -> str | None:
+    """Where the queue of the test lives; None for files."""
+    return request.getfixturevalue("server").new_database() if request.param == "postgres" else None
+
+
+def new_queue(study: StudySpec, runs: Path, url: str | None = None) -> Queue:
+    """The queue of a study that was just started."""
+    plan = Plan(study, runs)
+    queue = Queue(plan, open_storage(plan.folder, study.name, url))
+    with queue.storage.lock():
+        queue.storage.write_document({"digest": study.digest(), "inputs": {}, **study.model_dump(mode="json")})
+        queue.retry_failed()
+    return queue
+
+
+def claimed(queue: Queue) -> Claim:
+    claim = queue.claim()
+    assert claim is not None
+    return claim
+
+
+def paused(step: int) -> Outcome:
+    return Outcome("paused", summary={"step": step})
+
+
+def run(
+    study: StudySpec, runs: Path, on_status: Callable[[StudyStatus], None] | None = None, *, workers: int = 1
+) -> StudyStatus:
+    return run_study(study, runs, workers=workers, command="cmd", on_status=on_status, execute=fake_trials.EXECUTE)
+
+
+def executions(runs: Path) -> list[str]:
+    """The arm and seed of each time that a trial was begun or continued."""
+    return [line.split()[0].rpartition("-")[0] for line in (runs / "executions.log").read_text().splitlines()]
+
+
+# Turns ----------------------------------------------------------------------------------------------------------------
+
+
+def test_trials_that_take_turns_are_begun_first_and_then_go_on_by_their_progress(tmp_path: Path, url: str | None):
+    queue = new_queue(a_study(interleave=2), tmp_path, url)
+    a, b, c, d = queue.plan.keys
+    claims = [claimed(queue) for _ in range(4)]
+    assert [claim.key for claim in claims] == [a, b, c, d]
+    for claim, step in zip(claims, (4, 2, 2, 4), strict=True):
+        queue.finish(claim, paused(step))
+    assert [trial.state for trial in queue.status().trials] == ["paused"] * 4
+    assert queue.unfinished()
+    assert queue.gives_way(a, 4)
+    assert not queue.gives_way(a, 2)  # nobody has come less far
+    assert [claimed(queue).key for _ in range(4)] == [b, c, a, d]
+
+
+def test_arms_that_take_turns_are_all_validated_early_and_end_as_ever(runs: Path):
+    study = a_study(seeds=[0], interleave=4)
+    assert run(study, runs).counts() == {"complete": 2}
+    # Seven steps each: the second trial finds nobody behind it at its fourth step, and goes on.
+    assert executions(runs) == ["group_size=2-seed0", "group_size=4-seed0", "group_size=2-seed0"]
+    check_histories(study, runs)
+
+
+def check_histories(study: StudySpec, runs: Path) -> None:
+    """The store has what undisturbed fakes log."""
+    for one in read_study(runs, study.name).trials:
+        (arm,) = (arm for arm in study.design_arms() if arm.label == one.arm)
+        assert one.history[METRIC] == [(step, fake_trials.accuracy(arm.run_spec(one.seed), step)) for step in range(8)]
+
+
+def test_a_started_study_may_take_turns_or_stop_doing_so(tmp_path: Path):
+    queue = new_queue(a_study(), tmp_path)
+    for study in (a_study(interleave=4), a_study()):
+        assert check_unchanged(study, study.digest(), queue.storage) == {}
+    with pytest.raises(SpecError, match="interleave: Input should be greater than or equal to 1, got 0"):
+        a_study(interleave=0)
+
+
+@pytest.mark.long
+def test_a_search_with_a_pruner_takes_turns_and_its_pruner_hears_every_validation(runs: Path):
+    raw = {
+        "design": "search",
+        "factors": {},
+        "run": fake_trials.run_settings(evaluation={"every": 1}),
+        "search": {"space": {"algorithm.group_size": {"choices": [2, 4, 8]}}, "trials": 3, "pruner": "median",
+                   "startup": 1},
+    }  # fmt: skip
+    status = run(a_study(**raw, interleave=2), runs, workers=2)
+    assert status.finished and set(status.counts()) <= {"complete", "pruned"}
+    record = read_json(runs / "studies/sizes/search.json")
+    assert {arm["state"] for arm in record["arms"]} <= {"complete", "pruned"}
+
+
+@pytest.mark.long
+@pytest.mark.attack("Kills of workers whose trials take turns")
+def test_trials_that_take_turns_survive_the_kills_of_their_workers(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+):
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.05")
+    killed: list[int] = []
+
+    def kill(status: StudyStatus) -> None:
+        workers = [p for p in psutil.Process().children() if "harness.study.worker" in " ".join(p.cmdline())]
+        done = sum(trial.done for trial in status.trials)
+        if workers and len(killed) < 3 and done > 3 * len(killed):
+            workers[0].kill()
+            killed.append(workers[0].pid)
+
+    study = a_study(interleave=2, seeds=[0])
+    assert run(study, runs, kill).counts() == {"complete": 2}
+    assert len(killed) == 3
+    record_property("tried", len(killed))
+    check_histories(study, runs)
+
+
+# Stop and resume ------------------------------------------------------------------------------------------------------
+
+
+def test_a_stopped_arm_is_not_claimed_until_it_is_resumed(tmp_path: Path, url: str | None):
+    queue = new_queue(a_study(), tmp_path, url)
+    first = claimed(queue)
+    assert first.key == (ARMS[0], 0)
+    assert stop_arm("sizes", tmp_path, ARMS[0], url)
+    assert not stop_arm("sizes", tmp_path, ARMS[0], url)  # it is already
+    assert queue.is_held(ARMS[0]) and not queue.is_held(ARMS[1])
+    queue.finish(first, Outcome("stopped", HELD, {"step": 3}))
+    for _ in range(2):
+        claim = claimed(queue)
+        assert claim.key[0] == ARMS[1]
+        queue.finish(claim, DONE)
+    assert queue.claim() is None and not queue.unfinished()
+    status = study_status("sizes", tmp_path, url)
+    assert [(t.state, t.reason) for t in status.trials if t.arm == ARMS[0]] == [("stopped", HELD)] * 2
+    assert (status.finished, status.all_valid) == (True, True)
+    assert resume_arm("sizes", tmp_path, ARMS[0], url)
+    assert queue.unfinished()
+    assert claimed(queue).key == first.key
+
+
+@pytest.mark.attack("A kill of a worker whose arm was asked to stop")
+def test_a_request_to_stop_outlives_the_worker_and_the_study(tmp_path: Path):
+    claim = claimed(new_queue(a_study(), tmp_path))
+    stop_arm("sizes", tmp_path, ARMS[0])
+    assert isinstance(claim.lease, FileLease)
+    claim.lease._released.set()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    write_json(claim.lease._file, {**read_json(claim.lease._file), "pid": ended.pid})
+    again = new_queue(a_study(), tmp_path)  # the study is started again
+    assert {claimed(again).key[0] for _ in range(2)} == {ARMS[1]}
+    assert again.claim() is None
+    assert [t.reason for t in again.status().trials if t.arm == ARMS[0]] == [HELD] * 2
+
+
+def test_a_running_trial_stops_within_a_step_and_the_study_ends_without_it(runs: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.3")
+    at: list[int] = []
+
+    def stop(status: StudyStatus) -> None:
+        if not at and status.trials[0].done >= 1:
+            stop_arm("sizes", runs, ARMS[0])
+            at.append(last_step(status.trials[0].directory))
+            monkeypatch.setenv("FAKE_STEP_SECONDS", "0")  # of the workers to come
+
+    status = run(a_study(seeds=[0]), runs, stop)
+    assert (status.finished, status.all_valid, status.counts()) == (True, True, {"stopped": 1, "complete": 1})
+    assert last_step(status.trials[0].directory) <= at[0] + 1 < 7
+    assert read_json(status.trials[0].directory / "checkpoint.json")["step"] == last_step(status.trials[0].directory)
+    record = read_study(runs, "sizes")
+    assert record.stopped == [ARMS[0]]
+    gaps = analyse(record, np.random.default_rng(0)).gaps
+    assert [(gap.arm, gap.state, gap.reason) for gap in gaps] == [
+        (ARMS[0], "stopped", "the arm was stopped on request")
+    ]
+    resume_arm("sizes", runs, ARMS[0])
+    assert run(a_study(seeds=[0]), runs).counts() == {"complete": 2}
+    assert read_study(runs, "sizes").stopped == []
+    check_histories(a_study(seeds=[0]), runs)
+
+
+def last_step(directory: Path) -> int:
+    return max(event.get("step", 0) for event in read_events(directory / EVENTS))
+
+
+def test_tags_in_mlflow_stop_and_resume_the_arm_of_a_trial_or_all_arms(runs: Path):
+    queue = new_queue(a_study(), runs)
+    parent = open_study(runs, a_study(), "cmd")
+    log_failures(runs, parent, {"x": (queue.plan.tags((ARMS[0], 0)), "no reason")})  # makes the run of a trial
+    client = connect(runs)
+    (child,) = (run for run in search_runs(client, "1", "") if "mlflow.parentRunId" in run.data.tags)
+    for run_id, request, held in (
+        (child.info.run_id, "stop", [True, False]),
+        (child.info.run_id, "halt", [True, False]),
+        (parent, "stop", [True, True]),
+        (parent, "resume", [False, False]),
+    ):
+        client.set_tag(run_id, "cohort.control", request)
+        take_up_requests("sizes", runs, None, parent)
+        assert [queue.is_held(arm) for arm in ARMS] == held
+        assert "cohort.control" not in client.get_run(run_id).data.tags
+
+
+# Real runs ------------------------------------------------------------------------------------------------------------
+
+
+def a_real_study() -> StudySpec:
+    raw = {
+        "name": "real",
+        "question": "Does a stop change anything?",
+        "run": {
+            "task": "arithmetic",
+            "algorithm": {"name": "grpo", "kl_beta": 0.04},
+            "cold_start": {"steps": 30, "batch_size": 16},
+            "rewards": {"format": 1.0},
+            "rollouts_per_step": 16,
+            "steps": 4,
+            "evaluation": {"every": 2, "num_prompts": 8, "num_test_prompts": 8, "num_samples": 2},
+            "checkpoints": {"finished": "weights"},
+        },
+        "arms": {"one": {}},
+        "seeds": [0],
+    }
+    return parse_study(raw, "test")
+
+
+def train_and_stop(spec: Any, directory: Path, log: Any, *, cache: Path, should_stop: Callable[[], bool]) -> Any:
+    """As the real loop, but after its second step the arm is stopped from elsewhere."""
+
+    def asked() -> bool:
+        return log.step == 2 and stop_arm("real", cache.parent, "one") and should_stop()
+
+    return loop.train(spec, directory, log, cache=cache, should_stop=asked)
+
+
+@pytest.fixture(scope="module")
+def steered(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> tuple[Path, Path]:
+    """Runs folders: of an undisturbed trial, and of one that was stopped after step 2, cloned three times, resumed."""
+    folders = []
+    for name in ("undisturbed", "steered"):
+        runs = tmp_path_factory.mktemp(name)
+        shutil.copy(empty_store, runs / "mlflow.db")
+        new_queue(a_real_study(), runs)
+        folders.append(runs)
+    worker_main("real", folders[0])
+    worker_main("real", folders[1], execute="test_control:train_and_stop")
+    (directory,) = (folders[1] / "studies/real/trials").iterdir()
+    assert last_step(directory) == 2
+    clone_arm("real", folders[1], "one", {}, warm=True)
+    changes = {"optimizer.learning_rate": 0.01, "algorithm.kl_beta": 0.5, "optimizer.weight_decay": 0.2}
+    clone_arm("real", folders[1], "one", changes, warm=True)
+    clone_arm("real", folders[1], "one", {"optimizer.learning_rate": 0.01})
+    resume_arm("real", folders[1], "one")
+    worker_main("real", folders[1])
+    return folders[0], folders[1]
+
+
+def trial(runs: Path, start: str) -> tuple[Path, dict[int, dict[str, float]]]:
+    """The folder of a trial, and what it logged at each step, costs apart."""
+    (directory,) = (runs / "studies/real/trials").glob(f"{start}*")
+    logged: dict[int, dict[str, float]] = {}
+    for event in read_events(directory / EVENTS):
+        if event["type"] == "metrics":
+            kept = {k: v for k, v in event["values"].items() if k.partition("/")[0] not in COST_AREAS}
+            logged.setdefault(event["step"], {}).update(kept)
+    return directory, logged
+
+
+def weights(directory: Path) -> dict[str, Any]:
+    return load_file(directory / "checkpoints/step-00000004/policy/model.safetensors")
+
+
+@pytest.mark.parametrize("start", ["one-seed0", "clone-1-"])
+def test_a_resumed_arm_and_a_warm_clone_without_changes_equal_a_run_that_was_never_stopped(
+    steered: tuple[Path, Path], start: str
+):
+    (before, undisturbed), (after, found) = trial(steered[0], "one"), trial(steered[1], start)
+    assert found == undisturbed
+    ours, theirs = weights(after), weights(before)
+    assert ours.keys() == theirs.keys() and all(bool((ours[name] == theirs[name]).all()) for name in ours)
+
+
+def test_a_warm_clone_keeps_the_past_and_takes_its_own_settings(steered: tuple[Path, Path]):
+    (_, parent), (folder, warm) = trial(steered[1], "one"), trial(steered[1], "clone-2-")
+    (_, cold) = trial(steered[1], "clone-3-")
+    assert all(parent[step]["policy/grad_norm"] > 0 for step in (1, 2, 3, 4))
+    assert {step: warm[step] for step in (0, 1, 2)} == {step: parent[step] for step in (0, 1, 2)}
+    assert warm[3]["policy/grad_norm"] != parent[3]["policy/grad_norm"]  # of the KL term
+    changed, same = (max_change(weights(folder), weights(trial(steered[1], start)[0])) for start in ("one", "clone-1-"))
+    assert changed == same > 0.005  # two steps of Adam at 0.01
+    assert cold[0] == parent[0] and cold[2] != parent[2]
+
+
+def max_change(one: dict[str, Any], other: dict[str, Any]) -> float:
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def test_the_report_shows_clones_apart_with_their_parent_and_the_step_they_left(
+    steered: tuple[Path, Path], tmp_path: Path
+):
+    status = study_status("real", steered[1])
+    assert status.counts() == {"complete": 4}
+    tags = Plan(a_real_study(), steered[1])
+    queue = Queue(tags, open_storage(tags.folder, "real"))
+    queue.status()
+    left = [(c.parent, list(c.seeds), list(c.steps)) for c in queue.clones()]
+    assert left == [("one", [0], [2]), ("one", [0], [2]), ("one", [0], [0])]
+    found = queue.plan.tags((queue.clones()[1].label, 0))
+    assert (found["cohort.phase"], found["cohort.parent"], found["cohort.left_at"]) == ("exploratory", "one", "2")
+    record = read_study(steered[1], "real")
+    assert record.arms == ["one"] and {t.arm for t in record.trials} <= {"one"}
+    assert [(arm.parent, arm.left_at) for arm in record.exploratory] == [
+        ("one", {0: 2}),
+        ("one", {0: 2}),
+        ("one", {0: 0}),
+    ]
+    page = render(record, tmp_path, formats=()).html.read_text()
+    section = page.split('<section id="exploratory">')[1].split("</section>")[0]
+    assert section.count("clone ") == 3 and "a study of its own, with other seeds" in section
+
+
+def test_clones_change_nothing_in_the_comparison(tmp_path: Path):
+    record = fake_study()
+    best = [t for t in fake_study(rng_seed=5).trials if t.arm == "grpo"]
+    hostile = ExploratoryArm("clone 1 of grpo: <b>x</b>", "grpo", {"algorithm.kl_beta": 0.1}, {0: 40, 1: 60}, best)
+    with_clone = dataclasses.replace(record, exploratory=[hostile])
+    plain, other = (analyse(one, np.random.default_rng(0)) for one in (record, with_clone))
+    for name in ("comparisons", "gaps"):
+        assert getattr(plain, name) == getattr(other, name)
+    assert [arm.label for arm in plain.arms] == [arm.label for arm in other.arms]
+    files = render(with_clone, tmp_path, formats=())
+    text = files.html.read_text()
+    assert files.answer == render(record, tmp_path / "plain", formats=()).answer
+    assert "<b>x</b>" not in text and "40 to 60" in text
+    assert "clone 1" not in files.csv.read_text()
+    assert "Exploratory" not in (tmp_path / "plain/index.html").read_text()
+
+
+# Bad input ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arm", "changes", "warm", "message"),
+    [
+        ("group_size=3", {}, False, r"ARM must be an arm of study 'sizes', got 'group_size=3'; did you mean"),
+        (ARMS[0], {"algorithm.kl_bta": 0.1}, False, "unknown key 'kl_bta'; did you mean 'kl_beta'"),
+        (
+            ARMS[0],
+            {"optimizer.learning_rate": -1},
+            False,
+            "optimizer.learning_rate: Input should be greater than 0, got -1",
+        ),
+        (ARMS[0], {"seed": 7}, False, "a clone has the seeds of its parent"),
+        (ARMS[0], {"devices": 2}, False, "devices of a clone must be at most 1"),
+        (ARMS[0], {"task.empty_split": "test"}, False, "in its test split"),
+        (ARMS[0], {"dtype": "bfloat16"}, True, "cannot change dtype; leave --warm out"),
+        (ARMS[0], {}, True, r"has none for seed 0; those of a trial that has ended are deleted"),
+        (ARMS[1], {}, True, r"has none for seed 0; a trial writes one every checkpoints.every steps"),
+    ],
+)
+def test_a_clone_that_cannot_be_is_refused_in_one_sentence_and_nothing_changes(
+    tmp_path: Path, arm: str, changes: dict[str, Any], warm: bool, message: str
+):
+    queue = new_queue(a_study(), tmp_path)
+    queue.finish(claimed(queue), DONE)
+    before = files_of(tmp_path)
+    with pytest.raises(ValueError, match=message) as caught:
+        clone_arm("sizes", tmp_path, arm, changes, warm=warm, execute=fake_trials.EXECUTE)
+    assert "\n" not in str(caught.value)
+    assert files_of(tmp_path) == before
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(file): file.read_bytes() for file in folder.rglob("*") if file.is_file() and "lock" not in file.name}
+
+
+def test_an_arm_that_is_not_there_and_the_arms_of_a_search_cannot_be_stopped(tmp_path: Path):
+    new_queue(a_study(), tmp_path)
+    with pytest.raises(SpecError, match=r"got 'group_size=3'; did you mean .*it has: group_size=2, group_size=4"):
+        stop_arm("sizes", tmp_path, "group_size=3")
+    space = {"algorithm.group_size": {"choices": [2, 4, 8]}}
+    new_queue(a_study(name="searched", design="search", factors={}, search={"space": space, "trials": 2}), tmp_path)
+    with pytest.raises(SpecError, match="'searched' is a search, whose sampler and pruner choose them"):
+        stop_arm("searched", tmp_path, "001: group_size=2")
+
+
+# The terminal ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_watched_study_has_a_line_for_each_arm_with_its_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    queue = new_queue(a_study(), tmp_path)
+    directory = queue.plan.directory((ARMS[0], 0))
+    claim = claimed(queue)
+    lines = [
+        {"type": "metrics", "step": 2 * i, "values": {METRIC: v}, "time": 0} for i, v in enumerate((0.1, 0.2, 0.8))
+    ]
+    (directory / EVENTS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_json(directory / "progress.json", {"phase": "train", "done": 4, "total": 7, "step": 4})
+    screen = Console(width=120, record=True, file=io.StringIO())
+    screen.print(Page(METRIC).render(queue.status()))
+    first, second = (line for line in screen.export_text().splitlines() if "group_size" in line)
+    assert "▁▂█" in first and "0.8" in first and "2/7" in first and "1 running, 1 waiting" in first  # mean of 4 and 0
+    assert "2 waiting" in second
+    queue.finish(claim, Outcome("invalid", "NaN"))
+    watch(queue.status, METRIC)  # no terminal: once
+    assert "1 invalid" in capsys.readouterr().out
+    assert spark([]) == "" and spark([1.0]) == "▁"
+
+
+def test_the_report_of_a_running_study_is_written_again_in_a_small_share_of_the_time(tmp_path: Path):
+    now = [0.0]
+    written = tmp_path / "written"
+    code = f"open({str(written)!r}, 'a').write('x')"
+    with Refresher("sizes", tmp_path, [sys.executable, "-c", code], lambda: now[0]) as refresher:
+
+        def tick_at(seconds: float) -> str:
+            now[0] = seconds
+            refresher.tick()
+            while refresher._child is not None and refresher._child.poll() is None:
+                time.sleep(0.02)
+            return written.read_text() if written.exists() else ""
+
+        assert tick_at(479) == ""
+        assert tick_at(480) == "x"
+        tick_at(500)  # it took 20 seconds, 2 % of 1000
+        assert tick_at(1499) == "x"
+        assert tick_at(1500) == "xx"
