@@ -342,6 +342,9 @@ class StudyRecord:
     search    findings of a search (`search.json`), None for other designs: objectives; importances; arms, each with
               label, parameters, values and state; pareto, the labels of the arms that no other beats in every
               objective; best, that of a single objective. A tuned comparison has `tuning`: arm -> such findings
+    two_stage how the number of seeds is decided, None if they were listed: first (the seeds below it are those of the
+              first stage), half_width and at_most, and once it is decided the keys of `seeds.json`: metric; decided;
+              comparisons, each with arm, seeds, deviation and asks; asked; seeds
     """
 
     name: str
@@ -356,3 +359,4 @@ class StudyRecord:
     command: str
     versions: Mapping[str, str]
     search: Mapping[str, Any] | None = None
+    two_stage: Mapping[str, Any] | None = None
