@@ -353,6 +353,9 @@ class StudyRecord:
     search    findings of a search (`search.json`), None for other designs: objectives; importances; arms, each with
               label, parameters, values and state; pareto, the labels of the arms that no other beats in every
               objective; best, that of a single objective. A tuned comparison has `tuning`: arm -> such findings
+    two_stage how the number of seeds is decided, None if they were listed: first (the seeds below it are those of the
+              first stage), half_width and at_most, and once it is decided the keys of `seeds.json`: metric; decided;
+              comparisons, each with arm, seeds, deviation and asks; asked; seeds
     stopped   labels of the arms that a user has stopped
     exploratory  clones; neither `arms` nor `trials` has them
     """
@@ -371,3 +374,4 @@ class StudyRecord:
     search: Mapping[str, Any] | None = None
     stopped: Sequence[str] = ()
     exploratory: Sequence[ExploratoryArm] = ()
+    two_stage: Mapping[str, Any] | None = None

@@ -21,7 +21,16 @@ from harness.types import FINAL, StudyRecord, TrialRecord
 from reports import statistics
 from reports.anova import Effect, anova
 from reports.statistics import ALPHA, CrossedVariance, Floats, Interval, McNemar
-from reports.trials import Outcome, Trials, choose_outcome, score, search_of, usable_trials, wanted_pairs
+from reports.trials import (
+    Outcome,
+    Trials,
+    choose_outcome,
+    num_first,
+    score,
+    search_of,
+    usable_trials,
+    wanted_pairs,
+)
 
 PLANNED_DIFFERENCES = (0.01, 0.02, 0.05, 0.10)
 ACCURACIES = re.compile(r"test/(?:(?:greedy_)?accuracy|(?:pass|maj)_at_\d+)")
@@ -80,6 +89,7 @@ class Comparison:
     differences  seed -> difference of the outcome
     cells        the same by problem, seeds by problems, or None
     family       number of p-values that Holm's correction spans
+    first        number of seeds that have decided how many there are: the spread is theirs; None if none did
     """
 
     summary: ArmSummary = field(compare=False)
@@ -92,6 +102,7 @@ class Comparison:
     family: int
     outcome: Outcome
     rng_seed: int
+    first: int | None = None
 
     @property
     def arm(self) -> str:
@@ -111,7 +122,12 @@ class Comparison:
 
     @property
     def student(self) -> Interval | None:
-        return _bounded(statistics.t_interval(list(self.differences.values())), self.outcome, least=-1.0)
+        return _bounded(self.over_seeds, self.outcome, least=-1.0)
+
+    @property
+    def over_seeds(self) -> Interval | None:
+        """Student's interval, which may leave the range of the outcome."""
+        return statistics.t_interval(list(self.differences.values()), self.first)
 
     @cached_property
     def bootstrap(self) -> Interval | None:
@@ -124,8 +140,9 @@ class Comparison:
 
     @cached_property
     def sign_flip_p(self) -> float:
-        """Exact and free of normality, but never below 2 / 2^seeds; NaN with 1 seed or more than 16."""
-        has_exact = 2 <= len(self.differences) <= statistics.EXACT_SIGN_FLIPS
+        """Exact and free of normality, but never below 2 / 2^seeds; NaN with 1 seed or more than 16, and if the spread
+        of the differences has decided how many there are: other signs would have led to another number."""
+        has_exact = self.first is None and 2 <= len(self.differences) <= statistics.EXACT_SIGN_FLIPS
         return statistics.sign_flip_test(list(self.differences.values())) if has_exact else math.nan
 
     @cached_property
@@ -249,8 +266,8 @@ def analyse(record: StudyRecord, rng: Generator) -> Analysis:
     usable = usable_trials(record, outcome)
     labels = list(dict.fromkeys([*record.arms, *(trial.arm for trial in record.trials)]))
     arms = [_summarise(label, record, outcome, usable, rng) for label in labels]
-    grid = _grid(arms) if search_of(record) is None else None
-    comparisons = _compare(arms, outcome, rng)
+    grid = _grid(arms, record) if search_of(record) is None else None
+    comparisons = _compare(arms, record, outcome, rng)
     effects = grid.effects if grid is not None else ()
     p_values = [one.p for one in (*comparisons, *effects)]
     adjusted = statistics.holm(p_values)
@@ -262,25 +279,26 @@ def analyse(record: StudyRecord, rng: Generator) -> Analysis:
     return Analysis(record, outcome, arms, comparisons, _gaps(record, usable), grid)
 
 
-def contrast(values: Mapping[str, Mapping[int, float]], weights: Mapping[str, float]) -> Contrast:
+def contrast(record: StudyRecord, values: Mapping[str, Mapping[int, float]], weights: Mapping[str, float]) -> Contrast:
     """The weighted sum of arms for each seed, with t interval and test; `values` maps arm -> seed -> value."""
-    seeds = [seed for seed in values[next(iter(weights))] if all(seed in values[arm] for arm in weights)]
+    seeds = sorted(seed for seed in values[next(iter(weights))] if all(seed in values[arm] for arm in weights))
     sums = {seed: sum(weight * values[arm][seed] for arm, weight in weights.items()) for seed in seeds}
-    interval = statistics.t_interval(list(sums.values()))
+    interval = statistics.t_interval(list(sums.values()), num_first(record, seeds))
     return Contrast(sums, interval, statistics.t_test(interval) if interval is not None else math.nan)
 
 
 def outcome_contrast(analysis: Analysis, weights: Mapping[str, float]) -> Contrast:
     """The same for the study's outcome, over seeds and problems if the scores of single problems are known."""
-    found = contrast({arm.label: arm.scores for arm in analysis.arms}, weights)
+    found = contrast(analysis.record, {arm.label: arm.scores for arm in analysis.arms}, weights)
     ends = sum(min(weight, 0.0) for weight in weights.values()), sum(max(weight, 0.0) for weight in weights.values())
     cells = [(weight, analysis.arm(arm).cells_of(found.differences)) for arm, weight in weights.items()]
     weighted = [weight * rows for weight, rows in cells if rows is not None]
     if found.interval is None or len(weighted) < len(weights):
         return replace(found, interval=_bounded(found.interval, analysis.outcome, *ends))
     summed = np.sum(weighted, axis=0)
-    p = _p_value(None, found.differences, summed, resolution=1 / summed.shape[1])
-    interval = _bounded(statistics.cautious_interval(summed), analysis.outcome, *ends)
+    first = num_first(analysis.record, found.differences)
+    p = _p_value(None, found.differences, summed, first, resolution=1 / summed.shape[1])
+    interval = _bounded(statistics.cautious_interval(summed, first), analysis.outcome, *ends)
     return Contrast(found.differences, interval, p)
 
 
@@ -320,12 +338,12 @@ def held_out_accuracies(analysis: Analysis) -> dict[str, dict[str, tuple[float, 
         outcome = Outcome(name, per_problem=False)
         found[name] = {}
         for arm in analysis.finished_arms:
-            trials = [trial for trial in usable if trial.arm == arm.label]
+            trials = sorted((trial for trial in usable if trial.arm == arm.label), key=lambda trial: trial.seed)
             values = [value for trial in trials if (value := score(trial, name)) is not None]
             if name == analysis.outcome.name:
                 found[name][arm.label] = (arm.mean, arm.interval)
             elif len(values) == len(trials):
-                interval = _bounded(statistics.t_interval(values), outcome)
+                interval = _bounded(statistics.t_interval(values, num_first(analysis.record, arm.scores)), outcome)
                 interval = _exact_at_ends(interval, _num_problems(trials, outcome))
                 found[name][arm.label] = (float(np.mean(values)), interval)
     return found
@@ -342,8 +360,8 @@ def _summarise(label: str, record: StudyRecord, outcome: Outcome, usable: Trials
     scores = {trial.seed: value for trial in mine if (value := score(trial, outcome.name)) is not None}
     cells = _cells(mine) if outcome.per_problem and mine else None
     values = list(scores.values())
-    num_problems = _num_problems(mine, outcome)
-    interval = _exact_at_ends(_bounded(_stated(values, cells), outcome), num_problems)
+    num_problems, first = _num_problems(mine, outcome), num_first(record, scores)
+    interval = _exact_at_ends(_bounded(_stated(values, cells, first), outcome), num_problems)
     return ArmSummary(
         label=label,
         is_baseline=label == record.baseline and search_of(record) is None,
@@ -352,7 +370,7 @@ def _summarise(label: str, record: StudyRecord, outcome: Outcome, usable: Trials
         cells=cells,
         num_problems=num_problems,
         interval=interval,
-        student=_bounded(statistics.t_interval(values), outcome),
+        student=_bounded(statistics.t_interval(values, first), outcome),
         rng_seed=int(rng.integers(2**32)),
         costs=_costs(mine),
     )
@@ -363,9 +381,9 @@ def _cells(trials: Sequence[TrialRecord]) -> Floats:
     return np.array([[trial.per_problem[problem] for problem in problems] for trial in trials], dtype=float)
 
 
-def _stated(values: Sequence[float], cells: Floats | None) -> Interval | None:
+def _stated(values: Sequence[float], cells: Floats | None, first: int | None) -> Interval | None:
     """The interval that reports state: over seeds and problems if single problems are known, otherwise over seeds."""
-    return statistics.t_interval(values) if cells is None else statistics.cautious_interval(cells)
+    return statistics.t_interval(values, first) if cells is None else statistics.cautious_interval(cells, first)
 
 
 def _bounded(interval: Interval | None, outcome: Outcome, least: float = 0.0, most: float = 1.0) -> Interval | None:
@@ -399,7 +417,7 @@ def _costs(trials: Sequence[TrialRecord]) -> dict[str, float]:
     return costs
 
 
-def _compare(arms: Sequence[ArmSummary], outcome: Outcome, rng: Generator) -> list[Comparison]:
+def _compare(arms: Sequence[ArmSummary], record: StudyRecord, outcome: Outcome, rng: Generator) -> list[Comparison]:
     """Every arm that shares a seed with the baseline, each in a family of its own."""
     baseline = next((arm for arm in arms if arm.is_baseline and arm.scores), None)
     if baseline is None:
@@ -410,10 +428,11 @@ def _compare(arms: Sequence[ArmSummary], outcome: Outcome, rng: Generator) -> li
         differences, cells = _pair(arm, baseline)
         if arm is baseline or not differences:
             continue
-        interval = _bounded(_difference(differences, cells, arm, baseline), outcome, least=-1.0)
-        p = _p_value(interval, differences, cells, resolution)
+        first = num_first(record, differences)
+        interval = _bounded(_difference(differences, cells, arm, baseline, first), outcome, least=-1.0)
+        p = _p_value(interval, differences, cells, first, resolution)
         rng_seed = int(rng.integers(2**32))
-        found.append(Comparison(arm, baseline, differences, cells, interval, p, p, 1, outcome, rng_seed))
+        found.append(Comparison(arm, baseline, differences, cells, interval, p, p, 1, outcome, rng_seed, first))
     return found
 
 
@@ -425,10 +444,14 @@ def _pair(arm: ArmSummary, baseline: ArmSummary) -> tuple[dict[int, float], Floa
 
 
 def _difference(
-    differences: Mapping[int, float], cells: Floats | None, arm: ArmSummary, baseline: ArmSummary
+    differences: Mapping[int, float],
+    cells: Floats | None,
+    arm: ArmSummary,
+    baseline: ArmSummary,
+    first: int | None,
 ) -> Interval | None:
     """The stated interval of a paired difference; it spans those of the arms if both are all right or all wrong."""
-    interval = _stated(list(differences.values()), cells)
+    interval = _stated(list(differences.values()), cells, first)
     if interval is None or interval.error > 0 or arm.interval is None or baseline.interval is None:
         return interval
     low, high = arm.interval.low - baseline.interval.high, arm.interval.high - baseline.interval.low
@@ -437,15 +460,19 @@ def _difference(
 
 
 def _p_value(
-    interval: Interval | None, differences: Mapping[int, float], cells: Floats | None, resolution: float = 0.0
+    interval: Interval | None,
+    differences: Mapping[int, float],
+    cells: Floats | None,
+    first: int | None,
+    resolution: float = 0.0,
 ) -> float:
     """The largest of the p-values behind a cautious interval: it is below 0.05 only if that interval excludes 0.
 
     NaN if one of them is: a difference without spread whose scores were not counted.
     """
-    tests = [interval, statistics.t_interval(list(differences.values()))]
+    tests = [interval, statistics.t_interval(list(differences.values()), first)]
     if cells is not None:
-        tests.append(statistics.crossed_interval(cells))
+        tests.append(statistics.crossed_interval(cells, first))
     found = [statistics.t_test(test, resolution) for test in tests if test is not None]
     return float(np.max(found)) if found else math.nan
 
@@ -473,7 +500,7 @@ def _gaps(record: StudyRecord, usable: Trials) -> list[Gap]:
     return gaps
 
 
-def _grid(arms: Sequence[ArmSummary]) -> Grid | None:
+def _grid(arms: Sequence[ArmSummary], record: StudyRecord) -> Grid | None:
     """The factorial that the arms form, or None: at least 2 factors, or one of at least 3 numeric levels."""
     known = [arm for arm in arms if arm.factors]
     names = list(dict.fromkeys(name for arm in known for name in arm.factors))
@@ -491,7 +518,7 @@ def _grid(arms: Sequence[ArmSummary]) -> Grid | None:
     labels = np.empty(shape, dtype=object)
     for index, arm in place.items():
         labels[index] = arm.label
-    effects = _effects(varied, labels, {arm.label: arm for arm in known})
+    effects = _effects(varied, labels, {arm.label: arm for arm in known}, record)
     return Grid(varied, tuple(levels[name] for name in varied), labels, effects)
 
 
@@ -499,13 +526,16 @@ def _numeric(levels: tuple[Any, ...]) -> bool:
     return all(isinstance(level, int | float) and not isinstance(level, bool) for level in levels)
 
 
-def _effects(factors: tuple[str, ...], labels: np.ndarray, arms: Mapping[str, ArmSummary]) -> list[Effect]:
+def _effects(
+    factors: tuple[str, ...], labels: np.ndarray, arms: Mapping[str, ArmSummary], record: StudyRecord
+) -> list[Effect]:
     seeds = sorted(set.intersection(*(set(arm.scores) for arm in arms.values())))
-    if len(seeds) < 2:
+    first = num_first(record, seeds)
+    if len(seeds[:first]) < 2:
         return []
     ordered = [arms[label] for label in labels.flat]
     scores = np.array([[arm.scores[seed] for seed in seeds] for arm in ordered]).reshape(*labels.shape, len(seeds))
     found = [rows for arm in ordered if (rows := arm.cells_of(seeds)) is not None]
     cells = np.reshape(found, (*scores.shape, -1)) if len(found) == len(ordered) else None
     resolution = 1 / ordered[0].num_problems if ordered[0].num_problems else 0.0
-    return anova(scores, factors, cells, resolution)
+    return anova(scores, factors, cells, resolution, first)

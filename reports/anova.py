@@ -37,13 +37,18 @@ class Effect:
 
 
 def anova(
-    scores: ArrayLike, factors: Sequence[str], cells: ArrayLike | None = None, resolution: float = 0.0
+    scores: ArrayLike,
+    factors: Sequence[str],
+    cells: ArrayLike | None = None,
+    resolution: float = 0.0,
+    first: int | None = None,
 ) -> list[Effect]:
     """Main effects and interactions of the grid.
 
     `scores` has one axis per factor (its levels) and the seeds last, each of length at least 2; `cells` has one more,
     the problems that each score is the mean over. The error counts at least as that of rounding scores to multiples of
-    `resolution` (resolution^2 / 12 a run); without one an effect without error has no p, as in `t_test`.
+    `resolution` (resolution^2 / 12 a run); without one an effect without error has no p, as in `t_test`. If the `first`
+    seeds have decided how many there are, the error over seeds is theirs (Stein 1945).
     """
     values = np.asarray(scores, dtype=float)
     if values.ndim != len(factors) + 1 or min(values.shape) < 2:
@@ -55,7 +60,7 @@ def anova(
     effects = []
     for subset in subsets:
         contrasts = _contrasts(values.shape[:-1], subset)
-        squares, f, p = _test(np.tensordot(contrasts, problems, axes=1), float(np.abs(values).max()), resolution)
+        squares, f, p = _test(np.tensordot(contrasts, problems, axes=1), float(np.abs(values).max()), resolution, first)
         gain = len(contrasts) * (f - 1)
         size = 1.0 if math.isinf(f) else max(gain / (gain + values.size), 0.0) if math.isfinite(f) else 0.0
         effects.append(Effect(tuple(factors[axis] for axis in subset), squares, len(contrasts), f, p, size))
@@ -71,7 +76,7 @@ def _contrasts(shape: Sequence[int], subset: Sequence[int]) -> Floats:
     return np.asarray(weights, dtype=np.float64)
 
 
-def _test(y: Floats, largest: float, resolution: float) -> tuple[float, float, float]:
+def _test(y: Floats, largest: float, resolution: float, first: int | None) -> tuple[float, float, float]:
     """(sum of squares, F, p) of contrasts [df, seeds, problems] of scores up to `largest`, by the larger p.
 
     All covariances [df, df] are those of one run's score, which is the mean over the problems.
@@ -90,21 +95,23 @@ def _test(y: Floats, largest: float, resolution: float) -> tuple[float, float, f
         mean_error = max(spread if has_spread else 0.0, resolution**2 / 12)
         if mean_square == 0 or mean_error == 0:
             return (0.0, 1.0) if mean_square == 0 else (math.inf, math.nan)
-        between, within = 1.0, num_seeds - 1.0
+        between, within = 1.0, float(df_seed)
         if has_spread:  # Satterthwaite (1946), for contrasts that are correlated or differ in spread (Box 1954)
             between = max(np.trace(error) ** 2 / (error**2).sum(), 1.0)
             within = max(np.trace(error) ** 2 / sum((part**2).sum() / count for part, count in parts), 1.0)
         f = mean_square / mean_error
         return f, float(special.fdtrc(between, within, f))
 
-    by_seed = _covariance(seeds, num_seeds - 1)
-    found = [against(by_seed, [(by_seed, num_seeds - 1)])]
+    known = seeds[:, :first]
+    df_seed = known.shape[1] - 1
+    by_seed = _covariance(known - known.mean(axis=1, keepdims=True), df_seed)
+    found = [against(by_seed, [(by_seed, df_seed)])]
     if num_problems > 1:
         count = (num_seeds - 1) * (num_problems - 1)
         rest = _covariance(y - seeds - problems - grand, count) / num_problems
         by_problem = _covariance(problems, num_problems - 1) * num_seeds / num_problems
         by_seed, by_problem = (max(one, rest, key=np.trace) for one in (by_seed, by_problem))
-        parts = [(by_seed, num_seeds - 1), (by_problem, num_problems - 1), (rest, count)]
+        parts = [(by_seed, df_seed), (by_problem, num_problems - 1), (rest, count)]
         found.append(against(by_seed + by_problem - rest, parts))
     return squares, *max(found, key=lambda test: math.inf if math.isnan(test[1]) else test[1])
 

@@ -77,7 +77,9 @@ def _memory(analysis: Analysis, trials: Trials) -> _Evidence:
     weights = _ppo_minus_grpo(trials)
     if not weights:
         return _Evidence(_NO_PAIR)
-    found = contrast(_per_seed(trials, lambda trial: _log(trial.summary.get("peak_memory_bytes"))), weights)
+    found = contrast(
+        analysis.record, _per_seed(trials, lambda trial: _log(trial.summary.get("peak_memory_bytes"))), weights
+    )
     if not found.differences:
         return _Evidence("No shared seed of PPO and GRPO has a peak of memory.")
     text = f"PPO's peak is {_ratio(found)} times that of GRPO"
@@ -95,7 +97,7 @@ def _time(analysis: Analysis, trials: Trials) -> _Evidence:
     weights = _ppo_minus_grpo(trials)
     if not weights:
         return _Evidence(_NO_PAIR)
-    found = contrast(_per_seed(trials, _log_seconds), weights)
+    found = contrast(analysis.record, _per_seed(trials, _log_seconds), weights)
     if not found.differences:
         return _Evidence("No shared seed of PPO and GRPO has timed steps.")
     text = f"A training step of GRPO takes {_ratio(found, inverse=True)} times as long as one of PPO"
@@ -131,7 +133,9 @@ def _group_size(analysis: Analysis, trials: Trials) -> _Evidence:
     weights = _block_weights(blocks)
     if not weights:
         return _Evidence(f"No arms with group sizes on both sides of {STABLE_GROUP} that differ in nothing else.")
-    found = contrast(_per_seed(trials, lambda trial: _drawdown(trial, analysis.record.metric)), weights)
+    found = contrast(
+        analysis.record, _per_seed(trials, lambda trial: _drawdown(trial, analysis.record.metric)), weights
+    )
     if not found.differences:
         return _Evidence("No shared seed of such arms has a learning curve.")
     text = (
@@ -200,7 +204,7 @@ def _hard_tasks(analysis: Analysis, trials: Trials) -> _Evidence:
         ends = [score(trial, metric) for metric in (hard, easy)]
         return None if ends[0] is None or ends[1] is None else ends[0] - ends[1]
 
-    found = contrast(_per_seed(trials, gap), weights)
+    found = contrast(analysis.record, _per_seed(trials, gap), weights)
     if not found.differences:
         return _Evidence("No shared seed of such arms has accuracy by difficulty.")
     found = _over_problems(analysis, found, weights, shares)

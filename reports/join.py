@@ -36,6 +36,7 @@ def join(records: Sequence[StudyRecord]) -> JoinedStudy:
     names = [record.name for record in records]
     if len(records) < 2 or len(set(names)) != len(names):
         raise ValueError(f"a comparison needs at least two different studies, got {', '.join(names) or 'none'}")
+    _check_seeds(records)
     _check_metric(records)
     _check_settings(records)
     _check_problems(records)
@@ -67,6 +68,16 @@ def join(records: Sequence[StudyRecord]) -> JoinedStudy:
 
 def _label(record: StudyRecord, arm: str) -> str:
     return f"{record.name}: {arm}"
+
+
+def _check_seeds(records: Sequence[StudyRecord]) -> None:
+    """Tests between studies of which one let its spread decide the number of its seeds would not be exact."""
+    for record in records:
+        if record.two_stage is not None:
+            raise ValueError(
+                f"studies must list their seeds to be compared: the first seeds of '{record.name}' decided how many it "
+                "takes; run the arms in one study"
+            )
 
 
 def _check_metric(records: Sequence[StudyRecord]) -> None:

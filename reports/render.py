@@ -76,15 +76,18 @@ def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FOR
 def results_csv(record: StudyRecord) -> str:
     """One row per trial, whatever its state; numbers that a trial did not reach are empty.
 
-    A text cell that a spreadsheet would run as a formula starts with an apostrophe.
+    If the first seeds decide how many there are, each row has its stage and what they decide by. A text cell that a
+    spreadsheet would run as a formula starts with an apostrophe.
     """
-    factors = list(dict.fromkeys(name for trial in record.trials for name in trial.factors if name not in COLUMNS))
+    staged = ("stage", "half_width", "at_most") if record.two_stage is not None else ()
+    columns = (*COLUMNS, *staged)
+    factors = list(dict.fromkeys(name for trial in record.trials for name in trial.factors if name not in columns))
     logged = {name for trial in record.trials for name in trial.history if ACCURACIES.fullmatch(name)}
     accuracies = sorted(logged - {"test/accuracy"}, key=accuracy_order)
     studies = record.studies if isinstance(record, JoinedStudy) else {}
     table = io.StringIO()
     writer = csv.writer(table, lineterminator="\n")
-    writer.writerow([*COLUMNS, *map(_cell, [*factors, *accuracies])])
+    writer.writerow([*columns, *map(_cell, [*factors, *accuracies])])
     for trial in record.trials:
         fixed = {
             "study": studies.get(trial.arm, record.name),
@@ -95,7 +98,10 @@ def results_csv(record: StudyRecord) -> str:
             "algorithm": setting(trial.spec, "algorithm.name"),
             "task": setting(trial.spec, "task.name"),
         }
-        values = [fixed.get(name, trial.summary.get(name)) for name in COLUMNS]
+        if record.two_stage is not None:
+            stage = 1 if trial.seed < record.two_stage["first"] else 2
+            fixed |= {"stage": stage, **{name: record.two_stage[name] for name in staged[1:]}}
+        values = [fixed.get(name, trial.summary.get(name)) for name in columns]
         values += [trial.factors.get(name) for name in factors]
         values += [score(trial, name) for name in accuracies]
         writer.writerow(map(_cell, values))

@@ -98,48 +98,52 @@ def interquartile_mean(scores_S: ArrayLike) -> float:
     return float(stats.trim_mean(np.asarray(scores_S, dtype=float), 0.25))
 
 
-def t_interval(scores_S: ArrayLike) -> Interval | None:
+def t_interval(scores_S: ArrayLike, first: int | None = None) -> Interval | None:
     """Student's interval for the mean over seeds, given these test problems; None with fewer than 2 seeds.
 
-    Exact for normally distributed seeds (Student 1908). It says nothing about other problems: all seeds share these.
+    Exact for normally distributed seeds (Student 1908). It says nothing about other problems: all seeds share these. If
+    the `first` seeds have decided how many there are, their spread alone counts (Stein 1945).
     """
     values = np.asarray(scores_S, dtype=float)
-    if values.size < 2:
+    known = values[:first]
+    if known.size < 2:
         return None
-    error = float(values.std(ddof=1)) / math.sqrt(values.size)
-    return _t_interval(float(values.mean()), error, values.size - 1)
+    error = float(known.std(ddof=1)) / math.sqrt(values.size)
+    return _t_interval(float(values.mean()), error, known.size - 1)
 
 
-def crossed_interval(scores_SN: ArrayLike) -> Interval | None:
+def crossed_interval(scores_SN: ArrayLike, first: int | None = None) -> Interval | None:
     """The t interval for the mean over new seeds and new problems; None with fewer than 2 of either.
 
     Two-way random effects (Cornfield and Tukey 1956): the variance of the mean is
     (MS_seed + MS_problem - MS_rest) / (S N), its degrees of freedom are Satterthwaite's (1946). A negative variance
-    component is set to 0, which can only widen the interval.
+    component is set to 0, which can only widen the interval. MS_seed is that of the `first` seeds, if they have decided
+    how many there are.
     """
     scores = np.asarray(scores_SN, dtype=float)
-    if scores.ndim != 2 or min(scores.shape) < 2:
+    if scores.ndim != 2 or min(scores.shape) < 2 or len(scores[:first]) < 2:
         return None
     seed, problem, rest = _mean_squares(scores)
+    seed, df_seed = _mean_squares(scores[:first])[0], len(scores[:first]) - 1
     if seed == problem == rest == 0:
-        return _t_interval(float(scores.flat[0]), 0.0, scores.shape[0] - 1)
+        return _t_interval(float(scores.flat[0]), 0.0, df_seed)
     seed, problem = max(seed, rest), max(problem, rest)
     total = seed + problem - rest
-    df_seed, df_problem = scores.shape[0] - 1, scores.shape[1] - 1
-    spread = seed**2 / df_seed + problem**2 / df_problem + rest**2 / (df_seed * df_problem)
+    df_problem, df_rest = scores.shape[1] - 1, (scores.shape[0] - 1) * (scores.shape[1] - 1)
+    spread = seed**2 / df_seed + problem**2 / df_problem + rest**2 / df_rest
     df = max(total**2 / spread, 1.0)
     return _t_interval(float(scores.mean()), math.sqrt(total / scores.size), df)
 
 
-def cautious_interval(scores_SN: ArrayLike) -> Interval | None:
+def cautious_interval(scores_SN: ArrayLike, first: int | None = None) -> Interval | None:
     """The wider of `crossed_interval` and `t_interval` over the seeds: what reports state; None without both.
 
     Few seeds give two rough estimates of spread. With the wider interval a statement that includes new problems is
     never more certain than one about these problems alone, and coverage holds from 2 seeds on.
     """
     scores = np.asarray(scores_SN, dtype=float)
-    crossed = crossed_interval(scores)
-    student = t_interval(scores.mean(axis=1)) if crossed is not None else None
+    crossed = crossed_interval(scores, first)
+    student = t_interval(scores.mean(axis=1), first) if crossed is not None else None
     if crossed is None or student is None:
         return None
     return max(crossed, student, key=lambda interval: interval.high - interval.low)

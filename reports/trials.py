@@ -5,7 +5,7 @@ so it decides if it is known.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,11 @@ def usable_trials(record: StudyRecord, outcome: Outcome) -> dict[tuple[str, int]
             )
         found[key] = trial
     return found
+
+
+def num_first(record: StudyRecord, seeds: Collection[int]) -> int | None:
+    """How many of these seeds, which rise, have decided how many there are; None if the study lists its seeds."""
+    return None if record.two_stage is None else sum(seed < record.two_stage["first"] for seed in seeds)
 
 
 def search_of(record: StudyRecord) -> Mapping[str, Any] | None:

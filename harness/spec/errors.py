@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -69,6 +69,8 @@ def _class_at(model: type[Section], raw: Mapping[str, Any], keys: Sequence[str])
         annotation = owner.model_fields[key].annotation
         if get_origin(annotation) in (UnionType, Union):  # `LoRA | None`
             annotation = next(kind for kind in get_args(annotation) if kind is not type(None))
+        if get_origin(annotation) is Annotated:
+            annotation = get_args(annotation)[0]
         while get_origin(annotation) is dict:  # its next key is a name that the user chose
             annotation = get_args(annotation)[1]
             next(names, None)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from harness import plugins
 from harness.inputs import digest
@@ -211,6 +211,27 @@ def _plugin_name(item: str | Mapping[str, Any], where: str) -> str:
     return item["name"]
 
 
+class TwoStage(Section):
+    """Seeds 0, 1, ...: the `first` of them say how many it takes (see `harness/study/two_stage.py`)."""
+
+    first: int = Field(ge=3, description="with fewer their spread is hardly known, and most studies need the most")
+    half_width: float = Field(gt=0, description="of the 95 % interval, in the unit of the metric: 0.02 is 2 points")
+    at_most: int = Field(le=1000)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.at_most < self.first:
+            raise ValueError(f"seeds.at_most must be at least seeds.first ({self.first}), got {self.at_most}")
+        return self
+
+
+# (Tags that start so are no part of the place that an error names.)
+_Seeds = Annotated[
+    Annotated[TwoStage, Tag("function-two-stage")] | Annotated[list[int], Field(min_length=1), Tag("function-list")],
+    Discriminator(lambda raw: f"function-{'two-stage' if isinstance(raw, Mapping | TwoStage) else 'list'}"),
+]
+
+
 class StudySpec(Section):
     """A question, the base run, the settings that vary, and the seeds that replicate each arm.
 
@@ -234,7 +255,7 @@ class StudySpec(Section):
     run: dict[str, Any]
     factors: dict[str, list[Any]] = Field(default_factory=dict)
     arms: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    seeds: list[int] = Field(default=[0, 1, 2], min_length=1)
+    seeds: _Seeds = Field(default=[0, 1, 2], description="a list, or what decides how many while the study runs")
     design: Literal["grid", "one_at_a_time", "search", "compare"] = "grid"
     search: Search | None = None
     compare: Comparison | None = None
@@ -248,11 +269,12 @@ class StudySpec(Section):
 
     @model_validator(mode="after")
     def _designed(self) -> Self:
-        if len(set(self.seeds)) != len(self.seeds) or min(self.seeds) < 0:
-            raise ValueError(f"seeds must be distinct and >= 0, got {self.seeds}")
-        if max(self.seeds) > MAX_INTEGER:
+        seeds = self.first_seeds
+        if len(set(seeds)) != len(seeds) or min(seeds) < 0:
+            raise ValueError(f"seeds must be distinct and >= 0, got {seeds}")
+        if max(seeds) > MAX_INTEGER:
             fix = "beyond it doubles round, and two seeds may become one; use smaller ones, such as 0, 1, 2"
-            raise ValueError(f"seeds must be at most 2^53 ({MAX_INTEGER}), got {max(self.seeds)}: {fix}")
+            raise ValueError(f"seeds must be at most 2^53 ({MAX_INTEGER}), got {max(seeds)}: {fix}")
         if self.design == "one_at_a_time" and self.arms:
             raise ValueError("design one_at_a_time varies factors around the base run; use grid with 'arms'")
         for section in ("search", "compare"):
@@ -265,15 +287,18 @@ class StudySpec(Section):
         if self.search is not None and self.metric not in self.objectives():
             raise ValueError(f"search.objectives must contain the study's metric, {self.metric}")
         if self._is_searched:
+            if isinstance(self.seeds, TwoStage):
+                raise ValueError("seeds must be a list in a study that searches or tunes; use seeds such as [0, 1, 2]")
             for metric in self.objectives():
                 if metric.startswith("test/"):
                     raise ValueError(f"a search must not see the test split, got {metric}; use validation/...")
+        if isinstance(self.seeds, TwoStage) and self.metric.endswith("accuracy") and self.seeds.half_width >= 1:
+            width = self.seeds.half_width
+            raise ValueError(f"seeds.half_width of an accuracy must be below 1, got {width:g}; 2 points are 0.02")
         if self.compare is not None and self.compare.tuning is not None:
-            both = sorted(set(self.seeds) & set(self.compare.tuning.seeds))
+            both = sorted(set(seeds) & set(self.compare.tuning.seeds))
             if both:
-                raise ValueError(
-                    f"compare.tuning.seeds must differ from the study's seeds {self.seeds}, got {both} in both"
-                )
+                raise ValueError(f"compare.tuning.seeds must differ from the study's seeds {seeds}, got {both} in both")
         for label in self.arms:
             if re.search("[\0\ud800-\udfff]", label):
                 raise ValueError(f"labels of arms must be Unicode without NUL, got {label!a}; leave it out")
@@ -290,6 +315,16 @@ class StudySpec(Section):
                 raise ValueError(f"factor '{path}' names a level twice: {levels}")
         return self
 
+    @property
+    def first_seeds(self) -> list[int]:
+        """The seeds that every arm runs: all that are listed, or those of the first stage."""
+        return list(range(self.seeds.first)) if isinstance(self.seeds, TwoStage) else self.seeds
+
+    @property
+    def most_seeds(self) -> int:
+        """The number of seeds that an arm may run in the end."""
+        return self.seeds.at_most if isinstance(self.seeds, TwoStage) else len(self.seeds)
+
     def objectives(self) -> dict[str, Direction]:
         """The metrics that decide between arms, each with its direction: for most studies the metric, maximised."""
         return (self.search.objectives if self.search else {}) or {self.metric: "maximize"}
@@ -303,7 +338,7 @@ class StudySpec(Section):
 
     def searches(self) -> list[SearchPlan]:
         """The searches that the study makes: one, one for each algorithm and task of a tuned comparison, or none."""
-        objectives, seeds = self.objectives(), tuple(self.seeds)
+        objectives, seeds = self.objectives(), tuple(self.first_seeds)
         if self.search is not None:
             return [SearchPlan("", base, self.search, objectives, seeds) for base in self._known]
         if self.compare is None or self.compare.tuning is None:
@@ -333,13 +368,16 @@ class StudySpec(Section):
     def digest(self) -> str:
         """A stable hash of the runs of every arm: it must not change between resumes.
 
-        A study may gain seeds. A search may not, because its seeds have judged its arms; it may gain trials.
+        A study may gain seeds. A search may not, because its seeds have judged its arms; it may gain trials. What
+        decides the number of seeds may not change either.
         """
         known = {arm.label: arm.run_spec(0).model_dump(mode="json") for arm in self.design_arms()}
         for plan in self.searches():
             search = plan.search.model_dump(mode="json", exclude=None if plan.final_seeds else {"trials"})
             base = plan.base.run_spec(0).model_dump(mode="json")
             known[f"search/{plan.name}"] = {"base": base, "search": search, "seeds": list(plan.seeds)}
+        if isinstance(self.seeds, TwoStage):
+            known["seeds"] = self.seeds.model_dump(mode="json")
         return digest(known)
 
     @property
@@ -421,7 +459,7 @@ class StudySpec(Section):
         return arms
 
     def _parse(self, overrides: Mapping[str, Any]) -> RunSpec:
-        seed = {"seed": self.seeds[0]} if self._is_searched else {}  # a search ignores the seed of its base run
+        seed = {"seed": self.first_seeds[0]} if self._is_searched else {}  # a search ignores the seed of its base run
         return parse_run(with_overrides(self.run, {**overrides, **seed}), where=f"study '{self.name}'")
 
 

@@ -81,7 +81,7 @@ def check_study(study: StudySpec, runs: Path, workers: int | None, execute: str,
             check_devices(specs)
         for spec in specs:
             if spec.steps:
-                check_memory(spec, num_copies(study, spec, workers, len(specs) * len(study.seeds)) if here else 1)
+                check_memory(spec, num_copies(study, spec, workers, len(specs) * study.most_seeds) if here else 1)
 
 
 def num_copies(study: StudySpec, spec: RunSpec, workers: int | None, trials: int) -> int:
@@ -119,6 +119,9 @@ def check_room(queue: Queue, workers: int | None, *, here: bool = True) -> Need 
     for search in plan.study.searches()[:1]:  # a trial that nobody has asked for yet counts as its base run
         to_come = sum(count for _, count in planned(plan.study)) - len(trials)
         left += [(search.base.spec, plan.folder / "trials" / "to come")] * to_come
+    if queue.seeds_record() is None:  # as many seeds as there may be
+        more = plan.study.most_seeds - len(plan.study.first_seeds)
+        left += [(arm.spec, plan.folder / "trials" / "to come") for arm in plan.study.design_arms()] * more
     at_once = max(1, min(workers or (default_workers(plan.study.devices) if here else 1), len(left)))
     if plan.study.interleave:
         at_once = max(1, len(left))  # all of them are in progress
@@ -157,7 +160,7 @@ def check_unchanged(study: StudySpec, digest: str, storage: Storage) -> Inputs |
             f"or by another version of Cohort; restore the settings ({storage.document_place} holds those it was "
             f"started with), or choose another name (--name NAME)"
         )
-    missing = sorted(set(started["seeds"]) - set(study.seeds))
+    missing = sorted(set(started["seeds"]) - set(study.first_seeds)) if isinstance(study.seeds, list) else []
     if missing:
         raise SpecError(
             f"seeds of a started study may be added, not removed: study '{study.name}' has {started['seeds']}, got "

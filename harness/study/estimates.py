@@ -11,7 +11,7 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from harness.spec.run import get_path
-from harness.spec.study import Arm, StudySpec
+from harness.spec.study import Arm, StudySpec, TwoStage
 
 if TYPE_CHECKING:
     from harness.study.plan import Plan
@@ -63,8 +63,9 @@ def budget(plan: Plan, workers: int) -> dict[str, Any]:
     """The needs of the plan: trials, steps, rollouts, a bound on generated tokens, seconds if known.
 
     The bound counts training with completions of full length. A search counts as its base run with as many trials as it
-    may have; pruning makes them fewer. Seconds come from complete trials of the same shape in this runs folder; there
-    are `measured` of them, and the seconds are None for an arm without any.
+    may have; pruning makes them fewer. A study whose first seeds decide counts with the most that they may ask for, and
+    `at_least` has the trials and seconds of the first ones. Seconds come from complete trials of the same shape in this
+    runs folder; there are `measured` of them, and the seconds are None for an arm without any.
     """
     measured = _measured(plan.runs)
     arms, samples = [], 0
@@ -82,9 +83,15 @@ def budget(plan: Plan, workers: int) -> dict[str, Any]:
     known = all(arm["seconds"] is not None for arm in arms)
     seconds = sum(arm["trials"] * arm["seconds"] for arm in arms) if known else None
     sums = ("steps", "rollouts", "generated_tokens_bound")
+    first, share = len(plan.study.first_seeds), len(plan.study.first_seeds) / plan.study.most_seeds
+    least = {
+        "trials": first * len(arms),
+        "seconds": None if seconds is None else share * seconds / max(1, min(workers, first * len(arms))),
+    }
     return {
         "arms": arms,
-        "seeds": list(plan.study.seeds),
+        "seeds": plan.study.model_dump(mode="json")["seeds"],
+        "at_least": least if isinstance(plan.study.seeds, TwoStage) else None,
         "trials": trials,
         "workers": workers,
         **{key: sum(arm["trials"] * arm[key] for arm in arms) for key in sums},
@@ -95,9 +102,9 @@ def budget(plan: Plan, workers: int) -> dict[str, Any]:
 
 
 def planned(study: StudySpec) -> Iterator[tuple[Arm, int]]:
-    """Every arm with the number of its trials; for a search its base, with all trials that the search may run."""
+    """Every arm with the most trials that it may have; for a search its base, with all that the search may run."""
     for arm in study.design_arms():
-        yield arm, len(study.seeds)
+        yield arm, study.most_seeds
     for search in study.searches():
         label = ": ".join(filter(None, [search.name, f"search of {search.search.trials} arms"]))
         trials = search.search.trials * len(search.seeds) + len(search.final_seeds)

@@ -19,16 +19,25 @@ Key = tuple[str, int]  # arm label, seed
 
 class Plan:
     """The trials of a study in the order in which they run: all arms with the first seed, then with the next, so an
-    unfinished study is balanced. The arms of a search come later, one by one, each with all its seeds."""
+    unfinished study is balanced. The arms of a search come later, one by one, each with all its seeds, and so do seeds
+    that the first ones ask for."""
 
     def __init__(self, study: StudySpec, runs: Path, inputs: Inputs = NO_INPUTS) -> None:
         self.study, self.runs = study, runs
         self.inputs = inputs  # what its trials must find where they read, as far as that is recorded
         self.folder = runs / "studies" / study.name
         self.arms: dict[str, Arm] = {arm.label: arm for arm in study.design_arms()}
-        self.keys: list[Key] = [(arm, seed) for seed in study.seeds for arm in self.arms]
         self.clones: dict[str, Clone] = {}
+        self.seeds: list[int] = []  # of the arms of the design
+        self.keys: list[Key] = []
+        self.take(study.first_seeds)
         self._searched: dict[str, list[int]] = {}  # arm label, of a search or a clone -> seeds
+
+    def take(self, seeds: Sequence[int]) -> None:
+        """Run the arms of the design with these seeds too."""
+        new = [seed for seed in seeds if seed not in self.seeds]
+        self.seeds += new
+        self.keys += [(arm.label, seed) for seed in new for arm in self.study.design_arms()]
 
     def add(self, searched: Sequence[tuple[Arm, Sequence[int]]]) -> None:
         """Add the arms that searches have found, with the seeds that they may run."""
@@ -50,7 +59,7 @@ class Plan:
         return self.arms[key[0]].run_spec(key[1])
 
     def __contains__(self, key: Key) -> bool:
-        return key[0] in self.arms and key[1] in self._searched.get(key[0], self.study.seeds)
+        return key[0] in self.arms and key[1] in self._searched.get(key[0], self.seeds)
 
     def directory(self, key: Key) -> Path:
         slug = re.sub(r"[^A-Za-z0-9._=-]+", "-", key[0])[:60].strip("-.")

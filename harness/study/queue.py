@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -30,7 +31,7 @@ from optuna.trial import TrialState as OptunaState
 from harness.files import sweep
 from harness.machine import usable_gpus
 from harness.spec.errors import SpecError, did_you_mean
-from harness.spec.study import parse_study
+from harness.spec.study import TwoStage, parse_study
 from harness.study.attempts import Attempts
 from harness.study.clones import Clone
 from harness.study.plan import Key, Plan
@@ -39,9 +40,11 @@ from harness.study.sharing import sharing_key
 from harness.study.status import StudyStatus, TrialStatus
 from harness.study.storage.base import Lease, Storage
 from harness.study.storage.files import GRACE_SECONDS, LocalStorage
-from harness.types import ENDED, TrialState
+from harness.study.two_stage import decide, on_test_split
+from harness.types import ENDED, FINAL, TrialState
 
 MAX_LOST = 10  # attempts in a row at a trial that may lose their worker without progress
+SEEDS = "seeds"  # attribute of the Optuna study: the decision on the number of seeds, which never changes
 RETRY_BELOW = "retry_failed_below"  # attribute of the Optuna study: failed attempts with lower numbers are repeated
 STOPPED, CLONES = "stopped", "clones"  # attributes too: labels of arms that were asked to stop, clones as mappings
 HELD = "stopped on request; `cohort study resume` lets it go on"
@@ -89,6 +92,7 @@ class Queue:
         self.storage = storage or LocalStorage(plan.folder)
         self._attempts = Attempts()
         self._held: Set[str] = frozenset()  # labels of the arms that were asked to stop
+        self._decided: dict[str, Any] | None = None  # on the number of seeds, as of the last read
         self._distributions = plan.distributions()
 
     @_translated
@@ -183,8 +187,14 @@ class Queue:
         return self._searches.record(self._read())
 
     @_translated
+    def seeds_record(self) -> dict[str, Any] | None:
+        """What the first seeds have decided: see `two_stage.py`; None before, and for a study that lists its seeds."""
+        self._read()
+        return self._decided
+
+    @_translated
     def unfinished(self) -> bool:
-        """Whether a trial waits, runs or has to be repeated, or a search has another to come."""
+        """Whether a trial waits, runs or has to be repeated, or a search or the seeds have another to come."""
         attempts = self._read()
         still = (attempts.state(key) == "running" or self._waits(key, attempts) for key in self.plan.keys)
         return any(still) or self._to_come(attempts) > 0
@@ -212,9 +222,23 @@ class Queue:
         return Searches(self.plan.study, self.storage.optuna)
 
     def _advance(self, attempts: Attempts) -> None:
-        """Let the searches go on: they record arms that have ended, and more of their seeds join the plan."""
+        """Let the searches go on: they record arms that have ended, and more of their seeds join the plan. If the first
+        seeds have ended for good, they decide how many there are, once."""
         self._searches.advance(attempts)
         self.plan.add(self._searches.arms())
+        states = self._undecided(attempts)
+        if states and all(state in FINAL for state in states.values()):
+            complete = {key: attempts.end(key)["values"] for key, state in states.items() if state == "complete"}
+            self._study.set_user_attr(SEEDS, decide(self.plan.study, complete))
+            self._read()
+
+    def _undecided(self, attempts: Attempts) -> dict[Key, str]:
+        """The state of each trial that the number of seeds waits for; empty if it is known."""
+        study = self.plan.study
+        if not isinstance(study.seeds, TwoStage) or self._decided is not None:
+            return {}
+        keys = [(arm.label, seed) for arm in study.design_arms() for seed in study.first_seeds]
+        return {key: attempts.state(key) for key in keys}
 
     def _ask(self) -> Key | None:
         """The first trial of a new arm of a search; None if no arm is due."""
@@ -224,7 +248,14 @@ class Queue:
         return key
 
     def _to_come(self, attempts: Attempts) -> int:
-        is_searching = self.plan.study.searches() and self.storage.exists()
+        study = self.plan.study
+        if isinstance(study.seeds, TwoStage):
+            states = self._undecided(attempts)
+            # a failed trial is repeated by the next start, and one that was stopped may be resumed: then it is decided
+            waits = not any(s == "failed" or (k[0] in self._held and s not in ENDED) for k, s in states.items())
+            more = study.most_seeds - len(study.first_seeds)
+            return more * len(study.design_arms()) if states and waits else 0
+        is_searching = study.searches() and self.storage.exists()
         return self._searches.to_come(attempts) if is_searching else 0
 
     @cached_property
@@ -241,6 +272,8 @@ class Queue:
             trials, attributes = self._study.get_trials(deepcopy=False), self._attributes()
             self._attempts.update(trials, attributes.get(RETRY_BELOW, 0))
             self._held = frozenset(attributes.get(STOPPED, ()))
+            self._decided = attributes.get(SEEDS)
+            self.plan.take(self._decided["seeds"] if self._decided else ())
             self.plan.add(self._searches.arms())
             self.plan.add_clones(_clones(attributes))
         return self._attempts
@@ -327,7 +360,11 @@ class Queue:
         """Record an attempt's end. The attribute comes first: a COMPLETE trial takes none."""
         result: dict[str, Any] = {"state": outcome.state, "reason": outcome.reason, "summary": dict(outcome.summary)}
         if outcome.state == "complete":
-            result["values"] = {name: outcome.metrics[name] for name in self.plan.study.objectives()}
+            names = list(self.plan.study.objectives())
+            if isinstance(self.plan.study.seeds, TwoStage):
+                twin = on_test_split(self.plan.study.metric)
+                names += [twin] if math.isfinite(outcome.metrics.get(twin, math.nan)) else []
+            result["values"] = {name: outcome.metrics[name] for name in names}
         self._study._storage.set_trial_user_attr(trial._trial_id, "result", result)
         if outcome.state == "complete":
             self._study.tell(trial.number, outcome.metrics[self.plan.study.metric])

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from harness.study.status import StudyStatus
 from harness.study.storage.base import StorageUnavailable
 from harness.study.worker import EXECUTE, MAX_WAIT_SECONDS, STORAGE, log
 from harness.tracking.mlflow_address import TRACKING_URI, remote_uri
-from harness.tracking.mlflow_studies import close_study, log_failures, log_search, open_study, take_requests
+from harness.tracking.mlflow_studies import close_study, log_failures, log_found, open_study, take_requests
 from harness.tracking.run_log import replay
 
 REQUEST_SECONDS = 10.0  # between two looks at the tags of the MLflow runs
@@ -76,8 +77,9 @@ def run_study(
             queue.storage.write_document(document)
             write_json(plan.folder / "study.json", document)  # `study list` reads it, wherever the queue lives
             queue.retry_failed()
+        on_seeds = partial(_write_seeds, plan, parent_run_id)
         with pool.signals(), _requests_heard(study.name, runs, storage, parent_run_id):
-            status = _watch(pool, queue, on_status)
+            status = _watch(pool, queue, on_status, on_seeds)
     _write_search(queue, runs, parent_run_id)
     failures = {}
     for trial in status.trials:
@@ -209,15 +211,24 @@ def take_up_requests(name: str, runs: Path, storage: str | None, run_id: str) ->
             actions[request](name, runs, label, storage)
 
 
-def _watch(pool: Pool, queue: Queue, on_status: Callable[[StudyStatus], None] | None) -> StudyStatus:
+def _watch(
+    pool: Pool,
+    queue: Queue,
+    on_status: Callable[[StudyStatus], None] | None,
+    on_seeds: Callable[[dict[str, Any]], None],
+) -> StudyStatus:
     """Keep workers at work and the caller informed until nothing is left to do; how far the study has come.
 
-    A storage that does not answer stops nothing: the workers go on, and are watched again when it answers.
+    `on_seeds` is called once when the number of seeds is decided, or was before. A storage that does not answer stops
+    nothing: the workers go on, and are watched again when it answers.
     """
+    decided = None
     while True:
         began = time.monotonic()
         try:
             alive, status = pool.collect(queue.num_claims()), queue.status()
+            if decided is None and (decided := queue.seeds_record()) is not None:
+                on_seeds(decided)
         except StorageUnavailable as error:
             if not pool.collect(None) and pool.stopping:
                 raise
@@ -233,9 +244,15 @@ def _watch(pool: Pool, queue: Queue, on_status: Callable[[StudyStatus], None] | 
         pool.rest(min(9 * (time.monotonic() - began), MAX_WAIT_SECONDS))  # a large study is watched less often
 
 
+def _write_seeds(plan: Plan, parent_run_id: str, decided: dict[str, Any]) -> None:
+    """Keep the decision on the number of seeds beside `study.json`, and with the parent run."""
+    write_json(plan.folder / "seeds.json", decided)
+    log_found(plan.runs, parent_run_id, "seeds.json", decided)
+
+
 def _write_search(queue: Queue, runs: Path, parent_run_id: str) -> None:
     """Keep the record of the study's searches beside `study.json`, and with the parent run."""
     if queue.plan.study.searches():
         found = queue.search_record()
         write_json(queue.plan.folder / "search.json", found)
-        log_search(runs, parent_run_id, found)
+        log_found(runs, parent_run_id, "search.json", found)

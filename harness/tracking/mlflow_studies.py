@@ -101,9 +101,10 @@ def study_run_id(runs: Path, name: str) -> str:
 
 
 @patient
-def log_search(runs: Path, run_id: str, document: Mapping[str, Any]) -> None:
-    """Attach the results of a study's search to its parent run, for `read_study`."""
-    connect(runs).log_dict(run_id, {"format": FORMAT, **document}, "search.json")
+def log_found(runs: Path, run_id: str, file: str, document: Mapping[str, Any]) -> None:
+    """Attach what a study's searches (`search.json`) or first seeds (`seeds.json`) have found to its parent run, for
+    `read_study`."""
+    connect(runs).log_dict(run_id, {"format": FORMAT, **document}, file)
 
 
 @patient
@@ -186,7 +187,12 @@ def read_study(runs: Path, name: str) -> StudyRecord:
     trials = _trial_runs(client, parent.info.experiment_id, parent.info.run_id)
     search = artifact(client, runs, parent, "search.json")
     arms = document["arms"] or sorted({arm for arm, _ in trials})  # those of a search are numbered
-    wanted = [(arm, seed) for arm in arms for seed in spec["seeds"]]
+    seeds, two_stage = spec["seeds"], None
+    if isinstance(seeds, Mapping):
+        two_stage = {**seeds, **(artifact(client, runs, parent, "seeds.json") or {})}
+        begun = {seed for _, seed in trials}  # a study whose process was killed has not attached its decision
+        seeds = two_stage.get("seeds") or sorted({*range(two_stage["first"]), *begun})
+    wanted = [(arm, seed) for arm in arms for seed in seeds]
     found = {key: _trial_record(client, runs, trials[key]) for key in wanted if key in trials}
     for arm in (search or {}).get("arms", []):
         if arm["state"] == "pruned":  # no mean over fewer seeds than the others have
@@ -200,7 +206,7 @@ def read_study(runs: Path, name: str) -> StudyRecord:
         metric=spec["metric"],
         baseline=document["baseline"] or next(iter(arms), ""),
         arms=arms,
-        seeds=spec["seeds"],
+        seeds=seeds,
         expected=len(wanted),
         spec=spec,
         trials=list(found.values()),
@@ -209,6 +215,7 @@ def read_study(runs: Path, name: str) -> StudyRecord:
         search=search,
         stopped=json.loads(parent.data.tags.get("cohort.stopped", "[]")),
         exploratory=_exploratory(client, runs, trials),
+        two_stage=two_stage,
     )
 
 

@@ -34,16 +34,18 @@ def interval_method(analysis: Analysis) -> str:
 
 def interval_reading(analysis: Analysis) -> str:
     """How the stated interval is made, and what it does not cover."""
+    stage = analysis.record.two_stage
+    seeds = "" if stage is None else f" The spread between seeds is that of the first {stage['first']} (Stein 1945)."
     if analysis.outcome.per_problem:
         return (
             "The stated interval is the wider of two: the two-way t interval, in which seeds and problems are both "
             "random (Satterthwaite degrees of freedom), and Student's t interval over seeds. It speaks about new seeds "
             "and new problems of the same kind, not about other tasks, models or cold starts. Student's interval and "
-            "the bootstrap over seeds speak about new seeds on these very problems only."
+            f"the bootstrap over seeds speak about new seeds on these very problems only.{seeds}"
         )
     return (
         "The stated interval is Student's t interval over seeds. Scores of single problems are not known for this "
-        "metric, so it speaks about new seeds on these very problems, and is too narrow for new problems."
+        f"metric, so it speaks about new seeds on these very problems, and is too narrow for new problems.{seeds}"
     )
 
 
@@ -64,6 +66,7 @@ def notes(analysis: Analysis) -> list[_Note]:
         return [("Nothing has run", "The notes on comparability appear with the first trial.")]
     found = [
         _join_note(analysis),
+        _seeds_note(analysis),
         *_clip_notes(specs),
         *_reward_notes(specs),
         _cold_start_note(specs),
@@ -99,6 +102,53 @@ def _join_note(analysis: Analysis) -> _Note | None:
     ]
     more = f", and {len(record.warnings) - 6} more" if len(record.warnings) > 6 else ""
     return "Base runs differ between the studies", f"Arms of {studies} also differ in: {'; '.join(shown)}{more}."
+
+
+def _seeds_note(analysis: Analysis) -> _Note | None:
+    """Why there are as many seeds as there are, if the first ones have decided it."""
+    stage, metric = analysis.record.two_stage, analysis.outcome.name
+    if stage is None:
+        return None
+    first, wanted = stage["first"], wording.points(stage["half_width"], metric)
+    what = "the difference to the baseline" if analysis.comparisons else "the arm"
+    goal = f"a 95 % interval of {what} that reaches at most {wanted} to either side, over seeds"
+    if "asked" not in stage:
+        return (
+            "The number of seeds is open",
+            f"The first {first} seeds of every arm decide how many it takes for {goal}, {stage['at_most']} at most. "
+            "They do so once, when all of them have ended; a trial that failed is repeated first.",
+        )
+    judged = [one for one in stage["comparisons"] if one["asks"] is not None]
+    text = f"The first {first} seeds had to say how many it takes for {goal} (Stein 1945)."
+    if judged:
+        most = max(judged, key=lambda one: one["asks"])
+        deviation = wording.points(most["deviation"], stage["metric"])
+        text += (
+            f" Most was asked for by {most['arm']}: a standard deviation of {deviation} over "
+            f"{len(most['seeds'])} seeds asks for {most['asks']}."
+        )
+    lost = [one["arm"] for one in stage["comparisons"] if one["asks"] is None]
+    if lost:
+        text += f" With fewer than two of them {wording.listed(lost)} asked for none, and there is no interval for it."
+    if stage["asked"] > stage["at_most"]:
+        text += f" At most {stage['at_most']} are allowed."
+    compared = {one.arm: one.over_seeds for one in analysis.comparisons} or {
+        arm.label: arm.student for arm in analysis.arms
+    }
+    reached = {arm: (found.high - found.low) / 2 for arm, found in compared.items() if found is not None}
+    short = {arm: width for arm, width in reached.items() if width > stage["half_width"] * (1 + 1e-9)}
+    if short:
+        each = [f"{arm} ({wording.points(width, metric)})" for arm, width in short.items()]
+        text += f" The width is not reached by {wording.listed(each)}."
+    elif reached:
+        text += f" It is kept: {wording.points(max(reached.values()), metric)} at most."
+    text += (
+        f" Intervals and p take the spread between seeds from the first {first} alone, so they hold as with a number "
+        "of seeds that was fixed beforehand. Invalid trials are not replaced."
+    )
+    if analysis.outcome.per_problem:
+        text += " The stated intervals speak about new problems too and may be wider: no number of seeds changes that."
+    return f"Why {wording.plural(len(stage['seeds']), 'seed')}", text
 
 
 def _clip_notes(specs: _Specs) -> list[_Note]:

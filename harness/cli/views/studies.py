@@ -29,8 +29,10 @@ def show_study(study: StudySpec, arms: Sequence[Mapping[str, Any]], trials: int,
     say(f"\nBase run: {json.dumps(study.run)}")
     baseline = study.baseline or next(iter(study.arm_labels()), "none beforehand")
     say(f"Metric: {study.metric}. Baseline: {baseline}. Design: {study.design}.")
-    product = f"arms x seeds = {len(arms)} x {len(study.seeds)} = " if arms else "at most "
-    say(f"Budget: {product}{trials} trials; {rollouts:,} training rollouts.")
+    few, most = len(study.first_seeds), study.most_seeds
+    product = f"arms x seeds = {len(arms)} x {_range(few, most)} = " if arms else "at most "
+    total, drawn = _range(trials * few // most, trials), _range(rollouts * few // most, rollouts)
+    say(f"Budget: {product}{total} trials; {drawn} training rollouts.")
 
 
 def show_results(record: StudyRecord) -> None:
@@ -78,14 +80,21 @@ def show_dry_run(name: str, question: str, document: Mapping[str, Any]) -> None:
     headers = ["arm", "what it changes", "trials", "steps", "rollouts", "tokens, at most", "memory, MiB", "time"]
     show_table(f"{name}: {' '.join(question.split())}", headers, rows, numeric=headers[2:])
     trials, tokens = document["trials"], document["generated_tokens_bound"]
+    seeds, least = document["seeds"], document["at_least"]
+    which = f"{trials} trials with seeds {seeds}:"
+    if least is not None:
+        of = f"the first {seeds['first']} seeds decide on up to {seeds['at_most']}"
+        which = f"{_range(least['trials'], trials)} trials, for {of}: at most"
     say(
-        f"{trials} trials with seeds {document['seeds']}: {document['steps']:,} steps, "
+        f"{which} {document['steps']:,} steps, "
         f"{document['rollouts']:,} rollouts, at most {tokens:,} generated tokens of training."
     )
     if document["seconds"] is None:
         say("Time: unknown, for this runs folder has no complete trial of the same shape for every arm.")
     else:
         took, workers = duration(document["seconds"]), document["workers"]
+        if least is not None:
+            took = f"{duration(least['seconds'])} to {took}"
         say(f"Time: about {took} with {workers} workers, from {document['measured']} trials of the same shape.")
     if (disk := document["disk"]) is not None:
         needed, free = mebibytes(disk["needed"]), mebibytes(disk["free"])
@@ -100,6 +109,10 @@ def show_dry_run(name: str, question: str, document: Mapping[str, Any]) -> None:
     for words in document["not_checked"]:
         say(f"Not checked here: {words}")
     say("Nothing was run or written.")
+
+
+def _range(least: int, most: int) -> str:
+    return f"{most:,}" if least == most else f"{least:,} to {most:,}"
 
 
 def _changes(arm: Mapping[str, Any]) -> str:

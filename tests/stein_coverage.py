@@ -1,0 +1,159 @@
+"""How often the intervals of a study hold whose first seeds decide how many it takes: simulated studies.
+
+`python tests/stein_coverage.py --studies 2000` prints, for several spreads of the seeds, how many percent of the stated
+intervals of a difference enclose the truth, the share of studies with a false detection, and the seeds used beside the
+fixed number of seeds whose interval would on average be as narrow; `test_two_stage.py` runs fewer of the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from fake_study import FakeArm, fake_study, random_scores
+from numpy.random import Generator
+from scipy import special, stats
+
+from harness.spec.study import StudySpec, parse_study
+from harness.study.two_stage import decide
+from harness.types import StudyRecord
+from reports import statistics
+from reports.analysis import analyse
+
+HALF_WIDTH, AT_MOST, FIRST = 0.02, 16, 4
+WITH_PROBLEMS = 0.06  # the half width where single problems are scored, of which there are few
+SPREADS = (0.005, 0.01, 0.015, 0.02, 0.05)  # of a difference between two arms over seeds
+PROBLEMS = 64
+METRICS = ("validation/accuracy", "test/accuracy")
+
+
+@dataclass
+class Tally:
+    """Counts over the comparisons of simulated studies; seeds and wrong studies count once a study.
+
+    covered   stated intervals that enclose the true difference
+    pooled    Student's intervals over all seeds that do, as if their number had been fixed
+    narrow    intervals over seeds that are no wider than asked for
+    improved  intervals of P(higher) that enclose 1/2, of arms that do not differ
+    wrong     studies that detect a difference where there is none
+    """
+
+    studies: int = 0
+    comparisons: int = 0
+    covered: int = 0
+    pooled: int = 0
+    narrow: int = 0
+    improved: int = 0
+    wrong: int = 0
+    seeds: int = 0
+    at_most: int = 0
+
+
+def simulate(spread: float, studies: int, *, first: int = FIRST, arms: int = 2, problems: bool = False) -> Tally:
+    """Studies whose arms do not differ, with a first stage of `first` seeds; equal calls draw equal studies.
+
+    The seeds' scores are normal, and two arms share half of their variance (equal seeds share prompts and noise). With
+    `problems` single problems are scored as in `random_scores`, and the truth is that on new problems; `spread` then
+    says by how much arms differ on single problems (a deviation of logits).
+    """
+    rng = np.random.default_rng([round(1e6 * spread), first, arms, problems])
+    study = _study(first, arms, WITH_PROBLEMS if problems else HALF_WIDTH)
+    record = _record(study)
+    found = Tally()
+    for _ in range(studies):
+        cells = random_scores(rng, arms, AT_MOST, PROBLEMS, arm_by_problem=spread) if problems else None
+        scores = cells.mean(axis=2) if cells is not None else _normal(rng, arms, spread)
+        _count(found, study, record, scores, cells)
+    return found
+
+
+def fixed_seeds(spread: float) -> int:
+    """The number of seeds, known beforehand, whose Student's interval is as narrow on average."""
+
+    def half_width(count: int) -> float:
+        shrunk = math.sqrt(2 / (count - 1)) * math.exp(special.gammaln(count / 2) - special.gammaln((count - 1) / 2))
+        return float(stats.t.ppf(0.975, count - 1)) * shrunk * spread / math.sqrt(count)
+
+    return next(count for count in range(2, 10_000) if half_width(count) <= HALF_WIDTH)
+
+
+def _normal(rng: Generator, arms: int, spread: float) -> np.ndarray:
+    """Arms by seeds; a difference of two arms has this deviation."""
+    own, shared = rng.normal(0, spread / math.sqrt(2), (arms, AT_MOST)), rng.normal(0, spread, AT_MOST)
+    return 0.6 + own + shared
+
+
+def _count(found: Tally, study: StudySpec, record: StudyRecord, scores: np.ndarray, cells: np.ndarray | None) -> None:
+    labels = list(record.arms)
+    first, width = study.first_seeds, study.model_dump()["seeds"]["half_width"]
+    values = {(arm, seed): dict.fromkeys(METRICS, scores[i, seed]) for i, arm in enumerate(labels) for seed in first}
+    decided = decide(study, values)
+    names = [f"problem-{number}" for number in range(PROBLEMS)]
+    trials = [
+        dataclasses.replace(
+            trial,
+            per_problem={} if cells is None else dict(zip(names, cells[arm, trial.seed].tolist(), strict=True)),
+            summary={"test_accuracy": float(scores[arm, trial.seed])},
+        )
+        for trial in record.trials
+        if (arm := labels.index(trial.arm)) >= 0 and trial.seed in decided["seeds"]
+    ]
+    stage = {**study.model_dump()["seeds"], **decided}
+    record = dataclasses.replace(record, seeds=decided["seeds"], trials=trials, two_stage=stage)
+    analysis = analyse(record, np.random.default_rng(0))
+    found.studies += 1
+    found.seeds += len(decided["seeds"])
+    found.at_most += decided["asked"] > AT_MOST
+    found.wrong += any(one.is_detected for one in analysis.comparisons)
+    for one in analysis.comparisons:
+        pooled = statistics.t_interval(list(one.differences.values()))
+        assert one.interval is not None and one.over_seeds is not None and pooled is not None
+        found.comparisons += 1
+        found.covered += one.interval.low <= 0 <= one.interval.high
+        found.pooled += pooled.low <= 0 <= pooled.high
+        found.narrow += one.over_seeds.high - one.over_seeds.low <= 2 * width * (1 + 1e-9)
+        found.improved += one.improvement.low <= 0.5 <= one.improvement.high
+
+
+@functools.cache
+def _study(first: int, arms: int, half_width: float) -> StudySpec:
+    run = {"task": "arithmetic", "algorithm": "grpo"}
+    factors = {"optimizer.learning_rate": [1e-5 * (1 + number) for number in range(arms)]}
+    seeds = {"first": first, "half_width": half_width, "at_most": AT_MOST}
+    raw = {"name": "fake", "question": "?", "run": run, "factors": factors, "seeds": seeds}
+    return parse_study(raw, "simulation")
+
+
+def _record(study: StudySpec) -> StudyRecord:
+    fakes = [FakeArm(label, "grpo", 0.5, {}, {}) for label in study.arm_labels()]
+    return fake_study(fakes, seeds=range(AT_MOST), num_problems=2, num_steps=10)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--studies", type=int, default=2000)
+    options = parser.parse_args(argv)
+    header = ("first seeds", "comparisons", "spread", "stated covers %", "pooled covers %", "P(higher) covers %",
+              "false detection %", "as narrow as asked %", "at most reached %", "seeds", "fixed seeds")  # fmt: skip
+    print(f"| {' | '.join(header)} |\n|{' --: |' * len(header)}")
+    designs = [(first, arms, spread, False) for first, arms in ((4, 2), (4, 4), (8, 2)) for spread in SPREADS]
+    for first, arms, spread, problems in [*designs, *((4, 4, spread, True) for spread in (0.0, 0.6))]:
+        found = simulate(spread, options.studies, first=first, arms=arms, problems=problems)
+        shares = [100 * count / found.comparisons for count in (found.covered, found.pooled, found.improved)]
+        shares += [100 * found.wrong / found.studies, 100 * found.narrow / found.comparisons]
+        shares += [100 * found.at_most / found.studies]
+        name = f"problems, {spread:g}" if problems else f"{100 * spread:g} points"
+        fixed = "n/a" if problems else str(fixed_seeds(spread))
+        numbers = [f"{share:.1f}" for share in [*shares, found.seeds / found.studies]]
+        if problems:  # these speak of the very problems, on which arms do differ
+            numbers[1] = numbers[2] = "n/a"
+        print(f"| {first} | {arms - 1} | {name} | {' | '.join(numbers)} | {fixed} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
