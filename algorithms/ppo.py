@@ -18,26 +18,25 @@ from pydantic import Field
 from torch import Tensor
 
 from algorithms._advantages import generalised_advantages, token_rewards
-from algorithms._losses import KLEstimator, clipped_surrogate, policy_metrics, token_mean_weights, token_ratio
-from harness.interfaces import Algorithm
+from algorithms._losses import KLEstimator, policy_metrics, token_mean_weights, token_ratio
+from algorithms._surrogate import Clip
 from harness.tensors import whiten
 from harness.types import Batch, PolicyOutput
 
 
-class PPO(Algorithm):
+class PPO(Clip):
     """Clipped surrogate on GAE advantages from a critic, KL in the reward (RLHF's PPO)."""
 
     needs_critic: ClassVar[bool] = True
     objective: ClassVar[Mapping[str, str]] = {
         "advantage": "GAE(gamma, gae_lambda) from the critic, whitened over the batch's tokens (whiten_advantages)",
         "aggregation": "mean over all tokens",
-        "clip": "ratio of each token, 1 - clip_epsilon to 1 + clip_epsilon",
+        "clip": "ratio of each token, 1 - clip_epsilon to 1 + clip_epsilon_high, at most ratio_bound",
         "kl": "kl_beta * kl_estimator to the reference, in the reward of each token",
         "correction": "none",
     }
 
     name: Literal["ppo"] = "ppo"
-    clip_epsilon: float = Field(0.2, gt=0, lt=1, description="binds only when a batch gets more than one update")
     kl_beta: float = Field(0.01, ge=0, description="weight of the KL to the frozen reference, in the reward; 0: none")
     kl_estimator: KLEstimator = Field(default="k1", description="per-token estimate of that KL")
     gamma: float = Field(default=1.0, ge=0, le=1, description="discount per token")
@@ -80,8 +79,7 @@ class PPO(Algorithm):
         weight, returns = batch.loss_weight_BT, batch.returns_BT
         values, old_values = policy.values_BT, batch.values_BT
         assert weight is not None and values is not None and old_values is not None and returns is not None
-        assert batch.advantages_BT is not None
-        per_token, clipped = clipped_surrogate(token_ratio(batch, policy), batch.advantages_BT, self.clip_epsilon)
+        per_token, clipped = self.clipped(token_ratio(batch, policy), batch)
         policy_loss = (weight * (per_token - self.entropy_bonus * policy.entropy_BT)).sum()
         near = old_values + (values - old_values).clamp(-self.value_clip, self.value_clip)
         squared = torch.maximum((values - returns) ** 2, (near - returns) ** 2)

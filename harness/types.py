@@ -196,6 +196,7 @@ class Batch:
     old_logprobs_BT, ref_logprobs_BT   float32 nats, or None where the objective needs none
     values_BT            float32, the critic's value of the state in which token t was chosen, or None
     advantages_BT, returns_BT          float32, or None before `Algorithm.advantages`
+    held_BT              bool, tokens whose moves an objective penalises (KL-Cov), or None
     loss_weight_BT       float32, weight of each token in the loss; sums to 1 over a minibatch, so that the loss does
                          not depend on how the minibatch is split, sorted or padded
     """
@@ -213,6 +214,7 @@ class Batch:
     values_BT: Tensor | None = None
     advantages_BT: Tensor | None = None
     returns_BT: Tensor | None = None
+    held_BT: Tensor | None = None
     loss_weight_BT: Tensor | None = None
 
     def __len__(self) -> int:

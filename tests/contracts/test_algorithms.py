@@ -61,6 +61,7 @@ def make_batch(rewards):
         old_logprobs_BT=-noise[0].abs(),
         ref_logprobs_BT=-noise[1].abs(),
         values_BT=0.1 * noise[2],
+        held_BT=torch.zeros_like(mask),
     )
 
 
@@ -314,6 +315,7 @@ def test_a_token_that_moved_far_is_clipped_as_the_objective_says(algorithm):
         values_BT=torch.zeros(1, 4),
         advantages_BT=0.5 * mask,
         returns_BT=torch.zeros(1, 4),
+        held_BT=torch.zeros_like(mask),
     )
     moved = old + math.log(100) * torch.tensor([[0, 1, 0, 0]])
     clip = plain.objective["clip"]
@@ -321,6 +323,8 @@ def test_a_token_that_moved_far_is_clipped_as_the_objective_says(algorithm):
         "ratio of each token, ": [0, 1, 1],
         "ratio of each row (geometric mean": [0, 0, 0],
         "weight of each token, ": [1, 1, 1],
+        "gate on the ratio of each token, ": [0, 1, 1],
+        "probability of each token, ": [0, 1, 1],
         "ratio of each row (product": [1, 1, 1],
         "none": [1, 1, 1],
     }
