@@ -7,7 +7,7 @@ share is 0.002 for the paper's 7B model (0.0002 for 32B, and by default in verl)
 authors' code and verl's the penalty is |log-ratio|, not a KL: it and its gradient are 0 until the policy has moved, so
 with one update per batch nothing is held. Departures: tokens are chosen once, by the sampling policy's log-probs over
 the whole batch, where the code chooses in each micro-batch by the current ones, so that the loss would depend on its
-split.
+split; a token without positive covariance is never held.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class KLCov(GroupStandardised):
 
     name: Literal["kl_cov"] = "kl_cov"
     covariance_share: float = Field(
-        default=0.002, gt=0, le=1, description="share of tokens that pay; at least one does"
+        default=0.002, gt=0, le=1, description="largest share of tokens that pay, at least one"
     )
     penalty: float = Field(default=1.0, ge=0, description="weight of |log-ratio| of those tokens, per nat")
 
@@ -48,7 +48,7 @@ class KLCov(GroupStandardised):
         covariance = (credit - credit.mean()) * (logprobs - logprobs.mean())
         held = torch.zeros_like(covariance, dtype=torch.bool)
         held[covariance.topk(min(len(held), max(1, int(len(held) * self.covariance_share)))).indices] = True
-        return batch.replace(held_BT=torch.zeros_like(mask).masked_scatter(mask, held))
+        return batch.replace(held_BT=torch.zeros_like(mask).masked_scatter(mask, held & (covariance > 0)))
 
     def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
         assert batch.advantages_BT is not None and batch.held_BT is not None and batch.old_logprobs_BT is not None

@@ -57,6 +57,7 @@ SETTINGS = {
     "kl_cov": {"name": "kl_cov", "covariance_share": 0.3, "penalty": 0.5},
     "kl_cov_one_token": {"name": "kl_cov"},
     "pass_at_k": {"name": "pass_at_k"},
+    "remax": {"name": "remax", "loss_denominator": 16.0, "kl_beta": 0.05},
 }  # fmt: skip
 
 # The defaults of the library that the formulas below need, as their papers or docstrings give them.
@@ -77,7 +78,7 @@ DEFAULTS = {
 }  # fmt: skip
 DEFAULTS["grpo_self_consistency"] = DEFAULTS["grpo"]
 DEFAULTS["lite_ppo"] = DEFAULTS["grpo"] | {"kl_beta": 0.0, "std_over": "batch"}
-for name in ("maxrl", "opo", "pass_at_k"):
+for name in ("maxrl", "opo", "pass_at_k", "remax"):
     DEFAULTS[name] = DEFAULTS["dr_grpo"]
 STANDARDISED = {"std_floor": 1e-4, "kl_beta": 0.0, "kl_estimator": "k3"}
 DEFAULTS["gmpo"] = {**STANDARDISED, "clip_log_ratio": 0.4}
@@ -86,7 +87,7 @@ DEFAULTS["rgra"] = {**STANDARDISED, "kl_beta": 0.04}
 DEFAULTS["kl_cov"] = {**STANDARDISED, "covariance_share": 0.002, "penalty": 1.0}
 DEFAULTS["dppo"] = {"kl_beta": 0.0, "kl_estimator": "k3", "loss_denominator": 128.0, "divergence": "tv",
                     "divergence_bound": 0.15, "weight_max": None}  # fmt: skip
-SUMMED = ("dr_grpo", "maxrl", "opo", "dppo", "pass_at_k")  # over tokens, then divided by a constant
+SUMMED = ("dr_grpo", "maxrl", "opo", "dppo", "pass_at_k", "remax")  # over tokens, then divided by a constant
 TOKEN_MEAN = ("dapo", "cispo", "ppo", "reinforce_plus_plus", "lite_ppo", "kl_cov")
 
 
@@ -103,6 +104,7 @@ def batch(lengths, rewards, group_size, *, moved=0.3, steps=None, truncated=(), 
         "lengths": lengths,
         "rewards": rewards,
         "group_size": group_size,
+        "greedy": [0.25 * (i + 1) for i in range(len(rewards) // group_size)],
         "truncated": [i in truncated for i in range(len(lengths))],
         "steps": None if steps is None else [{str(t): r for t, r in row.items()} for row in steps],
         "old": old,
@@ -236,6 +238,9 @@ def advantages_of(s, given):
         return [[a] * n for a, n in zip(rows, lengths, strict=True)], None
     if name == "online_dpo":
         return [[a] * n for a, n in zip(pushes(s, given), lengths, strict=True)], None
+    if name == "remax":
+        baselines = [greedy for greedy in given["greedy"] for _ in range(size)]
+        return [[r - a] * n for r, a, n in zip(given["rewards"], baselines, lengths, strict=True)], None
     if name in ("opo", "pass_at_k"):
         parts = zip(groups_of(given["rewards"], size), groups_of(lengths, size), strict=True)
         rows = [a for rewards, tokens in parts for a in (optimal if name == "opo" else lead)(rewards, tokens)]
@@ -396,7 +401,7 @@ def held(s, given, advantages):
     credit, logs = ([rows[b][t] for b, t in places] for rows in (advantages, given["old"]))
     shares = [(x - mean(credit)) * (y - mean(logs)) for x, y in zip(credit, logs, strict=True)]
     ranked = sorted(range(len(places)), key=lambda i: -shares[i])
-    return {places[i] for i in ranked[: max(1, int(len(places) * s["covariance_share"]))]}
+    return {places[i] for i in ranked[: max(1, int(len(places) * s["covariance_share"]))] if shares[i] > 0}
 
 
 def row_ratio(given, logprobs, b):
@@ -452,7 +457,7 @@ def golden():
     needs_group = [
         label
         for label, s in SETTINGS.items()
-        if s["name"] not in ("ppo", "reinforce_plus_plus") or s.get("baseline") == "group"
+        if s["name"] not in ("ppo", "reinforce_plus_plus", "remax") or s.get("baseline") == "group"
     ]
     return {
         case: {
