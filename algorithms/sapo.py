@@ -33,6 +33,7 @@ class SAPO(GroupStandardised):
 
     def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
         assert batch.advantages_BT is not None
-        tau_BT = torch.where(batch.advantages_BT > 0, self.tau_positive, self.tau_negative)
+        tau_BT = torch.full_like(batch.advantages_BT, self.tau_negative)
+        tau_BT[batch.advantages_BT > 0] = self.tau_positive
         gate_BT = 4 / tau_BT * torch.sigmoid(tau_BT * (token_ratio(batch, policy) - 1))
         return -gate_BT * batch.advantages_BT, torch.zeros_like(batch.completion_mask_BT)
