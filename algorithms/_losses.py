@@ -35,7 +35,7 @@ def clipped_surrogate(
 
     PPO, arXiv:1707.06347, eq. 7, negated: -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A); without
     clip_high the clip is symmetric. With a `bound` of 1 + clip_high or more the first ratio counts as the bound where
-    it is above, which only matters for A < 0: the dual clip (arXiv:1912.09729, eq. 5) and the two-sided clip
+    it is above, which only matters for A < 0: the dual clip (arXiv:1912.09729) and the two-sided clip
     (INTELLECT-2, arXiv:2505.07291) are this same rule.
     """
     free = ratio * advantages_BT
@@ -44,6 +44,12 @@ def clipped_surrogate(
         return -torch.minimum(free, clipped), clipped < free
     cut = (clipped < free) | ((ratio > bound) & (advantages_BT < 0))
     return -torch.minimum(ratio.clamp(max=bound) * advantages_BT, clipped), cut
+
+
+def clipped_square(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
+    """[B, T]: the squared error of a value, or of one held within `clip` of the rollout's if that errs more."""
+    near = old_values + (values - old_values).clamp(-clip, clip)
+    return torch.maximum((values - returns) ** 2, (near - returns) ** 2)
 
 
 def token_mean_weights(completion_mask_BT: Tensor) -> Tensor:

@@ -115,7 +115,7 @@ class SummedLoss(SurrogateLoss):
     loss_denominator: float = Field(
         default=128.0,
         gt=0,
-        description="tokens by which the sum over a completion is divided; the paper: the token limit",
+        description="tokens by which the sum over a completion is divided; in Dr. GRPO's paper the token limit",
     )
 
     def token_weights(self, batch: Batch) -> Tensor:

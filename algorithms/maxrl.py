@@ -7,8 +7,8 @@ score, as here, it is sum over i of (r_i - mean) / mean * score_i / G: GRPO's ad
 standard deviation, 0 where nothing is right. (Because it is dropped there too, the expectation is that of the first G -
 1 terms.) Process rewards are centred and divided over the steps of the group. Departures: a group whose mean is 0 or
 less counts as one without right answers, since other rewards than 0 / 1 may be paid; the sum over a completion's
-tokens, which the score is, is divided by a constant, as in Dr. GRPO, where the authors' and other code takes a mean
-over tokens.
+tokens, which the score is, is divided by a constant, as in Dr. GRPO. prime-rl's `max_rl` has the same advantage in its
+GRPO's aggregation; verl and TRL have none.
 """
 
 from collections.abc import Mapping

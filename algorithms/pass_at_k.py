@@ -5,8 +5,8 @@ Without answer i the best would be max over j != i of r_j, which does not depend
 advantage is max_j r_j - max_{j != i} r_j: r1 - r2 for the best and 0 for all others, also for two that tie. The sum of
 their scores has the true gradient of the expected maximum as its expectation. Whole answers: process rewards count with
 their total. verl's `grpo_passk` has the same advantage, divided by the group's standard deviation unless told
-otherwise. Departures: none in the advantage; the sum over tokens is divided by a constant and by rows, as in Dr. GRPO,
-so the gradient is the true one divided by G * loss_denominator; a process-reward event has no meaning of its own here.
+otherwise. Departure: the sum over tokens is divided by a constant and by rows, as in Dr. GRPO, so that the expected
+gradient is the true one divided by G * loss_denominator.
 """
 
 from collections.abc import Mapping

@@ -341,7 +341,7 @@ def test_dppo_stays_unbiased_off_policy_while_nothing_is_masked(divergence):
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_maxrl_climbs_the_first_terms_of_the_log_likelihood(size):
     # sum over k < G of (1 - p)^(k - 1) * gradient of p, which is the gradient of the sum of pass@k / k
-    bandit = Bandit(2, stops=True, binary=True)
+    bandit = Bandit(2 if size < 4 else 1, stops=True, binary=True)
     p = bandit.expected_reward()
     terms = sum(((1 - (1 - p) ** k) / k for k in range(1, size)), torch.zeros(()))
     truth = bandit.gradient(terms)

@@ -287,6 +287,12 @@ EFFECTIVE_WEIGHTS = {
 }
 
 
+def test_an_algorithm_is_a_file_that_fits_on_two_screens():
+    folder = Path(__file__).resolve().parents[2] / "algorithms"
+    lines = {file.name: len(file.read_text().splitlines()) for file in folder.glob("[!_]*.py")}
+    assert {name: count for name, count in lines.items() if count > 80} == {}
+
+
 def test_the_objective_is_told_by_five_facts(algorithm):
     assert list(algorithm.objective) == ["advantage", "aggregation", "clip", "kl", "correction"]
     assert all(text and text.isascii() for text in algorithm.objective.values())
