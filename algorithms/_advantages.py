@@ -22,13 +22,19 @@ def group_centred(rewards_PG: Tensor, mask_PG: Tensor | None = None) -> Tensor:
     return torch.where(mask & (highest > lowest), rewards_PG - mean, torch.zeros_like(rewards_PG))
 
 
-def group_standardised(rewards_PG: Tensor, std_floor: float, mask_PG: Tensor | None = None) -> Tensor:
+def group_standardised(
+    rewards_PG: Tensor, std_floor: float, mask_PG: Tensor | None = None, *, of_batch: bool = False
+) -> Tensor:
     """[P, G]: (r - mean) / (std + std_floor) within each group, std with count - 1 in the denominator.
 
-    DeepSeekMath, arXiv:2402.03300, section 4.1.2; equal rewards and `mask_PG` as in `group_centred`.
+    DeepSeekMath, arXiv:2402.03300, section 4.1.2; equal rewards and `mask_PG` as in `group_centred`. With `of_batch`
+    the mean is the group's and std that of the rewards of all groups (arXiv:2508.08221).
     """
     centred = group_centred(rewards_PG, mask_PG)
     mask = torch.ones_like(rewards_PG, dtype=torch.bool) if mask_PG is None else mask_PG
+    if of_batch:
+        rewards = rewards_PG[mask]
+        return centred / (rewards.std() + std_floor) if len(rewards) > 1 else centred
     count = mask.sum(dim=1, keepdim=True)
     std = ((centred**2).sum(dim=1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
     return centred / (std + std_floor)
@@ -54,9 +60,14 @@ def group_advantages(batch: Batch, normalise: Callable[[Tensor, Tensor | None], 
     return to_go(normalised.view_as(batch.step_rewards_BT)) * batch.completion_mask_BT
 
 
-def to_go(values_BT: Tensor) -> Tensor:
-    """[B, T]: the sum of a row's values from each token on."""
-    return values_BT.flip(1).cumsum(1).flip(1)
+def to_go(values_BT: Tensor, gamma: float = 1.0) -> Tensor:
+    """[B, T]: the sum of a row's values from each token on, each discounted by gamma for every token in between."""
+    if gamma == 1:
+        return values_BT.flip(1).cumsum(1).flip(1)
+    sums = values_BT.clone()
+    for t in reversed(range(values_BT.shape[1] - 1)):
+        sums[:, t] += gamma * sums[:, t + 1]
+    return sums
 
 
 def generalised_advantages(

@@ -29,16 +29,27 @@ def row_log_ratio(batch: Batch, policy: PolicyOutput) -> Tensor:
 
 
 def clipped_surrogate(
-    ratio: Tensor, advantages_BT: Tensor, clip_low: float, clip_high: float | None = None
+    ratio: Tensor, advantages_BT: Tensor, clip_low: float, clip_high: float | None = None, bound: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """(per-token loss, whether the clip cuts the token's gradient), both [B, T]; `ratio` is [B, T] or [B, 1].
 
     PPO, arXiv:1707.06347, eq. 7, negated: -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A); without
-    clip_high the clip is symmetric.
+    clip_high the clip is symmetric. With a `bound` of 1 + clip_high or more the first ratio counts as the bound where
+    it is above, which only matters for A < 0: the dual clip (arXiv:1912.09729) and the two-sided clip
+    (INTELLECT-2, arXiv:2505.07291) are this same rule.
     """
     free = ratio * advantages_BT
     clipped = ratio.clamp(1 - clip_low, 1 + (clip_low if clip_high is None else clip_high)) * advantages_BT
-    return -torch.minimum(free, clipped), clipped < free
+    if bound is None:
+        return -torch.minimum(free, clipped), clipped < free
+    cut = (clipped < free) | ((ratio > bound) & (advantages_BT < 0))
+    return -torch.minimum(ratio.clamp(max=bound) * advantages_BT, clipped), cut
+
+
+def clipped_square(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
+    """[B, T]: the squared error of a value, or of one held within `clip` of the rollout's if that errs more."""
+    near = old_values + (values - old_values).clamp(-clip, clip)
+    return torch.maximum((values - returns) ** 2, (near - returns) ** 2)
 
 
 def token_mean_weights(completion_mask_BT: Tensor) -> Tensor:

@@ -14,16 +14,16 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
-from algorithms._group import GroupRelative
+from algorithms._group import GroupStandardised
 from algorithms._losses import token_mean_weights, token_ratio
 from harness.types import Batch, PolicyOutput
 
 
-class CISPO(GroupRelative):
+class CISPO(GroupStandardised):
     """REINFORCE on group-standardised rewards with clipped importance weights (CISPO)."""
 
     objective: ClassVar[Mapping[str, str]] = {
-        **GroupRelative.objective,
+        **GroupStandardised.objective,
         "aggregation": "mean over all tokens",
         "clip": "weight of each token, 1 - clip_epsilon to 1 + clip_epsilon_high; its gradient stays",
     }
@@ -33,7 +33,6 @@ class CISPO(GroupRelative):
     clip_epsilon_high: float | None = Field(
         default=4.0, gt=0, description="highest weight is 1 + clip_epsilon_high; null: 1 + clip_epsilon"
     )
-    kl_beta: float = Field(0.0, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none")
 
     def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
         assert batch.advantages_BT is not None

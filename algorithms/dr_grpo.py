@@ -12,34 +12,22 @@ Reported metrics stay means (over a row's tokens, then over rows).
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from pydantic import Field
-from torch import Tensor
-
-from algorithms._advantages import group_centred
-from algorithms._group import GroupObjective
-from algorithms._losses import row_sum_weights
+from algorithms._advantages import group_advantages, group_centred
+from algorithms._surrogate import ClippedLoss, SummedLoss
 from harness.types import Batch
 
 
-class DrGRPO(GroupObjective):
+class DrGRPO(ClippedLoss, SummedLoss):
     """GRPO without division by the group's deviation or the answer's length (Dr. GRPO)."""
 
+    min_group_size: ClassVar[int] = 2
     objective: ClassVar[Mapping[str, str]] = {
         "advantage": "r - mean in the group",
-        **GroupObjective.objective,
-        "aggregation": "sum over all tokens / (rows * loss_denominator)",
+        **SummedLoss.objective,
+        "clip": ClippedLoss.objective["clip"],
     }
 
     name: Literal["dr_grpo"] = "dr_grpo"
-    kl_beta: float = Field(0.0, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none")
-    loss_denominator: float = Field(
-        default=128.0,
-        gt=0,
-        description="tokens by which the sum over a completion is divided; the paper: the token limit",
-    )
 
-    def normalised(self, rewards_PG: Tensor, mask_PG: Tensor | None = None) -> Tensor:
-        return group_centred(rewards_PG, mask_PG)
-
-    def token_weights(self, batch: Batch) -> Tensor:
-        return row_sum_weights(batch) / self.loss_denominator
+    def advantages(self, batch: Batch) -> Batch:
+        return batch.replace(advantages_BT=group_advantages(batch, group_centred))

@@ -4,7 +4,8 @@ Group Relative Policy Optimization: Shao et al. 2024 (DeepSeekMath, arXiv:2402.0
 over a completion's tokens, then over completions), eq. 4 (k3 KL to the frozen reference, in the loss and not in the
 reward), section 4.1.2 (outcome supervision: advantage = reward standardised within its group) and, with rewards of
 steps, 4.1.3 (process supervision). Departures: the standard deviation uses G - 1 and a stated floor (the paper gives
-neither); other KL estimators and a higher upper clip (DAPO's) can be set.
+neither); other KL estimators, their weight by the ratio (DeepSeek-V3.2), a higher upper clip (DAPO's), a bound on the
+ratio of bad answers (dual clip) and the deviation of the whole batch (Lite PPO) can be set.
 """
 
 from typing import Literal

@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from algorithms._group import GroupRelative
-from algorithms._losses import clipped_surrogate, row_log_ratio
+from algorithms._losses import row_log_ratio
 from harness.types import Batch, PolicyOutput
 
 
@@ -25,7 +25,8 @@ class GSPO(GroupRelative):
 
     objective: ClassVar[Mapping[str, str]] = {
         **GroupRelative.objective,
-        "clip": "ratio of each row (geometric mean of its tokens'), 1 - clip_epsilon to 1 + clip_epsilon_high",
+        "clip": "ratio of each row (geometric mean of its tokens'), 1 - clip_epsilon to 1 + clip_epsilon_high, "
+        "at most ratio_bound",
     }
 
     name: Literal["gspo"] = "gspo"
@@ -38,8 +39,7 @@ class GSPO(GroupRelative):
     kl_beta: float = Field(0.0, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none")
 
     def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
-        assert batch.advantages_BT is not None
         num_tokens_B1 = batch.completion_mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
         row_ratio_B1 = torch.exp(row_log_ratio(batch, policy).detach() / num_tokens_B1)
         ratio_BT = row_ratio_B1 * torch.exp(policy.logprobs_BT - policy.logprobs_BT.detach())
-        return clipped_surrogate(ratio_BT, batch.advantages_BT, self.clip_epsilon, self.clip_epsilon_high)
+        return self.clipped(ratio_BT, batch)

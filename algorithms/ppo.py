@@ -1,43 +1,40 @@
 """Credit goes to tokens that turn out better than a learned critic expected.
 
-Proximal Policy Optimization (Schulman et al. 2017, arXiv:1707.06347, eq. 7) with GAE (arXiv:1506.02438) as RLHF uses
-it (Ouyang et al. 2022, arXiv:2203.02155): an outcome is paid on the last token and a step at its end; the reward of
-each token includes a KL penalty to the frozen reference (k1 estimate); advantages are whitened over the batch's tokens;
-the value loss is clipped. The critic has a zero head and an optimiser of its own. By default it is a separate network,
-initialised from the policy; with `critic: shared` it is a head on the policy's hidden states, and the trunk follows
-eq. 9 of the paper: policy loss + value_loss_weight * value loss. Losses are means over all tokens of a minibatch. A
-completion cut by the token limit is terminal, like any other. Departure: an algorithm is a pure value without state, so
-RLHF's adaptive KL coefficient is a setting of the run (`kl.schedule: adaptive`).
+Proximal Policy Optimization (Schulman et al. 2017, arXiv:1707.06347, eq. 7) with GAE (arXiv:1506.02438) as in RLHF
+(Ouyang et al. 2022, arXiv:2203.02155): an outcome is paid on the last token and a step at its end; the reward of each
+token includes a KL penalty to the frozen reference ; advantages are whitened over the batch's tokens; the value loss is
+clipped. The critic (zero head, own optimiser) is a separate network that starts as the policy or, with `critic:
+shared`, a head on the policy's hidden states, whose trunk follows eq. 9: policy loss + value_loss_weight * value loss.
+Losses are means over all tokens of a minibatch. A completion cut by the token limit is terminal, like any other.
+Departure: RLHF's adaptive KL coefficient is a setting of the run (`kl.schedule: adaptive`).
 """
 
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from algorithms._advantages import generalised_advantages, token_rewards
-from algorithms._losses import KLEstimator, clipped_surrogate, policy_metrics, token_mean_weights, token_ratio
-from harness.interfaces import Algorithm
+from algorithms._losses import KLEstimator, clipped_square, policy_metrics, token_mean_weights, token_ratio
+from algorithms._surrogate import Clip
 from harness.tensors import whiten
 from harness.types import Batch, PolicyOutput
 
 
-class PPO(Algorithm):
+class PPO(Clip):
     """Clipped surrogate on GAE advantages from a critic, KL in the reward (RLHF's PPO)."""
 
     needs_critic: ClassVar[bool] = True
     objective: ClassVar[Mapping[str, str]] = {
         "advantage": "GAE(gamma, gae_lambda) from the critic, whitened over the batch's tokens (whiten_advantages)",
         "aggregation": "mean over all tokens",
-        "clip": "ratio of each token, 1 - clip_epsilon to 1 + clip_epsilon",
+        "clip": "ratio of each token, 1 - clip_epsilon to 1 + clip_epsilon_high, at most ratio_bound",
         "kl": "kl_beta * kl_estimator to the reference, in the reward of each token",
         "correction": "none",
     }
 
     name: Literal["ppo"] = "ppo"
-    clip_epsilon: float = Field(0.2, gt=0, lt=1, description="binds only when a batch gets more than one update")
     kl_beta: float = Field(0.01, ge=0, description="weight of the KL to the frozen reference, in the reward; 0: none")
     kl_estimator: KLEstimator = Field(default="k1", description="per-token estimate of that KL")
     gamma: float = Field(default=1.0, ge=0, le=1, description="discount per token")
@@ -45,14 +42,8 @@ class PPO(Algorithm):
     whiten_advantages: bool = Field(default=True, description="mean 0 and variance 1 over the tokens of a batch")
     value_clip: float = Field(0.2, gt=0, description="how far a value may move from the rollout's in the value loss")
     entropy_bonus: float = Field(0.0, ge=0, description="weight of the mean token entropy, added to the objective")
-    critic: Literal["separate", "shared"] = Field(
-        default="separate", description="a network of its own, or a value head on the policy's trunk"
-    )
-    value_loss_weight: float = Field(
-        default=1.0,
-        gt=0,
-        description="of half the squared error; matters for a shared trunk, hardly to AdamW otherwise",
-    )
+    critic: Literal["separate", "shared"] = Field("separate", description="own network, or a head on the policy's")
+    value_loss_weight: float = Field(1.0, gt=0, description="of half the squared error; matters for a shared trunk")
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -77,15 +68,11 @@ class PPO(Algorithm):
         return batch.replace(advantages_BT=advantages, returns_BT=returns)
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
-        weight, returns = batch.loss_weight_BT, batch.returns_BT
-        values, old_values = policy.values_BT, batch.values_BT
+        weight, returns, values, old_values = batch.loss_weight_BT, batch.returns_BT, policy.values_BT, batch.values_BT
         assert weight is not None and values is not None and old_values is not None and returns is not None
-        assert batch.advantages_BT is not None
-        per_token, clipped = clipped_surrogate(token_ratio(batch, policy), batch.advantages_BT, self.clip_epsilon)
+        per_token, clipped = self.clipped(token_ratio(batch, policy), batch)
         policy_loss = (weight * (per_token - self.entropy_bonus * policy.entropy_BT)).sum()
-        near = old_values + (values - old_values).clamp(-self.value_clip, self.value_clip)
-        squared = torch.maximum((values - returns) ** 2, (near - returns) ** 2)
-        critic_loss = 0.5 * (weight * squared).sum()
+        critic_loss = 0.5 * (weight * clipped_square(values, old_values, returns, self.value_clip)).sum()
         metrics = {"policy/loss": policy_loss.detach(), "critic/loss": critic_loss.detach()}
         return policy_loss + self.value_loss_weight * critic_loss, metrics | policy_metrics(batch, policy, clipped)
 

@@ -190,12 +190,14 @@ class Batch:
     lengths_B            int64, prompt plus completion tokens of each row
     sampler_logprobs_BT  float32 nats, the engine's; 0 outside the completion
     rewards_B            float32, the sum of each row's rewards; `rewards_PG` is the group view of a whole batch
+    greedy_rewards_B     float32, the reward of the greedy completion of each row's prompt, or None where none is drawn
     step_rewards_BT, step_ends_BT      float32 and bool: every reward of a row at the token that earned it, that of
                          the outcome at the last token; None where only the outcome is rewarded
     group_size           G; rows p*G .. p*G+G-1 belong to prompt p (only until rows are selected)
     old_logprobs_BT, ref_logprobs_BT   float32 nats, or None where the objective needs none
     values_BT            float32, the critic's value of the state in which token t was chosen, or None
     advantages_BT, returns_BT          float32, or None before `Algorithm.advantages`
+    held_BT              bool, tokens whose moves an objective penalises (KL-Cov), or None
     loss_weight_BT       float32, weight of each token in the loss; sums to 1 over a minibatch, so that the loss does
                          not depend on how the minibatch is split, sorted or padded
     """
@@ -206,6 +208,7 @@ class Batch:
     sampler_logprobs_BT: Tensor
     rewards_B: Tensor
     group_size: int
+    greedy_rewards_B: Tensor | None = None
     step_rewards_BT: Tensor | None = None
     step_ends_BT: Tensor | None = None
     old_logprobs_BT: Tensor | None = None
@@ -213,6 +216,7 @@ class Batch:
     values_BT: Tensor | None = None
     advantages_BT: Tensor | None = None
     returns_BT: Tensor | None = None
+    held_BT: Tensor | None = None
     loss_weight_BT: Tensor | None = None
 
     def __len__(self) -> int:

@@ -10,13 +10,23 @@ from test_objectives import batch_of
 
 from algorithms.cispo import CISPO
 from algorithms.dapo import DAPO
+from algorithms.dppo import DPPO
 from algorithms.dr_grpo import DrGRPO
+from algorithms.gmpo import GMPO
 from algorithms.grpo import GRPO
 from algorithms.gspo import GSPO
+from algorithms.kl_cov import KLCov
+from algorithms.lite_ppo import LitePPO
+from algorithms.maxrl import MaxRL
 from algorithms.online_dpo import OnlineDPO
+from algorithms.opo import OPO
+from algorithms.pass_at_k import PassAtK
 from algorithms.ppo import PPO
 from algorithms.reinforce_plus_plus import ReinforcePlusPlus
+from algorithms.remax import ReMax
+from algorithms.rgra import RGRA
 from algorithms.rloo import RLOO
+from algorithms.sapo import SAPO
 from harness.spec.run import parse_run
 from harness.training.scoring import score
 from harness.types import PolicyOutput
@@ -304,3 +314,177 @@ def test_whole_answer_algorithms_count_the_rewards_of_steps_with_their_total():
         assert one is not None and other is not None
         assert torch.equal(one, other)
     assert not torch.equal(*(GRPO().advantages(b).advantages_BT for b in (batch, dense)))
+
+
+def credit(algorithm, batch):
+    """The advantages of the first token of every row."""
+    advantages = algorithm.advantages(batch).advantages_BT
+    assert advantages is not None
+    return advantages[:, 0].tolist()
+
+
+def moved_tokens(algorithm, ratios, advantages, old=-1.0):
+    """(loss, gradient, clip fraction) of one row per advantage, whose tokens have these probability ratios."""
+    ratio = torch.tensor(ratios)
+    batch = batch_of([[1] * ratio.shape[1]] * len(ratios), [0.0] * len(ratios), len(ratios))
+    batch = batch.replace(old_logprobs_BT=torch.full(ratio.shape, old))
+    loss, gradient, metrics = loss_and_gradient(algorithm, weighted(algorithm, batch, advantages), old + ratio.log())
+    return loss, gradient.tolist(), metrics["policy/clip_fraction"].item()
+
+
+def test_maxrl_divides_by_the_mean_so_that_rare_right_answers_count_more():
+    # means 1/4, 3/4 and 0: (1 - 1/4) / (1/4) = 3 and -1; (1 - 3/4) / (3/4) = 1/3 and -1; no right answer: 0
+    batch = batch_of([[1]] * 12, [1.0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0], 4)
+    assert credit(MaxRL(), batch) == approx([3, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1, 0, 0, 0, 0])
+
+
+def test_maxrl_takes_a_mean_that_is_not_positive_for_no_success():
+    assert credit(MaxRL(), batch_of([[1]] * 4, [0.5, -1.0, 0.5, -0.5], 2)) == [0, 0, 0, 0]
+
+
+def test_opos_baseline_weighs_rewards_by_length():
+    # lengths 3 and 1, rewards 1 and 0: baseline 3/4, so 1/4 and -3/4; sums over tokens 3/4 and -3/4 cancel
+    batch = batch_of([[1, 1, 1], [1, 0, 0]], [1.0, 0.0], 2)
+    assert credit(OPO(), batch) == approx([0.25, -0.75])
+
+
+def test_lite_ppo_divides_by_the_deviation_of_the_batch():
+    # means 1/2 and 1; all rewards 1 0 1 1: mean 3/4, variance (3/16 + 9/16) / 3 = 1/4, so +-1/2 / 1/2
+    batch = batch_of([[1]] * 4, [1.0, 0.0, 1.0, 1.0], 2)
+    assert credit(LitePPO(std_floor=1e-12), batch) == approx([1, -1, 0, 0])
+    assert credit(GRPO(std_floor=1e-12), batch) == approx([0.5**0.5, -(0.5**0.5), 0, 0])
+    assert credit(GRPO(std_floor=1e-12, std_over="batch"), batch) == credit(LitePPO(std_floor=1e-12), batch)
+
+
+def test_the_batchs_deviation_of_step_rewards_is_that_of_all_steps():
+    # steps 1, 0 in one group and 1, 1 in the other: as the rewards of the test before
+    ends = torch.tensor([[True], [True], [True], [True]])
+    steps = torch.tensor([[1.0], [0.0], [1.0], [1.0]])
+    batch = batch_of([[1]] * 4, [9.0] * 4, 2, step_rewards_BT=steps, step_ends_BT=ends)
+    assert credit(LitePPO(std_floor=1e-12), batch) == approx([1, -1, 0, 0])
+
+
+def test_gmpo_clips_each_tokens_log_ratio_before_the_mean():
+    # log-ratios 1 and 0.2, cut at 0.4: mean 0.3 for A > 0, where the first token is cut; 0.6 for A < 0, where none is
+    for advantage, nats, first in ((1.0, 0.3, 0.0), (-1.0, 0.6, 1.0)):
+        loss, gradient, clipped = moved_tokens(GMPO(), [[math.e, math.exp(0.2)]], [advantage])
+        assert loss == approx(-advantage * math.exp(nats))
+        assert gradient[0] == approx([-advantage * math.exp(nats) / 2 * first, -advantage * math.exp(nats) / 2])
+        assert clipped == approx(0.5 * (advantage > 0))
+
+
+def test_sapos_gate_has_slope_one_on_policy_and_fades_faster_below():
+    # tau 1 and 2. On policy: value 2 / tau, slope 1. At a ratio of 2: slope 4 s(tau) (1 - s(tau)), times the ratio 2
+    algorithm = SAPO(tau_positive=1.0, tau_negative=2.0)
+    loss, gradient, clipped = moved_tokens(algorithm, [[1.0], [1.0]], [1.0, -1.0])
+    assert loss == approx((-2 + 1) / 2)
+    assert [row[0] for row in gradient] == approx([-0.5, 0.5])
+    assert clipped == 0
+    _, gradient, _ = moved_tokens(algorithm, [[2.0], [2.0]], [1.0, -1.0])
+    s1, s2 = (1 / (1 + math.exp(-tau)) for tau in (1, 2))
+    assert [row[0] for row in gradient] == approx([-4 * s1 * (1 - s1), 4 * s2 * (1 - s2)])
+
+
+def test_dppo_goes_by_probability_where_a_clip_goes_by_the_ratio():
+    # a rare token of probability 0.01 may grow eightfold (moved by 0.07); one of 0.5 may not grow by 0.2
+    algorithm = DPPO(loss_denominator=1)
+    assert moved_tokens(algorithm, [[8.0]], [1.0], math.log(0.01)) == (approx(-8), [approx([-8.0])], 0)
+    assert moved_tokens(algorithm, [[1.4]], [1.0], math.log(0.5)) == (0, [[0]], 1)
+    assert moved_tokens(algorithm, [[1.4]], [-1.0], math.log(0.5)) == (approx(1.4), [approx([1.4])], 0)  # comes back
+    assert moved_tokens(algorithm, [[0.6]], [-1.0], math.log(0.5)) == (0, [[0]], 1)
+
+
+def test_dppo_may_bound_the_weight_and_measure_nats():
+    # KL of 1/2 against 0.6: 0.5 log(5/6) + 0.5 log(5/4) = 0.0204; of 0.01 against 0.08: 0.0486
+    assert 0.5 * math.log(0.5 / 0.6) + 0.5 * math.log(0.5 / 0.4) == pytest.approx(0.0204, abs=1e-4)
+    near, far = (DPPO(loss_denominator=1, divergence="kl", divergence_bound=b) for b in (0.021, 0.020))
+    assert moved_tokens(near, [[1.2]], [1.0], math.log(0.5))[2] == 0
+    assert moved_tokens(far, [[1.2]], [1.0], math.log(0.5))[2] == 1
+    bounded = DPPO(loss_denominator=1, weight_max=3.0)
+    assert moved_tokens(bounded, [[8.0]], [1.0], math.log(0.01)) == (approx(-3), [approx([-3.0])], 0)
+
+
+def test_rgra_never_asks_how_far_a_token_has_moved():
+    # A * log-prob over two tokens: -(log-probs) / 2 for A = 1, and a slope of -1/2 each
+    loss, gradient, clipped = moved_tokens(RGRA(), [[100.0, 0.01]], [1.0])
+    assert loss == approx(1.0)  # (1 - log 100 + 1 + log 100) / 2
+    assert gradient[0] == approx([-0.5, -0.5])
+    assert clipped == 0
+
+
+def test_kl_cov_holds_the_token_that_would_cost_most_entropy():
+    # advantages 1 and -1, old log-probs -1 -3 and -1 -3 (mean -2): covariances 1 -1 and -1 1; a quarter is one token
+    algorithm = KLCov(covariance_share=0.25, penalty=0.5, std_floor=1e-12)
+    old = torch.tensor([[-1.0, -3.0], [-1.0, -4.0]])  # mean -2.25: 1.25 -0.75 and -1.25 1.75, so the last is held
+    batch = weighted(algorithm, batch_of([[1, 1], [1, 1]], [1.0, 0.0], 2, old_logprobs_BT=old))
+    assert batch.held_BT is not None
+    assert batch.held_BT.tolist() == [[False, False], [False, True]]
+    a = 0.5**0.5
+    loss, gradient, _ = loss_and_gradient(algorithm, batch, old + math.log(2))
+    assert loss == approx((-2 * a * 2 + 2 * a * 2 + 0.5 * math.log(2)) / 4)
+    assert gradient.tolist() == [approx([-a / 2, -a / 2]), approx([a / 2, a / 2 + 0.125])]
+
+
+def test_pass_at_k_pays_the_best_answer_its_lead():
+    # 3 1 2: 3 - 2; a tie and equal rewards: nothing
+    batch = batch_of([[1]] * 9, [3.0, 1.0, 2.0, 1.0, 0.0, 1.0, 0.5, 0.5, 0.5], 3)
+    assert credit(PassAtK(), batch) == approx([1, 0, 0, 0, 0, 0, 0, 0, 0])
+
+
+def test_remax_compares_with_the_greedy_answer():
+    batch = batch_of([[1]] * 4, [1.0, 0.0, 1.0, 0.0], 2, greedy_rewards_B=torch.tensor([0.0, 0.0, 1.0, 1.0]))
+    assert credit(ReMax(), batch) == approx([1, 0, 0, -1])
+
+
+@pytest.mark.parametrize("algorithm", [GRPO(kl_beta=0, ratio_bound=3), PPO(kl_beta=0, ratio_bound=3)])
+def test_a_bound_on_the_ratio_holds_bad_answers_that_became_likely(algorithm):
+    # A = -1: a ratio of 2 counts as it is, 5 as 3 and without gradient; A = 1: the clip at 1.2 comes first
+    tensors = {"values_BT": torch.zeros(1, 1), "returns_BT": torch.zeros(1, 1), "old_logprobs_BT": torch.zeros(1, 1)}
+    for ratio, advantage, loss, slope in ((2, -1.0, 2, 2), (5, -1.0, 3, 0), (5, 1.0, -1.2, 0)):
+        batch = weighted(algorithm, batch_of([[1]], [0.0], 1, **tensors), [advantage])
+        _, gradient, metrics = loss_and_gradient(algorithm, batch, torch.tensor([[math.log(ratio)]]))
+        assert metrics["policy/loss"].item() == approx(loss)
+        assert gradient[0].tolist() == approx([slope])
+        assert metrics["policy/clip_fraction"].item() == (slope == 0)
+
+
+def test_a_bound_below_the_clip_is_refused():
+    with pytest.raises(
+        ValueError, match=r"algorithm.ratio_bound must be at least the upper clip, 1.28, got 1.2; raise"
+    ):
+        DAPO(ratio_bound=1.2)
+
+
+def test_the_divergence_may_be_weighed_by_the_ratio():
+    # ratio 2, log-ratio to the reference log 2: k3 = 1/2 - 1 + log 2, times 2; slope 2 (k3 + 1 - 1/2), times beta 0.5
+    algorithm = GRPO(kl_beta=0.5, kl_importance_weighted=True)
+    now = torch.tensor([[-1.0]])
+    batch = batch_of([[1]], [0.0], 1, old_logprobs_BT=now - math.log(2), ref_logprobs_BT=now - math.log(2))
+    loss, gradient, _ = loss_and_gradient(algorithm, weighted(algorithm, batch, [0.0]), now)
+    k3 = math.log(2) - 0.5
+    assert loss == approx(0.5 * 2 * k3)
+    assert gradient[0].tolist() == approx([0.5 * 2 * (k3 + 0.5)])
+
+
+def test_reinforce_plus_plus_discounts_the_reward_to_go():
+    # gamma 1/2, reward 1 on the last of two tokens: 1/2 and 1, mean 3/4, deviation 1/4
+    advantages = ReinforcePlusPlus(kl_beta=0, gamma=0.5).advantages(batch_of([[1, 1]], [1.0], 1)).advantages_BT
+    assert advantages is not None
+    assert advantages[0].tolist() == approx([-1, 1])
+
+
+def test_reinforce_plus_plus_may_take_the_groups_mean_first():
+    # means 1/2 and 3: +-1/2 and +-1; variance 5/8 over four tokens. Without: 1 0 4 2
+    batch = batch_of([[1]] * 4, [1.0, 0.0, 4.0, 2.0], 2)
+    scale = math.sqrt(5 / 8)
+    algorithm = ReinforcePlusPlus(kl_beta=0, baseline="group")
+    assert credit(algorithm, batch) == approx([0.5 / scale, -0.5 / scale, 1 / scale, -1 / scale])
+    dense = batch.replace(step_rewards_BT=batch.rewards_B[:, None], step_ends_BT=torch.ones(4, 1) > 0)
+    assert credit(algorithm, dense) == approx(credit(algorithm, batch))
+    equal = batch_of([[1]] * 14, [0.1] * 7 + [0.3] * 7, 7)  # the float32 means of sevens are not exact
+    assert credit(algorithm, equal) == [0] * 14
+
+
+def test_a_group_of_one_has_no_mean_of_others():
+    with pytest.raises(ValueError, match=r"group_size must be at least 2 with algorithm.baseline=group, got 1"):
+        ReinforcePlusPlus(group_size=1, baseline="group")

@@ -14,13 +14,23 @@ import torch.nn.functional as F
 
 from algorithms.cispo import CISPO
 from algorithms.dapo import DAPO
+from algorithms.dppo import DPPO
 from algorithms.dr_grpo import DrGRPO
+from algorithms.gmpo import GMPO
 from algorithms.grpo import GRPO
 from algorithms.gspo import GSPO
+from algorithms.kl_cov import KLCov
+from algorithms.lite_ppo import LitePPO
+from algorithms.maxrl import MaxRL
 from algorithms.online_dpo import OnlineDPO
+from algorithms.opo import OPO
+from algorithms.pass_at_k import PassAtK
 from algorithms.ppo import PPO
 from algorithms.reinforce_plus_plus import ReinforcePlusPlus
+from algorithms.remax import ReMax
+from algorithms.rgra import RGRA
 from algorithms.rloo import RLOO
+from algorithms.sapo import SAPO
 from harness.types import Batch, PolicyOutput
 
 STOP = 2
@@ -71,6 +81,13 @@ class Bandit:
         for chosen in itertools.product(range(len(p)), repeat=size):
             yield chosen, math.prod(p[i] for i in chosen)
 
+    def greedy(self):
+        """The number of the completion that takes the likeliest token every time."""
+        y = ()
+        while y not in self.completions:
+            y = (*y, int(self.logits[self.row_of[y]].argmax()))
+        return self.completions.index(y)
+
     def padded(self, logits, chosen):
         """[G, T] token log-probs; column 0 is the prompt."""
         width = 1 + max(map(len, self.completions))
@@ -88,6 +105,7 @@ class Bandit:
             sampler_logprobs_BT=old,
             rewards_B=self.rewards[list(chosen)],
             group_size=len(chosen),
+            greedy_rewards_B=self.rewards[self.greedy()].expand(len(chosen)) if algorithm.needs_greedy else None,
             old_logprobs_BT=old,
             ref_logprobs_BT=self.padded(self.ref_logits, chosen) if algorithm.needs_reference else None,
             values_BT=torch.zeros(mask.shape, dtype=torch.float64) if algorithm.needs_critic else None,
@@ -275,3 +293,113 @@ def test_only_k2_in_the_loss_has_the_gradient_of_the_divergence_it_estimates():
     assert close(bandit.expected_update(GRPO(kl_beta=1.0, kl_estimator="k2"), 2), reverse)
     assert close(bandit.expected_update(GRPO(kl_beta=1.0, kl_estimator="k3"), 2), forward)
     assert not close(reverse, forward, 1e-3)
+
+
+@pytest.mark.parametrize("algorithm", [RGRA(kl_beta=0.0), SAPO(), GMPO()], ids=lambda a: a.name)
+def test_without_a_clip_that_binds_the_first_update_is_that_of_grpo(algorithm):
+    bandit = Bandit(2, stops=True)
+    assert close(bandit.expected_update(algorithm, 2), bandit.expected_update(GRPO(kl_beta=0.0), 2))
+
+
+def test_kl_cov_on_policy_is_grpo_over_all_tokens():
+    bandit = Bandit(2, stops=True)
+    plain = bandit.expected_update(DAPO(), 2)
+    assert close(bandit.expected_update(KLCov(covariance_share=0.5), 2), plain)
+    moved = bandit.expected_update(KLCov(covariance_share=0.5), 2, sampled_from=bandit.other_logits)
+    free = bandit.expected_update(KLCov(penalty=0.0), 2, sampled_from=bandit.other_logits)
+    assert not close(moved, free, 1e-3)
+
+
+def test_lite_ppo_is_biased_by_the_deviation_of_the_batch_as_stated():
+    bandit = Bandit(2, stops=True)  # one group is the batch here, whose deviation is then the group's
+
+    def coefficients(rewards, lengths):
+        return [a / sum(lengths) for a in standardised(rewards)]
+
+    assert close(bandit.expected_update(LitePPO(), 3), bandit.expectation(coefficients, 3))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_dppo_on_policy_is_dr_grpo(size):
+    bandit = Bandit(2, stops=True)
+    truth = bandit.gradient(bandit.expected_reward())
+    assert close(bandit.expected_update(DPPO(loss_denominator=16), size), (size - 1) / size * truth / 16)
+
+
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+def test_dppo_stays_unbiased_off_policy_while_nothing_is_masked(divergence):
+    # single tokens: the ratio of a completion is that of its token
+    bandit = Bandit(1, stops=True)
+    truth = bandit.gradient(bandit.expected_reward()) / 2 / 16
+    wide = DPPO(loss_denominator=16, divergence=divergence, divergence_bound=10.0)
+    narrow = wide.model_copy(update={"divergence_bound": 1e-4})
+    one, other = (bandit.expected_update(a, 2, sampled_from=bandit.other_logits) for a in (wide, narrow))
+    assert close(one, truth)
+    assert not close(one, other, 1e-4)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_maxrl_climbs_the_first_terms_of_the_log_likelihood(size):
+    # sum over k < G of (1 - p)^(k - 1) * gradient of p, which is the gradient of the sum of pass@k / k
+    bandit = Bandit(2 if size < 4 else 1, stops=True, binary=True)
+    p = bandit.expected_reward()
+    terms = sum(((1 - (1 - p) ** k) / k for k in range(1, size)), torch.zeros(()))
+    truth = bandit.gradient(terms)
+    assert truth.norm() > 0.01
+    assert close(bandit.expected_update(MaxRL(loss_denominator=16), size), truth / 16)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_pass_at_k_climbs_the_expected_best_of_the_group(size):
+    bandit = Bandit(2, stops=True)
+    logp = bandit.logprobs(bandit.logits)
+    best = torch.zeros((), dtype=torch.float64)
+    for chosen, _ in bandit.groups(size):
+        best = best + logp[list(chosen)].sum().exp() * bandit.rewards[list(chosen)].max()
+    truth = bandit.gradient(best)
+    assert truth.norm() > 0.01
+    assert close(bandit.expected_update(PassAtK(loss_denominator=16), size), truth / size / 16)
+
+
+def test_opos_baseline_is_the_mean_reward_of_the_groups_tokens_as_stated():
+    bandit = Bandit(2, stops=True)
+
+    def coefficients(rewards, lengths):
+        baseline = sum(r * n for r, n in zip(rewards, lengths, strict=True)) / sum(lengths)
+        return [(r - baseline) / 16 / len(rewards) for r in rewards]
+
+    assert close(bandit.expected_update(OPO(loss_denominator=16), 3), bandit.expectation(coefficients, 3))
+    even = Bandit(2)  # completions of one length: Dr. GRPO
+    assert close(even.expected_update(OPO(), 3), even.expected_update(DrGRPO(), 3))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_remax_is_unbiased_whatever_the_lengths(size):
+    bandit = Bandit(2, stops=True)
+    truth = bandit.gradient(bandit.expected_reward())
+    assert close(bandit.expected_update(ReMax(loss_denominator=16), size), truth / 16)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_weighed_by_the_ratio_the_divergence_has_its_true_gradient_off_policy_too(estimator):
+    # Equal rewards, single tokens sampled by another policy: the gradient of KL(policy, reference).
+    bandit = Bandit(1)
+    bandit.rewards = torch.ones_like(bandit.rewards)
+    logp, ref = F.log_softmax(bandit.logits, dim=-1), F.log_softmax(bandit.ref_logits, dim=-1)
+    reverse = -bandit.gradient((logp.exp() * (logp - ref)).sum())
+    algorithm = GRPO(kl_beta=1.0, kl_estimator=estimator, kl_importance_weighted=True)
+    for sampled_from in (None, bandit.other_logits):
+        assert close(bandit.expected_update(algorithm, 2, sampled_from=sampled_from), reverse)
+
+
+def test_reinforce_plus_plus_with_the_group_baseline_is_biased_by_its_deviation_as_stated():
+    bandit = Bandit(2, stops=True)
+
+    def coefficients(rewards, lengths):
+        centred = [r - sum(rewards) / len(rewards) for r in rewards]
+        mean, total = sum(a * n for a, n in zip(centred, lengths, strict=True)) / sum(lengths), sum(lengths)
+        variance = sum(n * (a - mean) ** 2 for a, n in zip(centred, lengths, strict=True)) / total
+        return [(a - mean) / math.sqrt(variance + 1e-8) / total for a in centred]
+
+    update = bandit.expected_update(ReinforcePlusPlus(kl_beta=0.0, baseline="group"), 2)
+    assert close(update, bandit.expectation(coefficients, 2))

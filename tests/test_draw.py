@@ -98,6 +98,45 @@ def test_a_step_with_enough_unequal_groups_samples_one_batch_as_without_dynamic_
     assert steps[0] == steps[1]
 
 
+def test_a_greedy_answer_of_each_prompt_is_rewarded_charged_and_not_trained_on(tmp_path):
+    # sample 0 is the only one of the greedy group: right for every third prompt
+    run, prompts, place = scripted_run(tmp_path, 8, lambda i: i % 3 == 0, algorithm={"name": "remax", "group_size": 2})
+    asked = []
+    generate = run.engine.generate
+
+    def listening(prompts, group_size, sampling, **keys):
+        asked.append((len(prompts), group_size, sampling.temperature, sampling.max_tokens))
+        return generate(prompts, group_size, sampling, **keys)
+
+    run.engine.generate = listening  # pyright: ignore
+    drawn, _ = sample_groups(run, prompts, 0, Clock())
+    limit = run.spec.max_tokens
+    assert asked == [(4, 2, 1.0, limit), (4, 1, 0.0, limit)] * drawn.num_batches
+    assert drawn.num_batches > 1
+    assert [g.prompt for g in drawn.greedy] == [g.prompt for g in drawn.groups]
+    assert list(drawn.greedy_rewards) == [float(place[g.prompt.id] % 3 == 0) for g in drawn.groups]
+    chosen = drawn.trained_on(4)
+    assert chosen.greedy_rewards == (1.0,) * 4
+    assert [g.prompt for g in chosen.greedy] == [g.prompt for g in chosen.groups]
+    metrics, rows = train_step(run, prompts, 0)
+    every = [r for g in (*drawn.groups, *drawn.greedy) for r in g.rollouts]
+    assert metrics["train/rollouts"] == run.totals.rollouts == 12 * drawn.num_batches == len(every)
+    assert metrics["train/generated_tokens"] == sum(len(r.token_ids) for r in every)
+    assert metrics["reward/greedy"] == pytest.approx(sum(drawn.greedy_rewards) / len(drawn.groups))
+    assert metrics["train/accuracy"] == pytest.approx(metrics["reward/greedy"] / 2)  # of the samples alone
+    assert len(rows) == 8  # samples of prompts, none of them greedy
+
+
+def test_a_greedy_baseline_is_what_the_policy_would_say_without_noise(tmp_path):
+    spec = make_spec(1, engine="transformers", algorithm={"name": "remax", "group_size": 2}, sampling={"max_tokens": 8})
+    run, _ = prepare(spec, tmp_path, MemoryLog(), tmp_path, lambda: False)
+    prompts = spec.task.prompts("train")
+    drawn, _ = sample_groups(run, prompts, 0, Clock())
+    greedy = spec.sampling_with_limit().model_copy(update={"temperature": 0.0})
+    again = run.engine.generate([g.prompt for g in drawn.groups], 1, greedy, seed=7, step=99)
+    assert [g.rollouts[0].token_ids for g in drawn.greedy] == [g.rollouts[0].token_ids for g in again]
+
+
 def test_further_prompts_are_new_and_keyed_by_seed_step_and_attempt():
     prompts = [Prompt(str(i), str(i), "") for i in range(12)]
     drawn = [str(i) for i in range(5)]

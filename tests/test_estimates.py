@@ -75,6 +75,13 @@ def test_a_budget_counts_trials_steps_rollouts_and_tokens(tmp_path: Path):
     assert found["seconds"] is None and found["measured"] == 0
 
 
+def test_greedy_answers_are_budgeted(tmp_path: Path):
+    run = {**a_study().model_dump()["run"], "algorithm": {"name": "remax", "group_size": 8}, "rollouts_per_step": 64}
+    found = budget(Plan(a_study(run=run, factors={}), tmp_path), workers=3)
+    # 1 arm x 2 seeds = 2 trials of 7 steps of 64 rollouts and 8 prompts
+    assert (found["trials"], found["rollouts"]) == (2, 2 * 7 * 72)
+
+
 def test_a_search_is_budgeted_with_all_the_arms_that_it_may_run(tmp_path: Path):
     space = {"optimizer.learning_rate": {"low": 1e-5, "high": 1e-3, "log": True}}
     changes = {"design": "search", "factors": {}, "search": {"space": space, "trials": 5}}

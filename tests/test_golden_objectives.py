@@ -53,6 +53,7 @@ def make_batch(given, algorithm):
         sampler_logprobs_BT=column(given["old"]),
         rewards_B=torch.tensor(given["rewards"], dtype=torch.float64),
         group_size=given["group_size"],
+        greedy_rewards_B=torch.tensor(given["greedy"], dtype=torch.float64).repeat_interleave(given["group_size"]),
         step_rewards_BT=step_rewards,
         step_ends_BT=step_ends,
         old_logprobs_BT=column(given["old"]),

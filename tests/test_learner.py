@@ -39,6 +39,7 @@ def make_batch(policy=None, extra_columns=0):
         lengths_B=lengths,
         sampler_logprobs_BT=torch.zeros(mask.shape),
         rewards_B=torch.tensor([1.0, 0, 0, 1, 1, 1, 0, 1]),
+        greedy_rewards_B=torch.tensor([0.0, 0, 0, 0, 1, 1, 0, 0]),
         group_size=2,
     )
     if policy is None:

@@ -363,6 +363,17 @@ def test_shared_cold_start_budget_and_reward_scale_are_noted() -> None:
     assert found["Rewards that are not accuracy"].startswith("grpo_self_consistency is rewarded for agreeing")
 
 
+def test_completions_beyond_the_budget_of_a_step_are_told() -> None:
+    study = fake_study()
+    more = [
+        dataclasses.replace(trial, summary={**trial.summary, "rollouts": 14400.0}) if trial.arm == "ppo" else trial
+        for trial in study.trials
+    ]
+    told = topics(dataclasses.replace(study, trials=more))["Equal budgets"]
+    assert told.endswith("come on top: grpo drew 12.8k completions per run, ppo 14.4k.")
+    assert "come on top" not in topics(study)["Equal budgets"]
+
+
 def test_arms_that_are_paid_differently_are_told_apart_and_only_standardised_rewards_cancel() -> None:
     arms = [
         dataclasses.replace(arm, algorithm="rloo", settings={"rewards": {"accuracy": {"weight": 1.0}, **more}})

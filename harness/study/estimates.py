@@ -73,7 +73,8 @@ def budget(plan: Plan, workers: int) -> dict[str, Any]:
         spec = arm.spec
         rates = measured.get(_shape(spec.model_dump(mode="json")), [])
         samples += len(rates)
-        rollouts = spec.steps * spec.rollouts_per_step
+        greedy = spec.prompts_per_step if spec.algorithm.needs_greedy else 0
+        rollouts = spec.steps * (spec.rollouts_per_step + greedy)
         arms.append({
             "arm": arm.label, "overrides": dict(arm.overrides), "trials": trials, "steps": spec.steps,
             "rollouts": rollouts, "generated_tokens_bound": rollouts * spec.max_tokens,

@@ -11,11 +11,15 @@ from harness.types import Batch, GradedGroup, Group
 
 
 def collate(
-    groups: Sequence[Group], rewards: Sequence[Sequence[float]], earned: Sequence[Mapping[int, float]] | None = None
+    groups: Sequence[Group],
+    rewards: Sequence[Sequence[float]],
+    earned: Sequence[Mapping[int, float]] | None = None,
+    greedy: Sequence[float] = (),
 ) -> Batch:
     """The rows of all groups, right-padded to the longest; rewards [P][G].
 
-    `earned` holds for each row {completion token: reward}, where rewards are not all earned by the last token.
+    `earned` holds for each row {completion token: reward}, where rewards are not all earned by the last token; `greedy`
+    the reward [P] of each prompt's greedy completion, where one is drawn.
     """
     rows = [(g.prompt_token_ids, r) for g in groups for r in g.rollouts]
     tokens = pad_right([prompt + r.token_ids for prompt, r in rows], torch.int64)
@@ -35,6 +39,7 @@ def collate(
         sampler_logprobs_BT=pad_right([[0.0] * len(p) + list(r.logprobs) for p, r in rows], torch.float32),
         rewards_B=torch.tensor([value for group in rewards for value in group], dtype=torch.float32),
         group_size=len(groups[0].rollouts),
+        greedy_rewards_B=torch.tensor(greedy).repeat_interleave(len(groups[0].rollouts)) if greedy else None,
     )
 
 

@@ -42,12 +42,16 @@ def sample_groups(run: Run, prompts: Sequence[Prompt], step: int, clock: Clock) 
             chosen = further_prompts(prompts, spec.seed, step, attempt, count, [g.prompt.id for g in drawn.groups])
         with mixed_precision(resolve_device(spec.device), spec.autocast):
             groups = ranks.shared(chosen, partial(_generate, run, step))
+            greedy = ranks.shared(chosen, partial(_generate_greedy, run, step)) if spec.algorithm.needs_greedy else []
         is_last = attempt == budget - 1
         if is_last:
             before = _rest(run, groups)
         clock.lap("generate")
         graded = ranks.shared(groups, lambda part: grade(spec.task, part, spec.max_tokens))
         drawn = ranks.same(partial(drawn.with_batch, spec.rewards, groups, graded))
+        if greedy:
+            graded = ranks.shared(greedy, lambda part: grade(spec.task, part, spec.max_tokens))
+            drawn = ranks.same(partial(drawn.with_greedy, spec.rewards, greedy, graded))
         clock.lap("grade")
         if drawn.num_kept >= count or len(drawn.groups) >= len(prompts):
             if not is_last:
@@ -62,6 +66,13 @@ def _generate(run: Run, step: int, prompts: Sequence[Prompt]) -> list[Group]:
     return run.engine.generate(
         prompts, spec.algorithm.group_size, spec.sampling_with_limit(), seed=spec.seed, step=step
     )
+
+
+def _generate_greedy(run: Run, step: int, prompts: Sequence[Prompt]) -> list[Group]:
+    """Groups of one: what the policy would say without noise, under the limits of the step's other completions."""
+    spec = run.spec
+    sampling = spec.sampling_with_limit().model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0})
+    return run.engine.generate(prompts, 1, sampling, seed=spec.seed, step=step)
 
 
 def _rest(run: Run, groups: Sequence[Group]) -> Probe | None:
@@ -101,6 +112,8 @@ class Drawn:
     scores: Scores = field(default_factory=lambda: Scores([], None, None, {}, {}))
     num_batches: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
+    greedy: tuple[Group, ...] = ()  # of one completion for each of `groups`, if the algorithm needs them
+    greedy_rewards: tuple[float, ...] = ()
 
     def with_batch(
         self, rewards: Mapping[str, Reward], groups: Sequence[Group], graded: Sequence[GradedGroup]
@@ -112,6 +125,13 @@ class Drawn:
         return replace(
             self, groups=(*self.groups, *groups), graded=all_graded, scores=scores, num_batches=self.num_batches + 1
         )
+
+    def with_greedy(
+        self, rewards: Mapping[str, Reward], groups: Sequence[Group], graded: Sequence[GradedGroup]
+    ) -> Drawn:
+        """These and the greedy completions of the batch added last, each of which earns `rewards` on its own."""
+        earned = [total for (total,) in score(rewards, graded).totals]
+        return replace(self, greedy=(*self.greedy, *groups), greedy_rewards=(*self.greedy_rewards, *earned))
 
     def with_metrics(self, count: int) -> Drawn:
         """With counts of dynamic sampling for a step of `count` groups: `sampling/batches`, `sampling/kept_groups`
@@ -136,6 +156,8 @@ class Drawn:
             groups=tuple(self.groups[p] for p in index),
             graded=tuple(self.graded[p] for p in index),
             scores=self.scores.pick(index),
+            greedy=tuple(self.greedy[p] for p in index if self.greedy),
+            greedy_rewards=tuple(self.greedy_rewards[p] for p in index if self.greedy),
         )
 
 

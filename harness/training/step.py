@@ -5,6 +5,8 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from harness.files import write_text
 from harness.policy.device import resolve_device
 from harness.training import ranks
@@ -27,7 +29,8 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
     unparsable = _num_unparsable(run)
     drawn, before = sample_groups(run, prompts, step, clock)  # generate, grade, score
     chosen = drawn.trained_on(spec.prompts_per_step)
-    batch = collate(chosen.groups, chosen.scores.totals, events(chosen.groups, chosen.scores, run.codec.tokenizer))
+    earned = events(chosen.groups, chosen.scores, run.codec.tokenizer)
+    batch = collate(chosen.groups, chosen.scores.totals, earned, chosen.greedy_rewards)
     batch = batch.to(resolve_device(spec.device))
     scheduled = learner.begin_step(step, _kl_beta(run, step))
     batch = learner.annotate(batch, sampler_is_exact=engine.exact_logprobs)
@@ -48,10 +51,11 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
         rollout_metrics(drawn.graded, drawn.scores.totals),
         drawn.scores.metrics,
         drawn.metrics,
+        {"reward/greedy": float(np.mean(drawn.greedy_rewards))} if drawn.greedy else {},
         group_metrics(batch, run.gates),
         {} if unparsable is None else {"grading/unparsable": (_num_unparsable(run) or 0) - unparsable},
         clock.metrics(),
-        _charge(run, drawn.groups, clock),
+        _charge(run, (*drawn.groups, *drawn.greedy), clock),
     )
     rows = (drawn.groups, drawn.graded, drawn.scores.totals, drawn.scores.parts)
     if ranks.rank() == 0 and spec.checkpoints.rollouts_every and step % spec.checkpoints.rollouts_every == 0:

@@ -70,7 +70,7 @@ def notes(analysis: Analysis) -> list[_Note]:
         *_clip_notes(specs),
         *_reward_notes(specs),
         _cold_start_note(specs),
-        _budget_note(specs),
+        _budget_note(analysis, specs),
         _token_note(analysis),
         _evaluation_note(analysis, specs),
         _selection_note(analysis),
@@ -179,7 +179,8 @@ def _same_but_for_clipping(specs: _Specs) -> list[list[str]]:
     groups: dict[str, list[str]] = {}
     for arm, spec in specs.items():
         kept = {key: value for key, value in spec.items() if key not in ("seed", "algorithm")}
-        algorithm = {k: v for k, v in setting(spec, "algorithm", {}).items() if not k.startswith("clip_epsilon")}
+        settings = setting(spec, "algorithm", {})
+        algorithm = {k: v for k, v in settings.items() if not k.startswith("clip_") and k != "ratio_bound"}
         groups.setdefault(repr((sorted(kept.items()), sorted(algorithm.items()))), []).append(arm)
     return [arms for arms in groups.values() if len(arms) > 1]
 
@@ -239,7 +240,7 @@ def _cold_start_note(specs: _Specs) -> _Note | None:
     )
 
 
-def _budget_note(specs: _Specs) -> _Note:
+def _budget_note(analysis: Analysis, specs: _Specs) -> _Note:
     rollouts = set(_values(specs, "rollouts_per_step").values())
     steps = set(_values(specs, "steps").values())
     if len(rollouts) == 1 and len(steps) == 1:
@@ -248,6 +249,13 @@ def _budget_note(specs: _Specs) -> _Note:
         text = f"All arms draw {each} per step for {length}."
         if len(groups) > 1:
             text += " A larger group means fewer prompts per step, never more samples."
+        drawn = {arm.label: arm.costs["rollouts"] for arm in analysis.arms if "rollouts" in arm.costs}
+        if len(set(drawn.values())) > 1:
+            least, most = min(drawn, key=drawn.__getitem__), max(drawn, key=drawn.__getitem__)
+            text += (
+                f" Greedy answers and dynamic sampling come on top: {least} drew {wording.quantity(drawn[least])} "
+                f"completions per run, {most} {wording.quantity(drawn[most])}."
+            )
         return "Equal budgets", text
     differing = [name for name, values in (("rollouts_per_step", rollouts), ("steps", steps)) if len(values) > 1]
     return (

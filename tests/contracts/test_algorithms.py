@@ -20,6 +20,7 @@ from fakes import graded_group
 
 GROUP_SIZE = 4
 CLASSES = (0, 0, 1, None, 2, 2, 2, 0, None, None, None, None)
+REWARDS = [1.0, 0, 0, 0.5] * 3  # one best answer in each group, since pass@k pays nothing for a tie
 CORRECT = (True, True, False, False) + (False,) * 8
 
 
@@ -61,6 +62,8 @@ def make_batch(rewards):
         old_logprobs_BT=-noise[0].abs(),
         ref_logprobs_BT=-noise[1].abs(),
         values_BT=0.1 * noise[2],
+        held_BT=torch.zeros_like(mask),
+        greedy_rewards_B=torch.tensor(rewards, dtype=torch.float32).view(-1, GROUP_SIZE)[:, 1].repeat_interleave(4),
     )
 
 
@@ -109,10 +112,10 @@ def test_the_default_rewards_see_gold_only_where_the_algorithm_declares_it(algor
 
 
 def test_rewards_of_steps_reach_the_tokens_before_them(algorithm):
-    batch = make_batch([1.0, 0, 0, 1] * 3)
+    batch = make_batch(REWARDS)
     ends = torch.zeros(12, 7, dtype=torch.bool)
     ends[:, 2] = True  # a step ends at the first completion token of every row
-    rewards = torch.where(ends, torch.tensor([1.0, 0, 0, 1] * 3)[:, None], torch.zeros(12, 7))
+    rewards = torch.where(ends, torch.tensor(REWARDS)[:, None], torch.zeros(12, 7))
     batch = algorithm.advantages(batch.replace(step_rewards_BT=rewards, step_ends_BT=ends))
     assert batch.advantages_BT is not None
     assert torch.isfinite(batch.advantages_BT).all()
@@ -120,7 +123,7 @@ def test_rewards_of_steps_reach_the_tokens_before_them(algorithm):
 
 
 def test_advantages_are_finite_and_zero_outside_the_completions(algorithm):
-    batch = algorithm.advantages(make_batch([1.0, 0, 0, 1] * 3))
+    batch = algorithm.advantages(make_batch(REWARDS))
     assert batch.advantages_BT is not None
     assert torch.isfinite(batch.advantages_BT).all()
     assert batch.advantages_BT[~batch.completion_mask_BT].abs().sum() == 0
@@ -140,7 +143,7 @@ def test_equal_rewards_give_no_policy_gradient_without_a_divergence_term(algorit
 
 
 def test_before_the_first_update_nothing_is_clipped_and_no_ratio_has_moved(algorithm):
-    batch = weighted(algorithm, algorithm.advantages(make_batch([1.0, 0, 0, 1] * 3)))
+    batch = weighted(algorithm, algorithm.advantages(make_batch(REWARDS)))
     _, metrics = algorithm.loss(batch, PolicyOutput(batch.old_logprobs_BT, torch.zeros(12, 7), batch.values_BT))
     assert metrics["policy/clip_fraction"].item() == 0
     assert metrics["kl/old"].item() == 0
@@ -158,6 +161,7 @@ def test_a_large_divergence_weight_outweighs_the_reward(algorithm):
         lengths_B=torch.tensor([3, 3]),
         sampler_logprobs_BT=old,
         rewards_B=torch.tensor([1.0, 0.0]),
+        greedy_rewards_B=torch.zeros(2),
         group_size=2,
         old_logprobs_BT=old,
         ref_logprobs_BT=old - torch.tensor([[1.0], [-1.0]]) * mask,
@@ -180,7 +184,7 @@ def distance_after_training(name, kl_beta, num_steps=8):
     }
     spec, policy = parse_run(raw, "test"), tiny_model(0)
     learner = Learner(spec, policy)
-    fresh = make_batch([1.0, 0, 0, 1] * 3).replace(old_logprobs_BT=None, ref_logprobs_BT=None, values_BT=None)
+    fresh = make_batch(REWARDS).replace(old_logprobs_BT=None, ref_logprobs_BT=None, values_BT=None)
 
     def logprobs():
         with torch.no_grad():
@@ -201,7 +205,7 @@ def test_a_large_divergence_weight_keeps_the_policy_where_the_reference_is(name,
 
 
 def test_a_row_without_completion_is_harmless(algorithm):
-    batch = make_batch([1.0, 0, 0, 1] * 3)
+    batch = make_batch(REWARDS)
     mask = batch.completion_mask_BT.clone()
     mask[0] = False
     tensors = ("sampler_logprobs_BT", "old_logprobs_BT", "ref_logprobs_BT", "values_BT")
@@ -221,7 +225,7 @@ def test_loss_weights_sum_to_one_on_the_completions(algorithm):
 
 
 def test_loss_and_metrics_of_the_parts_add_up_to_the_whole(algorithm):
-    batch = weighted(algorithm, algorithm.advantages(make_batch([1.0, 0, 0, 1] * 3)))
+    batch = weighted(algorithm, algorithm.advantages(make_batch(REWARDS)))
     moved = (batch.sampler_logprobs_BT - 0.05) * batch.completion_mask_BT
 
     def evaluate(part, logprobs):
@@ -252,6 +256,7 @@ def test_a_step_along_the_gradient_makes_better_answers_likelier(algorithm):
         lengths_B=torch.tensor([4, 4]),
         sampler_logprobs_BT=torch.zeros(2, 4),
         rewards_B=torch.tensor([1.0, 0.0]),
+        greedy_rewards_B=torch.zeros(2),
         group_size=2,
         values_BT=torch.zeros(2, 4),
     )
@@ -280,6 +285,12 @@ EFFECTIVE_WEIGHTS = {
         a.kl_beta * GROUP_SIZE / len(mask) * mask
     ),
 }
+
+
+def test_an_algorithm_is_a_file_that_fits_on_two_screens():
+    folder = Path(__file__).resolve().parents[2] / "algorithms"
+    lines = {file.name: len(file.read_text().splitlines()) for file in folder.glob("[!_]*.py")}
+    assert {name: count for name, count in lines.items() if count > 80} == {}
 
 
 def test_the_objective_is_told_by_five_facts(algorithm):
@@ -314,6 +325,7 @@ def test_a_token_that_moved_far_is_clipped_as_the_objective_says(algorithm):
         values_BT=torch.zeros(1, 4),
         advantages_BT=0.5 * mask,
         returns_BT=torch.zeros(1, 4),
+        held_BT=torch.zeros_like(mask),
     )
     moved = old + math.log(100) * torch.tensor([[0, 1, 0, 0]])
     clip = plain.objective["clip"]
@@ -321,6 +333,8 @@ def test_a_token_that_moved_far_is_clipped_as_the_objective_says(algorithm):
         "ratio of each token, ": [0, 1, 1],
         "ratio of each row (geometric mean": [0, 0, 0],
         "weight of each token, ": [1, 1, 1],
+        "gate on the ratio of each token, ": [0, 1, 1],
+        "probability of each token, ": [0, 1, 1],
         "ratio of each row (product": [1, 1, 1],
         "none": [1, 1, 1],
     }
@@ -340,7 +354,7 @@ def test_the_divergence_acts_where_the_objective_says(algorithm):
     assert heavy.needs_reference
     if "implied" not in told:
         assert not algorithm.model_copy(update={"kl_beta": 0.0}).needs_reference
-    batch = make_batch([1.0, 0, 0, 1] * 3)
+    batch = make_batch(REWARDS)
     other = batch.replace(ref_logprobs_BT=batch.ref_logprobs_BT - 0.1 * torch.arange(7) * batch.completion_mask_BT)
     credit = [heavy.advantages(b).advantages_BT for b in (batch, other)]
     assert (not torch.equal(*credit)) == ("reward" in told or "implied" in told)
@@ -351,7 +365,7 @@ def test_the_divergence_acts_where_the_objective_says(algorithm):
 
 def test_without_a_correction_the_samplers_own_logprobs_do_not_matter(algorithm):
     assert algorithm.objective["correction"] == "none"
-    batch = make_batch([1.0, 0, 0, 1] * 3)
+    batch = make_batch(REWARDS)
     other = batch.replace(sampler_logprobs_BT=batch.sampler_logprobs_BT - 1.0)
     one, two = (weighted(algorithm, algorithm.advantages(b)) for b in (batch, other))
     moved = (batch.old_logprobs_BT - 0.05) * batch.completion_mask_BT
@@ -369,7 +383,7 @@ def test_a_learner_step_does_not_depend_on_the_split_into_microbatches(name):
         spec = parse_run(raw, "test")
         policy = tiny_model(0).double()
         learner = Learner(spec, policy)
-        batch = learner.annotate(make_batch([1.0, 0, 0, 1] * 3), sampler_is_exact=False)
+        batch = learner.annotate(make_batch(REWARDS), sampler_is_exact=False)
         batch = weighted(spec.algorithm, spec.algorithm.advantages(batch))
         learner.optimizers = {}  # gradients only
         metrics = learner._optimizer_step(batch, first=True)

@@ -36,11 +36,34 @@ SETTINGS = {
     "reinforce_plus_plus_kl_in_loss": {"name": "reinforce_plus_plus", "kl_beta": 0.05, "kl_placement": "loss",
                                        "kl_estimator": "k2"},
     "online_dpo": {"name": "online_dpo", "kl_beta": 0.5},
+    "grpo_batch_std": {"name": "grpo", "kl_beta": 0.0, "std_over": "batch", "std_floor": 0.01},
+    "grpo_dual_clip": {"name": "grpo", "kl_beta": 0.0, "ratio_bound": 1.5},
+    "grpo_weighted_kl": {"name": "grpo", "kl_beta": 0.1, "kl_importance_weighted": True},
+    "gspo_dual_clip": {"name": "gspo", "clip_epsilon": 0.1, "clip_epsilon_high": 0.1, "ratio_bound": 1.2},
+    "ppo_dual_clip": {"name": "ppo", "kl_beta": 0.05, "clip_epsilon_high": 0.3, "ratio_bound": 1.4},
+    "reinforce_plus_plus_discounted": {"name": "reinforce_plus_plus", "kl_beta": 0.05, "gamma": 0.9},
+    "reinforce_plus_plus_baseline": {"name": "reinforce_plus_plus", "kl_beta": 0.05, "kl_placement": "loss",
+                                     "kl_estimator": "k2", "baseline": "group"},
+    "maxrl": {"name": "maxrl", "loss_denominator": 16.0},
+    "opo": {"name": "opo", "loss_denominator": 16.0},
+    "lite_ppo": {"name": "lite_ppo"},
+    "gmpo": {"name": "gmpo"},
+    "gmpo_narrow": {"name": "gmpo", "clip_log_ratio": 0.1, "kl_beta": 0.05},
+    "sapo": {"name": "sapo"},
+    "sapo_steep": {"name": "sapo", "tau_positive": 2.0, "tau_negative": 3.0},
+    "dppo": {"name": "dppo", "loss_denominator": 16.0},
+    "dppo_kl": {"name": "dppo", "divergence": "kl", "divergence_bound": 0.02, "weight_max": 1.5},
+    "rgra": {"name": "rgra"},
+    "kl_cov": {"name": "kl_cov", "covariance_share": 0.3, "penalty": 0.5},
+    "kl_cov_one_token": {"name": "kl_cov"},
+    "pass_at_k": {"name": "pass_at_k"},
+    "remax": {"name": "remax", "loss_denominator": 16.0, "kl_beta": 0.05},
 }  # fmt: skip
 
 # The defaults of the library that the formulas below need, as their papers or docstrings give them.
 DEFAULTS = {
-    "grpo": {"clip_epsilon": 0.2, "clip_epsilon_high": None, "kl_beta": 0.04, "kl_estimator": "k3", "std_floor": 1e-4},
+    "grpo": {"clip_epsilon": 0.2, "clip_epsilon_high": None, "kl_beta": 0.04, "kl_estimator": "k3", "std_floor": 1e-4,
+             "std_over": "group", "ratio_bound": None, "kl_importance_weighted": False},
     "dr_grpo": {"clip_epsilon": 0.2, "clip_epsilon_high": None, "kl_beta": 0.0, "kl_estimator": "k3",
                 "loss_denominator": 128.0},
     "dapo": {"clip_epsilon": 0.2, "clip_epsilon_high": 0.28, "kl_beta": 0.0, "kl_estimator": "k3", "std_floor": 1e-4},
@@ -49,10 +72,23 @@ DEFAULTS = {
     "rloo": {"clip_epsilon": None, "kl_beta": 0.01},
     "ppo": {"clip_epsilon": 0.2, "kl_beta": 0.01, "kl_estimator": "k1", "gamma": 1.0, "gae_lambda": 1.0,
             "value_clip": 0.2, "entropy_bonus": 0.0, "whiten_advantages": True},
-    "reinforce_plus_plus": {"clip_epsilon": 0.2, "kl_beta": 0.01, "kl_estimator": "k1", "kl_placement": "reward"},
+    "reinforce_plus_plus": {"clip_epsilon": 0.2, "kl_beta": 0.01, "kl_estimator": "k1", "kl_placement": "reward",
+                            "gamma": 1.0, "baseline": "none"},
     "online_dpo": {"kl_beta": 0.1},
 }  # fmt: skip
 DEFAULTS["grpo_self_consistency"] = DEFAULTS["grpo"]
+DEFAULTS["lite_ppo"] = DEFAULTS["grpo"] | {"kl_beta": 0.0, "std_over": "batch"}
+for name in ("maxrl", "opo", "pass_at_k", "remax"):
+    DEFAULTS[name] = DEFAULTS["dr_grpo"]
+STANDARDISED = {"std_floor": 1e-4, "kl_beta": 0.0, "kl_estimator": "k3"}
+DEFAULTS["gmpo"] = {**STANDARDISED, "clip_log_ratio": 0.4}
+DEFAULTS["sapo"] = {**STANDARDISED, "tau_positive": 1.0, "tau_negative": 1.05}
+DEFAULTS["rgra"] = {**STANDARDISED, "kl_beta": 0.04}
+DEFAULTS["kl_cov"] = {**STANDARDISED, "covariance_share": 0.002, "penalty": 1.0}
+DEFAULTS["dppo"] = {"kl_beta": 0.0, "kl_estimator": "k3", "loss_denominator": 128.0, "divergence": "tv",
+                    "divergence_bound": 0.15, "weight_max": None}  # fmt: skip
+SUMMED = ("dr_grpo", "maxrl", "opo", "dppo", "pass_at_k", "remax")  # over tokens, then divided by a constant
+TOKEN_MEAN = ("dapo", "cispo", "ppo", "reinforce_plus_plus", "lite_ppo", "kl_cov")
 
 
 def batch(lengths, rewards, group_size, *, moved=0.3, steps=None, truncated=(), seed=0):
@@ -68,6 +104,7 @@ def batch(lengths, rewards, group_size, *, moved=0.3, steps=None, truncated=(), 
         "lengths": lengths,
         "rewards": rewards,
         "group_size": group_size,
+        "greedy": [0.25 * (i + 1) for i in range(len(rewards) // group_size)],
         "truncated": [i in truncated for i in range(len(lengths))],
         "steps": None if steps is None else [{str(t): r for t, r in row.items()} for row in steps],
         "old": old,
@@ -155,11 +192,25 @@ def centred(values):
     return [v - mean(values) for v in values] if len(set(values)) > 1 else [0.0] * len(values)
 
 
-def standardised(values, floor):
+def deviation(values):
+    return math.sqrt(sum((v - mean(values)) ** 2 for v in values) / (len(values) - 1))
+
+
+def standardised(values, floor, spread=None):
     if len(set(values)) <= 1:
         return [0.0] * len(values)
-    spread = math.sqrt(sum((v - mean(values)) ** 2 for v in values) / (len(values) - 1))
-    return [(v - mean(values)) / (spread + floor) for v in values]
+    return [(v - mean(values)) / ((deviation(values) if spread is None else spread) + floor) for v in values]
+
+
+def optimal(rewards, tokens):
+    """OPO: less the mean reward of the group's tokens."""
+    baseline = sum(r * n for r, n in zip(rewards, tokens, strict=True)) / max(1, sum(tokens))
+    return [r - baseline for r in rewards] if len(set(rewards)) > 1 else [0.0] * len(rewards)
+
+
+def lead(rewards, tokens):
+    """Pass@k: what the group's best reward would lose without each answer."""
+    return [max(rewards) - max(rewards[:i] + rewards[i + 1 :]) for i in range(len(rewards))]
 
 
 def earned(given, b):
@@ -187,7 +238,23 @@ def advantages_of(s, given):
         return [[a] * n for a, n in zip(rows, lengths, strict=True)], None
     if name == "online_dpo":
         return [[a] * n for a, n in zip(pushes(s, given), lengths, strict=True)], None
-    normal = centred if name == "dr_grpo" else lambda values: standardised(values, s["std_floor"])
+    if name == "remax":
+        baselines = [greedy for greedy in given["greedy"] for _ in range(size)]
+        return [[r - a] * n for r, a, n in zip(given["rewards"], baselines, lengths, strict=True)], None
+    if name in ("opo", "pass_at_k"):
+        parts = zip(groups_of(given["rewards"], size), groups_of(lengths, size), strict=True)
+        rows = [a for rewards, tokens in parts for a in (optimal if name == "opo" else lead)(rewards, tokens)]
+        return [[a] * n for a, n in zip(rows, lengths, strict=True)], None
+    spread = None
+    if s.get("std_over") == "batch":
+        every = given["rewards"] if given["steps"] is None else [r for row in given["steps"] for r in row.values()]
+        spread = deviation(every)
+
+    def normal(values):
+        if name == "maxrl":
+            return [a / mean(values) for a in centred(values)] if values and mean(values) > 0 else [0.0] * len(values)
+        return centred(values) if name in SUMMED else standardised(values, s["std_floor"], spread)
+
     if given["steps"] is None:
         rows = [a for group in groups_of(given["rewards"], size) for a in normal(group)]
         return [[a] * n for a, n in zip(rows, lengths, strict=True)], None
@@ -220,7 +287,11 @@ def token_advantages(s, given):
             row = [sum(decay ** (u - t) * deltas[u] for u in range(t, n)) for t in range(n)]
             returns.append([a + v[t] for t, a in enumerate(row)])
         else:
-            row = [sum(rewards[t:]) for t in range(n)]
+            if s["baseline"] == "group" and n:
+                first = b - b % given["group_size"]
+                group = given["rewards"][first : first + given["group_size"]]
+                rewards[-1] -= mean(group)
+            row = [sum(s["gamma"] ** (u - t) * rewards[u] for u in range(t, n)) for t in range(n)]
         advantages.append(row)
     if s.get("whiten_advantages", True):
         flat = [a for row in advantages for a in row]
@@ -247,7 +318,7 @@ def pushes(s, given):
 def weighted(s, given, value):
     """The mean of value(row, token) as the objective aggregates; of Dr. GRPO and RLOO, what is reported."""
     lengths = given["lengths"]
-    if s["name"] in ("dapo", "cispo", "ppo", "reinforce_plus_plus"):
+    if s["name"] in TOKEN_MEAN:
         return sum(value(b, t) for b, n in enumerate(lengths) for t in range(n)) / sum(lengths)
     return sum(sum(value(b, t) for t in range(n)) / n for b, n in enumerate(lengths) if n) / len(lengths)
 
@@ -260,9 +331,25 @@ def loss_of(s, given, logprobs, advantages, fixed):
     if name == "online_dpo":
         return dpo_loss(s, given, logprobs)
 
+    chosen = held(s, given, advantages) if name == "kl_cov" else ()
+
     def per_token(b, t):
-        a = advantages[b][t]
-        if name == "cispo":
+        a, d = advantages[b][t], logprobs[b][t] - old[b][t]
+        if name == "gmpo":  # the row's mean where it stands, with the gradient of the token's own clipped log-ratio
+            logs = [bounded(s, x - o, y) for x, o, y in zip(fixed[b], old[b], advantages[b], strict=True)]
+            value = -math.exp(mean(logs) + bounded(s, d, a) - logs[t]) * a
+        elif name == "sapo":
+            tau = s["tau_positive"] if a > 0 else s["tau_negative"]
+            value = -4 / tau / (1 + math.exp(-tau * (math.exp(d) - 1))) * a
+        elif name == "dppo":
+            weight = min(math.exp(fixed[b][t] - old[b][t]), s["weight_max"] or math.inf)
+            kept = not beyond(s, old[b][t], fixed[b][t], a)
+            value = -kept * weight * math.exp(logprobs[b][t] - fixed[b][t]) * a
+        elif name == "rgra":
+            value = -a * logprobs[b][t]
+        elif name == "kl_cov":
+            value = -math.exp(d) * a + s["penalty"] * abs(d) * ((b, t) in chosen)
+        elif name == "cispo":
             weight = min(max(math.exp(fixed[b][t] - old[b][t]), 1 - s["clip_epsilon"]), 1 + s["clip_epsilon_high"])
             value = -weight * a * logprobs[b][t]
         elif name == "gspo":  # section 4.3: the sequence's ratio, with the gradient of the token's own log-prob
@@ -271,12 +358,13 @@ def loss_of(s, given, logprobs, advantages, fixed):
         else:
             value = -surrogate(s, math.exp(logprobs[b][t] - old[b][t]), a)
         if s["kl_beta"] > 0 and (name not in ("ppo", "reinforce_plus_plus") or s.get("kl_placement") == "loss"):
-            value += s["kl_beta"] * k(s["kl_estimator"], logprobs[b][t], given["ref"][b][t])
+            ratio = math.exp(d) if s.get("kl_importance_weighted") else 1
+            value += s["kl_beta"] * ratio * k(s["kl_estimator"], logprobs[b][t], given["ref"][b][t])
         if name == "ppo":
             value -= s["entropy_bonus"] * given["entropy"][b][t]
         return value
 
-    if name == "dr_grpo":
+    if name in SUMMED:
         total = sum(per_token(b, t) for b, n in enumerate(lengths) for t in range(n))
         return total / len(lengths) / s["loss_denominator"]
     return weighted(s, given, per_token)
@@ -287,7 +375,33 @@ def surrogate(s, ratio, a):
     if low is None:
         return ratio * a
     high = low if s.get("clip_epsilon_high") is None else s["clip_epsilon_high"]
-    return min(ratio * a, min(max(ratio, 1 - low), 1 + high) * a)
+    pessimistic = min(ratio * a, min(max(ratio, 1 - low), 1 + high) * a)
+    bound = s.get("ratio_bound")
+    return max(pessimistic, bound * a) if bound is not None and a < 0 else pessimistic
+
+
+def bounded(s, log_ratio, a):
+    """GMPO: the log-ratio, cut on the side to which the advantage pushes it."""
+    clip = s["clip_log_ratio"]
+    return min(log_ratio, clip) if a > 0 else max(log_ratio, -clip) if a < 0 else log_ratio
+
+
+def beyond(s, old, now, a):
+    """DPPO: whether a token moved with its advantage, and too far."""
+    p, q = math.exp(old), min(math.exp(now), 1.0)
+    far = abs(p - q)
+    if s["divergence"] == "kl":
+        far = p * (old - math.log(q)) + (1 - p) * math.log((1 - p + 1e-8) / (1 - q + 1e-8))
+    return (q - p) * a > 0 and far > s["divergence_bound"]
+
+
+def held(s, given, advantages):
+    """KL-Cov: the places of the tokens with the largest covariance at the sampling policy."""
+    places = [(b, t) for b, n in enumerate(given["lengths"]) for t in range(n)]
+    credit, logs = ([rows[b][t] for b, t in places] for rows in (advantages, given["old"]))
+    shares = [(x - mean(credit)) * (y - mean(logs)) for x, y in zip(credit, logs, strict=True)]
+    ranked = sorted(range(len(places)), key=lambda i: -shares[i])
+    return {places[i] for i in ranked[: max(1, int(len(places) * s["covariance_share"]))] if shares[i] > 0}
 
 
 def row_ratio(given, logprobs, b):
@@ -311,7 +425,12 @@ def clip_fraction(s, given, advantages):
 
     def cut(b, t):
         token = math.exp(now[b][t] - old[b][t])
-        if s["name"] == "online_dpo" or s["clip_epsilon"] is None:
+        a = advantages[b][t]
+        if s["name"] == "gmpo":
+            return float(bounded(s, now[b][t] - old[b][t], a) != now[b][t] - old[b][t])
+        if s["name"] == "dppo":
+            return float(beyond(s, old[b][t], now[b][t], a))
+        if s["name"] in ("online_dpo", "sapo", "rgra", "kl_cov") or s["clip_epsilon"] is None:
             return 0.0
         if s["name"] == "cispo":
             return float(not 1 - s["clip_epsilon"] <= token <= 1 + s["clip_epsilon_high"])
@@ -319,7 +438,7 @@ def clip_fraction(s, given, advantages):
             token = row_ratio(given, now, b) ** (1 / given["lengths"][b])
         if s["name"] == "rloo":
             token = row_ratio(given, now, b)
-        return float(surrogate(s, token, advantages[b][t]) < token * advantages[b][t] - 1e-12)
+        return float(abs(surrogate(s, token, a) - token * a) > 1e-12)
 
     return weighted(s, given, cut)
 
@@ -335,7 +454,11 @@ def value_loss(s, given, values, returns):
 
 def golden():
     """All cases: for each batch its inputs and, for each setting that may see it, the answers."""
-    needs_group = [label for label, s in SETTINGS.items() if s["name"] not in ("ppo", "reinforce_plus_plus")]
+    needs_group = [
+        label
+        for label, s in SETTINGS.items()
+        if s["name"] not in ("ppo", "reinforce_plus_plus", "remax") or s.get("baseline") == "group"
+    ]
     return {
         case: {
             "inputs": given,

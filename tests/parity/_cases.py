@@ -89,6 +89,7 @@ def _case(prompts: int, size: int, tokens: int, seed: int, moved: float, empty_r
         sampler_logprobs_BT=old,
         rewards_B=rewards.double(),
         group_size=size,
+        greedy_rewards_B=rewards.double().view(-1, size)[:, :1].expand(-1, size).flatten(),
         old_logprobs_BT=old,
         ref_logprobs_BT=old + noise(0.5),
         values_BT=noise(0.5),

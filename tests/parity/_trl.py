@@ -19,16 +19,19 @@ from _table import Row
 from datasets import Dataset
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
-from algorithms._losses import kl_estimate
 from algorithms.cispo import CISPO
 from algorithms.dapo import DAPO
 from algorithms.dr_grpo import DrGRPO
+from algorithms.gmpo import GMPO
 from algorithms.grpo import GRPO
 from algorithms.gspo import GSPO
+from algorithms.lite_ppo import LitePPO
 from algorithms.online_dpo import OnlineDPO
 from algorithms.rloo import RLOO
+from algorithms.sapo import SAPO
 from harness.interfaces import Algorithm
 from harness.policy.model import save_model
 from harness.policy.tiny import tiny_model, tiny_tokenizer
@@ -59,7 +62,7 @@ class Given:
 
 
 # Settings that a row names.
-TOLD = ("loss_type", "importance_sampling_level", "use_bias_correction_kl")
+TOLD = ("loss_type", "importance_sampling_level", "use_bias_correction_kl", "delta")
 PLAIN_KL = {"use_bias_correction_kl": False}
 
 
@@ -78,7 +81,7 @@ def model_folder() -> str:
 @cache
 def trainer(kind: type, group_size: int, rows: int, *, accumulate: int = 1, windows: int = 1, **settings: Any) -> Any:
     """A trainer on batches of `rows` rows in `accumulate` micro-batches, of which `windows` are sampled at once."""
-    config = {GRPOTrainer: GRPOConfig, RLOOTrainer: RLOOConfig}[kind](
+    config = {GRPOTrainer: GRPOConfig, RLOOTrainer: RLOOConfig, GMPOTrainer: GMPOConfig}[kind](
         **COMMON,
         per_device_train_batch_size=rows // accumulate,
         gradient_accumulation_steps=accumulate,
@@ -134,6 +137,10 @@ def advantage_rows() -> list[Row]:
             theirs(GRPOTrainer, scale_rewards="group")),
         Row("dr_grpo: advantage", f"{grpo}(scale_rewards=none)", cases, partial(our_advantages, DrGRPO()),
             theirs(GRPOTrainer, scale_rewards="none")),
+        Row("grpo: advantage, std_over batch", f"{grpo}(scale_rewards=batch)", cases,
+            partial(our_advantages, GRPO(std_over="batch")), theirs(GRPOTrainer, scale_rewards="batch")),
+        Row("lite_ppo: advantage", f"{grpo}(scale_rewards=batch)", cases, partial(our_advantages, LitePPO()),
+            theirs(GRPOTrainer, scale_rewards="batch")),
         Row("rloo: advantage", rloo, cases, partial(our_advantages, RLOO(kl_beta=0.0)),
             theirs(RLOOTrainer, beta=0.0)),
         Row("rloo: advantage, k1 in the reward", rloo, cases, partial(our_advantages, RLOO(kl_beta=0.05)),
@@ -180,18 +187,6 @@ def empty_rows() -> list[Case]:
     return list(cases(empty_rows=True))
 
 
-def weighted_divergence(case: Case) -> Numbers:
-    """GRPO's loss with each token's k3 multiplied by its ratio, whose gradient counts."""
-    algorithm, free = GRPO(kl_beta=0.1), our_loss(GRPO(kl_beta=0.0), case)
-    weight_BT = algorithm.loss_weights(case.batch.completion_mask_BT.double())
-    leaf, ref_BT = case.logprobs_BT.clone().requires_grad_(), case.batch.ref_logprobs_BT
-    assert ref_BT is not None and free.gradient is not None
-    ratio_BT = (leaf - case.batch.old_logprobs_BT).exp()
-    added = algorithm.kl_beta * (weight_BT * ratio_BT * kl_estimate("k3", leaf, ref_BT)).sum()
-    added.backward()
-    return Numbers(free.value + added.detach(), free.gradient + case.completion(leaf.grad))
-
-
 def cut_at_absolute(case: Case) -> Numbers:
     """Our CISPO where the highest weight is epsilon_high and not 1 + epsilon_high."""
     return our_loss(CISPO(clip_epsilon_high=0.5), case)
@@ -199,12 +194,11 @@ def cut_at_absolute(case: Case) -> Numbers:
 
 def loss_rows() -> list[Row]:
     def pair(objective: str, algorithm: Algorithm, where: Callable[[], Any] = cases, **settings: Any) -> Row:
-        kind = RLOOTrainer if algorithm.name == "rloo" else GRPOTrainer
+        kind = {"rloo": RLOOTrainer, "gmpo": GMPOTrainer}.get(algorithm.name, GRPOTrainer)
         told = ", ".join(f"{k}={v}" for k, v in settings.items() if k in TOLD)
         name = f"{kind.__name__}.compute_loss" + (f"({told})" if told else "")
         return Row(objective, name, where, partial(our_loss, algorithm), partial(loss, kind, algorithm, **settings))
 
-    default = pair("grpo: loss, TRL's default KL", GRPO(kl_beta=0.1), loss_type="grpo", beta=0.1)
     cispo = pair("cispo: loss, highest weight 1.5", CISPO(clip_epsilon_high=0.5), loss_type="cispo", epsilon_high=1.5)
     same_number = pair(
         "cispo: loss, the same number 1.5", CISPO(clip_epsilon_high=1.5), loss_type="cispo", epsilon_high=1.5
@@ -213,9 +207,9 @@ def loss_rows() -> list[Row]:
     return [
         pair("grpo: loss", GRPO(kl_beta=0.1), loss_type="grpo", beta=0.1, **PLAIN_KL),
         pair("grpo: loss, with empty rows", GRPO(kl_beta=0.1), empty_rows, loss_type="grpo", beta=0.1, **PLAIN_KL),
-        Row(default.objective, default.function, default.cases, default.ours, default.theirs,
-            "by default they multiply the KL by the token's ratio, whose gradient counts even where it is 1 "
-            "(DeepSeek-V3.2); GRPO's paper does not", weighted_divergence),
+        pair("grpo: loss, KL importance-weighted (their default)", GRPO(kl_beta=0.1, kl_importance_weighted=True),
+             loss_type="grpo", beta=0.1, use_bias_correction_kl=True),
+        pair("grpo: loss, two-sided clip", GRPO(kl_beta=0.0, ratio_bound=2.0), loss_type="grpo", delta=2.0),
         pair("grpo: loss, clip-higher", GRPO(kl_beta=0.0, clip_epsilon_high=0.28), loss_type="grpo", epsilon_high=0.28),
         pair("dr_grpo: loss", DrGRPO(loss_denominator=32), loss_type="dr_grpo", max_completion_length=32),
         pair("dr_grpo: loss, with KL", DrGRPO(loss_denominator=32, kl_beta=0.1), loss_type="dr_grpo", beta=0.1,
@@ -230,6 +224,12 @@ def loss_rows() -> list[Row]:
         Row(same_number.objective, same_number.function, same_number.cases, same_number.ours, same_number.theirs,
             "their epsilon_high is the highest weight itself, ours (as the paper's) what it exceeds 1 by",
             cut_at_absolute),
+        pair("lite_ppo: loss", LitePPO(), loss_type="dapo"),
+        pair("gmpo: loss", GMPO(), epsilon=0.4),
+        pair("gmpo: loss, narrow clip and KL", GMPO(clip_log_ratio=0.1, kl_beta=0.05), epsilon=0.1, beta=0.05),
+        pair("sapo: loss", SAPO(), loss_type="sapo"),
+        pair("sapo: loss, steep gates and KL", SAPO(tau_positive=2.0, tau_negative=3.0, kl_beta=0.05),
+             loss_type="sapo", sapo_temperature_pos=2.0, sapo_temperature_neg=3.0, beta=0.05, **PLAIN_KL),
         pair("rloo: loss, clipped", RLOO(kl_beta=0.0, clip_epsilon=0.2), epsilon=0.2),
         pair("rloo: loss, default (not clipped)", RLOO(kl_beta=0.0), epsilon=1e9, epsilon_high=1e9),
     ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,21 +13,30 @@ from _table import Row
 from torch import Tensor
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos as verl
-from verl.workers.config import ActorConfig
+from verl.workers.config import ActorConfig, PolicyLossConfig
 
 from algorithms._advantages import group_standardised, to_go, token_rewards
 from algorithms._losses import KLEstimator, kl_estimate
 from algorithms.cispo import CISPO
 from algorithms.dapo import DAPO
+from algorithms.dppo import DPPO
 from algorithms.dr_grpo import DrGRPO
+from algorithms.gmpo import GMPO
 from algorithms.grpo import GRPO
 from algorithms.gspo import GSPO
+from algorithms.kl_cov import KLCov
+from algorithms.opo import OPO
+from algorithms.pass_at_k import PassAtK
 from algorithms.ppo import PPO
 from algorithms.reinforce_plus_plus import ReinforcePlusPlus
+from algorithms.remax import ReMax
+from algorithms.rgra import RGRA
 from algorithms.rloo import RLOO
+from algorithms.sapo import SAPO
 from harness.interfaces import Algorithm
 from harness.spec.run import KLControl
 from harness.training.schedules import adapted_kl_beta
+from harness.types import PolicyOutput
 
 THEIR_FLOOR = 1e-6
 PLAIN_GAE = PPO(kl_beta=0.05, gamma=0.97, gae_lambda=0.9, whiten_advantages=False)
@@ -69,9 +79,19 @@ def outcome(function: Callable[..., Any], case: Case, kl_beta: float = 0.0, **se
     return on_tokens(case, function(scores(case, kl_beta), mask, index=case.index, **settings)[0])
 
 
-def reinforce(case: Case) -> Numbers:
+def reinforce(case: Case, gamma: float = 1.0) -> Numbers:
     function = verl.compute_reinforce_plus_plus_outcome_advantage
-    return on_tokens(case, function(scores(case, 0.05), case.mask.double(), config=AlgoConfig(gamma=1.0))[0])
+    return on_tokens(case, function(scores(case, 0.05), case.mask.double(), config=AlgoConfig(gamma=gamma))[0])
+
+
+def remax(case: Case) -> Numbers:
+    rewards, baselines = scores(case, 0.0), case.batch.greedy_rewards_B
+    return on_tokens(case, verl.compute_remax_outcome_advantage(rewards, baselines, case.mask.double())[0])
+
+
+def lead_over_deviation(case: Case) -> Numbers:
+    std = case.batch.rewards_PG.std(dim=1).repeat_interleave(case.batch.group_size)[:, None]
+    return Numbers(our_advantages(PassAtK(), case).value / (std + THEIR_FLOOR))
 
 
 def bessel(raw: Callable[[Case], Tensor]) -> Callable[[Case], Numbers]:
@@ -89,8 +109,12 @@ def plain_gae(case: Case) -> Tensor:
     return our_advantages(PLAIN_GAE, case).value
 
 
-def plain_to_go(case: Case) -> Tensor:
-    return case.completion(to_go(token_rewards(case.batch, 0.05, "k1")))
+def plain_to_go(case: Case, gamma: float = 1.0) -> Tensor:
+    return case.completion(to_go(token_rewards(case.batch, 0.05, "k1"), gamma))
+
+
+def centred(case: Case) -> Tensor:
+    return our_advantages(DrGRPO(), case).value
 
 
 def rescaled(case: Case) -> Numbers:
@@ -137,6 +161,7 @@ def advantage_rows() -> list[Row]:
     grpo_like, grpo_fast = verl.compute_grpo_outcome_advantage, verl.compute_grpo_vectorized_outcome_advantage
     floor = GRPO(std_floor=THEIR_FLOOR)
     rloo = RLOO(kl_beta=0.05)
+    passk = verl.compute_grpo_passk_outcome_advantage
     n_minus_1 = "they whiten with n - 1 tokens under the variance, we with n"
     return [
         Row("ppo: GAE, k1 in the reward", "compute_gae_advantage_return", cases,
@@ -167,6 +192,22 @@ def advantage_rows() -> list[Row]:
             partial(outcome, verl.compute_rloo_vectorized_outcome_advantage, kl_beta=0.05)),
         Row("reinforce_plus_plus: advantage", "compute_reinforce_plus_plus_outcome_advantage", more_than_one_token,
             partial(our_advantages, ReinforcePlusPlus(kl_beta=0.05)), reinforce, n_minus_1, bessel(plain_to_go)),
+        Row("reinforce_plus_plus: advantage, gamma 0.9", "compute_reinforce_plus_plus_outcome_advantage",
+            more_than_one_token, partial(our_advantages, ReinforcePlusPlus(kl_beta=0.05, gamma=0.9)),
+            partial(reinforce, gamma=0.9), n_minus_1, bessel(partial(plain_to_go, gamma=0.9))),
+        Row("reinforce_plus_plus: advantage, group baseline",
+            "compute_reinforce_plus_plus_baseline_outcome_advantage", more_than_one_token,
+            partial(our_advantages, ReinforcePlusPlus(kl_beta=0.0, baseline="group")),
+            partial(outcome, verl.compute_reinforce_plus_plus_baseline_outcome_advantage), n_minus_1, bessel(centred)),
+        Row("opo: advantage", "compute_opo_outcome_advantage", cases, partial(our_advantages, OPO()),
+            partial(outcome, verl.compute_opo_outcome_advantage)),
+        Row("pass_at_k: advantage", "compute_grpo_passk_outcome_advantage(norm_adv_by_std_in_grpo=False)", cases,
+            partial(our_advantages, PassAtK()),
+            partial(outcome, passk, config=AlgoConfig(norm_adv_by_std_in_grpo=False))),
+        Row("pass_at_k: advantage", "compute_grpo_passk_outcome_advantage", cases, partial(our_advantages, PassAtK()),
+            partial(outcome, passk, config=AlgoConfig()),
+            "by default they divide by the group's deviation, the paper does not", lead_over_deviation),
+        Row("remax: advantage", "compute_remax_outcome_advantage", cases, partial(our_advantages, ReMax()), remax),
     ]  # fmt: skip
 
 
@@ -183,12 +224,14 @@ def loss(
     high: float = 0.2,
     kl: tuple[float, str] = (0.0, "k3"),
     scale: float | None = None,
+    **settings: Any,
 ) -> Numbers:
     """verl's policy loss on our advantages, plus its KL penalty, aggregated by its `agg_loss`, and the gradient."""
     leaf = case.completion(case.logprobs_BT).clone().requires_grad_()
     batch, mask = prepared(algorithm, case), case.mask.double()
     config = ActorConfig(
         strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_low=low, clip_ratio_high=high,
+        **settings,
     )  # fmt: skip
     if scale is not None:
         config.global_batch_info["loss_scale_factor"] = scale
@@ -208,13 +251,8 @@ def nothing_dual_clipped() -> list[Case]:
 
 
 def dual_clipped(algorithm: Algorithm, case: Case) -> Numbers:
-    """Our loss where tokens of negative advantage and a ratio above 3 count -3 * A and their ratio has no gradient."""
-    batch, ours = prepared(algorithm, case), our_loss(algorithm, case)
-    assert batch.advantages_BT is not None and batch.loss_weight_BT is not None and ours.gradient is not None
-    ratio = (case.logprobs_BT - batch.old_logprobs_BT).exp()
-    bound = (batch.advantages_BT < 0) & (ratio > 3)
-    credit_BT = batch.loss_weight_BT * batch.advantages_BT * bound
-    return Numbers(ours.value + (credit_BT * (ratio - 3)).sum(), ours.gradient + case.completion(credit_BT * ratio))
+    """Our loss with verl's dual clip."""
+    return our_loss(algorithm.model_copy(update={"ratio_bound": 3.0}), case)
 
 
 def both_cut(algorithm: GRPO, case: Case) -> Numbers:
@@ -226,6 +264,35 @@ def both_cut(algorithm: GRPO, case: Case) -> Numbers:
     excess = algorithm.kl_beta * (batch.loss_weight_BT * excess_BT).sum()
     excess.backward()
     return Numbers(ours.value - excess.detach(), ours.gradient - case.completion(leaf.grad))
+
+
+def proper() -> list[Case]:
+    """Batches in which no probability is above 1, which matters where it is not just a ratio."""
+    return [Case(case.batch, case.logprobs_BT.clamp(max=-0.01), case.values_BT) for case in cases()]
+
+
+def log_prob_valued(algorithm: DPPO, case: Case) -> Numbers:
+    """Our loss with each token's weight times its log-prob, which has the same gradient."""
+    batch, ours = prepared(algorithm, case), our_loss(algorithm, case)
+    _, masked = algorithm.surrogate(batch, PolicyOutput(case.logprobs_BT, case.logprobs_BT))
+    weight_BT = (case.logprobs_BT - batch.old_logprobs_BT).exp().clamp(max=algorithm.weight_max or math.inf)
+    per_token = -weight_BT * batch.advantages_BT * case.logprobs_BT * ~masked
+    return Numbers((algorithm.token_weights(batch) * per_token).sum(), ours.gradient)
+
+
+def held_by_the_moved(algorithm: KLCov, case: Case) -> Numbers:
+    """Our loss, with the tokens chosen by the log-probs that have moved, whatever the sign of their covariance."""
+    batch, mask = prepared(algorithm, case), case.batch.completion_mask_BT
+    assert batch.advantages_BT is not None
+    credit, logprobs = batch.advantages_BT[mask], case.logprobs_BT[mask]
+    covariance = (credit - credit.mean()) * (logprobs - logprobs.mean())
+    held = torch.zeros_like(covariance, dtype=torch.bool)
+    held[covariance.topk(max(1, int(len(held) * algorithm.covariance_share))).indices] = True
+    batch = batch.replace(held_BT=torch.zeros_like(mask).masked_scatter(mask, held))
+    leaf = case.logprobs_BT.clone().requires_grad_()
+    total, _ = algorithm.loss(batch, PolicyOutput(leaf, torch.zeros_like(leaf)))
+    total.backward()
+    return Numbers(total.detach(), case.completion(leaf.grad))
 
 
 def with_empty_rows(**settings: Any) -> list[Case]:
@@ -278,6 +345,11 @@ def loss_rows() -> list[Row]:
         return Row(row.objective, row.function, row.cases, row.ours, row.theirs, reason, predicted)
 
     grpo_kl = {"kl": (0.1, "k3")}
+    dppo = DPPO(loss_denominator=40, weight_max=3.0)
+    dppo_kl = dppo.model_copy(update={"divergence": "kl", "divergence_bound": 0.05})
+    kl_cov = KLCov(covariance_share=0.2, penalty=0.5)
+    cov = {"policy_loss": PolicyLossConfig(kl_cov_ratio=0.2, ppo_kl_coef=0.5)}
+    valued = "their value is weight * A * log-prob, ours (as the paper's) weight * A; the gradient is the same"
     return [
         pair("ppo: loss, no ratio above 3", vanilla, ppo, "token-mean", nothing_dual_clipped),
         explained(pair("ppo: loss", vanilla, ppo, "token-mean"), dual, partial(dual_clipped, ppo)),
@@ -299,6 +371,26 @@ def loss_rows() -> list[Row]:
         pair("dapo: loss, with empty rows", vanilla, DAPO(), "token-mean",
              partial(with_empty_rows, moved=0.1), high=0.28),
         explained(pair("dapo: loss", vanilla, DAPO(), "token-mean", high=0.28), dual, partial(dual_clipped, DAPO())),
+        pair("ppo: loss, dual clip", vanilla, PPO(kl_beta=0.05, ratio_bound=3.0), "token-mean"),
+        pair("grpo: loss, dual clip", vanilla, GRPO(kl_beta=0.0, ratio_bound=3.0), row_mean),
+        pair("grpo: loss, dual clip 1.5", vanilla, GRPO(kl_beta=0.0, ratio_bound=1.5), row_mean, clip_ratio_c=1.5),
+        pair("opo: loss", vanilla, OPO(loss_denominator=40, ratio_bound=3.0), "seq-mean-token-sum-norm", scale=40),
+        pair("pass_at_k: loss", vanilla, PassAtK(loss_denominator=40, ratio_bound=3.0), "seq-mean-token-sum-norm",
+             scale=40),
+        pair("remax: loss", vanilla, ReMax(loss_denominator=40, ratio_bound=3.0), "seq-mean-token-sum-norm", scale=40),
+        pair("gmpo: loss", verl.compute_policy_loss_geo_mean, GMPO(), "token-mean", low=0.4, high=0.4),
+        pair("sapo: loss", verl.compute_policy_loss_sapo, SAPO(), row_mean),
+        pair("sapo: loss, steep gates", verl.compute_policy_loss_sapo, SAPO(tau_positive=2.0, tau_negative=3.0),
+             row_mean, tau_pos=2.0, tau_neg=3.0),
+        pair("rgra: loss", verl.compute_policy_loss_gpg, RGRA(kl_beta=0.1), row_mean, nothing_dual_clipped, **grpo_kl),
+        explained(pair("dppo: loss, TV", verl.compute_policy_loss_dppo_tv, dppo, "seq-mean-token-sum-norm", proper,
+                       low=0.15, high=0.15, scale=40), valued, partial(log_prob_valued, dppo)),
+        explained(pair("dppo: loss, KL", verl.compute_policy_loss_dppo_kl, dppo_kl, "seq-mean-token-sum-norm", proper,
+                       low=0.05, high=0.05, scale=40), valued, partial(log_prob_valued, dppo_kl)),
+        pair("kl_cov: loss, on policy", verl.compute_policy_loss_kl_cov, kl_cov, "token-mean", on_policy, **cov),
+        explained(pair("kl_cov: loss", verl.compute_policy_loss_kl_cov, kl_cov, "token-mean", **cov),
+                  "they choose tokens by the log-probs of each minibatch as it is, we once by the sampling policy's",
+                  partial(held_by_the_moved, kl_cov)),
         pair("gspo: loss, default clip", verl.compute_policy_loss_gspo, GSPO(), row_mean, low=3e-4, high=4e-4),
         pair("gspo: loss, wide clip", verl.compute_policy_loss_gspo, wide, row_mean, low=0.1, high=0.2),
         pair("cispo: loss, two bounds", verl.compute_policy_loss_cispo, cispo, "token-mean", low=0.3, high=0.5),

@@ -1,0 +1,122 @@
+"""Parts that a policy loss is put together from: the clip of the ratio, the KL in the loss, sums over tokens."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from algorithms._losses import (
+    KLEstimator,
+    clipped_surrogate,
+    kl_estimate,
+    policy_metrics,
+    row_sum_weights,
+    token_ratio,
+)
+from harness.interfaces import Algorithm
+from harness.types import Batch, PolicyOutput
+
+
+class Clip(Algorithm):
+    """Settings of a clip of the ratio; what the ratio is of, an algorithm says."""
+
+    clip_epsilon: float = Field(0.2, gt=0, lt=1, description="binds only when a batch gets more than one update")
+    clip_epsilon_high: float | None = Field(
+        default=None, gt=0, description="how far the ratio may rise above 1; by default clip_epsilon"
+    )
+    ratio_bound: float | None = Field(
+        default=None,
+        gt=1,
+        description="highest ratio that counts where the advantage is negative (dual or two-sided clip); null: none",
+    )
+
+    @model_validator(mode="after")
+    def _the_bound_lies_beyond_the_clip(self) -> Self:
+        highest = 1 + (self.clip_epsilon if self.clip_epsilon_high is None else self.clip_epsilon_high)
+        if self.ratio_bound is not None and self.ratio_bound < highest:
+            raise ValueError(
+                f"algorithm.ratio_bound must be at least the upper clip, {highest:g}, got {self.ratio_bound:g}; raise "
+                "it or lower algorithm.clip_epsilon_high"
+            )
+        return self
+
+    def clipped(self, ratio: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(per-token loss, whether a clip cuts the token's gradient), both [B, T]; `ratio` is [B, T] or [B, 1]."""
+        assert batch.advantages_BT is not None
+        return clipped_surrogate(
+            ratio, batch.advantages_BT, self.clip_epsilon, self.clip_epsilon_high, self.ratio_bound
+        )
+
+
+class SurrogateLoss(Algorithm):
+    """A loss per token with a KL penalty in the loss (arXiv:2402.03300, eq. 3-4); a subclass gives the former."""
+
+    objective: ClassVar[Mapping[str, str]] = {
+        "aggregation": "mean over a row's tokens, then over rows",
+        "clip": "none",
+        "kl": "kl_beta * kl_estimator to the reference, in the loss (times the token's ratio: kl_importance_weighted)",
+        "correction": "none",
+    }
+
+    kl_beta: float = Field(0.0, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none")
+    kl_estimator: KLEstimator = Field(
+        default="k3",
+        description="per-token estimate of that KL; gradients: k2 of KL(policy, reference), k3 of KL(reference, "
+        "policy), k1 none in expectation",
+    )
+    kl_importance_weighted: bool = Field(
+        default=False,
+        description="multiply that estimate by the token's ratio, with its gradient (DeepSeek-V3.2, arXiv:2512.02556): "
+        "k1 and k3 then have the gradient of KL(policy, reference), off policy too",
+    )
+
+    @abstractmethod
+    def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
+        """(per-token loss without the KL, whether a clip binds the token), both [B, T]."""
+
+    def token_weights(self, batch: Batch) -> Tensor:
+        """[B, T]: the weight of each token in the loss; it differs from `loss_weight_BT` if it does not sum to 1."""
+        assert batch.loss_weight_BT is not None
+        return batch.loss_weight_BT
+
+    def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
+        per_token, clipped = self.surrogate(batch, policy)
+        if batch.ref_logprobs_BT is not None:
+            divergence = kl_estimate(self.kl_estimator, policy.logprobs_BT, batch.ref_logprobs_BT)
+            if self.kl_importance_weighted:
+                divergence = token_ratio(batch, policy) * divergence
+            per_token = per_token + self.kl_beta * divergence
+        loss = (self.token_weights(batch) * per_token).sum()
+        return loss, {"policy/loss": loss.detach(), **policy_metrics(batch, policy, clipped)}
+
+
+class ClippedLoss(Clip, SurrogateLoss):
+    """The clipped surrogate of each token's ratio (PPO, arXiv:1707.06347, eq. 7)."""
+
+    objective: ClassVar[Mapping[str, str]] = {
+        **SurrogateLoss.objective,
+        "clip": "ratio of each token, 1 - clip_epsilon to 1 + clip_epsilon_high, at most ratio_bound",
+    }
+
+    def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
+        return self.clipped(token_ratio(batch, policy), batch)
+
+
+class SummedLoss(SurrogateLoss):
+    """The sum over a completion's tokens, divided by a constant, so that no answer's length rescales its gradient."""
+
+    objective: ClassVar[Mapping[str, str]] = {
+        **SurrogateLoss.objective,
+        "aggregation": "sum over all tokens / (rows * loss_denominator)",
+    }
+
+    loss_denominator: float = Field(
+        default=128.0,
+        gt=0,
+        description="tokens by which the sum over a completion is divided; in Dr. GRPO's paper the token limit",
+    )
+
+    def token_weights(self, batch: Batch) -> Tensor:
+        return row_sum_weights(batch) / self.loss_denominator

@@ -1,0 +1,62 @@
+"""Credit goes to answers that beat their group; a token is left out once its probability itself has moved too far.
+
+Divergence proximal policy optimization: Qi et al. 2026 (DPPO, arXiv:2602.04879), eq. 12: ratio * A on every token, but
+0 where the update would push further (A > 0 and ratio > 1, or A < 0 and ratio < 1) and the divergence from the sampling
+policy exceeds a bound. The divergence is between "this token" and "any other": eq. 13, total variation |p - p_old|, or
+eq. 14, KL. A rare token may thus grow manyfold, where a clip of the ratio stops it first. From appendix C: bounds 0.15
+(TV) and 0.05 (KL), advantage r - mean without deviation, sum over tokens (here divided by a constant, as in Dr. GRPO),
+no bound on the ratio (`weight_max`; 5 in the paper's scaling runs, 20 if unset in verl's function, 3 in its actor's
+settings). verl means over all tokens and standardises by default. Process rewards are centred as in Dr. GRPO.
+Departures: the old policy is the learner's, not the engine's (they are one with engine `transformers`); the paper's
+top-K divergence needs distributions and is left out.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from algorithms._advantages import group_advantages, group_centred
+from algorithms._losses import token_ratio
+from algorithms._surrogate import SummedLoss
+from harness.types import Batch, PolicyOutput
+
+SMALLEST = 1e-8  # added to the probabilities of "any other token", as verl does
+
+
+class DPPO(SummedLoss):
+    """Dr. GRPO with a mask by the divergence of a token's probability in place of the clip (DPPO)."""
+
+    min_group_size: ClassVar[int] = 2
+    objective: ClassVar[Mapping[str, str]] = {
+        "advantage": "r - mean in the group",
+        **SummedLoss.objective,
+        "clip": "probability of each token, masked where it moved on by a divergence above divergence_bound",
+    }
+
+    name: Literal["dppo"] = "dppo"
+    divergence: Literal["tv", "kl"] = Field(
+        default="tv", description="of the token's own probability: |p - old|, or KL"
+    )
+    divergence_bound: float = Field(default=0.15, gt=0, description="largest one (kl: nats; the paper has 0.05 there)")
+    weight_max: float | None = Field(default=None, ge=1, description="highest ratio that counts as weight; null: any")
+
+    def advantages(self, batch: Batch) -> Batch:
+        return batch.replace(advantages_BT=group_advantages(batch, group_centred))
+
+    def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
+        assert batch.advantages_BT is not None and batch.old_logprobs_BT is not None
+        now, old = policy.logprobs_BT.detach().clamp(max=0), batch.old_logprobs_BT
+        distance = (now.exp() - old.exp()).abs() if self.divergence == "tv" else _binary_kl(old, now)
+        masked_BT = (distance > self.divergence_bound) & ((now - old) * batch.advantages_BT > 0)
+        weight_BT = token_ratio(batch, policy).detach().clamp(max=self.weight_max or math.inf)
+        carrier_BT = torch.exp(policy.logprobs_BT - policy.logprobs_BT.detach())  # 1, with the log-prob's gradient
+        return -(weight_BT * carrier_BT * batch.advantages_BT).masked_fill(masked_BT, 0.0), masked_BT
+
+
+def _binary_kl(old: Tensor, now: Tensor) -> Tensor:
+    others = torch.log((1 - old.exp() + SMALLEST) / (1 - now.exp() + SMALLEST))
+    return old.exp() * (old - now) + (1 - old.exp()) * others

@@ -1,0 +1,45 @@
+"""Credit goes to answers that beat their group; a token that moved far hardly changes the weight of its answer.
+
+Geometric-mean policy optimization: Zhao et al. 2025 (GMPO, arXiv:2507.20673): the objective of a completion is its
+advantage times the geometric mean of its tokens' ratios, each clipped before, in log space and on the side that PPO
+clips (sign of the advantage), to e^-0.4 .. e^0.4; then the mean over completions. GSPO clips that mean instead. Written
+token by token: a token carries the row's mean ratio and the gradient of its own log-prob, 0 where it is clipped. Value
+and gradient are the paper's if all tokens of a row share one advantage; process rewards are credited as in GRPO.
+Departures: the standard deviation has GRPO's G - 1 and floor; no KL by default, one in the loss can be set.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from algorithms._group import GroupStandardised
+from harness.types import Batch, PolicyOutput
+
+
+class GMPO(GroupStandardised):
+    """GRPO with the geometric mean of a completion's clipped ratios as its ratio (GMPO)."""
+
+    objective: ClassVar[Mapping[str, str]] = {
+        **GroupStandardised.objective,
+        "clip": "ratio of each token, exp(-clip_log_ratio) to exp(clip_log_ratio), before their geometric mean",
+    }
+
+    name: Literal["gmpo"] = "gmpo"
+    clip_log_ratio: float = Field(
+        default=0.4, gt=0, description="nats by which a token may move from its old log-prob; binds from the 2nd update"
+    )
+
+    def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
+        assert batch.advantages_BT is not None and batch.old_logprobs_BT is not None
+        mask, advantages_BT = batch.completion_mask_BT, batch.advantages_BT
+        log_ratio_BT = (policy.logprobs_BT - batch.old_logprobs_BT) * mask
+        clipped_BT = log_ratio_BT.abs() > self.clip_log_ratio
+        clipped_BT &= log_ratio_BT * advantages_BT > 0  # moved further the way that its advantage points
+        bounded_BT = log_ratio_BT.clamp(-self.clip_log_ratio, self.clip_log_ratio)
+        used_BT = torch.where(clipped_BT, bounded_BT, log_ratio_BT)
+        num_tokens_B1 = mask.sum(dim=1, keepdim=True).clamp(min=1)
+        row_ratio_B1 = torch.exp(used_BT.detach().sum(dim=1, keepdim=True) / num_tokens_B1)
+        return -row_ratio_B1 * torch.exp(used_BT - used_BT.detach()) * advantages_BT, clipped_BT

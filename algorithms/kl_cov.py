@@ -1,0 +1,60 @@
+"""Credit goes to answers that beat their group; the few tokens that would cost most entropy are held where they are.
+
+KL-Cov: Cui et al. 2025 ("The entropy mechanism", arXiv:2505.22617): entropy falls with the covariance of log-prob and
+advantage. A token's share is (log-prob - mean) * (A - mean), over all tokens; the tokens with the largest ones pay a
+penalty on how far they have moved, the others have GRPO's surrogate without clip. Mean over all tokens, as verl; the
+share is 0.002 for the paper's 7B model (0.0002 for 32B, and by default in verl) and the penalty weighs 1. As in verl's
+code, which follows the authors', the penalty is |log-ratio|, not a KL: it and its gradient are 0 until the policy has
+moved, so with one update per batch nothing is held. Departures: tokens are chosen once, by the sampling policy's
+log-probs over the whole batch, where verl chooses in each micro-batch by the current ones, so that the loss would
+depend on its split; a token without positive covariance is never held.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from algorithms._group import GroupStandardised
+from algorithms._losses import token_mean_weights, token_ratio
+from harness.types import Batch, PolicyOutput
+
+
+class KLCov(GroupStandardised):
+    """GRPO without clip, with a penalty on the moves of tokens of high covariance (KL-Cov)."""
+
+    objective: ClassVar[Mapping[str, str]] = {
+        **GroupStandardised.objective,
+        "aggregation": "mean over all tokens",
+        "clip": "none; penalty * |log-ratio| on the covariance_share of tokens with the largest covariance",
+    }
+
+    name: Literal["kl_cov"] = "kl_cov"
+    covariance_share: float = Field(
+        default=0.002, gt=0, le=1, description="largest share of tokens that pay, at least one"
+    )
+    penalty: float = Field(default=1.0, ge=0, description="weight of |log-ratio| of those tokens, per nat")
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        return True
+
+    def advantages(self, batch: Batch) -> Batch:
+        batch, mask = super().advantages(batch), batch.completion_mask_BT
+        assert batch.advantages_BT is not None and batch.old_logprobs_BT is not None
+        credit, logprobs = batch.advantages_BT[mask], batch.old_logprobs_BT[mask]
+        covariance = (credit - credit.mean()) * (logprobs - logprobs.mean())
+        held = torch.zeros_like(covariance, dtype=torch.bool)
+        held[covariance.topk(min(len(held), max(1, int(len(held) * self.covariance_share)))).indices] = True
+        return batch.replace(held_BT=torch.zeros_like(mask).masked_scatter(mask, held & (covariance > 0)))
+
+    def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
+        assert batch.advantages_BT is not None and batch.held_BT is not None and batch.old_logprobs_BT is not None
+        moved_BT = (policy.logprobs_BT - batch.old_logprobs_BT).abs()
+        per_token = self.penalty * moved_BT * batch.held_BT - token_ratio(batch, policy) * batch.advantages_BT
+        return per_token, torch.zeros_like(batch.completion_mask_BT)
+
+    def loss_weights(self, completion_mask_BT: Tensor) -> Tensor:
+        return token_mean_weights(completion_mask_BT)

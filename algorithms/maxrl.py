@@ -1,0 +1,45 @@
+"""Credit goes to right answers in proportion to how rare they are in their group, so that hard problems count more.
+
+Maximum likelihood reinforcement learning: Tajwar et al. 2026 (MaxRL, arXiv:2602.02710). The log-likelihood of a right
+answer is log p = -sum over k of (1 - p)^k / k, and its gradient the sum over k of 1/k times that of pass@k; with 0 / 1
+rewards the mean score of a group's K right answers has the expectation of the first G terms. Less the group's mean
+score, as here, it is sum over i of (r_i - mean) / mean * score_i / G: GRPO's advantage with the mean in place of the
+standard deviation, 0 where nothing is right. (Because it is dropped there too, the expectation is that of the first G -
+1 terms.) Process rewards are centred and divided over the steps of the group. Departures: a group whose mean is 0 or
+less counts as one without right answers, since other rewards than 0 / 1 may be paid; the sum over a completion's
+tokens, which the score is, is divided by a constant, as in Dr. GRPO. prime-rl's `max_rl` has the same advantage in its
+GRPO's aggregation; verl and TRL have none.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from algorithms._advantages import group_advantages, group_centred
+from algorithms._surrogate import ClippedLoss, SummedLoss
+from harness.types import Batch
+
+
+class MaxRL(ClippedLoss, SummedLoss):
+    """The group's centred rewards divided by their mean, which approaches maximum likelihood (MaxRL)."""
+
+    min_group_size: ClassVar[int] = 2
+    objective: ClassVar[Mapping[str, str]] = {
+        "advantage": "(r - mean) / mean in the group, 0 where the mean is not positive",
+        **SummedLoss.objective,
+        "clip": ClippedLoss.objective["clip"],
+    }
+
+    name: Literal["maxrl"] = "maxrl"
+
+    def advantages(self, batch: Batch) -> Batch:
+        return batch.replace(advantages_BT=group_advantages(batch, _by_the_mean))
+
+
+def _by_the_mean(rewards_PG: Tensor, mask_PG: Tensor | None) -> Tensor:
+    centred = group_centred(rewards_PG, mask_PG)
+    mask = torch.ones_like(rewards_PG, dtype=torch.bool) if mask_PG is None else mask_PG
+    mean = (rewards_PG * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return torch.where(mean > 0, centred / mean, torch.zeros_like(centred))

@@ -1,0 +1,37 @@
+"""Credit goes to the best answer of a group alone, by as much as it beats the second best.
+
+Pass@k training: Tang et al. 2025 (arXiv:2503.19595): the objective is the expected best reward of k = G answers.
+Without answer i the best would be max over j != i of r_j, which does not depend on i and is thus a baseline, so its
+advantage is max_j r_j - max_{j != i} r_j: r1 - r2 for the best and 0 for all others, also for two that tie. The sum of
+their scores has the true gradient of the expected maximum as its expectation. Whole answers: process rewards count with
+their total. verl's `grpo_passk` has the same advantage, divided by the group's standard deviation unless told
+otherwise. Departure: the sum over tokens is divided by a constant and by rows, as in Dr. GRPO, so that the expected
+gradient is the true one divided by G * loss_denominator.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+
+from algorithms._surrogate import ClippedLoss, SummedLoss
+from harness.types import Batch
+
+
+class PassAtK(ClippedLoss, SummedLoss):
+    """The best answer of the group earns its lead over the second, which climbs pass@group_size."""
+
+    min_group_size: ClassVar[int] = 2
+    objective: ClassVar[Mapping[str, str]] = {
+        "advantage": "best - second best of the group for the best, 0 for the others",
+        **SummedLoss.objective,
+        "clip": ClippedLoss.objective["clip"],
+    }
+
+    name: Literal["pass_at_k"] = "pass_at_k"
+
+    def advantages(self, batch: Batch) -> Batch:
+        top_P2, place_P2 = batch.rewards_PG.topk(2, dim=1)
+        lead_P1 = top_P2[:, :1] - top_P2[:, 1:]
+        earned_PG = torch.zeros_like(batch.rewards_PG).scatter(1, place_P2[:, :1], lead_P1)
+        return batch.replace(advantages_BT=earned_PG.reshape(-1, 1) * batch.completion_mask_BT)

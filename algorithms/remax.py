@@ -1,0 +1,34 @@
+"""Credit goes to answers that beat the one that the policy gives without noise; no critic, and no group is needed.
+
+ReMax: Li et al. 2023 (arXiv:2310.10505), algorithm 1: REINFORCE with the reward of the greedy answer to the same prompt
+as its baseline, which depends on no sampled answer and so leaves the gradient without bias. The greedy answer costs one
+completion more per prompt (with `group_size` samples each), which is generated, graded and charged like any other but
+not trained on. It is rewarded alone: a reward that compares answers, such as `majority_vote`, has nothing to compare
+there. Whole answers: process rewards count with their total. Departures: the paper's KL is in the reward of each token,
+here in the loss; a ratio under PPO's clip follows later updates of a batch, as in verl; the sum over a completion's
+tokens is divided by a constant, as in Dr. GRPO. verl has the same advantage, by default in a mean over all tokens.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from algorithms._surrogate import ClippedLoss, SummedLoss
+from harness.types import Batch
+
+
+class ReMax(ClippedLoss, SummedLoss):
+    """REINFORCE with the reward of the greedy answer as baseline (ReMax)."""
+
+    needs_greedy: ClassVar[bool] = True
+    objective: ClassVar[Mapping[str, str]] = {
+        "advantage": "r - reward of the prompt's greedy answer",
+        **SummedLoss.objective,
+        "clip": ClippedLoss.objective["clip"],
+    }
+
+    name: Literal["remax"] = "remax"
+
+    def advantages(self, batch: Batch) -> Batch:
+        assert batch.greedy_rewards_B is not None
+        lead_B = batch.rewards_B - batch.greedy_rewards_B
+        return batch.replace(advantages_BT=lead_B[:, None] * batch.completion_mask_BT)

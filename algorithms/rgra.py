@@ -1,0 +1,31 @@
+"""Credit goes to answers that beat their group, as plain REINFORCE: no ratio to an older policy, and no clip.
+
+REINFORCE with group relative advantage: Carrino et al. 2026 (RGRA, arXiv:2603.18756): GRPO's standardised advantage
+times the log-prob of each token, mean over a completion's tokens, then over completions, less beta times the KL to the
+reference (k3, in the loss), as GRPO has it. On policy its gradient is GRPO's. From the second update of a batch on
+nothing corrects for the policy having moved. verl's `gpg` (arXiv:2504.02546) has the same policy term, by default in a
+mean over all tokens. Departures: the standard deviation has GRPO's G - 1 and floor. Process rewards are as in GRPO.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from algorithms._group import GroupStandardised
+from harness.types import Batch, PolicyOutput
+
+
+class RGRA(GroupStandardised):
+    """REINFORCE on group-standardised rewards, without ratio or clip (RGRA)."""
+
+    objective: ClassVar[Mapping[str, str]] = {**GroupStandardised.objective, "clip": "none"}
+
+    name: Literal["rgra"] = "rgra"
+    kl_beta: float = Field(0.04, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none")
+
+    def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
+        assert batch.advantages_BT is not None
+        return -batch.advantages_BT * policy.logprobs_BT, torch.zeros_like(batch.completion_mask_BT)

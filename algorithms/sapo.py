@@ -1,0 +1,39 @@
+"""Credit goes to answers that beat their group, and fades out smoothly for tokens that have moved away.
+
+Soft adaptive policy optimization: Gao et al. 2025 (SAPO, arXiv:2511.20347): in place of PPO's clip, each token's ratio
+r passes a gate 4 / tau * sigmoid(tau * (r - 1)). Its slope is 1 at r = 1 and falls off on both sides, for tokens of
+advantages of 0 or less faster (tau 1.05 against 1), since those spread probability over many other tokens. Mean over a
+row's tokens, then over rows, and GRPO's advantage, as in the paper, verl and TRL. At r = 1 the gate is 2 / tau, not 1:
+a constant in the loss. Departures: the standard deviation has GRPO's G - 1 and floor; no KL by default.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from algorithms._group import GroupStandardised
+from algorithms._losses import token_ratio
+from harness.types import Batch, PolicyOutput
+
+
+class SAPO(GroupStandardised):
+    """GRPO with a smooth gate on each token's ratio in place of the clip (SAPO)."""
+
+    objective: ClassVar[Mapping[str, str]] = {
+        **GroupStandardised.objective,
+        "clip": "gate on the ratio of each token, 4 / tau * sigmoid(tau * (ratio - 1))",
+    }
+
+    name: Literal["sapo"] = "sapo"
+    tau_positive: float = Field(default=1.0, gt=0, description="steepness of the gate where the advantage is above 0")
+    tau_negative: float = Field(default=1.05, gt=0, description="steepness of the gate elsewhere; larger: fades faster")
+
+    def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
+        assert batch.advantages_BT is not None
+        tau_BT = torch.full_like(batch.advantages_BT, self.tau_negative)
+        tau_BT[batch.advantages_BT > 0] = self.tau_positive
+        gate_BT = 4 / tau_BT * torch.sigmoid(tau_BT * (token_ratio(batch, policy) - 1))
+        return -gate_BT * batch.advantages_BT, torch.zeros_like(batch.completion_mask_BT)
