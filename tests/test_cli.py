@@ -198,7 +198,7 @@ def test_workers_get_the_store_that_the_command_names(tmp_path: Path, monkeypatc
     plan: Any = SimpleNamespace(runs=tmp_path, folder=tmp_path, study=SimpleNamespace(devices=1))
 
     def environment() -> object:
-        with runner._pool("sizes", plan, "", 1, None, None) as pool:
+        with runner._pool("sizes", plan, "", 1, None, None, {}) as pool:
             assert isinstance(pool, WorkerPool)
             return pool.environment[mlflow_address.TRACKING_URI]
 

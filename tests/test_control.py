@@ -460,12 +460,13 @@ def test_a_watched_study_has_a_line_for_each_arm_with_its_curve(tmp_path: Path, 
     screen = Console(width=120, record=True, file=io.StringIO())
     screen.print(Page(METRIC).render(queue.status()))
     first, second = (line for line in screen.export_text().splitlines() if "group_size" in line)
-    assert "▁▂█" in first and "0.8" in first and "2/7" in first and "1 running, 1 waiting" in first  # mean of 4 and 0
+    assert "\u2581\u2582\u2588" in first and "0.8" in first
+    assert "2/7" in first and "1 running, 1 waiting" in first  # mean of 4 and 0
     assert "2 waiting" in second
     queue.finish(claim, Outcome("invalid", "NaN"))
     watch(queue.status, METRIC)  # no terminal: once
     assert "1 invalid" in capsys.readouterr().out
-    assert spark([]) == "" and spark([1.0]) == "▁"
+    assert spark([]) == "" and spark([1.0]) == "\u2581"
 
 
 def test_the_report_of_a_running_study_is_written_again_in_a_small_share_of_the_time(tmp_path: Path):

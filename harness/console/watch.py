@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 REFRESH_SECONDS = 2.0
 WIDTH = 24  # characters of a curve
-BARS = "▁▂▃▄▅▆▇█"
+BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 
 
 def watch(read: Callable[[], StudyStatus], metric: str, clock: Callable[[], float] = time.monotonic) -> None:
