@@ -53,9 +53,14 @@ def reset_peak_memory() -> None:
         return
     control = Path("/proc/self/clear_refs")
     if control.exists():
-        with contextlib.suppress(AttributeError):  # glibc only: give freed memory back to the system
-            ctypes.CDLL(None).malloc_trim(0)
+        give_back_freed_memory()
         control.write_text("5")
+
+
+def give_back_freed_memory() -> None:
+    """Give the system what was freed and is in use by nobody; glibc keeps it otherwise, fragmented. Else nothing."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def use_one_heap() -> None:

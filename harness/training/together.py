@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from harness import plugins
 from harness.interfaces import RolloutEngine
-from harness.memory.usage import use_one_heap
+from harness.memory.usage import give_back_freed_memory, use_one_heap
 from harness.policy.adapters import policies_on
 from harness.policy.text import TextCodec
 from harness.spec.run import RunSpec
@@ -114,6 +114,7 @@ class Together(Generic[R]):
         if len(idle) == len(self.specs) and self._waiting:
             self._sample()
             idle = self._ends.keys() | self._waiting.keys()
+        give_back_freed_memory()  # the next run would allocate beside it
         self._turn = next((seat for seat in range(len(self.specs)) if seat not in idle), None)
         self._change.notify_all()
 
