@@ -370,7 +370,8 @@ def test_the_estimate_is_within_10_percent_of_the_tensors_of_a_step_on_a_pretend
 
 
 def test_workers_that_share_a_gpu_are_counted_together(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr("harness.study.checks.usable_gpus", lambda: ("0", "1"))
+    monkeypatch.setattr("harness.study.processes.usable_gpus", lambda: ("0", "1"))
     seen = []
     monkeypatch.setattr("harness.memory.fit.check_memory", lambda spec, copies: seen.append(copies))
     study = load_study("quickstart")

@@ -226,13 +226,10 @@ class VLLMEngine(RolloutEngine):
 
     def _run(self, rows: Sequence[tuple[int, ...]], parameters: Sequence[Any], policies: Sequence[int]) -> list[Any]:
         assert self.has_weights, "a slept engine has no weights before load_weights"
-        adapters = [self._adapter(number, "loaded") for number in policies] if self.adapters else None
+        more = {"lora_request": [self._adapter(n, "loaded") for n in policies]} if self.adapters else {}
         with _process_state_kept():
             return self.llm.generate(
-                [{"prompt_token_ids": list(tokens)} for tokens in rows],
-                list(parameters),
-                use_tqdm=False,
-                lora_request=adapters,
+                [{"prompt_token_ids": list(tokens)} for tokens in rows], list(parameters), use_tqdm=False, **more
             )
 
     def _adapter(self, policy: int, folder: str, *, load_inplace: bool = False) -> Any:
