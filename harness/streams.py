@@ -8,7 +8,7 @@ import hashlib
 import numpy as np
 
 
-def generator(stream: str, *key: int) -> np.random.Generator:
+def generator(stream: str, *key: int | str) -> np.random.Generator:
     """A generator whose numbers depend on the stream's name and its key alone.
 
     Both go through a hash, because numpy's own sequences of integers coincide where they differ in trailing zeros.

@@ -84,6 +84,11 @@ class InvalidRun(Exception):
     """The run's result must not be used (NaN, stale weights, ...). The message is the reason that the report shows."""
 
 
+def component_arm(design: str, component: str) -> str:
+    """The label of the arm that tells what a component does in a design `leave_one_out` or `add_one_in`."""
+    return f"without {component}" if design == "leave_one_out" else f"only {component}"
+
+
 def short_path(dotted: str) -> str:
     """The short name of a dotted RunSpec path: `algorithm.kl_beta` -> `kl_beta`, `algorithm.name` -> `algorithm`.
 

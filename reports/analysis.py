@@ -4,7 +4,8 @@ Trials that do not count are listed with their reason. Arms are compared with th
 completed and the same test problems, because equal seeds share prompts, noise and initial weights (common random
 numbers). The p-values that an answer may state form one Holm family: the comparisons with the baseline and the effects
 of the grid. The arms of a search have no baseline and form no grid: the best of many against an arbitrary one is no
-test.
+test. Control arms enter nothing of all this: each is compared, on its own, with the arms that share its task and
+its start.
 """
 
 import math
@@ -24,12 +25,16 @@ from reports.statistics import ALPHA, CrossedVariance, Floats, Interval, McNemar
 from reports.trials import (
     Outcome,
     Trials,
+    arm_specs,
     choose_outcome,
+    controls_of,
+    gain,
     num_first,
     score,
     search_of,
     usable_trials,
     wanted_pairs,
+    with_arms,
 )
 
 PLANNED_DIFFERENCES = (0.01, 0.02, 0.05, 0.10)
@@ -44,6 +49,8 @@ class ArmSummary:
     cells     fraction right, seeds (in the order of `scores`) by problems, or None
     num_problems  problems behind each score; 0 if they were not counted
     interval  the one that reports state; None with fewer than 2 seeds
+    gain      of the study's metric from before the first step to the last, with Student's interval over seeds; `gain_p`
+              is that of no gain; None and NaN if they are not known
     rng_seed  of the bootstrap, which is drawn when it is read
     costs     mean over seeds of the numbers of `TrialRecord.summary`; peak_memory_bytes is the largest
     """
@@ -56,6 +63,8 @@ class ArmSummary:
     num_problems: int
     interval: Interval | None
     student: Interval | None
+    gain: Interval | None
+    gain_p: float
     rng_seed: int
     costs: Mapping[str, float]
 
@@ -214,6 +223,16 @@ class Gap:
 
 
 @dataclass(frozen=True)
+class ControlArm:
+    """A control arm: what it changes, its result, and the arms that share its task and its start, each minus it."""
+
+    control: str
+    summary: ArmSummary
+    comparisons: Sequence[Comparison]
+    gaps: Sequence[Gap]
+
+
+@dataclass(frozen=True)
 class Grid:
     """A full factorial: `labels[i, j, ...]` is the arm at level i of the first factor, j of the second, ...
 
@@ -228,7 +247,10 @@ class Grid:
 
 @dataclass(frozen=True)
 class Analysis:
-    """All numbers of a report. `comparisons` holds every arm but the baseline that can be compared with it."""
+    """All numbers of a report. `comparisons` holds every arm but the baseline that can be compared with it.
+
+    `controls` apart, nothing here knows of control arms, `record` included.
+    """
 
     record: StudyRecord
     outcome: Outcome
@@ -236,6 +258,7 @@ class Analysis:
     comparisons: Sequence[Comparison]
     gaps: Sequence[Gap]
     grid: Grid | None
+    controls: Sequence[ControlArm] = ()
 
     @property
     def baseline(self) -> ArmSummary | None:
@@ -262,12 +285,12 @@ class Analysis:
 
 def analyse(record: StudyRecord, rng: Generator) -> Analysis:
     """The study's numbers; `rng` draws the seeds of the bootstrap."""
-    outcome = choose_outcome(record)
+    everything, controls, outcome = record, controls_of(record), choose_outcome(record)
+    record = with_arms(record, {arm for arm in _labels(record) if arm not in controls})
     usable = usable_trials(record, outcome)
-    labels = list(dict.fromkeys([*record.arms, *(trial.arm for trial in record.trials)]))
-    arms = [_summarise(label, record, outcome, usable, rng) for label in labels]
+    arms = [_summarise(label, record, outcome, usable, rng) for label in _labels(record)]
     grid = _grid(arms, record) if search_of(record) is None else None
-    comparisons = _compare(arms, record, outcome, rng)
+    comparisons = _compare(arms, next((arm for arm in arms if arm.is_baseline), None), record, outcome, rng)
     effects = grid.effects if grid is not None else ()
     p_values = [one.p for one in (*comparisons, *effects)]
     adjusted = statistics.holm(p_values)
@@ -276,7 +299,8 @@ def analyse(record: StudyRecord, rng: Generator) -> Analysis:
     if grid is not None:
         after = adjusted[len(comparisons) :]
         grid = replace(grid, effects=[replace(one, p_adjusted=p) for one, p in zip(effects, after, strict=True)])
-    return Analysis(record, outcome, arms, comparisons, _gaps(record, usable), grid)
+    found = [_control(label, controls[label], everything, arms, outcome, rng) for label in controls]
+    return Analysis(record, outcome, arms, comparisons, _gaps(record, usable), grid, found)
 
 
 def contrast(record: StudyRecord, values: Mapping[str, Mapping[int, float]], weights: Mapping[str, float]) -> Contrast:
@@ -355,6 +379,26 @@ def accuracy_order(metric: str) -> tuple[bool, bool, bool, int]:
     return (bool(k), "greedy" in kind, "maj" in kind, int(k or 0))
 
 
+def _labels(record: StudyRecord) -> list[str]:
+    return list(dict.fromkeys([*record.arms, *(trial.arm for trial in record.trials)]))
+
+
+def _control(
+    label: str, control: str, record: StudyRecord, arms: Sequence[ArmSummary], outcome: Outcome, rng: Generator
+) -> ControlArm:
+    """A control arm beside the arms of its study; `record` is the whole one."""
+    alone, specs = with_arms(record, {label}), arm_specs(record.trials)
+    usable = usable_trials(alone, outcome)
+    summary = _summarise(label, alone, outcome, usable, rng)
+    alike = [arm for arm in arms if arm.label in specs and _origin(specs[arm.label]) == _origin(specs[label])]
+    return ControlArm(control, summary, _compare(alike, summary, record, outcome, rng), _gaps(alone, usable))
+
+
+def _origin(spec: Mapping[str, Any]) -> list[Any]:
+    """The task of a run and the model that it starts from."""
+    return [spec.get(key) for key in ("model", "task", "prompt", "cold_start")]
+
+
 def _summarise(label: str, record: StudyRecord, outcome: Outcome, usable: Trials, rng: Generator) -> ArmSummary:
     mine = sorted((trial for (arm, _), trial in usable.items() if arm == label), key=lambda trial: trial.seed)
     scores = {trial.seed: value for trial in mine if (value := score(trial, outcome.name)) is not None}
@@ -362,6 +406,9 @@ def _summarise(label: str, record: StudyRecord, outcome: Outcome, usable: Trials
     values = list(scores.values())
     num_problems, first = _num_problems(mine, outcome), num_first(record, scores)
     interval = _exact_at_ends(_bounded(_stated(values, cells, first), outcome), num_problems)
+    gains = [found for trial in mine if (found := gain(trial, record.metric)) is not None]
+    gained = statistics.t_interval(gains, first) if len(gains) == len(mine) else None
+    judged = _num_problems(mine, Outcome(record.metric, per_problem=False))
     return ArmSummary(
         label=label,
         is_baseline=label == record.baseline and search_of(record) is None,
@@ -371,6 +418,8 @@ def _summarise(label: str, record: StudyRecord, outcome: Outcome, usable: Trials
         num_problems=num_problems,
         interval=interval,
         student=_bounded(statistics.t_interval(values, first), outcome),
+        gain=_bounded(gained, outcome, least=-1.0),
+        gain_p=math.nan if gained is None else statistics.t_test(gained, 1 / judged if judged else 0.0),
         rng_seed=int(rng.integers(2**32)),
         costs=_costs(mine),
     )
@@ -417,10 +466,11 @@ def _costs(trials: Sequence[TrialRecord]) -> dict[str, float]:
     return costs
 
 
-def _compare(arms: Sequence[ArmSummary], record: StudyRecord, outcome: Outcome, rng: Generator) -> list[Comparison]:
+def _compare(
+    arms: Sequence[ArmSummary], baseline: ArmSummary | None, record: StudyRecord, outcome: Outcome, rng: Generator
+) -> list[Comparison]:
     """Every arm that shares a seed with the baseline, each in a family of its own."""
-    baseline = next((arm for arm in arms if arm.is_baseline and arm.scores), None)
-    if baseline is None:
+    if baseline is None or not baseline.scores:
         return []
     resolution = 1 / baseline.num_problems if baseline.num_problems else 0.0
     found = []

@@ -14,7 +14,7 @@ from harness.types import StudyRecord
 from reports.prose.wording import listed, plural
 
 _MEASURED_BY = ("num_test_prompts", "num_samples", "temperature", "top_p", "top_k")
-_EACH_RUNS_OWN = ("seed", "algorithm", "rewards")
+_EACH_RUNS_OWN = ("seed", "algorithm", "rewards", "control")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ import yaml
 from harness.types import SampleRow, StudyRecord, TrialRecord
 from reports.analysis import PLANNED_DIFFERENCES, Analysis, ArmSummary, Comparison, held_out_accuracies
 from reports.claims import check_claims
+from reports.components import ranked_components
+from reports.controls import MEANINGS, verdicts
 from reports.figures import curves, grid, outcome
 from reports.figures.style import Drawing, color_of
 from reports.prose import wording
@@ -52,6 +54,9 @@ def page_values(analysis: Analysis, drawings: Mapping[str, Sequence[Drawing]]) -
         "outcome": analysis.outcome.label,
         "metric": wording.spoken(record.metric),
         "search": _search(analysis),
+        "components": _components(analysis),
+        "controls": _controls(analysis),
+        "gaps": [*analysis.gaps, *(gap for control in analysis.controls for gap in control.gaps)],
         "exploratory": _exploratory(analysis),
         "accuracies": _accuracies(analysis),
         "accuracies_reading": accuracies_reading(analysis),
@@ -74,6 +79,8 @@ def _facts(analysis: Analysis) -> list[str]:
     record = analysis.record
     seeds = f"{'seed' if len(record.seeds) == 1 else 'seeds'} {', '.join(map(str, record.seeds))}"
     facts = [progress(analysis), wording.plural(len(analysis.arms), "arm"), seeds]
+    if analysis.controls:
+        facts.append(wording.plural(len(analysis.controls), "control arm"))
     for name, path in (("task", "task.name"), ("model", "model")) if record.trials else ():
         facts.append(f"{name} {', '.join(dict.fromkeys(str(setting(t.spec, path, '?')) for t in record.trials))}")
     return facts
@@ -111,6 +118,54 @@ def _search(analysis: Analysis) -> dict[str, Any] | None:
     ]
     units = [f"{wording.spoken(name)}{' (%)' if wording.is_fraction(name) else ''}" for name in objectives]
     return {"is_tuning": bool(tuning), "objectives": units, "rows": rows}
+
+
+def _components(analysis: Analysis) -> list[dict[str, Any]]:
+    """What the page says of each component, as text, the one that adds most first."""
+    metric = analysis.outcome.name
+    return [
+        {
+            "name": one.name,
+            "effect": wording.number(one.effect, metric, signed=True),
+            "limits": wording.limits(one.interval, metric, signed=True),
+            "p_adjusted": wording.p_value(one.comparison.p_adjusted),
+            "is_detected": one.comparison.is_detected,
+        }
+        for one in ranked_components(analysis)
+    ]
+
+
+def _controls(analysis: Analysis) -> dict[str, Any]:
+    """What the page says of the control arms, as text: their results, and what each says of the other arms."""
+    metric = analysis.outcome.name
+    arms = [(MEANINGS.get(one.control, one.control), one.summary, one.gaps) for one in analysis.controls]
+    if arms:
+        arms += [("", arm, [gap for gap in analysis.gaps if gap.arm == arm.label]) for arm in analysis.arms]
+    rows = [
+        {
+            "label": arm.label,
+            "meaning": meaning,
+            "seeds": f"{len(arm.scores)}/{len(arm.scores) + len(gaps)}",
+            "outcome": wording.number(arm.mean, metric),
+            "limits": wording.limits(arm.interval, metric),
+            "gain": wording.number(arm.gain.estimate if arm.gain else math.nan, metric, signed=True),
+            "gain_limits": wording.limits(arm.gain, metric, signed=True),
+        }
+        for meaning, arm, gaps in arms
+    ]
+    read = [
+        {
+            "arm": one.arm,
+            "control": one.control,
+            "difference": wording.number(one.comparison.estimate, metric, signed=True),
+            "limits": wording.limits(one.comparison.interval, metric, signed=True),
+            "p": wording.p_value(one.comparison.p),
+            "reading": f"{one.reading}: {one.reason}" if one.reason else one.reading,
+            "is_unexplained": bool(one.reason),
+        }
+        for one in verdicts(analysis)
+    ]
+    return {"rows": rows, "verdicts": read}
 
 
 def _exploratory(analysis: Analysis) -> list[dict[str, str]]:

@@ -6,7 +6,7 @@ so it decides if it is known.
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.types import StudyRecord, TrialRecord
@@ -64,6 +64,21 @@ def num_first(record: StudyRecord, seeds: Collection[int]) -> int | None:
     return None if record.two_stage is None else sum(seed < record.two_stage["first"] for seed in seeds)
 
 
+def controls_of(record: StudyRecord) -> dict[str, str]:
+    """Arm -> its control, for the arms that replace the reward or freeze the policy, as far as they have begun."""
+    return {arm: spec["control"] for arm, spec in arm_specs(record.trials).items() if spec.get("control")}
+
+
+def with_arms(record: StudyRecord, arms: Collection[str]) -> StudyRecord:
+    """The record as if the study had these arms only."""
+    kept = replace(
+        record,
+        arms=[arm for arm in record.arms if arm in arms],
+        trials=[trial for trial in record.trials if trial.arm in arms],
+    )
+    return replace(kept, expected=record.expected - len(wanted_pairs(record)) + len(wanted_pairs(kept)))
+
+
 def search_of(record: StudyRecord) -> Mapping[str, Any] | None:
     """What a study's own search found; None for other designs."""
     return record.search if record.search is not None and "tuning" not in record.search else None
@@ -86,6 +101,13 @@ def score(trial: TrialRecord, metric: str) -> float | None:
     summary = {"test/accuracy": "test_accuracy", "validation/accuracy": "accuracy_final"}.get(metric, "")
     value = trial.summary.get(summary, series[-1][1] if series else None)
     return float(value) if value is not None and math.isfinite(value) else None
+
+
+def gain(trial: TrialRecord, metric: str) -> float | None:
+    """What a trial has added to a metric since before its first step; None if that is not known."""
+    series, last = trial.history.get(metric, ()), score(trial, metric)
+    known = len(series) > 1 and series[0][0] == 0 and math.isfinite(series[0][1])
+    return last - float(series[0][1]) if known and last is not None else None
 
 
 def arm_specs(trials: Iterable[TrialRecord]) -> dict[str, Mapping[str, Any]]:

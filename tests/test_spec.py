@@ -373,7 +373,7 @@ def test_arms_that_are_the_same_run_are_refused():
         ({"factors": {"algorithm.kl_bta": [1]}}, "did you mean 'kl_beta'?"),
         ({"factors": {"algorithm.group_size": [8, 12]}}, "got 12; use 8 or 16"),
         ({"arms": {"a": {}}, "design": "one_at_a_time"}, "use grid with 'arms'"),
-        ({"design": "gird"}, "'grid', 'one_at_a_time', 'search' or 'compare'"),
+        ({"design": "gird"}, "'one_at_a_time', 'leave_one_out', 'add_one_in', 'search' or 'compare'"),
         ({"qestion": "?"}, "did you mean 'question'?"),
         ({"question": ""}, "question"),
         ({"name": "../up"}, "name"),

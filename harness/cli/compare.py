@@ -25,6 +25,7 @@ TINY_COLD_START = 400
     "cohort compare --algorithms ppo,grpo,grpo_self_consistency --task gsm8k --set task.path=data/gsm8k --steps 5",
     "cohort compare --algorithms grpo,ppo --task gsm8k --model Qwen/Qwen2.5-0.5B --seeds 0,1",
     "cohort compare --algorithms grpo,ppo --task arithmetic --tune 6",
+    "cohort compare --algorithms grpo,dapo --task arithmetic --controls random,frozen",
 )
 def compare(
     algorithms: Annotated[str, typer.Option(metavar="A,B,...", help="Algorithms; the first is the baseline.")],
@@ -34,6 +35,10 @@ def compare(
     steps: Annotated[int | None, typer.Option(min=0, metavar="N", help="Training steps of each trial.")] = None,
     tune: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="First tune each learning rate, with N settings each.")
+    ] = None,
+    controls: Annotated[
+        str | None,
+        typer.Option(metavar="A,B,...", help="Control arms: random, format_only, inverted, shuffled_gold, frozen."),
     ] = None,
     sets: options.Sets = None,
     name: options.Name = None,
@@ -47,16 +52,17 @@ def compare(
 
     The model 'tiny' gets a supervised cold start of 400 steps (--set cold_start.steps=N for another). With --tune each
     algorithm first gets the same search over its learning rate (a fifth to five times the run's own), judged on the
-    validation split with a seed of its own; a study file can search more.
+    validation split with a seed of its own; a study file can search more. --controls adds arms of the first algorithm
+    with another reward (or none: frozen), and the report says which gains they reproduce.
 
     Any other model gets learning rates of its size (1e-6; 1e-5 with --set lora.rank=N and for a critic) and, on a GPU,
     autocast and the engine vllm if it is installed. They are said before the run; --set wins.
     """
     options.use_store(tracking_uri)
     sets = [*(sets or ()), *scale_settings(model, sets)]
-    study = comparison(algorithms, task, model, seeds, steps, sets, name, tune, interleave)
+    study = comparison(algorithms, task, model, seeds, steps, sets, name, tune, interleave, controls)
     given = {"--algorithms": algorithms, "--task": task, "--model": model, "--seeds": seeds, "--steps": steps}
-    given |= {"--tune": tune, "--set": sets, "--name": name, "--interleave": interleave}
+    given |= {"--tune": tune, "--controls": controls, "--set": sets, "--name": name, "--interleave": interleave}
     command = options.shell("compare", given)
     run_and_report(study, runs, options.num_workers(workers), command, as_json)
 
@@ -71,6 +77,7 @@ def comparison(
     name: str | None,
     tune: int | None = None,
     interleave: int | None = None,
+    controls: str | None = None,
 ) -> StudySpec:
     """The study that `cohort compare` runs: one arm for each algorithm and task, all else equal."""
     from harness.spec.raw import parse_overrides, with_overrides
@@ -95,6 +102,8 @@ def comparison(
         "seeds": [0, 1, 2] if seeds is None else options.integers(seeds),
         "interleave": interleave,
     }
+    if controls is not None:
+        raw["compare"]["controls"] = _distinct("--controls", controls, "random,frozen")
     if tune is not None:
         rate = Optimizer.model_validate(run.get("optimizer", {})).learning_rate
         space = {"optimizer.learning_rate": {"low": rate / 5, "high": rate * 5, "log": True}}

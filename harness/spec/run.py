@@ -7,7 +7,16 @@ against the classes that it names.
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, SerializeAsAny, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    Field,
+    SerializeAsAny,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from harness import plugins
 from harness.inputs import digest
@@ -17,6 +26,7 @@ from harness.spec.raw import MAX_INTEGER, is_number
 from harness.types import PromptFormat, Sampling, Section
 
 Scalar = bool | int | float | str | None
+Control = Literal["random", "format_only", "inverted", "shuffled_gold", "frozen"]
 
 
 class ColdStart(Section):
@@ -195,6 +205,11 @@ class RunSpec(Section):
     evaluation: Evaluation = Evaluation()
     checkpoints: Checkpoints = Checkpoints()
     gates: Gates = Gates()
+    control: Control | None = Field(
+        default=None,
+        description="what completions earn instead of the rewards, which are measured only (random, format_only, "
+        "inverted, shuffled_gold), or a policy that stands still (frozen); none by default",
+    )
     rollouts_per_step: int = Field(default=128, ge=1, le=1_000_000)
     steps: int = Field(default=100, ge=0)
     seed: int = Field(default=0, ge=0, le=MAX_INTEGER)
@@ -239,6 +254,11 @@ class RunSpec(Section):
                 )
         if not any(reward.weight for reward in self.rewards.values()):
             raise ValueError(f"rewards must have a weight other than 0, got 0 for {', '.join(self.rewards)}")
+        if self.control in ("inverted", "shuffled_gold") and not self.algorithm.sees_gold:
+            raise ValueError(
+                f"control must be random, format_only or frozen for {self.algorithm.name}, which must not see gold "
+                f"answers, got {self.control}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -277,6 +297,12 @@ class RunSpec(Section):
         _must_divide("optimizer.num_minibatches", self.optimizer.num_minibatches, rollouts)
         _must_divide("devices", self.devices, rollouts // self.optimizer.num_minibatches, "rollouts of a minibatch")
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """The settings, `control` only where there is one: without, the digest is that of a run that knows none."""
+        found = serialise(self)
+        return {key: value for key, value in found.items() if key != "control" or value is not None}
 
     @property
     def prompts_per_step(self) -> int:

@@ -12,10 +12,11 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from harness import plugins
 from harness.inputs import digest
+from harness.spec.components import REFERENCE, component_arms, why_inert
 from harness.spec.errors import SpecError, parsed
 from harness.spec.raw import MAX_INTEGER, with_overrides
-from harness.spec.run import RunSpec, Scalar, get_path, parse_run
-from harness.types import Section, short_path
+from harness.spec.run import Control, RunSpec, Scalar, get_path, parse_run
+from harness.types import Section, component_arm, short_path
 
 Direction = Literal["maximize", "minimize"]
 Phase = Literal["final", "tuning", "exploratory"]
@@ -171,6 +172,9 @@ class Comparison(Section):
     algorithms: list[str | dict[str, Any]] = Field(min_length=1)
     tasks: list[str | dict[str, Any]] = Field(min_length=1)
     tuning: Tuning | None = None
+    controls: list[Control] = Field(
+        default_factory=list, description="control arms of the first algorithm on each task, beside the comparison"
+    )
 
     @model_validator(mode="after")
     def _named(self) -> Self:
@@ -178,8 +182,12 @@ class Comparison(Section):
             names = [_plugin_name(item, f"compare.{kind}") for item in getattr(self, kind)]
             if len(set(names)) != len(names):
                 raise ValueError(f"compare.{kind} must be distinct, got {', '.join(names)}")
+        if len(set(self.controls)) != len(self.controls):
+            raise ValueError(f"compare.controls must be distinct, got {', '.join(self.controls)}")
         names = [_plugin_name(item, "") for item in self.algorithms]
         if self.tuning is not None:
+            if self.controls:
+                raise ValueError("compare.controls must be empty with tuning, whose settings are not known beforehand")
             for name in self.tuning.spaces:
                 if name not in names:
                     raise ValueError(f"compare.tuning.spaces must name compared algorithms, got '{name}'")
@@ -237,7 +245,8 @@ class StudySpec(Section):
 
     `factors` maps a dotted RunSpec path to its levels; `arms` maps a label to several overrides at once. `grid` takes
     every combination (of arms and factors), `one_at_a_time` the base run and each level on its own, `compare` every
-    algorithm on every task; a `search` finds its arms while it runs. The run section is kept as written.
+    algorithm on every task, `leave_one_out` and `add_one_in` all `components` and each left out, or none and each
+    alone; a `search` finds its arms while it runs. The run section is kept as written.
 
     A study expands itself once, on first use, into arms that hold their validated runs. `model_copy` would keep these
     arms: to change a study, change its mapping and parse it.
@@ -246,6 +255,7 @@ class StudySpec(Section):
     dotted_keys: ClassVar[tuple[str, ...]] = (  # mappings with dots in their keys
         "factors",
         "arms",
+        "components",
         "search.space",
         "compare.tuning.space",
     )
@@ -255,8 +265,9 @@ class StudySpec(Section):
     run: dict[str, Any]
     factors: dict[str, list[Any]] = Field(default_factory=dict)
     arms: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    components: dict[str, dict[str, Any]] = Field(default_factory=dict, description="name -> settings that make it")
     seeds: _Seeds = Field(default=[0, 1, 2], description="a list, or what decides how many while the study runs")
-    design: Literal["grid", "one_at_a_time", "search", "compare"] = "grid"
+    design: Literal["grid", "one_at_a_time", "leave_one_out", "add_one_in", "search", "compare"] = "grid"
     search: Search | None = None
     compare: Comparison | None = None
     interleave: int | None = Field(
@@ -280,8 +291,17 @@ class StudySpec(Section):
         for section in ("search", "compare"):
             if (self.design == section) != (getattr(self, section) is not None):
                 raise ValueError(f"design {section} and section '{section}' must come together, got one of the two")
-        if self.design in ("search", "compare") and (self.factors or self.arms):
+        if self.design in ("search", "compare", *REFERENCE) and (self.factors or self.arms):
             raise ValueError(f"design {self.design} takes neither factors nor arms; use grid for them")
+        if (self.design in REFERENCE) != bool(self.components):
+            raise ValueError("components and design leave_one_out or add_one_in must come together, got one of the two")
+        if self.components:
+            reference = REFERENCE[self.design]
+            if self.baseline not in (None, reference):
+                raise ValueError(f"baseline of design {self.design} must be '{reference}', got '{self.baseline}'")
+            if empty := [name for name, settings in self.components.items() if not settings]:
+                raise ValueError(f"components must set something, got nothing in '{empty[0]}'")
+            component_arms(self.design, self.components)
         if self.design == "search" and self.baseline is not None:
             raise ValueError("the arms of a search have no names beforehand; leave 'baseline' out")
         if self.search is not None and self.metric not in self.objectives():
@@ -299,9 +319,11 @@ class StudySpec(Section):
             both = sorted(set(seeds) & set(self.compare.tuning.seeds))
             if both:
                 raise ValueError(f"compare.tuning.seeds must differ from the study's seeds {seeds}, got {both} in both")
-        for label in self.arms:
+        for label in [*self.arms, *self.components]:
             if re.search("[\0\ud800-\udfff]", label):
-                raise ValueError(f"labels of arms must be Unicode without NUL, got {label!a}; leave it out")
+                raise ValueError(
+                    f"labels of arms and components must be Unicode without NUL, got {label!a}; leave it out"
+                )
         for path, levels in self.factors.items():
             if path == "seed":
                 raise ValueError("'seed' is a replicate, never a factor; list seeds under 'seeds'")
@@ -409,36 +431,42 @@ class StudySpec(Section):
         return arms
 
     def _varied(self) -> list[Arm]:
-        """The arms of a grid or of one_at_a_time."""
+        """The arms of a grid, of one_at_a_time or of components."""
         arms: dict[str, Arm] = {}
         label_of: dict[str, str] = {}  # digest -> label
+        named = component_arms(self.design, self.components) if self.components else self.arms
         if self.design == "one_at_a_time":
             single = [{path: level} for path, levels in self.factors.items() for level in levels]
             points = [("", point) for point in [{}, *single]]
         else:
-            num_arms = math.prod(map(len, self.factors.values())) * max(len(self.arms), 1)
+            num_arms = math.prod(map(len, self.factors.values())) * max(len(named), 1)
             if num_arms > MAX_ARMS:
                 raise SpecError(
                     f"study '{self.name}': a grid must have at most {MAX_ARMS:,} arms, got {num_arms:,}; take fewer "
                     "levels, or design: search"
                 )
             grid = [dict(zip(self.factors, c, strict=True)) for c in itertools.product(*self.factors.values())]
-            points = [(name, point) for name in (self.arms or [""]) for point in grid]
+            points = [(name, point) for name in (named or [""]) for point in grid]
         for name, point in points:
-            overrides = {**self.arms.get(name, {}), **point}
+            overrides = {**named.get(name, {}), **point}
             spec = self._parse(overrides)
-            levels: dict[str, Scalar] = {"arm": name} if self.arms else {}
+            levels: dict[str, Scalar] = {"arm": name} if named else {}
             levels |= {path: get_path(spec, path) for path in self.factors}
-            shown = levels if self.design == "grid" else {path: levels[path] for path in point}
+            shown = {path: levels[path] for path in point} if self.design == "one_at_a_time" else levels
             label = ", ".join(_describe(path, level) for path, level in shown.items()) or "base"
             arm = Arm(label, overrides, levels, spec)
             same = label_of.get(arm.digest)
             if same is not None and self.design == "one_at_a_time":
                 continue  # this level is the base run's own
-            if same is not None or label in arms:
+            if (same is not None and not self.components) or label in arms:
                 raise SpecError(f"study '{self.name}': arms '{same or label}' and '{label}' are the same; remove one")
             label_of[arm.digest] = label
             arms[label] = arm
+        for name, settings in self.components.items():
+            pair = [arms[REFERENCE[self.design]].spec, arms[component_arm(self.design, name)].spec]
+            on, off = pair if self.design == "leave_one_out" else pair[::-1]
+            if reason := why_inert(settings, on, off):
+                raise SpecError(f"study '{self.name}': component '{name}' cannot matter: {reason}")
         return list(arms.values())
 
     def _compared(self) -> list[Arm]:
@@ -456,6 +484,9 @@ class StudySpec(Section):
                     levels[f"{kind}.name"] = settings["name"]
             label = ", ".join(_describe(path, level) for path, level in levels.items())
             arms.append(Arm(label, overrides, levels, self._parse(overrides)))
+        for arm, control in itertools.product(arms[: len(self.compare.tasks)], self.compare.controls):
+            overrides, levels = {**arm.overrides, "control": control}, {**arm.levels, "control": control}
+            arms.append(Arm(f"{arm.label}, control {control}", overrides, levels, self._parse(overrides)))
         return arms
 
     def _parse(self, overrides: Mapping[str, Any]) -> RunSpec:
@@ -466,7 +497,14 @@ class StudySpec(Section):
 def parse_study(raw: Mapping[str, Any], where: str) -> StudySpec:
     """The study that a mapping describes, every arm of it validated; SpecError otherwise."""
     study = parsed(StudySpec, raw, where)
-    study.checked_arms()
+    controlled = [arm for arm in study.checked_arms() if arm.spec.control is not None]
+    if controlled and study.searches():
+        raise SpecError(f"{where}: a study that searches or tunes must have no control; leave control out")
+    labels = study.arm_labels()
+    for arm in controlled:
+        if arm.label == (study.baseline or labels[0]):
+            fix = "name another arm with baseline"
+            raise SpecError(f"{where}: the baseline must be no control, got '{arm.label}' ({arm.spec.control}); {fix}")
     return study
 
 

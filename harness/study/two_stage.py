@@ -11,7 +11,7 @@ every comparison stay exact (Healy 1956, Ann. Math. Statist. 27:687-702). Where 
 
 The score is that which a report compares: the study's metric on the test split if every trial has it. A comparison is
 judged by the first seeds that both arms completed; one with fewer than two of them asks for nothing. Invalid trials
-are not replaced.
+are not replaced. Control arms ask for no seeds.
 """
 
 import math
@@ -51,7 +51,7 @@ def decide(study: StudySpec, values: Mapping[Key, Mapping[str, float]]) -> dict[
     assert isinstance(plan, TwoStage)
     twin = on_test_split(study.metric)
     metric = twin if all(twin in found for found in values.values()) else study.metric
-    labels = study.arm_labels()
+    labels = [arm.label for arm in study.design_arms() if arm.spec.control is None]
     baseline = study.baseline or labels[0]
     comparisons = []
     for arm in labels if len(labels) == 1 else [label for label in labels if label != baseline]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.policy.sharding import local
-from harness.spec.run import Gates
+from harness.spec.run import Gates, RunSpec
 from harness.training import ranks
 from harness.types import Batch, InvalidRun
 
@@ -47,6 +47,13 @@ _GATES = {
     "entropy": ("policy/entropy", "below", "the policy has lost its entropy"),
     "answered": ("train/answered", "below", "completions no longer state an answer ({start:.3g} did at the start)"),
 }  # fmt: skip
+_LEARNT = ("stuck_groups", "entropy", "answered")
+
+
+def gates_of(spec: RunSpec) -> Gates:
+    """The gates of a run. What a control does to what is learnt is its result, so no gate on that may end it; one whose
+    policy stands still measures no changed weights."""
+    return spec.gates if spec.control is None else spec.gates.model_copy(update=dict.fromkeys(_LEARNT))
 
 
 def check_gates(settings: Gates, state: GateState, metrics: Mapping[str, float], step: int) -> None:

@@ -8,9 +8,13 @@ no class, so that no majority of restatements becomes a target.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from harness.interfaces import Task
+from harness.streams import generator
 from harness.types import GradedGroup, Group, Prompt, SampleRow, Split
 
 GROUP_OVERRUNS = 2  # comparisons of a group that may run into their time limit, or slow ones that take as much; no
@@ -31,6 +35,18 @@ def grade(task: Task, groups: Sequence[Group], max_tokens: int) -> list[GradedGr
         graded.append(_grade_group(task, group, max_tokens))
         left -= allowed - task.allow_overruns(None)
     return graded
+
+
+def grade_by_other_gold(
+    task: Task, groups: Sequence[Group], prompts: Sequence[Prompt], seed: int, max_tokens: int
+) -> list[GradedGroup]:
+    """`grade` against the gold answer of another one of `prompts`, the whole split, always the same for a seed.
+
+    That answer may equal the prompt's own: answers are as frequent as they were.
+    """
+    order = generator("shuffled gold", seed).permutation(len(prompts))
+    other = {prompts[i].id: prompts[j].gold for i, j in zip(order, np.roll(order, 1), strict=True)}
+    return grade(task, [replace(g, prompt=replace(g.prompt, gold=other[g.prompt.id])) for g in groups], max_tokens)
 
 
 def problem_rows(prompts: Sequence[Prompt]) -> list[dict[str, Any]]:

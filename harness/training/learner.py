@@ -57,7 +57,8 @@ class Learner:
         self.critic = Critic(policy, shared=spec.algorithm.shares_trunk) if spec.algorithm.needs_critic else None
         if ranks.world_size() > 1:
             self._shard()
-        self.optimizers = {"policy": self._adamw(policy, spec.optimizer.learning_rate)}
+        self.policy_rate = 0.0 if spec.control == "frozen" else spec.optimizer.learning_rate  # 0 moves no weight
+        self.optimizers = {"policy": self._adamw(policy, self.policy_rate)}
         if self.critic is not None:
             self.optimizers["critic"] = self._adamw(self.critic, spec.optimizer.critic_learning_rate)
 
@@ -94,11 +95,11 @@ class Learner:
         settings = self.spec.optimizer
         if settings.schedule != "constant" or settings.warmup_steps:
             factor = learning_rate_factor(settings, step, self.spec.steps)
-            rates = {"policy": settings.learning_rate, "critic": settings.critic_learning_rate}
+            rates = {"policy": self.policy_rate, "critic": settings.critic_learning_rate}
             for name, optimizer in self.optimizers.items():
                 for group in optimizer.param_groups:
                     group["lr"] = factor * rates[name]
-            metrics["optimizer/learning_rate"] = factor * settings.learning_rate
+            metrics["optimizer/learning_rate"] = factor * self.policy_rate
         if kl_beta is not None:
             self.algorithm = self.spec.algorithm.model_copy(update={"kl_beta": kl_beta})
             metrics["kl/beta"] = kl_beta

@@ -15,7 +15,7 @@ from harness.spec.run import RunSpec
 from harness.training import ranks
 from harness.training.agreement import check_agreement, check_length
 from harness.training.evaluate import logged_evaluation
-from harness.training.gates import check_gates
+from harness.training.gates import check_gates, gates_of
 from harness.training.run import OWN_MODELS, Models, Run, RunResult, StoppedEarly, first_prompt, prepare, run_facts
 from harness.training.step import train_step
 from harness.types import InvalidRun, Prompt, Split
@@ -50,6 +50,8 @@ def _train(
     check_length(spec)
     log.prompt(first_prompt(spec, "train" if spec.steps else "validation"))
     train_prompts = spec.task.prompts("train") if spec.steps else []
+    if spec.control == "shuffled_gold" and len(train_prompts) == 1:
+        raise ValueError("control must not be shuffled_gold with one train problem, whose gold no other can have")
     run: Run | None = None
     try:
         run, step = prepare(spec, directory, log, cache, should_stop, models)
@@ -80,7 +82,7 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
         metrics["memory/peak_bytes"] = run.totals.peak_memory_bytes
         run.log.metrics(step, metrics)
         run.log.progress("train", step, spec.steps)
-        check_gates(spec.gates, run.gates, metrics, step)  # of metrics that all ranks share
+        check_gates(gates_of(spec), run.gates, metrics, step)  # of metrics that all ranks share
         if step % spec.evaluation.every == 0 or step == spec.steps:
             run.log.samples(rows)
             _evaluate(run, "validation", step)

@@ -19,6 +19,7 @@ from harness.interfaces import Reward
 from harness.policy.device import mixed_precision, resolve_device
 from harness.streams import generator
 from harness.training import ranks
+from harness.training.control_rewards import control_rewards
 from harness.training.grading import grade
 from harness.training.run import Clock, Run
 from harness.training.scoring import Scores, score
@@ -48,10 +49,12 @@ def sample_groups(run: Run, prompts: Sequence[Prompt], step: int, clock: Clock) 
             before = _rest(run, groups)
         clock.lap("generate")
         graded = ranks.shared(groups, lambda part: grade(spec.task, part, spec.max_tokens))
-        drawn = ranks.same(partial(drawn.with_batch, spec.rewards, groups, graded))
+        instead = _instead(run, prompts, groups, graded, step)
+        drawn = ranks.same(partial(drawn.with_batch, spec.rewards, groups, graded, instead))
         if greedy:
             graded = ranks.shared(greedy, lambda part: grade(spec.task, part, spec.max_tokens))
-            drawn = ranks.same(partial(drawn.with_greedy, spec.rewards, greedy, graded))
+            instead = _instead(run, prompts, greedy, graded, step, first=spec.algorithm.group_size)
+            drawn = ranks.same(partial(drawn.with_greedy, spec.rewards, greedy, graded, instead))
         clock.lap("grade")
         if drawn.num_kept >= count or len(drawn.groups) >= len(prompts):
             if not is_last:
@@ -73,6 +76,23 @@ def _generate_greedy(run: Run, step: int, prompts: Sequence[Prompt]) -> list[Gro
     spec = run.spec
     sampling = spec.sampling_with_limit().model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0})
     return run.engine.generate(prompts, 1, sampling, seed=spec.seed, step=step)
+
+
+def _instead(
+    run: Run,
+    prompts: Sequence[Prompt],
+    groups: Sequence[Group],
+    graded: Sequence[GradedGroup],
+    step: int,
+    first: int = 0,
+) -> list[list[float]] | None:
+    """What a control pays instead of the run's rewards; None where those are paid."""
+    if run.spec.control in (None, "frozen"):
+        return None
+    pairs = list(zip(groups, graded, strict=True))
+    return ranks.shared(
+        pairs, lambda part: control_rewards(run.spec, prompts, [g for g, _ in part], [g for _, g in part], step, first)
+    )
 
 
 def _rest(run: Run, groups: Sequence[Group]) -> Probe | None:
@@ -116,10 +136,14 @@ class Drawn:
     greedy_rewards: tuple[float, ...] = ()
 
     def with_batch(
-        self, rewards: Mapping[str, Reward], groups: Sequence[Group], graded: Sequence[GradedGroup]
+        self,
+        rewards: Mapping[str, Reward],
+        groups: Sequence[Group],
+        graded: Sequence[GradedGroup],
+        instead: Sequence[list[float]] | None = None,
     ) -> Drawn:
-        """These and one more batch of groups, which earns `rewards`."""
-        scores, all_graded = score(rewards, graded), (*self.graded, *graded)
+        """These and one more batch of groups, which earns `rewards`, or what a control pays `instead`."""
+        scores, all_graded = score(rewards, graded, instead), (*self.graded, *graded)
         if self.groups:
             scores = self.scores.then(rewards, scores, all_graded)
         return replace(
@@ -127,10 +151,15 @@ class Drawn:
         )
 
     def with_greedy(
-        self, rewards: Mapping[str, Reward], groups: Sequence[Group], graded: Sequence[GradedGroup]
+        self,
+        rewards: Mapping[str, Reward],
+        groups: Sequence[Group],
+        graded: Sequence[GradedGroup],
+        instead: Sequence[list[float]] | None = None,
     ) -> Drawn:
-        """These and the greedy completions of the batch added last, each of which earns `rewards` on its own."""
-        earned = [total for (total,) in score(rewards, graded).totals]
+        """These and the greedy completions of the batch added last, each of which earns `rewards` on its own, or what a
+        control pays `instead`."""
+        earned = [total for (total,) in score(rewards, graded, instead).totals]
         return replace(self, greedy=(*self.greedy, *groups), greedy_rewards=(*self.greedy_rewards, *earned))
 
     def with_metrics(self, count: int) -> Drawn:

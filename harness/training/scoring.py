@@ -58,10 +58,17 @@ class Scores:
         )
 
 
-def score(rewards: Mapping[str, Reward], graded: Sequence[GradedGroup]) -> Scores:
-    """The rewards of each completion; `graded` carries correctness."""
+def score(
+    rewards: Mapping[str, Reward], graded: Sequence[GradedGroup], instead: Sequence[list[float]] | None = None
+) -> Scores:
+    """The rewards of each completion; `graded` carries correctness.
+
+    In a control arm the completions earn what stands in `instead` [P][G], and the rewards are measured only.
+    """
     seen = {True: graded, False: [group.blind() for group in graded]}
     parts = {name: [reward.score(group) for group in seen[reward.sees_gold]] for name, reward in rewards.items()}
+    if instead is not None:
+        return Scores(list(instead), list(instead), None, parts, _metrics(rewards, graded, parts))
     outcome = {n: r.weight for n, r in rewards.items() if r.weight and not isinstance(r, StepReward)}
     dense = [r for r in rewards.values() if r.weight and isinstance(r, StepReward)]
     outcomes = [

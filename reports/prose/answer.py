@@ -6,6 +6,8 @@ from typing import Any
 
 from harness.types import short_path
 from reports.analysis import Analysis, ArmSummary, Comparison, level_means
+from reports.components import ranked_components
+from reports.controls import unexplained, verdicts
 from reports.prose import wording
 from reports.statistics import ALPHA
 from reports.trials import search_of, tuning_of
@@ -26,7 +28,7 @@ def answer(analysis: Analysis) -> str:
     else:
         factors, is_detected = _grid_finding(analysis), _is_any_effect_detected(analysis)
         candidates = [factors, _finding(analysis), "" if is_detected else _detectable(analysis)]
-        candidates += [_tuned(analysis), _left_out(analysis)]
+        candidates += [_components(analysis), _unexplained(analysis), _tuned(analysis), _left_out(analysis)]
     parts = [part for part in candidates if part]
     opening = _caveat(analysis) + _near_zero(analysis)
     for number, part in enumerate(parts):
@@ -83,6 +85,25 @@ def _tuned(analysis: Analysis) -> str:
         if arm["label"] == search["best"]
     ]
     return f"tuning chose the settings of {wording.listed(chosen, len(chosen))}" if chosen else ""
+
+
+def _components(analysis: Analysis) -> str:
+    """What each component of a study of components adds, the largest first."""
+    metric = analysis.outcome.name
+    ranked = []
+    for one in ranked_components(analysis):
+        limits = wording.limits(one.interval, metric, signed=True)
+        ranked.append(" ".join(filter(None, [one.name, wording.number(one.effect, metric, signed=True), limits])))
+    unit = " (points)" if analysis.outcome.is_fraction else ""
+    return f"by what they add the components rank{unit}: {', '.join(ranked)}" if ranked else ""
+
+
+def _unexplained(analysis: Analysis) -> str:
+    """The arms whose effect a control reproduces; nothing if there are none."""
+    found = unexplained(verdicts(analysis)).items()
+    arms = [f"{arm} (by {wording.listed(controls)})" for arm, controls in found]
+    words = "unexplained, because a control reproduces it, is the effect of"
+    return f"{words} {wording.listed(arms, len(arms))}" if arms else ""
 
 
 def _near_zero(analysis: Analysis) -> str:

@@ -1,0 +1,65 @@
+"""Decides the arms of a study of components: all of them and each left out, or none of them and each alone.
+
+A component is a name for the settings that make it. One that provably cannot change a run is refused with the reason:
+its effect would be 0 by construction, and a rank among others would hide that.
+"""
+
+from collections.abc import Mapping
+from itertools import combinations
+from typing import Any, Literal
+
+from harness.spec.run import RunSpec
+from harness.types import component_arm
+
+Components = Mapping[str, Mapping[str, Any]]  # name -> dotted path of a run -> value
+ComponentDesign = Literal["leave_one_out", "add_one_in"]
+REFERENCE: dict[str, str] = {"leave_one_out": "all", "add_one_in": "none"}  # design -> label of its baseline
+
+# Settings of algorithms that bind where the policy has moved away from the one that sampled.
+_CLIPS = {
+    "clip_epsilon", "clip_epsilon_high", "ratio_bound", "clip_log_ratio", "weight_max", "value_clip", "divergence_bound"
+}  # fmt: skip
+
+
+def component_arms(design: str, components: Components) -> dict[str, dict[str, Any]]:
+    """Label -> overrides of the n + 1 arms, the reference first.
+
+    ValueError if two components set the same: with both on, the order would decide.
+    """
+    for (one, mine), (other, theirs) in combinations(components.items(), 2):
+        both = [
+            path for path in mine for held in theirs if f"{path}.".startswith(f"{held}.") or held.startswith(f"{path}.")
+        ]
+        if both:
+            raise ValueError(f"components must set different settings, got {both[0]} in '{one}' and in '{other}'")
+    if design == "add_one_in":
+        chosen = {component_arm(design, name): [name] for name in components}
+    else:
+        chosen = {component_arm(design, name): [one for one in components if one != name] for name in components}
+    reference = list(components) if design == "leave_one_out" else []
+    return {
+        label: {path: value for name in names for path, value in components[name].items()}
+        for label, names in {REFERENCE[design]: reference, **chosen}.items()
+    }
+
+
+def why_inert(component: Mapping[str, Any], on: RunSpec, off: RunSpec) -> str:
+    """Why a component's setting cannot matter between a run with it and the same run without; empty if it can."""
+    with_it, without = on.model_dump(mode="json"), off.model_dump(mode="json")
+    for path in component:
+        value = _at(with_it, path)
+        if value == _at(without, path):
+            return f"{path} is {value} without it too"
+        section, _, key = path.rpartition(".")
+        if section == "algorithm" and key in _CLIPS and on.updates_per_step == off.updates_per_step == 1:
+            return (
+                f"{path} binds only when a batch gets more than one update: after one the ratio is 1; raise "
+                "optimizer.num_minibatches or optimizer.num_inner_epochs"
+            )
+    return ""
+
+
+def _at(spec: Any, path: str) -> Any:
+    for key in path.split("."):
+        spec = spec.get(key) if isinstance(spec, Mapping) else None
+    return spec

@@ -1,0 +1,48 @@
+"""Decides what completions earn in a control arm, whose run differs in nothing else.
+
+A control asks whether an effect needs the reward at all: random rewards alone have raised accuracy (Shao et al. 2025,
+arXiv:2506.10947), and a grader that accepts too much is learnt by any reward. `random` is a fair coin for each
+completion, keyed by (seed, step, prompt, sample) like the noise of its sampling; `format_only` the task's format score;
+`inverted` 1 for a wrong answer; `shuffled_gold` correctness by the gold answer of another problem. The first two see no
+correctness. `frozen` pays the run's own rewards to a policy that stands still (see the learner).
+"""
+
+from collections.abc import Sequence
+
+from harness.spec.run import RunSpec
+from harness.streams import generator
+from harness.training.grading import grade_by_other_gold
+from harness.types import GradedGroup, Group, Prompt
+
+
+def control_rewards(
+    spec: RunSpec,
+    prompts: Sequence[Prompt],
+    groups: Sequence[Group],
+    graded: Sequence[GradedGroup],
+    step: int,
+    first: int = 0,
+) -> list[list[float]]:
+    """[P][G] what the control pays in training step `step`; `prompts` are those of the split, `first` is the number of
+    a group's first sample."""
+    if spec.control == "random":
+        return [_coins(spec.seed, step, group, first) for group in graded]
+    if spec.control == "format_only":
+        return [list(group.blind().format_scores) for group in graded]
+    if spec.control == "inverted":
+        return [[1.0 - value for value in _correct(group)] for group in graded]
+    assert spec.control == "shuffled_gold"
+    other = grade_by_other_gold(spec.task, groups, prompts, spec.seed, spec.max_tokens)
+    return [_correct(group) for group in other]
+
+
+def _coins(seed: int, step: int, group: GradedGroup, first: int) -> list[float]:
+    count = first + len(group.completions)
+    return (
+        generator("random reward", seed, step, group.prompt_id).integers(2, size=count)[first:].astype(float).tolist()
+    )
+
+
+def _correct(group: GradedGroup) -> list[float]:
+    assert group.correct is not None
+    return [float(value) for value in group.correct]

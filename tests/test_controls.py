@@ -1,0 +1,439 @@
+"""Control arms: each changes what it says and nothing else, and the report keeps them apart and believes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_study import FakeArm, fake_study
+from fakes import MemoryLog, assert_same_weights, final_weights, graded_group
+from safetensors.torch import load_file
+from test_gates import make_spec as stuck_spec
+from test_train import BASE
+
+from harness.cli.compare import comparison
+from harness.interfaces import Task
+from harness.spec.errors import SpecError
+from harness.spec.run import RunSpec, parse_run
+from harness.spec.study import parse_study
+from harness.study.two_stage import decide
+from harness.training.cold_start import start_name
+from harness.training.control_rewards import control_rewards
+from harness.training.grading import grade, grade_by_other_gold
+from harness.training.loop import train
+from harness.types import GradedGroup, Group, Prompt, Rollout, StudyRecord, TrialRecord
+from reports.analysis import Analysis, analyse
+from reports.controls import verdicts
+from reports.render import results_csv, write_report
+
+REWARDS = ("random", "format_only", "inverted", "shuffled_gold")
+CONTROLS = (*REWARDS, "frozen")
+
+
+def spec_of(**changes: Any) -> RunSpec:
+    algorithm = {"name": "grpo", "group_size": 4, "kl_beta": 0.02}
+    rewards = {"format": 1.0}  # a start of 40 steps earns it now and then, and is never right
+    return parse_run({**BASE, "algorithm": algorithm, "rewards": rewards, "steps": 2, **changes}, "test")
+
+
+# The run ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_without_a_control_is_what_it_was_before_there_were_controls():
+    plain, controlled = spec_of(), spec_of(control="random")
+    assert "control" not in plain.model_dump(mode="json")
+    assert {**plain.model_dump(mode="json"), "control": "random"} == controlled.model_dump(mode="json")
+    assert parse_run(controlled.model_dump(mode="json"), "test") == controlled
+    assert plain.digest() != controlled.digest()
+    assert start_name(plain, Path("cache")) == start_name(controlled, Path("cache"))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cold-starts")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str | None, tuple[Path, MemoryLog]]:
+    """Two steps of one run without a control and with each."""
+    found = {}
+    for control in (None, *CONTROLS):
+        folder, log = tmp_path_factory.mktemp(control or "none"), MemoryLog()
+        spec = spec_of(control=control, gates={"weights_changed_steps": 1}, optimizer={"schedule": "linear"})
+        assert train(spec, folder, log, cache=cache).state == "complete"
+        found[control] = (folder, log)
+    shutil.copytree(start_name(spec_of(), cache), found[None][0] / "start")
+    return found
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "rollouts/step-000001.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_the_first_step_of_a_control_has_the_samples_and_measurements_of_the_run_itself(
+    runs: dict[str | None, tuple[Path, MemoryLog]], control: str
+):
+    (folder, log), (plain, plain_log) = runs[control], runs[None]
+    assert [{**row, "reward": 0} for row in rows_of(folder)] == [{**row, "reward": 0} for row in rows_of(plain)]
+    first, plain_first = (
+        {k: v for step, values in one.events if step <= 1 for k, v in values.items()} for one in (log, plain_log)
+    )
+    for name in ("train/accuracy", "reward/accuracy", "completion/length", "mismatch/kl", "train/generated_tokens"):
+        assert first[name] == plain_first[name], name
+    assert log.history("validation/accuracy")[0] == plain_log.history("validation/accuracy")[0]
+    for name in ("train/rollouts", "train/optimizer_steps"):
+        assert log.history(name) == plain_log.history(name)
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_a_control_pays_what_it_says(runs: dict[str | None, tuple[Path, MemoryLog]], control: str):
+    rows, log = rows_of(runs[control][0]), runs[control][1]
+    paid, right = [row["reward"] for row in rows], [float(row["correct"]) for row in rows]
+    formats = [spec_of().task.format_score(row["completion"]) for row in rows]
+    assert len(set(formats)) > 1
+    if control == "frozen":
+        assert paid == [one + other for one, other in zip(right, formats, strict=True)]
+    if control == "format_only":
+        assert paid == formats
+    if control == "inverted":
+        assert paid == [1 - value for value in right]
+    if control == "shuffled_gold":
+        assert set(paid) <= {0.0, 1.0}
+    if control == "random":
+        assert 0 < sum(paid) < len(paid) == 16
+        assert [row["reward"] for row in rows_of(runs["frozen"][0])] != paid
+    assert log.history("reward/mean")[0] == (1, pytest.approx(np.mean(paid)))
+
+
+def test_a_frozen_policy_stands_still_though_it_has_a_gradient_and_only_that_one(
+    runs: dict[str | None, tuple[Path, MemoryLog]],
+):
+    folder, log = runs["frozen"]
+    start = load_file(runs[None][0] / "start" / "model.safetensors")
+    assert_same_weights(final_weights(folder), start)
+    assert all(norm > 0 for _, norm in log.history("policy/grad_norm"))
+    assert [rate for _, rate in log.history("optimizer/learning_rate")] == [0, 0]
+    for control in (None, *REWARDS):
+        moved = final_weights(runs[control][0])
+        assert any(bool((moved[name] != start[name]).any()) for name in start), control
+
+
+def test_a_control_has_its_greedy_answers_paid_too_with_coins_of_their_own(tmp_path: Path, cache: Path):
+    spec = spec_of(algorithm={"name": "remax", "group_size": 4}, control="random", steps=1, rollouts_per_step=40)
+    log = MemoryLog()
+    train(spec, tmp_path, log, cache=cache)
+    rows = rows_of(tmp_path)
+    group = graded_group([0, 0, 0, 0])
+    coins = [
+        control_rewards(spec, [], [], [dataclasses.replace(group, prompt_id=p)], 0)[0]
+        for p in dict.fromkeys(row["prompt_id"] for row in rows)
+    ]
+    assert [row["reward"] for row in rows] == [coin for four in coins for coin in four]
+    alone = dataclasses.replace(group, completions=("",))
+    greedy = [
+        control_rewards(spec, [], [], [dataclasses.replace(alone, prompt_id=p)], 0, first=4)[0][0]
+        for p in dict.fromkeys(row["prompt_id"] for row in rows)
+    ]
+    assert log.history("reward/greedy") == [(1, pytest.approx(np.mean(greedy)))]
+    assert greedy != [four[0] for four in coins]
+
+
+def test_random_rewards_are_fair_and_keyed_by_seed_step_prompt_and_sample():
+    def coins(seed: int = 0, step: int = 0, prompt: str = "p", count: int = 2000) -> list[float]:
+        group = dataclasses.replace(graded_group([0]), prompt_id=prompt, completions=("",) * count).blind()
+        return control_rewards(spec_of(control="random", seed=seed), [], [], [group], step)[0]
+
+    base = coins()
+    assert set(base) == {0.0, 1.0} and 0.46 < np.mean(base) < 0.54
+    assert base[:10] == coins(count=10) and base == coins()
+    for other in (coins(seed=1), coins(step=1), coins(prompt="q")):
+        assert 0.45 < np.mean(np.equal(base, other)) < 0.55
+
+
+def test_what_must_not_see_gold_is_paid_without_it():
+    group = graded_group([0, None], correct=(True, False), format_scores=(1.0, 0.0))
+    assert control_rewards(spec_of(control="inverted"), [], [], [group], 0) == [[0.0, 1.0]]
+    blind = group.blind()
+    assert control_rewards(spec_of(control="format_only"), [], [], [blind], 0) == [[1.0, 0.0]]
+    with pytest.raises(AssertionError):
+        control_rewards(spec_of(control="inverted"), [], [], [blind], 0)
+    blinded = {"name": "grpo_self_consistency", "group_size": 4}
+    for control in ("inverted", "shuffled_gold"):
+        with pytest.raises(SpecError, match="control must be random, format_only or frozen for grpo_self_cons"):
+            spec_of(algorithm=blinded, control=control)
+    for control in ("random", "format_only", "frozen"):
+        assert spec_of(algorithm=blinded, control=control).control == control
+
+
+class Toy(Task):
+    """Answers are the completions; a grader that accepts everything calls any two of them equal."""
+
+    name: str = "toy"
+    accepts_everything: bool = False
+
+    @property
+    def max_completion_tokens(self) -> int:
+        return 4
+
+    def prompts(self, split: Any) -> list[Prompt]:
+        return [Prompt(str(i), f"{i}?", gold=str(i % 8)) for i in range(8)]
+
+    def demonstrations(self) -> list[Any]:
+        return []
+
+    def extract(self, completion: str) -> str | None:
+        return completion or None
+
+    def equivalent(self, answer: str, other: str) -> bool:
+        return self.accepts_everything or answer == other
+
+
+def test_shuffled_gold_is_the_answer_of_another_problem_always_the_same_for_a_seed():
+    task = Toy()
+    prompts = task.prompts("train")
+    said = tuple(Rollout(str(answer), (1,), (0.0,), "stop") for answer in range(8))
+    groups = [Group(prompt, (1,), said) for prompt in prompts]
+
+    def golds(seed: int, part: slice = slice(None)) -> list[int]:
+        correct = [group.correct for group in grade_by_other_gold(task, groups[part], prompts, seed, 4)]
+        assert all(one is not None and sum(one) == 1 for one in correct)
+        return [one.index(True) for one in correct if one is not None]
+
+    assert sorted(golds(0)) == list(range(8))
+    assert all(gold != own for own, gold in enumerate(golds(0)))
+    assert golds(0)[2:5] == golds(0, slice(2, 5))
+    assert golds(0) != golds(1)
+
+
+def test_a_split_of_one_problem_cannot_be_shuffled(tmp_path: Path):
+    task = {**BASE["task"], "num_train": 1}
+    with pytest.raises(ValueError, match="control must not be shuffled_gold with one train problem"):
+        train(spec_of(task=task, control="shuffled_gold"), tmp_path, MemoryLog(), cache=tmp_path)
+
+
+def test_no_gate_ends_a_control_for_what_it_learns(tmp_path: Path):
+    gates = {"stuck_groups_steps": 2, "answered": 1.0, "entropy": 100, "entropy_steps": 2}
+    ends = {
+        control: train(
+            stuck_spec(gates, control=control, steps=3), tmp_path / str(control), MemoryLog(), cache=tmp_path
+        ).state
+        for control in (None, "format_only", "frozen")
+    }
+    assert ends == {None: "invalid", "format_only": "complete", "frozen": "complete"}
+    broken = stuck_spec({"mismatch_kl": 1e-12}, control="random", steps=3)
+    assert train(broken, tmp_path / "broken", MemoryLog(), cache=tmp_path).state == "invalid"
+
+
+# The study -------------------------------------------------------------------------------------------------------
+
+
+def compared(controls: str | None, algorithms: str = "grpo,dapo", task: str = "arithmetic", **changes: Any) -> Any:
+    return comparison(
+        algorithms, task, "tiny", None, None, changes.pop("sets", None), None, controls=controls, **changes
+    )
+
+
+def test_a_comparison_gets_control_arms_of_its_first_algorithm_on_each_task():
+    study = compared("random,frozen")
+    assert study.arm_labels() == ["grpo", "dapo", "grpo, control random", "grpo, control frozen"]
+    plain, controlled = (study.design_arms()[i].run_spec(0).model_dump(mode="json") for i in (0, 2))
+    assert controlled == {**plain, "control": "random"}
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: compared("randm"), "Input should be 'random', 'format_only', 'inverted', 'shuffled_gold' or 'frozen'"),
+        (lambda: compared("random,random"), "--controls must be distinct names"),
+        (lambda: compared("random", tune=2), "compare.controls must be empty with tuning"),
+        (lambda: compared("inverted", algorithms="grpo_self_consistency,grpo"), "control must be random, format_only"),
+        (lambda: compared(None, sets=["control=random"]), "the baseline must be no control, got 'grpo'"),
+        (lambda: a_study(arms={"r": {"control": "random"}, "plain": {}}), "the baseline must be no control, got 'r'"),
+        (lambda: a_study(factors={"control": [None, "frozen"]}, baseline="control=frozen"), "must be no control"),
+        (
+            lambda: a_study(
+                design="search",
+                search={"space": {"control": {"choices": ["random", "frozen"]}}, "trials": 2},
+            ),
+            "a study that searches or tunes must have no control",
+        ),
+    ],
+)
+def test_a_control_where_it_cannot_be_is_refused_with_the_reason(make: Any, words: str):
+    with pytest.raises(ValueError) as caught:
+        make()
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def a_study(**changes: Any) -> Any:
+    run = {"task": "arithmetic", "algorithm": "grpo"}
+    return parse_study({"name": "toy", "question": "Does it?", "run": run, **changes}, "toy.yaml")
+
+
+def test_controls_do_not_decide_how_many_seeds_a_study_takes():
+    arms = {"one": {}, "two": {"steps": 3}, "coin": {"control": "random"}}
+    study = a_study(arms=arms, seeds={"first": 3, "half_width": 0.02, "at_most": 9})
+    wild = {"one": (0.5, 0.5, 0.5), "two": (0.6, 0.6, 0.61), "coin": (0.0, 1.0, 0.5)}
+    values = {(arm, seed): {study.metric: wild[arm][seed]} for arm in arms for seed in range(3)}
+    decided = decide(study, values)
+    assert [one["arm"] for one in decided["comparisons"]] == ["two"] and decided["seeds"] == [0, 1, 2]
+
+
+# The report ------------------------------------------------------------------------------------------------------
+
+
+def arm(label: str, accuracy: float, **settings: Any) -> FakeArm:
+    return FakeArm(label, "grpo", accuracy, settings, {"arm": label})
+
+
+def with_controls(**accuracies: float) -> StudyRecord:
+    arms = [arm("plain", 0.6), arm("better", 0.8, **{"algorithm.kl_beta": 0.5})]
+    return fake_study([*arms, *(arm(c, a, control=c) for c, a in accuracies.items())], seeds=range(5))
+
+
+def analysed(record: StudyRecord) -> Analysis:
+    return analyse(record, np.random.default_rng(0))
+
+
+def test_control_arms_enter_no_comparison_no_correction_and_no_statement_of_the_best_arm(tmp_path: Path):
+    record = with_controls(frozen=0.4, inverted=0.95)
+    main = [one for one in record.trials if one.arm in ("plain", "better")]
+    alone = dataclasses.replace(record, arms=["plain", "better"], trials=main, expected=10)
+    found, plain = analysed(record), analysed(alone)
+    for name in ("comparisons", "gaps", "outcome"):
+        assert getattr(found, name) == getattr(plain, name)
+    assert [(one.label, one.scores, one.interval) for one in found.arms] == [
+        (one.label, one.scores, one.interval) for one in plain.arms
+    ]
+    assert found.record == alone and found.num_expected == 10
+    assert [one.summary.label for one in found.controls] == ["frozen", "inverted"]
+    page = write_report(record, tmp_path / "with", formats=())
+    without = write_report(alone, tmp_path / "without", formats=())
+    assert page.answer.startswith(without.answer.removesuffix(".")) and "better reaches" in page.answer
+    assert 'id="controls"' in page.html.read_text() and "## Controls" in page.markdown.read_text()
+    assert 'id="controls"' not in without.html.read_text() and "Controls" not in without.markdown.read_text()
+    assert results_csv(record).count("inverted") == 5
+
+
+def test_an_effect_that_a_control_reproduces_is_unexplained():
+    readings = {(v.arm, v.control): v.reading for v in verdicts(analysed(with_controls(frozen=0.4, format_only=0.79)))}
+    assert readings == {
+        ("plain", "frozen"): "not reproduced",
+        ("better", "frozen"): "not reproduced",
+        ("plain", "format_only"): "unexplained",
+        ("better", "format_only"): "unexplained",
+    }
+    gaining = {(v.arm, v.control): v.reason for v in verdicts(analysed(with_controls(random=0.5)))}
+    assert gaining["better", "random"].startswith("it gains ") and "not detectably" not in gaining["better", "random"]
+
+
+def test_an_arm_without_an_effect_has_nothing_to_explain_and_an_invalid_control_is_told():
+    record = fake_study([arm("plain", 0.4), arm("frozen", 0.4, control="frozen")], states={("frozen", 1): "invalid"})
+    found = analysed(record)
+    assert [one.reading for one in verdicts(found)] == ["no effect"]
+    assert [(gap.arm, gap.state) for gap in found.controls[0].gaps] == [("frozen", "invalid")]
+    assert found.gaps == [] and found.num_expected == 3
+
+
+def test_a_control_speaks_of_the_arms_of_its_own_task_and_start():
+    arms = [arm("plain", 0.6), arm("other", 0.6, **{"task.name": "svamp"}), arm("frozen", 0.4, control="frozen")]
+    assert [one.arm for one in verdicts(analysed(fake_study(arms)))] == ["plain"]
+
+
+# Simulated studies: a policy of one softmax a prompt, paid by the real controls, graded by the real grader --------
+
+STEPS, GROUP, ANSWERS = 12, 8, ("", *map(str, range(8)))
+
+
+def simulated_study(task: Toy, controls: Sequence[str | None], num_seeds: int, study: int) -> StudyRecord:
+    """A study whose arms are trained by GRPO's advantages on logits [prompt, answer]; half of the first miss."""
+    trials = [simulated_trial(task, control, 1000 * study + s) for s in range(num_seeds) for control in controls]
+    record = fake_study([arm(str(control), 0.5) for control in controls], seeds=[], name="toy")
+    return dataclasses.replace(record, trials=trials, seeds=sorted({t.seed for t in trials}), expected=len(trials))
+
+
+def simulated_trial(task: Toy, control: str | None, seed: int) -> TrialRecord:
+    rng, prompts = np.random.default_rng(seed), task.prompts("train")
+    spec: Any = SimpleNamespace(task=task, seed=seed, max_tokens=4, control=control)
+    logits = rng.normal(0, 0.3, (len(prompts), len(ANSWERS))) + np.log([8.0] + 8 * [1.0])
+    start = measured(task, logits, rng, 64).mean()
+    for step in range(STEPS):
+        shares = softmax(logits)
+        said = np.array([rng.choice(len(ANSWERS), GROUP, p=share) for share in shares])
+        rewards = np.array(paid(spec, prompts, said, step))
+        spread = rewards.std(axis=1, ddof=1, keepdims=True)
+        advantages = (rewards - rewards.mean(axis=1, keepdims=True)) / (spread + 1e-4)
+        for p, (chosen, values) in enumerate(zip(said, advantages, strict=True)):
+            logits[p] += sum(v * (np.eye(len(ANSWERS))[c] - shares[p]) for c, v in zip(chosen, values, strict=True)) / 4
+    fractions = measured(task, np.tile(logits, (8, 1)), rng, 8)
+    curve = [(0, float(start)), (STEPS, float(measured(task, logits, rng, 64).mean()))]
+    settings = {} if control is None else {"control": control}
+    return TrialRecord(
+        trial=f"{control}-{seed}", arm=str(control), seed=seed, state="complete", reason=None,
+        spec={"task": {"name": "toy"}, "model": "tiny", **settings}, factors={},
+        history={"validation/accuracy": curve, "test/accuracy": [(STEPS, float(fractions.mean()))]},
+        summary={}, per_problem={f"{i:02d}": float(value) for i, value in enumerate(fractions)}, samples=[],
+    )  # fmt: skip
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    shares = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return shares / shares.sum(axis=1, keepdims=True)
+
+
+def measured(task: Toy, logits: np.ndarray, rng: np.random.Generator, num_samples: int) -> np.ndarray:
+    """The fraction of samples of each prompt that the task's grader accepts."""
+    shares = softmax(logits)
+    right = shares[:, 1:].sum(axis=1)
+    if not task.accepts_everything:
+        right = shares[np.arange(len(shares)), 1 + np.arange(len(shares)) % 8]
+    return rng.binomial(num_samples, np.clip(right, 0, 1)) / num_samples
+
+
+def paid(spec: Any, prompts: Sequence[Prompt], said: np.ndarray, step: int) -> list[list[float]]:
+    if spec.control == "frozen":
+        return [[0.0] * GROUP] * len(prompts)
+    if spec.control == "random":  # which sees no grades
+        plain = graded_group([None] * GROUP)
+        graded: list[GradedGroup] = [dataclasses.replace(plain, prompt_id=prompt.id) for prompt in prompts]
+        return control_rewards(spec, prompts, [], graded, step)
+    groups = [
+        Group(prompt, (1,), tuple(Rollout(ANSWERS[c], (1,), (0.0,), "stop") for c in chosen))
+        for prompt, chosen in zip(prompts, said, strict=True)
+    ]
+    graded = grade(spec.task, groups, 4)
+    if spec.control is None:
+        return [[float(value) for value in group.correct or ()] for group in graded]
+    return control_rewards(spec, prompts, groups, graded, step)
+
+
+def test_the_interval_of_random_rewards_contains_no_gain_in_93_of_100_studies():
+    contains = 0
+    for study in range(100):
+        (control,) = analysed(simulated_study(Toy(), ["random"], 4, study)).controls
+        assert control.summary.gain is not None
+        contains += control.summary.gain.low <= 0 <= control.summary.gain.high
+    assert contains >= 93
+
+
+@pytest.mark.attack("A grader that accepts everything")
+def test_a_grader_that_accepts_everything_is_flagged_by_the_controls(tmp_path: Path):
+    leaky = simulated_study(Toy(accepts_everything=True), [None, "shuffled_gold", "random"], 5, study=7)
+    readings = {one.control: one.reading for one in verdicts(analysed(leaky))}
+    assert readings == {"shuffled_gold": "unexplained", "random": "not reproduced"}
+    page = write_report(dataclasses.replace(leaky, baseline="None"), tmp_path, formats=())
+    assert "unexplained, because a control reproduces it, is the effect of None (by shuffled_gold)" in page.answer
+    assert "unexplained: the arm is not detectably above it" in page.html.read_text()
+    honest = simulated_study(Toy(), [None, "shuffled_gold", "random"], 5, study=7)
+    assert {one.control: one.reading for one in verdicts(analysed(honest))} == {
+        "shuffled_gold": "not reproduced",
+        "random": "not reproduced",
+    }
