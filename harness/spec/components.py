@@ -6,13 +6,12 @@ its effect would be 0 by construction, and a rank among others would hide that.
 
 from collections.abc import Mapping
 from itertools import combinations
-from typing import Any, Literal
+from typing import Any
 
 from harness.spec.run import RunSpec
 from harness.types import component_arm
 
 Components = Mapping[str, Mapping[str, Any]]  # name -> dotted path of a run -> value
-ComponentDesign = Literal["leave_one_out", "add_one_in"]
 REFERENCE: dict[str, str] = {"leave_one_out": "all", "add_one_in": "none"}  # design -> label of its baseline
 
 # Settings of algorithms that bind where the policy has moved away from the one that sampled.

@@ -37,10 +37,8 @@ def control_rewards(
 
 
 def _coins(seed: int, step: int, group: GradedGroup, first: int) -> list[float]:
-    count = first + len(group.completions)
-    return (
-        generator("random reward", seed, step, group.prompt_id).integers(2, size=count)[first:].astype(float).tolist()
-    )
+    coins = generator("random reward", seed, step, group.prompt_id).integers(2, size=first + len(group.completions))
+    return coins[first:].astype(float).tolist()
 
 
 def _correct(group: GradedGroup) -> list[float]:

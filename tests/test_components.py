@@ -1,0 +1,152 @@
+"""Designs over components: n + 1 arms, none that cannot matter, and a rank by what each component adds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_study import FakeArm, fake_study
+
+from harness.spec.errors import SpecError
+from harness.spec.load import load_study
+from harness.spec.study import parse_study
+from harness.types import StudyRecord
+from reports.analysis import analyse
+from reports.components import ranked_components
+from reports.render import write_report
+
+PARTS = {
+    "high": {"algorithm.clip_epsilon_high": 0.28},
+    "mean": {"algorithm.name": "dapo"},
+    "batches": {"dynamic_sampling.max_batches": 2, "algorithm.std_floor": 1e-3},
+}
+OWN = {"name": "grpo", "kl_beta": 0.0, "clip_epsilon_high": None}
+RUN = {"task": "arithmetic", "algorithm": OWN, "rewards": {"overlong": 0}, "optimizer": {"num_minibatches": 2}}
+
+
+def study(design: str = "leave_one_out", components: Any = PARTS, **changes: Any) -> Any:
+    raw = {"name": "toy", "question": "Does it?", "run": RUN, "design": design, "components": components}
+    return parse_study({**raw, **changes}, "toy.yaml")
+
+
+def parts_of(arm: Any) -> set[str]:
+    run = arm.run_spec(0)
+    on = {"high": run.algorithm.clip_epsilon_high == 0.28, "mean": run.algorithm.name == "dapo"}
+    on["batches"] = (run.dynamic_sampling.max_batches, run.algorithm.std_floor) == (2, 1e-3)
+    assert on["batches"] or (run.dynamic_sampling.max_batches, run.algorithm.std_floor) == (1, 1e-4)
+    return {name for name, is_on in on.items() if is_on}
+
+
+def test_leave_one_out_has_an_arm_with_all_components_and_one_without_each():
+    assert {arm.label: parts_of(arm) for arm in study().design_arms()} == {
+        "all": {"high", "mean", "batches"},
+        "without high": {"mean", "batches"},
+        "without mean": {"high", "batches"},
+        "without batches": {"high", "mean"},
+    }
+
+
+def test_add_one_in_has_the_base_run_and_an_arm_with_each_component_alone():
+    assert {arm.label: parts_of(arm) for arm in study("add_one_in").design_arms()} == {
+        "none": set(),
+        "only high": {"high"},
+        "only mean": {"mean"},
+        "only batches": {"batches"},
+    }
+
+
+CLIP = "binds only when a batch gets more than one update: after one the ratio is 1; raise optimizer.num_minibatches"
+
+
+@pytest.mark.parametrize("design", ["leave_one_out", "add_one_in"])
+@pytest.mark.parametrize(
+    ("components", "run", "words"),
+    [
+        (PARTS, {"optimizer": {}}, f"component 'high' cannot matter: algorithm.clip_epsilon_high {CLIP}"),
+        ({**PARTS, "same": {"steps": 100}}, {}, "component 'same' cannot matter: steps is 100 without it too"),
+        (
+            {**PARTS, "both": {"optimizer.learning_rate": 1e-3, "optimizer.beta1": 0.9}},
+            {},
+            "component 'both' cannot matter: optimizer.beta1 is 0.9 without it too",
+        ),
+        ({"more": {"algorithm.clip_epsilon": 0.1, "optimizer.num_inner_epochs": 2}}, {"optimizer": {}}, ""),
+        ({"a": {"steps": 5}, "b": {"steps": 6}}, {}, "components must set different settings, got steps in 'a' and in 'b'"),
+        (
+            {"a": {"algorithm.kl_beta": 0.1}, "b": {"algorithm": {"name": "grpo"}}},
+            {},
+            "components must set different settings",
+        ),
+        ({"a": {}}, {}, "components must set something, got nothing in 'a'"),
+        ({"a": {"algorithm.kl_bta": 0.1}}, {}, "did you mean 'kl_beta'?"),
+        ({}, {}, "components and design leave_one_out or add_one_in must come together, got one of the two"),
+    ],
+)
+def test_components_that_cannot_matter_or_be_told_apart_are_refused_with_the_reason(
+    design: str, components: Any, run: dict[str, Any], words: str
+):
+    if not words:
+        assert len(study(design, components, run={**RUN, **run}).design_arms()) == 2
+        return
+    with pytest.raises(SpecError) as caught:
+        study(design, components, run={**RUN, **run})
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"factors": {"steps": [1, 2]}}, "design leave_one_out takes neither factors nor arms"),
+        ({"arms": {"a": {}}}, "design leave_one_out takes neither factors nor arms"),
+        ({"design": "grid"}, "must come together"),
+        ({"baseline": "without high"}, "baseline of design leave_one_out must be 'all', got 'without high'"),
+        ({"components": {"\0": {"steps": 5}}}, "labels of arms and components must be Unicode without NUL"),
+    ],
+)
+def test_a_design_over_components_takes_nothing_else(changes: dict[str, Any], words: str):
+    with pytest.raises(SpecError) as caught:
+        study(**{"design": "leave_one_out", **changes})
+    assert words in str(caught.value)
+
+
+def test_the_shipped_study_of_dapo_has_five_arms_that_share_all_but_their_part():
+    labels = load_study("dapo_parts").arm_labels()
+    assert labels == [
+        "all",
+        *(f"without {part}" for part in ("clip_higher", "token_mean", "overlong", "dynamic_sampling")),
+    ]
+    with pytest.raises(SpecError, match="component 'clip_higher' cannot matter"):
+        load_study("dapo_parts", ["run.optimizer.num_minibatches=1"])
+
+
+def record_of(design: str, accuracies: dict[str, float]) -> StudyRecord:
+    arms = [FakeArm(label, "grpo", accuracy, {}, {"arm": label}) for label, accuracy in accuracies.items()]
+    record = fake_study(arms, seeds=range(4))
+    spec = {**record.spec, "design": design, "components": {"small": {}, "large": {}, "harmful": {}}}
+    return StudyRecord(**{**vars(record), "spec": spec})
+
+
+def test_components_are_ranked_by_what_they_add_with_the_statistics_of_the_comparison(tmp_path: Path):
+    out = {"all": 0.8, "without small": 0.77, "without large": 0.6, "without harmful": 0.9}
+    found = analyse(record_of("leave_one_out", out), np.random.default_rng(0))
+    ranked = ranked_components(found)
+    assert [one.name for one in ranked] == ["large", "small", "harmful"]
+    for one in ranked:
+        comparison = found.comparison(f"without {one.name}")
+        assert comparison is not None and comparison.interval is not None and one.interval is not None
+        assert one.comparison == comparison and one.effect == -comparison.estimate
+        assert (one.interval.low, one.interval.high) == (-comparison.interval.high, -comparison.interval.low)
+        assert one.interval.low < one.effect < one.interval.high
+    alone = {"none": 0.6, "only small": 0.63, "only large": 0.8, "only harmful": 0.5}
+    added = ranked_components(analyse(record_of("add_one_in", alone), np.random.default_rng(0)))
+    assert [(one.name, one.effect > 0) for one in added] == [("large", True), ("small", True), ("harmful", False)]
+    files = write_report(record_of("leave_one_out", out), tmp_path, formats=())
+    assert "by what they add the components rank (points): large +" in files.answer
+    page = files.html.read_text().split('<section id="components">')[1].split("</section>")[0]
+    assert page.index("large") < page.index("small") < page.index("harmful")
+    assert "## Components" in files.markdown.read_text()
+
+
+def test_a_study_of_another_design_has_no_components():
+    assert ranked_components(analyse(fake_study(), np.random.default_rng(0))) == []
