@@ -149,7 +149,7 @@ def _controls(analysis: Analysis) -> dict[str, Any]:
             "outcome": wording.number(arm.mean, metric),
             "limits": wording.limits(arm.interval, metric),
             "gain": wording.number(arm.gain.estimate if arm.gain else math.nan, metric, signed=True),
-            "gain_limits": wording.limits(arm.gain, metric, signed=True),
+            "gain_limits": wording.limits(arm.gain if arm.gain and arm.gain.error else None, metric, signed=True),
         }
         for meaning, arm, gaps in arms
     ]

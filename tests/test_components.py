@@ -72,7 +72,11 @@ CLIP = "binds only when a batch gets more than one update: after one the ratio i
             "component 'both' cannot matter: optimizer.beta1 is 0.9 without it too",
         ),
         ({"more": {"algorithm.clip_epsilon": 0.1, "optimizer.num_inner_epochs": 2}}, {"optimizer": {}}, ""),
-        ({"a": {"steps": 5}, "b": {"steps": 6}}, {}, "components must set different settings, got steps in 'a' and in 'b'"),
+        (
+            {"a": {"steps": 5}, "b": {"steps": 6}},
+            {},
+            "must set different settings, got steps in 'a' and in 'b'",
+        ),
         (
             {"a": {"algorithm.kl_beta": 0.1}, "b": {"algorithm": {"name": "grpo"}}},
             {},
