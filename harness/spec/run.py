@@ -5,7 +5,7 @@ against the classes that it names.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, cast
 
 from pydantic import Field, SerializeAsAny, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -196,6 +196,13 @@ class RunSpec(Section):
     checkpoints: Checkpoints = Checkpoints()
     gates: Gates = Gates()
     rollouts_per_step: int = Field(default=128, ge=1, le=1_000_000)
+    staleness: int = Field(
+        default=0,
+        ge=0,
+        exclude_if=lambda value: not value,  # runs from before the setting keep their digest
+        description="training steps by which the weights that sample are behind those that learn; old log-probs are "
+        "the sampler's, or the learner's with a mismatch.correction",
+    )
     steps: int = Field(default=100, ge=0)
     seed: int = Field(default=0, ge=0, le=MAX_INTEGER)
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -262,6 +269,17 @@ class RunSpec(Section):
         if self.kl.refresh_reference_every and self.lora is not None:
             raise ValueError(
                 "kl.refresh_reference_every must be 0 with lora, whose reference is the model without adapter"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_stale(self) -> Self:
+        if self.staleness and self.devices > 1:
+            raise ValueError(f"staleness must be 0 with several devices, got {self.staleness}; set devices=1")
+        if self.staleness and not cast(type[RolloutEngine], plugins.load("engine", self.engine.name)).exact_logprobs:
+            raise ValueError(
+                f"staleness must be 0 with engine={self.engine.name}, which has weights of its own, got "
+                f"{self.staleness}; use engine=transformers"
             )
         return self
 
