@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from harness.types import Sampling
 
+Distribution = Literal["entropy", "uniform_kl"]  # of the policy's next token: H(p), or KL(uniform || p); nats
 Precision = Literal["float32", "tf32", "bfloat16"]  # of products; tf32: float32 with a mantissa of 10 bits
 
 
@@ -118,10 +119,12 @@ class Reward(Section, ABC):
     """The worth of the completions of a group, as a pure function of the graded group.
 
     A subclass lives in the file of its name and declares its settings as fields. A reward without `sees_gold` gets a
-    group with `correct` None.
+    group with `correct` None. One with a `distribution` finds the mean of that quantity over the tokens of each
+    completion in `group.token_means`; it costs a forward pass.
     """
 
     sees_gold: ClassVar[bool] = False
+    distribution: ClassVar[Distribution | None] = None
 
     weight: float = Field(default=1.0, description="factor in the sum of all rewards; 0: measured, never rewarded")
 

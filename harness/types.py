@@ -166,7 +166,8 @@ class GradedGroup:
     class of that answer under the task's own equality (None without one that answers); `correct` is None for a reward
     that must not see the gold answer, so that label leakage fails loudly. `format_scores[i]` in [0, 1] says how far
     the completion keeps the task's answer format, `reasoning_chars[i]` how long its reasoning is; `max_tokens` is the
-    limit that cuts a completion.
+    limit that cuts a completion. `token_means` has, for each `Reward.distribution` of the run's rewards, the mean of
+    that quantity (nats) over the tokens of each completion, under the policy at the sampling temperature.
     """
 
     prompt_id: str
@@ -180,6 +181,7 @@ class GradedGroup:
     format_scores: tuple[float, ...]
     reasoning_chars: tuple[int, ...]
     correct: tuple[bool, ...] | None
+    token_means: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def blind(self) -> GradedGroup:
         """The same group without correctness."""

@@ -57,7 +57,7 @@ def test_add_one_in_has_the_base_run_and_an_arm_with_each_component_alone():
     }
 
 
-CLIP = "binds only when a batch gets more than one update: after one the ratio is 1; raise optimizer.num_minibatches"
+CLIP = "binds only when a batch gets more than one update, or is older than the policy: else the ratio is 1; raise"
 
 
 @pytest.mark.parametrize("design", ["leave_one_out", "add_one_in"])

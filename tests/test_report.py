@@ -348,6 +348,9 @@ def test_one_update_per_batch_is_said_to_make_clipping_and_arms_that_vary_it_voi
     ]
     assert "The clip range has no effect" not in topics(fake_study(several))
     assert "Clipping is active" in topics(fake_study(several))
+    stale = [dataclasses.replace(arm, settings={**arm.settings, "staleness": 4}) for arm in factor_grid(levels)]
+    assert topics(fake_study(stale))["Clipping is active"].startswith("Each batch is sampled by older weights or")
+    assert "Clipping in some arms only" in topics(fake_study([*factor_grid(levels)[:1], *stale[1:]]))
 
 
 def test_arms_that_differ_in_more_than_clipping_are_not_called_identical() -> None:

@@ -60,9 +60,11 @@ def estimate(
     activations = _activation_bytes(spec, counts, shape, several=rows > shape.rows)
     copies = 2 if counts.is_fused and alone else 1  # of weights while they sample, and while they learn
     own_trunk = spec.algorithm.needs_critic and not spec.algorithm.shares_trunk
+    stale = spec.staleness + 1 if spec.staleness else 0  # copies of trained weights: older ones, and its own meanwhile
+    older = stale * min(counts.policy, counts.trainable)
     needs_copy = spec.algorithm.needs_reference and spec.lora is None  # else the adapter is switched off
     return {
-        "policy": _part(counts.policy * copies, spec) + (together - 1) * counts.trainable,
+        "policy": _part(counts.policy * copies, spec) + (together - 1) * counts.trainable + older,
         "reference": _part(counts.policy, spec) if needs_copy else 0,
         "critic": _part(counts.critic * (copies if own_trunk else 1), spec),
         "gradients": _part(together * counts.trainable, spec),

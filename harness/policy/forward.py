@@ -5,6 +5,7 @@ Column t of every `_BT` tensor describes token t of its row; the logits that pro
 
 from __future__ import annotations
 
+import math
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from inspect import signature
@@ -123,6 +124,29 @@ def token_logprobs(
     found = state_logprobs(model, hidden, targets, temperature, entropy_gradient=entropy_gradient)
     logprobs, entropies = (_scatter(values, mask_BT) for values in found)
     return logprobs, entropies
+
+
+@under_hooks
+def token_uniform_kls(
+    model: nn.Module,
+    tokens_BT: Tensor,
+    mask_BT: Tensor,
+    temperature: float,
+    *,
+    prompts: PromptStates | None = None,
+) -> Tensor:
+    """[B, T] KL(uniform || policy) in nats: of the distributions from which the tokens in `mask_BT` came, 0 elsewhere.
+
+    Uniform over all V logits of the head: KL = logsumexp(logits) - mean(logits) - ln V, logits as `token_logprobs` has
+    them.
+    """
+    hidden_NH = completion_states(model, tokens_BT, mask_BT, prompts)
+    vocabulary = model.get_output_embeddings().weight.shape[0]  # pyright: ignore
+    found = []
+    for part in hidden_NH.split(chunk_tokens(vocabulary)):
+        logits = _at_least_float32(output_logits(model, part)) / (temperature or 1.0)
+        found.append(logits.logsumexp(-1) - logits.mean(-1) - math.log(logits.shape[-1]))
+    return _scatter(torch.cat(found), mask_BT)
 
 
 def state_logprobs(

@@ -5,10 +5,15 @@ Self-consistency (Wang et al. 2022, arXiv:2203.11171) as a reward: test-time rei
 task's own equality, not over strings; completions without an answer, or with one that only restates the question,
 neither vote nor win; every class that ties for the most votes wins, so that the reward does not depend on the order of
 the completions.
+
+Three variants, which can be combined. `soft`: an answer earns by the share of votes for it (EMPO's reward, Zhang et al.
+2025, arXiv:2504.05812). `min_share`: a vote without a clear majority rewards nobody. `held_out`: each half of the group
+is judged by the votes of the other, so that no completion votes for itself; the halves are the first and the second
+completions, which are alike but for their noise.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import nan
 
 from pydantic import Field
@@ -16,45 +21,91 @@ from pydantic import Field
 from harness.interfaces import Reward
 from harness.types import GradedGroup
 
+Classes = Sequence[int | None]
+
 
 class MajorityVote(Reward):
     """One value for an answer of a class with the most votes, another for every other completion (TTRL)."""
 
     majority_reward: float = Field(default=1.0, description="for an answer of a class with the most votes")
     minority_reward: float = Field(default=-0.1, description="for any other completion")
+    soft: bool = Field(
+        default=False,
+        exclude_if=lambda value: not value,  # runs from before the setting keep their digest
+        description="for an answer by its share of the voters instead: from minority_reward to majority_reward",
+    )
+    min_share: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        exclude_if=lambda value: not value,
+        description="share of the voters that the majority must have; below it all get minority_reward",
+    )
+    held_out: bool = Field(
+        default=False,
+        exclude_if=lambda value: not value,
+        description="each half of the group is judged by the votes of the other half",
+    )
 
     def score(self, group: GradedGroup) -> list[float]:
-        won = winners(group)
-        return [self.majority_reward if c in won else self.minority_reward for c in group.classes]
+        gain = self.majority_reward - self.minority_reward
+        scores = []
+        for judged, voters in self._ballots(group.classes):
+            counts, won = votes(voters), self._winners(voters)
+            for c in judged:
+                share = counts[c] / len(voters) if c is not None and won else 0.0
+                if self.soft:
+                    scores.append(self.minority_reward + gain * share)
+                else:
+                    scores.append(self.majority_reward if c in won else self.minority_reward)
+        return scores
 
     def metrics(self, group: GradedGroup, scores: Sequence[float]) -> Mapping[str, float]:
         """How right the voted label is, how clear the vote was, and how often it rewards a wrong completion.
 
         `vote/label_accuracy` is the share of winning classes that are correct (NaN without votes), `vote/margin` the
         votes of the first class minus those of the second, over G; `vote/false_positive_rate` is the share of wrong
-        completions that are rewarded as right (NaN if none is wrong).
+        completions that are rewarded as right (NaN if none is wrong). With `min_share`, `vote/accepted` is the share of
+        votes that reward anybody, and labels are those of accepted votes.
         """
         assert group.correct is not None
-        won = winners(group)
-        counts = votes(group)
+        right = {c for c, correct in zip(group.classes, group.correct, strict=True) if correct}
+        ballots = [(judged, self._winners(voters)) for judged, voters in self._ballots(group.classes)]
+        counts = votes(group.classes)
         first, second = [*sorted(counts.values(), reverse=True), 0, 0][:2]
-        rewarded = [c in won for c, correct in zip(group.classes, group.correct, strict=True) if not correct]
+        labels = [len(won & right) / len(won) for _, won in ballots if won]
+        won_by = [won for judged, won in ballots for _ in judged]
+        judged = zip(group.classes, won_by, group.correct, strict=True)
+        rewarded = [c in won for c, won, correct in judged if not correct]
+        accepted = {"vote/accepted": len(labels) / len(ballots)} if self.min_share else {}
         return {
-            "vote/label_accuracy": majority_correct(group) if won else nan,
+            "vote/label_accuracy": sum(labels) / len(labels) if labels else nan,
             "vote/margin": (first - second) / len(group.classes),
             "vote/answered": counts.total() / len(group.classes),
             "vote/false_positive_rate": rewarded.count(True) / len(rewarded) if rewarded else nan,
+            **accepted,
         }
 
+    def _ballots(self, classes: Classes) -> list[tuple[Classes, Classes]]:
+        """(those who are judged, those who vote on them), in the order of the group."""
+        if not self.held_out:
+            return [(classes, classes)]
+        half = len(classes) // 2
+        return [(classes[:half], classes[half:]), (classes[half:], classes[:half])]
 
-def votes(group: GradedGroup) -> Counter[int]:
+    def _winners(self, voters: Classes) -> set[int]:
+        """The classes that win this vote: none where the most votes are less than `min_share` of the voters."""
+        counts = votes(voters)
+        return winners(counts) if max(counts.values(), default=0) >= self.min_share * len(voters) else set()
+
+
+def votes(classes: Iterable[int | None]) -> Counter[int]:
     """Class -> the number of its answers; no answer is no vote."""
-    return Counter(c for c in group.classes if c is not None)
+    return Counter(c for c in classes if c is not None)
 
 
-def winners(group: GradedGroup) -> set[int]:
+def winners(counts: Counter[int]) -> set[int]:
     """The classes with the most votes; more than one in a tie, none without a vote."""
-    counts = votes(group)
     return {c for c, count in counts.items() if count == max(counts.values())}
 
 
@@ -64,6 +115,6 @@ def majority_correct(group: GradedGroup) -> float:
     It is the share of the winning classes that are correct, as chance breaks ties.
     """
     assert group.correct is not None
-    won = winners(group)
+    won = winners(votes(group.classes))
     right = {c for c, correct in zip(group.classes, group.correct, strict=True) if correct}
     return len(won & right) / len(won) if won else 0.0

@@ -50,12 +50,17 @@ def why_inert(component: Mapping[str, Any], on: RunSpec, off: RunSpec) -> str:
         if value == _at(without, path):
             return f"{path} is {value} without it too"
         section, _, key = path.rpartition(".")
-        if section == "algorithm" and key in _CLIPS and on.updates_per_step == off.updates_per_step == 1:
+        if section == "algorithm" and key in _CLIPS and _never_moves(on) and _never_moves(off):
             return (
-                f"{path} binds only when a batch gets more than one update: after one the ratio is 1; raise "
-                "optimizer.num_minibatches or optimizer.num_inner_epochs"
+                f"{path} binds only when a batch gets more than one update, or is older than the policy: else the "
+                "ratio is 1; raise optimizer.num_minibatches, optimizer.num_inner_epochs or staleness"
             )
     return ""
+
+
+def _never_moves(spec: RunSpec) -> bool:
+    """Whether every update is of the policy that sampled: one a batch, of rollouts that are not older."""
+    return spec.updates_per_step == 1 and not spec.staleness
 
 
 def _at(spec: Any, path: str) -> Any:

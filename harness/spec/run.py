@@ -5,16 +5,14 @@ against the classes that it names.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, cast
 
 from pydantic import (
     Field,
     SerializeAsAny,
-    SerializerFunctionWrapHandler,
     ValidationError,
     ValidationInfo,
     field_validator,
-    model_serializer,
     model_validator,
 )
 
@@ -207,10 +205,18 @@ class RunSpec(Section):
     gates: Gates = Gates()
     control: Control | None = Field(
         default=None,
+        exclude_if=lambda value: value is None,  # runs from before the setting keep their digest
         description="what completions earn instead of the rewards, which are measured only (random, format_only, "
         "inverted, shuffled_gold), or a policy that stands still (frozen); none by default",
     )
     rollouts_per_step: int = Field(default=128, ge=1, le=1_000_000)
+    staleness: int = Field(
+        default=0,
+        ge=0,
+        exclude_if=lambda value: not value,  # likewise
+        description="training steps by which the weights that sample are behind those that learn; old log-probs are "
+        "the sampler's, or the learner's with a mismatch.correction",
+    )
     steps: int = Field(default=100, ge=0)
     seed: int = Field(default=0, ge=0, le=MAX_INTEGER)
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -286,6 +292,17 @@ class RunSpec(Section):
         return self
 
     @model_validator(mode="after")
+    def _can_be_stale(self) -> Self:
+        if self.staleness and self.devices > 1:
+            raise ValueError(f"staleness must be 0 with several devices, got {self.staleness}; set devices=1")
+        if self.staleness and not cast(type[RolloutEngine], plugins.load("engine", self.engine.name)).exact_logprobs:
+            raise ValueError(
+                f"staleness must be 0 with engine={self.engine.name}, which has weights of its own, got "
+                f"{self.staleness}; use engine=transformers"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _counts_divide(self) -> Self:
         group, rollouts = self.algorithm.group_size, self.rollouts_per_step
         if group < self.algorithm.min_group_size:
@@ -297,12 +314,6 @@ class RunSpec(Section):
         _must_divide("optimizer.num_minibatches", self.optimizer.num_minibatches, rollouts)
         _must_divide("devices", self.devices, rollouts // self.optimizer.num_minibatches, "rollouts of a minibatch")
         return self
-
-    @model_serializer(mode="wrap")
-    def _without_absent(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """The settings, `control` only where there is one: without, the digest is that of a run that knows none."""
-        found = serialise(self)
-        return {key: value for key, value in found.items() if key != "control" or value is not None}
 
     @property
     def prompts_per_step(self) -> int:

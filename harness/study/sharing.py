@@ -29,7 +29,7 @@ class Shared:
 
 def sharing_key(spec: RunSpec) -> str | None:
     """A hash of what runs have in common that can share a model and an engine; None for one that shares with nobody."""
-    if spec.lora is None or spec.devices > 1 or not spec.steps:
+    if spec.lora is None or spec.devices > 1 or spec.staleness or not spec.steps:
         return None
     return _key(spec.model_dump_json(include=set(COMMON)), spec.lora.rank, spec.lora.targets, spec.engine.name)
 
@@ -87,7 +87,7 @@ def check_together(plan: Plan) -> None:
     keys = [sharing_key(plan.spec(key)) for key in plan.keys]
     able = [key for key in keys if key is not None]
     if len(able) == len(set(able)):
-        why = "they must have lora, devices=1 and an engine that serves adapters (transformers, vllm)"
+        why = "they must have lora, devices=1, staleness=0 and an engine that serves adapters (transformers, vllm)"
         if len(able) > 1:
             why = f"all differ in one of {', '.join(COMMON)}, lora.rank and lora.targets"
         raise SpecError(f"--together needs two trials that can share a model, got none: {why}; leave it out")

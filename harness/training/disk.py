@@ -44,7 +44,7 @@ def estimate_disk(spec: RunSpec, finished: Finished) -> Disk | None:
     except Exception:  # as for an estimate of memory: such a model may train well
         return None
     reference = saved.model if spec.kl.refresh_reference_every and spec.lora is None else 0
-    checkpoint = saved.policy + saved.learner + reference
+    checkpoint = saved.policy * (1 + spec.staleness) + saved.learner + reference
     settings = spec.checkpoints
     written = min(settings.keep + 1, -(-spec.steps // settings.every))
     kept = saved.policy if spec.steps and (settings.finished or finished) == "weights" else 0

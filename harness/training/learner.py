@@ -5,8 +5,9 @@ a token budget. Because the weight of every token is fixed on the minibatch (`lo
 depend on that split.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from harness.interfaces import Distribution
 from harness.policy.device import mixed_precision, resolve_device
 from harness.policy.forward import (
     Critic,
@@ -22,6 +24,7 @@ from harness.policy.forward import (
     microbatch_tokens,
     prompt_states,
     token_logprobs,
+    token_uniform_kls,
 )
 from harness.policy.lora import (
     adapter_off,
@@ -57,6 +60,7 @@ class Learner:
         self.critic = Critic(policy, shared=spec.algorithm.shares_trunk) if spec.algorithm.needs_critic else None
         if ranks.world_size() > 1:
             self._shard()
+        self.older: deque[dict[str, Tensor]] = deque(maxlen=spec.staleness)  # trained weights of the last steps
         self.policy_rate = 0.0 if spec.control == "frozen" else spec.optimizer.learning_rate  # 0 moves no weight
         self.optimizers = {"policy": self._adamw(policy, self.policy_rate)}
         if self.critic is not None:
@@ -68,9 +72,9 @@ class Learner:
         The spec's algorithm decides, so a KL weight that a schedule takes to 0 changes neither needs nor metrics.
         With `sampler_is_exact` the engine's log-probs serve as old log-probs, which saves a forward pass.
         """
-        several_updates = self.spec.updates_per_step > 1
+        is_off_policy = self.spec.updates_per_step > 1 or self.spec.staleness > 0
         with torch.no_grad():
-            if self.spec.algorithm.needs_old_logprobs or several_updates or self._corrects(sampler_is_exact):
+            if self.spec.algorithm.needs_old_logprobs or is_off_policy or self._corrects(sampler_is_exact):
                 old = batch.sampler_logprobs_BT if sampler_is_exact else self.logprobs(self.policy, batch)
                 batch = batch.replace(old_logprobs_BT=old)
             if self.spec.algorithm.needs_reference:
@@ -85,6 +89,32 @@ class Learner:
 
     def _corrects(self, sampler_is_exact: bool) -> bool:
         return self.spec.mismatch.correction != "none" and not sampler_is_exact
+
+    @contextmanager
+    def older_weights(self) -> Iterator[None]:
+        """The policy has the weights of `staleness` training steps ago, or of the start, and then its own again."""
+        if not self.older:
+            yield
+            return
+        now = self._trained_weights()
+        self._set_trained(self.older[0])
+        try:
+            yield
+        finally:
+            self._set_trained(now)
+
+    def keep_weights(self) -> None:
+        """Keep the weights as they are before an update, as far as later steps sample from them."""
+        if self.spec.staleness:
+            self.older.append(self._trained_weights())
+
+    def _trained_weights(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.policy.named_parameters() if p.requires_grad}
+
+    @torch.no_grad()
+    def _set_trained(self, weights: Mapping[str, Tensor]) -> None:
+        for name, value in weights.items():
+            self.policy.get_parameter(name).copy_(value)
 
     def begin_step(self, step: int, kl_beta: float | None) -> dict[str, float]:
         """Set rates, KL weight (None: as it is) and reference for training step `step`.
@@ -110,7 +140,8 @@ class Learner:
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         """mu passes over the batch; metrics are means over the optimiser steps, except that `mismatch/` is the first
-        step's (the policy is still the sampler's) and `policy/ratio_max` the largest. InvalidRun on a non-finite value.
+        step's (the policy is still the sampler's) and `policy/ratio_max` the largest. `staleness/` stands for it where
+        older weights have sampled. InvalidRun on a non-finite value.
         """
         steps: list[dict[str, float]] = []
         weights = weight_sample(self.policy)
@@ -139,6 +170,8 @@ class Learner:
             state["critic_parameters"] = {k: v for k, v in self.critic.state_dict().items() if k not in frozen}
         if self.spec.kl.refresh_reference_every and self.reference is not None:
             state["reference"] = self.reference.state_dict()
+        if self.spec.staleness:
+            state["older"] = list(self.older)
         if self.adapted:
             state["adapter"] = adapter_weights(self.policy)
         return kept(state)
@@ -152,6 +185,8 @@ class Learner:
                 self.policy.load_state_dict(spread(self.policy, policy))
             if self.reference is not None and "reference" in state:
                 self.reference.load_state_dict(spread(self.reference, state["reference"]))
+            device = next(self.policy.parameters()).device
+            self.older.extend({k: v.to(device) for k, v in weights.items()} for weights in state.get("older", ()))
             for name, optimizer in self.optimizers.items():
                 optimizer.load_state_dict(_spread_moments(optimizer, state[name]))
             if self.critic is not None:
@@ -167,12 +202,14 @@ class Learner:
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
         self._train_mode(self.spec.gradient_checkpointing)
+        is_on_policy = self.spec.updates_per_step == 1 and not self.spec.staleness
+        behind = "staleness" if self.spec.staleness else "mismatch"  # what sets the sampler's log-probs apart
         prompts = [self._prompt_states(trunk, minibatch) for trunk in self._trunks()]
         for rows in self._rows_by_length(minibatch):
             micro = minibatch.rows(rows)
             with mixed_precision(micro.tokens_BT.device, self.spec.autocast):
                 output = self._output(micro, [states and states.rows(rows) for states in prompts])
-            if self.spec.updates_per_step == 1:  # on-policy: the ratio is 1 exactly, with its gradient
+            if is_on_policy:  # the ratio is 1 exactly, with its gradient
                 micro = micro.replace(old_logprobs_BT=output.logprobs_BT.detach())
             loss, metrics = self.algorithm.loss(micro, output)
             loss.backward()
@@ -180,9 +217,9 @@ class Learner:
             ratios["policy/ratio_max"].append(_ratio_max(logprobs, micro.old_logprobs_BT, mask))
             if first:
                 sampler = micro.sampler_logprobs_BT
-                ratios["mismatch/max_ratio"].append(_ratio_max(logprobs, sampler, mask))
+                ratios[f"{behind}/max_ratio"].append(_ratio_max(logprobs, sampler, mask))
                 assert micro.loss_weight_BT is not None
-                metrics = {**metrics, "mismatch/kl": (micro.loss_weight_BT * kl_k3(logprobs, sampler)).sum()}
+                metrics = {**metrics, f"{behind}/kl": (micro.loss_weight_BT * kl_k3(logprobs, sampler)).sum()}
             for name, value in metrics.items():
                 sums[name] += value.detach().double()
         for states in prompts:
@@ -248,6 +285,20 @@ class Learner:
             return token_logprobs(model, part.tokens_BT, part.completion_mask_BT, temperature, prompts=prompts)[0]
 
         return self._forward_rows(batch, forward, model)
+
+    @torch.no_grad()
+    def token_means(self, batch: Batch, distribution: Distribution) -> Tensor:
+        """[B]: that quantity of the policy's next token (nats), its mean over the tokens of each completion."""
+        temperature = self.spec.sampling.temperature
+
+        def forward(part: Batch, prompts: PromptStates | None) -> Tensor:
+            given = (self.policy, part.tokens_BT, part.completion_mask_BT, temperature)
+            if distribution == "uniform_kl":
+                return token_uniform_kls(*given, prompts=prompts)
+            return token_logprobs(*given, prompts=prompts)[1]
+
+        values_BT = self._forward_rows(batch, forward, self.policy)
+        return values_BT.sum(dim=1) / batch.completion_mask_BT.sum(dim=1)
 
     def _values(self, batch: Batch, critic: Critic) -> Tensor:
         trunk = self._trunks()[-1]

@@ -15,10 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from harness.interfaces import Reward
+from harness.interfaces import Distribution, Reward
 from harness.policy.device import mixed_precision, resolve_device
 from harness.streams import generator
 from harness.training import ranks
+from harness.training.batch import collate
 from harness.training.control_rewards import control_rewards
 from harness.training.grading import grade
 from harness.training.run import Clock, Run
@@ -41,18 +42,18 @@ def sample_groups(run: Run, prompts: Sequence[Prompt], step: int, clock: Clock) 
         chosen = step_prompts(prompts, spec.seed, step, count)
         if attempt:
             chosen = further_prompts(prompts, spec.seed, step, attempt, count, [g.prompt.id for g in drawn.groups])
-        with mixed_precision(resolve_device(spec.device), spec.autocast):
+        with mixed_precision(resolve_device(spec.device), spec.autocast), run.learner.older_weights():
             groups = ranks.shared(chosen, partial(_generate, run, step))
             greedy = ranks.shared(chosen, partial(_generate_greedy, run, step)) if spec.algorithm.needs_greedy else []
         is_last = attempt == budget - 1
         if is_last:
             before = _rest(run, groups)
         clock.lap("generate")
-        graded = ranks.shared(groups, lambda part: grade(spec.task, part, spec.max_tokens))
+        graded = graded_groups(run, groups)
         instead = _instead(run, prompts, groups, graded, step)
         drawn = ranks.same(partial(drawn.with_batch, spec.rewards, groups, graded, instead))
         if greedy:
-            graded = ranks.shared(greedy, lambda part: grade(spec.task, part, spec.max_tokens))
+            graded = graded_groups(run, greedy)
             instead = _instead(run, prompts, greedy, graded, step, first=spec.algorithm.group_size)
             drawn = ranks.same(partial(drawn.with_greedy, spec.rewards, greedy, graded, instead))
         clock.lap("grade")
@@ -93,6 +94,29 @@ def _instead(
     return ranks.shared(
         pairs, lambda part: control_rewards(run.spec, prompts, [g for g, _ in part], [g for _, g in part], step, first)
     )
+
+
+def graded_groups(run: Run, groups: Sequence[Group]) -> list[GradedGroup]:
+    """The groups as the run's rewards see them, with the means over tokens that these ask for.
+
+    Those are the learner's, whatever the engine: of the policy that sampled, up to what the engine rounds, or of the
+    newest one where older weights have sampled.
+    """
+    spec = run.spec
+    graded = ranks.shared(groups, lambda part: grade(spec.task, part, spec.max_tokens))
+    rewards = spec.rewards.values()
+    wanted: list[Distribution] = [reward.distribution for reward in rewards if reward.distribution is not None]
+    if not wanted or not groups:
+        return graded
+    unpaid = [[0.0] * len(group.rollouts) for group in groups]
+    batch = collate(groups, unpaid).to(resolve_device(spec.device))
+    means = {
+        name: run.learner.token_means(batch, name).view(len(groups), -1).tolist() for name in dict.fromkeys(wanted)
+    }
+    return [
+        replace(group, token_means={name: tuple(rows[p]) for name, rows in means.items()})
+        for p, group in enumerate(graded)
+    ]
 
 
 def _rest(run: Run, groups: Sequence[Group]) -> Probe | None:

@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from reports.analysis import Analysis
+from reports.collapse import Collapse, collapses
 from reports.join import JoinedStudy
 from reports.prose import wording
 from reports.statistics import ALPHA
 from reports.trials import arm_specs, search_of, setting, tuning_of
 
+LABEL_FREE = {"majority_vote", "answer_entropy", "self_certainty", "token_entropy"}
 _Note = tuple[str, str]  # topic, text
 _Specs = Mapping[str, Mapping[str, Any]]  # arm -> settings of its runs
 
@@ -69,6 +71,7 @@ def notes(analysis: Analysis) -> list[_Note]:
         _seeds_note(analysis),
         *_clip_notes(specs),
         *_reward_notes(specs),
+        _collapse_note(analysis, specs),
         _cold_start_note(specs),
         _budget_note(analysis, specs),
         _token_note(analysis),
@@ -154,12 +157,13 @@ def _seeds_note(analysis: Analysis) -> _Note | None:
 def _clip_notes(specs: _Specs) -> list[_Note]:
     epochs, minibatches = (_values(specs, f"optimizer.{key}", 1) for key in ("num_inner_epochs", "num_minibatches"))
     updates = {arm: int(epochs[arm]) * int(minibatches[arm]) for arm in specs}
-    single = [arm for arm, count in updates.items() if count == 1]
+    stale = [arm for arm, steps in _values(specs, "staleness", 0).items() if steps]
+    single = [arm for arm, count in updates.items() if count == 1 and arm not in stale]
     if not single:
-        text = (
-            f"Each batch receives {min(updates.values())} or more optimiser steps, so ratios leave 1 and clipping can "
-            "bind; see the clip fraction under training dynamics."
-        )
+        why = f"Each batch receives {min(updates.values())} or more optimiser steps"
+        if stale:
+            why = "Each batch is sampled by older weights or receives several optimiser steps"
+        text = f"{why}, so ratios leave 1 and clipping can bind; see the clip fraction under training dynamics."
         return [("Clipping is active", text)]
     who = "Every arm" if len(single) == len(specs) else wording.listed(single)
     verb = "gives" if len(single) == 1 or who == "Every arm" else "give"
@@ -195,12 +199,11 @@ def _reward_notes(specs: _Specs) -> list[_Note]:
         )
         found.append(("Reward scale cancels", text))
     paid = {arm: _paid(rewards) for arm, rewards in _values(specs, "rewards", {}).items()}
-    blind = [arm for arm, names in paid.items() if "majority_vote" in names and "accuracy" not in names]
-    if blind:
+    if blind := _label_free(specs):
         text = (
-            f"{wording.listed(blind)} {'is' if len(blind) == 1 else 'are'} rewarded for agreeing with the majority, "
-            "never for being right: a rising reward beside a falling accuracy is collapse. Mean reward cannot be "
-            "compared between arms with different rewards."
+            f"{wording.listed(blind)} {'is' if len(blind) == 1 else 'are'} rewarded for agreeing with the group or for "
+            "being sure, never for being right: a rising reward beside a falling accuracy is collapse. Mean reward "
+            "cannot be compared between arms with different rewards."
         )
         found.append(("Rewards that are not accuracy", text))
     elif len({repr(names) for names in paid.values()}) > 1:
@@ -209,6 +212,34 @@ def _reward_notes(specs: _Specs) -> list[_Note]:
         )
         found.append(("Different rewards", f"Mean reward cannot be compared between arms ({each}); accuracy can."))
     return found
+
+
+def _label_free(specs: _Specs) -> list[str]:
+    """The arms that are paid by the policy's own votes or confidence and not by gold."""
+    paid = {arm: _paid(rewards) for arm, rewards in _values(specs, "rewards", {}).items()}
+    return [arm for arm, names in paid.items() if LABEL_FREE & names.keys() and "accuracy" not in names]
+
+
+def _collapse_note(analysis: Analysis, specs: _Specs) -> _Note | None:
+    found = collapses(analysis)
+    if not found and not _label_free(specs):
+        return None
+    arms: dict[str, list[str]] = {}
+    for one in found:
+        arms.setdefault(one.arm, []).append(_collapsed(one))
+    shown = [f"{arm}: {', '.join(parts)}" for arm, parts in arms.items()] or ["none did"]
+    text = (
+        "Labels (the majority's answer is right) or the policy (validation accuracy) have collapsed at the first step "
+        "from which on they stay below half of the best value before. "
+        f"{'; '.join(shown)}. Intervals are Student's, over the seeds that collapsed."
+    )
+    return "Collapse", text
+
+
+def _collapsed(one: Collapse) -> str:
+    mean = sum(one.steps) / len(one.steps)
+    limits = "" if one.interval is None else f" [{one.interval.low:.0f}, {one.interval.high:.0f}]"
+    return f"{one.what} in {len(one.steps)} of {wording.plural(one.num_seeds, 'seed')}, at step {mean:.0f}{limits}"
 
 
 def _paid(rewards: object) -> dict[str, float]:

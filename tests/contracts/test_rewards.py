@@ -12,10 +12,13 @@ from harness.interfaces import StepReward
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import hostile
 from fakes import graded_group
+from taint import assert_never_sees_gold
 
 NEEDS_A_MODEL = {"reward_model"}  # tested with one in tests/test_reward_model.py
 REWARDS = [name for name in plugins.names("reward") if name not in NEEDS_A_MODEL]
 TEXTS = ("<think>2+2=4</think><answer>4</answer>", "2+2=5 so #### 5", "", "2+2=4;4*3=12#### 12")
+
+MEANS = {"entropy": (0.1, 0.4, 0.2, 0.3), "uniform_kl": (3.0, 1.0, 2.0, 0.5)}
 
 
 @pytest.fixture(params=REWARDS)
@@ -33,6 +36,7 @@ def group(correct=(True, False, False, True), texts=TEXTS):
         truncated=(False, False, True, False) * (n // 4),
         format_scores=(1.0, 0.5, 0.0, 1.0) * (n // 4),
         reasoning_chars=(5, 9, 0, 700) * (n // 4),
+        token_means={name: values * (n // 4) for name, values in MEANS.items()},
     )
 
 
@@ -53,6 +57,12 @@ def test_a_reward_depends_on_gold_only_where_it_says_so(reward):
         assert reward.score(group().blind()) == reward.score(group()) == reward.score(group(other))
 
 
+def test_a_reward_that_claims_not_to_see_gold_never_does(reward):
+    if reward.sees_gold:
+        pytest.skip("says that it sees gold")
+    assert_never_sees_gold(reward)
+
+
 def test_a_reward_does_not_depend_on_the_order_of_the_completions(reward):
     scores = reward.score(group())
     order = (2, 0, 3, 1)
@@ -64,6 +74,7 @@ def test_a_reward_does_not_depend_on_the_order_of_the_completions(reward):
         truncated=(True, False, False, False),
         format_scores=(0.0, 1.0, 1.0, 0.5),
         reasoning_chars=(0, 5, 700, 9),
+        token_means={name: tuple(values[i] for i in order) for name, values in MEANS.items()},
     )
     assert reward.score(turned) == [scores[i] for i in order]
 

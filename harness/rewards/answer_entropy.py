@@ -1,0 +1,35 @@
+"""How little the answers of a group differ, credited to each answer; the gold answer is never seen.
+
+EMPO, Zhang et al. 2025 (arXiv:2504.05812) lowers the entropy H of the classes of equal answers: a completion earns the
+share p of its class, where the group's H lies between two bounds. Departure: it earns ln p, whose mean over the group
+is -H and whose policy gradient is that of -H, while that of p belongs to the sum of p^2; the share itself is
+`majority_vote` with `soft`. Classes are those of the task's own equality; a completion without an answer is a class of
+its own.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import inf, log
+
+from pydantic import Field
+
+from harness.interfaces import Reward
+from harness.rewards.majority_vote import votes
+from harness.types import GradedGroup
+
+
+class AnswerEntropy(Reward):
+    """ln(share of the group that gives the same answer): minus the entropy of the answers, in parts (EMPO)."""
+
+    min_entropy: float = Field(default=0.0, ge=0, description="nats; a group whose answers have less earns 0")
+    max_entropy: float | None = Field(default=None, gt=0, description="nats; a group whose answers have more earns 0")
+
+    def score(self, group: GradedGroup) -> list[float]:
+        counts = votes(group.classes)
+        surprise = [-log((1 if c is None else counts[c]) / len(group.classes)) for c in group.classes]
+        entropy = sum(surprise) / len(surprise)
+        within = self.min_entropy <= entropy <= (inf if self.max_entropy is None else self.max_entropy)
+        return [-value if within else 0.0 for value in surprise]
+
+    def metrics(self, group: GradedGroup, scores: Sequence[float]) -> Mapping[str, float]:
+        """The entropy of the group's answers in nats, from 0 to ln G."""
+        return {"vote/entropy": -sum(AnswerEntropy().score(group)) / len(group.classes)}

@@ -1,0 +1,20 @@
+"""How far a completion's tokens are from chance, in the policy's own eyes; the gold answer is never seen.
+
+Intuitor, Zhao et al. 2025 (arXiv:2505.19590, eq. 3): the mean over the tokens of a completion of KL(uniform || policy),
+over the whole vocabulary, under the policy that is trained. Departures: the distribution is that of the sampling
+temperature, as all log-probs here; the end-of-sequence token counts; ln V, which the authors' code leaves out, is in.
+"""
+
+from typing import ClassVar
+
+from harness.interfaces import Distribution, Reward
+from harness.types import GradedGroup
+
+
+class SelfCertainty(Reward):
+    """The mean of KL(uniform || policy) over a completion's tokens, in nats (Intuitor)."""
+
+    distribution: ClassVar[Distribution | None] = "uniform_kl"
+
+    def score(self, group: GradedGroup) -> list[float]:
+        return list(group.token_means["uniform_kl"])

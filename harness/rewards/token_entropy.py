@@ -1,0 +1,21 @@
+"""How little the policy hesitates over a completion's tokens; the gold answer is never seen.
+
+RENT, Prabhudesai et al. 2025 (arXiv:2505.22660, section 3): minus the entropy of the policy's next-token distribution,
+its mean over the tokens of a completion. It is the entropy of the whole distribution, not minus the log-probs of the
+tokens that were sampled. Departures: the distribution is that of the sampling temperature, as all log-probs here; the
+end-of-sequence token counts.
+"""
+
+from typing import ClassVar
+
+from harness.interfaces import Distribution, Reward
+from harness.types import GradedGroup
+
+
+class TokenEntropy(Reward):
+    """Minus the mean entropy of the next token over a completion, in nats (RENT)."""
+
+    distribution: ClassVar[Distribution | None] = "entropy"
+
+    def score(self, group: GradedGroup) -> list[float]:
+        return [-entropy for entropy in group.token_means["entropy"]]

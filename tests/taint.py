@@ -1,0 +1,45 @@
+"""Whether a reward that says that it does not see gold looks at it, by any way through Cohort."""
+
+from dataclasses import replace
+
+import pytest
+
+from harness.interfaces import Reward
+from harness.rewards.accuracy import Accuracy
+from harness.training.grading import grade
+from harness.training.scoring import score
+from harness.types import GradedGroup, Group, Prompt, Rollout
+from tasks.arithmetic import Arithmetic
+
+TEXTS = ("2+2=4#### 4", "2+2=5 so #### 5", "no answer", "4*3=12#### 12")
+
+
+def graded_with(gold: str, problem: Prompt) -> GradedGroup:
+    """The same four completions of a problem, graded by this gold answer."""
+    rollouts = tuple(Rollout(text, (7, 8), (-0.5, -0.5), "stop") for text in TEXTS)
+    graded = grade(Arithmetic(), [Group(replace(problem, gold=gold), (5,), rollouts)], max_tokens=8)[0]
+    means = {"entropy": (0.1, 0.2, 0.3, 0.4), "uniform_kl": (3.0, 2.0, 1.0, 0.5)}
+    return replace(graded, token_means=means)
+
+
+def assert_never_sees_gold(reward: Reward) -> None:
+    """Its scores are equal whatever gold is, also after its metrics, which are for the reader, have seen gold; and it
+    reads the gold of no problem."""
+    assert not reward.sees_gold
+    problem = Arithmetic().prompts("train")[0]
+    worlds = [graded_with(gold, problem) for gold in (problem.gold, "4", "5", "12", "-1")]
+    assert len({group.blind() for group in map(without_means, worlds)}) == 1
+    assert len({tuple(Accuracy().score(group)) for group in worlds}) == 4  # so that there is something to see
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Prompt, "gold", property(_reads_gold))
+        scored = [reward.score(seen) for group in worlds for seen in (group.blind(), group)]
+        scored += [score({"it": reward}, [group]).parts["it"][0] for group in worlds for _ in range(2)]
+    assert all(values == scored[0] for values in scored), "its scores move with gold"
+
+
+def without_means(group: GradedGroup) -> GradedGroup:
+    return replace(group, token_means=())
+
+
+def _reads_gold(prompt: Prompt) -> str:
+    raise AssertionError("it reads the gold answer of a problem")

@@ -1,0 +1,214 @@
+"""Rewards without gold: their numbers by hand, what the policy's distributions are, that gold cannot leak, collapse."""
+
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fake_study import fake_study
+from fakes import MemoryLog, graded_group
+from test_plugins import install
+
+from harness.rewards.answer_entropy import AnswerEntropy
+from harness.rewards.majority_vote import MajorityVote
+from harness.rewards.self_certainty import SelfCertainty
+from harness.rewards.token_entropy import TokenEntropy
+from harness.spec.run import parse_run
+from harness.training.run import Clock, prepare
+from harness.training.sampling import sample_groups
+from reports.analysis import analyse
+from reports.collapse import collapse_step, collapses
+from reports.prose.notes import notes
+
+TESTS = Path(__file__).resolve().parent
+
+
+def test_a_soft_vote_pays_each_answer_by_its_share_of_the_group():
+    group = graded_group([0, 0, 1, None])
+    assert MajorityVote(soft=True, minority_reward=0.0).score(group) == [0.5, 0.5, 0.25, 0.0]
+    # from -0.1 to 1: -0.1 + 1.1 * share
+    assert MajorityVote(soft=True).score(group) == pytest.approx([0.45, 0.45, 0.175, -0.1])
+
+
+def test_a_vote_below_the_least_share_rewards_nobody_and_gives_no_label():
+    reward = MajorityVote(min_share=0.5)
+    assert reward.score(graded_group([0, 0, 1, None])) == [1.0, 1.0, -0.1, -0.1]  # 2 of 4
+    assert reward.score(graded_group([0, 0, 1, 2, None])) == [-0.1] * 5  # 2 of 5
+    assert MajorityVote(min_share=0.5, soft=True).score(graded_group([0, 0, 1, 2, None])) == [-0.1] * 5
+    refused = reward.metrics(graded_group([0, 0, 1, 2, None], [True, True, False, False, False]), [])
+    assert refused["vote/accepted"] == 0.0
+    assert math.isnan(refused["vote/label_accuracy"])
+    assert refused["vote/false_positive_rate"] == 0.0
+    assert reward.metrics(graded_group([0, 0], [True, True]), [])["vote/accepted"] == 1.0
+
+
+def test_in_a_held_out_vote_each_half_is_judged_by_the_other():
+    # halves 0 0 1 and 1 1 0: the second votes for 1, the first for 0
+    group = graded_group([0, 0, 1, 1, 1, 0], [True, True, False, False, False, True])
+    reward = MajorityVote(held_out=True, minority_reward=0.0)
+    assert reward.score(group) == [0.0, 0.0, 1.0, 0.0, 0.0, 1.0]
+    assert MajorityVote(minority_reward=0.0).score(group) == [1.0] * 6  # a tie of 3 and 3
+    # the shares of the other half: 1/3 for 0 and 2/3 for 1, then 2/3 for 0 and 1/3 for 1
+    soft = MajorityVote(held_out=True, soft=True, minority_reward=0.0).score(group)
+    assert soft == pytest.approx([1 / 3, 1 / 3, 2 / 3, 1 / 3, 1 / 3, 2 / 3])
+    metrics = reward.metrics(group, [])
+    assert metrics["vote/label_accuracy"] == 0.5  # label 1 is wrong, label 0 is right
+    assert metrics["vote/false_positive_rate"] == pytest.approx(1 / 3)  # of the three wrong ones the first
+    assert MajorityVote(held_out=True).score(graded_group([0])) == [-0.1]  # nobody else votes
+
+
+def test_runs_that_use_no_variant_keep_their_digest():
+    def digest(**rewards):
+        return parse_run({"task": "arithmetic", "algorithm": "grpo_self_consistency", "rewards": rewards}, "t").digest()
+
+    plain = parse_run({"task": "arithmetic", "algorithm": "grpo_self_consistency"}, "t")
+    settings = plain.model_dump(mode="json")["rewards"]
+    assert settings == {"majority_vote": {"weight": 1.0, "majority_reward": 1.0, "minority_reward": -0.1}}
+    assert digest(majority_vote={"soft": False, "min_share": 0.0, "held_out": False}) == plain.digest()
+    changed = [digest(majority_vote=settings) for settings in ({"soft": True}, {"min_share": 0.5}, {"held_out": True})]
+    assert len({plain.digest(), *changed}) == 4
+
+
+def test_the_entropy_of_the_answers_is_paid_in_parts_whose_mean_is_minus_the_entropy():
+    # shares 1/2, 1/2, 1/4; no answer is a class of its own, 1/4: H = (2 ln 2 + 2 ln 4) / 4 = 1.5 ln 2
+    group = graded_group([0, 0, 1, None], [True, True, False, False])
+    scores = AnswerEntropy().score(group)
+    assert scores == pytest.approx([-math.log(2), -math.log(2), -math.log(4), -math.log(4)])
+    assert sum(scores) / 4 == pytest.approx(-1.5 * math.log(2))
+    assert AnswerEntropy().metrics(group, scores) == {"vote/entropy": pytest.approx(1.5 * math.log(2))}
+    assert AnswerEntropy(min_entropy=1.1).score(group) == [0.0] * 4  # 1.5 ln 2 = 1.04
+    assert AnswerEntropy(max_entropy=1.0).score(group) == [0.0] * 4
+    assert AnswerEntropy(min_entropy=1.0, max_entropy=1.1).score(group) == scores
+    assert AnswerEntropy().score(graded_group([0, 0])) == [0.0, 0.0]
+
+
+def test_confidence_is_read_from_the_distributions_that_a_run_measures():
+    group = graded_group([0, 0], token_means={"entropy": (0.5, 0.25), "uniform_kl": (2.0, 3.0)})
+    assert TokenEntropy().score(group) == [-0.5, -0.25]
+    assert SelfCertainty().score(group) == [2.0, 3.0]
+
+
+def confident_run(tmp_path, rewards, **changes):
+    spec = {
+        "task": "arithmetic",
+        "algorithm": {"name": "grpo_self_consistency", "group_size": 4},
+        "rewards": rewards,
+        "rollouts_per_step": 16,
+        "steps": 1,
+        **changes,
+    }
+    run, _ = prepare(parse_run(spec, "t"), tmp_path, MemoryLog(), tmp_path, lambda: False)
+    return run, run.spec.task.prompts("train")
+
+
+@pytest.mark.parametrize("changes", [{}, {"sampling": {"temperature": 0.7}}, {"engine": "scripted"}])
+def test_a_completion_has_the_means_over_its_tokens_that_the_models_own_forward_pass_gives(tmp_path, changes):
+    run, prompts = confident_run(tmp_path, {"self_certainty": 1, "token_entropy": 1, "majority_vote": 0}, **changes)
+    drawn, _ = sample_groups(run, prompts, 0, Clock())
+    temperature = run.spec.sampling.temperature
+    parts = [drawn.scores.parts[name] for name in ("self_certainty", "token_entropy")]
+    for group, graded, *rows in zip(drawn.groups, drawn.graded, *parts, strict=True):
+        for i, rollout in enumerate(group.rollouts):
+            tokens = torch.tensor([*group.prompt_token_ids, *rollout.token_ids])
+            with torch.no_grad():
+                logits = run.learner.policy(tokens[None]).logits[0, len(group.prompt_token_ids) - 1 : -1]
+            p_TV = torch.softmax(logits.double() / temperature, dim=-1)
+            uniform = 1 / p_TV.shape[-1]
+            certainty = (uniform * (uniform / p_TV).log()).sum(-1).mean()
+            entropy = -(p_TV * p_TV.log()).sum(-1).mean()
+            assert rows[0][i] == graded.token_means["uniform_kl"][i] == pytest.approx(float(certainty), abs=1e-4)
+            assert rows[1][i] == -graded.token_means["entropy"][i] == pytest.approx(-float(entropy), abs=1e-4)
+
+
+def test_a_run_whose_rewards_ask_for_no_distribution_pays_for_none(tmp_path):
+    run, prompts = confident_run(tmp_path, {})
+    run.learner.token_means = None  # pyright: ignore
+    drawn, _ = sample_groups(run, prompts, 0, Clock())
+    assert all(group.token_means == {} for group in drawn.graded)
+
+
+LEAKS = {
+    "honest": "return [0.0 for _ in group.completions]",
+    "peeks": "return [float(bool(group.correct) and group.correct[i]) for i in range(len(group.completions))]",
+    "remembers": "return [float(seen[-1][i]) if seen else 0.0 for i in range(len(group.completions))]",
+    "looks_up": """
+        from tasks.arithmetic import Arithmetic
+        gold = next((p.gold for p in Arithmetic().prompts("train") if p.id == group.prompt_id), None)
+        return [float(answer == gold) for answer in group.answers]
+""",
+}
+PACKAGE = """
+from harness.interfaces import Reward
+
+seen = []
+
+class Planted(Reward):
+    def score(self, group):
+        {body}
+
+    def metrics(self, group, scores):
+        seen.append(group.correct)
+        return {{}}
+"""
+
+
+@pytest.mark.attack("A reward that looks at gold")
+def test_the_contract_tests_find_the_rewards_of_a_package_and_fail_those_that_look_at_gold(
+    tmp_path, monkeypatch, record_property
+):
+    for name, body in LEAKS.items():
+        install(tmp_path, monkeypatch, name, PACKAGE.format(body=body.strip()), "Planted", kind="reward")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(TESTS.parent)])}
+    name = "test_a_reward_that_claims_not_to_see_gold_never_does"
+    tests = [f"{TESTS}/contracts/test_rewards.py::{name}[{leak}]" for leak in LEAKS]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rA", *tests]
+    child = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, env=environment)
+    outcomes = {
+        leak: outcome
+        for leak in LEAKS
+        for outcome in ("PASSED", "FAILED")
+        if f"{outcome} tests/contracts/test_rewards.py::{name}[{leak}]" in child.stdout
+    }
+    record_property("tried", len(LEAKS) - 1)
+    assert outcomes == {"honest": "PASSED", "peeks": "FAILED", "remembers": "FAILED", "looks_up": "FAILED"}
+
+
+def series(*values):
+    return list(enumerate(values, start=1))
+
+
+def test_a_series_has_collapsed_at_the_first_step_from_which_it_stays_below_half_of_its_best():
+    assert collapse_step(series(0.4, 0.8, 0.5, 0.39, 0.3)) == 4
+    assert collapse_step(series(0.8, 0.3, 0.5, 0.3)) == 4  # it came back in between
+    assert collapse_step(series(0.8, 0.3, 0.3, 0.45)) is None
+    assert collapse_step(series(0.2, 0.4, 0.8)) is None
+    assert collapse_step(series(0.8, math.nan, 0.3, math.nan)) == 3
+    assert collapse_step([]) is None
+    # means of two: 0.8, 0.4, 0.2; the dip to 0 alone is none
+    assert collapse_step(series(0.8, 0.8, 0.0, 0.4), window=2) == 4
+    assert collapse_step(series(0.8, 0.8, 0.0, 0.8), window=2) is None
+
+
+def test_a_report_says_in_how_many_seeds_labels_and_policy_collapsed_and_when():
+    study = fake_study()
+    falls = [[(0, 0.8), (10, 0.5), (20 + 10 * seed, 0.1)] for seed in range(3)]
+    trials, votes = [], 0
+    for trial in study.trials:
+        if trial.arm == "grpo_self_consistency":
+            history = {**trial.history, "validation/accuracy": falls[votes]}
+            votes += 1
+            trial = replace(trial, history=history)
+        trials.append(trial)
+    analysis = analyse(replace(study, trials=trials), np.random.default_rng(0))
+    (found,) = collapses(analysis)
+    assert (found.arm, found.what, found.steps, found.num_seeds) == ("grpo_self_consistency", "policy", (20, 30, 40), 3)
+    # 30 +- 4.303 * 10 / sqrt(3) = [5.2, 54.8], and no run took more than 40 steps
+    text = dict(notes(analysis))["Collapse"]
+    assert "grpo_self_consistency: policy in 3 of 3 seeds, at step 30 [5, 40]." in text
+    quiet = dict(notes(analyse(study, np.random.default_rng(0))))
+    assert "none did" in quiet["Collapse"]

@@ -1,0 +1,132 @@
+"""Rollouts of older weights: which weights sample, what ratios and corrections then see, resume, what is refused."""
+
+import hashlib
+
+import pytest
+from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
+
+from harness.memory.estimate import estimate_run, peak_bytes
+from harness.spec.errors import SpecError
+from harness.spec.run import parse_run
+from harness.study.sharing import sharing_key
+from harness.training.disk import estimate_disk
+from harness.training.loop import train
+from harness.training.run import prepare
+from harness.training.step import train_step
+
+BASE = {
+    "task": {"name": "arithmetic", "min_operands": 2, "max_operands": 2},
+    "algorithm": {"name": "grpo", "group_size": 4, "kl_beta": 0.0},
+    "rewards": {"token_entropy": 1.0},  # teaches an untrained policy too
+    "evaluation": {"every": 9, "num_prompts": 4, "num_test_prompts": 4, "num_samples": 1},
+    "checkpoints": {"every": 2},
+    "optimizer": {"learning_rate": 1e-3},
+    "sampling": {"max_tokens": 8},
+    "rollouts_per_step": 8,
+    "steps": 5,
+}
+
+
+def make_spec(**changes):
+    return parse_run({**BASE, **changes}, "test")
+
+
+class WatchedEngine:
+    """An engine that notes the hash of the policy's weights whenever it samples, and whenever it gets a version."""
+
+    def __init__(self, engine, policy):
+        self.engine, self.policy = engine, policy
+        self.sampled, self.versions = [], {0: self.fingerprint()}
+
+    def fingerprint(self):
+        numbers = [value.numpy().tobytes() for value in self.policy.state_dict().values()]
+        return hashlib.sha256(b"".join(numbers)).hexdigest()
+
+    def generate(self, *arguments, **settings):
+        self.sampled.append(self.fingerprint())
+        return self.engine.generate(*arguments, **settings)
+
+    def load_weights(self, weights, version):
+        self.engine.load_weights(weights, version)
+        self.versions[version] = self.fingerprint()
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_step_t_samples_from_the_weights_of_step_t_minus_l(staleness, lora, tmp_path):
+    spec = make_spec(staleness=staleness, lora=lora)
+    run, _ = prepare(spec, tmp_path, MemoryLog(), tmp_path, lambda: False)
+    run.engine = engine = WatchedEngine(run.engine, run.learner.policy)  # pyright: ignore
+    for step in range(5):
+        train_step(run, spec.task.prompts("train"), step)
+    assert len(set(engine.versions.values())) == 6  # every step changes the weights
+    assert engine.sampled == [engine.versions[max(0, step - staleness)] for step in range(5)]
+
+
+def steps_of(tmp_path, **changes):
+    log = MemoryLog()
+    assert train(make_spec(**changes), tmp_path, log, cache=tmp_path).state == "complete"
+    return log
+
+
+def test_ratios_are_those_to_the_weights_that_sampled(tmp_path):
+    log = steps_of(tmp_path, staleness=2)
+    kl, ratio = (dict(log.history(name)) for name in ("staleness/kl", "policy/ratio_max"))
+    assert abs(kl[1]) < 1e-9 and ratio[1] == pytest.approx(1, abs=1e-5)  # nothing is older than the start
+    assert all(kl[step] > 1e-6 and ratio[step] > 1.001 for step in (2, 3, 4, 5))
+    assert not log.history("mismatch/kl")  # the engine's own error, which has a gate
+
+
+def test_a_correction_weighs_stale_rollouts_and_the_ratio_starts_at_the_policy_of_the_step(tmp_path):
+    log = steps_of(tmp_path, staleness=2, mismatch={"correction": "truncated"})
+    weights = dict(log.history("mismatch/weight"))
+    assert weights[1] == pytest.approx(1, abs=1e-5)
+    assert abs(weights[5] - 1) > 1e-5
+    assert all(value == pytest.approx(1, abs=1e-4) for _, value in log.history("policy/ratio_max"))
+
+
+def test_without_staleness_nothing_changes_not_even_the_digest(tmp_path):
+    assert make_spec(staleness=0) == make_spec()
+    assert "staleness" not in make_spec().model_dump(mode="json")
+    assert make_spec(staleness=1).digest() != make_spec().digest()
+    log = steps_of(tmp_path)
+    assert all(value == 1 for _, value in log.history("policy/ratio_max"))
+    assert not log.history("staleness/kl")
+
+
+def test_a_stopped_run_resumes_bit_for_bit_with_its_older_weights(tmp_path):
+    spec, whole, parts = make_spec(staleness=2), MemoryLog(), MemoryLog()
+    train(spec, tmp_path / "whole", whole, cache=tmp_path)
+    assert train(spec, tmp_path / "parts", parts, cache=tmp_path, should_stop=StopAfter(3)).state == "stopped"
+    assert train(spec, tmp_path / "parts", parts, cache=tmp_path).state == "complete"
+    assert parts.resumed_at == [-1, 3]
+    assert parts.without_clocks() == whole.without_clocks()
+    assert_same_weights(final_weights(tmp_path / "whole"), final_weights(tmp_path / "parts"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"engine": "vllm"}, "staleness must be 0 with engine=vllm, which has weights of its own, got 2"),
+        ({"engine": "scripted"}, "staleness must be 0 with engine=scripted"),
+        ({"devices": 2}, "staleness must be 0 with several devices, got 2; set devices=1"),
+    ],
+)
+def test_staleness_that_cannot_work_is_refused(changes, message):
+    with pytest.raises(SpecError, match=message):
+        make_spec(staleness=2, **changes)
+
+
+def test_older_weights_count_in_memory_and_on_disk_and_are_not_shared():
+    fresh, stale = make_spec(), make_spec(staleness=3)
+    disk = [estimate_disk(spec, "nothing") for spec in (fresh, stale)]
+    weights = estimate_run(fresh)[0]["gradients"]  # as many bytes as weights
+    assert disk[1].checkpoint - disk[0].checkpoint == 3 * weights
+    # three older ones, and its own while they sample
+    assert peak_bytes(estimate_run(stale)[0]) - peak_bytes(estimate_run(fresh)[0]) == 4 * weights
+    lora = {"lora": {"rank": 2}}
+    assert sharing_key(make_spec(**lora)) is not None
+    assert sharing_key(make_spec(**lora, staleness=1)) is None
