@@ -183,6 +183,10 @@ def main() -> None:
         "peak_alone": max(a["peak"] for a in alone.values()), "peak_together": together["peak"],
         "rows_that_differ": {n: d[0] for n, d in differences.items() if d[0] is not None},
         "largest_difference": max(d[1] for d in differences.values()),
+        "largest_difference_in_step_1": max(
+            first_difference(a["sampled"][n][: options.rows], together["sampled"][n][: options.rows])[1]
+            for n, a in alone.items()
+        ),
     }  # fmt: skip
     row["seconds_ratio"] = row["seconds_together"] / row["seconds_alone"]
     row["generate_ratio"] = row["generate_together"] / row["generate_alone"]
