@@ -658,6 +658,7 @@ def test_only_compared_trials_without_folder_and_record_ran_on_other_hosts(tmp_p
     assert ran_elsewhere(tuned, status(*tuning, recorded, invalid), record) == 0
     assert ran_elsewhere(tuned, status(*tuning, recorded, elsewhere), record) == 1
     assert ran_elsewhere(grid, status(recorded, elsewhere), record) == 1
+    assert ran_elsewhere(grid, status(recorded, dataclasses.replace(elsewhere, held=True)), record) == 0  # it never ran
 
 
 @pytest.mark.parametrize("state", ["complete", "invalid", "failed"])

@@ -308,13 +308,15 @@ def run_and_report(
 
 
 def ran_elsewhere(study: StudySpec, status: StudyStatus, record: StudyRecord) -> int:
-    """Number of compared trials that are neither in the record nor in a folder here; trials of a tuning only choose."""
+    """Number of compared trials that are neither in the record nor in a folder here, and were not stopped; trials of a
+    tuning only choose."""
     compared, known = study.arm_labels(), {(trial.arm, trial.seed) for trial in record.trials}
     return len(
         [
             trial
             for trial in status.trials
-            if (not compared or trial.arm in compared)
+            if not trial.held
+            and (not compared or trial.arm in compared)
             and (trial.arm, trial.seed) not in known
             and not trial.directory.exists()
         ]
