@@ -319,11 +319,10 @@ class StudySpec(Section):
             both = sorted(set(seeds) & set(self.compare.tuning.seeds))
             if both:
                 raise ValueError(f"compare.tuning.seeds must differ from the study's seeds {seeds}, got {both} in both")
-        for label in [*self.arms, *self.components]:
-            if re.search("[\0\ud800-\udfff]", label):
-                raise ValueError(
-                    f"labels of arms and components must be Unicode without NUL, got {label!a}; leave it out"
-                )
+        for kind, labels in (("arms", self.arms), ("components", self.components)):
+            for label in labels:
+                if re.search("[\0\ud800-\udfff]", label):
+                    raise ValueError(f"labels of {kind} must be Unicode without NUL, got {label!a}; leave it out")
         for path, levels in self.factors.items():
             if path == "seed":
                 raise ValueError("'seed' is a replicate, never a factor; list seeds under 'seeds'")
