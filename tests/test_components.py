@@ -105,7 +105,7 @@ def test_components_that_cannot_matter_or_be_told_apart_are_refused_with_the_rea
         ({"arms": {"a": {}}}, "design leave_one_out takes neither factors nor arms"),
         ({"design": "grid"}, "must come together"),
         ({"baseline": "without high"}, "baseline of design leave_one_out must be 'all', got 'without high'"),
-        ({"components": {"\0": {"steps": 5}}}, "labels of arms and components must be Unicode without NUL"),
+        ({"components": {"\0": {"steps": 5}}}, "labels of components must be Unicode without NUL"),
     ],
 )
 def test_a_design_over_components_takes_nothing_else(changes: dict[str, Any], words: str):
