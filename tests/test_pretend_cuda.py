@@ -23,14 +23,15 @@ from harness.types import Prompt, Sampling
 PRECISIONS = {"float32": {}, "autocast": {"autocast": True}, "bfloat16": {"dtype": "bfloat16"}}
 LORA = {False: {}, True: {"lora": {"rank": 2}}}
 DYNAMIC = {False: {}, True: {"dynamic_sampling": {"max_batches": 2}}}
-FACTORS = (plugins.names("algorithm"), list(PRECISIONS), [False, True], [False, True])
+STOPS = {False: {}, True: {"sampling": {"max_tokens": 4, "stop": ["1", "=2"]}}}
+FACTORS = (plugins.names("algorithm"), list(PRECISIONS), [False, True], [False, True], [False, True])
 
 
 def cover():
-    """(algorithm, precision, LoRA, dynamic sampling): every pair of two levels at least once."""
+    """(algorithm, precision, LoRA, dynamic sampling, stop texts): every pair of two levels at least once."""
     names, precisions, *_ = FACTORS
     for (i, name), (j, precision) in itertools.product(enumerate(names), enumerate(precisions)):
-        yield name, precision, (i + j) % 2 == 0, i % 3 == j
+        yield name, precision, (i + j) % 2 == 0, i % 3 == j, (i // 2 + j) % 2 == 0
 
 
 PAIRS = set(cover())
@@ -72,10 +73,11 @@ def test_tensors_of_two_devices_meet_nowhere_and_waits_are_counted():
         assert mode.waits.total() == before + 2
 
 
-@pytest.mark.parametrize(("algorithm", "precision", "lora", "dynamic"), cases())
-def test_a_step_keeps_every_tensor_on_the_gpu(tmp_path, algorithm, precision, lora, dynamic):
+@pytest.mark.parametrize(("algorithm", "precision", "lora", "dynamic", "stops"), cases())
+def test_a_step_keeps_every_tensor_on_the_gpu(tmp_path, algorithm, precision, lora, dynamic, stops):
+    changes = {**PRECISIONS[precision], **LORA[lora], **DYNAMIC[dynamic], **STOPS[stops]}
     with pretend_cuda():
-        run, prompts = start(tmp_path, algorithm, **PRECISIONS[precision], **LORA[lora], **DYNAMIC[dynamic])
+        run, prompts = start(tmp_path, algorithm, **changes)
         train_step(run, prompts, 0)
 
 
