@@ -293,6 +293,7 @@ def workers_of(process: psutil.Process) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.long
 def test_a_study_whose_worker_is_killed_in_the_second_stage_ends_with_the_seeds_that_the_first_asked_for(
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ):
