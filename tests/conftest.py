@@ -8,10 +8,12 @@ A test counts as one try for each set of its parameters; one that tries many thi
 import os
 import shutil
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import fake_trials
+import postgres_server
 import pytest
 
 TABLE = Path(__file__).resolve().parents[1] / "docs/attacks.md"
@@ -88,3 +90,18 @@ def _line(words: str, row: Row) -> str:
     files = sorted({name.partition("::")[0].removeprefix("tests/") for name in row.tests})
     numbers = f"{row.tried:,} | {row.survived:,}" if row.tried else "| "
     return f"| {words} | {numbers} | {', '.join(f'`{file}`' for file in files)} |"
+
+
+needs_postgres = pytest.mark.skipif(postgres_server.missing() is not None, reason=str(postgres_server.missing()))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[postgres_server.Server]:
+    with postgres_server.server() as one:
+        yield one
+
+
+@pytest.fixture(params=["files", pytest.param("postgres", marks=needs_postgres)])
+def url(request: pytest.FixtureRequest) -> str | None:
+    """Where the queue of the test lives; None for files."""
+    return request.getfixturevalue("server").new_database() if request.param == "postgres" else None

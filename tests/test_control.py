@@ -9,13 +9,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import fake_trials
 import numpy as np
-import postgres_server
 import psutil
 import pytest
 from fake_study import fake_study
@@ -49,22 +48,8 @@ METRIC = "validation/accuracy"
 ARMS = ["group_size=2", "group_size=4"]
 DONE = Outcome("complete", summary={"accuracy_final": 0.5}, metrics={METRIC: 0.5})
 
-needs_postgres = pytest.mark.skipif(postgres_server.missing() is not None, reason=str(postgres_server.missing()))
-
 
 pytestmark = pytest.mark.usefixtures("plugins")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[postgres_server.Server]:
-    with postgres_server.server() as one:
-        yield one
-
-
-@pytest.fixture(params=["files", pytest.param("postgres", marks=needs_postgres)])
-def url(request: pytest.FixtureRequest) -> str | None:
-    """Where the queue of the test lives; None for files."""
-    return request.getfixturevalue("server").new_database() if request.param == "postgres" else None
 
 
 def new_queue(study: StudySpec, runs: Path, url: str | None = None) -> Queue:

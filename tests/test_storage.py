@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import fake_trials
@@ -34,18 +34,6 @@ needs_postgres = pytest.mark.skipif(postgres_server.missing() is not None, reaso
 
 
 pytestmark = pytest.mark.usefixtures("plugins")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[postgres_server.Server]:
-    with postgres_server.server() as one:
-        yield one
-
-
-@pytest.fixture(params=["files", pytest.param("postgres", marks=needs_postgres)])
-def url(request: pytest.FixtureRequest) -> str | None:
-    """Where the queue of the test lives; None for files."""
-    return request.getfixturevalue("server").new_database() if request.param == "postgres" else None
 
 
 @pytest.fixture
