@@ -56,10 +56,7 @@ class Arithmetic(AnswerTask):
         return len(_solution([self.max_operand] * self.max_operands, self.answer_format)) + 1 + _SLACK
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
-        return [
-            Prompt(_data.stable_id(text), text, str(sum(operands)), (("operands", str(len(operands))),))
-            for text, operands in self._problems(split)
-        ]
+        return _prompts(self, split)  # pyright: ignore[reportArgumentType]
 
     def demonstrations(self) -> Sequence[Demonstration]:
         problems = self._problems("demonstrations")
@@ -74,6 +71,14 @@ class Arithmetic(AnswerTask):
                 "raise max_operands or max_operand"
             )
         return problems
+
+
+@lru_cache(maxsize=16)  # a worker asks anew for every run and turn
+def _prompts(task: Arithmetic, split: Split) -> tuple[Prompt, ...]:
+    return tuple(
+        Prompt(_data.stable_id(text), text, str(sum(operands)), (("operands", str(len(operands))),))
+        for text, operands in task._problems(split)
+    )
 
 
 @lru_cache(maxsize=4)

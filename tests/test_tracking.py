@@ -25,7 +25,7 @@ from mlflow.entities import Trace
 
 from harness.files import file_lock, read_json
 from harness.spec.run import RunSpec, parse_run
-from harness.tracking import mlflow_copy
+from harness.tracking import mlflow_copy, mlflow_store
 from harness.tracking.events import EVENTS, read_events
 from harness.tracking.mlflow_address import tracking_uri
 from harness.tracking.mlflow_store import check_runs_folder
@@ -213,6 +213,49 @@ def test_a_run_that_starts_anew_keeps_nothing_of_the_attempt_before(runs: Path):
         == {0, 1, 2}
         == {s for _, s, _ in in_store(runs, str(again.run_id))}
     )
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "elsewhere in between"])
+def test_a_paused_run_goes_on_with_what_the_process_knows_of_the_store_unless_others_worked_on_it(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+):
+    connections: list[Path] = []
+
+    def connect(folder: Path) -> MlflowClient:
+        connections.append(folder)
+        return mlflow_store.connect(folder)
+
+    monkeypatch.setattr(mlflow_copy, "connect", connect)
+    log = open_log(runs)
+    log_steps(log, 0, 5)
+    log.samples([fake_trials.sample(5, "before")])
+    log.finish("paused", None, {})
+    mlflow_copy._paused[log.directory].join()
+    if elsewhere:
+        code = """
+log = open_log(Path(sys.argv[1]))
+log.resume(5)
+log_steps(log, 6, 8)
+log._copier.flush()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+        assert child(code, runs).wait(60) == -9
+    again = open_log(runs)
+    again.resume(5)
+    log_steps(again, 6, 9)
+    again.samples([fake_trials.sample(9, "after")])
+    again.finish("complete", None, {"accuracy_final": 0.09})
+    assert len(connections) == (2 if elsewhere else 1)
+    assert active_runs(runs) == [again.run_id] == [log.run_id]
+    stored = {(key, step): value for key, step, value in in_store(runs, str(again.run_id))}
+    assert len(in_store(runs, str(again.run_id))) == len(stored) == 2 * 10  # none twice
+    assert {key: value for key, value in stored.items() if key[0] == COLUMN} == {
+        (COLUMN, n): n / 100 for n in range(10)
+    }
+    run = MlflowClient(tracking_uri(runs)).get_run(str(again.run_id))
+    assert (run.info.status, run.data.tags["cohort.state"]) == ("FINISHED", "complete")
+    artifacts = runs / "mlartifacts" / "train" / str(again.run_id) / "artifacts"
+    assert list(pandas.read_json(artifacts / "samples.json", orient="split")["completion"]) == ["before", "after"]
 
 
 @pytest.mark.attack("A lost or locked MLflow store")

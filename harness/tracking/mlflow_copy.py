@@ -50,7 +50,7 @@ LONGEST_RETRY_SECONDS = 20.0
 SYSTEM_SECONDS = 10.0
 COST_AREAS = ("seconds", "throughput", "memory", "system")  # metrics that two equal runs do not share
 _Key = tuple[str, int]  # metric, step
-_unfinished: dict[Path, threading.Thread] = {}  # that copy a run after it was paused, by its folder
+_paused: dict[Path, Copier] = {}  # of the runs that this process paused, by folder; they may still be at work
 log = logging.getLogger(__name__)
 
 
@@ -114,7 +114,9 @@ class Copier:
         self._wake, self._stop = threading.Event(), threading.Event()
         self._give_up = threading.Event()
         self._thread: threading.Thread | None = None
-        self._before: threading.Thread | None = None  # that still copies an earlier attempt at this run
+        self._before: Copier | None = None  # of the attempt before, if this process paused it
+        self._begun: dict[_Key, float] = {}  # values with which this attempt began, if there is one before
+        self._copied: tuple[int, int] | None = None  # attempts and stored values, once the thread has copied all
 
     def push(self, event: Mapping[str, Any]) -> None:
         with self._lock:
@@ -126,7 +128,11 @@ class Copier:
 
     def start(self) -> None:
         import_mlflow()  # here: two threads that import large packages at once can trip over each other
-        self._before = _unfinished.pop(self.directory, None)
+        self._before = _paused.pop(self.directory, None)
+        if self._before is not None:
+            self._begun = {
+                (key, n): as_stored(v) for key, steps in self.history.history.items() for n, (v, _) in steps.items()
+            }
         self._thread = threading.Thread(target=self._run, name="mlflow", daemon=True)
         self._thread.start()
 
@@ -145,7 +151,7 @@ class Copier:
         self._stop.set()
         self._wake.set()
         if drain_seconds is None:
-            _unfinished[self.directory] = self._thread
+            _paused[self.directory] = self
             return
         self._thread.join(drain_seconds)
         if self._thread.is_alive():
@@ -156,10 +162,14 @@ class Copier:
                 self.identity.run_name, len(self._pending), self._error, self.directory / EVENTS,
             )  # fmt: skip
 
+    def join(self) -> None:
+        """Wait until the thread has ended."""
+        if self._thread is not None:
+            self._thread.join()
+
     def _run(self) -> None:
         if self._before is not None:
             self._before.join()
-            self._before = None
         sampler, sampled = SystemSampler(), time.monotonic()
         wait, retry = 0.0, RETRY_SECONDS
         while not self._give_up.is_set():
@@ -178,6 +188,8 @@ class Copier:
             self._error = None
             wait, retry = FLUSH_SECONDS, RETRY_SECONDS
             if last:
+                self._copied = len(self.history.attempts), len(self._stored)
+                self.history, self._stored, self._begun = RunHistory(), {}, {}  # a paused run's copier stays in memory
                 return
 
     def has_artifacts(self) -> bool:
@@ -195,7 +207,7 @@ class Copier:
             self._flush()
 
     def _flush(self) -> None:
-        client = self._client or self._attach()
+        client = self._client or self._go_on() or self._attach()
         with (self.directory / EVENTS).open("rb") as file:
             os.fsync(file.fileno())  # so that a power cut loses little; here, off the training thread
         with self._lock:
@@ -243,6 +255,22 @@ class Copier:
             self._pending = [(key, step) for key, steps in self.history.history.items() for step in steps]
             self._samples_changed = bool(self.history.samples)
         self._attach()
+
+    def _go_on(self) -> MlflowClient | None:
+        """The client of the attempt before, if this process paused it and nobody has worked on the run since."""
+        before, self._before = self._before, None
+        if before is None or before._client is None:
+            return None
+        old, new = before.identity, self.identity
+        with self._lock:
+            unchanged = before._copied == (len(self.history.attempts) - 1, len(self._begun))
+        if not unchanged or (old.parent_run_id, old.spec) != (new.parent_run_id, new.spec):
+            return None
+        new.run_id, new.token = old.run_id, old.token
+        new.save(self.directory)
+        self._say_running(before._client)
+        self._client, self._stored, self._traces = before._client, self._begun, before._traces
+        return self._client
 
     def _attach(self) -> MlflowClient:
         """Connect, find or create the MLflow run, and read the values that it has."""
@@ -299,11 +327,7 @@ class Copier:
         params = [Param(key, storable(str(value))) for key, value in settings]
         for start in range(0, len(params), 100):  # MLflow's limit per request
             client.log_batch(run_id, params=params[start : start + 100])
-        with self._lock:
-            threads = sorted({attempt.get("threads", "") for attempt in self.history.attempts} - {""})
-        tags = {"cohort.state": "running", "cohort.reason": "", "cohort.threads": " ".join(threads)}
-        set_tags(client, run_id, tags)
-        client.update_run(run_id, status="RUNNING")
+        self._say_running(client)
         if self.identity.inputs:
             client.log_dict(run_id, self.identity.inputs, "inputs.json")
             set_tags(client, run_id, inputs_tag(self.identity.inputs))
@@ -312,6 +336,13 @@ class Copier:
         client.log_text(run_id, yaml.safe_dump(self.identity.spec, sort_keys=False), "config.yaml")
         if self.identity.parent_run_id is None:
             log_diff(client, run_id)
+
+    def _say_running(self, client: MlflowClient) -> None:
+        with self._lock:
+            threads = sorted({attempt.get("threads", "") for attempt in self.history.attempts} - {""})
+        tags = {"cohort.state": "running", "cohort.reason": "", "cohort.threads": " ".join(threads)}
+        set_tags(client, self._run_id(), tags)
+        client.update_run(self._run_id(), status="RUNNING")
 
     def _copy_metrics(
         self, client: MlflowClient, todo: Sequence[_Key], values: Mapping[_Key, tuple[float, int]]
