@@ -54,9 +54,9 @@ def settings_class(kind: Kind, name: str) -> type[Section]:
     return cls.Settings if issubclass(cls, RolloutEngine) else cls  # pyright: ignore[reportReturnType]
 
 
-def nearest(word: str, known: list[str]) -> str | None:
+def nearest(word: str, known: list[str], cutoff: float = 0.5) -> str | None:
     """The known word most like `word`, or None if none is close."""
-    near = get_close_matches(word, known, n=1, cutoff=0.5)
+    near = get_close_matches(word, known, n=1, cutoff=cutoff)
     return near[0] if near else None
 
 

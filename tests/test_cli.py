@@ -13,6 +13,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from importlib.metadata import version
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
@@ -30,6 +31,7 @@ from harness.cli.compare import comparison
 from harness.cli.study import ran_elsewhere
 from harness.cli.views.answers import show_samples
 from harness.console import progress, terminal
+from harness.spec.run import Optimizer
 from harness.study import runner
 from harness.study.processes import WorkerPool
 from harness.study.status import StudyStatus, TrialStatus
@@ -102,7 +104,7 @@ def test_every_command_explains_itself_with_an_example(command: tuple[str, ...],
 def test_the_commands_are_the_documented_ones():
     expected = "train compare join evaluate report ui doctor study-run study-list study-show study-status"
     expected += " study-watch study-stop study-resume study-clone"
-    expected += " list-algorithms list-tasks list-rewards list-engines list-studies"
+    expected += " list-algorithms list-tasks list-rewards list-engines list-studies list-settings"
     expected += " grade task-show reward-model-train memory"
     assert {"-".join(command) for command in commands()} == set(expected.split())
 
@@ -150,6 +152,8 @@ def test_every_example_in_a_help_text_and_in_the_readme_is_understood(cohort: Sh
         (["study", "show", "nowhere.yaml"], "nowhere.yaml: no such study file"),
         (["study", "status", "nowhere"], "nowhere"),
         (["report", "nowhere"], "has no study 'nowhere'"),
+        (["list", "settings", "optimzer"], "did you mean 'optimizer'?"),
+        (["list", "algorithms", "grppo"], "did you mean 'grpo'?"),
     ],
 )
 def test_bad_input_is_a_message_and_exit_code_2_and_writes_nothing(
@@ -264,6 +268,36 @@ def test_algorithms_are_listed_with_facts_defaults_and_ranges(cohort: Shell):
     assert all(item["summary"] for item in found.values())
 
 
+def test_one_algorithm_is_shown_in_full_with_its_source(cohort: Shell):
+    assert cohort("list", "algorithms", "opo") == 0
+    assert "arXiv:2505.23585" in cohort.out and "loss_denominator" in cohort.out
+    assert "gae_lambda" not in cohort.out
+
+
+def test_settings_are_listed_by_section_and_by_full_path(cohort: Shell):
+    assert cohort("list", "settings", "optimizer", "--json") == 0
+    found = {item["name"]: item for item in cohort.json()}
+    assert set(found) == {f"optimizer.{key}" for key in Optimizer.model_fields}
+    assert found["optimizer.beta1"]["range"] == ">= 0, < 1"
+    assert cohort("list", "settings", "optimizer.beta1", "--json") == 0
+    assert [item["name"] for item in cohort.json()] == ["optimizer.beta1"]
+    assert cohort("list", "settings") == 0
+    assert "rollouts_per_step" in cohort.out and "cohort list algorithms" in cohort.out
+    assert cohort("list", "settings", "study", "--json") == 0
+    assert {"factors", "seeds", "metric"} <= {item["name"] for item in cohort.json()}
+
+
+def test_the_version_is_that_of_the_package(cohort: Shell):
+    assert cohort("--version") == 0
+    assert cohort.out == f"cohort-rl {version('cohort-rl')}\n"
+
+
+def test_a_comparison_is_estimated_without_running_it(cohort: Shell, runs: Path):
+    assert cohort("compare", "--algorithms", "grpo,ppo", "--task", "arithmetic", "--dry-run", "--json") == 0
+    assert [arm["arm"] for arm in cohort.json()["arms"]] == ["grpo", "ppo"]
+    assert not runs.exists()
+
+
 @pytest.mark.parametrize("kind", ["algorithms", "tasks", "engines", "studies"])
 def test_what_is_listed_as_json_is_also_in_the_table(kind: str, cohort: Shell):
     assert cohort("list", kind, "--json") == 0
@@ -286,6 +320,8 @@ def test_a_study_is_shown_with_its_budget(tmp_path: Path, cohort: Shell):
     assert "sizes: Do larger groups help?" in cohort.out
     assert "arms x seeds = 4 x 1 = 4 trials; 3,840 training rollouts" in cohort.out  # 64 x 60
     assert "group_size=4, steps=10" in cohort.out
+    assert "The run of arm group_size=4, steps=10, with every setting:" in cohort.out
+    assert "  num_inner_epochs: 1\n" in cohort.out  # a default
 
 
 def test_doctor_finds_this_machine_sound(cohort: Shell, monkeypatch: pytest.MonkeyPatch, runs: Path):
@@ -518,6 +554,10 @@ def test_a_study_with_an_invalid_trial_goes_on_is_reported_and_ends_with_exit_co
     assert {"name": "rates", "where": "in the runs folder", "question": "Which learning rate?"} in cohort.json()
     assert cohort("study", "show", "rates", "--json") == 0
     assert cohort.json()["budget"] == {"trials": 2, "rollouts": 32}  # 2 arms x 2 steps x 8
+
+    assert cohort("study", "run", "rates") == 1  # as it was started, wherever its file is
+    assert "Going on with 'rates'" in cohort.err
+    assert f"Reproduce: cohort study run {file} --seeds 0 --set task.num_train=64" in cohort.out
 
     Path(found["report"]).unlink()
     assert cohort("report", "rates") == 0

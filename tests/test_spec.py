@@ -17,11 +17,12 @@ from harness.engines.transformers import uniforms
 from harness.inputs import digest
 from harness.policy.tiny import tiny_model
 from harness.preflight import check_inputs
+from harness.spec import paths
 from harness.spec.errors import SpecError
 from harness.spec.load import load_run, load_study, shipped_studies
 from harness.spec.raw import MAX_INTEGER, parse_overrides, read_yaml, with_overrides
-from harness.spec.run import parse_run
-from harness.spec.study import parse_study
+from harness.spec.run import RunSpec, parse_run
+from harness.spec.study import StudySpec, parse_study
 from harness.streams import generator
 from harness.types import Section
 
@@ -59,12 +60,43 @@ def error_of(action: Any, *arguments: Any) -> str:
         ({"algorithm": {"name": "grpo", "kl_bta": 0}}, "algorithm.kl_bta", ["did you mean 'kl_beta'?", "group_size"]),
         ({"task": {"name": "arithmetic", "max_operandz": 3}}, "task.max_operandz", ["did you mean 'max_operand"]),
         ({"engine": {"name": "transformers", "bach": 3}}, "engine.bach", ["unknown key 'bach'", "valid keys: name"]),
+        ({"num_inner_epochs": 2}, "num_inner_epochs", ["did you mean 'optimizer.num_inner_epochs'?"]),
+        ({"kl_beta": 0.1}, "kl_beta", ["did you mean 'algorithm.kl_beta'?"]),
+        ({"optimizer": {"group_size": 4}}, "optimizer.group_size", ["did you mean 'algorithm.group_size'?"]),
     ],
 )
 def test_an_unknown_key_is_refused_with_file_path_and_nearest_key(change: dict, path: str, words: list[str]):
     message = error_of(parse_run, {**RUN, **change}, "my_run.yaml")
     assert message.startswith(f"my_run.yaml: {path}: ")
     assert [word for word in words if word not in message] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {"factors": {"algorithm": {"group_size": [4, 8]}}},
+            "factors must be named by their full path, got 'algorithm' with settings of its own; write "
+            "'algorithm.group_size: [4, 8]'",
+        ),
+        ({"factors": {"steps": 4}}, "levels of factor 'steps' must be a list, got 4; write 'steps: [4]'"),
+        (
+            {"run": {**RUN, "optimizer": {"learning_rate": [1e-4, 2e-4]}}},
+            "one run has one value: to vary it, list them under factors, 'optimizer.learning_rate: [0.0001, 0.0002]'",
+        ),
+    ],
+)
+def test_what_belongs_under_factors_is_refused_with_the_line_that_says_it(change: dict, words: str):
+    assert words in error_of(parse_study, study(**change), "toy.yaml")
+
+
+def test_every_setting_has_a_path_and_a_meaning():
+    run, whole = dict(paths.settings(RunSpec)), dict(paths.settings(StudySpec))
+    assert {"steps", "optimizer.num_inner_epochs", "lora.rank", "algorithm", "rewards"} <= set(run)
+    assert {"seeds", "search.trials", "compare.tuning.trials"} <= set(whole)
+    assert [path for path, field in {**run, **whole}.items() if not field.description] == []
+    grpo = dict(paths.settings(RunSpec, {"algorithm": {"name": "grpo"}}))
+    assert "algorithm.kl_beta" in grpo and "algorithm" not in grpo
 
 
 @pytest.mark.parametrize(

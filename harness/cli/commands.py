@@ -4,7 +4,7 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -24,6 +24,22 @@ study_app = typer.Typer(no_args_is_help=True, help="Run and inspect studies: a q
 list_app = typer.Typer(no_args_is_help=True, help="List what can be named in a study file.")
 task_app = typer.Typer(no_args_is_help=True, help="Look at the problems of a task as the policy reads them.")
 reward_app = typer.Typer(no_args_is_help=True, help="Fit reward models on rollouts that a run has kept.")
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        terminal.say(f"cohort-rl {version('cohort-rl')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")] = False,
+) -> None: ...
+
+
 app.add_typer(study_app, name="study")
 app.add_typer(list_app, name="list")
 app.add_typer(task_app, name="task")

@@ -10,7 +10,7 @@ import typer
 from harness.cli import options
 from harness.cli.commands import app, command
 from harness.cli.scale import scale_settings
-from harness.cli.study import run_and_report
+from harness.cli.study import run_and_report, show_dry_run
 
 if TYPE_CHECKING:
     from harness.spec.study import StudySpec
@@ -22,7 +22,7 @@ TINY_COLD_START = 400
     app,
     "compare",
     "cohort compare --algorithms ppo,grpo --task arithmetic --steps 50",
-    "cohort compare --algorithms ppo,grpo,grpo_self_consistency --task gsm8k --set task.path=data/gsm8k --steps 5",
+    "cohort compare --algorithms ppo,grpo,grpo_self_consistency --task gsm8k --path data/gsm8k --steps 5 --dry-run",
     "cohort compare --algorithms grpo,ppo --task gsm8k --model Qwen/Qwen2.5-0.5B --seeds 0,1",
     "cohort compare --algorithms grpo,ppo --task arithmetic --tune 6",
     "cohort compare --algorithms grpo,dapo --task arithmetic --controls random,frozen",
@@ -44,6 +44,8 @@ def compare(
     name: options.Name = None,
     workers: options.Workers = "auto",
     interleave: options.Interleave = None,
+    path: options.DataPath = None,
+    dry_run: options.DryRun = False,
     runs: options.Runs = options.RUNS,
     tracking_uri: options.TrackingUri = None,
     as_json: options.Json = False,
@@ -59,8 +61,10 @@ def compare(
     autocast and the engine vllm if it is installed. They are said before the run; --set wins.
     """
     options.use_store(tracking_uri)
-    sets = [*(sets or ()), *scale_settings(model, sets)]
+    sets = [*options.data_path(path), *(sets or ()), *scale_settings(model, sets)]
     study = comparison(algorithms, task, model, seeds, steps, sets, name, tune, interleave, controls)
+    if dry_run:
+        return show_dry_run(study, runs, options.num_workers(workers), None, None, as_json)
     given = {"--algorithms": algorithms, "--task": task, "--model": model, "--seeds": seeds, "--steps": steps}
     given |= {"--tune": tune, "--controls": controls, "--set": sets, "--name": name, "--interleave": interleave}
     command = options.shell("compare", given)

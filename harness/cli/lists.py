@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+
+import typer
 
 from harness.cli.commands import command, list_app
 from harness.cli.options import RUNS, Json, Runs
@@ -17,31 +19,74 @@ if TYPE_CHECKING:
 
     from harness.plugins import Kind
 
+Plugin = Annotated[str | None, typer.Argument(metavar="[NAME]", help="One of them, in full.")]
+LISTS = {"algorithm": "algorithms", "task": "tasks", "engine": "engines", "rewards": "rewards"}  # field -> its list
 SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
-@command(list_app, "algorithms", "cohort list algorithms", "cohort list algorithms --json")
-def list_algorithms(as_json: Json = False) -> None:
+@command(list_app, "algorithms", "cohort list algorithms", "cohort list algorithms grpo")
+def list_algorithms(name: Plugin = None, as_json: Json = False) -> None:
     """List the algorithms: the objective of each, then its settings with defaults and ranges."""
-    _show_plugins("algorithm", as_json, facts=("needs_critic", "sees_gold", "min_group_size"), tables=("objective",))
+    facts = ("needs_critic", "sees_gold", "min_group_size")
+    _show_plugins("algorithm", name, as_json, facts, tables=("objective",))
 
 
-@command(list_app, "tasks", "cohort list tasks")
-def list_tasks(as_json: Json = False) -> None:
+@command(list_app, "tasks", "cohort list tasks", "cohort list tasks gsm8k")
+def list_tasks(name: Plugin = None, as_json: Json = False) -> None:
     """List the tasks with their settings, defaults and ranges."""
-    _show_plugins("task", as_json)
+    _show_plugins("task", name, as_json)
 
 
-@command(list_app, "rewards", "cohort list rewards")
-def list_rewards(as_json: Json = False) -> None:
+@command(list_app, "rewards", "cohort list rewards", "cohort list rewards majority_vote")
+def list_rewards(name: Plugin = None, as_json: Json = False) -> None:
     """List the rewards with their settings, defaults and ranges."""
-    _show_plugins("reward", as_json, facts=("sees_gold",))
+    _show_plugins("reward", name, as_json, facts=("sees_gold",))
 
 
 @command(list_app, "engines", "cohort list engines")
-def list_engines(as_json: Json = False) -> None:
+def list_engines(name: Plugin = None, as_json: Json = False) -> None:
     """List the rollout engines with their settings, defaults and ranges."""
-    _show_plugins("engine", as_json, facts=("exact_logprobs",))
+    _show_plugins("engine", name, as_json, facts=("exact_logprobs",))
+
+
+@command(list_app, "settings", "cohort list settings", "cohort list settings optimizer", "cohort list settings study")
+def list_settings(
+    section: Annotated[
+        str | None, typer.Argument(metavar="[SECTION]", help="A section of a run, one setting, or `study`.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List every setting of a run by its full path, with default and range; `study` lists those of a study file.
+
+    The settings of algorithms, tasks, engines and rewards are in lists of their own.
+    """
+    from harness.spec import paths
+    from harness.spec.errors import did_you_mean
+    from harness.spec.run import RunSpec
+    from harness.spec.study import StudySpec
+
+    fields = list(paths.settings(StudySpec if section == "study" else RunSpec))
+    if section not in (None, "study"):
+        known = list(dict.fromkeys(["study", *(path.partition(".")[0] for path, _ in fields)]))
+        chosen = [(path, field) for path, field in fields if f"{path}.".startswith(f"{section}.")]
+        if not chosen:
+            paths_too = [*known, *(path for path, _ in fields)]
+            raise ValueError(
+                f"SECTION must be one of {', '.join(known)} or a full path, got '{section}'; "
+                f"{did_you_mean(str(section), paths_too)}".rstrip("; ")
+            )
+        fields = chosen
+    documents = [_setting(path, field) for path, field in fields]
+    for document in documents:
+        if document["name"] in LISTS:
+            document["range"] = f"cohort list {LISTS[document['name']]}"
+    if as_json:
+        terminal.print_json(documents)
+        return
+    keys = ("name", "default", "range", "description")
+    terminal.show_table(
+        "", ["setting", "default", "range", "meaning"], [[str(d[key]) for key in keys] for d in documents]
+    )
 
 
 @command(list_app, "studies", "cohort list studies")
@@ -50,14 +95,20 @@ def list_studies(runs: Runs = RUNS, as_json: Json = False) -> None:
     study_list(runs, as_json)
 
 
-def _show_plugins(kind: Kind, as_json: bool, facts: Sequence[str] = (), tables: Sequence[str] = ()) -> None:
+def _show_plugins(
+    kind: Kind, name: str | None, as_json: bool, facts: Sequence[str] = (), tables: Sequence[str] = ()
+) -> None:
     """`facts` are class attributes for the first table, `tables` mappings that each get a table of their own."""
     from harness import plugins
 
-    documents = [_describe(kind, name, [*facts, *tables]) for name in plugins.names(kind)]
+    if name is not None:
+        plugins.load(kind, name)  # says what there is, if not this
+    documents = [_describe(kind, one, [*facts, *tables]) for one in ([name] if name else plugins.names(kind))]
     if as_json:
         terminal.print_json(documents)
         return
+    if name is not None:
+        terminal.say(documents[0]["document"] + "\n")
     rows = [(d["name"], *(str(d[fact]) for fact in facts), d["summary"]) for d in documents]
     terminal.show_table("", [kind, *facts, "summary"], rows)
     for table in tables:
@@ -83,6 +134,7 @@ def _describe(kind: Kind, name: str, facts: Sequence[str]) -> dict[str, Any]:
     return {
         "name": name,
         "summary": _first_sentence(document),
+        "document": document.strip(),
         **{fact: getattr(cls, fact) for fact in facts},
         "settings": [_setting(key, field) for key, field in settings.model_fields.items() if key != "name"],
     }

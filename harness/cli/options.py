@@ -82,6 +82,7 @@ Listen = Annotated[
 DataPath = Annotated[
     str | None, typer.Option("--path", metavar="PATH", help="The task's data: a Hub id, a local file or folder.")
 ]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check and estimate; run and write nothing.")]
 Study = Annotated[str, typer.Argument(metavar="STUDY", help="Name of a shipped study, or a file.")]
 
 

@@ -58,19 +58,24 @@ def study_run(
             "--together/--apart", help="Whether LoRA trials on one model share it; by default where that is possible."
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and estimate; run and write nothing.")] = False,
+    dry_run: options.DryRun = False,
     runs: options.Runs = options.RUNS,
     tracking_uri: options.TrackingUri = None,
     as_json: options.Json = False,
 ) -> None:
     """Run every arm with every seed, once, then write the report; the same command continues a stopped study.
 
+    Without --set, --seeds and --name a study of the runs folder goes on with the settings that it was started with.
+
     Hosts that share only a database run the same command with the same --storage: each takes trials that no other has.
     A trial whose host died starts anew on another one that has no copy of its folder; it ends the same.
     """
     options.use_store(tracking_uri)
     options.spread(hosts, listen)
-    spec, count = _load_study(study, sets, seeds, name, interleave), options.num_workers(workers)
+    started = None if name else _started_study(study, runs, sets, seeds, interleave)
+    if started is not None:
+        terminal.say(f"Going on with '{study}' of {runs} as it was started.", stderr=True)
+    spec, count = started or _load_study(study, sets, seeds, name, interleave), options.num_workers(workers)
     cluster = _cluster(launcher, ray_address, ray_cpus, ray_gpus)
     if cluster and listen:
         raise ValueError(
@@ -78,12 +83,12 @@ def study_run(
         )
     storage = options.with_password(storage)
     if dry_run:
-        return _show_dry_run(spec, runs, count, storage, together, as_json)
+        return show_dry_run(spec, runs, count, storage, together, as_json)
     on_ray = {"--launcher": launcher, "--ray-cpus": f"{ray_cpus:g}", "--ray-gpus": ray_gpus} if cluster else {}
     spread = {"--hosts": hosts, "--listen": listen} if listen else {}
     given = {"--seeds": seeds, "--set": sets, "--name": name, "--interleave": interleave, **on_ray, **spread}
     how = {None: "", True: " --together", False: " --apart"}[together]
-    command = options.shell(f"study run {shlex.quote(study)}", given) + how
+    command = "" if started else options.shell(f"study run {shlex.quote(study)}", given) + how
     run_and_report(spec, runs, count, command, as_json, storage=storage, cluster=cluster, together=together)
 
 
@@ -119,7 +124,7 @@ def study_show(
     runs: options.Runs = options.RUNS,
     as_json: options.Json = False,
 ) -> None:
-    """Show a study's question, arms, base run and budget without running it."""
+    """Show a study's question, arms, resolved run (defaults included) and budget without running it."""
     from harness.study.estimates import planned
 
     spec = _started_study(study, runs, sets, seeds) or _load_study(study, sets, seeds)
@@ -128,13 +133,16 @@ def study_show(
         run = arm.spec
         rollouts = run.steps * run.rollouts_per_step
         arms.append({"arm": arm.label, "overrides": dict(arm.overrides), "steps": run.steps, "rollouts": rollouts})
+    base = spec.checked_arms()[0].spec
     trials = sum(count for _, count in planned(spec))
     budget = sum(count * arm.spec.steps * arm.spec.rollouts_per_step for arm, count in planned(spec))
     if as_json:
         document = spec.model_dump(mode="json")
-        terminal.print_json({**document, "design_arms": arms, "budget": {"trials": trials, "rollouts": budget}})
+        resolved = base.model_dump(mode="json")
+        total = {"trials": trials, "rollouts": budget}
+        terminal.print_json({**document, "resolved_run": resolved, "design_arms": arms, "budget": total})
     else:
-        studies.show_study(spec, arms, trials, budget)
+        studies.show_study(spec, base, arms, trials, budget)
 
 
 @command(study_app, "status", "cohort study status quickstart", "cohort study status quickstart --json")
@@ -248,7 +256,8 @@ def run_and_report(
 ) -> None:
     """Run a study, write its report and show both; the exit code says whether all trials are valid.
 
-    The number of workers joins the command: the threads of each follow from it, and the last bits from those.
+    The number of workers joins the command: the threads of each follow from it, and the last bits from those. An empty
+    command leaves the one that started the study.
     """
     from harness.console.progress import study_view
     from harness.policy.device import resolve_device
@@ -257,7 +266,7 @@ def run_and_report(
 
     if workers is None and cluster is None:
         workers = default_workers(study.devices)
-    if workers is not None:
+    if workers is not None and command:
         command = f"{command} --workers {workers}"
     for arm in study.checked_arms():
         resolve_device(arm.spec.device)
@@ -289,7 +298,7 @@ def run_and_report(
         )
     if as_json:
         paths = {"report": files.html, "csv": files.csv, "markdown": files.markdown}
-        document = {"study": study.name, "answer": files.answer, **paths, "command": command}
+        document = {"study": study.name, "answer": files.answer, **paths, "command": record.command}
         terminal.print_json({**document, "counts": status.counts(), "trials": status.trials})
     else:
         studies.show_results(record)
@@ -300,7 +309,7 @@ def run_and_report(
         terminal.say(f"\n{files.answer}\n")
         terminal.say(f"Report: {files.html}")
         terminal.say(f"Browse: cohort ui --runs {shlex.quote(str(runs))}")
-        terminal.say(f"Reproduce: {command}")
+        terminal.say(f"Reproduce: {record.command}")
         if len(threads := {number for trial in record.trials for number in trial.threads}) > 1:
             terminal.say(f"Not all had as many workers: a trial had {' or '.join(sorted(threads))} threads.")
     unreadable = any(trial.state == "failed" for trial in record.trials)  # though the queue may know it as complete
@@ -348,7 +357,7 @@ def _cluster(launcher: str, address: str | None, num_cpus: float, num_gpus: floa
     return Cluster(address, num_cpus, num_gpus)
 
 
-def _show_dry_run(
+def show_dry_run(
     study: StudySpec, runs: Path, workers: int | None, storage: str | None, together: bool | None, as_json: bool
 ) -> None:
     from harness.study.runner import dry_run
@@ -375,7 +384,9 @@ def _load_study(
     return load_study(name, overrides)
 
 
-def _started_study(name: str, runs: Path, sets: list[str] | None, seeds: str | None) -> StudySpec | None:
+def _started_study(
+    name: str, runs: Path, sets: list[str] | None, seeds: str | None, interleave: int | None = None
+) -> StudySpec | None:
     """A study of the runs folder as it was started; None without one, or if the options change it."""
     from harness.files import read_json
     from harness.spec.study import StudySpec, parse_study
@@ -383,6 +394,5 @@ def _started_study(name: str, runs: Path, sets: list[str] | None, seeds: str | N
     file = runs / "studies" / name / "study.json"
     if sets or seeds or not file.is_file():
         return None
-    return parse_study(
-        {key: value for key, value in read_json(file).items() if key in StudySpec.model_fields}, str(file)
-    )
+    raw = {key: value for key, value in read_json(file).items() if key in StudySpec.model_fields}
+    return parse_study(raw if interleave is None else {**raw, "interleave": interleave}, str(file))

@@ -1,12 +1,12 @@
 """The message for a wrong file or override: file, key, rule, value and the nearest valid key."""
 
 from collections.abc import Mapping, Sequence
-from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
 from harness import plugins
+from harness.spec import paths
 from harness.types import Section
 
 S = TypeVar("S", bound=Section)
@@ -24,9 +24,9 @@ def parsed(model: type[S], raw: Any, where: str) -> S:
         raise SpecError(explain(error, model, raw if isinstance(raw, Mapping) else {}, where)) from None
 
 
-def did_you_mean(word: str, known: Sequence[str]) -> str:
+def did_you_mean(word: str, known: Sequence[str], cutoff: float = 0.5) -> str:
     """The question for the known word most like `word`, as the start of a sentence; empty if none is close."""
-    near = plugins.nearest(word, list(known))
+    near = plugins.nearest(word, list(known), cutoff)
     return f"did you mean '{near}'? " if near else ""
 
 
@@ -41,11 +41,17 @@ def explain(error: ValidationError, model: type[Section], raw: Mapping[str, Any]
         if item["type"] == "extra_forbidden":
             owner = _class_at(model, raw, keys[:-1])
             known = list(owner.model_fields) if owner else []
-            message = f"unknown key '{keys[-1]}'; {did_you_mean(keys[-1], known)}"
+            asked = did_you_mean(keys[-1], known, cutoff=0.8) or _elsewhere(model, raw, keys[-1])
+            message = f"unknown key '{keys[-1]}'; {asked or did_you_mean(keys[-1], known)}"
             message += f"valid keys: {', '.join(known)}" if known else ""
             message = message.rstrip("; ")
         elif item["type"] == "missing":
             message = "is required"
+        elif isinstance(item["input"], list) and item["type"].endswith(("_type", "literal_error")) and _is_run(model):
+            message += (
+                f"; one run has one value: to vary it, list them under factors, '{path}: {_short(item['input'])}'"
+            )
+            value = ""
         elif item["type"] == "value_error":
             value = ""  # our own messages name the value
         named = f"{path}: " if path and not message.startswith(path) else ""
@@ -67,17 +73,26 @@ def _class_at(model: type[Section], raw: Mapping[str, Any], keys: Sequence[str])
             owner = plugins.settings_class(kind, str(name))
             continue
         annotation = owner.model_fields[key].annotation
-        if get_origin(annotation) in (UnionType, Union):  # `LoRA | None`
-            annotation = next(kind for kind in get_args(annotation) if kind is not type(None))
         if get_origin(annotation) is Annotated:
             annotation = get_args(annotation)[0]
         while get_origin(annotation) is dict:  # its next key is a name that the user chose
             annotation = get_args(annotation)[1]
             next(names, None)
-        if not (isinstance(annotation, type) and issubclass(annotation, Section)):
+        section = paths.section_of(annotation)
+        if section is None:
             return None
-        owner = annotation
+        owner = section
     return owner
+
+
+def _is_run(model: type[Section]) -> bool:
+    return hasattr(model, "plugin_fields")
+
+
+def _elsewhere(model: type[Section], raw: Mapping[str, Any], key: str) -> str:
+    """The question for the full path of a setting of that name in another section; empty if there is none."""
+    found = [path for path, _ in paths.settings(model, raw) if path.rpartition(".")[2] == key]
+    return f"did you mean '{found[0]}'? " if found else ""
 
 
 def _short(value: Any) -> str:

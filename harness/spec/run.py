@@ -31,23 +31,23 @@ class ColdStart(Section):
     """Supervised warm start on the task's worked solutions, shared by every arm and seed (AdamW, constant rate)."""
 
     steps: int = Field(default=0, ge=0, description="optimiser steps; 0 starts from the model as it is")
-    batch_size: int = Field(default=32, ge=1)
-    learning_rate: float = Field(default=3e-3, gt=0)
+    batch_size: int = Field(default=32, ge=1, description="worked solutions of each step")
+    learning_rate: float = Field(default=3e-3, gt=0, description="of AdamW, constant")
     seed: int = Field(default=0, ge=0, le=MAX_INTEGER, description="data order and, for `tiny`, initial weights")
 
 
 class Optimizer(Section):
     """AdamW for the policy (and, separately, the critic) and the number of updates that a batch receives."""
 
-    learning_rate: float = Field(default=1e-4, gt=0)
-    critic_learning_rate: float = Field(default=3e-4, gt=0)
+    learning_rate: float = Field(default=1e-4, gt=0, description="of the policy")
+    critic_learning_rate: float = Field(default=3e-4, gt=0, description="of the critic, where the algorithm has one")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="of both learning rates after the warm-up; linear and cosine end at 0"
     )
     warmup_steps: int = Field(default=0, ge=0, description="training steps over which the rates rise linearly")
-    weight_decay: float = Field(default=0.0, ge=0)
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.999, ge=0, lt=1)
+    weight_decay: float = Field(default=0.0, ge=0, description="decoupled from the gradient (AdamW)")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the mean of gradients")
+    beta2: float = Field(default=0.999, ge=0, lt=1, description="decay of the mean of their squares")
     max_grad_norm: float = Field(default=1.0, gt=0, description="gradient clipping by global norm")
     num_inner_epochs: int = Field(default=1, ge=1, description="mu: passes over each batch of rollouts")
     num_minibatches: int = Field(default=1, ge=1, description="optimiser steps per pass; divides rollouts_per_step")
@@ -95,13 +95,13 @@ class Mismatch(Section):
         default="none", description="importance weights, cut at the bound, or 0 outside [1 / bound, bound]"
     )
     level: Literal["token", "sequence"] = Field(default="token", description="one weight per token, or per completion")
-    bound: float = Field(default=2.0, gt=1)
+    bound: float = Field(default=2.0, gt=1, description="of the weights")
 
 
 class LoRA(Section):
     """Train low-rank adapters instead of all weights (arXiv:2106.09685); the reference is the model without them."""
 
-    rank: int = Field(default=16, ge=1)
+    rank: int = Field(default=16, ge=1, description="of each adapter's two matrices")
     alpha: float = Field(default=32.0, gt=0, description="the update is scaled by alpha / rank")
     targets: tuple[str, ...] = Field(default=(), description="names of layers; by default all linear ones but the head")
 
@@ -115,14 +115,14 @@ class Evaluation(Section):
     num_prompts: int = Field(default=256, ge=1, description="validation problems; all when the split has fewer")
     num_test_prompts: int = Field(default=512, ge=1, description="test problems; all when the split has fewer")
     num_samples: int = Field(default=4, ge=1, description="k samples per problem for accuracy, pass@k and maj@k")
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0, description="of the k samples; the greedy one has none")
 
 
 class Checkpoints(Section):
     """The files that a run keeps: enough to resume, and whole batches of rollouts to read, regrade or rank."""
 
     every: int = Field(default=20, ge=1, description="training steps between checkpoints")
-    keep: int = Field(default=2, ge=1)
+    keep: int = Field(default=2, ge=1, description="newest checkpoints that stay while the run lasts")
     finished: Literal["nothing", "weights"] | None = Field(
         default=None,
         description="what stays when the run has ended; by default nothing of a study's trial, else the weights",
@@ -186,12 +186,15 @@ class RunSpec(Section):
     """One training run, complete: two runs with equal specs give equal results on one machine."""
 
     model: str = Field(default="tiny", min_length=1, description="'tiny', a Hub id or a local folder")
-    task: SerializeAsAny[Task]
-    algorithm: SerializeAsAny[Algorithm]
+    task: SerializeAsAny[Task] = Field(description="its name, or a mapping of name and settings")
+    algorithm: SerializeAsAny[Algorithm] = Field(description="its name, or a mapping of name and settings")
     rewards: dict[str, SerializeAsAny[Reward]] = Field(
         default_factory=dict, description="name -> weight, or settings; added to the algorithm's own reward"
     )
-    engine: SerializeAsAny[RolloutEngine.Settings] = Field(default="transformers")  # pyright: ignore
+    engine: SerializeAsAny[RolloutEngine.Settings] = Field(
+        default="transformers",  # pyright: ignore
+        description="what samples: its name, or a mapping of name and settings",
+    )
     prompt: PromptFormat = PromptFormat()
     sampling: Sampling = Sampling()
     dynamic_sampling: DynamicSampling = DynamicSampling()
@@ -209,7 +212,9 @@ class RunSpec(Section):
         description="what completions earn instead of the rewards, which are measured only (random, format_only, "
         "inverted, shuffled_gold), or a policy that stands still (frozen); none by default",
     )
-    rollouts_per_step: int = Field(default=128, ge=1, le=1_000_000)
+    rollouts_per_step: int = Field(
+        default=128, ge=1, le=1_000_000, description="completions sampled in a step; algorithm.group_size divides it"
+    )
     staleness: int = Field(
         default=0,
         ge=0,
@@ -217,9 +222,11 @@ class RunSpec(Section):
         description="training steps by which the weights that sample are behind those that learn; old log-probs are "
         "the sampler's, or the learner's with a mismatch.correction",
     )
-    steps: int = Field(default=100, ge=0)
-    seed: int = Field(default=0, ge=0, le=MAX_INTEGER)
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    steps: int = Field(default=100, ge=0, description="training steps; 0 evaluates the start alone")
+    seed: int = Field(
+        default=0, ge=0, le=MAX_INTEGER, description="of all noise; in a study its `seeds` take the place of this"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda where there is one")
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="of weights and optimiser too: bfloat16 saves memory and loses small updates"
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from harness import plugins
 from harness.inputs import digest
@@ -118,7 +118,7 @@ class Search(Section):
 
     space: Space = Field(min_length=1)
     trials: int = Field(ge=1, description="arms; each is run with every seed; may be raised later")
-    sampler: SamplerName = "tpe"
+    sampler: SamplerName = Field(default="tpe", description="of Optuna")
     pruner: PrunerName = Field(default="none", description="stops arms that are behind; seeds of an arm run in order")
     objectives: dict[str, Direction] = Field(
         default_factory=dict, description="metric -> direction; by default the study's metric, maximised"
@@ -152,10 +152,10 @@ class Tuning(Section):
     seeds: list[Annotated[int, Field(ge=0, le=MAX_INTEGER)]] = Field(
         min_length=1, description="must differ from the study's seeds"
     )
-    sampler: SamplerName = "tpe"
-    pruner: PrunerName = "none"
-    startup: int = Field(default=5, ge=1)
-    population: int = Field(default=8, ge=2)
+    sampler: SamplerName = Field(default="tpe", description="of Optuna")
+    pruner: PrunerName = Field(default="none", description="as in search")
+    startup: int = Field(default=5, ge=1, description="as in search")
+    population: int = Field(default=8, ge=2, description="as in search")
 
     def search(self, algorithm: str) -> Search:
         """The search for one algorithm. ValueError for an empty space."""
@@ -169,8 +169,8 @@ class Tuning(Section):
 class Comparison(Section):
     """Algorithms x tasks; each is a name, or a mapping of a name and settings, on top of the run's own."""
 
-    algorithms: list[str | dict[str, Any]] = Field(min_length=1)
-    tasks: list[str | dict[str, Any]] = Field(min_length=1)
+    algorithms: list[str | dict[str, Any]] = Field(min_length=1, description="names, or settings with a name")
+    tasks: list[str | dict[str, Any]] = Field(min_length=1, description="likewise")
     tuning: Tuning | None = None
     controls: list[Control] = Field(
         default_factory=list, description="control arms of the first algorithm on each task, beside the comparison"
@@ -224,7 +224,7 @@ class TwoStage(Section):
 
     first: int = Field(ge=3, description="with fewer their spread is hardly known, and most studies need the most")
     half_width: float = Field(gt=0, description="of the 95 % interval, in the unit of the metric: 0.02 is 2 points")
-    at_most: int = Field(le=1000)
+    at_most: int = Field(le=1000, description="seeds of an arm, whatever the first ones say")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -260,23 +260,43 @@ class StudySpec(Section):
         "compare.tuning.space",
     )
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80)
-    question: str = Field(min_length=1)
-    run: dict[str, Any]
-    factors: dict[str, list[Any]] = Field(default_factory=dict)
-    arms: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80, description="by default that of the file")
+    question: str = Field(min_length=1, description="what the study is to answer, in one sentence")
+    run: dict[str, Any] = Field(description="settings of the run that all arms share; see `cohort list settings`")
+    factors: dict[str, list[Any]] = Field(default_factory=dict, description="full path of a setting -> its levels")
+    arms: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="label -> settings by their full path; with factors every combination"
+    )
     components: dict[str, dict[str, Any]] = Field(default_factory=dict, description="name -> settings that make it")
     seeds: _Seeds = Field(default=[0, 1, 2], description="a list, or what decides how many while the study runs")
-    design: Literal["grid", "one_at_a_time", "leave_one_out", "add_one_in", "search", "compare"] = "grid"
+    design: Literal["grid", "one_at_a_time", "leave_one_out", "add_one_in", "search", "compare"] = Field(
+        default="grid", description="how arms follow from the rest: see docs/studies.md"
+    )
     search: Search | None = None
     compare: Comparison | None = None
     interleave: int | None = Field(
         default=None, ge=1, description="training steps after which a trial makes way for one that has come less far"
     )
-    metric: str = "validation/accuracy"
+    metric: str = Field(default="validation/accuracy", description="metric of a run that arms are compared by")
     baseline: str | None = Field(
         default=None, description="arm label that the others are compared with; the first by default"
     )
+
+    @field_validator("factors", mode="before")
+    @classmethod
+    def _by_full_path(cls, factors: Any) -> Any:
+        for path, levels in factors.items() if isinstance(factors, Mapping) else ():
+            if isinstance(levels, Mapping) and levels:
+                key, inner = next(iter(levels.items()))
+                raise ValueError(
+                    f"factors must be named by their full path, got '{path}' with settings of its own; write "
+                    f"'{path}.{key}: {inner}'"
+                )
+            if not isinstance(levels, list):
+                raise ValueError(
+                    f"levels of factor '{path}' must be a list, got {levels!r}; write '{path}: [{levels}]'"
+                )
+        return factors
 
     @model_validator(mode="after")
     def _designed(self) -> Self:

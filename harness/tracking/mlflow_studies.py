@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -59,7 +60,10 @@ _VIEW = "mlflow.sharedViewState.cohort"  # an experiment tag that holds a view w
 
 @patient
 def open_study(runs: Path, study: StudySpec, command: str, inputs: Inputs = NO_INPUTS) -> str:
-    """The id of the study's parent run, now up to date; the same one as long as its folder stays."""
+    """The id of the study's parent run, now up to date; the same one as long as its folder stays.
+
+    An empty command leaves the one that started the study.
+    """
     client = connect(runs)
     file = _study_run_file(runs, study.name)
     known = study_run_id(runs, study.name) if file.exists() else None
@@ -71,6 +75,7 @@ def open_study(runs: Path, study: StudySpec, command: str, inputs: Inputs = NO_I
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, {"run_id": run.info.run_id})
     run_id = run.info.run_id
+    command = command or run.data.tags.get("cohort.command") or f"cohort study run {shlex.quote(study.name)}"
     labels = study.arm_labels()
     document = {
         "format": FORMAT,

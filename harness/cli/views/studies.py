@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from harness.console.terminal import duration, mebibytes, percent, say, show_table, state_text
 
 if TYPE_CHECKING:
+    from harness.spec.run import RunSpec
     from harness.spec.study import Dimension, StudySpec
     from harness.study.status import StudyStatus
     from harness.types import StudyRecord
 
 
-def show_study(study: StudySpec, arms: Sequence[Mapping[str, Any]], trials: int, rollouts: int) -> None:
-    """Print a study's question, searches, arms, base run and budget."""
+def show_study(study: StudySpec, run: RunSpec, arms: Sequence[Mapping[str, Any]], trials: int, rollouts: int) -> None:
+    """Print a study's question, searches, arms, one run with every setting, and budget."""
+    import yaml
+
     say(f"{study.name}: {' '.join(study.question.split())}\n")
     for plan in study.searches():
         search = plan.search
@@ -26,7 +28,9 @@ def show_study(study: StudySpec, arms: Sequence[Mapping[str, Any]], trials: int,
         rows = [(arm["arm"], _changes(arm), arm["steps"], f"{arm['rollouts']:,}") for arm in arms]
         headers = ["arm", "what it changes", "steps", "rollouts per trial"]
         show_table("", headers, rows, numeric=headers[2:])
-    say(f"\nBase run: {json.dumps(study.run)}")
+    whose = f" of arm {arms[0]['arm']}" if arms else ""
+    say(f"\nThe run{whose}, with every setting:")
+    say(yaml.safe_dump(run.model_dump(mode="json", exclude={"seed"}), sort_keys=False, width=110).rstrip() + "\n")
     baseline = study.baseline or next(iter(study.arm_labels()), "none beforehand")
     say(f"Metric: {study.metric}. Baseline: {baseline}. Design: {study.design}.")
     few, most = len(study.first_seeds), study.most_seeds
