@@ -23,7 +23,7 @@ from harness.tracking.events import EVENTS, read_events
 
 MOST_FILES = 500_000
 MOST_INFLATION = 200  # bytes in all for each of the zip file, beyond ALLOWANCE; text of runs takes 5 to 40
-ALLOWANCE = 2**26
+ALLOWANCE = 2**24
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # equal studies give equal capsules
 _PART = re.compile(r"[^\\:\x00-\x1f/]+")
 

@@ -64,7 +64,7 @@ def write_evidence(folder: Path, record: StudyRecord) -> None:
         "record": document,
         "files": {name: sha256(folder / name) for name in names if (folder / name).exists()},
     }
-    write_text(folder / EVIDENCE, json.dumps({**content, "sum": _sum(content)}, indent=1))
+    write_text(folder / EVIDENCE, json.dumps({**content, "sum": content_sum(content)}, indent=1))
 
 
 def read_evidence(folder: Path) -> Evidence:
@@ -85,7 +85,7 @@ def read_evidence(folder: Path) -> Evidence:
         ]  # fmt: skip
         record = StudyRecord(**{**fields, "trials": trials, "exploratory": clones})
         files = {str(name): str(digest) for name, digest in content["files"].items()}
-        return Evidence(record, files, content["versions"], document.get("sum") == _sum(content))
+        return Evidence(record, files, content["versions"], document.get("sum") == content_sum(content))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{file} is not what Cohort wrote there ({error!r:.200}); restore it from a copy") from None
 
@@ -116,5 +116,5 @@ def _each_trial(record: StudyRecord, read: Any) -> StudyRecord:
     return dataclasses.replace(record, trials=list(map(read, record.trials)), exploratory=clones)
 
 
-def _sum(content: Mapping[str, Any]) -> str:
+def content_sum(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

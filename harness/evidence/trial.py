@@ -10,16 +10,18 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
+from harness import plugins
 from harness.evidence.findings import Place
-from harness.spec.run import RunSpec, parse_run
+from harness.interfaces import Task
+from harness.spec.errors import parsed
 from harness.tracking.events import EVENTS, RunHistory, is_as_written, read_events
 from harness.tracking.mlflow_copy import Identity
 from harness.tracking.mlflow_store import SYSTEM
 from harness.tracking.run_log import read_result
 from harness.training.batch import rollout_metrics
-from harness.training.evaluate import evaluate_again, evaluation_metrics
+from harness.training.evaluate import NO_LIMIT, evaluate_again, evaluation_metrics
 from harness.training.grading import grade, group_of
 from harness.training.kept import completions_file
 from harness.types import Split, TrialRecord
@@ -34,7 +36,7 @@ _BAD_ROW = (ValueError, KeyError, TypeError, IndexError, AttributeError, Overflo
 
 
 def check_trial(directory: Path, trial: TrialRecord, place: Place) -> None:
-    """Compare everything that a trial's folder holds. ValueError for settings that this installation cannot read."""
+    """Compare everything that a trial's folder holds. Errors of many kinds for files that no run wrote."""
     name = f"trials/{trial.trial}"
     _check_lines(directory / EVENTS, f"{name}/{EVENTS}", place)
     try:
@@ -49,13 +51,21 @@ def check_trial(directory: Path, trial: TrialRecord, place: Place) -> None:
     place.compare("events", f"{name}/run.json", "arm", identity.tags.get("cohort.arm"), trial.arm)
     place.compare("events", f"{name}/run.json", "seed", identity.spec.get("seed"), trial.seed)
     _check_result(f"{name}/result.json", trial, history, result, place)
-    spec = parse_run(identity.spec, f"{directory / 'run.json'}")
-    check = _Completions(directory, name, spec, history, place)
+    try:
+        task = _task(identity.spec["task"])
+    except ValueError as error:
+        return place.lacks(f"its task cannot be loaded here, so nothing is graded ({error})")
+    check = _Completions(directory, name, task, int(identity.spec["algorithm"]["group_size"]), history, place)
     check.files()
     check.evaluations()
     check.batches()
     check.samples()
     place.findings.alone += sum(len(steps) for key, steps in history.history.items() if not check.follows(key))
+
+
+def _task(settings: Mapping[str, Any]) -> Task:
+    """The task of a run, to grade with; nothing else of the run is loaded, and no problem is read."""
+    return parsed(cast(type[Task], plugins.load("task", str(settings["name"]))), settings, "task")
 
 
 def _check_lines(file: Path, name: str, place: Place) -> None:
@@ -102,8 +112,10 @@ def _check_result(
 class _Completions:
     """The completions of a trial, against what the run has logged of them."""
 
-    def __init__(self, directory: Path, name: str, spec: RunSpec, history: RunHistory, place: Place) -> None:
-        self._directory, self._name, self._spec = directory, name, spec
+    def __init__(
+        self, directory: Path, name: str, task: Task, group_size: int, history: RunHistory, place: Place
+    ) -> None:
+        self._directory, self._name, self._task, self._group_size = directory, name, task, group_size
         self._history, self._place = history, place
         self._followed: set[str] = set()
 
@@ -139,7 +151,7 @@ class _Completions:
     def _evaluation(self, rows: Sequence[Mapping[str, Any]], split: Split, step: int) -> None:
         file = f"{self._name}/{EVENTS}"
         try:
-            result = evaluate_again(self._spec.task, rows, split, self._spec.max_tokens)
+            result = evaluate_again(self._task, rows, split)
         except _BAD_ROW as error:
             return self._place.differs(
                 f"{self._name}/{completions_file(split, step)}", "", "rows of a run", repr(error)
@@ -159,14 +171,14 @@ class _Completions:
 
     def batches(self) -> None:
         """Derive the verdicts of every kept training batch, and what its step logged of them."""
-        size = self._spec.algorithm.group_size
+        size = self._group_size
         for file, (step, _) in self._history.kept.items():
             rows = self._rows(file) if file.startswith("rollouts/") else None
             if not rows:
                 continue
             try:
                 groups = [group_of(rows[start : start + size]) for start in range(0, len(rows), size)]
-                graded = grade(self._spec.task, groups, self._spec.max_tokens)
+                graded = grade(self._task, groups, NO_LIMIT)
                 rewards = [[float(row["reward"]) for row in rows[i : i + size]] for i in range(0, len(rows), size)]
                 derived = rollout_metrics(graded, rewards)
                 self._verdicts(
@@ -183,7 +195,7 @@ class _Completions:
         """Derive the verdict of every rollout that was logged for the reader."""
         rows = self._history.rows()
         try:
-            graded = grade(self._spec.task, [group_of([row]) for row in rows], self._spec.max_tokens)
+            graded = grade(self._task, [group_of([row]) for row in rows], NO_LIMIT)
             verdicts = [(g.answers[0], (g.correct or (False,))[0]) for g in graded]
             self._verdicts(EVENTS, rows, verdicts)
         except _BAD_ROW as error:

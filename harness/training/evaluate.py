@@ -20,6 +20,7 @@ from harness.training.grading import completion_rows, grade, groups_of, sample_r
 from harness.training.kept import completions_file, keep_rows
 from harness.types import EvaluationResult, GradedGroup, Group, Prompt, Sampling, Split
 
+NO_LIMIT = 0  # of tokens, for completions that were cut long ago: only rewards ask for it
 PROMPTS_AT_ONCE = 64  # for an engine that holds a whole batch in memory; progress is told after each
 
 
@@ -61,10 +62,10 @@ def evaluate_run(
     )
 
 
-def evaluate_again(task: Task, rows: Sequence[Mapping[str, Any]], split: Split, max_tokens: int) -> EvaluationResult:
+def evaluate_again(task: Task, rows: Sequence[Mapping[str, Any]], split: Split) -> EvaluationResult:
     """What `evaluate_run` found, from the completions that it kept, graded anew; without samples."""
     groups, greedy_groups = groups_of(rows, "samples"), groups_of(rows, "greedy")
-    graded, greedy_graded = (grade(task, part, max_tokens) for part in (groups, greedy_groups))
+    graded, greedy_graded = (grade(task, part, NO_LIMIT) for part in (groups, greedy_groups))
     return _result(split, [group.prompt for group in groups], graded, greedy_graded)
 
 

@@ -57,7 +57,7 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
     )
     rows = (drawn.groups, drawn.graded, drawn.scores.totals, drawn.scores.parts)
     if ranks.rank() == 0 and spec.checkpoints.rollouts_every and step % spec.checkpoints.rollouts_every == 0:
-        kept = map(dataclasses.asdict, sample_rows(*rows, step=step + 1, split="train"))
+        kept = [dataclasses.asdict(row) for row in sample_rows(*rows, step=step + 1, split="train")]
         keep_rows(run.directory, run.log, step + 1, rollouts_file(step + 1), kept)
     return metrics, sample_rows(*rows, step=step + 1, split="train", limit=8)
 
