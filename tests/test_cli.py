@@ -510,6 +510,7 @@ def test_a_study_with_an_invalid_trial_goes_on_is_reported_and_ends_with_exit_co
     assert f"Reproduce: cohort study run {file} --seeds 0 --set task.num_train=64" in cohort.out
     assert f"--set {QUICK[-1]} --workers 1\n" in cohort.out
 
+    assert cohort("verify", "rates") == 0, cohort.out
     assert cohort("study", "status", "rates", "--json") == 1
     assert cohort.json()["counts"] == {"invalid": 1, "complete": 1}
     assert cohort("study", "status", "rates") == 1

@@ -221,20 +221,26 @@ def test_one_altered_digit_in_any_of_many_places_is_found(folder: Path, record_p
     others += sorted([*folder.glob("trials/*/run.json"), *folder.glob("trials/*/result.json")])
     for kind, count in ((events, 10), (kept, 10), (tables, 6), (others, 6)):
         for _ in range(count):
-            file = draw.choice(kind)
-            before = file.read_bytes()
-            place = draw.choice([i for i, byte in enumerate(before) if chr(byte).isdecimal()])
-            alter_digit(file, place)
-            name = file.relative_to(folder).as_posix()
-            try:
-                found = {one.file for one in verified(folder).mismatches}
-            except ValueError as error:  # a format or a name that is no longer one
-                found = {name} if str(file.name) in str(error) else set()
-            assert name in found, (name, before[place - 20 : place + 20])
-            file.write_bytes(before)
+            find_altered_digit(folder, kind, draw, table_only)
             tried += 1
     record_property("tried", tried)
     assert verified(folder).is_verified
+
+
+@pytest.mark.long
+@pytest.mark.attack("A digit altered in a finished study")
+def test_one_altered_digit_in_any_of_200_places_is_found_with_the_report_written_anew(
+    folder: Path, record_property: Callable[[str, Any], None]
+):
+    files = [
+        *events_files(folder),
+        *folder.glob("trials/*/completions/*"),
+        *folder.glob("trials/*/rollouts/*"),
+        *[folder / "report" / name for name in ("results.csv", "report.md", "index.html")],
+    ]
+    for seed in range(200):
+        find_altered_digit(folder, files, random.Random(seed), render)
+    record_property("tried", 200)
 
 
 @pytest.mark.attack("A digit altered in a finished study")
@@ -410,6 +416,21 @@ def test_an_altered_file_of_a_capsule_is_named(capsule: Path, capsys: Any):
 
 
 # Helpers that forge ------------------------------------------------------------------------------------------------
+
+
+def find_altered_digit(folder: Path, files: Sequence[Path], draw: random.Random, write: Callable[..., Any]) -> None:
+    """Alter one digit of one file; the file must be named. It is then as it was."""
+    file = draw.choice(files)
+    before = file.read_bytes()
+    place = draw.choice([i for i, byte in enumerate(before) if chr(byte).isdecimal()])
+    alter_digit(file, place)
+    name = file.relative_to(folder).as_posix()
+    try:
+        found = {one.file for one in verified(folder, write).mismatches}
+    except ValueError as error:  # a format or a name that is no longer one
+        found = {name} if file.name in str(error) else set()
+    assert name in found, (name, before[place - 20 : place + 20])
+    file.write_bytes(before)
 
 
 def damaged(content: bytes) -> bytes:
