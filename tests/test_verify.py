@@ -229,8 +229,9 @@ def test_one_altered_digit_in_any_of_many_places_is_found(folder: Path, record_p
 
 @pytest.mark.long
 @pytest.mark.attack("A digit altered in a finished study")
+@pytest.mark.parametrize("part", range(20))
 def test_one_altered_digit_in_any_of_200_places_is_found_with_the_report_written_anew(
-    folder: Path, record_property: Callable[[str, Any], None]
+    folder: Path, part: int, record_property: Callable[[str, Any], None]
 ):
     files = [
         *events_files(folder),
@@ -238,9 +239,9 @@ def test_one_altered_digit_in_any_of_200_places_is_found_with_the_report_written
         *folder.glob("trials/*/rollouts/*"),
         *[folder / "report" / name for name in ("results.csv", "report.md", "index.html")],
     ]
-    for seed in range(200):
-        find_altered_digit(folder, files, random.Random(seed), render)
-    record_property("tried", 200)
+    for place in range(10):
+        find_altered_digit(folder, files, random.Random(f"{part} {place}"), render)
+    record_property("tried", 10)
 
 
 @pytest.mark.attack("A digit altered in a finished study")
