@@ -366,3 +366,6 @@ class RunLogger(Protocol):
 
     def per_problem(self, fractions: Mapping[str, float]) -> None:
         """Record, once at the end, the fraction of correct samples of every test problem."""
+
+    def kept(self, step: int, file: str, digest: str) -> None:
+        """Record that the run has kept a file in its folder (`folder/name`), and the file's SHA-256."""

@@ -42,6 +42,7 @@ class MemoryLog:
         self.fractions: dict[str, float] = {}
         self.read: dict[str, dict[str, str]] = {}
         self.first_prompt = ""
+        self.files: dict[str, str] = {}
 
     def inputs(self, inputs):
         self.read = dict(inputs)
@@ -70,6 +71,9 @@ class MemoryLog:
 
     def per_problem(self, fractions):
         self.fractions = dict(fractions)
+
+    def kept(self, step, file, digest):
+        self.files[file] = digest
 
     def history(self, name):
         return [(step, values[name]) for step, values in self.events if name in values]

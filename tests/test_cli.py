@@ -103,7 +103,7 @@ def test_every_command_explains_itself_with_an_example(command: tuple[str, ...],
 
 def test_the_commands_are_the_documented_ones():
     expected = "train compare join evaluate report ui doctor study-run study-list study-show study-status"
-    expected += " study-watch study-stop study-resume study-clone"
+    expected += " study-watch study-stop study-resume study-clone study-export verify"
     expected += " list-algorithms list-tasks list-rewards list-engines list-studies list-settings"
     expected += " grade task-show reward-model-train memory"
     assert {"-".join(command) for command in commands()} == set(expected.split())
@@ -546,6 +546,7 @@ def test_a_study_with_an_invalid_trial_goes_on_is_reported_and_ends_with_exit_co
     assert f"Reproduce: cohort study run {file} --seeds 0 --set task.num_train=64" in cohort.out
     assert f"--set {QUICK[-1]} --workers 1\n" in cohort.out
 
+    assert cohort("verify", "rates") == 0, cohort.out
     assert cohort("study", "status", "rates", "--json") == 1
     assert cohort.json()["counts"] == {"invalid": 1, "complete": 1}
     assert cohort("study", "status", "rates") == 1

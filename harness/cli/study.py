@@ -333,13 +333,18 @@ def ran_elsewhere(study: StudySpec, status: StudyStatus, record: StudyRecord) ->
 
 
 def write_report(name: str, runs: Path) -> tuple[Any, Any]:
-    """(StudyRecord, ReportFiles) of a study. Its MLflow run gets the report too."""
+    """(StudyRecord, ReportFiles) of a study, by the files of its trials where they are here, and by the MLflow store.
+
+    `cohort verify` finds the study as it is now. Its MLflow run gets the report too.
+    """
+    from harness.evidence.record import from_files, write_evidence
     from harness.tracking.mlflow_studies import log_report, read_study
 
-    record = read_study(runs, name)
-    folder = runs / "studies" / name / "report"
-    files = importlib.import_module("reports.render").write_report(record, folder)
-    log_report(runs, name, folder, files.answer)
+    folder = runs / "studies" / name
+    record = from_files(read_study(runs, name), folder)
+    files = importlib.import_module("reports.render").write_report(record, folder / "report")
+    write_evidence(folder, record)
+    log_report(runs, name, folder / "report", files.answer)
     return record, files
 
 

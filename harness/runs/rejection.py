@@ -71,7 +71,7 @@ def _run(
     policy = policy.to(device=resolve_device(spec.device), dtype=getattr(torch, spec.dtype))
     engine = build_engine(spec, policy, codec)
     try:
-        before = logged_evaluation(spec, engine, log, "validation", 0)
+        before = logged_evaluation(spec, engine, directory, log, "validation", 0)
         kept, costs = kept_answers(spec, directory, engine, stage.rejection, partial(watch, "sample"))
         log.metrics(0, costs)
         if not kept:
@@ -94,8 +94,8 @@ def _run(
             save_model(folder, fitted.cpu(), codec.tokenizer)
         policy.load_state_dict(fitted.state_dict())
         engine.load_weights(policy.state_dict(), stage.fit.steps)
-        after = logged_evaluation(spec, engine, log, "validation", stage.fit.steps)
-        test = logged_evaluation(spec, engine, log, "test", stage.fit.steps)
+        after = logged_evaluation(spec, engine, directory, log, "validation", stage.fit.steps)
+        test = logged_evaluation(spec, engine, directory, log, "test", stage.fit.steps)
     except InvalidRun as invalid:
         return RunResult("invalid", str(invalid), {})
     except StoppedEarly:

@@ -260,7 +260,7 @@ class _JudgedLog:
         self.reason: str | None = None  # why the arm is given up
         self.inputs, self.resume, self.sync, self.holds = log.inputs, log.resume, log.sync, log.holds
         self.prompt, self.progress = log.prompt, log.progress
-        self.samples, self.per_problem = log.samples, log.per_problem
+        self.samples, self.per_problem, self.kept = log.samples, log.per_problem, log.kept
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         self._log.metrics(step, values)

@@ -1,9 +1,12 @@
 """The event file of a run, `events.jsonl`, and its reader.
 
-One JSON object a line: `start` of an attempt, `metrics` of a step, `samples`, `per_problem`, `finish`; each with its
-`time` (milliseconds since 1970), those of a training step with its number. Non-finite numbers are "nan", "inf", "-inf".
+One JSON object a line: `start` of an attempt, `metrics` of a step, `samples`, `per_problem`, `kept` (a file and its
+SHA-256), `finish`; each with its `time` (milliseconds since 1970), those of a training step with its number. Non-finite
+numbers are "nan", "inf", "-inf". A line ends with `sum`, a hash of what stands before it: a digit that changes is
+found, also where nothing else follows from it. It tells damage, not intent. Lines of earlier versions have none.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,6 +29,7 @@ class RunHistory:
     samples: dict[tuple[int, str], tuple[int, list[dict[str, Any]]]] = field(default_factory=dict)
     sample_times: dict[tuple[int, str], int] = field(default_factory=dict)
     per_problem: dict[str, float] = field(default_factory=dict)
+    kept: dict[str, tuple[int, str]] = field(default_factory=dict)  # file -> step, SHA-256
     attempts: list[dict[str, Any]] = field(default_factory=list)
     finish: list[dict[str, Any]] = field(default_factory=list)
 
@@ -43,6 +47,8 @@ class RunHistory:
         elif event["type"] == "per_problem":
             self.per_problem.clear()
             self.per_problem.update(event["fractions"])
+        elif event["type"] == "kept":
+            self.kept[event["file"]] = (event["step"], event["sha256"])
         elif event["type"] == "finish":
             self.finish[:] = [dict(event)]
         else:
@@ -89,3 +95,18 @@ def read_events(file: Path) -> list[dict[str, Any]]:
 
 def event_line(event: Mapping[str, Any]) -> str:
     return json.dumps(strict(event), separators=(",", ":")) + "\n"
+
+
+def summed(event: Mapping[str, Any]) -> dict[str, Any]:
+    """The event with the `sum` of its line."""
+    return {**event, "sum": _sum(event_line(event)[:-2].encode())}
+
+
+def is_as_written(line: bytes) -> bool | None:
+    """Whether a line, without its end, is the one that the run wrote; None for one of an earlier version."""
+    content, mark, end = line.rpartition(b',"sum":"')
+    return end == f'{_sum(content)}"}}'.encode() if mark else None
+
+
+def _sum(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -36,12 +36,12 @@ from harness.tracking.mlflow_store import (
 )
 from harness.tracking.mlflow_traces import storable
 from harness.tracking.provenance import versions
+from harness.tracking.trial_folder import sample_row
 from harness.types import (
     FINAL,
     NO_INPUTS,
     ExploratoryArm,
     Inputs,
-    SampleRow,
     StudyRecord,
     TrialRecord,
     TrialState,
@@ -302,7 +302,7 @@ def _trial_record(client: MlflowClient, runs: Path, run: Run) -> TrialRecord:
         history={key: _history(client, run_id, key) for key in keys},
         summary={key: float(value) for key, value in json.loads(tags.get("cohort.summary", "{}")).items()},
         per_problem=artifact(client, runs, run, "per_problem.json") or {},
-        samples=[_sample_row(row) for row in samples],
+        samples=[sample_row(row) for row in samples],
         threads=tags.get("cohort.threads", "").split(),
     )
 
@@ -320,13 +320,6 @@ def _exploratory(client: MlflowClient, runs: Path, trials: Mapping[tuple[str, in
         changes = json.loads(tags["cohort.changes"])
         found.append(ExploratoryArm(label, tags["cohort.parent"], changes, left_at, records))
     return found
-
-
-def _sample_row(row: Mapping[str, Any]) -> SampleRow:
-    """A row of the samples table; those of an earlier version have no `rewards`."""
-    rewards = {name: float(value) for name, value in row.get("rewards", {}).items()}
-    reward = None if row["reward"] is None else float(row["reward"])
-    return SampleRow(**{**row, "reward": reward, "rewards": rewards})
 
 
 def _state(run: Run) -> Any:

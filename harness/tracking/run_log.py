@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self
 
 from harness.files import read_json, sync, write_json, write_text
-from harness.tracking.events import EVENTS, event_line, read_events
+from harness.tracking.events import EVENTS, event_line, read_events, summed
 from harness.tracking.mlflow_address import patient
 from harness.tracking.mlflow_copy import Copier, Identity
 from harness.tracking.mlflow_store import SYSTEM
@@ -201,6 +201,9 @@ class RunLog:
         step = self._progress["step"]
         self._append({"type": "per_problem", "step": step, "fractions": dict(fractions)})
 
+    def kept(self, step: int, file: str, digest: str) -> None:
+        self._append({"type": "kept", "step": step, "file": file, "sha256": digest})
+
     def finish(self, state: TrialState, reason: str | None, summary: Mapping[str, float]) -> None:
         """Record how the run ended, wait until MLflow has everything, and close. A paused one goes on soon: no wait."""
         end = {"state": state, "reason": reason, "summary": {key: float(value) for key, value in summary.items()}}
@@ -227,7 +230,7 @@ class RunLog:
         assert self._file is not None
         event["time"] = time.time_ns() // 1_000_000
         self._closed = True  # unless this is written: nothing may follow half a line
-        self._file.write(event_line(event))
+        self._file.write(event_line(summed(event)))
         self._file.flush()
         self._closed = False
         self._num_events += _num_events([event])

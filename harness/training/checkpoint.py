@@ -122,6 +122,9 @@ def fork_run(source: Path, target: Path, spec: RunSpec, parent: RunSpec) -> int:
                     raise
                 continue
             kept = [e for e in read_events(source / EVENTS) if e.get("step", math.inf) <= state["step"]]
+            for name in [event["file"] for event in kept if event["type"] == "kept"]:
+                (target / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source / name, target / name)
             write_text(target / EVENTS, "".join(map(event_line, kept)))
             return state["step"]
         if not any((source / CHECKPOINTS).glob("step-*")):

@@ -2,20 +2,25 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
-from harness.interfaces import RolloutEngine, RunLogger
+from harness.interfaces import RolloutEngine, RunLogger, Task
 from harness.policy.device import mixed_precision, resolve_device
 from harness.rewards.majority_vote import majority_correct
 from harness.spec.run import Evaluation, RunSpec
 from harness.training import ranks
-from harness.training.grading import grade, sample_rows
+from harness.training.grading import completion_rows, grade, groups_of, sample_rows
+from harness.training.kept import completions_file, keep_rows
 from harness.types import EvaluationResult, GradedGroup, Group, Prompt, Sampling, Split
 
+NO_LIMIT = 0  # of tokens, for completions that were cut long ago: only rewards ask for it
 PROMPTS_AT_ONCE = 64  # for an engine that holds a whole batch in memory; progress is told after each
 
 
@@ -49,12 +54,28 @@ def evaluate_run(
             greedy_groups += ranks.shared(part, answer)
         on_progress(min(start + at_once, len(prompts)), len(prompts))
     graded = ranks.shared(groups, lambda part: grade(task, part, spec.max_tokens))
-    metrics = sample_metrics(graded)
     greedy_graded = ranks.shared(greedy_groups, lambda part: grade(task, part, spec.max_tokens))
-    metrics["greedy_accuracy"] = float(np.mean([bool(g.correct and g.correct[0]) for g in greedy_graded]))
+    return replace(
+        _result(split, prompts, graded, greedy_graded),
+        samples=sample_rows(groups, graded, step=step, split=split, limit=num_shown),
+        completions=completion_rows(groups, greedy_groups),
+    )
+
+
+def evaluate_again(task: Task, rows: Sequence[Mapping[str, Any]], split: Split) -> EvaluationResult:
+    """What `evaluate_run` found, from the completions that it kept, graded anew; without samples."""
+    groups, greedy_groups = groups_of(rows, "samples"), groups_of(rows, "greedy")
+    graded, greedy_graded = (grade(task, part, NO_LIMIT) for part in (groups, greedy_groups))
+    return _result(split, [group.prompt for group in groups], graded, greedy_graded)
+
+
+def _result(
+    split: Split, prompts: Sequence[Prompt], graded: Sequence[GradedGroup], greedy: Sequence[GradedGroup]
+) -> EvaluationResult:
+    metrics = sample_metrics(graded)
+    metrics["greedy_accuracy"] = float(np.mean([bool(g.correct and g.correct[0]) for g in greedy]))
     counts = {g.prompt_id: sum(g.correct or ()) for g in graded}
-    rows = sample_rows(groups, graded, step=step, split=split, limit=num_shown)
-    return EvaluationResult(split, metrics, counts, rows, breakdown(prompts, graded, greedy_graded))
+    return EvaluationResult(split, metrics, counts, [], breakdown(prompts, graded, greedy))
 
 
 def breakdown(
@@ -141,10 +162,15 @@ def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
 
 
 def logged_evaluation(
-    spec: RunSpec, engine: RolloutEngine, log: RunLogger, split: Split, step: int
+    spec: RunSpec, engine: RolloutEngine, directory: Path, log: RunLogger, split: Split, step: int
 ) -> EvaluationResult:
-    """Evaluate the engine's policy and log it; of the test split each problem's fraction too."""
+    """Evaluate the engine's policy and log it; of the test split each problem's fraction too.
+
+    All completions are kept in the run's folder, so that the numbers can be verified.
+    """
     result = evaluate_run(spec, engine, split, step, lambda done, total: log.progress(split, done, total))
+    if ranks.rank() == 0:
+        keep_rows(directory, log, step, completions_file(split, step), result.completions)
     log.metrics(step, evaluation_metrics(result))
     log.samples(result.samples)
     if split == "test":

@@ -15,7 +15,7 @@ import numpy as np
 
 from harness.interfaces import Task
 from harness.streams import generator
-from harness.types import GradedGroup, Group, Prompt, SampleRow, Split
+from harness.types import GradedGroup, Group, Prompt, Rollout, SampleRow, Split
 
 GROUP_OVERRUNS = 2  # comparisons of a group that may run into their time limit, or slow ones that take as much; no
 # other of it is made then
@@ -52,6 +52,45 @@ def grade_by_other_gold(
 def problem_rows(prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
     """Problems as they are shown to a reader: id, prompt, gold answer, tags."""
     return [{"id": p.id, "prompt": p.text, "gold": p.gold, "tags": dict(p.tags)} for p in prompts]
+
+
+def completion_rows(groups: Sequence[Group], greedy: Sequence[Group]) -> list[dict[str, Any]]:
+    """Each problem with its samples and its greedy completion, as `groups_of` reads them."""
+    return [
+        {
+            "id": group.prompt.id, "prompt": group.prompt.text, "gold": group.prompt.gold, "tags": group.prompt.tags,
+            "samples": _written(group), "greedy": _written(first),
+        }
+        for group, first in zip(groups, greedy, strict=True)
+    ]  # fmt: skip
+
+
+def groups_of(rows: Sequence[Mapping[str, Any]], name: str) -> list[Group]:
+    """The groups that `completion_rows` wrote under `name`, with as many tokens, none of them known.
+
+    ValueError, KeyError or TypeError for a row that it did not write.
+    """
+    groups = []
+    for row in rows:
+        tags = tuple((str(tag), str(value)) for tag, value in row["tags"])
+        prompt = Prompt(str(row["id"]), str(row["prompt"]), str(row["gold"]), tags)
+        groups.append(Group(prompt, (), tuple(_read(*written) for written in row[name])))
+    return groups
+
+
+def group_of(rows: Sequence[Mapping[str, Any]]) -> Group:
+    """The group whose rollouts `sample_rows` wrote; errors as in `groups_of`."""
+    prompt = Prompt(str(rows[0]["prompt_id"]), str(rows[0]["prompt"]), str(rows[0]["gold"]))
+    return Group(prompt, (), tuple(_read(row["completion"], row["num_tokens"], row["finish_reason"]) for row in rows))
+
+
+def _read(text: Any, length: Any, end: Any) -> Rollout:
+    token_ids: Any = range(int(length))  # no memory, whatever length a file states
+    return Rollout(str(text), token_ids, (), end)
+
+
+def _written(group: Group) -> list[tuple[str, int, str]]:
+    return [(rollout.text, len(rollout.token_ids), rollout.finish_reason) for rollout in group.rollouts]
 
 
 def sample_rows(

@@ -98,7 +98,7 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
 def _evaluate(run: Run, split: Split, step: int) -> None:
     """Evaluate, log, and keep the accuracies that the summary needs."""
     start = run.models.now()
-    result = logged_evaluation(run.spec, run.engine, run.log, split, step)
+    result = logged_evaluation(run.spec, run.engine, run.directory, run.log, split, step)
     run.totals.seconds += run.models.now() - start
     if split == "test":
         run.accuracies["test_accuracy"] = result.metrics["accuracy"]

@@ -1,26 +1,22 @@
 """One training step, a straight line from prompts to new weights."""
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
-from harness.files import write_text
 from harness.policy.device import resolve_device
 from harness.training import ranks
 from harness.training.batch import collate, rollout_metrics
 from harness.training.gates import group_metrics
 from harness.training.grading import sample_rows
+from harness.training.kept import keep_rows, rollouts_file
 from harness.training.run import Clock, Run
 from harness.training.sampling import sample_groups
 from harness.training.schedules import adapted_kl_beta, kl_beta_factor
 from harness.training.scoring import events
 from harness.training.weight_sync import load_weights
 from harness.types import Group, Prompt, SampleRow
-
-ROLLOUTS = "rollouts"  # folder of whole batches, one file per kept step
 
 
 def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str, float], list[SampleRow]]:
@@ -61,7 +57,8 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
     )
     rows = (drawn.groups, drawn.graded, drawn.scores.totals, drawn.scores.parts)
     if ranks.rank() == 0 and spec.checkpoints.rollouts_every and step % spec.checkpoints.rollouts_every == 0:
-        _keep_rollouts(run.directory, step + 1, sample_rows(*rows, step=step + 1, split="train"))
+        kept = [dataclasses.asdict(row) for row in sample_rows(*rows, step=step + 1, split="train")]
+        keep_rows(run.directory, run.log, step + 1, rollouts_file(step + 1), kept)
     return metrics, sample_rows(*rows, step=step + 1, split="train", limit=8)
 
 
@@ -104,10 +101,3 @@ def _kl_beta(run: Run, step: int) -> float | None:
     if settings.schedule == "cosine":
         return kl_beta_factor(settings, step, run.spec.steps) * run.spec.algorithm.kl_beta
     return None
-
-
-def _keep_rollouts(directory: Path, step: int, rows: Sequence[SampleRow]) -> None:
-    """Write all rollouts of a step as JSON Lines."""
-    (directory / ROLLOUTS).mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(dataclasses.asdict(row)) for row in rows]
-    write_text(directory / ROLLOUTS / f"step-{step:06d}.jsonl", "\n".join(lines) + "\n")

@@ -1,0 +1,106 @@
+"""`cohort verify` and `cohort study export`."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from harness.cli.commands import app, command, study_app
+from harness.cli.options import RUNS, Json, Runs, Started
+from harness.console import terminal
+
+if TYPE_CHECKING:
+    from harness.evidence.findings import Findings
+    from harness.types import StudyRecord
+
+_SHOWN = 50
+
+
+@command(
+    app,
+    "verify",
+    "cohort verify quickstart",
+    "cohort verify /mnt/copy/studies/quickstart",
+    "cohort verify quickstart.zip --json",
+)
+def verify(
+    study: Annotated[
+        str, typer.Argument(metavar="STUDY", help="A study in the runs folder, the folder of one, or a capsule (.zip).")
+    ],
+    runs: Runs = RUNS,
+    as_json: Json = False,
+) -> None:
+    """Derive every number of a study's report and results.csv again from its stored completions and events.
+
+    Completions are graded anew. Exit code 0 if all numbers follow; otherwise 1, with each cell that does not. It needs
+    the study's folder alone, changes nothing, and asks neither the MLflow store nor the machine that ran the study.
+    """
+    from harness.evidence.capsule import altered, unpacked
+    from harness.evidence.findings import Place
+    from harness.evidence.study import verify_study
+
+    write_report = importlib.import_module("reports.render").write_report
+    own = runs / "studies" / study
+    place = own if own.is_dir() else Path(study)
+    if place.is_dir():
+        record, findings = verify_study(place, write_report)
+    elif place.is_file():
+        with unpacked(place) as folder:
+            record, findings = verify_study(folder, write_report)
+            for name, hashes in altered(place, folder).items():
+                Place(findings).compare_hash(name, *hashes)
+    else:
+        raise ValueError(f"'{study}' is neither a study in '{runs}' nor a study's folder nor a capsule")
+    if as_json:
+        terminal.print_json({"study": record.name, "verified": findings.is_verified, **vars(findings)})
+    else:
+        _show(record, findings)
+    raise typer.Exit(0 if findings.is_verified else 1)
+
+
+@command(study_app, "export", "cohort study export quickstart quickstart.zip")
+def study_export(
+    study: Started,
+    file: Annotated[Path, typer.Argument(metavar="FILE.zip", help="The capsule to write; it must not exist.")],
+    runs: Runs = RUNS,
+) -> None:
+    """Write a capsule: spec, versions, events, completions, report, tables and hashes of a study in one zip file.
+
+    `cohort verify FILE.zip` verifies it on any machine.
+    """
+    from harness.evidence.capsule import export_capsule
+
+    folder = runs / "studies" / study
+    if not folder.is_dir():
+        raise ValueError(f"the runs folder '{runs}' has no study '{study}'")
+    count = export_capsule(folder, file)
+    terminal.say(f"{file}: {count} files, {terminal.mebibytes(file.stat().st_size)} MiB")
+
+
+def _show(record: StudyRecord, findings: Findings) -> None:
+    """Say what follows from what, what stands alone, and every mismatch."""
+    numbers = findings.numbers
+    terminal.say(f"{record.name}: {len(record.trials)} trials")
+    terminal.say(f"{findings.completions:,} completions graded anew; {numbers['completions']:,} numbers compared with "
+                 "what follows from them (accuracies, verdicts, lengths)")  # fmt: skip
+    terminal.say(f"{numbers['events']:,} numbers of results compared with the events that they follow from")
+    terminal.say(f"{numbers['report']:,} cells and pages of the report compared with those written anew")
+    terminal.say(f"{findings.alone:,} values stand in events alone (losses, rewards, seconds, memory): nothing follows "
+                 "them, so their lines are compared with their sums")  # fmt: skip
+    terminal.say(f"{findings.files:,} files compared with their SHA-256")
+    for note in findings.notes:
+        terminal.say(f"Note: {note}")
+    for words in findings.lacks:
+        terminal.say(f"Lacks: {words}", style="yellow")
+    for mismatch in findings.mismatches[:_SHOWN]:
+        terminal.say(f"Mismatch: {mismatch}", style="red")
+    if (more := len(findings.mismatches) - _SHOWN) > 0:
+        terminal.say(f"and {more:,} more mismatches; --json has all")
+    if findings.is_verified:
+        terminal.say("Verified. Hashes and sums tell damage, not intent: who makes them anew can forge a study.")
+    else:
+        counts = f"{len(findings.mismatches):,} mismatches, {len(findings.lacks):,} lacks"
+        terminal.say(f"Not verified: {counts}.", style="bold red")

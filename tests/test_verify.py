@@ -1,0 +1,463 @@
+"""`cohort verify` and capsules: an untouched study follows from its files, one altered digit anywhere does not, and a
+file from somebody else unpacks nothing outside its place."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import stat
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from harness.cli import app
+from harness.evidence.capsule import export_capsule, unpacked
+from harness.evidence.findings import Findings
+from harness.evidence.record import EVIDENCE, content_sum, from_files, write_evidence
+from harness.evidence.study import verify_study
+from harness.files import sha256, write_json
+from harness.interfaces import RolloutEngine
+from harness.spec.run import RunSpec
+from harness.spec.study import StudySpec, parse_study
+from harness.study.plan import Plan
+from harness.tracking.events import EVENTS, event_line, is_as_written, read_events, summed
+from harness.tracking.mlflow_studies import close_study, open_study, read_study
+from harness.tracking.run_log import RunLog
+from harness.training.batch import rollout_metrics
+from harness.training.evaluate import logged_evaluation
+from harness.training.grading import grade, sample_rows
+from harness.training.kept import keep_rows, rollouts_file
+from harness.types import Group, Prompt, Rollout, Sampling, StudyRecord
+from reports.render import results_csv
+from reports.render import write_report as render
+
+
+class Guesser:
+    """An engine that answers some problems rightly, the same ones for a seed and a step."""
+
+    plans_batches = True
+
+    def generate(
+        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, *, seed: int, step: int
+    ) -> list[Group]:
+        return [Group(prompt, (1,), tuple(self._answers(prompt, group_size, seed, step))) for prompt in prompts]
+
+    def _answers(self, prompt: Prompt, group_size: int, seed: int, step: int) -> Iterator[Rollout]:
+        draw = random.Random(f"{prompt.id} {seed} {step} {group_size}")
+        for _ in range(group_size):
+            answer = prompt.gold if draw.random() < 0.3 + step / 8 else str(draw.randrange(100, 999))
+            yield Rollout(f"{draw.randrange(10, 99)} + 4#### {answer}", (1,) * draw.randrange(5, 9), (), "stop")
+
+
+def a_study() -> StudySpec:
+    run = {
+        "task": {"name": "arithmetic", "num_train": 64}, "algorithm": "grpo", "steps": 2, "rollouts_per_step": 16,
+        "evaluation": {"num_prompts": 8, "num_test_prompts": 12, "num_samples": 4},
+    }  # fmt: skip
+    factors = {"algorithm.group_size": [4, 8]}
+    return parse_study({"name": "sizes", "question": "Larger?", "run": run, "factors": factors, "seeds": [0]}, "t")
+
+
+def run_trial(spec: RunSpec, directory: Path, log: RunLog) -> None:
+    """What a run logs and keeps, without a model."""
+    engine = cast(RolloutEngine, Guesser())
+    first = logged_evaluation(spec, engine, directory, log, "validation", 0)
+    prompts = spec.task.prompts("train")[: spec.prompts_per_step]
+    for step in (1, 2):
+        groups = engine.generate(prompts, spec.algorithm.group_size, Sampling(max_tokens=8), seed=spec.seed, step=step)
+        graded = grade(spec.task, groups, spec.max_tokens)
+        rewards = [[float(right) for right in group.correct or ()] for group in graded]
+        rows = sample_rows(groups, graded, rewards, step=step, split="train")
+        if step == 1:
+            keep_rows(directory, log, step, rollouts_file(step), [vars_of(row) for row in rows])
+        costs = {"train/rollouts": 16.0 * step, "seconds/total": 0.123 * step, "policy/loss": 0.0123456789 / step}
+        log.metrics(step, {**rollout_metrics(graded, rewards), **costs})
+    log.samples(rows[:4])
+    last = logged_evaluation(spec, engine, directory, log, "validation", 2)
+    test = logged_evaluation(spec, engine, directory, log, "test", 2)
+    summary = {"accuracy_initial": first.metrics["accuracy"], "accuracy_final": last.metrics["accuracy"]}
+    log.finish(
+        "complete", None, {**summary, "test_accuracy": test.metrics["accuracy"], "rollouts": 32.0, "seconds": 1.5}
+    )
+
+
+def vars_of(row: Any) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in row.__dataclass_fields__}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
+    """The runs folder of a finished study."""
+    runs = tmp_path_factory.mktemp("made") / "runs"
+    runs.mkdir()
+    shutil.copy(empty_store, runs / "mlflow.db")
+    study = a_study()
+    plan = Plan(study, runs)
+    parent = open_study(runs, study, "cohort study run sizes")
+    write_json(plan.folder / "study.json", {"digest": study.digest(), "inputs": {}, **study.model_dump(mode="json")})
+    for key in plan.keys:
+        directory, title, tags = plan.directory(key), plan.title(key), plan.tags(key)
+        spec = plan.spec(key)
+        with RunLog.open(
+            runs, directory, spec, experiment="sizes", run_name=title, parent_run_id=parent, tags=tags
+        ) as log:
+            run_trial(spec, directory, log)
+    close_study(runs, parent, "complete")
+    record = from_files(read_study(runs, "sizes"), plan.folder)
+    render(record, plan.folder / "report", ("svg",))
+    write_evidence(plan.folder, record)
+    return runs
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    """A copy of the study's folder alone, elsewhere: no store, no runs folder."""
+    return Path(shutil.copytree(made / "studies" / "sizes", tmp_path / "copied"))
+
+
+def table_only(record: StudyRecord, folder: Path, formats: Sequence[str]) -> None:
+    """A report of which nothing but the table is written: drawing takes seconds."""
+    (folder / "results.csv").write_text(results_csv(record))
+
+
+def verified(folder: Path, write: Callable[..., Any] = table_only) -> Findings:
+    return verify_study(folder, write)[1]
+
+
+def events_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"trials/*/{EVENTS}"))
+
+
+def alter_digit(file: Path, place: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] = ord("0") + (content[place] - ord("0") + 1) % 10
+    file.write_bytes(bytes(content))
+
+
+def cohort(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        app.main(arguments)
+    return int(ended.value.code or 0)
+
+
+# What follows ----------------------------------------------------------------------------------------------------
+
+
+def test_a_copied_study_folder_is_verified_without_the_store_and_its_report_is_written_anew(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    assert cohort("verify", str(folder), "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["verified"], document["mismatches"], document["lacks"]) == (True, [], [])
+    # 2 trials: validation twice (8 problems) and test (12), 4 samples and a greedy one each; 16 rollouts kept; for the
+    # reader 4 rollouts of the last step and 16 of each evaluation
+    assert document["completions"] == 2 * (28 * 5 + 16 + 4 + 3 * 16)
+    assert document["numbers"]["report"] > 20
+    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
+
+
+def test_a_number_in_the_report_is_compared_with_the_report_written_anew(folder: Path):
+    page = folder / "report" / "report.md"
+    page.write_text(re.sub(r"(\d)(\.\d %)", lambda m: f"{(int(m[1]) + 1) % 10}{m[2]}", page.read_text(), count=1))
+    reseal(folder)
+    (found,) = [one for one in verified(folder, render).mismatches if one.file == "report/report.md"]
+    assert found.place.startswith("line ")
+    assert found.stored != found.derived
+
+
+def test_a_changed_table_cell_is_named_by_arm_seed_and_column(folder: Path):
+    table = folder / "report" / "results.csv"
+    header, first, *rest = table.read_text().splitlines()
+    cells = first.split(",")
+    place = header.split(",").index("test_accuracy")
+    derived, cells[place] = cells[place], "0.987"
+    table.write_text("\n".join([header, ",".join(cells), *rest]) + "\n")
+    reseal(folder)
+    (found,) = verified(folder).mismatches
+    assert (found.arm, found.seed, found.file, found.place) == (
+        "group_size=4", 0, "report/results.csv", "test_accuracy",
+    )  # fmt: skip
+    assert (found.stored, found.derived) == ("0.987", derived)
+
+
+def test_a_forged_accuracy_with_its_hashes_made_anew_does_not_follow_from_the_completions(folder: Path):
+    file = events_files(folder)[0]
+    rewrite(file, lambda e: "test/accuracy" in e.get("values", {}) and e["values"].update({"test/accuracy": 0.9}))
+    reseal(folder)
+    places = {one.place for one in verified(folder).mismatches}
+    assert "test/accuracy at step 2" in places
+    assert {"metrics/test/accuracy", "finish/test_accuracy"} <= places
+
+
+def test_a_completion_that_is_turned_right_is_found_though_its_hashes_are_made_anew(folder: Path):
+    file = sorted(folder.glob("trials/*/completions/test-*.jsonl"))[0]
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    row = next(row for row in rows if f"#### {row['gold']}" not in row["samples"][0][0])
+    row["samples"][0][0] = f"#### {row['gold']}"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    digest = sha256(file)
+    name = f"completions/{file.name}"
+    rewrite(file.parents[1] / EVENTS, lambda e: e.update(sha256=digest) if e.get("file") == name else None)
+    reseal(folder)
+    places = {one.place for one in verified(folder).mismatches}
+    assert {"test/accuracy at step 2", f"per_problem/{row['id']}"} <= places
+
+
+# One digit ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.attack("A digit altered in a finished study")
+def test_one_altered_digit_in_any_of_many_places_is_found(folder: Path, record_property: Callable[[str, Any], None]):
+    draw, tried = random.Random(17), 0
+    events, tables = events_files(folder), [folder / "report/results.csv"]
+    kept = sorted([*folder.glob("trials/*/completions/*"), *folder.glob("trials/*/rollouts/*")])
+    others = [folder / EVIDENCE, folder / "study.json", folder / "report/index.html", folder / "report/report.md"]
+    others += sorted([*folder.glob("trials/*/run.json"), *folder.glob("trials/*/result.json")])
+    for kind, count in ((events, 10), (kept, 10), (tables, 6), (others, 6)):
+        for _ in range(count):
+            find_altered_digit(folder, kind, draw, table_only)
+            tried += 1
+    record_property("tried", tried)
+    assert verified(folder).is_verified
+
+
+@pytest.mark.long
+@pytest.mark.attack("A digit altered in a finished study")
+@pytest.mark.parametrize("part", range(20))
+def test_one_altered_digit_in_any_of_200_places_is_found_with_the_report_written_anew(
+    folder: Path, part: int, record_property: Callable[[str, Any], None]
+):
+    files = [
+        *events_files(folder),
+        *folder.glob("trials/*/completions/*"),
+        *folder.glob("trials/*/rollouts/*"),
+        *[folder / "report" / name for name in ("results.csv", "report.md", "index.html")],
+    ]
+    for place in range(10):
+        find_altered_digit(folder, files, random.Random(f"{part} {place}"), render)
+    record_property("tried", 10)
+
+
+@pytest.mark.attack("A digit altered in a finished study")
+def test_a_loss_from_which_nothing_follows_is_found_by_the_sum_of_its_line(folder: Path):
+    file = events_files(folder)[0]
+    alter_digit(file, file.read_bytes().index(b"0.0123456789") + 8)
+    found = [one for one in verified(folder).mismatches if one.place.startswith("line ")]
+    assert [one.place.partition(" (")[2] for one in found] == ["metrics of step 1)"]
+
+
+def test_a_line_keeps_its_sum_when_a_run_goes_on(folder: Path):
+    file = events_files(folder)[0]
+    lines = file.read_bytes().splitlines()
+    assert all(is_as_written(line) for line in lines)
+    assert [event_line(event).encode() for event in read_events(file)] == [line + b"\n" for line in lines]
+
+
+def test_a_run_that_goes_on_after_a_kill_keeps_what_verifies_it(made: Path, tmp_path: Path):
+    study = a_study()
+    plan = Plan(study, tmp_path)
+    key = plan.keys[0]
+    log_of = lambda: RunLog.open(tmp_path, tmp_path / "run", plan.spec(key), experiment="x", run_name="x")  # noqa: E731
+    shutil.copy(made / "mlflow.db", tmp_path / "mlflow.db")
+    with log_of() as log:
+        logged_evaluation(plan.spec(key), cast(Any, Guesser()), log.directory, log, "validation", 0)
+        log.metrics(1, {"policy/loss": 0.5})
+    with (tmp_path / "run" / EVENTS).open("ab") as file:
+        file.write(b'{"type":"metrics","step":2,"val')
+    with log_of() as log:
+        log.resume(0)
+        log.metrics(1, {"policy/loss": 0.25})
+    lines = (tmp_path / "run" / EVENTS).read_bytes().split(b"\n")[:-1]
+    assert all(is_as_written(line) for line in lines)
+    kept = [event["file"] for event in read_events(tmp_path / "run" / EVENTS) if event["type"] == "kept"]
+    assert kept == ["completions/validation-000000.jsonl"]
+
+
+# What is lacking ---------------------------------------------------------------------------------------------------
+
+
+def test_a_run_of_an_earlier_version_is_read_and_what_it_lacks_is_said(folder: Path):
+    file = events_files(folder)[0]
+    events = [event for event in read_events(file) if event["type"] != "kept"]
+    file.write_text("".join(event_line({k: v for k, v in event.items() if k != "sum"}) for event in events))
+    reseal(folder)
+    findings = verified(folder)
+    assert not findings.mismatches
+    assert not findings.is_verified
+    assert any("have no sum" in words for words in findings.lacks)
+    assert any("1 evaluations on the test split have no completions" in words for words in findings.lacks)
+
+
+def test_a_trial_whose_folder_is_gone_is_lacking(folder: Path):
+    shutil.rmtree(events_files(folder)[0].parent)
+    findings = verified(folder)
+    assert any("no files here" in words for words in findings.lacks)
+
+
+@pytest.mark.attack("A study or capsule that cannot be verified")
+@pytest.mark.parametrize(
+    ("break_it", "words"),
+    [
+        (lambda folder: (folder / EVIDENCE).unlink(), "cohort report copied"),
+        (lambda folder: (folder / "study.json").unlink(), "is not the folder of a study"),
+        (lambda folder: (folder / EVIDENCE).write_text("[1"), "is not valid JSON"),
+        (lambda folder: (folder / EVIDENCE).write_text('{"format": 1}'), "is not what Cohort wrote"),
+        (lambda folder: set_states(folder, "stopped"), "has no results"),
+        (lambda folder: name_file(folder, "../outside"), "must name files of the study alone"),
+    ],
+)
+def test_a_folder_that_cannot_be_verified_or_exported_is_one_sentence(
+    folder: Path, break_it: Callable[[Path], Any], words: str, tmp_path: Path
+):
+    break_it(folder)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        verified(folder)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        export_capsule(folder, tmp_path / "out.zip")
+    assert [file.name for file in tmp_path.iterdir()] == ["copied"]
+
+
+# Capsules ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def capsule(made: Path, tmp_path: Path) -> Path:
+    file = tmp_path / "out.zip"
+    assert cohort("study", "export", "sizes", str(file), "--runs", str(made)) == 0
+    return file
+
+
+def test_a_capsule_is_verified_where_nothing_else_is_and_equal_studies_give_equal_ones(
+    capsule: Path, made: Path, tmp_path: Path
+):
+    with unpacked(capsule) as folder:
+        assert verified(folder).is_verified
+        inside = folder
+    assert not inside.exists()
+    export_capsule(made / "studies" / "sizes", tmp_path / "again.zip")
+    assert (tmp_path / "again.zip").read_bytes() == capsule.read_bytes()
+
+
+def test_a_file_that_exists_is_not_replaced_by_a_capsule(made: Path, tmp_path: Path, capsys: Any):
+    (tmp_path / "out.zip").write_text("mine")
+    assert cohort("study", "export", "sizes", str(tmp_path / "out.zip"), "--runs", str(made)) == 2
+    assert "exists; choose another file" in capsys.readouterr().err
+    assert (tmp_path / "out.zip").read_text() == "mine"
+
+
+def rezipped(capsule: Path, change: Callable[[dict[str, bytes]], Any]) -> Path:
+    """The capsule with other content, its manifest as it was unless that is what changes."""
+    with zipfile.ZipFile(capsule) as old:
+        content = {name: old.read(name) for name in old.namelist()}
+    change(content)
+    with zipfile.ZipFile(capsule, "w", zipfile.ZIP_DEFLATED) as new:
+        for name, data in content.items():
+            new.writestr(name, data)
+    return capsule
+
+
+def linked(capsule: Path) -> None:
+    with zipfile.ZipFile(capsule, "a") as file:
+        info = zipfile.ZipInfo("report/link")
+        info.external_attr = (stat.S_IFLNK | 0o777) << 16
+        file.writestr(info, "/etc/passwd")
+
+
+@pytest.mark.attack("A hostile or damaged capsule")
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda c: rezipped(c, lambda files: files.pop("report/results.csv")), "lacks 1 files, 'report/results.csv'"),
+        (lambda c: rezipped(c, lambda files: files.update({"more.txt": b""})), "has, beyond its manifest, 1 files"),
+        (lambda c: rezipped(c, lambda files: files.update({"../out.txt": b"x"})), "must hold plain files"),
+        (lambda c: rezipped(c, lambda files: files.update({"/tmp/out.txt": b"x"})), "must hold plain files"),
+        (lambda c: rezipped(c, lambda files: files.update({"a\\..\\out.txt": b"x"})), "must hold plain files"),
+        (lambda c: rezipped(c, lambda files: files.update({"STUDY.json": b"x"})), "'STUDY.json' twice"),
+        (lambda c: rezipped(c, lambda files: files.pop("manifest.json")), "it has no manifest.json"),
+        (lambda c: rezipped(c, lambda files: files.update({"manifest.json": b"[]"})), "no readable manifest.json"),
+        (lambda c: rezipped(c, lambda files: files.update({"bomb": b"0" * 2**26})), "nothing was unpacked"),
+        (linked, "must hold plain files"),
+        (lambda c: c.write_bytes(c.read_bytes()[:-200]), "is not a capsule, or it is damaged"),
+        (lambda c: c.write_bytes(damaged(c.read_bytes())), "is not a capsule, or it is damaged"),
+        (lambda c: c.write_bytes(b"hello"), "is not a capsule, or it is damaged"),
+    ],
+)
+def test_a_hostile_or_damaged_capsule_is_one_sentence_and_leaves_nothing(
+    capsule: Path, change: Callable[[Path], Any], words: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    change(capsule)
+    scratch = capsule.parent / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    before = sorted(capsule.parent.rglob("*"))
+    assert cohort("verify", str(capsule)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("Error: ")
+    assert words in error
+    assert len(error.splitlines()) == 1
+    assert sorted(capsule.parent.rglob("*")) == before
+
+
+@pytest.mark.attack("A hostile or damaged capsule")
+def test_an_altered_file_of_a_capsule_is_named(capsule: Path, capsys: Any):
+    def change(files: dict[str, bytes]) -> None:
+        files["report/results.csv"] = files["report/results.csv"].replace(b",0.", b",1.", 1)
+
+    rezipped(capsule, change)
+    assert cohort("verify", str(capsule), "--json") == 1
+    found = json.loads(capsys.readouterr().out)["mismatches"]
+    assert {one["file"] for one in found} == {"report/results.csv"}
+    assert {one["arm"] for one in found} == {None, "group_size=4"}
+
+
+# Helpers that forge ------------------------------------------------------------------------------------------------
+
+
+def find_altered_digit(folder: Path, files: Sequence[Path], draw: random.Random, write: Callable[..., Any]) -> None:
+    """Alter one digit of one file; the file must be named. It is then as it was."""
+    file = draw.choice(files)
+    before = file.read_bytes()
+    place = draw.choice([i for i, byte in enumerate(before) if chr(byte).isdecimal()])
+    alter_digit(file, place)
+    name = file.relative_to(folder).as_posix()
+    try:
+        found = {one.file for one in verified(folder, write).mismatches}
+    except ValueError as error:  # a format or a name that is no longer one
+        found = {name} if file.name in str(error) else set()
+    assert name in found, (name, before[place - 20 : place + 20])
+    file.write_bytes(before)
+
+
+def damaged(content: bytes) -> bytes:
+    return content[:2000] + bytes(byte ^ 0xFF for byte in content[2000:2100]) + content[2100:]
+
+
+def rewrite(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change events and make the sums of their lines anew."""
+    events = [{k: v for k, v in event.items() if k != "sum"} for event in read_events(file)]
+    for event in events:
+        change(event)
+    file.write_text("".join(event_line(summed(event)) for event in events))
+
+
+def reseal(folder: Path, change: Callable[[dict[str, Any]], Any] = lambda document: None) -> None:
+    """Make the hashes of a folder anew, as one who forges it would."""
+    document = json.loads((folder / EVIDENCE).read_text())
+    del document["sum"]
+    document["files"] = {name: sha256(folder / name) for name in document["files"]}
+    change(document)
+    (folder / EVIDENCE).write_text(json.dumps({**document, "sum": content_sum(document)}))
+
+
+def set_states(folder: Path, state: str) -> None:
+    reseal(folder, lambda document: [trial.update(state=state) for trial in document["record"]["trials"]])
+
+
+def name_file(folder: Path, name: str) -> None:
+    reseal(folder, lambda document: document["files"].update({name: "0"}))
