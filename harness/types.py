@@ -306,6 +306,7 @@ class EvaluationResult:
     correct_counts  prompt id -> number of the n samples that are correct
     samples         rollouts for the reader
     breakdown       tag name -> tag value -> accuracy, greedy_accuracy and num_prompts; empty for a task without tags
+    drawn           tokens of each prompt and of each of its completions, k samples and the greedy one apart
     """
 
     split: Split
@@ -313,6 +314,7 @@ class EvaluationResult:
     correct_counts: Mapping[str, int]
     samples: Sequence[SampleRow]
     breakdown: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
+    drawn: Sequence[tuple[int, Sequence[int]]] = ()
 
 
 @dataclass(frozen=True)

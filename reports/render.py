@@ -23,14 +23,15 @@ from harness.types import ExploratoryArm, SampleRow, StudyRecord, TrialRecord
 from reports.analysis import ACCURACIES, accuracy_order, analyse
 from reports.figures.style import FORMATS, write_files
 from reports.join import JoinedStudy
-from reports.page import page_drawings, page_values
+from reports.page import FLOPS, page_drawings, page_values
 from reports.prose.wording import factor_title, p_value
 from reports.trials import score, setting
 
 BOOTSTRAP_SEED = 0
 _REACHED = ("accuracy_initial", "accuracy_final", "test_accuracy")
 _SPENT = ("rollouts", "generated_tokens", "optimizer_steps", "seconds", "peak_memory_bytes")
-COLUMNS = ("study", "trial", "arm", "seed", "state", "algorithm", "task", *_REACHED, *_SPENT)
+_LEDGER = (*(f"flops_{name}" for name in FLOPS), "core_seconds", "gpu_seconds", "energy_joules")
+COLUMNS = ("study", "trial", "arm", "seed", "state", "algorithm", "task", *_REACHED, *_SPENT, *_LEDGER)
 
 _JINJA: dict[str, Any] = {
     "loader": FileSystemLoader(Path(__file__).parent / "templates"),

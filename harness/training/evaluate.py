@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import NormalDist
 
@@ -13,6 +13,7 @@ from harness.policy.device import mixed_precision, resolve_device
 from harness.rewards.majority_vote import majority_correct
 from harness.spec.run import Evaluation, RunSpec
 from harness.training import ranks
+from harness.training.flops import Lengths, lengths
 from harness.training.grading import grade, sample_rows
 from harness.types import EvaluationResult, GradedGroup, Group, Prompt, Sampling, Split
 
@@ -54,7 +55,8 @@ def evaluate_run(
     metrics["greedy_accuracy"] = float(np.mean([bool(g.correct and g.correct[0]) for g in greedy_graded]))
     counts = {g.prompt_id: sum(g.correct or ()) for g in graded}
     rows = sample_rows(groups, graded, step=step, split=split, limit=num_shown)
-    return EvaluationResult(split, metrics, counts, rows, breakdown(prompts, graded, greedy_graded))
+    drawn = [*lengths(groups), *lengths(greedy_groups)]
+    return EvaluationResult(split, metrics, counts, rows, breakdown(prompts, graded, greedy_graded), drawn)
 
 
 def breakdown(
@@ -141,11 +143,17 @@ def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
 
 
 def logged_evaluation(
-    spec: RunSpec, engine: RolloutEngine, log: RunLogger, split: Split, step: int
+    spec: RunSpec,
+    engine: RolloutEngine,
+    log: RunLogger,
+    split: Split,
+    step: int,
+    charge: Callable[[Lengths], Mapping[str, float]] = lambda drawn: {},
 ) -> EvaluationResult:
-    """Evaluate the engine's policy and log it; of the test split each problem's fraction too."""
+    """Evaluate the engine's policy and log it, with what it is charged; of the test split each problem's fraction too.
+    """
     result = evaluate_run(spec, engine, split, step, lambda done, total: log.progress(split, done, total))
-    log.metrics(step, evaluation_metrics(result))
+    log.metrics(step, {**evaluation_metrics(result), **charge(result.drawn)})
     log.samples(result.samples)
     if split == "test":
         k = result.metrics["num_samples"]

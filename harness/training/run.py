@@ -26,6 +26,7 @@ from harness.training.cold_start import start_name, start_policy
 from harness.training.finished import CHECKPOINTS
 from harness.training.gates import GateState
 from harness.training.learner import Learner
+from harness.training.ledger import Ledger
 from harness.training.weight_sync import Probe
 from harness.types import Inputs, Split, TrialState
 
@@ -102,6 +103,7 @@ class Run:
     log: RunLogger
     directory: Path
     codec: TextCodec
+    ledger: Ledger
     models: Models = OWN_MODELS
     memory_before: int = 0  # bytes in use before the models were loaded
     inputs: Inputs = field(default_factory=dict)  # what it reads
@@ -119,6 +121,7 @@ class Run:
             "accuracies": self.accuracies,
             "kl_beta": self.kl_beta,
             "gates": vars(self.gates),
+            "ledger": self.ledger.spent,
             "num_events": self.log.sync(),  # on disk before the checkpoint that relies on them
         }
         learner_state, weights = self.learner.state(), saved_weights(self.learner.policy)  # gathered by all ranks
@@ -137,8 +140,12 @@ class Run:
                 base=self.base,
             )
 
+    def charge(self, seconds: float) -> None:
+        self.totals.seconds += seconds
+        self.ledger.time(seconds)
+
     def summary(self) -> dict[str, float]:
-        return {**self.accuracies, **{k: float(v) for k, v in vars(self.totals).items()}}
+        return {**self.accuracies, **{k: float(v) for k, v in vars(self.totals).items()}, **self.ledger.summary()}
 
 
 def first_prompt(spec: RunSpec, split: Split) -> str:
@@ -194,7 +201,8 @@ def prepare(
     learner = Learner(spec, policy)
     engine = models.engine(spec, policy, codec)
     base = Base.of(start_name(spec, cache), spec.cold_start.seed) if spec.lora is not None else None
-    run = Run(spec, engine, learner, log, directory, codec, models, memory_before, inputs, base)
+    ledger = Ledger.of(spec, policy, is_alone=models.is_alone)
+    run = Run(spec, engine, learner, log, directory, codec, ledger, models, memory_before, inputs, base)
     run.kl_beta = spec.algorithm.kl_beta
     if checkpoint is None:
         return run, 0
@@ -205,6 +213,7 @@ def prepare(
     run.accuracies = dict(checkpoint.progress["accuracies"])
     run.kl_beta = checkpoint.progress["kl_beta"]
     run.gates = GateState(**checkpoint.progress["gates"])
+    run.ledger.resume(checkpoint.progress.get("ledger"), run.totals.seconds)
     return run, checkpoint.step
 
 
