@@ -30,8 +30,8 @@ from reports.trials import score, setting
 BOOTSTRAP_SEED = 0
 _REACHED = ("accuracy_initial", "accuracy_final", "test_accuracy")
 _SPENT = ("rollouts", "generated_tokens", "optimizer_steps", "seconds", "peak_memory_bytes")
-_LEDGER = (*(f"flops_{name}" for name in FLOPS), "core_seconds", "gpu_seconds", "energy_joules")
-COLUMNS = ("study", "trial", "arm", "seed", "state", "algorithm", "task", *_REACHED, *_SPENT, *_LEDGER)
+_LEDGER = (*(f"flops_{name}" for name in FLOPS), "core_seconds", "gpu_seconds", "energy_joules")  # where known
+COLUMNS = ("study", "trial", "arm", "seed", "state", "algorithm", "task", *_REACHED, *_SPENT)
 
 _JINJA: dict[str, Any] = {
     "loader": FileSystemLoader(Path(__file__).parent / "templates"),
@@ -81,7 +81,8 @@ def results_csv(record: StudyRecord) -> str:
     spreadsheet would run as a formula starts with an apostrophe.
     """
     staged = ("stage", "half_width", "at_most") if record.two_stage is not None else ()
-    columns = (*COLUMNS, *staged)
+    known = tuple(name for name in _LEDGER if any(name in trial.summary for trial in record.trials))
+    columns = (*COLUMNS, *known, *staged)
     factors = list(dict.fromkeys(name for trial in record.trials for name in trial.factors if name not in columns))
     logged = {name for trial in record.trials for name in trial.history if ACCURACIES.fullmatch(name)}
     accuracies = sorted(logged - {"test/accuracy"}, key=accuracy_order)

@@ -101,7 +101,7 @@ def test_every_command_explains_itself_with_an_example(command: tuple[str, ...],
 
 def test_the_commands_are_the_documented_ones():
     expected = "train compare join evaluate report ui doctor study-run study-list study-show study-status"
-    expected += " study-watch study-stop study-resume study-clone"
+    expected += " study-plan study-watch study-stop study-resume study-clone"
     expected += " list-algorithms list-tasks list-rewards list-engines list-studies"
     expected += " grade task-show reward-model-train memory"
     assert {"-".join(command) for command in commands()} == set(expected.split())

@@ -64,7 +64,7 @@ def addmm_in_place(x, one, other, **_):
 
 
 def counted(work):
-    """The result of some work and the operations that PyTorch has counted, with attention as the products that it is."""
+    """The result of some work and its operations as PyTorch counts them, with attention as the products that it is."""
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm_in_place})
     counter.mod_tracker = Modules()  # pyright: ignore
     with sdpa_kernel(SDPBackend.MATH), counter:
@@ -77,7 +77,7 @@ def a_spec(**changes) -> RunSpec:
 
 
 def a_step(spec: RunSpec, policy):
-    """(operations by formula, operations counted) of sampling, scoring and learning, with completions of full length."""
+    """(operations by formula, as counted) of sampling, scoring and learning, with completions of full length."""
     if spec.lora is not None:
         add_adapter(policy, spec.lora, 0)
     learner, costs = Learner(spec, policy), flops.Costs.of(policy)
@@ -101,7 +101,9 @@ def a_step(spec: RunSpec, policy):
 def test_a_step_takes_the_operations_that_pytorch_counts(case: str):
     model, changes = STEPS[case]
     formula, expected = a_step(a_spec(**changes), MODELS[model]().eval())
-    assert formula == pytest.approx(expected, rel=0.03 if case == "minibatches" else 0.002)  # which prompts meet: chance
+    assert formula == pytest.approx(
+        expected, rel=0.03 if case == "minibatches" else 0.002
+    )  # which prompts meet: chance
 
 
 def test_a_cold_start_takes_the_operations_that_pytorch_counts():
@@ -117,7 +119,9 @@ def test_a_vocabulary_too_large_to_keep_its_logits_passes_the_head_once_more():
     large = flops.replace(costs, vocabulary=2**22)
     rows = [(10, [20, 20])] * 8
     more = flops.learned(large, rows, a_spec(algorithm="grpo"), share=True, batch_tokens=1024)
-    assert more - flops.learned(costs, rows, a_spec(algorithm="grpo"), share=True, batch_tokens=1024) == costs.head * 320
+    assert (
+        more - flops.learned(costs, rows, a_spec(algorithm="grpo"), share=True, batch_tokens=1024) == costs.head * 320
+    )
 
 
 def a_run(**changes) -> RunSpec:
@@ -172,7 +176,7 @@ def test_a_run_ends_with_the_step_that_spends_its_operations(tmp_path: Path, cac
 def test_operations_end_no_run_whose_model_is_not_counted(tmp_path: Path):
     config = {"model_type": "mixtral", "num_local_experts": 4, **GROUPED}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SpecError, match="max_flops must be left out for model .* mixtral .*; use steps"):
+    with pytest.raises(SpecError, match=r"max_flops must be left out for model .* mixtral .*; use steps"):
         flops.check_countable(a_run(model=str(tmp_path), max_flops=1e9))
 
 

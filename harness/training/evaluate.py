@@ -150,8 +150,7 @@ def logged_evaluation(
     step: int,
     charge: Callable[[Lengths], Mapping[str, float]] = lambda drawn: {},
 ) -> EvaluationResult:
-    """Evaluate the engine's policy and log it, with what it is charged; of the test split each problem's fraction too.
-    """
+    """Evaluate the engine's policy and log it and what it is charged; of the test split each problem's fraction too."""
     result = evaluate_run(spec, engine, split, step, lambda done, total: log.progress(split, done, total))
     log.metrics(step, {**evaluation_metrics(result), **charge(result.drawn)})
     log.samples(result.samples)

@@ -32,7 +32,9 @@ from harness.types import Group
 Lengths = Sequence[tuple[int, Sequence[int]]]  # of each prompt its tokens, and those of each of its completions
 _KEYS = re.compile(r"k_proj|v_proj|c_attn|qkv|query_key_value")  # weights that make keys and values
 _INPUT = re.compile(f"q_proj|{_KEYS.pattern}")  # those that read what a layer gets
-_END = re.compile(r"down_proj|fc2|mlp\.c_proj|dense_4h_to_h")  # whose products are not computed again: nothing needs them
+_END = re.compile(
+    r"down_proj|fc2|mlp\.c_proj|dense_4h_to_h"
+)  # whose products are not computed again: nothing needs them
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,8 @@ class Ledger:
         return cls(spec, costs, energy_meter(device) if is_alone else _unknown)
 
     def resume(self, spent: Mapping[str, float] | None, seconds: float) -> None:
-        """Go on from what a checkpoint says, after so many seconds; one from before there were ledgers says nothing, and
-        what is not known from the beginning stays unknown."""
+        """Go on from what a checkpoint says, after so many seconds. One from before there were ledgers says nothing,
+        and what is not known from the beginning stays unknown."""
         self.spent = dict(spent or {})
         if spent is None:
             self.costs = None
