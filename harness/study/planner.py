@@ -139,9 +139,10 @@ def calibrate(
 
 def predict(study: StudySpec, measured: Calibration, seeds: int, factor: float = 1.0) -> tuple[float, float, float]:
     """(seconds from start to report, seconds of all trials, operations) of a study with so many seeds of each arm."""
-    trials = [(arm.label, arm.spec) for arm, _ in planned(study)] * seeds
+    arms = list(planned(study))
+    trials = [(arm.label, arm.spec) for arm, _ in arms] * seeds
     if study.searches():  # whose number of trials its file says
-        trials = [(arm.label, arm.spec) for arm, count in planned(study) for _ in range(count)]
+        trials = [(arm.label, arm.spec) for arm, count in arms for _ in range(count)]
     free = [0.0] * min(measured.workers, len(trials))
     taken = flops = 0.0
     for place, (label, spec) in enumerate(trials):
