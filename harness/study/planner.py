@@ -29,10 +29,12 @@ from harness.machine import usable_cores
 from harness.spec.errors import SpecError
 from harness.spec.run import RunSpec
 from harness.spec.study import Arm, StudySpec, parse_study
+from harness.study.checks import check_study
 from harness.study.estimates import planned
 from harness.study.processes import default_workers
 from harness.study.runner import run_study
 from harness.study.two_stage import on_test_split
+from harness.study.worker import EXECUTE
 from harness.tracking import mlflow_address
 from harness.tracking.events import EVENTS, RunHistory, read_events
 from harness.tracking.mlflow_store import connect
@@ -111,16 +113,19 @@ def calibrate(
     """
     began, size = time.monotonic(), workers or default_workers(study.devices)
     arms = [arm for arm, _ in planned(study)]
+    check_study(study, runs, workers, EXECUTE)
     _make_starts([arm.spec for arm in arms], runs / "cache", size)
     cut, name_of = _cut(study, arms, size)
     with _scratch(runs) as scratch:
         since = time.time()
         status = run_study(cut, scratch, workers=size, command="", together=False)
+        if not status.finished:  # asked to stop
+            raise KeyboardInterrupt
         bad = next((trial for trial in status.trials if trial.state != "complete"), None)
         if bad is not None:
             raise SpecError(
                 f"arm '{bad.arm}' of study '{study.name}' must get through {STEPS} steps to be measured, got "
-                f"{bad.state}: {bad.reason or 'it was stopped'}"
+                f"{bad.state}: {bad.reason}"
             )
         write_report(cut.name, scratch)
         ended = time.time()

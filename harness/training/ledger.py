@@ -45,7 +45,7 @@ class Ledger:
     def of(cls, spec: RunSpec, policy: nn.Module, *, is_alone: bool) -> Ledger:
         try:
             costs = flops.Costs.of(policy)
-        except (ValueError, AttributeError):  # a model that is unlike those that the formula knows, or a fake
+        except Exception:  # a model that cannot be counted fails in ways of its own, and may train well
             costs = None
         device = resolve_device(spec.device)
         return cls(spec, costs, energy_meter(device) if is_alone else _unknown)

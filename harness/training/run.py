@@ -103,7 +103,6 @@ class Run:
     log: RunLogger
     directory: Path
     codec: TextCodec
-    ledger: Ledger
     models: Models = OWN_MODELS
     memory_before: int = 0  # bytes in use before the models were loaded
     inputs: Inputs = field(default_factory=dict)  # what it reads
@@ -113,6 +112,10 @@ class Run:
     accuracies: dict[str, float] = field(default_factory=dict)
     kl_beta: float = 0.0  # of the next step, where it is adaptive
     gates: GateState = field(default_factory=GateState)
+    ledger: Ledger = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger.of(self.spec, self.learner.policy, is_alone=self.models.is_alone)
 
     def save(self, step: int) -> None:
         """Write the checkpoint of training step `step`, which `prepare` continues from with any number of devices."""
@@ -201,8 +204,7 @@ def prepare(
     learner = Learner(spec, policy)
     engine = models.engine(spec, policy, codec)
     base = Base.of(start_name(spec, cache), spec.cold_start.seed) if spec.lora is not None else None
-    ledger = Ledger.of(spec, policy, is_alone=models.is_alone)
-    run = Run(spec, engine, learner, log, directory, codec, ledger, models, memory_before, inputs, base)
+    run = Run(spec, engine, learner, log, directory, codec, models, memory_before, inputs, base)
     run.kl_beta = spec.algorithm.kl_beta
     if checkpoint is None:
         return run, 0
