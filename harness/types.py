@@ -307,6 +307,7 @@ class EvaluationResult:
     samples         rollouts for the reader
     breakdown       tag name -> tag value -> accuracy, greedy_accuracy and num_prompts; empty for a task without tags
     completions     every problem with all its completions, as `harness.training.kept` writes them
+    drawn           tokens of each prompt and of each of its completions, k samples and the greedy one apart
     """
 
     split: Split
@@ -315,6 +316,7 @@ class EvaluationResult:
     samples: Sequence[SampleRow]
     breakdown: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
     completions: Sequence[Mapping[str, Any]] = ()
+    drawn: Sequence[tuple[int, Sequence[int]]] = ()
 
 
 @dataclass(frozen=True)

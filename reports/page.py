@@ -22,6 +22,10 @@ from reports.trials import score, search_of, setting, tuning_of, wanted_pairs
 
 _MOST_PROMPTS, _MOST_ARMS = 4, 4
 _MOST_CHARACTERS = 1600
+FLOPS = {  # what is counted of a run's operations -> its column
+    "train": "Training", "sampling": "Sampling", "scoring": "Scoring", "learning": "Learning",
+    "evaluation": "Evaluation", "cold_start": "Cold start",
+}  # fmt: skip
 _ACCURACY = {"test/accuracy": "mean of samples", "test/greedy_accuracy": "greedy"}
 
 
@@ -58,6 +62,7 @@ def page_values(analysis: Analysis, drawings: Mapping[str, Sequence[Drawing]]) -
         "controls": _controls(analysis),
         "gaps": [*analysis.gaps, *(gap for control in analysis.controls for gap in control.gaps)],
         "exploratory": _exploratory(analysis),
+        "costs": _costs(analysis),
         "accuracies": _accuracies(analysis),
         "accuracies_reading": accuracies_reading(analysis),
         "claims": check_claims(analysis),
@@ -185,6 +190,28 @@ def _exploratory(analysis: Analysis) -> list[dict[str, str]]:
             "outcome": wording.number(fmean(scores) if scores else math.nan, metric),
         })  # fmt: skip
     return rows
+
+
+def _costs(analysis: Analysis) -> dict[str, Any]:
+    """What the page says of each arm's ledger, as text: names of the columns that any arm knows, and a row of each."""
+    arms = [*analysis.arms, *(control.summary for control in analysis.controls)]
+    columns = {f"flops_{name}": (title, wording.operations) for name, title in FLOPS.items()} | {
+        "core_seconds": ("Core-hours", _hours),
+        "gpu_seconds": ("GPU-hours", _hours),
+        "energy_joules": ("Energy, Wh", _hours),
+    }
+    known = [key for key in columns if any(key in arm.costs for arm in arms)]
+    rows = [
+        {"label": arm.label, "cells": [columns[key][1](arm.costs.get(key)) for key in known]}
+        for arm in arms
+        if arm.costs
+    ]
+    return {"names": [columns[key][0] for key in known], "rows": rows if known else []}
+
+
+def _hours(seconds: float | None) -> str:
+    """Hours of so many seconds, or watt-hours of so many joules."""
+    return "n/a" if seconds is None else f"{seconds / 3600:.3g}"
 
 
 def _accuracies(analysis: Analysis) -> dict[str, Any]:

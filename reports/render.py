@@ -23,13 +23,14 @@ from harness.types import ExploratoryArm, SampleRow, StudyRecord, TrialRecord
 from reports.analysis import ACCURACIES, accuracy_order, analyse
 from reports.figures.style import FORMATS, write_files
 from reports.join import JoinedStudy
-from reports.page import page_drawings, page_values
+from reports.page import FLOPS, page_drawings, page_values
 from reports.prose.wording import factor_title, p_value
 from reports.trials import score, setting
 
 BOOTSTRAP_SEED = 0
 _REACHED = ("accuracy_initial", "accuracy_final", "test_accuracy")
 _SPENT = ("rollouts", "generated_tokens", "optimizer_steps", "seconds", "peak_memory_bytes")
+_LEDGER = (*(f"flops_{name}" for name in FLOPS), "core_seconds", "gpu_seconds", "energy_joules")  # where known
 COLUMNS = ("study", "trial", "arm", "seed", "state", "algorithm", "task", *_REACHED, *_SPENT)
 
 _JINJA: dict[str, Any] = {
@@ -80,7 +81,8 @@ def results_csv(record: StudyRecord) -> str:
     spreadsheet would run as a formula starts with an apostrophe.
     """
     staged = ("stage", "half_width", "at_most") if record.two_stage is not None else ()
-    columns = (*COLUMNS, *staged)
+    known = tuple(name for name in _LEDGER if any(name in trial.summary for trial in record.trials))
+    columns = (*COLUMNS, *known, *staged)
     factors = list(dict.fromkeys(name for trial in record.trials for name in trial.factors if name not in columns))
     logged = {name for trial in record.trials for name in trial.history if ACCURACIES.fullmatch(name)}
     accuracies = sorted(logged - {"test/accuracy"}, key=accuracy_order)

@@ -103,7 +103,7 @@ def test_every_command_explains_itself_with_an_example(command: tuple[str, ...],
 
 def test_the_commands_are_the_documented_ones():
     expected = "train compare join evaluate report ui doctor study-run study-list study-show study-status"
-    expected += " study-watch study-stop study-resume study-clone study-export verify"
+    expected += " study-plan study-watch study-stop study-resume study-clone study-export verify"
     expected += " list-algorithms list-tasks list-rewards list-engines list-studies list-settings"
     expected += " grade task-show reward-model-train memory"
     assert {"-".join(command) for command in commands()} == set(expected.split())

@@ -55,7 +55,7 @@ HEAVY = {"torch", "transformers", "datasets", "mlflow", "optuna", "matplotlib", 
 LIGHT = tuple(
     f"harness/{file}.py"
     for file in ("cli/app", "cli/commands", "cli/options", "cli/train", "cli/join", "cli/reward_model", "cli/compare",
-                 "cli/study", "cli/report", "cli/inspect", "cli/ui", "cli/doctor", "cli/memory", "cli/verify",
+                 "cli/study", "cli/plan", "cli/report", "cli/verify", "cli/inspect", "cli/ui", "cli/doctor", "cli/memory",
                  "cli/lists", "cli/views/answers", "cli/views/studies", "console/terminal")
 )  # fmt: skip
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}

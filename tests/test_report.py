@@ -891,3 +891,44 @@ def test_a_study_tells_the_threads_of_its_trials_beside_the_command(tmp_path: Pa
     assert told("one", "1") == "A trial had 1 thread; with another number its last bits differ."
     changed = "A trial had 1 or 2 threads (the number of workers changed); with another number its last bits differ."
     assert told("two", "1", "2").replace("\\", "") == changed
+
+
+def with_ledger(record: StudyRecord, limit: float | None = None) -> StudyRecord:
+    """The record with operations: 1e9 a step for the first arm, 2e9 for the others, and core-hours of an hour."""
+    trials = []
+    for trial in record.trials:
+        each = 1e9 if trial.arm == record.arms[0] else 2e9
+        history = {**trial.history, "flops/train": [(step, each * step) for step in range(1, 101)]}
+        summary = {**trial.summary, "flops_train": 100 * each, "flops_evaluation": 5e12, "core_seconds": 3600.0}
+        spec = {**trial.spec, **({} if limit is None else {"max_flops": limit})}
+        trials.append(dataclasses.replace(trial, history=history, summary=summary, spec=spec))
+    return dataclasses.replace(record, trials=trials)
+
+
+def test_a_report_says_what_each_arm_has_cost_and_draws_accuracy_against_operations(tmp_path: Path) -> None:
+    files = write_report(with_ledger(fake_study()), tmp_path, formats=())
+    table = files.markdown.read_text().partition("## Cost")[2].partition("## ")[0]
+    assert "| Arm | Training | Evaluation | Core-hours |" in table
+    assert "| ppo | 100 GFLOP | 5 TFLOP | 1 |" in table
+    assert "| grpo | 200 GFLOP | 5 TFLOP | 1 |" in table
+    assert "Energy" not in table.partition("| Arm |")[2]
+    page = files.html.read_text()
+    assert "against operations of training" in page
+    assert 'data-label="Core-hours"' in page
+    row = next(csv.DictReader(files.csv.read_text().splitlines()))
+    assert (row["flops_train"], row["core_seconds"]) == ("100000000000", "3600")
+    assert "gpu_seconds" not in row
+
+
+def test_a_study_from_before_there_were_ledgers_has_no_table_of_costs(tmp_path: Path) -> None:
+    files = write_report(fake_study(), tmp_path, formats=())
+    assert "## Cost" not in files.markdown.read_text()
+    assert "operations" not in files.html.read_text()
+
+
+def test_a_report_says_which_arms_have_not_spent_equal_operations() -> None:
+    found = dict(notes(analysed(with_ledger(fake_study(), limit=1.5e11))))
+    assert found["Equal operations"] == (
+        "All arms end with the step in which their training reaches 150 GFLOP. ppo ended before, at the last of their "
+        "steps: give them more."
+    )

@@ -223,6 +223,13 @@ class RunSpec(Section):
         "the sampler's, or the learner's with a mismatch.correction",
     )
     steps: int = Field(default=100, ge=0, description="training steps; 0 evaluates the start alone")
+    max_flops: float | None = Field(
+        default=None,
+        gt=0,
+        exclude_if=lambda value: value is None,  # likewise
+        description="operations of training after which the run ends, if `steps` have not ended it before; those of "
+        "evaluations and of the cold start do not count",
+    )
     seed: int = Field(
         default=0, ge=0, le=MAX_INTEGER, description="of all noise; in a study its `seeds` take the place of this"
     )

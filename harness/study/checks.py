@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from harness.training.disk import Need
 
 COSTS = (
-    "train/generated_tokens", "completion/length", "seconds/total", "throughput/tokens_per_second", "memory/peak_bytes"
+    "train/generated_tokens", "completion/length", "seconds/total", "throughput/tokens_per_second", "memory/peak_bytes",
+    "flops/train",
 )  # fmt: skip
 
 
@@ -75,11 +76,13 @@ def check_study(study: StudySpec, runs: Path, workers: int | None, execute: str,
     check_inputs(specs, runs, models=execute == EXECUTE)
     if execute == EXECUTE:
         from harness.memory.fit import check_memory
+        from harness.training.flops import check_countable
 
         check_metrics(study, specs)
         if here:
             check_devices(specs)
         for spec in specs:
+            check_countable(spec)
             if spec.steps:
                 check_memory(spec, num_copies(study, spec, workers, len(specs) * study.most_seeds) if here else 1)
 

@@ -16,6 +16,7 @@ from harness.policy.device import mixed_precision, resolve_device
 from harness.rewards.majority_vote import majority_correct
 from harness.spec.run import Evaluation, RunSpec
 from harness.training import ranks
+from harness.training.flops import Lengths, lengths
 from harness.training.grading import completion_rows, grade, groups_of, sample_rows
 from harness.training.kept import completions_file, keep_rows
 from harness.types import EvaluationResult, GradedGroup, Group, Prompt, Sampling, Split
@@ -59,6 +60,7 @@ def evaluate_run(
         _result(split, prompts, graded, greedy_graded),
         samples=sample_rows(groups, graded, step=step, split=split, limit=num_shown),
         completions=completion_rows(groups, greedy_groups),
+        drawn=[*lengths(groups), *lengths(greedy_groups)],
     )
 
 
@@ -162,16 +164,22 @@ def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
 
 
 def logged_evaluation(
-    spec: RunSpec, engine: RolloutEngine, directory: Path, log: RunLogger, split: Split, step: int
+    spec: RunSpec,
+    engine: RolloutEngine,
+    directory: Path,
+    log: RunLogger,
+    split: Split,
+    step: int,
+    charge: Callable[[Lengths], Mapping[str, float]] = lambda drawn: {},
 ) -> EvaluationResult:
-    """Evaluate the engine's policy and log it; of the test split each problem's fraction too.
+    """Evaluate the engine's policy and log it and what it is charged; of the test split each problem's fraction too.
 
     All completions are kept in the run's folder, so that the numbers can be verified.
     """
     result = evaluate_run(spec, engine, split, step, lambda done, total: log.progress(split, done, total))
     if ranks.rank() == 0:
         keep_rows(directory, log, step, completions_file(split, step), result.completions)
-    log.metrics(step, evaluation_metrics(result))
+    log.metrics(step, {**evaluation_metrics(result), **charge(result.drawn)})
     log.samples(result.samples)
     if split == "test":
         k = result.metrics["num_samples"]

@@ -72,9 +72,8 @@ class Learner:
         The spec's algorithm decides, so a KL weight that a schedule takes to 0 changes neither needs nor metrics.
         With `sampler_is_exact` the engine's log-probs serve as old log-probs, which saves a forward pass.
         """
-        is_off_policy = self.spec.updates_per_step > 1 or self.spec.staleness > 0
         with torch.no_grad():
-            if self.spec.algorithm.needs_old_logprobs or is_off_policy or self._corrects(sampler_is_exact):
+            if self._reads_old(sampler_is_exact):
                 old = batch.sampler_logprobs_BT if sampler_is_exact else self.logprobs(self.policy, batch)
                 batch = batch.replace(old_logprobs_BT=old)
             if self.spec.algorithm.needs_reference:
@@ -86,6 +85,14 @@ class Learner:
     def correct(self, batch: Batch, *, sampler_is_exact: bool) -> tuple[Batch, dict[str, float]]:
         """The batch with the importance weights that the spec asks for, where the engine's log-probs are not exact."""
         return correct_mismatch(batch, self.spec.mismatch) if self._corrects(sampler_is_exact) else (batch, {})
+
+    def scores_old(self, sampler_is_exact: bool) -> bool:
+        """Whether `annotate` takes a forward pass for old log-probs."""
+        return self._reads_old(sampler_is_exact) and not sampler_is_exact
+
+    def _reads_old(self, sampler_is_exact: bool) -> bool:
+        is_off_policy = self.spec.updates_per_step > 1 or self.spec.staleness > 0
+        return self.spec.algorithm.needs_old_logprobs or is_off_policy or self._corrects(sampler_is_exact)
 
     def _corrects(self, sampler_is_exact: bool) -> bool:
         return self.spec.mismatch.correction != "none" and not sampler_is_exact

@@ -15,6 +15,7 @@ from harness.spec.run import RunSpec
 from harness.training import ranks
 from harness.training.agreement import check_agreement, check_length
 from harness.training.evaluate import logged_evaluation
+from harness.training.flops import check_countable
 from harness.training.gates import check_gates, gates_of
 from harness.training.run import OWN_MODELS, Models, Run, RunResult, StoppedEarly, first_prompt, prepare, run_facts
 from harness.training.step import train_step
@@ -48,6 +49,7 @@ def _train(
 ) -> RunResult:
     spec.engine.check(spec.sampling_with_limit())
     check_length(spec)
+    check_countable(spec)
     log.prompt(first_prompt(spec, "train" if spec.steps else "validation"))
     train_prompts = spec.task.prompts("train") if spec.steps else []
     if spec.control == "shuffled_gold" and len(train_prompts) == 1:
@@ -69,27 +71,28 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
     spec = run.spec
     agreement = check_agreement(run, prompts, step) if step < spec.steps else {}
     if step == 0:
-        if facts := run_facts(run) | agreement:
+        if facts := run_facts(run) | agreement | run.ledger.start(run.codec, spec.task.demonstrations):
             run.log.metrics(0, facts)
         _evaluate(run, "validation", 0)
-    while step < spec.steps:
+    while step < spec.steps and not run.ledger.is_spent:
         start = run.models.now()
         metrics, rows = train_step(run, prompts, step)
         step += 1
-        run.totals.seconds += run.models.now() - start
+        run.charge(run.models.now() - start)
         metrics["seconds/total"] = run.totals.seconds
         run.totals.peak_memory_bytes = max(run.totals.peak_memory_bytes, peak_memory())
         metrics["memory/peak_bytes"] = run.totals.peak_memory_bytes
         run.log.metrics(step, metrics)
         run.log.progress("train", step, spec.steps)
         check_gates(gates_of(spec), run.gates, metrics, step)  # of metrics that all ranks share
-        if step % spec.evaluation.every == 0 or step == spec.steps:
+        is_last = step == spec.steps or run.ledger.is_spent
+        if step % spec.evaluation.every == 0 or is_last:
             run.log.samples(rows)
             _evaluate(run, "validation", step)
         stop = ranks.same(should_stop)
-        if step % spec.checkpoints.every == 0 or step == spec.steps or stop:
+        if step % spec.checkpoints.every == 0 or is_last or stop:
             run.save(step)
-        if stop and step < spec.steps:
+        if stop and not is_last:
             return RunResult("stopped", None, run.summary())
     _evaluate(run, "test", step)
     return RunResult("complete", None, run.summary())
@@ -98,8 +101,8 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
 def _evaluate(run: Run, split: Split, step: int) -> None:
     """Evaluate, log, and keep the accuracies that the summary needs."""
     start = run.models.now()
-    result = logged_evaluation(run.spec, run.engine, run.directory, run.log, split, step)
-    run.totals.seconds += run.models.now() - start
+    result = logged_evaluation(run.spec, run.engine, run.directory, run.log, split, step, run.ledger.evaluation)
+    run.charge(run.models.now() - start)
     if split == "test":
         run.accuracies["test_accuracy"] = result.metrics["accuracy"]
     else:

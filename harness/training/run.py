@@ -26,6 +26,7 @@ from harness.training.cold_start import start_name, start_policy
 from harness.training.finished import CHECKPOINTS
 from harness.training.gates import GateState
 from harness.training.learner import Learner
+from harness.training.ledger import Ledger
 from harness.training.weight_sync import Probe
 from harness.types import Inputs, Split, TrialState
 
@@ -111,6 +112,10 @@ class Run:
     accuracies: dict[str, float] = field(default_factory=dict)
     kl_beta: float = 0.0  # of the next step, where it is adaptive
     gates: GateState = field(default_factory=GateState)
+    ledger: Ledger = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger.of(self.spec, self.learner.policy, is_alone=self.models.is_alone)
 
     def save(self, step: int) -> None:
         """Write the checkpoint of training step `step`, which `prepare` continues from with any number of devices."""
@@ -119,6 +124,7 @@ class Run:
             "accuracies": self.accuracies,
             "kl_beta": self.kl_beta,
             "gates": vars(self.gates),
+            "ledger": self.ledger.spent,
             "num_events": self.log.sync(),  # on disk before the checkpoint that relies on them
         }
         learner_state, weights = self.learner.state(), saved_weights(self.learner.policy)  # gathered by all ranks
@@ -137,8 +143,12 @@ class Run:
                 base=self.base,
             )
 
+    def charge(self, seconds: float) -> None:
+        self.totals.seconds += seconds
+        self.ledger.time(seconds)
+
     def summary(self) -> dict[str, float]:
-        return {**self.accuracies, **{k: float(v) for k, v in vars(self.totals).items()}}
+        return {**self.accuracies, **{k: float(v) for k, v in vars(self.totals).items()}, **self.ledger.summary()}
 
 
 def first_prompt(spec: RunSpec, split: Split) -> str:
@@ -205,6 +215,7 @@ def prepare(
     run.accuracies = dict(checkpoint.progress["accuracies"])
     run.kl_beta = checkpoint.progress["kl_beta"]
     run.gates = GateState(**checkpoint.progress["gates"])
+    run.ledger.resume(checkpoint.progress.get("ledger"), run.totals.seconds)
     return run, checkpoint.step
 
 

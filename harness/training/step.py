@@ -54,6 +54,13 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
         {} if unparsable is None else {"grading/unparsable": (_num_unparsable(run) or 0) - unparsable},
         clock.metrics(),
         _charge(run, (*drawn.groups, *drawn.greedy), clock),
+        run.ledger.step(
+            drawn.groups,
+            drawn.greedy,
+            chosen.groups,
+            reads_old=learner.scores_old(is_exact),
+            share=learner.shares_prompts,
+        ),
     )
     rows = (drawn.groups, drawn.graded, drawn.scores.totals, drawn.scores.parts)
     if ranks.rank() == 0 and spec.checkpoints.rollouts_every and step % spec.checkpoints.rollouts_every == 0:

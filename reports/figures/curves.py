@@ -72,7 +72,7 @@ class _Line:
 
 
 def learning_curves(analysis: Analysis) -> list[Drawing]:
-    """The study's metric against steps, rollouts, tokens and seconds."""
+    """The study's metric against steps, rollouts, tokens, seconds and operations."""
     metric = analysis.record.metric
     drawings = []
     for name, cost, label in (
@@ -80,6 +80,7 @@ def learning_curves(analysis: Analysis) -> list[Drawing]:
         ("rollouts", "train/rollouts", "sampled rollouts"),
         ("tokens", "train/generated_tokens", "generated tokens"),
         ("seconds", "seconds/total", "seconds"),
+        ("flops", "flops/train", "operations of training"),
     ):
         lines = _arm_lines(analysis, metric, cost)
         if lines:

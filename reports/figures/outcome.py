@@ -56,6 +56,7 @@ def cost_against_accuracy(analysis: Analysis) -> list[Drawing]:
         ("seconds", "seconds per run", 1.0),
         ("generated_tokens", "generated tokens per run", 1.0),
         ("peak_memory_bytes", "peak memory, GiB", 2.0**30),
+        ("flops_train", "operations of training per run", 1.0),
     ):
         arms = [arm for arm in analysis.finished_arms if key in arm.costs]
         spent = [arm.costs[key] for arm in arms]

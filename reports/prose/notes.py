@@ -272,6 +272,15 @@ def _cold_start_note(specs: _Specs) -> _Note | None:
 
 
 def _budget_note(analysis: Analysis, specs: _Specs) -> _Note:
+    most = set(_values(specs, "max_flops").values())
+    if len(most) == 1 and None not in most:
+        (limit,) = most
+        trained = {arm.label: arm.costs["flops_train"] for arm in analysis.arms if "flops_train" in arm.costs}
+        short = [label for label, count in trained.items() if count < limit]
+        text = f"All arms end with the step in which their training reaches {wording.operations(limit)}."
+        if short:
+            text += f" {wording.listed(short)} ended before, at the last of their steps: give them more."
+        return "Equal operations", text
     rollouts = set(_values(specs, "rollouts_per_step").values())
     steps = set(_values(specs, "steps").values())
     if len(rollouts) == 1 and len(steps) == 1:

@@ -97,6 +97,14 @@ def quantity(count: float | None) -> str:
     return f"{count:.0f}"
 
 
+def operations(count: float | None) -> str:
+    """Floating-point operations: `3.41 TFLOP`."""
+    if count is None or math.isnan(count):
+        return "n/a"
+    scale, prefix = next(((s, p) for s, p in ((1e18, "E"), (1e15, "P"), (1e12, "T")) if count >= s), (1e9, "G"))
+    return f"{count / scale:.3g} {prefix}FLOP"
+
+
 def duration(seconds: float | None) -> str:
     """Seconds as `48 s`, `3 min 20 s` or `2 h 05 min`."""
     if seconds is None or math.isnan(seconds):

@@ -1,0 +1,352 @@
+"""Predicts what a study takes from a short calibration, and proposes the steps and seeds that a budget buys.
+
+The calibration is the study itself, cut to a few steps of each arm, with as many workers and threads, in a folder of
+its own: what workers, models, evaluations and report take is measured, not assumed. A trial then takes
+
+    steps x (seconds of a step) + problems evaluated x (seconds of one) + rest
+
+and trials go, in their order, to the worker that is free first (Graham 1969, doi:10.1137/0117039).
+"""
+
+import heapq
+import itertools
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from harness.files import read_json
+from harness.inputs import digest
+from harness.machine import usable_cores
+from harness.spec.errors import SpecError
+from harness.spec.run import RunSpec
+from harness.spec.study import Arm, StudySpec, parse_study
+from harness.study.checks import check_study
+from harness.study.estimates import planned
+from harness.study.processes import default_workers
+from harness.study.runner import run_study
+from harness.study.two_stage import on_test_split
+from harness.study.worker import EXECUTE
+from harness.tracking import mlflow_address
+from harness.tracking.events import EVENTS, RunHistory, read_events
+from harness.tracking.mlflow_store import connect
+
+STEPS = 10  # of a calibration; the first is not timed
+MOST_SEEDS = 200
+FACTORS = (0.25, 0.5, 1.0, 2.0)  # of the study's own steps
+LEAST_SEEDS = 3  # below, a spread is hardly known
+Paced = Mapping[str, "Pace"]  # arm label -> its pace
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What a training step of an arm takes, and one evaluated problem: seconds, and operations where they are known."""
+
+    step: float
+    problem: float
+    flops_step: float
+    flops_problem: float
+    num_validation: int
+    num_test: int
+
+    def steps(self, spec: RunSpec, factor: float = 1.0) -> int:
+        """Training steps of a run, which its operations may end before."""
+        steps = round(factor * spec.steps)
+        if spec.max_flops is None or not self.flops_step:
+            return steps
+        return min(steps, math.ceil(spec.max_flops / self.flops_step))
+
+    def problems(self, spec: RunSpec, factor: float = 1.0) -> int:
+        """Problems that a run evaluates: validation at the start, every so many steps and at the end, and the test."""
+        steps = self.steps(spec, factor)
+        return (1 + math.ceil(steps / spec.evaluation.every)) * self.num_validation + self.num_test
+
+    def seconds(self, spec: RunSpec, factor: float = 1.0) -> float:
+        return self.steps(spec, factor) * self.step + self.problems(spec, factor) * self.problem
+
+    def flops(self, spec: RunSpec, factor: float = 1.0) -> float:
+        return self.steps(spec, factor) * self.flops_step + self.problems(spec, factor) * self.flops_problem
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a cut study has measured: the pace of each arm, and seconds beside training: of a worker until its first
+    trial is through, of each further one, and of what comes after all trials, the report included."""
+
+    paces: Paced
+    first: float
+    further: float
+    end: float
+    seconds: float  # that the calibration has taken itself
+    workers: int
+
+
+@dataclass(frozen=True)
+class Option:
+    """What so many seeds with so many times the steps take. `units` are core- or GPU-seconds of trials; `detectable` is
+    None where the spread is not known."""
+
+    factor: float
+    steps: int | None  # None where the arms differ in it
+    seeds: int
+    trials: int
+    seconds: float
+    units: float
+    flops: float | None
+    detectable: float | None
+
+
+def calibrate(
+    study: StudySpec, runs: Path, workers: int | None, write_report: Callable[[str, Path], object]
+) -> Calibration:
+    """Measure a study. Cold starts are made first, in the cache of the runs folder, where the study then finds them.
+
+    SpecError if an arm does not get through its few steps.
+    """
+    began, size = time.monotonic(), workers or default_workers(study.devices)
+    arms = [arm for arm, _ in planned(study)]
+    check_study(study, runs, workers, EXECUTE)
+    _make_starts([arm.spec for arm in arms], runs / "cache", size)
+    cut, name_of = _cut(study, arms, size)
+    with _scratch(runs) as scratch:
+        since = time.time()
+        status = run_study(cut, scratch, workers=size, command="", together=False)
+        if not status.finished:  # asked to stop
+            raise KeyboardInterrupt
+        bad = next((trial for trial in status.trials if trial.state != "complete"), None)
+        if bad is not None:
+            raise SpecError(
+                f"arm '{bad.arm}' of study '{study.name}' must get through {STEPS} steps to be measured, got "
+                f"{bad.state}: {bad.reason}"
+            )
+        write_report(cut.name, scratch)
+        ended = time.time()
+        specs = {arm.label: arm.spec for arm in cut.design_arms()}
+        trials = [_measured(trial.arm, trial.directory, specs[trial.arm]) for trial in status.trials]
+    trials.sort(key=lambda one: one.ended)
+    first, further, last_of = [], [], {}
+    for one in trials:  # each worker's, one after the other
+        extra = one.ended - last_of.get(one.worker, since) - one.pace.seconds(specs[one.arm])
+        (further if one.worker in last_of else first).append(max(0.0, extra))
+        last_of[one.worker] = one.ended
+    paces = {label: _mean([one.pace for one in trials if one.arm == name]) for label, name in name_of.items()}
+    end = ended - trials[-1].ended
+    return Calibration(paces, fmean(first), fmean(further or first), end, time.monotonic() - began, size)
+
+
+def predict(study: StudySpec, measured: Calibration, seeds: int, factor: float = 1.0) -> tuple[float, float, float]:
+    """(seconds from start to report, seconds of all trials, operations) of a study with so many seeds of each arm."""
+    arms = list(planned(study))
+    trials = [(arm.label, arm.spec) for arm, _ in arms] * seeds
+    if study.searches():  # whose number of trials its file says
+        trials = [(arm.label, arm.spec) for arm, count in arms for _ in range(count)]
+    free = [0.0] * min(measured.workers, len(trials))
+    taken = flops = 0.0
+    for place, (label, spec) in enumerate(trials):
+        pace = measured.paces[label]
+        seconds = pace.seconds(spec, factor) + (measured.first if place < len(free) else measured.further)
+        heapq.heapreplace(free, free[0] + seconds)
+        taken += pace.seconds(spec, factor)
+        flops += pace.flops(spec, factor)
+    return max(free) + measured.end, taken, flops
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The standard deviation over seeds of what an interval is for, and how it is known."""
+
+    deviation: float
+    source: str
+
+
+def spread_of(study: StudySpec, runs: Path) -> Spread | None:
+    """The largest spread of a difference to the baseline in complete trials of the runs folder whose settings, but for
+    steps and seeds, are those of the study's arms; None without two seeds of both. Of one arm it is its own spread."""
+    scores: dict[str, dict[int, float]] = {}
+    arms = [arm for arm in study.design_arms() if arm.spec.control is None]
+    label_of = {_alike(arm.spec.model_dump(mode="json")): arm.label for arm in arms}
+    for file in runs.glob("studies/*/trials/*/result.json"):
+        try:
+            result, spec = read_json(file), read_json(file.with_name("run.json"))["spec"]
+            label = label_of.get(_alike(spec))
+            metric = max((on_test_split(study.metric), study.metric), key=lambda name: name in result["metrics"])
+            if label is not None and result["state"] == "complete":
+                scores.setdefault(label, {})[spec["seed"]] = float(result["metrics"][metric])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # half written or damaged: a plan can do without it
+    baseline = study.baseline or next((arm.label for arm in arms), "")
+    own, found = scores.get(baseline, {}), []
+    for label in scores if len(arms) == 1 else scores.keys() - {baseline}:
+        base = own if label != baseline else dict.fromkeys(own, 0.0)
+        values = [value - base[seed] for seed, value in scores[label].items() if seed in base]
+        found += [(float(np.std(values, ddof=1)), len(values))] if len(values) > 1 else []
+    if not found:
+        return None
+    deviation, count = max(found)
+    return Spread(deviation, f"{count} complete seeds in the runs folder")
+
+
+Detectable = Callable[[float, float, float], float]  # standard error, degrees of freedom, alpha -> difference
+
+
+def option(
+    study: StudySpec, measured: Calibration, seeds: int, factor: float, spread: Spread | None, detectable: Detectable
+) -> Option:
+    """What a study of so many seeds, with so many times its steps, takes and finds."""
+    seconds, taken, flops = predict(study, measured, seeds, factor)
+    arms = [arm for arm, _ in planned(study)]
+    steps = {round(factor * arm.spec.steps) for arm in arms}
+    comparisons = max(1, len([arm for arm in arms if arm.spec.control is None]) - 1)
+    found = None
+    if spread is not None and seeds > 1 and not study.searches():
+        found = detectable(spread.deviation / math.sqrt(seeds), seeds - 1, 0.05 / comparisons)
+    known = all(measured.paces[arm.label].flops_step for arm in arms)
+    units = taken * _units(arms[0].spec, measured.workers)
+    return Option(
+        factor, steps.pop() if len(steps) == 1 else None, seeds, seeds * len(arms), seconds, units,
+        flops if known else None, found,
+    )  # fmt: skip
+
+
+def options_within(
+    study: StudySpec,
+    measured: Calibration,
+    spread: Spread | None,
+    detectable: Detectable,
+    *,
+    hours: float | None = None,
+    flops: float | None = None,
+    power: float | None = None,
+) -> list[Option]:
+    """For each number of steps the most seeds within the hours or operations, or the fewest that find a difference of
+    `power` with probability 0.8; empty if none do."""
+    found = []
+    for factor in FACTORS if power is None else (1.0,):
+        best: Option | None = None
+        for seeds in range(2, MOST_SEEDS + 1):
+            one = option(study, measured, seeds, factor, spread, detectable)
+            if power is not None:
+                if one.detectable is not None and one.detectable <= power:
+                    best = one
+                    break
+            elif one.seconds <= 3600 * (hours or math.inf) and (flops is None or (one.flops or math.inf) <= flops):
+                best = one
+            else:
+                break
+        found += [best] if best is not None else []
+    return found
+
+
+def proposed(options: Sequence[Option]) -> Option | None:
+    """The study's own steps if the budget buys enough seeds of them, else the most steps of which it does."""
+    enough = [one for one in options if one.seeds >= LEAST_SEEDS and one.factor <= 1]
+    return max(enough or options, key=lambda one: one.factor if enough else one.seeds, default=None)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A trial of a calibration: its pace, the process that ran it, and when it ended (seconds since 1970)."""
+
+    arm: str
+    pace: Pace
+    worker: int
+    ended: float
+
+
+def _measured(arm: str, directory: Path, spec: RunSpec) -> _Trial:
+    history = RunHistory()
+    for event in read_events(directory / EVENTS):
+        history.add(event)
+    found, summary = history.latest(), history.finish[0]["summary"]
+    steps = history.history.get("seconds/step", {})
+    logged = sorted((step, time / 1000) for step, (_, time) in steps.items())
+    apart = [b - a for (step, a), (_, b) in itertools.pairwise(logged) if step % spec.evaluation.every]
+    in_steps = sum(seconds for seconds, _ in steps.values())
+    pace = Pace(
+        step=fmean(apart or [in_steps / max(1, len(steps))]),
+        problem=0.0,
+        flops_step=summary.get("flops_train", 0.0) / max(1, len(steps)),
+        flops_problem=0.0,
+        num_validation=int(found["validation/num_prompts"]),
+        num_test=int(found["test/num_prompts"]),
+    )
+    problems = pace.problems(spec)
+    each = (summary["seconds"] - in_steps) / problems
+    pace = replace(pace, problem=each, flops_problem=summary.get("flops_evaluation", 0.0) / problems)
+    return _Trial(arm, pace, history.attempts[-1]["pid"], history.finish[0]["time"] / 1000)
+
+
+def _mean(paces: Sequence[Pace]) -> Pace:
+    names = ("step", "problem", "flops_step", "flops_problem")
+    return replace(paces[0], **{name: fmean(getattr(one, name) for one in paces) for name in names})
+
+
+def _cut(study: StudySpec, arms: Sequence[Arm], workers: int) -> tuple[StudySpec, dict[str, str]]:
+    """The study with a few steps, and for each arm the arm of it that stands for it: those that differ in the number of
+    steps alone are one. Every worker gets two trials, so that what a first one takes is known apart."""
+    names: dict[str, str] = {}  # digest -> arm of the cut study
+    settings, name_of = {}, {}
+    for arm in arms:
+        cut = {**arm.overrides, "steps": min(arm.spec.steps, STEPS), "max_flops": None}
+        alike = arm.spec.model_copy(update={"max_flops": None, "steps": 0}).digest()
+        name_of[arm.label] = names.setdefault(alike, arm.label)
+        settings.setdefault(name_of[arm.label], cut)
+    plain = next(name_of[arm.label] for arm in arms if arm.spec.control is None)
+    raw = {
+        "name": "plan", "question": study.question, "run": study.run, "arms": settings, "baseline": plain,
+        "seeds": list(range(math.ceil(2 * workers / len(settings)))), "metric": study.metric,
+    }  # fmt: skip
+    return parse_study(raw, f"study '{study.name}'"), name_of
+
+
+@contextmanager
+def _scratch(runs: Path) -> Iterator[Path]:
+    """A runs folder for a while, with the cache of this one; it has an MLflow store beforehand if this one has."""
+    (runs / "cache").mkdir(parents=True, exist_ok=True)
+    known = os.environ.pop(mlflow_address.TRACKING_URI, None)  # a server hears nothing of it
+    try:
+        with tempfile.TemporaryDirectory(prefix="plan-", dir=runs / "cache") as folder:
+            scratch = Path(folder)
+            (scratch / "cache").symlink_to((runs / "cache").resolve())
+            if known or (runs / "mlflow.db").exists():
+                connect(scratch)
+            yield scratch
+    finally:
+        if known:
+            os.environ[mlflow_address.TRACKING_URI] = known
+
+
+def _make_starts(specs: Iterable[RunSpec], cache: Path, workers: int) -> None:
+    """Make the cold starts that the cache lacks, with as many threads as a worker has, on which last bits depend."""
+    import torch
+
+    from harness.training.cold_start import start_name, start_policy
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, usable_cores() // workers))
+    try:
+        for spec in {start_name(spec, cache): spec for spec in specs if spec.cold_start.steps}.values():
+            start_policy(spec, cache)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _alike(spec: Mapping[str, Any]) -> str:
+    """A hash of settings that a spread may be carried over: all but seed, steps and devices."""
+    return digest({key: value for key, value in spec.items() if key not in ("seed", "steps", "max_flops", "devices")})
+
+
+def _units(spec: RunSpec, workers: int) -> int:
+    """GPUs of a trial, or else cores."""
+    from harness.policy.device import resolve_device
+
+    on_gpu = resolve_device(spec.device).type == "cuda"
+    return spec.devices * (1 if on_gpu else max(1, usable_cores() // workers))

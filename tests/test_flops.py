@@ -1,0 +1,206 @@
+"""The formula of operations against PyTorch's own counter, and what a run writes of its costs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from fakes import MemoryLog, StopAfter, tiny_codec
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from harness.engines.transformers import TransformersEngine
+from harness.policy.forward import token_logprobs
+from harness.policy.lora import add_adapter
+from harness.policy.tiny import tiny_model
+from harness.spec.errors import SpecError
+from harness.spec.run import RunSpec, parse_run
+from harness.training import flops
+from harness.training.batch import collate
+from harness.training.learner import Learner
+from harness.training.ledger import Ledger, energy_meter
+from harness.training.loop import train
+from harness.types import Prompt
+
+GROUPED = {
+    "vocab_size": 100, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+MODELS = {
+    "tiny": lambda: tiny_model(0),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**GROUPED)).to(torch.bfloat16),  # the library's own passes
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**GROUPED, tie_word_embeddings=True)),
+}
+GRPO = {"name": "grpo", "kl_beta": 0.1, "group_size": 4}
+STEPS = {
+    "reference": ("tiny", {"algorithm": GRPO}),
+    "critic": ("tiny", {"algorithm": {"name": "ppo", "group_size": 4}}),
+    "grouped queries": ("llama", {"algorithm": GRPO}),
+    "grouped queries in bfloat16": ("qwen2", {"algorithm": GRPO}),
+    "adapter": ("qwen2", {"algorithm": GRPO, "lora": {"rank": 4}}),
+    "no shared prompts": ("qwen2", {"algorithm": {"name": "ppo", "group_size": 1}}),
+    "minibatches": ("tiny", {"algorithm": GRPO, "optimizer": {"num_minibatches": 2, "num_inner_epochs": 2}}),
+    "checkpointing": ("qwen2", {"algorithm": GRPO, "gradient_checkpointing": True}),
+}
+
+
+class Modules:
+    """Stands for the counter's view of modules, whose hooks meet no inference mode."""
+
+    parents = ("Global",)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: object):
+        pass
+
+
+def addmm_in_place(x, one, other, **_):
+    return 2 * one[0] * one[1] * other[1]
+
+
+def counted(work):
+    """The result of some work and its operations as PyTorch counts them, with attention as the products that it is."""
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm_in_place})
+    counter.mod_tracker = Modules()  # pyright: ignore
+    with sdpa_kernel(SDPBackend.MATH), counter:
+        result = work()
+    return result, counter.get_total_flops()
+
+
+def a_spec(**changes) -> RunSpec:
+    return parse_run({"task": "arithmetic", "rollouts_per_step": 8, "sampling": {"max_tokens": 12}, **changes}, "test")
+
+
+def a_step(spec: RunSpec, policy):
+    """(operations by formula, as counted) of sampling, scoring and learning, with completions of full length."""
+    if spec.lora is not None:
+        add_adapter(policy, spec.lora, 0)
+    learner, costs = Learner(spec, policy), flops.Costs.of(policy)
+    engine = TransformersEngine(TransformersEngine.Settings(), policy, tiny_codec(), end_ids=[])
+    prompts = [Prompt(str(i), chr(65 + i) + "1+2-3" * 6, "1") for i in range(spec.prompts_per_step)]
+    group_size = spec.algorithm.group_size
+    groups, sampling = counted(lambda: engine.generate(prompts, group_size, spec.sampling_with_limit(), seed=0, step=0))
+    if spec.gradient_checkpointing:
+        policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    batch = collate(groups, [[float(i % 2) for i in range(group_size)] for _ in groups])
+    batch, scoring = counted(lambda: learner.annotate(batch, sampler_is_exact=False))
+    batch = learner.algorithm.advantages(batch)
+    _, learning = counted(lambda: learner.update(batch, 0))
+    rows = flops.lengths(groups)
+    reads_old = learner.scores_old(sampler_is_exact=False)
+    formula = flops.stepped(costs, spec, rows, [], rows, reads_old=reads_old, share=True, batch_tokens=1024)
+    return formula, {"sampling": sampling, "scoring": scoring, "learning": learning}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_a_step_takes_the_operations_that_pytorch_counts(case: str):
+    model, changes = STEPS[case]
+    formula, expected = a_step(a_spec(**changes), MODELS[model]().eval())
+    assert formula == pytest.approx(
+        expected, rel=0.03 if case == "minibatches" else 0.002
+    )  # which prompts meet: chance
+
+
+def test_a_cold_start_takes_the_operations_that_pytorch_counts():
+    policy = MODELS["llama"]()
+    tokens, mask = torch.ones(4, 30, dtype=torch.int64), torch.zeros(4, 30, dtype=torch.bool)
+    mask[:, 10:] = True
+    _, expected = counted(lambda: token_logprobs(policy, tokens, mask, 1.0)[0].sum().backward())
+    assert flops.fitted(flops.Costs.of(policy), [(10, [20])] * 4) == pytest.approx(expected, rel=0.002)
+
+
+def test_a_vocabulary_too_large_to_keep_its_logits_passes_the_head_once_more():
+    costs = flops.Costs.of(MODELS["llama"]())
+    large = flops.replace(costs, vocabulary=2**22)
+    rows = [(10, [20, 20])] * 8
+    more = flops.learned(large, rows, a_spec(algorithm="grpo"), share=True, batch_tokens=1024)
+    assert (
+        more - flops.learned(costs, rows, a_spec(algorithm="grpo"), share=True, batch_tokens=1024) == costs.head * 320
+    )
+
+
+def a_run(**changes) -> RunSpec:
+    fixed = {"evaluation": {"every": 2, "num_prompts": 4, "num_test_prompts": 4, "num_samples": 2}}
+    more = {"cold_start": {"steps": 2}, "steps": 4, "checkpoints": {"every": 1}, "algorithm": "grpo", **fixed}
+    return a_spec(**{**more, **changes})
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cold-starts")
+
+
+def test_a_run_writes_its_operations_and_a_resumed_one_the_same(tmp_path: Path, cache: Path):
+    whole, parts = MemoryLog(), MemoryLog()
+    result = train(a_run(), tmp_path / "whole", whole, cache=cache)
+    train(a_run(), tmp_path / "parts", parts, cache=cache, should_stop=StopAfter(2))
+    resumed = train(a_run(), tmp_path / "parts", parts, cache=cache)
+    counts = {name: value for name, value in result.summary.items() if name.startswith("flops_")}
+    assert counts == {name: value for name, value in resumed.summary.items() if name.startswith("flops_")}
+    assert counts["flops_train"] == sum(counts[f"flops_{name}"] for name in ("sampling", "scoring", "learning"))
+    assert min(counts[f"flops_{name}"] for name in ("sampling", "learning", "evaluation", "cold_start")) > 0
+    steps = whole.history("flops/train")
+    assert steps == sorted(steps) and steps == parts.history("flops/train")
+    assert [value for _, value in steps][-1] == counts["flops_train"]
+    assert result.summary["core_seconds"] == pytest.approx(torch.get_num_threads() * result.summary["seconds"])
+
+
+def test_a_checkpoint_from_before_there_were_ledgers_goes_on_without_counts():
+    ledger = Ledger.of(a_run(), tiny_model(0), is_alone=True)
+    ledger.resume(None, seconds=10.0)
+    assert ledger.evaluation([(3, [4])]) == {}
+    ledger.time(2.0)
+    assert ledger.summary() == {"core_seconds": 12.0 * torch.get_num_threads()}
+
+
+def test_a_run_ends_with_the_step_that_spends_its_operations(tmp_path: Path, cache: Path):
+    whole = MemoryLog()
+    train(a_run(), tmp_path / "whole", whole, cache=cache)
+    (_, first), (_, second), *_ = sorted(set(whole.history("flops/train")))[:3]
+    log = MemoryLog()
+    limit = (first + second) / 2
+    result = train(a_run(max_flops=limit), tmp_path / "short", log, cache=cache)
+    assert result.state == "complete"
+    assert result.summary["flops_train"] == second >= limit > first
+    assert [step for step, _ in log.history("validation/accuracy")] == [0, 2]
+    assert [step for step, _ in log.history("test/accuracy")] == [2]
+    again = train(a_run(max_flops=limit), tmp_path / "short", log, cache=cache)  # its last checkpoint has spent them
+    assert again.summary["flops_train"] == second
+
+
+def test_operations_end_no_run_whose_model_is_not_counted(tmp_path: Path):
+    config = {"model_type": "mixtral", "num_local_experts": 4, **GROUPED}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SpecError, match=r"max_flops must be left out for model .* mixtral .*; use steps"):
+        flops.check_countable(a_run(model=str(tmp_path), max_flops=1e9))
+
+
+def test_the_limit_leaves_no_trace_in_specs_without_it():
+    assert "max_flops" not in a_run().model_dump(mode="json")
+    assert a_run(max_flops=1e9).digest() != a_run().digest()
+
+
+def test_energy_is_the_share_of_the_packages_that_the_run_had(tmp_path: Path):
+    package, part = tmp_path / "intel-rapl:0", tmp_path / "intel-rapl:0:0"
+    for folder, name in ((package, "package-0"), (part, "core")):
+        folder.mkdir()
+        (folder / "name").write_text(f"{name}\n")
+        (folder / "max_energy_range_uj").write_text("10000000\n")
+        (folder / "energy_uj").write_text("9000000\n")
+    meter = energy_meter(torch.device("cpu"), tmp_path)
+    (package / "energy_uj").write_text("2000000\n")  # from 9 J over its end at 10 J to 2 J: 3 J
+    used = meter()
+    assert used is not None and 0 <= used <= 3.0
+    assert meter() == 0.0
+
+
+def test_a_machine_that_counts_no_energy_has_none(tmp_path: Path):
+    assert energy_meter(torch.device("cpu"), tmp_path)() is None
+    (tmp_path / "intel-rapl:0").mkdir()
+    (tmp_path / "intel-rapl:0/name").write_text("package-0\n")  # whose counter is for root alone
+    assert energy_meter(torch.device("cpu"), tmp_path)() is None
