@@ -36,7 +36,7 @@ def page_drawings(analysis: Analysis) -> dict[str, list[Drawing]]:
     num_top = max(2 - len(maps), 0)  # of the outcome beside the heat maps or the importances
     return {
         "top": [*maps, *outcomes[:num_top]],
-        "outcome": outcomes[num_top:],
+        "outcome": outcomes[num_top:] + grid.difficulty_maps(analysis),
         "curves": curves.learning_curves(analysis),
         "interactions": grid.interactions(analysis),
         "cost": outcome.cost_against_accuracy(analysis),

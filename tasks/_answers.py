@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import field_validator, model_validator
 
 from harness.interfaces import Task
 from tasks import _formats, _numbers, _symbolic
@@ -57,6 +59,38 @@ class AnswerTask(Task):
     def _own(self, completion: str) -> str:
         """The part of a completion that is about its problem."""
         return completion
+
+
+class QuestionTask(AnswerTask):
+    """A task that asks its questions in a template, by default that of the answer format."""
+
+    templates: ClassVar[Mapping[_formats.AnswerFormat, str]] = {
+        "hash": "Question: {question}\nReason step by step; end with #### and the number.\nAnswer:\n",
+        "boxed": "Question: {question}\nReason step by step; end with the number in \\boxed{}.\nAnswer:\n",
+        "think_answer": "Question: {question}\nReason step by step in <think>...</think>; then give the number in "
+        "<answer>...</answer>.\nAnswer:\n",
+    }
+
+    if TYPE_CHECKING:
+        template: str  # declared by a subclass, as `answer_format`
+
+    @model_validator(mode="before")
+    @classmethod
+    def _template_of_the_format(cls, data: Any) -> Any:
+        """The settings with the format's own template, unless they have one that is no format's own."""
+        if not isinstance(data, Mapping) or data.get("template") not in (None, *cls.templates.values()):
+            return data
+        default = cls.model_fields["answer_format"].default
+        name = data.get("answer_format", default)
+        known = isinstance(name, str) and name in cls.templates
+        return {**data, "template": cls.templates[name if known else default]}  # pyright: ignore[reportArgumentType]
+
+    @field_validator("template", check_fields=False)
+    @classmethod
+    def _has_place(cls, value: str) -> str:
+        if "{question}" not in value:
+            raise ValueError(f"template must contain {{question}}, where the problem goes, got {value!r}")
+        return value
 
 
 def math_verify(completion: str, gold: str) -> tuple[str | None, bool]:

@@ -13,13 +13,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field
 
 from harness.inputs import digest, digested, expected, verify
 from harness.types import Demonstration, Prompt, Sources, Split
-from tasks._answers import AnswerTask
+from tasks._answers import QuestionTask
 from tasks._formats import AnswerFormat
 from tasks._rows import Found, MissingSplit, Row, Rows, SourceSplit, find_rows, source_name
 
@@ -40,15 +40,9 @@ class Problem:
     tags: tuple[tuple[str, str], ...] = ()
 
 
-class DatasetTask(AnswerTask):
+class DatasetTask(QuestionTask):
     """A task whose problems are rows; a subclass gives the default source (`path`, `config`) and reads a row."""
 
-    templates: ClassVar[Mapping[AnswerFormat, str]] = {
-        "hash": "Question: {question}\nReason step by step; end with #### and the number.\nAnswer:\n",
-        "boxed": "Question: {question}\nReason step by step; end with the number in \\boxed{}.\nAnswer:\n",
-        "think_answer": "Question: {question}\nReason step by step in <think>...</think>; then give the number in "
-        "<answer>...</answer>.\nAnswer:\n",
-    }
     train_words: ClassVar[tuple[str, ...]] = ("train",)  # possible names of the training source
 
     path: str = Field(min_length=1, description="Hub id, or a local file or folder")
@@ -61,24 +55,6 @@ class DatasetTask(AnswerTask):
     template: str = Field(
         "", description="the prompt; {question} stands for the problem; by default the answer format's own"
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _template_of_the_format(cls, data: Any) -> Any:
-        """The settings with the format's own template, unless they have one that is no format's own."""
-        if not isinstance(data, Mapping) or data.get("template") not in (None, *cls.templates.values()):
-            return data
-        default = cls.model_fields["answer_format"].default
-        name = data.get("answer_format", default)
-        known = isinstance(name, str) and name in cls.templates
-        return {**data, "template": cls.templates[name if known else default]}  # pyright: ignore[reportArgumentType]
-
-    @field_validator("template")
-    @classmethod
-    def _has_place(cls, value: str) -> str:
-        if "{question}" not in value:
-            raise ValueError(f"template must contain {{question}}, where the problem goes, got {value!r}")
-        return value
 
     @abstractmethod
     def parse_row(self, row: Row) -> Problem | None:

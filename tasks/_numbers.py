@@ -62,7 +62,7 @@ def unrounded(text: str) -> Fraction:
     return fraction if value * 10**places in (floor(digits), floor(digits + Fraction(1, 2))) else value
 
 
-def spell(value: Fraction) -> str:
+def spell(value: Fraction | int) -> str:
     """`18`, `-2.5` or `1/3`: an integer, else a short decimal if it is exact, else a reduced fraction."""
     if value.denominator == 1:
         return str(value.numerator)

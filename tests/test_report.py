@@ -25,6 +25,7 @@ from reports.figures import curves, grid
 from reports.figures.curves import Series, aligned, smoothed
 from reports.figures.outcome import pareto_front
 from reports.figures.style import GREY, PALETTE, color_of, end_label, write_files
+from reports.page import page_drawings
 from reports.prose import wording
 from reports.prose.answer import answer
 from reports.prose.notes import interval_method, notes
@@ -453,6 +454,34 @@ def test_a_heat_map_has_one_colour_until_an_effect_is_detected_and_then_a_scale(
         f"{100 * end:.1f}" for end in (min(means), max(means))
     ]
     assert bar.get_title() == "%"
+
+
+def by_depth(depths: Sequence[int]) -> Analysis:
+    """Three arms whose test accuracy falls by a point with each depth."""
+    record = fake_study(num_steps=10)
+    trials = [
+        dataclasses.replace(
+            trial, history={**trial.history, **{f"test/accuracy_depth_{n}": [(10, 0.5 - n / 100)] for n in depths}}
+        )
+        for trial in record.trials
+    ]
+    return analysed(dataclasses.replace(record, trials=trials))
+
+
+def test_accuracy_by_depth_is_a_map_with_arms_down_and_numbers_in_their_order_across() -> None:
+    analysis = by_depth([10, 2])
+    drawing = next(one for one in grid.difficulty_maps(analysis) if one.title == "Test accuracy (%) by depth")
+    (axes,) = drawing.figure.axes
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["2", "10"]
+    assert [text.get_text() for text in axes.texts] == ["48.0", "40.0"] * len(analysis.finished_arms)
+    assert drawing.title in [one.title for one in page_drawings(analysis)["outcome"]]
+
+
+def test_many_depths_go_down_and_arms_across_and_a_single_one_has_no_map() -> None:
+    drawing = next(one for one in grid.difficulty_maps(by_depth(range(1, 21))) if one.title.endswith("depth"))
+    (axes,) = drawing.figure.axes
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == [str(n) for n in range(1, 21)]
+    assert not any(one.title.endswith("depth") for one in grid.difficulty_maps(by_depth([3])))
 
 
 def test_an_interaction_plot_of_two_factors_shows_the_means_and_intervals_of_the_table() -> None:

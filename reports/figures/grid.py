@@ -1,7 +1,9 @@
-"""Decides how the effect of settings is drawn: heat maps and interactions of a grid, importances of a search."""
+"""Decides how the effect of settings and of difficulty is drawn: heat maps, interactions of a grid, importances."""
 
 import math
+import re
 from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import Any
 
 import matplotlib
@@ -9,14 +11,16 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from harness.types import short_path
+from harness.types import TrialRecord, short_path
 from reports.analysis import Analysis, marginal
 from reports.figures.axes import PLOT, axis_label, cut, label_ends, rows, rows_height, scale_of, tidy, write_unit
 from reports.figures.style import INK, MARKERS, MUTED, NARROW, PALETTE, WIDE, Draw, Drawing, drawn
 from reports.prose import wording
 from reports.statistics import ALPHA
+from reports.trials import score
 
 _STEPS = 24  # of colour in the bar of a heat map
+_MOST_COLUMNS = 8
 
 
 def heat_maps(analysis: Analysis) -> list[Drawing]:
@@ -40,6 +44,33 @@ def heat_maps(analysis: Analysis) -> list[Drawing]:
     for index, (suffix, labels) in enumerate(maps):
         draw, height = _heat_map(analysis, labels, factors, levels, is_detected), 1.1 + 0.62 * labels.shape[0]
         drawings.append(drawn(f"heat_{index}", f"{title}{suffix}", caption, draw, WIDE, height))
+    return drawings
+
+
+def difficulty_maps(analysis: Analysis) -> list[Drawing]:
+    """Test accuracy by arm and by a tag whose values are numbers, such as depth or level: one map per such tag.
+
+    Arms go down; where a tag has too many values for that, they do, and there is no map for too many of both.
+    """
+    trials = {(trial.arm, trial.seed): trial for trial in analysis.record.trials if trial.state == "complete"}
+    arms = {arm.label: [trials[arm.label, seed] for seed in arm.scores] for arm in analysis.finished_arms}
+    tags: dict[str, dict[int, str]] = {}
+    for metric in sorted({key for seeds in arms.values() for trial in seeds for key in trial.history}):
+        if found := re.fullmatch(r"test/accuracy_([a-z_]+)_(\d+)", metric):
+            tags.setdefault(found[1], {})[int(found[2])] = metric
+    drawings = []
+    for tag, metrics in tags.items():
+        values = sorted(metrics)
+        cells = np.array([[_mean(seeds, metrics[value]) for value in values] for seeds in arms.values()])
+        down, across, name = list(arms), [str(value) for value in values], tag.replace("_", " ")
+        title = f"Test accuracy (%) by {name}"
+        if len(across) > max(len(down), _MOST_COLUMNS):
+            cells, down, across, name = cells.T, across, down, ""
+        if len(values) < 2 or len(across) > _MOST_COLUMNS:
+            continue
+        caption = "Mean over seeds; darker is higher. Differences between cells are not tested."
+        draw, height = _difficulty_map(cells, down, across, name), 1.1 + 0.34 * len(down)
+        drawings.append(drawn(f"difficulty_{len(drawings)}", title, caption, draw, WIDE, height))
     return drawings
 
 
@@ -136,6 +167,37 @@ def _heat_map(
             _color_bar(figure, lambda position: colors(0.08 + 0.8 * position), metric, low, high)
 
     return draw
+
+
+def _difficulty_map(cells: np.ndarray, down: Sequence[str], across: Sequence[str], name: str) -> Draw:
+    """A cell per arm and value of a tag; `name` is written below what stands across."""
+    low, high = np.nanmin(cells), np.nanmax(cells)
+    colors = matplotlib.colormaps["Blues"]
+
+    def draw(figure: Figure) -> None:
+        axes = rows(figure, down)
+        axes.grid(visible=False)
+        for (row, column), mean in np.ndenumerate(cells):
+            position = (mean - low) / (high - low) if high > low else 0.1
+            empty = math.isnan(mean)
+            color = "#f3f4f6" if empty else colors(0.08 + 0.8 * position)
+            axes.add_patch(Rectangle((column - 0.485, row - 0.47), 0.97, 0.94, color=color, lw=0))
+            ink = INK if empty or position < 0.6 else "white"
+            value = "-" if empty else wording.number(mean, "test/accuracy")
+            axes.text(column, row, value, ha="center", va="center", color=ink, weight="bold", size=8.5)
+        axes.set_xlim(-0.5, len(across) - 0.5)
+        axes.set_xticks(range(len(across)), [cut(label, 60 // len(across)) for label in across])
+        axes.set_xlabel(name)
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0)
+
+    return draw
+
+
+def _mean(trials: Sequence[TrialRecord], metric: str) -> float:
+    """The mean of the trials that have the metric; NaN if none has."""
+    known = [value for trial in trials if (value := score(trial, metric)) is not None]
+    return fmean(known) if known else math.nan
 
 
 def _color_bar(figure: Figure, color: Callable[[float], Any], metric: str, low: float, high: float) -> None:
