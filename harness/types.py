@@ -325,6 +325,7 @@ class TrialRecord:
     per_problem test prompt id -> fraction of its samples that were correct, at the end; empty where not reached
     factors     dotted path -> level of this arm, for every factor of the study
     threads     every number of threads that one of its workers had; the last bits depend on it
+    start_per_problem  the same fractions before the first step; empty unless evaluation.test_at_start
     """
 
     trial: str
@@ -339,6 +340,7 @@ class TrialRecord:
     per_problem: Mapping[str, float]
     samples: Sequence[SampleRow]
     threads: Sequence[str] = ()
+    start_per_problem: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,16 @@ import yaml
 
 from harness.types import SampleRow, StudyRecord, TrialRecord
 from reports.analysis import PLANNED_DIFFERENCES, Analysis, ArmSummary, Comparison, held_out_accuracies
+from reports.capability import TAUS, Capabilities, Crossover, table_sizes
 from reports.claims import check_claims
 from reports.components import ranked_components
 from reports.controls import MEANINGS, verdicts
-from reports.figures import curves, grid, outcome
+from reports.figures import capability, curves, grid, outcome
 from reports.figures.style import Drawing, color_of
 from reports.prose import wording
 from reports.prose.answer import answer, progress
 from reports.prose.notes import accuracies_reading, interval_method, interval_reading, notes
-from reports.statistics import SIMULATED_COVERAGE
+from reports.statistics import SIMULATED_COVERAGE, Interval
 from reports.trials import score, search_of, setting, tuning_of, wanted_pairs
 
 _MOST_PROMPTS, _MOST_ARMS = 4, 4
@@ -25,7 +26,7 @@ _MOST_CHARACTERS = 1600
 _ACCURACY = {"test/accuracy": "mean of samples", "test/greedy_accuracy": "greedy"}
 
 
-def page_drawings(analysis: Analysis) -> dict[str, list[Drawing]]:
+def page_drawings(analysis: Analysis, capable: Capabilities | None) -> dict[str, list[Drawing]]:
     """Section of the page -> its figures, only those that the record can fill."""
     outcomes = outcome.final_accuracy(analysis) + outcome.differences(analysis)
     maps = grid.heat_maps(analysis) + grid.importances(analysis)
@@ -34,6 +35,7 @@ def page_drawings(analysis: Analysis) -> dict[str, list[Drawing]]:
         "top": [*maps, *outcomes[:num_top]],
         "outcome": outcomes[num_top:],
         "curves": curves.learning_curves(analysis),
+        "capability": capability.capability_curves(analysis, capable),
         "interactions": grid.interactions(analysis),
         "cost": outcome.cost_against_accuracy(analysis),
         "labels": curves.label_quality(analysis),
@@ -41,7 +43,9 @@ def page_drawings(analysis: Analysis) -> dict[str, list[Drawing]]:
     }
 
 
-def page_values(analysis: Analysis, drawings: Mapping[str, Sequence[Drawing]]) -> dict[str, Any]:
+def page_values(
+    analysis: Analysis, drawings: Mapping[str, Sequence[Drawing]], capable: Capabilities | None
+) -> dict[str, Any]:
     """What the templates read."""
     record = analysis.record
     return {
@@ -58,7 +62,8 @@ def page_values(analysis: Analysis, drawings: Mapping[str, Sequence[Drawing]]) -
         "controls": _controls(analysis),
         "gaps": [*analysis.gaps, *(gap for control in analysis.controls for gap in control.gaps)],
         "exploratory": _exploratory(analysis),
-        "accuracies": _accuracies(analysis),
+        "accuracies": _accuracies(analysis, capable),
+        "capability": _capability(capable),
         "accuracies_reading": accuracies_reading(analysis),
         "claims": check_claims(analysis),
         "planned": [wording.plural(round(100 * size), "point") for size in PLANNED_DIFFERENCES],
@@ -187,9 +192,45 @@ def _exploratory(analysis: Analysis) -> list[dict[str, str]]:
     return rows
 
 
-def _accuracies(analysis: Analysis) -> dict[str, Any]:
-    """Every accuracy of the test split, as text: the names of its metrics, and each arm's (value, limits) of them."""
+def _capability(capable: Capabilities | None) -> dict[str, Any] | None:
+    """What the page says of pass@k, Cover@tau and crossings, as text."""
+    if capable is None:
+        return None
+    curves = [*((f"before training: {one.label}", one) for one in capable.before), *capable.after.items()]
+    most = max(one.num_samples for one in capable.after.values())
+    tables = []
+    for names, read in (
+        ({f"pass@{k}": k for k in table_sizes(most)}, lambda one, k: one.pass_at(k) if k <= one.num_samples else None),
+        ({f"Cover@{tau:g}": tau for tau in TAUS}, lambda one, tau: one.cover_at(tau)),
+    ):
+        rows = [{"label": label, "cells": [_estimate(read(one, x)) for x in names.values()]} for label, one in curves]
+        tables.append({"names": list(names), "rows": rows})
+    crossings = [{"leader": x.leader, "other": x.other, **_crossing(x)} for x in capable.crossovers]
+    return {"tables": tables, "crossings": crossings, "has_start": bool(capable.before)}
+
+
+def _estimate(interval: Interval | None) -> tuple[str, str]:
+    value = interval.estimate if interval is not None else math.nan
+    return wording.number(value, "test/accuracy"), wording.limits(interval, "test/accuracy")
+
+
+def _crossing(found: Crossover) -> dict[str, str]:
+    if found.k is None:
+        return {"k": "none", "limits": "", "reading": f"no crossing up to k = {found.most}"}
+    low, high = found.low or 1, found.high or f"> {found.most}"
+    unsure = [name for name, limit in ((found.leader, found.low), (found.other, found.high)) if limit is None]
+    reading = f"not shown: luck may explain the lead of {' and of '.join(unsure)}" if unsure else "both leads are shown"
+    return {"k": str(found.k), "limits": f"[{low}, {high}]", "reading": reading}
+
+
+def _accuracies(analysis: Analysis, capable: Capabilities | None) -> dict[str, Any]:
+    """Every accuracy of the test split, as text: the names of its metrics, and each arm's (value, limits) of them.
+
+    pass@k has tables of its own where it is a curve.
+    """
     found = held_out_accuracies(analysis)
+    if capable is not None:
+        found = {name: arms for name, arms in found.items() if "/pass_at_" not in name}
     unknown = (math.nan, None)
     rows = [
         {

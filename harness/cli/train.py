@@ -128,8 +128,9 @@ def evaluate(
 ) -> None:
     """Measure held-out accuracy: greedy, mean of K samples, pass@k and majority of K, with 95 % intervals.
 
-    Metrics and all graded completions go to MLflow's experiment `evaluate` and to RUNS/evaluate/NAME. On a GPU a model
-    other than `tiny` runs with autocast and, if it is installed, the engine vllm; this is said, and --set wins.
+    Metrics and the first completions go to MLflow's experiment `evaluate`, all graded completions to
+    RUNS/evaluate/NAME, where the same command continues after a kill. On a GPU a model other than `tiny` runs with
+    autocast and, if it is installed, the engine vllm; this is said, and --set wins.
     """
     from harness.console.progress import phase_bar
     from harness.runs.single import evaluate_once, model_folder

@@ -1,8 +1,13 @@
-"""Held-out accuracy: greedy, mean over samples, pass@k and maj@k, on a fixed set of problems, overall and by tag."""
+"""Held-out accuracy: greedy, mean over samples, pass@k and maj@k, on a fixed set of problems, overall and by tag.
+
+Problems are sampled and graded a part at a time and their completions dropped, so that memory holds a few thousand of
+them, or those of a single problem, however many there are in all.
+"""
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import NormalDist
 
@@ -12,11 +17,15 @@ from harness.interfaces import RolloutEngine, RunLogger
 from harness.policy.device import mixed_precision, resolve_device
 from harness.rewards.majority_vote import majority_correct
 from harness.spec.run import Evaluation, RunSpec
+from harness.streams import generator
 from harness.training import ranks
 from harness.training.grading import grade, sample_rows
-from harness.types import EvaluationResult, GradedGroup, Group, Prompt, Sampling, Split
+from harness.training.journal import Journal, ProblemScore
+from harness.types import EvaluationResult, GradedGroup, Group, Prompt, SampleRow, Sampling, Split
 
-PROMPTS_AT_ONCE = 64  # for an engine that holds a whole batch in memory; progress is told after each
+PROMPTS_AT_ONCE = 64  # for an engine that holds a whole batch in memory; progress is told after each part
+SAMPLES_AT_ONCE = 64  # of a problem, for the same engine
+ROWS_AT_ONCE = 8192  # completions in memory, unless a single problem has more
 
 
 def evaluate_run(
@@ -26,51 +35,95 @@ def evaluate_run(
     step: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     num_shown: int = 16,
+    journal: Journal | None = None,
 ) -> EvaluationResult:
     """Accuracy on the first problems of a split: one greedy completion and k samples for each.
 
     The same problems every time, so that arms and steps can be compared problem by problem. `num_shown` rollouts at
-    most come with it for the reader.
+    most come with it for the reader. Problems that the journal has are not sampled again; it gets the others.
     """
-    task, settings = spec.task, spec.evaluation
-    prompts = task.prompts(split)[: settings.num_test_prompts if split == "test" else settings.num_prompts]
-    sampled = Sampling(temperature=settings.temperature, max_tokens=spec.max_tokens, stop=spec.sampling.stop)
-    greedy = sampled.model_copy(update={"temperature": 0.0})
-    groups: list[Group] = []
-    greedy_groups: list[Group] = []
-    at_once = len(prompts) if engine.plans_batches else PROMPTS_AT_ONCE * ranks.world_size()
-    key = {"seed": spec.seed, "step": step}
-    sample = partial(engine.generate, group_size=settings.num_samples, sampling=sampled, **key)
-    answer = partial(engine.generate, group_size=1, sampling=greedy, **key)
-    for start in range(0, len(prompts), at_once):
-        part = prompts[start : start + at_once]
-        with mixed_precision(resolve_device(spec.device), spec.autocast):
-            groups += ranks.shared(part, sample)
-            greedy_groups += ranks.shared(part, answer)
-        on_progress(min(start + at_once, len(prompts)), len(prompts))
-    graded = ranks.shared(groups, lambda part: grade(task, part, spec.max_tokens))
-    metrics = sample_metrics(graded)
-    greedy_graded = ranks.shared(greedy_groups, lambda part: grade(task, part, spec.max_tokens))
-    metrics["greedy_accuracy"] = float(np.mean([bool(g.correct and g.correct[0]) for g in greedy_graded]))
-    counts = {g.prompt_id: sum(g.correct or ()) for g in graded}
-    rows = sample_rows(groups, graded, step=step, split=split, limit=num_shown)
-    return EvaluationResult(split, metrics, counts, rows, breakdown(prompts, graded, greedy_graded))
+    settings, num_samples = spec.evaluation, spec.evaluation.samples_of(split)
+    prompts = spec.task.prompts(split)[: settings.num_test_prompts if split == "test" else settings.num_prompts]
+    places = {prompt.id: place for place, prompt in enumerate(prompts)}
+    scores: dict[str, ProblemScore] = {}
+    shown: dict[tuple[int, int], SampleRow] = {}  # by sample, then problem
+
+    def keep(score: ProblemScore, rows: Sequence[SampleRow]) -> None:
+        place = places[score.prompt_id]
+        scores[score.prompt_id] = score
+        shown.update({(i, place): row for i, row in enumerate(rows) if i * len(prompts) + place < num_shown})
+
+    for score, rows in journal.read() if journal is not None else ():
+        keep(score, rows)
+    left = [prompt for prompt in prompts if prompt.id not in scores]
+    at_once = max(ROWS_AT_ONCE // num_samples, 1)
+    at_once = (at_once if engine.plans_batches else min(at_once, PROMPTS_AT_ONCE)) * ranks.world_size()
+    for start in range(0, len(left), at_once):
+        part = left[start : start + at_once]
+        both = [_sampled(spec, engine, part, num_samples, step), _sampled(spec, engine, part, None, step)]
+        graded = [ranks.shared(groups, lambda mine: grade(spec.task, mine, spec.max_tokens)) for groups in both]
+        for group, greedy, marked, greedy_marked in zip(*both, *graded, strict=True):
+            score = problem_score(marked, greedy_marked)
+            rows = sample_rows([group], [marked], step=step, split=split)
+            if journal is not None:
+                journal.add(score, rows, *sample_rows([greedy], [greedy_marked], step=step, split=split))
+            keep(score, rows)
+        on_progress(len(prompts) - len(left) + start + len(part), len(prompts))
+    ordered = [scores[prompt.id] for prompt in prompts]
+    metrics = sample_metrics(ordered) | {"greedy_accuracy": float(np.mean([score.greedy for score in ordered]))}
+    counts = {score.prompt_id: score.num_correct for score in ordered}
+    return EvaluationResult(split, metrics, counts, [shown[key] for key in sorted(shown)], breakdown(prompts, ordered))
 
 
-def breakdown(
-    prompts: Sequence[Prompt], graded: Sequence[GradedGroup], greedy: Sequence[GradedGroup]
-) -> dict[str, dict[str, dict[str, float]]]:
+def _sampled(
+    spec: RunSpec, engine: RolloutEngine, prompts: Sequence[Prompt], num_samples: int | None, step: int
+) -> list[Group]:
+    """So many samples of each prompt, or the greedy completion.
+
+    An engine that holds what it is given is asked for a few at a time, from the second time on with a seed of its own:
+    its noise is keyed by the number of a sample in its call.
+    """
+    temperature = 0.0 if num_samples is None else spec.evaluation.temperature
+    sampling = Sampling(temperature=temperature, max_tokens=spec.max_tokens, stop=spec.sampling.stop)
+    count = num_samples or 1
+    most = count if engine.plans_batches else SAMPLES_AT_ONCE
+    calls: list[list[Group]] = []
+    with mixed_precision(resolve_device(spec.device), spec.autocast):
+        for start in range(0, count, most):
+            seed = spec.seed if not start else int(generator("evaluation", spec.seed, start).integers(2**63))
+            size = min(most, count - start)
+            draw = partial(engine.generate, group_size=size, sampling=sampling, seed=seed, step=step)
+            calls.append(ranks.shared(prompts, draw))
+    parts = zip(*calls, strict=True)
+    return [replace(same[0], rollouts=tuple(r for group in same for r in group.rollouts)) for same in parts]
+
+
+def problem_score(graded: GradedGroup, greedy: GradedGroup) -> ProblemScore:
+    """What is kept of a problem's samples and its greedy completion."""
+    return ProblemScore(
+        prompt_id=graded.prompt_id,
+        num_samples=len(graded.completions),
+        num_correct=sum(graded.correct or ()),
+        majority=float(majority_correct(graded)),
+        answered=sum(answer is not None for answer in graded.answers),
+        truncated=sum(graded.truncated),
+        format=float(sum(graded.format_scores)),
+        num_tokens=sum(graded.num_tokens),
+        greedy=bool(greedy.correct and greedy.correct[0]),
+    )
+
+
+def breakdown(prompts: Sequence[Prompt], scores: Sequence[ProblemScore]) -> dict[str, dict[str, dict[str, float]]]:
     """Tag name -> tag value -> accuracy, greedy_accuracy and num_prompts of the problems that carry it, sorted."""
-    places: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for place, prompt in enumerate(prompts):
+    found: dict[tuple[str, str], list[ProblemScore]] = defaultdict(list)
+    for prompt, score in zip(prompts, scores, strict=True):
         for tag in prompt.tags:
-            places[tag].append(place)
+            found[tag].append(score)
     result: dict[str, dict[str, dict[str, float]]] = {}
-    for (name, value), members in sorted(places.items()):
-        correct, first = ([g[i].correct or () for i in members] for g in (graded, greedy))
+    for (name, value), members in sorted(found.items()):
         result.setdefault(name, {})[value] = {
-            "accuracy": float(np.mean(correct)),
-            "greedy_accuracy": float(np.mean(first)),
+            "accuracy": _share(members, "num_correct"),
+            "greedy_accuracy": float(np.mean([score.greedy for score in members])),
             "num_prompts": float(len(members)),
         }
     return result
@@ -93,22 +146,22 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
-def sample_metrics(graded: Sequence[GradedGroup]) -> dict[str, float]:
+def sample_metrics(scores: Sequence[ProblemScore]) -> dict[str, float]:
     """Metrics of n samples per problem, pass@k for several k <= n among them."""
-    k = len(graded[0].completions)
-    correct = np.array([g.correct for g in graded], dtype=float)
-    counts = [sum(g.correct or ()) for g in graded]
+    k = scores[0].num_samples
     return {
-        "accuracy": float(correct.mean()),
-        **{f"pass_at_{j}": float(np.mean([pass_at_k(k, c, j) for c in counts])) for j in pass_sizes(k)},
-        f"maj_at_{k}": float(np.mean([majority_correct(g) for g in graded])),
-        "answered": float(np.mean([a is not None for g in graded for a in g.answers])),
-        "truncated": float(np.mean([t for g in graded for t in g.truncated])),
-        "format": float(np.mean([f for g in graded for f in g.format_scores])),
-        "num_tokens": float(np.mean([n for g in graded for n in g.num_tokens])),
-        "num_prompts": float(len(graded)),
+        "accuracy": _share(scores, "num_correct"),
+        **{f"pass_at_{j}": float(np.mean([pass_at_k(k, s.num_correct, j) for s in scores])) for j in pass_sizes(k)},
+        f"maj_at_{k}": float(np.mean([score.majority for score in scores])),
+        **{name: _share(scores, name) for name in ("answered", "truncated", "format", "num_tokens")},
+        "num_prompts": float(len(scores)),
         "num_samples": float(k),
     }
+
+
+def _share(scores: Sequence[ProblemScore], name: str) -> float:
+    """The mean over all samples of a quantity whose sums the scores hold."""
+    return float(sum(getattr(score, name) for score in scores)) / sum(score.num_samples for score in scores)
 
 
 def intervals(result: EvaluationResult) -> dict[str, tuple[float, float]]:
@@ -130,24 +183,25 @@ def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
     return max(0.0, centre - spread), min(1.0, centre + spread)
 
 
-def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
-    """The logged metrics of an evaluation: `<split>/<metric>`, with `accuracy_<tag>_<value>` for every tag."""
+def evaluation_metrics(result: EvaluationResult, area: str) -> dict[str, float]:
+    """The logged metrics of an evaluation: `<area>/<metric>`, with `accuracy_<tag>_<value>` for every tag."""
     tags = {
         f"accuracy_{tag}_{value}".replace(" ", "_"): row["accuracy"]
         for tag, rows in result.breakdown.items()
         for value, row in rows.items()
     }
-    return {f"{result.split}/{name}": value for name, value in {**result.metrics, **tags}.items()}
+    return {f"{area}/{name}": value for name, value in {**result.metrics, **tags}.items()}
 
 
 def logged_evaluation(
-    spec: RunSpec, engine: RolloutEngine, log: RunLogger, split: Split, step: int
+    spec: RunSpec, engine: RolloutEngine, log: RunLogger, split: Split, step: int, area: str = ""
 ) -> EvaluationResult:
-    """Evaluate the engine's policy and log it; of the test split each problem's fraction too."""
+    """Evaluate the engine's policy and log it, under `area` or the split's name; of test problems each fraction too."""
     result = evaluate_run(spec, engine, split, step, lambda done, total: log.progress(split, done, total))
-    log.metrics(step, evaluation_metrics(result))
-    log.samples(result.samples)
+    log.metrics(step, evaluation_metrics(result, area or split))
     if split == "test":
         k = result.metrics["num_samples"]
-        log.per_problem({prompt: count / k for prompt, count in result.correct_counts.items()})
+        log.per_problem({prompt: count / k for prompt, count in result.correct_counts.items()}, area or split)
+    if not area:
+        log.samples(result.samples)
     return result

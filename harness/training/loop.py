@@ -72,6 +72,8 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
         if facts := run_facts(run) | agreement:
             run.log.metrics(0, facts)
         _evaluate(run, "validation", 0)
+        if spec.evaluation.test_at_start and spec.steps:
+            _evaluate(run, "test", 0, "start")
     while step < spec.steps:
         start = run.models.now()
         metrics, rows = train_step(run, prompts, step)
@@ -95,11 +97,13 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
     return RunResult("complete", None, run.summary())
 
 
-def _evaluate(run: Run, split: Split, step: int) -> None:
+def _evaluate(run: Run, split: Split, step: int, area: str = "") -> None:
     """Evaluate, log, and keep the accuracies that the summary needs."""
     start = run.models.now()
-    result = logged_evaluation(run.spec, run.engine, run.log, split, step)
+    result = logged_evaluation(run.spec, run.engine, run.log, split, step, area)
     run.totals.seconds += run.models.now() - start
+    if area:
+        return
     if split == "test":
         run.accuracies["test_accuracy"] = result.metrics["accuracy"]
     else:
