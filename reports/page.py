@@ -1,7 +1,7 @@
 """Decides what a report shows: the numbers of every section as text, and which rollouts and figures stand in it."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -13,11 +13,12 @@ from reports.capability import TAUS, Capabilities, Crossover, table_sizes
 from reports.claims import check_claims
 from reports.components import ranked_components
 from reports.controls import MEANINGS, verdicts
-from reports.figures import capability, curves, grid, outcome
+from reports.figures import capability, curves, grid, outcome, scaling
 from reports.figures.style import Drawing, color_of
 from reports.prose import wording
 from reports.prose.answer import answer, progress
 from reports.prose.notes import accuracies_reading, interval_method, interval_reading, notes
+from reports.scaling import Scalings
 from reports.statistics import SIMULATED_COVERAGE, Interval
 from reports.trials import score, search_of, setting, tuning_of, wanted_pairs
 
@@ -26,7 +27,9 @@ _MOST_CHARACTERS = 1600
 _ACCURACY = {"test/accuracy": "mean of samples", "test/greedy_accuracy": "greedy"}
 
 
-def page_drawings(analysis: Analysis, capable: Capabilities | None) -> dict[str, list[Drawing]]:
+def page_drawings(
+    analysis: Analysis, capable: Capabilities | None, scaled: Scalings | None
+) -> dict[str, list[Drawing]]:
     """Section of the page -> its figures, only those that the record can fill."""
     outcomes = outcome.final_accuracy(analysis) + outcome.differences(analysis)
     maps = grid.heat_maps(analysis) + grid.importances(analysis)
@@ -36,6 +39,7 @@ def page_drawings(analysis: Analysis, capable: Capabilities | None) -> dict[str,
         "outcome": outcomes[num_top:],
         "curves": curves.learning_curves(analysis),
         "capability": capability.capability_curves(analysis, capable),
+        "scaling": scaling.scaling_curves(analysis, scaled),
         "interactions": grid.interactions(analysis),
         "cost": outcome.cost_against_accuracy(analysis),
         "labels": curves.label_quality(analysis),
@@ -44,7 +48,10 @@ def page_drawings(analysis: Analysis, capable: Capabilities | None) -> dict[str,
 
 
 def page_values(
-    analysis: Analysis, drawings: Mapping[str, Sequence[Drawing]], capable: Capabilities | None
+    analysis: Analysis,
+    drawings: Mapping[str, Sequence[Drawing]],
+    capable: Capabilities | None,
+    scaled: Scalings | None,
 ) -> dict[str, Any]:
     """What the templates read."""
     record = analysis.record
@@ -64,6 +71,7 @@ def page_values(
         "exploratory": _exploratory(analysis),
         "accuracies": _accuracies(analysis, capable),
         "capability": _capability(capable),
+        "scaling": _scaling(analysis, scaled),
         "accuracies_reading": accuracies_reading(analysis),
         "claims": check_claims(analysis),
         "planned": [wording.plural(round(100 * size), "point") for size in PLANNED_DIFFERENCES],
@@ -221,6 +229,46 @@ def _crossing(found: Crossover) -> dict[str, str]:
     unsure = [name for name, limit in ((found.leader, found.low), (found.other, found.high)) if limit is None]
     reading = f"not shown: luck may explain the lead of {' and of '.join(unsure)}" if unsure else "both leads are shown"
     return {"k": str(found.k), "limits": f"[{low}, {high}]", "reading": reading}
+
+
+def _scaling(analysis: Analysis, scaled: Scalings | None) -> dict[str, Any] | None:
+    """What the page says of the fitted curves, as text: each arm's, how it differs from the baseline's, refusals."""
+    if scaled is None:
+        return None
+    metric, shifts = analysis.record.metric, {shift.arm: shift for shift in scaled.shifts}
+    rows = []
+    for one in scaled.fits:
+        shift = shifts.get(one.arm)
+        higher, later = (shift.ceiling, shift.midpoint) if shift is not None else (None, None)
+        signed = {"metric": metric, "signed": True}
+        rows.append({
+            "label": one.arm,
+            "ceiling": (wording.number(one.ceiling.estimate, metric), wording.limits(one.ceiling, metric)),
+            "midpoint": (wording.quantity(one.midpoint.estimate), _range(one.midpoint, wording.quantity)),
+            "exponent": (f"{one.exponent.estimate:.2g}", _range(one.exponent, "{:.2g}".format)),
+            "reached": f"{100 * one.reached:.0f} %",
+            "higher": ("", "") if higher is None else
+                      (wording.number(higher.estimate, **signed), wording.limits(higher, **signed)),
+            "later": ("", "") if later is None else (f"{later.estimate:.2f}", _range(later, "{:.2f}".format)),
+            "check": _checked(one.prediction, metric),
+        })  # fmt: skip
+    reasons: dict[str, list[str]] = {}
+    for arm, reason in scaled.refused.items():
+        reasons.setdefault(reason, []).append(arm)
+    refused = [(", ".join(arms), reason) for reason, arms in reasons.items()]
+    return {"cost": scaled.cost, "rows": rows, "refused": refused, "has_shifts": bool(shifts)}
+
+
+def _range(interval: Interval, write: Callable[[float], str]) -> str:
+    return f"[{write(interval.low)}, {write(interval.high)}]"
+
+
+def _checked(error: Interval | None, metric: str) -> tuple[str, str]:
+    """What the first half of compute says of the second."""
+    if error is None:
+        return "the first half identifies no curve", ""
+    held = "holds" if error.low <= 0 <= error.high else "fails"
+    return f"{held}: {wording.number(error.estimate, metric, signed=True)}", wording.limits(error, metric, signed=True)
 
 
 def _accuracies(analysis: Analysis, capable: Capabilities | None) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from reports.figures.style import FORMATS, write_files
 from reports.join import JoinedStudy
 from reports.page import page_drawings, page_values
 from reports.prose.wording import factor_title, p_value
+from reports.scaling import scalings
 from reports.trials import score, setting
 
 BOOTSTRAP_SEED = 0
@@ -64,10 +65,10 @@ def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FOR
     """
     record = visible(record)
     analysis = analyse(record, np.random.default_rng(BOOTSTRAP_SEED))
-    capable = capabilities(analysis)
-    drawings = page_drawings(analysis, capable)
+    capable, scaled = capabilities(analysis), scalings(analysis)
+    drawings = page_drawings(analysis, capable, scaled)
     folder.mkdir(parents=True, exist_ok=True)
-    values: dict[str, Any] = {**page_values(analysis, drawings, capable), "bootstrap_seed": BOOTSTRAP_SEED}
+    values: dict[str, Any] = {**page_values(analysis, drawings, capable, scaled), "bootstrap_seed": BOOTSTRAP_SEED}
     files = ReportFiles(folder / "index.html", folder / "results.csv", folder / "report.md", values["answer"])
     _replace(files.html, _html().get_template("report.html").render(values))
     _replace(files.markdown, _markdown().get_template("report.md").render(values))
