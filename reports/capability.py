@@ -148,6 +148,22 @@ def crossover(one: Capability, two: Capability) -> Crossover | None:
     return Crossover(leader.label, other.label, most, int(ks[at]), low, high)
 
 
+def curves_of_counts(counts: Sequence[int], num_samples: int) -> dict[str, dict[str, list[float]]]:
+    """pass@k of every k and Cover@tau of a single policy, each as estimate, low, high over the problems; by name.
+
+    Empty with too few samples or problems.
+    """
+    if num_samples < MIN_SAMPLES or len(counts) < 2:
+        return {}
+    one = Capability("", (0,), np.array([counts], dtype=np.int64), num_samples)
+    passes = {str(k): one.pass_at(k) for k in range(1, num_samples + 1)}
+    covers = {f"{tau:g}": one.cover_at(tau) for tau in TAUS}
+    return {
+        name: {key: [found.estimate, found.low, found.high] for key, found in curve.items() if found is not None}
+        for name, curve in (("pass_at_k", passes), ("cover_at_tau", covers))
+    }
+
+
 def table_sizes(num_samples: int) -> list[int]:
     """The k of a table: powers of 4, and the number of samples itself."""
     return sorted({num_samples, *(4**j for j in range(10) if 4**j <= num_samples)})

@@ -14,7 +14,7 @@ from scipy import special
 
 from harness.types import StudyRecord
 from reports.analysis import Analysis, analyse
-from reports.capability import Capabilities, Capability, capabilities, crossover, pass_table
+from reports.capability import Capabilities, Capability, capabilities, crossover, curves_of_counts, pass_table
 from reports.render import write_report
 from reports.statistics import fraction_interval
 
@@ -153,6 +153,15 @@ def test_a_study_with_many_samples_shows_curves_before_and_after_training(tmp_pa
 def test_one_seed_is_enough_for_curves_over_problems():
     _, found = found_in(capability_study(num_problems=60, num_samples=32, seeds=(0,)))
     assert found.after["mild"].pass_at(8) is not None
+
+
+def test_the_curves_of_one_policy_have_every_k_with_its_interval():
+    found = curves_of_counts([0, 3, 20, 32], 32)
+    assert list(found["pass_at_k"]) == [str(k) for k in range(1, 33)]
+    estimate, low, high = found["pass_at_k"]["32"]
+    assert estimate == 0.75 and 0 < low < 0.75 < high <= 1
+    assert found["cover_at_tau"]["0.5"][0] == 0.5
+    assert curves_of_counts([0, 1, 2], 4) == {}
 
 
 def test_few_samples_or_unequal_ones_make_no_curves(tmp_path: Path):
