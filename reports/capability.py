@@ -89,7 +89,7 @@ def pass_table(num_samples: int) -> Floats:
     """
     right, drawn = np.arange(num_samples + 1)[:, None], np.arange(num_samples)
     wrong_left = np.maximum(num_samples - right - drawn, 0) / (num_samples - drawn)
-    return 1 - np.cumprod(wrong_left, axis=1)
+    return np.asarray(1 - np.cumprod(wrong_left, axis=1), dtype=np.float64)
 
 
 def capabilities(analysis: Analysis) -> Capabilities | None:
@@ -124,7 +124,7 @@ def crossover(one: Capability, two: Capability) -> Crossover | None:
         return None
     ones, twos = (_rows(each, seeds) for each in (one, two))
     most = min(one.num_samples, two.num_samples)
-    ks = np.arange(1, most + 1)
+    ks = range(1, most + 1)
     means = np.array([(ones.passes(k) - twos.passes(k)).mean() for k in ks])
     means[np.abs(means) < 1e-12] = 0.0
     signs = np.sign(means)
@@ -138,14 +138,14 @@ def crossover(one: Capability, two: Capability) -> Crossover | None:
 
     def shown(place: int) -> float:
         """The sign of a difference that its interval shows, or 0."""
-        cells = ones.passes(int(ks[place])) - twos.passes(int(ks[place]))
+        cells = ones.passes(ks[place]) - twos.passes(ks[place])
         interval = statistics.paired_interval(cells, ones.first)
         few = abs(cells.mean()) * cells.shape[1] < FEWEST_PROBLEMS
         return 0.0 if interval is None or few or interval.low <= 0 <= interval.high else signs[place]
 
-    low = next((int(ks[place]) + 1 for place in range(at - 1, -1, -1) if shown(place) == led), None)
-    high = next((int(ks[place]) for place in range(at, most) if shown(place) == -led), None)
-    return Crossover(leader.label, other.label, most, int(ks[at]), low, high)
+    low = next((ks[place] + 1 for place in range(at - 1, -1, -1) if shown(place) == led), None)
+    high = next((ks[place] for place in range(at, most) if shown(place) == -led), None)
+    return Crossover(leader.label, other.label, most, ks[at], low, high)
 
 
 def curves_of_counts(counts: Sequence[int], num_samples: int) -> dict[str, dict[str, list[float]]]:

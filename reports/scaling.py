@@ -14,6 +14,7 @@ A curve is not stated where the data do not identify it (`_refusal`).
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy import optimize, special
@@ -191,9 +192,10 @@ def _least_squares(costs_ST: Floats, scores_ST: Floats) -> tuple[Floats, float]:
     def residuals(parameters: Floats) -> Floats:
         return (curve(parameters, costs_ST) - scores_ST).ravel()
 
-    def slopes(parameters: Floats) -> Floats:
+    def gradients(parameters: Floats) -> Floats:
         return _gradients(parameters, costs_ST).reshape(-1, 4)
 
+    slopes: Any = gradients  # scipy's stubs know only the names of its own schemes
     bounds = ([-0.5, -0.5, math.log(1e-4), -2.0], [1.5, 1.5, math.log(100.0), 2.5])
     found = []
     for middle in (0.05, 0.2, 0.6):

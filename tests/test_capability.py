@@ -1,5 +1,7 @@
 """Curves of pass@k and Cover@tau: their estimates by hand, how often their intervals hold, and what the page says."""
 
+# pyright: reportOptionalMemberAccess=false, reportArgumentType=false
+
 import csv
 import dataclasses
 from fractions import Fraction

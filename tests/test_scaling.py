@@ -1,5 +1,7 @@
 """Fitted curves of accuracy against compute: their numbers, how often they hold, and when they are refused."""
 
+# pyright: reportOptionalMemberAccess=false, reportArgumentType=false
+
 import dataclasses
 import math
 from pathlib import Path
