@@ -364,8 +364,8 @@ class RunLogger(Protocol):
     def samples(self, rows: Sequence[SampleRow]) -> None:
         """Append rollouts to the samples table."""
 
-    def per_problem(self, fractions: Mapping[str, float]) -> None:
-        """Record, once at the end, the fraction of correct samples of every test problem."""
+    def per_problem(self, fractions: Mapping[str, float], area: str = "test") -> None:
+        """Record, once at the end, the fraction of correct samples of every test problem; `start`: before training."""
 
     def kept(self, step: int, file: str, digest: str) -> None:
         """Record that the run has kept a file in its folder (`folder/name`), and the file's SHA-256."""

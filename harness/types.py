@@ -306,8 +306,8 @@ class EvaluationResult:
     correct_counts  prompt id -> number of the n samples that are correct
     samples         rollouts for the reader
     breakdown       tag name -> tag value -> accuracy, greedy_accuracy and num_prompts; empty for a task without tags
-    completions     every problem with all its completions, as `harness.training.kept` writes them
-    drawn           tokens of each prompt and of each of its completions, k samples and the greedy one apart
+    drawn           tokens of each prompt and of its completions, k samples and the greedy one apart; none of a problem
+                    that was read back
     """
 
     split: Split
@@ -315,8 +315,7 @@ class EvaluationResult:
     correct_counts: Mapping[str, int]
     samples: Sequence[SampleRow]
     breakdown: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
-    completions: Sequence[Mapping[str, Any]] = ()
-    drawn: Sequence[tuple[int, Sequence[int]]] = ()
+    drawn: Sequence[tuple[int, Sequence[int]]] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -329,6 +328,7 @@ class TrialRecord:
     per_problem test prompt id -> fraction of its samples that were correct, at the end; empty where not reached
     factors     dotted path -> level of this arm, for every factor of the study
     threads     every number of threads that one of its workers had; the last bits depend on it
+    start_per_problem  the same fractions before the first step; empty unless evaluation.test_at_start
     """
 
     trial: str
@@ -343,6 +343,7 @@ class TrialRecord:
     per_problem: Mapping[str, float]
     samples: Sequence[SampleRow]
     threads: Sequence[str] = ()
+    start_per_problem: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

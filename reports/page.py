@@ -1,7 +1,7 @@
 """Decides what a report shows: the numbers of every section as text, and which rollouts and figures stand in it."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -9,15 +9,17 @@ import yaml
 
 from harness.types import SampleRow, StudyRecord, TrialRecord
 from reports.analysis import PLANNED_DIFFERENCES, Analysis, ArmSummary, Comparison, held_out_accuracies
+from reports.capability import TAUS, Capabilities, Crossover, table_sizes
 from reports.claims import check_claims
 from reports.components import ranked_components
 from reports.controls import MEANINGS, verdicts
-from reports.figures import curves, grid, outcome
+from reports.figures import capability, curves, grid, outcome, scaling
 from reports.figures.style import Drawing, color_of
 from reports.prose import wording
 from reports.prose.answer import answer, progress
 from reports.prose.notes import accuracies_reading, interval_method, interval_reading, notes
-from reports.statistics import SIMULATED_COVERAGE
+from reports.scaling import Scalings
+from reports.statistics import SIMULATED_COVERAGE, Interval
 from reports.trials import score, search_of, setting, tuning_of, wanted_pairs
 
 _MOST_PROMPTS, _MOST_ARMS = 4, 4
@@ -29,7 +31,9 @@ FLOPS = {  # what is counted of a run's operations -> its column
 _ACCURACY = {"test/accuracy": "mean of samples", "test/greedy_accuracy": "greedy"}
 
 
-def page_drawings(analysis: Analysis) -> dict[str, list[Drawing]]:
+def page_drawings(
+    analysis: Analysis, capable: Capabilities | None, scaled: Scalings | None
+) -> dict[str, list[Drawing]]:
     """Section of the page -> its figures, only those that the record can fill."""
     outcomes = outcome.final_accuracy(analysis) + outcome.differences(analysis)
     maps = grid.heat_maps(analysis) + grid.importances(analysis)
@@ -38,6 +42,8 @@ def page_drawings(analysis: Analysis) -> dict[str, list[Drawing]]:
         "top": [*maps, *outcomes[:num_top]],
         "outcome": outcomes[num_top:] + grid.difficulty_maps(analysis),
         "curves": curves.learning_curves(analysis),
+        "capability": capability.capability_curves(analysis, capable),
+        "scaling": scaling.scaling_curves(analysis, scaled),
         "interactions": grid.interactions(analysis),
         "cost": outcome.cost_against_accuracy(analysis),
         "labels": curves.label_quality(analysis),
@@ -45,7 +51,12 @@ def page_drawings(analysis: Analysis) -> dict[str, list[Drawing]]:
     }
 
 
-def page_values(analysis: Analysis, drawings: Mapping[str, Sequence[Drawing]]) -> dict[str, Any]:
+def page_values(
+    analysis: Analysis,
+    drawings: Mapping[str, Sequence[Drawing]],
+    capable: Capabilities | None,
+    scaled: Scalings | None,
+) -> dict[str, Any]:
     """What the templates read."""
     record = analysis.record
     return {
@@ -63,7 +74,9 @@ def page_values(analysis: Analysis, drawings: Mapping[str, Sequence[Drawing]]) -
         "gaps": [*analysis.gaps, *(gap for control in analysis.controls for gap in control.gaps)],
         "exploratory": _exploratory(analysis),
         "costs": _costs(analysis),
-        "accuracies": _accuracies(analysis),
+        "accuracies": _accuracies(analysis, capable),
+        "capability": _capability(capable),
+        "scaling": _scaling(analysis, scaled),
         "accuracies_reading": accuracies_reading(analysis),
         "claims": check_claims(analysis),
         "planned": [wording.plural(round(100 * size), "point") for size in PLANNED_DIFFERENCES],
@@ -214,9 +227,85 @@ def _hours(seconds: float | None) -> str:
     return "n/a" if seconds is None else f"{seconds / 3600:.3g}"
 
 
-def _accuracies(analysis: Analysis) -> dict[str, Any]:
-    """Every accuracy of the test split, as text: the names of its metrics, and each arm's (value, limits) of them."""
+def _capability(capable: Capabilities | None) -> dict[str, Any] | None:
+    """What the page says of pass@k, Cover@tau and crossings, as text."""
+    if capable is None:
+        return None
+    curves = [*((f"before training: {one.label}", one) for one in capable.before), *capable.after.items()]
+    most = max(one.num_samples for one in capable.after.values())
+    tables = []
+    for names, read in (
+        ({f"pass@{k}": k for k in table_sizes(most)}, lambda one, k: one.pass_at(k) if k <= one.num_samples else None),
+        ({f"Cover@{tau:g}": tau for tau in TAUS}, lambda one, tau: one.cover_at(tau)),
+    ):
+        rows = [{"label": label, "cells": [_estimate(read(one, x)) for x in names.values()]} for label, one in curves]
+        tables.append({"names": list(names), "rows": rows})
+    crossings = [{"leader": x.leader, "other": x.other, **_crossing(x)} for x in capable.crossovers]
+    return {"tables": tables, "crossings": crossings, "has_start": bool(capable.before)}
+
+
+def _estimate(interval: Interval | None) -> tuple[str, str]:
+    value = interval.estimate if interval is not None else math.nan
+    return wording.number(value, "test/accuracy"), wording.limits(interval, "test/accuracy")
+
+
+def _crossing(found: Crossover) -> dict[str, str]:
+    if found.k is None:
+        return {"k": "none", "limits": "", "reading": f"no crossing up to k = {found.most}"}
+    low, high = found.low or 1, found.high or f"> {found.most}"
+    unsure = [name for name, limit in ((found.leader, found.low), (found.other, found.high)) if limit is None]
+    reading = f"not shown: luck may explain the lead of {' and of '.join(unsure)}" if unsure else "both leads are shown"
+    return {"k": str(found.k), "limits": f"[{low}, {high}]", "reading": reading}
+
+
+def _scaling(analysis: Analysis, scaled: Scalings | None) -> dict[str, Any] | None:
+    """What the page says of the fitted curves, as text: each arm's, how it differs from the baseline's, refusals."""
+    if scaled is None:
+        return None
+    metric, shifts = analysis.record.metric, {shift.arm: shift for shift in scaled.shifts}
+    rows = []
+    for one in scaled.fits:
+        shift = shifts.get(one.arm)
+        higher, later = (shift.ceiling, shift.midpoint) if shift is not None else (None, None)
+        signed = {"metric": metric, "signed": True}
+        rows.append({
+            "label": one.arm,
+            "ceiling": (wording.number(one.ceiling.estimate, metric), wording.limits(one.ceiling, metric)),
+            "midpoint": (wording.quantity(one.midpoint.estimate), _range(one.midpoint, wording.quantity)),
+            "exponent": (f"{one.exponent.estimate:.2g}", _range(one.exponent, "{:.2g}".format)),
+            "reached": f"{100 * one.reached:.0f} %",
+            "higher": ("", "") if higher is None else
+                      (wording.number(higher.estimate, **signed), wording.limits(higher, **signed)),
+            "later": ("", "") if later is None else (f"{later.estimate:.2f}", _range(later, "{:.2f}".format)),
+            "check": _checked(one.prediction, metric),
+        })  # fmt: skip
+    reasons: dict[str, list[str]] = {}
+    for arm, reason in scaled.refused.items():
+        reasons.setdefault(reason, []).append(arm)
+    refused = [(", ".join(arms), reason) for reason, arms in reasons.items()]
+    return {"cost": scaled.cost, "rows": rows, "refused": refused, "has_shifts": bool(shifts)}
+
+
+def _range(interval: Interval, write: Callable[[float], str]) -> str:
+    return f"[{write(interval.low)}, {write(interval.high)}]"
+
+
+def _checked(error: Interval | None, metric: str) -> tuple[str, str]:
+    """What the first half of compute says of the second."""
+    if error is None:
+        return "the first half identifies no curve", ""
+    held = "holds" if error.low <= 0 <= error.high else "fails"
+    return f"{held}: {wording.number(error.estimate, metric, signed=True)}", wording.limits(error, metric, signed=True)
+
+
+def _accuracies(analysis: Analysis, capable: Capabilities | None) -> dict[str, Any]:
+    """Every accuracy of the test split, as text: the names of its metrics, and each arm's (value, limits) of them.
+
+    pass@k has tables of its own where it is a curve.
+    """
     found = held_out_accuracies(analysis)
+    if capable is not None:
+        found = {name: arms for name, arms in found.items() if "/pass_at_" not in name}
     unknown = (math.nan, None)
     rows = [
         {

@@ -21,13 +21,16 @@ from markupsafe import Markup, escape
 
 from harness.types import ExploratoryArm, SampleRow, StudyRecord, TrialRecord
 from reports.analysis import ACCURACIES, accuracy_order, analyse
+from reports.capability import capabilities, capability_csv
 from reports.figures.style import FORMATS, write_files
 from reports.join import JoinedStudy
 from reports.page import FLOPS, page_drawings, page_values
 from reports.prose.wording import factor_title, p_value
+from reports.scaling import scalings
 from reports.trials import score, setting
 
 BOOTSTRAP_SEED = 0
+CAPABILITY = "capability.csv"  # every k of every curve of pass@k
 _REACHED = ("accuracy_initial", "accuracy_final", "test_accuracy")
 _SPENT = ("rollouts", "generated_tokens", "optimizer_steps", "seconds", "peak_memory_bytes")
 _LEDGER = (*(f"flops_{name}" for name in FLOPS), "core_seconds", "gpu_seconds", "energy_joules")  # where known
@@ -63,13 +66,17 @@ def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FOR
     """
     record = visible(record)
     analysis = analyse(record, np.random.default_rng(BOOTSTRAP_SEED))
-    drawings = page_drawings(analysis)
+    capable, scaled = capabilities(analysis), scalings(analysis)
+    drawings = page_drawings(analysis, capable, scaled)
     folder.mkdir(parents=True, exist_ok=True)
-    values: dict[str, Any] = {**page_values(analysis, drawings), "bootstrap_seed": BOOTSTRAP_SEED}
+    values: dict[str, Any] = {**page_values(analysis, drawings, capable, scaled), "bootstrap_seed": BOOTSTRAP_SEED}
     files = ReportFiles(folder / "index.html", folder / "results.csv", folder / "report.md", values["answer"])
     _replace(files.html, _html().get_template("report.html").render(values))
     _replace(files.markdown, _markdown().get_template("report.md").render(values))
     _replace(files.csv, results_csv(record))
+    (folder / CAPABILITY).unlink(missing_ok=True)
+    if capable is not None:
+        _replace(folder / CAPABILITY, capability_csv(capable))
     write_files([drawing for group in drawings.values() for drawing in group], folder / "figures", formats)
     return files
 

@@ -37,6 +37,7 @@ LEVEL = 0.95
 ALPHA = 0.05
 POWER = 0.8
 EXACT_SIGN_FLIPS = 16
+RARE = 5
 
 # Method -> seeds -> percent of the simulations described above. P(higher) is the probability of improvement of an arm
 # whose normal seeds are 0, 1 or 2 standard deviations higher.
@@ -147,6 +148,33 @@ def cautious_interval(scores_SN: ArrayLike, first: int | None = None) -> Interva
     if crossed is None or student is None:
         return None
     return max(crossed, student, key=lambda interval: interval.high - interval.low)
+
+
+def paired_interval(scores_SN: ArrayLike, first: int | None = None) -> Interval | None:
+    """The interval over seeds and problems, or over the problems alone if there is a single seed; None without them."""
+    scores = np.asarray(scores_SN, dtype=float)
+    return t_interval(scores[0]) if len(scores) == 1 else cautious_interval(scores, first)
+
+
+def fraction_interval(scores_SN: ArrayLike, first: int | None = None) -> Interval | None:
+    """The same for a mean of fractions that may be close to 0 or 1: it stays between them and holds there.
+
+    Wilson's score interval (1927), with the effective number of problems, m (1 - m) / error^2, for their number and
+    Student's t for z, as Korn and Graubard (1998) adapt another interval to clustered samples. Where fewer than
+    `RARE` problems are wrong, or right, the effective number is not above their number: the interval is then wide.
+    """
+    scores = np.asarray(scores_SN, dtype=float)
+    interval = paired_interval(scores, first)
+    if interval is None:
+        return None
+    mean, num_problems, t = min(max(interval.estimate, 0.0), 1.0), scores.shape[1], _t_quantile(0.025, interval.df)
+    spread = mean * (1 - mean)
+    count = spread / interval.error**2 if interval.error > 1e-9 else float(num_problems)
+    if num_problems * min(mean, 1 - mean) < RARE:
+        count = min(count, num_problems)
+    centre = (mean + t**2 / (2 * count)) / (1 + t**2 / count)
+    half = t * math.sqrt(spread / count + t**2 / (4 * count**2)) / (1 + t**2 / count)
+    return Interval(mean, max(centre - half, 0.0), min(centre + half, 1.0), interval.error, interval.df)
 
 
 def with_variance(interval: Interval, variance: float, df: float) -> Interval:

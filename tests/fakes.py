@@ -40,6 +40,7 @@ class MemoryLog:
         self.phases: list[tuple[str, int, int]] = []
         self.resumed_at: list[int] = []
         self.fractions: dict[str, float] = {}
+        self.start_fractions: dict[str, float] = {}
         self.read: dict[str, dict[str, str]] = {}
         self.first_prompt = ""
         self.files: dict[str, str] = {}
@@ -69,8 +70,11 @@ class MemoryLog:
     def samples(self, rows):
         self.rows += rows
 
-    def per_problem(self, fractions):
-        self.fractions = dict(fractions)
+    def per_problem(self, fractions, area="test"):
+        if area == "start":
+            self.start_fractions = dict(fractions)
+        else:
+            self.fractions = dict(fractions)
 
     def kept(self, step, file, digest):
         self.files[file] = digest

@@ -17,6 +17,7 @@ from harness.training.evaluate import (
     metric_names,
     pass_at_k,
     pass_sizes,
+    problem_score,
     sample_metrics,
     wilson_interval,
 )
@@ -36,7 +37,7 @@ def test_majority_counts_ties_by_their_chance_and_ignores_missing_answers():
 
 def test_sample_metrics_of_a_known_outcome():
     groups = [graded([0, 0, 1, 2], [True, True, False, False]), graded([0, 0, 0, 1], [False, False, False, True])]
-    metrics = sample_metrics(groups)
+    metrics = sample_metrics([problem_score(group, graded([0], [False])) for group in groups])
     assert metrics["accuracy"] == 3 / 8
     # pass@2 from 4 samples with c right: 1 - C(4 - c, 2) / 6, so 5/6 for c = 2 and 1/2 for c = 1
     assert metrics["pass_at_2"] == pytest.approx((5 / 6 + 1 / 2) / 2, abs=1e-12)
@@ -80,16 +81,17 @@ def test_accuracy_is_broken_down_by_the_tags_of_the_problems():
     prompts = [Prompt("a", "a", "1", (("level", "1"),)), Prompt("b", "b", "1", (("level", "2"), ("kind", "x")))]
     sampled = [graded([0, 0, 1, 2], [True, True, False, False]), graded([0] * 4, [True] * 4)]
     greedy = [graded([0], [False]), graded([0], [True])]
-    assert breakdown(prompts, sampled, greedy) == {
+    scores = [problem_score(*both) for both in zip(sampled, greedy, strict=True)]
+    assert breakdown(prompts, scores) == {
         "kind": {"x": {"accuracy": 1.0, "greedy_accuracy": 1.0, "num_prompts": 1.0}},
         "level": {
             "1": {"accuracy": 0.5, "greedy_accuracy": 0.0, "num_prompts": 1.0},
             "2": {"accuracy": 1.0, "greedy_accuracy": 1.0, "num_prompts": 1.0},
         },
     }
-    result = EvaluationResult("test", {"accuracy": 0.75}, {}, [], breakdown(prompts, sampled, greedy))
+    result = EvaluationResult("test", {"accuracy": 0.75}, {}, [], breakdown(prompts, scores))
     logged = {"test/accuracy": 0.75, "test/accuracy_kind_x": 1.0}
-    assert evaluation_metrics(result) == logged | {"test/accuracy_level_1": 0.5, "test/accuracy_level_2": 1.0}
+    assert evaluation_metrics(result, "test") == logged | {"test/accuracy_level_1": 0.5, "test/accuracy_level_2": 1.0}
 
 
 def test_wilson_intervals_match_the_textbook():

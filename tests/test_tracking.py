@@ -338,6 +338,7 @@ def log_trial(
     log.metrics(0, {COLUMN: 0.25})
     log.metrics(1, {COLUMN: 0.5, "policy/loss": math.nan, "kl/old": math.inf})
     log.samples(rows or [fake_trials.sample(1)])
+    log.per_problem({"p1": 0.25}, "start")
     log.per_problem({"p1": 0.75})
     summary = {"accuracy_final": 0.5, "seconds": 1.5} if state == "complete" else {}
     log.finish(state, None if state == "complete" else f"it was {state}", summary)  # pyright: ignore
@@ -365,7 +366,7 @@ def test_a_study_is_read_back_from_the_store_alone(runs: Path):
     assert complete.history["kl/old"] == [(1, math.inf)]
     assert set(complete.history) == {COLUMN, "policy/loss", "kl/old"}
     assert complete.summary == {"accuracy_final": 0.5, "seconds": 1.5}
-    assert complete.per_problem == {"p1": 0.75}
+    assert (complete.per_problem, complete.start_per_problem) == ({"p1": 0.75}, {"p1": 0.25})
     assert list(complete.samples) == [fake_trials.sample(1)]
     assert (invalid.state, invalid.reason) == ("invalid", "it was invalid")
     assert complete.reason is None

@@ -54,6 +54,22 @@ def test_a_run_completes_and_accounts_for_its_budget(algorithm, tmp_path, cache)
     assert result.summary["peak_memory_bytes"] > 1e7
 
 
+def test_test_problems_are_scored_before_training_too_if_asked_for(tmp_path, cache):
+    plain, asked = MemoryLog(), MemoryLog()
+    evaluation = {**BASE["evaluation"], "num_test_samples": 3}
+    train(make_spec(evaluation=evaluation), tmp_path / "plain", plain, cache=cache)
+    spec = make_spec(evaluation={**evaluation, "test_at_start": True})
+    result = train(spec, tmp_path / "asked", asked, cache=cache)
+    assert [(step, asked.history("start/num_samples")[0][1]) for step, _ in asked.history("start/accuracy")] == [(0, 3)]
+    assert asked.history("test/num_samples") == [(5, 3.0)]
+    assert asked.history("validation/num_samples")[0][1] == 2
+    assert set(asked.start_fractions) == set(asked.fractions)
+    assert asked.start_fractions != asked.fractions
+    assert result.summary["test_accuracy"] == asked.history("test/accuracy")[0][1]
+    assert asked.history("test/accuracy") == plain.history("test/accuracy")  # training has not noticed
+    assert not plain.history("start/accuracy")
+
+
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_a_stopped_run_resumes_bit_for_bit(algorithm, tmp_path, cache):
     spec, whole, parts = make_spec(algorithm), MemoryLog(), MemoryLog()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -128,8 +129,10 @@ def evaluate(
 ) -> None:
     """Measure held-out accuracy: greedy, mean of K samples, pass@k and majority of K, with 95 % intervals.
 
-    Metrics and all graded completions go to MLflow's experiment `evaluate` and to RUNS/evaluate/NAME. On a GPU a model
-    other than `tiny` runs with autocast and, if it is installed, the engine vllm; this is said, and --set wins.
+    With 16 samples and more --json has every pass@k and Cover@tau with intervals over the problems. Metrics and the
+    first completions go to MLflow's experiment `evaluate`, all graded completions to
+    RUNS/evaluate/NAME, where the same command continues after a kill. On a GPU a model other than `tiny` runs with
+    autocast and, if it is installed, the engine vllm; this is said, and --set wins.
     """
     from harness.console.progress import phase_bar
     from harness.runs.single import evaluate_once, model_folder
@@ -153,7 +156,9 @@ def evaluate(
     if as_json:
         given = {"model": model, "task": task, "split": split, "spec": spec.model_dump(mode="json")}
         found = {"metrics": result.metrics, "intervals": intervals(result), "breakdown": result.breakdown}
-        rows = {"correct_counts": result.correct_counts, "samples": result.samples[:16]}
+        counts, k = result.correct_counts, int(result.metrics["num_samples"])
+        found["curves"] = importlib.import_module("reports.capability").curves_of_counts(list(counts.values()), k)
+        rows = {"correct_counts": counts, "samples": result.samples[:16]}
         terminal.print_json({**given, **found, **rows, "directory": runs / "evaluate" / name})
         return
     show_evaluation(f"{model} on {task} ({split})", result)

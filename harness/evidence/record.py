@@ -21,7 +21,15 @@ from harness.tracking.trial_folder import read_trial, sample_row
 from harness.types import ExploratoryArm, StudyRecord, TrialRecord
 
 EVIDENCE = "evidence.json"
-IN_FOLDER = ("spec", "history", "summary", "per_problem", "samples", "threads")  # of a trial that has files here
+IN_FOLDER = (
+    "spec",
+    "history",
+    "summary",
+    "per_problem",
+    "start_per_problem",
+    "samples",
+    "threads",
+)  # if files are here
 _DRAWN_WITH = ("jinja2", "matplotlib", "scipy")
 
 

@@ -15,6 +15,8 @@ from harness.tracking.events import EVENTS
 from harness.types import StudyRecord
 
 WriteReport = Callable[..., Any]  # `reports.render.write_report`
+TABLE = "results.csv"
+_WRITTEN = (".html", ".md", ".csv", ".svg")  # files of a report that are written alike each time
 _PARTS = re.compile(r"[^\\:\x00]+")
 
 
@@ -95,8 +97,10 @@ def _check_report(
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             return place.differs("report", "", "a report", f"{type(error).__name__}: {error}")
         anew, stored = Path(scratch), folder / "report"
-        _compare_table(stored / "results.csv", anew / "results.csv", place)
-        names = sorted(f.relative_to(anew).as_posix() for f in anew.rglob("*") if f.suffix in (".html", ".md", ".svg"))
+        _compare_table(stored / TABLE, anew / TABLE, place)
+        names = sorted(
+            f.relative_to(anew).as_posix() for f in anew.rglob("*") if f.suffix in _WRITTEN and f.name != TABLE
+        )
         differing = [name for name in names if _bytes(stored / name) != (anew / name).read_bytes()]
         place.findings.numbers["report"] += len(names) - len(differing)
         here = writing_versions()
@@ -122,18 +126,18 @@ def _check_report(
 
 def _compare_table(stored: Path, derived: Path, place: Place) -> None:
     if not stored.is_file():
-        return place.differs("report/results.csv", "", None, "a table")
+        return place.differs(f"report/{TABLE}", "", None, "a table")
     (header, *rows), (columns, *anew) = (_cells(file) for file in (stored, derived))
     if header != columns or len(rows) != len(anew):
-        return _compare_lines("report/results.csv", _lines(stored), _lines(derived), place)
+        return _compare_lines(f"report/{TABLE}", _lines(stored), _lines(derived), place)
     for number, (row, new) in enumerate(zip(rows, anew, strict=True), 2):
         trial = dict(zip(columns, new, strict=True))
         at = Place(place.findings, trial.get("arm"), int(trial["seed"]))
         if len(row) != len(new):
-            at.differs("report/results.csv", f"line {number}", f"{len(row)} cells", f"{len(new)} cells")
+            at.differs(f"report/{TABLE}", f"line {number}", f"{len(row)} cells", f"{len(new)} cells")
             continue
         for column, cell, value in zip(columns, row, new, strict=True):
-            at.compare("report", "report/results.csv", column, cell, value)
+            at.compare("report", f"report/{TABLE}", column, cell, value)
 
 
 def _cells(file: Path) -> list[list[str]]:

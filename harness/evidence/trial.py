@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 from harness import plugins
 from harness.evidence.findings import Place
@@ -32,6 +32,7 @@ _LAST = {  # of a run's summary -> the metric whose last value it is
     "generated_tokens": "train/generated_tokens", "optimizer_steps": "train/optimizer_steps",
     "peak_memory_bytes": "memory/peak_bytes",
 }  # fmt: skip
+_AREAS: Mapping[str, Split] = {"validation": "validation", "test": "test", "start": "test"}  # of metrics -> split
 _BAD_ROW = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
 
 
@@ -137,37 +138,35 @@ class _Completions:
 
     def evaluations(self) -> None:
         """Derive the metrics of every evaluation, and the score of every test problem."""
-        splits: tuple[Split, ...] = get_args(Split)
-        for split in splits:
+        for area, split in _AREAS.items():
             lacking = 0
-            for step in sorted(self._history.history.get(f"{split}/accuracy", {})) if split != "train" else ():
-                rows = self._rows(completions_file(split, step))
+            for step in sorted(self._history.history.get(f"{area}/accuracy", {})):
+                rows = self._rows(completions_file(area, step))
                 lacking += rows is None
                 if rows:
-                    self._evaluation(rows, split, step)
+                    self._evaluation(rows, area, split, step)
             if lacking:
                 self._place.lacks(f"{lacking} evaluations on the {split} split have no completions")
 
-    def _evaluation(self, rows: Sequence[Mapping[str, Any]], split: Split, step: int) -> None:
+    def _evaluation(self, rows: Sequence[Mapping[str, Any]], area: str, split: Split, step: int) -> None:
         file = f"{self._name}/{EVENTS}"
         try:
             result = evaluate_again(self._task, rows, split)
         except _BAD_ROW as error:
-            return self._place.differs(
-                f"{self._name}/{completions_file(split, step)}", "", "rows of a run", repr(error)
-            )
+            return self._place.differs(f"{self._name}/{completions_file(area, step)}", "", "rows of a run", repr(error))
         self._place.findings.completions += sum(len(row["samples"]) + len(row["greedy"]) for row in rows)
-        derived = evaluation_metrics(result)
+        derived = evaluation_metrics(result, area)
         logged = {key: steps[step][0] for key, steps in self._history.history.items() if step in steps}
-        for key in sorted({*derived, *(key for key in logged if key.startswith(f"{split}/"))}):
+        for key in sorted({*derived, *(key for key in logged if key.startswith(f"{area}/"))}):
             self._place.compare("completions", file, f"{key} at step {step}", logged.get(key), derived.get(key))
             self._followed.add(key)
         if split == "test":
             k = result.metrics["num_samples"]
             scores = {prompt: count / k for prompt, count in result.correct_counts.items()}
-            for prompt in sorted({*scores, *self._history.per_problem}):
-                stored = self._history.per_problem.get(prompt)
-                self._place.compare("completions", file, f"per_problem/{prompt}", stored, scores.get(prompt))
+            name = "start_per_problem" if area == "start" else "per_problem"
+            known: Mapping[str, float] = getattr(self._history, name)
+            for prompt in sorted({*scores, *known}):
+                self._place.compare("completions", file, f"{name}/{prompt}", known.get(prompt), scores.get(prompt))
 
     def batches(self) -> None:
         """Derive the verdicts of every kept training batch, and what its step logged of them."""

@@ -194,8 +194,9 @@ def _cache_bytes(spec: RunSpec, counts: Counts, shape: Shape, max_rows: int, tog
         return group * min(together * prompts, max(1, max_rows // group))
 
     held_out = max(spec.evaluation.num_prompts, spec.evaluation.num_test_prompts)
+    samples = min(max(spec.evaluation.num_samples, spec.evaluation.num_test_samples or 1), 64)  # of a problem at a time
     prompts = -(-spec.prompts_per_step // spec.devices)
-    at_once = max(rows(spec.algorithm.group_size, prompts), rows(spec.evaluation.num_samples, min(64, held_out)))
+    at_once = max(rows(spec.algorithm.group_size, prompts), rows(samples, min(64, held_out)))
     cut = spec.sampling.top_p < 1 or spec.sampling.top_k
     per_logit = 49 if cut else 25  # logits and log-probs in float32, probabilities, their sums and order in float64
     layers = counts.trunk.cache

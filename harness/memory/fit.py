@@ -12,13 +12,29 @@ from harness.policy.model import check_model
 from harness.spec.errors import SpecError
 from harness.spec.run import RunSpec
 
+SAMPLE_BYTES, TOKEN_BYTES = 2048, 128  # at most, of a completion that waits to be graded: its ids, log-probs and text
+
 
 def check_memory(spec: RunSpec, copies: int = 1, together: int = 1) -> None:
     """ValueError if `copies` processes with `together` such runs each cannot fit on the device; passes if there is no
     estimate."""
+    check_samples(spec, copies)
     found, _ = estimate_run(spec, together)
     if found is not None:
         check_fits(found, resolve_device(spec.device), spec, copies)
+
+
+def check_samples(spec: RunSpec, copies: int = 1) -> None:
+    """SpecError if the samples of one problem of an evaluation, which a vote needs together, are more than fit."""
+    settings = spec.evaluation
+    named = {"num_samples": settings.num_samples, "num_test_samples": settings.num_test_samples or 0}
+    name, asked = max(named.items(), key=lambda item: item[1])
+    most = device_bytes(torch.device("cpu")) // (copies * (SAMPLE_BYTES + TOKEN_BYTES * spec.max_tokens))
+    if asked > most:
+        raise SpecError(
+            f"evaluation.{name} must be at most {most:,}, the samples of one problem that the free memory holds, "
+            f"got {asked:,}; ask for fewer"
+        )
 
 
 def check_fits(components: Mapping[str, int], device: torch.device, spec: RunSpec, copies: int = 1) -> None:

@@ -1,6 +1,5 @@
 """One run or one evaluation outside a study, as `cohort train` and `cohort evaluate` do them."""
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from filelock import FileLock, Timeout
 
 from harness.files import read_json
 from harness.inputs import expecting
-from harness.memory.fit import check_memory
+from harness.memory.fit import check_memory, check_samples
 from harness.policy.device import resolve_device
 from harness.preflight import check_devices, check_inputs, run_inputs
 from harness.spec.errors import SpecError
@@ -25,6 +24,7 @@ from harness.training.cold_start import start_policy
 from harness.training.disk import check_disk
 from harness.training.evaluate import evaluate_run, evaluation_metrics
 from harness.training.finished import CHECKPOINTS, drop_checkpoints
+from harness.training.kept import Completions
 from harness.training.launch import train
 from harness.training.run import RunResult, build_engine, first_prompt
 from harness.types import FINAL, EvaluationResult, Inputs, Split
@@ -41,6 +41,7 @@ class Watch:
 
 
 UNWATCHED = Watch()
+MOST_SHOWN = 10_000  # completions of an evaluation in MLflow, which keeps them in one table
 
 
 def train_once(spec: RunSpec, runs: Path, name: str, watch: Watch = UNWATCHED) -> RunResult:
@@ -69,11 +70,15 @@ def evaluate_once(
 ) -> EvaluationResult:
     """The accuracy of the policy that the spec starts from, after the cold start if it has one.
 
-    Metrics and every graded completion go to `runs/evaluate/name` and to MLflow's experiment `evaluate`.
+    Every graded completion goes to `<split>.jsonl` in `runs/evaluate/name`, from where the next call continues; metrics
+    and the first completions go to MLflow's experiment `evaluate` too.
     """
+    check_samples(spec)
     check_inputs([spec], runs, (split,))
     directory = runs / "evaluate" / name
-    inputs = run_inputs([spec], runs / "cache", (split,))
+    kept = Completions(directory / f"{split}.jsonl")
+    with expecting(recorded_inputs(directory) if kept.file.exists() else {}):
+        inputs = run_inputs([spec], runs / "cache", (split,))
     with (
         expecting(inputs),
         own_folder(directory, spec),
@@ -82,20 +87,24 @@ def evaluate_once(
         log.inputs(inputs)
         log.prompt(first_prompt(spec, split))
         log.resume(-1)
-        result = _evaluate(spec, split, runs, on_progress)
-        log.metrics(0, evaluation_metrics(result))
+        result = _evaluate(spec, split, runs, on_progress, kept)
+        log.metrics(0, evaluation_metrics(result, split))
         log.samples(result.samples)
         log.finish("complete", None, {f"{split}_accuracy": result.metrics["accuracy"]})
     return result
 
 
 def _evaluate(
-    spec: RunSpec, split: Split, runs: Path, on_progress: OnProgress = lambda phase, done, total: None
+    spec: RunSpec,
+    split: Split,
+    runs: Path,
+    on_progress: OnProgress = lambda phase, done, total: None,
+    kept: Completions | None = None,
 ) -> EvaluationResult:
     policy, codec = start_policy(spec, runs / "cache", partial(on_progress, "cold start"))
     policy = policy.to(device=resolve_device(spec.device), dtype=getattr(torch, spec.dtype))
     with closing(build_engine(spec, policy, codec)) as engine:
-        return evaluate_run(spec, engine, split, 0, partial(on_progress, split), num_shown=sys.maxsize)
+        return evaluate_run(spec, engine, split, 0, partial(on_progress, split), MOST_SHOWN, kept)
 
 
 def model_folder(model: str) -> str:

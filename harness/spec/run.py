@@ -115,7 +115,22 @@ class Evaluation(Section):
     num_prompts: int = Field(default=256, ge=1, description="validation problems; all when the split has fewer")
     num_test_prompts: int = Field(default=512, ge=1, description="test problems; all when the split has fewer")
     num_samples: int = Field(default=4, ge=1, description="k samples per problem for accuracy, pass@k and maj@k")
+    num_test_samples: int | None = Field(
+        default=None,
+        ge=1,
+        exclude_if=lambda value: value is None,  # runs from before the setting keep their digest
+        description="the same for test problems, if it differs",
+    )
+    test_at_start: bool = Field(
+        default=False,
+        exclude_if=lambda value: not value,  # likewise
+        description="score the test problems before training too, for curves of pass@k before and after",
+    )
     temperature: float = Field(default=1.0, gt=0, description="of the k samples; the greedy one has none")
+
+    def samples_of(self, split: str) -> int:
+        """Samples of each problem of a split."""
+        return self.num_test_samples or self.num_samples if split == "test" else self.num_samples
 
 
 class Checkpoints(Section):

@@ -29,6 +29,7 @@ class RunHistory:
     samples: dict[tuple[int, str], tuple[int, list[dict[str, Any]]]] = field(default_factory=dict)
     sample_times: dict[tuple[int, str], int] = field(default_factory=dict)
     per_problem: dict[str, float] = field(default_factory=dict)
+    start_per_problem: dict[str, float] = field(default_factory=dict)
     kept: dict[str, tuple[int, str]] = field(default_factory=dict)  # file -> step, SHA-256
     attempts: list[dict[str, Any]] = field(default_factory=list)
     finish: list[dict[str, Any]] = field(default_factory=list)
@@ -45,8 +46,9 @@ class RunHistory:
                 self._add_sample(row)
                 self.sample_times[row["step"], row["split"]] = event["time"]
         elif event["type"] == "per_problem":
-            self.per_problem.clear()
-            self.per_problem.update(event["fractions"])
+            known = self.start_per_problem if event.get("area") == "start" else self.per_problem
+            known.clear()
+            known.update(event["fractions"])
         elif event["type"] == "kept":
             self.kept[event["file"]] = (event["step"], event["sha256"])
         elif event["type"] == "finish":

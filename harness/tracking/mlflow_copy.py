@@ -198,6 +198,7 @@ class Copier:
             return True
         names = ["config.yaml", *["samples.json"] * bool(self.history.samples)]
         names += ["per_problem.json"] * bool(self.history.per_problem)
+        names += ["start_per_problem.json"] * bool(self.history.start_per_problem)
         folder = self.runs / "mlartifacts" / self.identity.experiment / self._run_id() / "artifacts"
         return all((folder / name).exists() for name in names)
 
@@ -392,9 +393,10 @@ class Copier:
 
         summary = {key: float(value) for key, value in finish["summary"].items()}
         with self._lock:
-            per_problem = dict(self.history.per_problem)
-        if per_problem:
-            client.log_dict(self._run_id(), per_problem, "per_problem.json")
+            problems = {name: dict(getattr(self.history, name)) for name in ("per_problem", "start_per_problem")}
+        for name, fractions in problems.items():
+            if fractions:
+                client.log_dict(self._run_id(), fractions, f"{name}.json")
         if finish["state"] == "complete" and summary:
             metrics = [Metric(SUMMARY + key, value, finish["time"], 0) for key, value in summary.items()]
             client.log_batch(self._run_id(), metrics)

@@ -304,6 +304,7 @@ def _trial_record(client: MlflowClient, runs: Path, run: Run) -> TrialRecord:
         per_problem=artifact(client, runs, run, "per_problem.json") or {},
         samples=[sample_row(row) for row in samples],
         threads=tags.get("cohort.threads", "").split(),
+        start_per_problem=artifact(client, runs, run, "start_per_problem.json") or {},
     )
 
 

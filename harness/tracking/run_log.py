@@ -197,9 +197,9 @@ class RunLog:
             dicts = [dataclasses.asdict(row) for row in rows]
             self._append({"type": "samples", "step": max(row.step for row in rows), "rows": dicts})
 
-    def per_problem(self, fractions: Mapping[str, float]) -> None:
+    def per_problem(self, fractions: Mapping[str, float], area: str = "test") -> None:
         step = self._progress["step"]
-        self._append({"type": "per_problem", "step": step, "fractions": dict(fractions)})
+        self._append({"type": "per_problem", "step": step, "area": area, "fractions": dict(fractions)})
 
     def kept(self, step: int, file: str, digest: str) -> None:
         self._append({"type": "kept", "step": step, "file": file, "sha256": digest})

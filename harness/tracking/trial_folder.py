@@ -29,6 +29,7 @@ def read_trial(directory: Path, known: TrialRecord) -> TrialRecord:
         history={key: sorted((step, value) for step, (value, _) in history.history[key].items()) for key in keys},
         summary={k: float(v) for end in history.finish for k, v in end["summary"].items()},
         per_problem=dict(history.per_problem),
+        start_per_problem=dict(history.start_per_problem),
         samples=[sample_row(row) for row in history.rows()],
         threads=sorted({attempt.get("threads", "") for attempt in history.attempts} - {""}),
     )

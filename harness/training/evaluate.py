@@ -1,9 +1,13 @@
-"""Held-out accuracy: greedy, mean over samples, pass@k and maj@k, on a fixed set of problems, overall and by tag."""
+"""Held-out accuracy: greedy, mean over samples, pass@k and maj@k, on a fixed set of problems, overall and by tag.
+
+Problems are sampled and graded a part at a time and their completions dropped, so that memory holds a few thousand of
+them, or those of a single problem, however many there are in all.
+"""
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import NormalDist
@@ -11,18 +15,43 @@ from typing import Any
 
 import numpy as np
 
+from harness.files import sha256
 from harness.interfaces import RolloutEngine, RunLogger, Task
 from harness.policy.device import mixed_precision, resolve_device
 from harness.rewards.majority_vote import majority_correct
 from harness.spec.run import Evaluation, RunSpec
+from harness.streams import generator
 from harness.training import ranks
 from harness.training.flops import Lengths, lengths
 from harness.training.grading import completion_rows, grade, groups_of, sample_rows
-from harness.training.kept import completions_file, keep_rows
-from harness.types import EvaluationResult, GradedGroup, Group, Prompt, Sampling, Split
+from harness.training.kept import Completions, completions_file
+from harness.types import EvaluationResult, GradedGroup, Group, Prompt, SampleRow, Sampling, Split
 
 NO_LIMIT = 0  # of tokens, for completions that were cut long ago: only rewards ask for it
-PROMPTS_AT_ONCE = 64  # for an engine that holds a whole batch in memory; progress is told after each
+PROMPTS_AT_ONCE = 64  # for an engine that holds a whole batch in memory; progress is told after each part
+SAMPLES_AT_ONCE = 64  # of a problem, for the same engine
+ROWS_AT_ONCE = 8192  # completions in memory, unless a single problem has more
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemScore:
+    """All that the metrics of a split need of one problem.
+
+    majority    chance that a majority vote of its samples is right
+    format      sum of the samples' format scores
+    num_tokens  of all samples together; `answered` and `truncated` count samples
+    greedy      whether the greedy completion is right
+    """
+
+    prompt_id: str
+    num_samples: int
+    num_correct: int
+    majority: float
+    answered: int
+    truncated: int
+    format: float
+    num_tokens: int
+    greedy: bool
 
 
 def evaluate_run(
@@ -32,68 +61,110 @@ def evaluate_run(
     step: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     num_shown: int = 16,
+    kept: Completions | None = None,
 ) -> EvaluationResult:
     """Accuracy on the first problems of a split: one greedy completion and k samples for each.
 
     The same problems every time, so that arms and steps can be compared problem by problem. `num_shown` rollouts at
-    most come with it for the reader.
+    most come with it for the reader. Problems that are kept already are not sampled again; the others are kept too.
     """
-    task, settings = spec.task, spec.evaluation
-    prompts = task.prompts(split)[: settings.num_test_prompts if split == "test" else settings.num_prompts]
-    sampled = Sampling(temperature=settings.temperature, max_tokens=spec.max_tokens, stop=spec.sampling.stop)
-    greedy = sampled.model_copy(update={"temperature": 0.0})
-    groups: list[Group] = []
-    greedy_groups: list[Group] = []
-    at_once = len(prompts) if engine.plans_batches else PROMPTS_AT_ONCE * ranks.world_size()
-    key = {"seed": spec.seed, "step": step}
-    sample = partial(engine.generate, group_size=settings.num_samples, sampling=sampled, **key)
-    answer = partial(engine.generate, group_size=1, sampling=greedy, **key)
-    for start in range(0, len(prompts), at_once):
-        part = prompts[start : start + at_once]
-        with mixed_precision(resolve_device(spec.device), spec.autocast):
-            groups += ranks.shared(part, sample)
-            greedy_groups += ranks.shared(part, answer)
-        on_progress(min(start + at_once, len(prompts)), len(prompts))
-    graded = ranks.shared(groups, lambda part: grade(task, part, spec.max_tokens))
-    greedy_graded = ranks.shared(greedy_groups, lambda part: grade(task, part, spec.max_tokens))
-    return replace(
-        _result(split, prompts, graded, greedy_graded),
-        samples=sample_rows(groups, graded, step=step, split=split, limit=num_shown),
-        completions=completion_rows(groups, greedy_groups),
-        drawn=[*lengths(groups), *lengths(greedy_groups)],
-    )
+    settings, num_samples = spec.evaluation, spec.evaluation.samples_of(split)
+    prompts = spec.task.prompts(split)[: settings.num_test_prompts if split == "test" else settings.num_prompts]
+    places = {prompt.id: place for place, prompt in enumerate(prompts)}
+    scores: dict[str, ProblemScore] = {}
+    shown: dict[tuple[int, int], SampleRow] = {}  # by sample, then problem
+    drawn: list[tuple[int, Sequence[int]]] = []
+
+    def score(groups: Sequence[Group], greedy: Sequence[Group]) -> None:
+        graded, first = (
+            ranks.shared(g, lambda part: grade(spec.task, part, spec.max_tokens)) for g in (groups, greedy)
+        )
+        for group, marked, first_marked in zip(groups, graded, first, strict=True):
+            place, rows = places[group.prompt.id], sample_rows([group], [marked], step=step, split=split)
+            scores[group.prompt.id] = problem_score(marked, first_marked)
+            shown.update({(i, place): row for i, row in enumerate(rows) if i * len(prompts) + place < num_shown})
+
+    for group, greedy in kept.read() if kept is not None else ():
+        if group.prompt.id in places:
+            score([group], [greedy])
+    left = [prompt for prompt in prompts if prompt.id not in scores]
+    at_once = max(ROWS_AT_ONCE // num_samples, 1)
+    at_once = (at_once if engine.plans_batches else min(at_once, PROMPTS_AT_ONCE)) * ranks.world_size()
+    for start in range(0, len(left), at_once):
+        part = left[start : start + at_once]
+        groups, greedy_groups = (_sampled(spec, engine, part, count, step) for count in (num_samples, None))
+        if kept is not None:
+            kept.add(completion_rows(groups, greedy_groups))
+        score(groups, greedy_groups)
+        drawn += [*lengths(groups), *lengths(greedy_groups)]
+        on_progress(len(prompts) - len(left) + start + len(part), len(prompts))
+    samples = [shown[key] for key in sorted(shown)]
+    return replace(_result(split, prompts, [scores[prompt.id] for prompt in prompts]), samples=samples, drawn=drawn)
 
 
 def evaluate_again(task: Task, rows: Sequence[Mapping[str, Any]], split: Split) -> EvaluationResult:
     """What `evaluate_run` found, from the completions that it kept, graded anew; without samples."""
     groups, greedy_groups = groups_of(rows, "samples"), groups_of(rows, "greedy")
-    graded, greedy_graded = (grade(task, part, NO_LIMIT) for part in (groups, greedy_groups))
-    return _result(split, [group.prompt for group in groups], graded, greedy_graded)
+    graded, greedy = (grade(task, part, NO_LIMIT) for part in (groups, greedy_groups))
+    scores = [problem_score(*both) for both in zip(graded, greedy, strict=True)]
+    return _result(split, [group.prompt for group in groups], scores)
 
 
-def _result(
-    split: Split, prompts: Sequence[Prompt], graded: Sequence[GradedGroup], greedy: Sequence[GradedGroup]
-) -> EvaluationResult:
-    metrics = sample_metrics(graded)
-    metrics["greedy_accuracy"] = float(np.mean([bool(g.correct and g.correct[0]) for g in greedy]))
-    counts = {g.prompt_id: sum(g.correct or ()) for g in graded}
-    return EvaluationResult(split, metrics, counts, [], breakdown(prompts, graded, greedy))
+def _result(split: Split, prompts: Sequence[Prompt], scores: Sequence[ProblemScore]) -> EvaluationResult:
+    metrics = sample_metrics(scores) | {"greedy_accuracy": float(np.mean([score.greedy for score in scores]))}
+    counts = {score.prompt_id: score.num_correct for score in scores}
+    return EvaluationResult(split, metrics, counts, [], breakdown(prompts, scores))
 
 
-def breakdown(
-    prompts: Sequence[Prompt], graded: Sequence[GradedGroup], greedy: Sequence[GradedGroup]
-) -> dict[str, dict[str, dict[str, float]]]:
+def _sampled(
+    spec: RunSpec, engine: RolloutEngine, prompts: Sequence[Prompt], num_samples: int | None, step: int
+) -> list[Group]:
+    """So many samples of each prompt, or the greedy completion.
+
+    An engine that holds what it is given is asked for a few at a time, from the second time on with a seed of its own:
+    its noise is keyed by the number of a sample in its call.
+    """
+    temperature = 0.0 if num_samples is None else spec.evaluation.temperature
+    sampling = Sampling(temperature=temperature, max_tokens=spec.max_tokens, stop=spec.sampling.stop)
+    count = num_samples or 1
+    most = count if engine.plans_batches else SAMPLES_AT_ONCE
+    calls: list[list[Group]] = []
+    with mixed_precision(resolve_device(spec.device), spec.autocast):
+        for start in range(0, count, most):
+            seed = spec.seed if not start else int(generator("evaluation", spec.seed, start).integers(2**63))
+            size = min(most, count - start)
+            draw = partial(engine.generate, group_size=size, sampling=sampling, seed=seed, step=step)
+            calls.append(ranks.shared(prompts, draw))
+    parts = zip(*calls, strict=True)
+    return [replace(same[0], rollouts=tuple(r for group in same for r in group.rollouts)) for same in parts]
+
+
+def problem_score(graded: GradedGroup, greedy: GradedGroup) -> ProblemScore:
+    """What is kept of a problem's samples and its greedy completion."""
+    return ProblemScore(
+        prompt_id=graded.prompt_id,
+        num_samples=len(graded.completions),
+        num_correct=sum(graded.correct or ()),
+        majority=float(majority_correct(graded)),
+        answered=sum(answer is not None for answer in graded.answers),
+        truncated=sum(graded.truncated),
+        format=float(sum(graded.format_scores)),
+        num_tokens=sum(graded.num_tokens),
+        greedy=bool(greedy.correct and greedy.correct[0]),
+    )
+
+
+def breakdown(prompts: Sequence[Prompt], scores: Sequence[ProblemScore]) -> dict[str, dict[str, dict[str, float]]]:
     """Tag name -> tag value -> accuracy, greedy_accuracy and num_prompts of the problems that carry it, sorted."""
-    places: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for place, prompt in enumerate(prompts):
+    found: dict[tuple[str, str], list[ProblemScore]] = defaultdict(list)
+    for prompt, score in zip(prompts, scores, strict=True):
         for tag in prompt.tags:
-            places[tag].append(place)
+            found[tag].append(score)
     result: dict[str, dict[str, dict[str, float]]] = {}
-    for (name, value), members in sorted(places.items()):
-        correct, first = ([g[i].correct or () for i in members] for g in (graded, greedy))
+    for (name, value), members in sorted(found.items()):
         result.setdefault(name, {})[value] = {
-            "accuracy": float(np.mean(correct)),
-            "greedy_accuracy": float(np.mean(first)),
+            "accuracy": _share(members, "num_correct"),
+            "greedy_accuracy": float(np.mean([score.greedy for score in members])),
             "num_prompts": float(len(members)),
         }
     return result
@@ -116,22 +187,22 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
-def sample_metrics(graded: Sequence[GradedGroup]) -> dict[str, float]:
+def sample_metrics(scores: Sequence[ProblemScore]) -> dict[str, float]:
     """Metrics of n samples per problem, pass@k for several k <= n among them."""
-    k = len(graded[0].completions)
-    correct = np.array([g.correct for g in graded], dtype=float)
-    counts = [sum(g.correct or ()) for g in graded]
+    k = scores[0].num_samples
     return {
-        "accuracy": float(correct.mean()),
-        **{f"pass_at_{j}": float(np.mean([pass_at_k(k, c, j) for c in counts])) for j in pass_sizes(k)},
-        f"maj_at_{k}": float(np.mean([majority_correct(g) for g in graded])),
-        "answered": float(np.mean([a is not None for g in graded for a in g.answers])),
-        "truncated": float(np.mean([t for g in graded for t in g.truncated])),
-        "format": float(np.mean([f for g in graded for f in g.format_scores])),
-        "num_tokens": float(np.mean([n for g in graded for n in g.num_tokens])),
-        "num_prompts": float(len(graded)),
+        "accuracy": _share(scores, "num_correct"),
+        **{f"pass_at_{j}": float(np.mean([pass_at_k(k, s.num_correct, j) for s in scores])) for j in pass_sizes(k)},
+        f"maj_at_{k}": float(np.mean([score.majority for score in scores])),
+        **{name: _share(scores, name) for name in ("answered", "truncated", "format", "num_tokens")},
+        "num_prompts": float(len(scores)),
         "num_samples": float(k),
     }
+
+
+def _share(scores: Sequence[ProblemScore], name: str) -> float:
+    """The mean over all samples of a quantity whose sums the scores hold."""
+    return float(sum(getattr(score, name) for score in scores)) / sum(score.num_samples for score in scores)
 
 
 def intervals(result: EvaluationResult) -> dict[str, tuple[float, float]]:
@@ -153,14 +224,14 @@ def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
     return max(0.0, centre - spread), min(1.0, centre + spread)
 
 
-def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
-    """The logged metrics of an evaluation: `<split>/<metric>`, with `accuracy_<tag>_<value>` for every tag."""
+def evaluation_metrics(result: EvaluationResult, area: str) -> dict[str, float]:
+    """The logged metrics of an evaluation: `<area>/<metric>`, with `accuracy_<tag>_<value>` for every tag."""
     tags = {
         f"accuracy_{tag}_{value}".replace(" ", "_"): row["accuracy"]
         for tag, rows in result.breakdown.items()
         for value, row in rows.items()
     }
-    return {f"{result.split}/{name}": value for name, value in {**result.metrics, **tags}.items()}
+    return {f"{area}/{name}": value for name, value in {**result.metrics, **tags}.items()}
 
 
 def logged_evaluation(
@@ -171,17 +242,24 @@ def logged_evaluation(
     split: Split,
     step: int,
     charge: Callable[[Lengths], Mapping[str, float]] = lambda drawn: {},
+    area: str = "",
 ) -> EvaluationResult:
-    """Evaluate the engine's policy and log it and what it is charged; of the test split each problem's fraction too.
+    """Evaluate the engine's policy and log it and what it is charged, as metrics of an area: by default the split's
+    name; `start` for test problems before training. Of test problems each fraction is logged too.
 
     All completions are kept in the run's folder, so that the numbers can be verified.
     """
-    result = evaluate_run(spec, engine, split, step, lambda done, total: log.progress(split, done, total))
-    if ranks.rank() == 0:
-        keep_rows(directory, log, step, completions_file(split, step), result.completions)
-    log.metrics(step, {**evaluation_metrics(result), **charge(result.drawn)})
-    log.samples(result.samples)
+    area = area or split
+    kept = Completions(directory / completions_file(area, step)) if ranks.rank() == 0 else None
+    if kept is not None:
+        kept.clear()  # of an attempt that was killed here, and whose weights may differ
+    result = evaluate_run(spec, engine, split, step, lambda n, total: log.progress(split, n, total), kept=kept)
+    if kept is not None:
+        log.kept(step, completions_file(area, step), sha256(kept.file))
+    log.metrics(step, {**evaluation_metrics(result, area), **charge(result.drawn)})
     if split == "test":
         k = result.metrics["num_samples"]
-        log.per_problem({prompt: count / k for prompt, count in result.correct_counts.items()})
+        log.per_problem({prompt: count / k for prompt, count in result.correct_counts.items()}, area)
+    if area == split:
+        log.samples(result.samples)
     return result

@@ -1,34 +1,83 @@
 """The completions that a run keeps in its folder, from which its accuracies follow again.
 
-`completions/<split>-<step>.jsonl` has the problems of an evaluation, one a line, with all completions that they
+`completions/<area>-<step>.jsonl` has the problems of an evaluation, one a line, with all completions that they
 received; `rollouts/step-<step>.jsonl` the whole batch of a training step, one rollout a line. The run's events hold the
 SHA-256 of both.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from harness.files import sync, write_text
 from harness.interfaces import RunLogger
-from harness.types import Split
+from harness.training.grading import groups_of
+from harness.types import Group
+
+
+class Completions:
+    """The problems of an evaluation with all their completions, in a file that grows: one that is killed goes on."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def clear(self) -> None:
+        self.file.unlink(missing_ok=True)
+
+    def read(self) -> Iterator[tuple[Group, Group]]:
+        """Samples and greedy completion of each problem, one at a time; a torn last line, of a kill, is cut off.
+
+        ValueError that names the line for anything that no evaluation writes.
+        """
+        if not self.file.exists():
+            return
+        with self.file.open("r+b") as file:
+            whole = 0
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    file.truncate(whole)
+                    return
+                whole += len(line)
+                try:
+                    row = json.loads(line)
+                    (samples,), (greedy,) = groups_of([row], "samples"), groups_of([row], "greedy")
+                except (ValueError, KeyError, TypeError, RecursionError) as error:
+                    raise ValueError(
+                        f"{self.file} has no problem of an evaluation in line {number} ({type(error).__name__}: "
+                        f"{str(error)[:80]}); restore it from a copy, or delete it: the evaluation then starts anew"
+                    ) from None
+                yield samples, greedy
+
+    def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append problems (`completion_rows`); they are on disk when this returns."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(_lines(rows))
+            file.flush()
+            os.fsync(file.fileno())
+        sync(self.file.parent)
 
 
 def rollouts_file(step: int) -> str:
     return f"rollouts/step-{step:06d}.jsonl"
 
 
-def completions_file(split: Split, step: int) -> str:
-    return f"completions/{split}-{step:06d}.jsonl"
+def completions_file(area: str, step: int) -> str:
+    return f"completions/{area}-{step:06d}.jsonl"
 
 
 def keep_rows(directory: Path, log: RunLogger, step: int, file: str, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write a file of a run's folder as JSON Lines; it is on disk before the event that has its hash."""
-    text = "".join(f"{json.dumps(row)}\n" for row in rows)
+    text = _lines(rows)
     path = directory / file
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text)
     sync(path.parent)
     log.kept(step, file, hashlib.sha256(text.encode()).hexdigest())
+
+
+def _lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    return "".join(f"{json.dumps(row)}\n" for row in rows)

@@ -74,6 +74,8 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
         if facts := run_facts(run) | agreement | run.ledger.start(run.codec, spec.task.demonstrations):
             run.log.metrics(0, facts)
         _evaluate(run, "validation", 0)
+        if spec.evaluation.test_at_start and spec.steps:
+            _evaluate(run, "test", 0, "start")
     while step < spec.steps and not run.ledger.is_spent:
         start = run.models.now()
         metrics, rows = train_step(run, prompts, step)
@@ -98,11 +100,14 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
     return RunResult("complete", None, run.summary())
 
 
-def _evaluate(run: Run, split: Split, step: int) -> None:
+def _evaluate(run: Run, split: Split, step: int, area: str = "") -> None:
     """Evaluate, log, and keep the accuracies that the summary needs."""
     start = run.models.now()
-    result = logged_evaluation(run.spec, run.engine, run.directory, run.log, split, step, run.ledger.evaluation)
+    place = (run.directory, run.log)
+    result = logged_evaluation(run.spec, run.engine, *place, split, step, run.ledger.evaluation, area)
     run.charge(run.models.now() - start)
+    if area:
+        return
     if split == "test":
         run.accuracies["test_accuracy"] = result.metrics["accuracy"]
     else:

@@ -319,6 +319,8 @@ def _token_note(analysis: Analysis) -> _Note | None:
 def _evaluation_note(analysis: Analysis, specs: _Specs) -> _Note:
     spec = next(iter(specs.values()))
     samples, temperature = setting(spec, "evaluation.num_samples", "?"), setting(spec, "evaluation.temperature", "?")
+    if analysis.outcome.name.startswith("test/"):
+        samples = setting(spec, "evaluation.num_test_samples") or samples
     text = (
         f"Accuracy is the mean over problems of {wording.plural(samples, 'sample')} each at temperature {temperature}."
     )

@@ -1,0 +1,210 @@
+"""Decides what many samples of each test problem say: pass@k for every k, Cover@tau, and the k at which curves cross.
+
+pass@k is the unbiased estimate of Chen et al. (2021, arXiv:2107.03374). Cover@tau is the share of problems that a
+policy solves with a probability of at least tau (Dragoi et al. 2025, arXiv:2510.08325); its estimate takes the fraction
+of right samples for that probability. No estimate from finitely many samples is free of bias, because a step is no
+polynomial; with n samples the bias is of the order of 1 / n where problems lie near tau.
+
+Before training is the evaluation that `evaluation.test_at_start` asks for, after training that of every run.
+"""
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.types import TrialRecord
+from reports import statistics
+from reports.analysis import Analysis
+from reports.statistics import Floats, Interval
+from reports.trials import num_first, usable_trials
+
+MIN_SAMPLES = 16  # of each problem; with fewer there is no curve to speak of
+TAUS = (0.1, 0.25, 0.5, 0.75, 0.9)
+FEWEST_PROBLEMS = 5  # that two arms must differ by, before a difference counts as shown
+
+
+@dataclass(frozen=True)
+class Capability:
+    """How many of its samples of each test problem a policy gets right, seeds by problems.
+
+    first  number of seeds that have decided how many there are; None if none did
+    """
+
+    label: str
+    seeds: tuple[int, ...]
+    counts_SN: NDArray[np.int64]
+    num_samples: int
+    first: int | None = None
+
+    def passes(self, k: int) -> Floats:
+        """The unbiased pass@k of each problem."""
+        return pass_table(self.num_samples)[self.counts_SN, k - 1]
+
+    def pass_at(self, k: int) -> Interval | None:
+        return statistics.fraction_interval(self.passes(k), self.first)
+
+    def covers(self, tau: float) -> Floats:
+        """1 for each problem of which at least the fraction tau of the samples is right, else 0."""
+        return (self.counts_SN >= tau * self.num_samples - 1e-9).astype(float)
+
+    def cover_at(self, tau: float) -> Interval | None:
+        return statistics.fraction_interval(self.covers(tau), self.first)
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """The k from which on pass@k of `other` is above that of `leader`, which leads at k = 1.
+
+    k          the first such k in the means; None if there is none up to `most`, or if the two agree everywhere
+    low, high  limits of k; None where the lead is not shown on that side, so that k may lie beyond all that is measured
+    """
+
+    leader: str
+    other: str
+    most: int
+    k: int | None = None
+    low: int | None = None
+    high: int | None = None
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """The curves of each arm after training, and of the starts, whose labels name the arms that they belong to."""
+
+    after: Mapping[str, Capability]
+    before: Sequence[Capability]
+    crossovers: Sequence[Crossover]
+
+
+@lru_cache(maxsize=4)
+def pass_table(num_samples: int) -> Floats:
+    """[c, k - 1]: unbiased pass@k of a problem with c of n samples right, 1 - C(n - c, k) / C(n, k).
+
+    The ratio is the running product of (n - c - i) / (n - i), in which no number is large.
+    """
+    right, drawn = np.arange(num_samples + 1)[:, None], np.arange(num_samples)
+    wrong_left = np.maximum(num_samples - right - drawn, 0) / (num_samples - drawn)
+    return np.asarray(1 - np.cumprod(wrong_left, axis=1), dtype=np.float64)
+
+
+def capabilities(analysis: Analysis) -> Capabilities | None:
+    """What the report says of them; None unless an arm has enough samples of its test problems in all of its seeds."""
+    after, starts = {}, []
+    usable = usable_trials(analysis.record, analysis.outcome)
+    for arm in analysis.finished_arms:
+        trials = sorted((trial for (label, _), trial in usable.items() if label == arm.label), key=lambda t: t.seed)
+        first = num_first(analysis.record, [trial.seed for trial in trials])
+        if (found := _capability(arm.label, trials, "test", first)) is not None:
+            after[arm.label] = found
+        if (found := _capability(arm.label, trials, "start", first)) is not None:
+            starts.append(found)
+    if not after:
+        return None
+    pairs = [(after[one.label], one) for one in starts if one.label in after]
+    base = after.get(analysis.baseline.label) if analysis.baseline is not None else None
+    pairs += [(one, base) for one in after.values() if base is not None and one is not base]
+    named = [(a, replace(b, label=f"start of {b.label}") if a.label == b.label else b) for a, b in pairs]
+    return Capabilities(after, _distinct(starts), [found for a, b in named if (found := crossover(a, b)) is not None])
+
+
+def crossover(one: Capability, two: Capability) -> Crossover | None:
+    """Where the pass@k of two policies cross, over the seeds that both have; None if they share none or other problems.
+
+    Its limits invert a test: k lies beyond the last k at which the leader is shown to be ahead, and not beyond the
+    first at which the other is. Where curves truly cross, the 95 % interval of their paired difference leaves 0 out in
+    5 % of studies.
+    """
+    seeds = sorted(set(one.seeds) & set(two.seeds))
+    if not seeds or one.counts_SN.shape[1] != two.counts_SN.shape[1]:
+        return None
+    ones, twos = (_rows(each, seeds) for each in (one, two))
+    most = min(one.num_samples, two.num_samples)
+    ks = range(1, most + 1)
+    means = np.array([(ones.passes(k) - twos.passes(k)).mean() for k in ks])
+    means[np.abs(means) < 1e-12] = 0.0
+    signs = np.sign(means)
+    led = signs[signs != 0][0] if signs.any() else 0.0
+    leader, other = (one, two) if led >= 0 else (two, one)
+    none = Crossover(leader.label, other.label, most)
+    turned = np.flatnonzero(signs == -led) if led else np.array([], dtype=int)
+    if not turned.size:
+        return none
+    at = int(turned[0])
+
+    def shown(place: int) -> float:
+        """The sign of a difference that its interval shows, or 0."""
+        cells = ones.passes(ks[place]) - twos.passes(ks[place])
+        interval = statistics.paired_interval(cells, ones.first)
+        few = abs(cells.mean()) * cells.shape[1] < FEWEST_PROBLEMS
+        return 0.0 if interval is None or few or interval.low <= 0 <= interval.high else signs[place]
+
+    low = next((ks[place] + 1 for place in range(at - 1, -1, -1) if shown(place) == led), None)
+    high = next((ks[place] for place in range(at, most) if shown(place) == -led), None)
+    return Crossover(leader.label, other.label, most, ks[at], low, high)
+
+
+def curves_of_counts(counts: Sequence[int], num_samples: int) -> dict[str, dict[str, list[float]]]:
+    """pass@k of every k and Cover@tau of a single policy, each as estimate, low, high over the problems; by name.
+
+    Empty with too few samples or problems.
+    """
+    if num_samples < MIN_SAMPLES or len(counts) < 2:
+        return {}
+    one = Capability("", (0,), np.array([counts], dtype=np.int64), num_samples)
+    passes = {str(k): one.pass_at(k) for k in range(1, num_samples + 1)}
+    covers = {f"{tau:g}": one.cover_at(tau) for tau in TAUS}
+    return {
+        name: {key: [found.estimate, found.low, found.high] for key, found in curve.items() if found is not None}
+        for name, curve in (("pass_at_k", passes), ("cover_at_tau", covers))
+    }
+
+
+def table_sizes(num_samples: int) -> list[int]:
+    """The k of a table: powers of 4, and the number of samples itself."""
+    return sorted({num_samples, *(4**j for j in range(10) if 4**j <= num_samples)})
+
+
+def capability_csv(found: Capabilities) -> str:
+    """Every k of every curve: policy, when, k, pass_at_k, low, high."""
+    table = io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerow(["policy", "when", "seeds", "problems", "k", "pass_at_k", "low", "high"])
+    curves = [*(("before", one) for one in found.before), *(("after", one) for one in found.after.values())]
+    for when, one in curves:
+        seeds, problems = one.counts_SN.shape
+        for k in range(1, one.num_samples + 1):
+            interval = one.pass_at(k)
+            limits = [] if interval is None else [interval.low, interval.high]
+            numbers = [float(f"{value:.6g}") for value in (float(one.passes(k).mean()), *limits)]
+            writer.writerow([one.label, when, seeds, problems, k, *numbers])
+    return table.getvalue()
+
+
+def _capability(label: str, trials: Sequence[TrialRecord], area: str, first: int | None) -> Capability | None:
+    fractions = [trial.start_per_problem if area == "start" else trial.per_problem for trial in trials]
+    sizes = {series[-1][1] if (series := trial.history.get(f"{area}/num_samples")) else 0 for trial in trials}
+    problems = {frozenset(one) for one in fractions}
+    if len(sizes) != 1 or len(problems) != 1 or (size := int(sizes.pop())) < MIN_SAMPLES or len(fractions[0]) < 2:
+        return None
+    order = sorted(fractions[0])
+    counts = [[round(one[problem] * size) for problem in order] for one in fractions]
+    return Capability(label, tuple(trial.seed for trial in trials), np.array(counts, dtype=np.int64), size, first)
+
+
+def _distinct(starts: Sequence[Capability]) -> list[Capability]:
+    """Arms that start from one policy with equal noise give one curve, named after all of them."""
+    groups: dict[tuple, list[Capability]] = {}
+    for one in starts:
+        groups.setdefault((one.seeds, one.num_samples, one.counts_SN.tobytes()), []).append(one)
+    return [replace(same[0], label=", ".join(one.label for one in same)) for same in groups.values()]
+
+
+def _rows(one: Capability, seeds: Sequence[int]) -> Capability:
+    rows = one.counts_SN[[one.seeds.index(seed) for seed in seeds]]
+    first = None if one.first is None else sum(seed in seeds for seed in one.seeds[: one.first])
+    return Capability(one.label, tuple(seeds), rows, one.num_samples, first)

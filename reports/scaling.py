@@ -1,0 +1,261 @@
+"""Decides how an arm's validation accuracy grows with compute: a saturating curve, or the reason why there is none.
+
+The curve is ScaleRL's (Khatri et al. 2025, arXiv:2510.13786, eq. 1): R(C) = R_0 + (A - R_0) / (1 + (C_mid / C)^B). A is
+the ceiling, C_mid the compute at which half of the gain is reached, B how steep the rise is. R_0 is fitted too: the
+evaluation before training is measured with noise like any other. All seeds are fitted together by least squares.
+
+Intervals are over seeds: the fit is a mean over seeds of what each says of it to first order (the influence function;
+Liang and Zeger 1986), so that Student's interval of these values is that of the parameter, C_mid and B as logarithms.
+The values also pair arms by seed, which tells a higher ceiling from a faster rise.
+
+A curve is not stated where the data do not identify it (`_refusal`).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy import optimize, special
+
+from harness.types import TrialRecord
+from reports import statistics
+from reports.analysis import Analysis
+from reports.collapse import collapse_step
+from reports.statistics import Floats, Interval
+from reports.trials import num_first, usable_trials
+
+COSTS = {"train/generated_tokens": "generated tokens", "seconds/total": "seconds"}
+FEWEST_POINTS = 8
+BENT = 0.01  # p below which a curve without a ceiling is ruled out
+_A, _R0, _LOG_MID, _LOG_B = range(4)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The fitted curve of an arm.
+
+    ceiling, midpoint, exponent  A, C_mid and B with intervals over seeds
+    reached     share of the fitted gain that the end of training has reached
+    prediction  mean error over the second half of compute of the curve that the first half gives, with its interval;
+                None where the first half does not identify a curve
+    """
+
+    arm: str
+    costs_ST: Floats
+    scores_ST: Floats
+    parameters: Floats
+    by_seed: Mapping[int, Floats]
+    ceiling: Interval
+    midpoint: Interval
+    exponent: Interval
+    reached: float
+    prediction: Interval | None
+
+
+@dataclass(frozen=True)
+class Shift:
+    """An arm's ceiling minus the baseline's, and its midpoint over the baseline's, paired by seed; None without two."""
+
+    arm: str
+    ceiling: Interval | None
+    midpoint: Interval | None
+
+
+@dataclass(frozen=True)
+class Scalings:
+    """The curves of a study against `cost`; arm -> reason for those that have none."""
+
+    cost: str
+    fits: Sequence[Scaling]
+    refused: Mapping[str, str]
+    shifts: Sequence[Shift]
+
+
+def scalings(analysis: Analysis) -> Scalings | None:
+    """The curves of all arms with a result; None if no compute is known or the metric is no fraction."""
+    record, usable = analysis.record, usable_trials(analysis.record, analysis.outcome)
+    cost = next((name for name in COSTS if usable and all(name in one.history for one in usable.values())), None)
+    if cost is None or not analysis.outcome.is_fraction:
+        return None
+    fits, refused = [], {}
+    for arm in analysis.finished_arms:
+        trials = [usable[arm.label, seed] for seed in arm.scores]
+        found = fit_trials(arm.label, trials, record.metric, cost, num_first(record, arm.scores))
+        if isinstance(found, str):
+            refused[arm.label] = found
+        else:
+            fits.append(found)
+    base = next((one for one in fits if analysis.baseline is not None and one.arm == analysis.baseline.label), None)
+    shifts = [_shift(one, base, analysis) for one in fits if base is not None and one is not base]
+    return Scalings(COSTS[cost], fits, refused, shifts)
+
+
+def fit_trials(
+    arm: str, trials: Sequence[TrialRecord], metric: str, cost: str, first: int | None = None
+) -> Scaling | str:
+    """The curve of an arm's trials, or why there is none."""
+    costs_ST, scores_ST = _points(trials, metric, cost)
+    fallen = [trial.seed for trial in trials if collapse_step(trial.history.get(metric, ())) is not None]
+    if fallen:
+        return f"seed {', '.join(map(str, fallen))} collapsed, and a curve that saturates cannot fall"
+    seeds = [trial.seed for trial in trials]
+    return fit_curve(arm, seeds, costs_ST, scores_ST, first)
+
+
+def fit_curve(
+    arm: str, seeds: Sequence[int], costs_ST: Floats, scores_ST: Floats, first: int | None = None
+) -> Scaling | str:
+    """The same for accuracies at points of compute; the first point of each seed is before training, at 0."""
+    found = _fit(costs_ST, scores_ST, first)
+    if isinstance(found, str):
+        return found
+    parameters, values_S4 = found
+    ceiling, middle, steepness = (_interval(values_S4[:, i], first) for i in (_A, _LOG_MID, _LOG_B))
+    most = float(costs_ST[:, -1].mean())
+    reached = special.expit(math.exp(parameters[_LOG_B]) * (math.log(most) - parameters[_LOG_MID]))
+    return Scaling(
+        arm, costs_ST, scores_ST, parameters, dict(zip(seeds, values_S4, strict=True)),
+        Interval(ceiling.estimate, max(ceiling.low, 0.0), min(ceiling.high, 1.0), ceiling.error, ceiling.df),
+        _exponential(middle), _exponential(steepness), float(reached), _prediction(costs_ST, scores_ST, first),
+    )  # fmt: skip
+
+
+def curve(parameters: Floats, costs: Floats) -> Floats:
+    """R(C); its limit R_0 at a compute of 0."""
+    return parameters[_R0] + (parameters[_A] - parameters[_R0]) * _share(parameters, costs)
+
+
+def _share(parameters: Floats, costs: Floats) -> Floats:
+    return special.expit(math.exp(parameters[_LOG_B]) * (_log(costs) - parameters[_LOG_MID]))
+
+
+def _fit(costs_ST: Floats, scores_ST: Floats, first: int | None) -> tuple[Floats, Floats] | str:
+    """The parameters, and what each seed says of them; or why the data do not identify them."""
+    if len(scores_ST[:first]) < 2:
+        return "a single seed has no spread to tell how sure a curve is; run 2 or more"
+    if scores_ST.shape[1] < FEWEST_POINTS:
+        return (
+            f"{scores_ST.shape[1]} evaluations that all seeds share are too few for four parameters; "
+            f"set evaluation.every for {FEWEST_POINTS} or more"
+        )
+    scale = float(costs_ST.max())
+    parameters, _ = _least_squares(costs_ST / scale, scores_ST)
+    jacobian = _gradients(parameters, costs_ST / scale)
+    normal = np.einsum("sti,stj->ij", jacobian, jacobian) / len(scores_ST)
+    pulls = np.einsum("sti,st->si", jacobian, scores_ST - curve(parameters, costs_ST / scale))
+    if np.linalg.cond(normal) > 1e14:
+        return "accuracy does not change enough for a curve"
+    values_S4 = parameters + np.linalg.solve(normal, pulls.T).T
+    if (reason := _refusal(parameters, values_S4, costs_ST / scale, scores_ST, first)) is not None:
+        return reason
+    shift = np.array([0.0, 0.0, math.log(scale), 0.0])
+    return parameters + shift, values_S4 + shift
+
+
+def _refusal(
+    parameters: Floats, values_S4: Floats, costs_ST: Floats, scores_ST: Floats, first: int | None
+) -> str | None:
+    """Why a fit says nothing of a ceiling; None if it does."""
+    gain = parameters[_A] - parameters[_R0]
+    if gain <= 0:
+        return "accuracy does not rise"
+    if _p_without_ceiling(costs_ST, scores_ST) > BENT:
+        return "the curve has not bent: a power law without any ceiling fits as well; train longer"
+    if _interval(values_S4[:, _LOG_MID], first).high >= math.log(float(costs_ST[:, -1].mean())):
+        return "training may have ended before half of the gain; train longer"
+    ceiling = _interval(values_S4[:, _A], first)
+    if ceiling.high - ceiling.low >= gain:
+        return "the interval of the ceiling is wider than the gain itself; run more seeds, or train longer"
+    return None
+
+
+def _p_without_ceiling(costs_ST: Floats, scores_ST: Floats) -> float:
+    """The p of the F test of the power law R_0 + c C^d, the limit of a ceiling that moves away, on the mean curve."""
+    costs, scores = costs_ST.mean(axis=0)[None], scores_ST.mean(axis=0)[None]
+    powers = np.where(costs > 0, np.maximum(costs, 1e-300), 0.0)
+
+    def left(power: float) -> float:
+        design = np.stack([np.ones(costs.size), powers[0] ** power], axis=1)
+        return float(np.linalg.lstsq(design, scores[0], rcond=None)[1].sum())
+
+    without = min(left(power) for power in np.geomspace(0.02, 10, 120))
+    _, error = _least_squares(costs, scores)
+    freedom = costs.size - 4
+    return float(special.fdtrc(1, freedom, max(without - error, 0.0) * freedom / max(error, 1e-300)))
+
+
+def _least_squares(costs_ST: Floats, scores_ST: Floats) -> tuple[Floats, float]:
+    """The best parameters from several starts, and the sum of squares that is left; costs are at most 1."""
+
+    def residuals(parameters: Floats) -> Floats:
+        return (curve(parameters, costs_ST) - scores_ST).ravel()
+
+    def gradients(parameters: Floats) -> Floats:
+        return _gradients(parameters, costs_ST).reshape(-1, 4)
+
+    slopes: Any = gradients  # scipy's stubs know only the names of its own schemes
+    bounds = ([-0.5, -0.5, math.log(1e-4), -2.0], [1.5, 1.5, math.log(100.0), 2.5])
+    found = []
+    for middle in (0.05, 0.2, 0.6):
+        for steepness in (0.0, 0.7):
+            start = [float(scores_ST.max()) + 0.02, float(scores_ST[:, 0].mean()), math.log(middle), steepness]
+            found.append(optimize.least_squares(residuals, start, slopes, bounds, x_scale=[0.1, 0.1, 1.0, 0.5]))
+    best = min(found, key=lambda one: one.cost)
+    return np.asarray(best.x), 2 * float(best.cost)
+
+
+def _gradients(parameters: Floats, costs: Floats) -> Floats:
+    """[..., 4]: the derivatives of the curve by A, R_0, log C_mid and log B."""
+    share, steep = _share(parameters, costs), math.exp(parameters[_LOG_B])
+    slope = (parameters[_A] - parameters[_R0]) * share * (1 - share)
+    by_steep = np.where(costs > 0, slope * steep * (_log(costs) - parameters[_LOG_MID]), 0.0)
+    return np.stack([share, 1 - share, -steep * slope, by_steep], axis=-1)
+
+
+def _prediction(costs_ST: Floats, scores_ST: Floats, first: int | None) -> Interval | None:
+    half = costs_ST.mean(axis=0) <= costs_ST.mean(axis=0)[-1] / 2
+    found = _fit(costs_ST[:, half], scores_ST[:, half], first)
+    if isinstance(found, str):
+        return None
+    parameters, values_S4 = found
+    rest = costs_ST[:, ~half]
+    moved = np.einsum("sti,si->s", _gradients(parameters, rest), values_S4 - parameters) / rest.shape[1]
+    return _interval((curve(parameters, rest) - scores_ST[:, ~half]).mean(axis=1) + moved, first)
+
+
+def _points(trials: Sequence[TrialRecord], metric: str, cost: str) -> tuple[Floats, Floats]:
+    """Compute spent and accuracy of each seed at the evaluations that all seeds share."""
+    series = [{s: v for s, v in trial.history.get(metric, ()) if math.isfinite(v)} for trial in trials]
+    steps = sorted(set.intersection(*(set(one) for one in series)))
+    spent = [np.array([(0.0, 0.0), *trial.history[cost]]) for trial in trials]
+    places = [np.searchsorted(one[:, 0], steps, side="right") - 1 for one in spent]
+    costs_ST = np.array([one[place, 1] for one, place in zip(spent, places, strict=True)], dtype=float)
+    if costs_ST.size and steps[0] == 0:
+        costs_ST[:, 0] = 0.0  # the clock of seconds runs in the evaluation before training
+    return costs_ST, np.array([[one[step] for step in steps] for one in series], dtype=float)
+
+
+def _shift(one: Scaling, base: Scaling, analysis: Analysis) -> Shift:
+    seeds = sorted(one.by_seed.keys() & base.by_seed.keys())
+    first = num_first(analysis.record, seeds)
+    if len(seeds[:first]) < 2:
+        return Shift(one.arm, None, None)
+    differences = np.array([one.by_seed[seed] - base.by_seed[seed] for seed in seeds])
+    middle = _interval(differences[:, _LOG_MID], first)
+    return Shift(one.arm, _interval(differences[:, _A], first), _exponential(middle))
+
+
+def _interval(values_S: Floats, first: int | None) -> Interval:
+    found = statistics.t_interval(values_S, first)
+    assert found is not None, "a fit has at least two seeds"
+    return found
+
+
+def _exponential(interval: Interval) -> Interval:
+    return Interval(math.exp(interval.estimate), math.exp(interval.low), math.exp(min(interval.high, 700.0)))
+
+
+def _log(costs: Floats) -> Floats:
+    return np.log(np.maximum(costs, 1e-300))

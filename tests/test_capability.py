@@ -1,0 +1,179 @@
+"""Curves of pass@k and Cover@tau: their estimates by hand, how often their intervals hold, and what the page says."""
+
+# pyright: reportOptionalMemberAccess=false, reportArgumentType=false
+
+import csv
+import dataclasses
+from fractions import Fraction
+from math import comb
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_capability import capability_study, sharpened
+from fake_study import fake_study
+from scipy import special
+
+from harness.types import StudyRecord
+from reports.analysis import Analysis, analyse
+from reports.capability import Capabilities, Capability, capabilities, crossover, curves_of_counts, pass_table
+from reports.render import write_report
+from reports.statistics import fraction_interval
+
+
+def found_in(record: StudyRecord) -> tuple[Analysis, Capabilities | None]:
+    analysis = analyse(record, np.random.default_rng(0))
+    return analysis, capabilities(analysis)
+
+
+def test_pass_at_k_of_1024_samples_agrees_with_exact_fractions():
+    table = pass_table(1024)
+    for right, k in ((0, 1024), (1, 1), (1, 512), (3, 700), (40, 20), (500, 7), (1023, 1), (1024, 1024)):
+        exact = 1 - Fraction(comb(1024 - right, k), comb(1024, k))
+        assert table[right, k - 1] == pytest.approx(float(exact), abs=1e-12)
+    assert (np.diff(table, axis=1) >= 0).all() and (np.diff(table, axis=0) >= 0).all()
+    assert table.min() == 0 and table.max() == 1
+
+
+def test_cover_counts_the_problems_whose_samples_are_right_often_enough():
+    one = Capability("a", (0,), np.array([[0, 1, 5, 10, 10]]), 10)
+    assert [one.covers(tau).mean() for tau in (0.1, 0.5, 0.51, 1.0)] == [0.8, 0.6, 0.4, 0.4]
+
+
+def test_an_interval_of_fractions_stays_between_0_and_1_and_never_ends_at_a_certainty():
+    # all 50 problems solved: Wilson with 50 problems and t(49) = 2.0096: 50 / (50 + t^2) = 0.9253
+    assert fraction_interval(np.ones((1, 50))).low == pytest.approx(0.92526, abs=1e-4)
+    assert fraction_interval(np.zeros((3, 50))).high > 0
+    rng = np.random.default_rng(0)
+    for mean in (0.001, 0.5, 0.999):
+        cells = np.clip(rng.normal(mean, 0.01, (3, 40)), 0, 1)
+        interval = fraction_interval(cells)
+        assert 0 <= interval.low < interval.estimate < interval.high <= 1
+    assert fraction_interval(np.ones((1, 1))) is None
+
+
+# Beta's a and b, seeds, deviation of seeds in logits, problems, samples
+DESIGNS = [
+    (0.5, 1.0, 1, 0.0, 500, 1024),
+    (0.5, 1.0, 3, 0.0, 500, 1024),
+    (0.5, 1.0, 3, 0.15, 256, 256),
+    (0.5, 1.0, 5, 0.15, 500, 1024),
+    (0.2, 2.0, 1, 0.0, 256, 256),
+    (0.2, 2.0, 3, 0.15, 500, 1024),
+    (0.2, 2.0, 5, 0.0, 256, 256),
+]
+SIZES, TAUS = (1, 4, 16, 64, 256), (0.1, 0.25, 0.5)
+
+
+def covered(design: tuple, studies: int) -> dict[str, float]:
+    """Percent of the intervals that hold the truth on new problems and seeds; problems have Beta-distributed chances,
+    and a seed moves the logits of them all."""
+    a, b, num_seeds, deviation, num_problems, num_samples = design
+    rng = np.random.default_rng([int(100 * a), num_seeds, int(100 * deviation), num_problems])
+
+    def chances(seeds: int, problems: int) -> np.ndarray:
+        logits = special.logit(np.clip(rng.beta(a, b, problems), 1e-12, 1 - 1e-12))
+        return special.expit(logits + rng.normal(0, 1, (seeds, 1)) * deviation)
+
+    many = np.concatenate([chances(1, 4000)[0] for _ in range(250)])
+    truth = {f"pass@{k}": np.mean(1 - (1 - many) ** k) for k in SIZES}
+    truth |= {f"cover@{tau}": np.mean(many >= tau) for tau in TAUS}
+    held = dict.fromkeys(truth, 0)
+    for _ in range(studies):
+        counts = rng.binomial(num_samples, chances(num_seeds, num_problems))
+        one = Capability("a", tuple(range(num_seeds)), counts, num_samples)
+        intervals = {f"pass@{k}": one.pass_at(k) for k in SIZES} | {f"cover@{tau}": one.cover_at(tau) for tau in TAUS}
+        for name, interval in intervals.items():
+            assert interval is not None
+            held[name] += interval.low <= truth[name] <= interval.high
+    return {name: 100 * count / studies for name, count in held.items()}
+
+
+@pytest.mark.parametrize("design", DESIGNS[2:5:2])
+def test_intervals_of_pass_at_k_and_cover_hold_in_95_percent_of_beta_binomial_studies(design: tuple):
+    shares = covered(design, 150)
+    assert 93 <= np.mean(list(shares.values())) <= 97.5  # the error of a single share is 1.8, of their mean about 1
+    assert min(shares.values()) > 89
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("design", DESIGNS)
+def test_every_interval_of_pass_at_k_and_cover_holds_in_93_to_97_percent_of_studies(design: tuple):
+    shares = covered(design, 4000)
+    print(design, shares)
+    assert all(93 <= share <= 97 for share in shares.values()), shares
+    assert 93 <= np.mean(list(shares.values())) <= 97
+
+
+def crossing_counts(rng: np.random.Generator, num_problems: int = 256, num_samples: int = 128) -> list[Capability]:
+    chances, lost = rng.beta(0.4, 1.2, num_problems), rng.random(num_problems) < 0.2
+    pair = {"trained": sharpened(chances, lost), "start": chances}
+    return [Capability(name, (0,), rng.binomial(num_samples, p)[None], num_samples) for name, p in pair.items()]
+
+
+def test_the_crossing_of_two_curves_lies_within_its_limits_in_95_percent_of_studies():
+    # By the moments of the Beta distribution the means are 0.6 points apart at k = 9, and -0.1 at k = 10.
+    found = [crossover(*crossing_counts(np.random.default_rng(seed))) for seed in range(120)]
+    assert all(one is not None and one.k is not None and one.leader == "trained" for one in found)
+    assert np.mean([(one.low or 1) <= 10 <= (one.high or 128) for one in found]) >= 0.91  # of 120, error 2 points
+    assert np.mean([one.low is not None and one.high is not None for one in found]) > 0.8
+
+
+def test_curves_that_do_not_cross_have_no_crossing_and_luck_shows_no_lead():
+    low, high = (Capability(name, (0,), np.full((1, 30), right), 64) for name, right in (("low", 10), ("high", 30)))
+    one = crossover(low, high)
+    assert (one.leader, one.other, one.k) == ("high", "low", None)
+    assert crossover(low, low).k is None
+    # two problems of 30 are gained, one is lost: a lead at k = 1 that turns, and neither side is shown
+    a, b = np.full(30, 20), np.full(30, 20)
+    a[0], b[1], b[2] = 64, 0, 30
+    a[3] = 0
+    found = crossover(Capability("a", (0,), a[None], 64), Capability("b", (0,), b[None], 64))
+    assert found.low is None and found.high is None
+
+
+def test_curves_of_other_problems_or_seeds_are_not_compared():
+    one = Capability("a", (0, 1), np.ones((2, 5), int), 32)
+    assert crossover(one, Capability("b", (0, 1), np.ones((2, 6), int), 32)) is None
+    assert crossover(one, Capability("b", (2,), np.ones((1, 5), int), 32)) is None
+
+
+def test_a_study_with_many_samples_shows_curves_before_and_after_training(tmp_path: Path):
+    record = capability_study(num_problems=120, num_samples=64)
+    files = write_report(record, tmp_path, formats=())
+    page, rows = files.html.read_text(), list(csv.DictReader((tmp_path / "capability.csv").open()))
+    for text in ('id="capability"', "pass@64 (%)", "Cover@0.25 (%)", "before training: sharp, mild", "start of sharp"):
+        assert text in page
+    assert len(rows) == 3 * 64
+    _, found = found_in(record)
+    last = next(row for row in rows if (row["policy"], row["k"]) == ("mild", "64"))
+    assert float(last["pass_at_k"]) == pytest.approx(found.after["mild"].passes(64).mean(), abs=1e-5)
+    assert ("sharp", "start of sharp") in [(one.leader, one.other) for one in found.crossovers]
+    assert '<th scope="col">pass@2</th>' not in page  # in the curves, not in the table of accuracies
+
+
+def test_one_seed_is_enough_for_curves_over_problems():
+    _, found = found_in(capability_study(num_problems=60, num_samples=32, seeds=(0,)))
+    assert found.after["mild"].pass_at(8) is not None
+
+
+def test_the_curves_of_one_policy_have_every_k_with_its_interval():
+    found = curves_of_counts([0, 3, 20, 32], 32)
+    assert list(found["pass_at_k"]) == [str(k) for k in range(1, 33)]
+    estimate, low, high = found["pass_at_k"]["32"]
+    assert estimate == 0.75 and 0 < low < 0.75 < high <= 1
+    assert found["cover_at_tau"]["0.5"][0] == 0.5
+    assert curves_of_counts([0, 1, 2], 4) == {}
+
+
+def test_few_samples_or_unequal_ones_make_no_curves(tmp_path: Path):
+    assert found_in(fake_study())[1] is None
+    record = capability_study(num_problems=30, num_samples=32, with_start=False)
+    assert found_in(record)[1].before == []
+    trial = record.trials[0]
+    other = dataclasses.replace(trial, history={**trial.history, "test/num_samples": [(20, 16.0)]})
+    found = found_in(dataclasses.replace(record, trials=[other, *record.trials[1:]]))[1]
+    assert set(found.after) == {"mild"}
+    write_report(record, tmp_path, formats=())
+    write_report(fake_study(num_steps=20), tmp_path, formats=())
+    assert not (tmp_path / "capability.csv").exists()

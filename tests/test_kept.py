@@ -1,0 +1,118 @@
+"""Evaluations with many samples: few completions in memory, all of them on disk, and a kill loses no whole problem."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fakes import tiny_codec
+
+from harness.engines.scripted import ScriptedEngine
+from harness.memory.fit import check_samples
+from harness.policy.tiny import tiny_model
+from harness.runs.single import evaluate_once
+from harness.spec.errors import SpecError
+from harness.spec.run import RunSpec, parse_run
+from harness.training.evaluate import evaluate_run
+from harness.training.kept import Completions
+
+
+class CountingEngine(ScriptedEngine):
+    """Right in every third sample; remembers how much it was asked for at a time, and may be killed at a call."""
+
+    def __init__(self, spec: RunSpec, die_at: int = -1) -> None:
+        super().__init__(ScriptedEngine.Settings(), tiny_model(0), tiny_codec())
+        gold = {p.id: p.gold for p in spec.task.prompts("validation")}
+        self.script: Callable = lambda prompt, sample: f"#### {gold[prompt.id] if sample % 3 == 0 else 1000}"
+        self.asked, self.seeds, self.die_at = [], [], die_at
+
+    def generate(self, prompts, group_size, sampling, *, seed, step):
+        if len(self.asked) == self.die_at:
+            raise KeyboardInterrupt
+        self.asked.append((len(prompts), group_size))
+        self.seeds.append(seed)
+        return super().generate(prompts, group_size, sampling, seed=seed, step=step)
+
+
+def make_spec(num_prompts: int = 6, **evaluation) -> RunSpec:
+    few = {"num_prompts": num_prompts, "num_test_prompts": num_prompts, **evaluation}
+    raw = {"task": "arithmetic", "algorithm": "grpo", "engine": "scripted", "device": "cpu", "evaluation": few}
+    return parse_run({**raw, "sampling": {"max_tokens": 8}}, "test")
+
+
+def test_a_thousand_samples_of_a_problem_are_drawn_64_at_a_time_with_noise_of_their_own():
+    spec = make_spec(num_samples=130)
+    engine = CountingEngine(spec)
+    result = evaluate_run(spec, engine, "validation", 0)
+    assert engine.asked == [(6, 64), (6, 64), (6, 2), (6, 1)]
+    assert len(set(engine.seeds)) == 3 and engine.seeds[0] == engine.seeds[3] == spec.seed
+    assert set(result.correct_counts.values()) == {22 + 22 + 1}  # every third of 64, 64 and 2, from the first on
+    assert result.metrics["num_samples"] == 130
+
+
+def test_completions_are_held_for_a_few_problems_at_a_time():
+    spec = make_spec(16, num_samples=1024)
+    engine = CountingEngine(spec)
+    engine.script = lambda prompt, sample: "0"
+    evaluate_run(spec, engine, "validation", 0)
+    assert {prompts for prompts, _ in engine.asked} == {8}  # 8 * 1024 completions
+    assert sum(prompts * samples for prompts, samples in engine.asked) == 16 * 1025
+
+
+def test_a_split_may_have_its_own_number_of_samples():
+    settings = make_spec(num_samples=2, num_test_samples=5).evaluation
+    assert (settings.samples_of("validation"), settings.samples_of("test")) == (2, 5)
+
+
+@pytest.mark.attack("A kill in the middle of an evaluation")
+@pytest.mark.parametrize("die_at", [0, 1, 2, 5, 7])
+def test_a_killed_evaluation_goes_on_with_the_problems_that_it_lacks(die_at: int, tmp_path: Path):
+    spec = make_spec(200, num_samples=2)  # 64 problems at a time: 4 parts of two calls each
+    whole = evaluate_run(spec, CountingEngine(spec), "validation", 0, num_shown=10_000)
+    kept = Completions(tmp_path / "validation.jsonl")
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_run(spec, CountingEngine(spec, die_at), "validation", 0, num_shown=10_000, kept=kept)
+    again = CountingEngine(spec)
+    assert evaluate_run(spec, again, "validation", 0, num_shown=10_000, kept=kept) == whole
+    assert len(again.asked) == 8 - die_at // 2 * 2
+    done = CountingEngine(spec)
+    assert evaluate_run(spec, done, "validation", 0, num_shown=10_000, kept=kept) == whole
+    assert done.asked == []
+
+
+@pytest.mark.attack("A kill in the middle of an evaluation")
+def test_a_problem_that_was_written_by_half_is_sampled_again(tmp_path: Path, record_property):
+    spec = make_spec(num_samples=2)
+    kept = Completions(tmp_path / "validation.jsonl")
+    whole = evaluate_run(spec, CountingEngine(spec), "validation", 0, kept=kept)
+    written = kept.file.read_bytes()
+    cuts = range(len(written) - 400, len(written), 7)
+    for cut in cuts:
+        kept.file.write_bytes(written[:cut])
+        assert evaluate_run(spec, CountingEngine(spec), "validation", 0, kept=kept) == whole
+        assert kept.file.read_bytes() == written
+    record_property("tried", len(cuts))
+
+
+def test_a_line_that_no_evaluation_wrote_is_named(tmp_path: Path):
+    kept = Completions(tmp_path / "test.jsonl")
+    kept.file.write_text('{"score": {}, "samples": [{}]}\n')
+    with pytest.raises(ValueError, match="no problem of an evaluation in line 1"):
+        list(kept.read())
+
+
+def test_every_completion_is_in_the_folder_of_an_evaluation(runs: Path):
+    spec = make_spec(3, num_samples=4)
+    first = evaluate_once(spec, "test", runs, "kept")
+    lines = [json.loads(line) for line in (runs / "evaluate/kept/test.jsonl").read_text().splitlines()]
+    assert [len(line["samples"]) for line in lines] == [4, 4, 4]
+    assert all(line["gold"] and isinstance(line["samples"][0][0], str) and line["greedy"] for line in lines)
+    assert evaluate_once(spec, "test", runs, "kept") == first
+
+
+def test_more_samples_than_memory_holds_are_refused_in_one_sentence():
+    with pytest.raises(SpecError, match=r"^evaluation.num_samples must be at most [\d,]+, .* got 1,000,000,000; ask"):
+        check_samples(make_spec(num_samples=10**9))
+    with pytest.raises(SpecError, match=r"evaluation\.num_test_samples must be"):
+        check_samples(make_spec(num_test_samples=10**9))
+    check_samples(make_spec(num_samples=1024))

@@ -1,0 +1,150 @@
+"""Fitted curves of accuracy against compute: their numbers, how often they hold, and when they are refused."""
+
+# pyright: reportOptionalMemberAccess=false, reportArgumentType=false
+
+import dataclasses
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_study import FakeArm, fake_study
+from scaling_curves import IDENTIFIED, UNIDENTIFIED, Design, draw, simulate
+
+from harness.types import StudyRecord, TrialRecord
+from reports.analysis import analyse
+from reports.render import write_report
+from reports.scaling import Scaling, Scalings, curve, fit_curve, scalings
+
+
+def test_the_curve_starts_at_r0_is_halfway_at_the_midpoint_and_ends_at_its_ceiling():
+    parameters = np.array([0.8, 0.4, math.log(50.0), math.log(2.0)])
+    assert curve(parameters, np.array([0.0, 50.0, 100.0, 1e9])) == pytest.approx([0.4, 0.6, 0.4 + 0.4 * 0.8, 0.8])
+
+
+def test_a_curve_without_noise_is_found_again_whatever_the_unit_of_compute():
+    costs = np.stack([np.linspace(0, end, 15) for end in (0.9e6, 1.1e6)])
+    truth = np.array([0.7, 0.3, math.log(2e5), math.log(1.5)])
+    for unit in (1.0, 1e-6, 1e9):
+        found = fit_curve("a", (0, 1), costs * unit, curve(truth, costs))
+        assert isinstance(found, Scaling)
+        assert found.ceiling.estimate == pytest.approx(0.7, abs=1e-6)
+        assert found.midpoint.estimate == pytest.approx(2e5 * unit, rel=1e-5)
+        assert found.exponent.estimate == pytest.approx(1.5, rel=1e-5)
+        assert found.reached == pytest.approx(1 / (1 + (2e5 / 1e6) ** 1.5), abs=1e-6)
+        assert found.prediction is not None and found.prediction.estimate == pytest.approx(0, abs=1e-4)
+
+
+def test_what_seeds_say_has_the_fit_as_its_mean():
+    found = fit_curve("a", range(5), *draw(Design(), np.random.default_rng(3)))
+    assert isinstance(found, Scaling)
+    assert np.mean(list(found.by_seed.values()), axis=0) == pytest.approx(found.parameters, abs=2e-4)
+
+
+def test_ceilings_and_midpoints_of_identified_curves_are_enclosed():
+    refused, ceiling, middle = simulate(IDENTIFIED["5 seeds"], 16)
+    assert refused == 0
+    assert min(ceiling, middle) >= 80  # of 16 studies
+
+
+@pytest.mark.parametrize("name", UNIDENTIFIED)
+def test_curves_that_the_data_do_not_identify_are_refused(name: str):
+    assert simulate(UNIDENTIFIED[name], 3)[0] == 100
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", IDENTIFIED)
+def test_ceilings_are_enclosed_in_93_to_97_percent_of_studies(name: str):
+    refused, ceiling, middle = simulate(IDENTIFIED[name], 1500)
+    print(name, refused, ceiling, middle)
+    assert refused < 1
+    assert 93 <= ceiling <= 97
+    assert 91.5 <= middle <= 97
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", UNIDENTIFIED)
+def test_unidentified_curves_are_refused_in_98_percent_of_studies(name: str):
+    assert simulate(UNIDENTIFIED[name], 300)[0] >= 98
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("one seed", "single seed"),
+        ("6 evaluations", "too few for four parameters"),
+        ("falls", "does not rise"),
+        ("straight line", "has not bent"),
+    ],
+)
+def test_a_refusal_names_its_reason(name: str, reason: str):
+    design = UNIDENTIFIED[name]
+    found = fit_curve("a", range(design.seeds), *draw(design, np.random.default_rng(0)))
+    assert isinstance(found, str) and reason in found
+
+
+def curved_study(designs: dict[str, Design]) -> StudyRecord:
+    """An arm for each design, with 20 tokens a step."""
+    arms = [FakeArm(label, "grpo", 0.5, {}, {}) for label in designs]
+    record = fake_study(arms, (0, 1, 2), num_steps=100)
+    rng = np.random.default_rng(2)
+    drawn = {label: draw(design, rng) for label, design in designs.items()}
+
+    def with_curve(trial: TrialRecord) -> TrialRecord:
+        costs, scores = (values[trial.seed] for values in drawn[trial.arm])
+        steps = np.linspace(0, 100, costs.size).round().astype(int).tolist()
+        history = {
+            **trial.history,
+            "validation/accuracy": list(zip(steps, scores.tolist(), strict=True)),
+            "train/generated_tokens": list(zip(steps[1:], (1e6 * costs[1:]).tolist(), strict=True)),
+        }
+        return dataclasses.replace(trial, history=history)
+
+    return dataclasses.replace(record, trials=[with_curve(trial) for trial in record.trials])
+
+
+def scaled(record: StudyRecord) -> Scalings:
+    found = scalings(analyse(record, np.random.default_rng(0)))
+    assert found is not None
+    return found
+
+
+DESIGNS = {
+    "base": Design(ceiling=0.7, spread=0.005, noise=0.005),
+    "higher": Design(ceiling=0.8, spread=0.005, noise=0.005),
+    "slower": Design(ceiling=0.7, middle=0.4, spread=0.005, noise=0.005),
+    "flat": Design(ceiling=0.4),
+}
+
+
+def test_a_higher_ceiling_and_a_slower_rise_are_told_apart_and_a_flat_arm_is_refused(tmp_path: Path):
+    record = curved_study(DESIGNS)
+    found = scaled(record)
+    assert found.cost == "generated tokens"
+    shifts = {shift.arm: shift for shift in found.shifts}
+    assert shifts["higher"].ceiling.low > 0 and shifts["higher"].midpoint.low < 1.1
+    assert shifts["slower"].midpoint.low > 1.1
+    assert shifts["slower"].ceiling.low < 0 < shifts["slower"].ceiling.high
+    assert set(found.refused) == {"flat"}
+    page = write_report(record, tmp_path, formats=()).html.read_text()
+    for text in ('id="scaling"', "First half predicts", "Arms without a curve", "fitted curves"):
+        assert text in page
+
+
+def test_a_second_half_that_stays_below_what_the_first_predicts_fails_the_check():
+    costs, scores = draw(Design(points=41, middle=0.1, spread=0.002, noise=0.002), np.random.default_rng(1))
+    held = fit_curve("a", range(5), costs, scores)
+    late = np.where(costs > 0.6 * costs[:, -1:], scores - 0.03, scores)
+    broken = fit_curve("a", range(5), costs, late)
+    assert isinstance(held, Scaling) and held.prediction is not None
+    assert held.prediction.low <= 0 <= held.prediction.high
+    assert isinstance(broken, Scaling) and broken.prediction is not None and broken.prediction.low > 0.01
+
+
+def test_an_arm_whose_policy_collapsed_has_no_curve():
+    record = curved_study({"base": DESIGNS["base"]})
+    trial = record.trials[1]
+    fallen = [(step, 0.1 if step > 60 else value) for step, value in trial.history["validation/accuracy"]]
+    other = dataclasses.replace(trial, history={**trial.history, "validation/accuracy": fallen})
+    trials = [record.trials[0], other, record.trials[2]]
+    assert "seed 1 collapsed" in scaled(dataclasses.replace(record, trials=trials)).refused["base"]
