@@ -139,6 +139,11 @@ class Reward(Section, ABC):
         """
         return {}
 
+    @property
+    def needs_partial_credit(self) -> bool:
+        """Whether it reads `group.scores`, which only a task with `partial_credit` has."""
+        return False
+
     def check(self) -> None:
         """ValueError for a setting that this machine cannot use, before any model loads."""
 
@@ -167,7 +172,11 @@ class Task(Section, ABC):
     disjoint, deterministic and independent of the machine: `train` for reinforcement learning, `validation` (carved
     from the training data by a stable hash) for tuning and curves, `test`, scored once at the end; demonstrations
     are disjoint from validation and test.
+
+    An answer is correct or not. A task with `partial_credit` also scores it from 0 to 1, and exactly 1 is correct.
     """
+
+    partial_credit: ClassVar[bool] = False
 
     name: str
 
@@ -228,6 +237,10 @@ class Task(Section, ABC):
         `extract`.
         """
         return True
+
+    def score(self, answer: str, gold: str) -> float:
+        """The worth of an extracted answer, from 0 to 1, which is what `equivalent` says of 1. Bounded like that."""
+        return float(self.equivalent(answer, gold))
 
     def allow_overruns(self, count: float | None) -> float:
         """Let so many of this thread's next comparisons run into their time limit; those after them have no verdict.

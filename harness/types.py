@@ -164,7 +164,8 @@ class GradedGroup:
 
     All tuples have length G. `answers[i]` is the extracted answer or None; `classes[i]` numbers the equivalence
     class of that answer under the task's own equality (None without one that answers); `correct` is None for a reward
-    that must not see the gold answer, so that label leakage fails loudly. `format_scores[i]` in [0, 1] says how far
+    that must not see the gold answer, so that label leakage fails loudly, and so is `scores`, the worth of each answer
+    from 0 to 1, which is None for a task without partial credit too. `format_scores[i]` in [0, 1] says how far
     the completion keeps the task's answer format, `reasoning_chars[i]` how long its reasoning is; `max_tokens` is the
     limit that cuts a completion. `token_means` has, for each `Reward.distribution` of the run's rewards, the mean of
     that quantity (nats) over the tokens of each completion, under the policy at the sampling temperature.
@@ -181,11 +182,12 @@ class GradedGroup:
     format_scores: tuple[float, ...]
     reasoning_chars: tuple[int, ...]
     correct: tuple[bool, ...] | None
+    scores: tuple[float, ...] | None = None
     token_means: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def blind(self) -> GradedGroup:
-        """The same group without correctness."""
-        return dataclasses.replace(self, correct=None)
+        """The same group without correctness and scores."""
+        return dataclasses.replace(self, correct=None, scores=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,8 +303,8 @@ class EvaluationResult:
 
     metrics         names without area, values as fractions in [0, 1] or tokens: `accuracy` (mean over prompts and
                     n samples at the evaluation temperature), `greedy_accuracy`, `pass_at_<k>` for several k <= n,
-                    `maj_at_<n>`, `answered`, `truncated`, `format` (mean score), `num_tokens` (mean),
-                    `num_prompts`, `num_samples` (n)
+                    `maj_at_<n>`, `score` (mean, of a task with partial credit), `answered`, `truncated`, `format`
+                    (mean score), `num_tokens` (mean), `num_prompts`, `num_samples` (n)
     correct_counts  prompt id -> number of the n samples that are correct
     samples         rollouts for the reader
     breakdown       tag name -> tag value -> accuracy, greedy_accuracy and num_prompts; empty for a task without tags

@@ -7,6 +7,11 @@ from typing import Literal
 import pytest
 
 from harness.interfaces import Task
+from harness.rewards.accuracy import Accuracy
+from harness.spec.errors import SpecError
+from harness.spec.run import Evaluation, parse_run
+from harness.training.batch import rollout_metrics
+from harness.training.evaluate import metric_names, problem_score, sample_metrics
 from harness.training.grading import grade, sample_rows
 from harness.types import Group, Prompt, Rollout
 
@@ -156,3 +161,50 @@ def test_an_answer_that_restates_the_question_is_wrong_and_has_no_class():
 def test_the_text_of_the_gold_answer_is_correct_whatever_the_form():
     (graded,) = grade(StrictTask(), [group("1+2", "=1+2", "=3")], 8)
     assert graded.correct == (True, True)
+
+
+class CreditTask(FractionTask):
+    """An answer is worth the smaller of it and gold as a share of the larger one."""
+
+    partial_credit = True
+
+    def score(self, answer: str, gold: str) -> float:
+        low, high = sorted((Fraction(answer), Fraction(gold)))
+        return float(low / high)
+
+
+def test_partial_credit_grades_every_answer_and_a_blind_group_has_none():
+    completions = ("=4", "=8/2", "=2", "none")
+    graded = grade(CreditTask(), [group("4", *completions)], max_tokens=8)[0]
+    assert graded.scores == (1.0, 1.0, 0.5, 0.0)
+    assert graded.correct == (True, True, False, False)
+    assert graded.blind().scores is None
+    assert grade(FractionTask(), [group("4", *completions)], max_tokens=8)[0].scores is None
+
+
+def test_metrics_have_the_mean_score_where_there_is_partial_credit():
+    graded = grade(CreditTask(), [group("4", "=4", "=2"), group("1", "=1", "none")], max_tokens=8)
+    metrics = sample_metrics([problem_score(group, group) for group in graded])
+    assert (metrics["score"], metrics["accuracy"]) == (2.5 / 4, 2 / 4)
+    assert rollout_metrics(graded, [[1.0, 0.0]] * 2)["train/score"] == 2.5 / 4
+    assert "score" in metric_names(Evaluation(), partial_credit=True)
+    plain = grade(FractionTask(), [group("4", "=4", "=2")], max_tokens=8)
+    assert "score" not in sample_metrics([problem_score(group, group) for group in plain])
+    assert "train/score" not in rollout_metrics(plain, [[1.0, 0.0]])
+    assert "score" not in metric_names(Evaluation())
+
+
+def test_accuracy_pays_partial_credit_only_where_it_is_asked_to():
+    graded = grade(CreditTask(), [group("4", "=4", "=2", "none")], max_tokens=8)[0]
+    assert Accuracy().score(graded) == [1.0, 0.0, 0.0]
+    assert Accuracy(partial=True).score(graded) == [1.0, 0.5, 0.0]
+    with pytest.raises(AssertionError):
+        Accuracy(partial=True).score(graded.blind())
+
+
+def test_partial_credit_is_refused_for_a_task_without_it_and_leaves_the_digest_of_other_runs_alone():
+    run = {"task": "arithmetic", "algorithm": "grpo"}
+    with pytest.raises(SpecError, match=r"rewards\.accuracy\.partial must be false for arithmetic, .* got true"):
+        parse_run({**run, "rewards": {"accuracy": {"partial": True}}}, "test")
+    assert Accuracy().model_dump() == {"weight": 1.0}
+    assert parse_run({**run, "task": "reasoning_gym", "rewards": {"accuracy": {"partial": True}}}, "test").digest()

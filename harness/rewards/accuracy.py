@@ -1,16 +1,35 @@
-"""1 for a completion whose final answer equals the gold answer under the task's own equality, else 0."""
+"""1 for a completion whose final answer equals the gold answer under the task's own equality, else 0.
+
+With `partial` a completion earns what the task's verifier gives its answer, from 0 to 1. What counts as correct
+everywhere else stays a score of exactly 1.
+"""
 
 from typing import ClassVar
+
+from pydantic import Field
 
 from harness.interfaces import Reward
 from harness.types import GradedGroup
 
 
 class Accuracy(Reward):
-    """1 for a correct final answer, else 0."""
+    """1 for a correct final answer, else 0, or partial credit."""
 
     sees_gold: ClassVar[bool] = True
 
+    partial: bool = Field(
+        default=False,
+        exclude_if=lambda value: not value,  # runs from before the setting keep their digest
+        description="pay the score of the task's verifier, from 0 to 1 (tasks with partial credit)",
+    )
+
+    @property
+    def needs_partial_credit(self) -> bool:
+        return self.partial
+
     def score(self, group: GradedGroup) -> list[float]:
+        if self.partial:
+            assert group.scores is not None
+            return list(group.scores)
         assert group.correct is not None
         return [1.0 if correct else 0.0 for correct in group.correct]

@@ -287,6 +287,11 @@ class RunSpec(Section):
                     f"rewards.{name} sees gold answers, and {self.algorithm.name} must not; got weight "
                     f"{reward.weight}; remove it, or set rewards.{name}=0 to measure it only"
                 )
+            if reward.needs_partial_credit and not self.task.partial_credit:
+                raise ValueError(
+                    f"rewards.{name}.partial must be false for {self.task.name}, whose answers are right or wrong, "
+                    "got true; remove it"
+                )
         if not any(reward.weight for reward in self.rewards.values()):
             raise ValueError(f"rewards must have a weight other than 0, got 0 for {', '.join(self.rewards)}")
         if self.control in ("inverted", "shuffled_gold") and not self.algorithm.sees_gold:

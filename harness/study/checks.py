@@ -138,7 +138,8 @@ def check_metrics(study: StudySpec, specs: Sequence[RunSpec]) -> None:
     from harness.training.evaluate import metric_names
 
     for spec in specs:
-        known = [f"{split}/{name}" for split in ("validation", "test") for name in metric_names(spec.evaluation)]
+        names = metric_names(spec.evaluation, spec.task.partial_credit)
+        known = [f"{split}/{name}" for split in ("validation", "test") for name in names]
         for metric in study.objectives():
             if metric in known or (metric != study.metric and metric in COSTS):
                 continue

@@ -50,6 +50,7 @@ def rollout_metrics(graded: Sequence[GradedGroup], rewards: Sequence[Sequence[fl
         "reward/mean": float(rewards_PG.mean()),
         "reward/std": float(rewards_PG.std()) if rewards_PG.numel() > 1 else 0.0,
         "train/accuracy": float(np.mean([c for g in graded for c in g.correct or ()])),
+        **({} if graded[0].scores is None else {"train/score": float(np.mean([s for g in graded for s in g.scores or ()]))}),
         "train/answered": float(np.mean([a is not None for g in graded for a in g.answers])),
         "train/majority_accuracy": float(np.mean([majority_correct(g) for g in graded])),
         "train/zero_variance_groups": float((rewards_PG == rewards_PG[:, :1]).all(dim=1).float().mean()),

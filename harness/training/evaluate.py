@@ -38,7 +38,7 @@ class ProblemScore:
     """All that the metrics of a split need of one problem.
 
     majority    chance that a majority vote of its samples is right
-    format      sum of the samples' format scores
+    credit      sum of the samples' scores, None without partial credit; `format` that of their format scores
     num_tokens  of all samples together; `answered` and `truncated` count samples
     greedy      whether the greedy completion is right
     """
@@ -47,6 +47,7 @@ class ProblemScore:
     num_samples: int
     num_correct: int
     majority: float
+    credit: float | None
     answered: int
     truncated: int
     format: float
@@ -146,6 +147,7 @@ def problem_score(graded: GradedGroup, greedy: GradedGroup) -> ProblemScore:
         num_samples=len(graded.completions),
         num_correct=sum(graded.correct or ()),
         majority=float(majority_correct(graded)),
+        credit=None if graded.scores is None else float(sum(graded.scores)),
         answered=sum(answer is not None for answer in graded.answers),
         truncated=sum(graded.truncated),
         format=float(sum(graded.format_scores)),
@@ -170,11 +172,12 @@ def breakdown(prompts: Sequence[Prompt], scores: Sequence[ProblemScore]) -> dict
     return result
 
 
-def metric_names(settings: Evaluation) -> list[str]:
-    """The names of the metrics that `evaluate_run` gives with these settings."""
+def metric_names(settings: Evaluation, partial_credit: bool = False) -> list[str]:
+    """The names of the metrics that `evaluate_run` gives with these settings, for a task with partial credit too."""
     k = settings.num_samples
+    score = ["score"] if partial_credit else []
     counts = ("answered", "truncated", "format", "num_tokens", "num_prompts", "num_samples")
-    return ["accuracy", *(f"pass_at_{j}" for j in pass_sizes(k)), f"maj_at_{k}", *counts, "greedy_accuracy"]
+    return ["accuracy", *(f"pass_at_{j}" for j in pass_sizes(k)), f"maj_at_{k}", *score, *counts, "greedy_accuracy"]
 
 
 def pass_sizes(num_samples: int) -> list[int]:
@@ -194,6 +197,7 @@ def sample_metrics(scores: Sequence[ProblemScore]) -> dict[str, float]:
         "accuracy": _share(scores, "num_correct"),
         **{f"pass_at_{j}": float(np.mean([pass_at_k(k, s.num_correct, j) for s in scores])) for j in pass_sizes(k)},
         f"maj_at_{k}": float(np.mean([score.majority for score in scores])),
+        **({} if scores[0].credit is None else {"score": _share(scores, "credit")}),
         **{name: _share(scores, name) for name in ("answered", "truncated", "format", "num_tokens")},
         "num_prompts": float(len(scores)),
         "num_samples": float(k),

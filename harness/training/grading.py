@@ -144,6 +144,7 @@ def _grade_group(task: Task, group: Group, max_tokens: int) -> GradedGroup:
     is_gold = [answer == gold or task.equivalent(answer, gold) for answer in representatives]
     stated = dict(zip(answers, classes, strict=True))
     correct = {a: c is not None and is_gold[c] and _counts(task, a, question, gold) for a, c in stated.items()}
+    scores = {a: 0.0 if a is None else task.score(a, gold) for a in stated if task.partial_credit}
     votes = {a: None if a is None or not task.is_answered(a, question, None) else c for a, c in stated.items()}
     return GradedGroup(
         prompt_id=group.prompt.id,
@@ -157,6 +158,7 @@ def _grade_group(task: Task, group: Group, max_tokens: int) -> GradedGroup:
         format_scores=tuple(task.format_score(rollout.text) for rollout in group.rollouts),
         reasoning_chars=tuple(len(task.reasoning(rollout.text)) for rollout in group.rollouts),
         correct=tuple(correct[answer] for answer in answers),
+        scores=tuple(scores[answer] for answer in answers) if scores else None,
     )
 
 

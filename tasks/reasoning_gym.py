@@ -1,0 +1,183 @@
+"""Reasoning Gym (Stojanovski et al. 2025, arXiv:2505.24760): procedural problems, each with a verifier of its own.
+
+The package makes the problems and scores answers from 0 to 1; a score of exactly 1 is correct, and the rest is partial
+credit. It runs in a child process (`tasks._gym`). A split is a stream of problems with a seed of its own; equal prompts
+count once, and those of test are left out of all other splits, those of validation out of train.
+
+A gold answer ends in the split and the number of its problem, such as `(8-6)*4 [test 17]`, by which the verifier finds
+the problem again. An answer of a completion never ends so: that part is cut off.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, JsonValue, field_validator
+
+from harness.inputs import REVISION
+from harness.types import Demonstration, Prompt, Sources, Split
+from tasks import _data, _formats, _gym
+from tasks._answers import AnswerTask
+from tasks._formats import AnswerFormat
+
+MAX_ANSWER_CHARS = 4000
+
+_TEMPLATES: Mapping[AnswerFormat, str] = {
+    "hash": "{question}\nReason step by step; end with #### and the answer on one line.\nAnswer:\n",
+    "boxed": "{question}\nReason step by step; end with the answer in \\boxed{}.\nAnswer:\n",
+    "think_answer": "{question}\nReason step by step in <think>...</think>; then give the answer in "
+    "<answer>...</answer>.\nAnswer:\n",
+}
+# A generator's problem i follows from seed + i, so the seeds are far apart.
+_SEEDS = {"test": 0, "validation": 100_000_000, "train": 200_000_000, "demonstrations": 300_000_000}
+_LEAVES_OUT = {
+    "test": (),
+    "validation": ("test",),
+    "train": ("test", "validation"),
+    "demonstrations": ("test", "validation"),
+}
+_KEY = re.compile(r"\{(\w+)\}")
+_TAG = re.compile(r"\[(test|validation|train) (\d{1,9})\]$")
+
+
+class ReasoningGym(AnswerTask):
+    """A generator of the package, by its name and settings; needs `pip install 'cohort-rl[gym]'`."""
+
+    partial_credit: ClassVar[bool] = True
+
+    name: Literal["reasoning_gym"] = "reasoning_gym"
+    dataset: str = Field("chain_sum", min_length=1, description="the generator's name, such as countdown")
+    settings: dict[str, JsonValue] = Field(
+        default_factory=dict, description="the generator's own settings, but for seed and size"
+    )
+    num_demonstrations: int = Field(default=1024, ge=1, le=100_000, description="worked solutions, at most")
+    num_train: int = Field(default=2048, ge=1, le=100_000, description="problems for reinforcement learning, at most")
+    num_validation: int = Field(default=256, ge=1, le=100_000, description="validation problems, at most")
+    num_test: int = Field(default=512, ge=1, le=100_000, description="test problems, at most")
+    answer_format: AnswerFormat = Field("think_answer", description="how prompts and demonstrations ask for answers")
+    template: str = Field(
+        "",
+        description="the prompt; {question}, or what the generator tells of a problem, such as {numbers} -> {target}; "
+        "by default the answer format's own",
+    )
+
+    @field_validator("settings")
+    @classmethod
+    def _leaves_the_streams_alone(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        if taken := sorted({"seed", "size"} & value.keys()):
+            raise ValueError(f"settings must leave {taken[0]} to the splits; remove it, and set num_train and its kin")
+        return value
+
+    @field_validator("template")
+    @classmethod
+    def _has_place(cls, value: str) -> str:
+        if value and not _KEY.search(value):
+            raise ValueError(f"template must contain {{question}}, or another part of a problem, got {value!r}")
+        return value
+
+    @property
+    def max_completion_tokens(self) -> int:
+        return 512
+
+    def inputs(self, split: Split) -> Sources:
+        """The version of the package, which decides problems and scores."""
+        return {"package reasoning-gym": {REVISION: _gym.version()}}
+
+    def prompts(self, split: Split) -> Sequence[Prompt]:
+        return [
+            Prompt(_data.stable_id(f"{split} {index} {item.question}"), text, f"{item.answer or ''} [{split} {index}]")
+            for index, text, item in self._problems(split)
+        ]
+
+    def demonstrations(self) -> Sequence[Demonstration]:
+        """The generator's own answers to problems of a further stream; none if it has no answers of its own."""
+        return [
+            Demonstration(text, _formats.write(self.answer_format, "", item.answer))
+            for _, text, item in self._problems("demonstrations")
+            if item.answer
+        ]
+
+    def read(self, text: str) -> str | None:
+        """The text without what would name a problem, and without space at its ends and the ends of its lines."""
+        if len(text) > MAX_ANSWER_CHARS:
+            return None
+        text = text.strip()
+        while match := _TAG.search(text):
+            text = text[: match.start()].rstrip()
+        return "\n".join(line.rstrip() for line in text.splitlines()) or None
+
+    def read_unmarked(self, completion: str) -> Iterator[str]:
+        return _formats.last_resort_latex(completion)
+
+    def equivalent(self, answer: str, other: str) -> bool:
+        """Of an answer and a gold answer: whether the verifier gives it a score of 1. Else whether the texts agree."""
+        if _tag(answer):
+            answer, other = other, answer
+        return self.score(answer, other) == 1.0
+
+    def score(self, answer: str, gold: str) -> float:
+        tag, stated = _tag(gold), self.read(answer)
+        if tag is None or stated is None or _tag(answer):
+            return float(answer.strip() == gold.strip())
+        return _gym.gym().score(self._part(tag[1]), int(tag[2]), stated)
+
+    def use_processes(self, count: int) -> None:
+        """One child scores for all threads."""
+
+    def allow_overruns(self, count: float | None) -> float:
+        return _gym.gym().allow_overruns(count)
+
+    def peer_graders(self) -> Mapping[str, Callable[[str, str], tuple[str | None, bool]]]:
+        return {}
+
+    def _problems(self, part: str) -> list[tuple[int, str, _gym.Item]]:
+        """(number, prompt, item) of a part, without repeated prompts and those that it must leave out."""
+        template = self.template or _TEMPLATES[self.answer_format]
+        keys = tuple(dict.fromkeys(_KEY.findall(template)))
+        held_out = {text for other in _LEAVES_OUT[part] for _, text, _ in self._problems(other)}
+        kept: dict[str, tuple[int, str, _gym.Item]] = {}
+        try:
+            items = _gym.make(self._part(part), keys)
+        except _gym.Refused as refused:
+            raise ValueError(self._why(refused.reply)) from None
+        for index, item in enumerate(items):
+            values = dict(zip(keys, item.fields, strict=True))
+            text = _KEY.sub(lambda match, values=values: values[match[1]], template)
+            if text not in held_out:
+                kept.setdefault(text, (index, text, item))
+        if not kept:
+            raise ValueError(
+                f"task.settings of the generator '{self.dataset}' make too few distinct problems for a {part} split; "
+                "widen their ranges, or lower num_test and num_validation"
+            )
+        return list(kept.values())
+
+    def _part(self, part: str) -> _gym.Part:
+        size = getattr(self, f"num_{part}")
+        return _gym.Part(self.dataset, json.dumps(self.settings, sort_keys=True), _SEEDS[part], size)
+
+    def _why(self, reply: Mapping[str, Any]) -> str:
+        """The sentence that says why the package makes no problems."""
+        if "unknown" in reply:
+            near = get_close_matches(self.dataset, reply["unknown"], n=3)
+            hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+            return f"unknown task.dataset '{self.dataset}'; {hint}available: {', '.join(reply['unknown'])}"
+        if "missing" in reply:
+            return (
+                f"task.template must name parts of a problem of '{self.dataset}', got {{{reply['missing']}}}; "
+                f"it has {reply['known']}"
+            )
+        if "unsafe" in reply:
+            return (
+                f"task.dataset must be a generator whose verifier could run nothing of a completion, got "
+                f"'{self.dataset}': {reply['unsafe']}, which may evaluate an answer as code, and its own answers are "
+                f"more than plain arithmetic, such as {reply['answer']}; take another generator"
+            )
+        known = f"; its settings are {reply['known']}" if "known" in reply else ""
+        return f"task.settings must let the generator '{self.dataset}' make problems, it says: {reply['error']}{known}"
+
+
+def _tag(text: str) -> re.Match[str] | None:
+    return _TAG.search(text[-100:].rstrip())
