@@ -18,6 +18,8 @@ $(BIN)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=24"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[gym]" \
+		|| echo "reasoning-gym needs a C compiler (pycosat has no wheel): its tests will be skipped"
 	touch $@
 
 quickstart: $(BIN)/.installed

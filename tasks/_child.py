@@ -44,7 +44,7 @@ def serve(wall_seconds: float, cpu_seconds: float, memory_bytes: int, comparison
         signal.setitimer(signal.ITIMER_REAL, wall_seconds)  # the default action of both signals ends the process
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
 
-    while (line := _next_line(parent)) is not None:
+    while (line := next_line(parent)) is not None:
         first, second, *kind = json.loads(line)
         start = time.process_time()
         try:
@@ -62,7 +62,8 @@ def serve(wall_seconds: float, cpu_seconds: float, memory_bytes: int, comparison
         os.write(answers, said + details.encode() + b"\n")
 
 
-def _next_line(parent: int) -> str | None:
+def next_line(parent: int) -> str | None:
+    """The next line of input, or None if it has closed or the process `parent` is gone."""
     while not select.select([0], [], [], 5.0)[0]:
         if os.getppid() != parent:
             return None

@@ -141,15 +141,17 @@ class Gym:
         """The child's reply, None if it came to its limits; and whether it would on any machine."""
         child = self._child = self._child or self._start_child()
         assert child.stdin is not None
+        reply = None
         try:
             child.stdin.write(json.dumps(question).encode() + b"\n")
             reply = _read_line(child, WAIT_SECONDS)
         except BrokenPipeError:  # something killed it while it was idle
-            reply = None
-        if reply is None:
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(GRACE_SECONDS)
-            self._end_child()
+            pass
+        finally:
+            if reply is None:  # also after an interrupt: its late reply would answer the next question
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(GRACE_SECONDS)
+                self._end_child()
         return reply, child.returncode in (-signal.SIGPROF, -signal.SIGSEGV, -signal.SIGABRT, _gym_child.NO_MEMORY)
 
     def _start_child(self) -> "subprocess.Popen[bytes]":

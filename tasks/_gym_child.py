@@ -4,8 +4,8 @@ Some verifiers evaluate the text of an answer as Python (`eval`, sympy's `parse_
 where the source of a verifier, or of what it imports from its package, could do so, an answer reaches it only if it is
 plain arithmetic or a plain list, and a generator whose own answers are more than that is refused.
 
-It answers one line of JSON with another, and ends when its input closes. The kernel ends it when making a problem, or
-scoring an answer, overruns its limits.
+It answers one line of JSON with another, and ends when its input closes or its parent is gone. The kernel ends it when
+making problems, or scoring an answer, overruns its limits.
 """
 
 import ast
@@ -19,6 +19,8 @@ import signal
 import sys
 from functools import cache, lru_cache
 from typing import Any
+
+from tasks._child import next_line
 
 PACKAGE = "reasoning_gym"
 MAKE_SECONDS = 60.0  # processor time for problems that are made at once
@@ -34,8 +36,9 @@ _IMPORTS = {"sympy", "subprocess", "pickle"}
 
 
 def serve() -> None:
-    """Answer one question per line until the input closes."""
+    """Answer one question per line until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
+    parent = os.getppid()
     answers = os.dup(1)
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
@@ -45,7 +48,7 @@ def serve() -> None:
     for kind, value in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
         resource.setrlimit(kind, (value, value))
     os.write(answers, b"{}\n")
-    for line in sys.stdin:
+    while (line := next_line(parent)) is not None:
         name, *arguments = json.loads(line)
         limit(MAKE_SECONDS)
         try:
