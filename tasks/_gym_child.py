@@ -17,6 +17,7 @@ import re
 import resource
 import signal
 import sys
+from copy import deepcopy
 from functools import cache, lru_cache
 from typing import Any
 
@@ -81,7 +82,7 @@ def make(part: list[Any], first: int, last: int, keys: list[str]) -> dict[str, A
     except Exception as error:  # whatever its checks and its code raise about settings
         known = [field.name for field in dataclasses.fields(registered[dataset][1])]
         known = ", ".join(name for name in known if name not in ("seed", "size"))
-        return {"error": f"{error or type(error).__name__}", "known": known}
+        return {"error": " ".join(str(error).split()) or type(error).__name__, "known": known}
     rows: list[Any] = []
     for item in items:
         fields = {"question": item["question"], **item.get("metadata", {})}
@@ -98,7 +99,7 @@ def score(part: list[Any], index: int, answer: str, cpu_seconds: float) -> dict[
     """What the verifier gives for an answer to the item `index` of a part, from 0 to 1."""
     if why_evaluated(part[0]) and not is_plain(answer):
         return {"score": 0.0}
-    generator, item = _generator(*part), _item(*part, index)
+    generator, item = _generator(*part), deepcopy(_item(*part, index))  # a verifier may change it
     limit(cpu_seconds)
     try:
         value = float(generator.score_answer(answer, item))
