@@ -46,11 +46,12 @@ def collate(
 def rollout_metrics(graded: Sequence[GradedGroup], rewards: Sequence[Sequence[float]]) -> dict[str, float]:
     """Metrics of the sampled completions, gold included: for the reader, not for the algorithm; rewards [P][G]."""
     rewards_PG = torch.tensor(rewards, dtype=torch.float32)
+    scores = [score for group in graded for score in group.scores or ()]
     return {
         "reward/mean": float(rewards_PG.mean()),
         "reward/std": float(rewards_PG.std()) if rewards_PG.numel() > 1 else 0.0,
         "train/accuracy": float(np.mean([c for g in graded for c in g.correct or ()])),
-        **({} if graded[0].scores is None else {"train/score": float(np.mean([s for g in graded for s in g.scores or ()]))}),
+        **({"train/score": float(np.mean(scores))} if scores else {}),
         "train/answered": float(np.mean([a is not None for g in graded for a in g.answers])),
         "train/majority_accuracy": float(np.mean([majority_correct(g) for g in graded])),
         "train/zero_variance_groups": float((rewards_PG == rewards_PG[:, :1]).all(dim=1).float().mean()),
