@@ -232,5 +232,5 @@ def reworded(text: str) -> str:
 
 def _fits(question: str, policy: nn.Module, codec: TextCodec) -> bool:
     """Whether the policy reads the question, and a variant of up to twice its length, as it reads shorter texts."""
-    limit = length_limit(policy.config)
-    return limit is None or 2 * len(codec.encode(question)) < limit
+    limit, count = length_limit(policy.config), len(codec.encode(question))
+    return count > 1 and (limit is None or 2 * count < limit)
