@@ -192,6 +192,10 @@ class Task(Section, ABC):
         ValueError for a missing path, field, split or gold answer.
         """
 
+    def questions(self, split: Split) -> Mapping[str, str]:
+        """Prompt id -> the words of the problem, without template and worked examples; in the order of `prompts`."""
+        return {prompt.id: prompt.text for prompt in self.prompts(split)}
+
     @abstractmethod
     def demonstrations(self) -> Sequence[Demonstration]:
         """Worked solutions for the cold start; empty if the task has none."""

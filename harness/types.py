@@ -376,6 +376,8 @@ class StudyRecord:
               comparisons, each with arm, seeds, deviation and asks; asked; seeds
     stopped   labels of the arms that a user has stopped
     exploratory  clones; neither `arms` nor `trials` has them
+    probes    what `cohort probe contamination` has found on a model that its trials start from, and on its task: name;
+              model; task; split; reference; findings, one for each probe; exact; exact_reference; examples
     """
 
     name: str
@@ -393,3 +395,4 @@ class StudyRecord:
     stopped: Sequence[str] = ()
     exploratory: Sequence[ExploratoryArm] = ()
     two_stage: Mapping[str, Any] | None = None
+    probes: Sequence[Mapping[str, Any]] = ()

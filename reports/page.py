@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from harness.types import SampleRow, StudyRecord, TrialRecord
+from reports import contamination
 from reports.analysis import PLANNED_DIFFERENCES, Analysis, ArmSummary, Comparison, held_out_accuracies
 from reports.capability import TAUS, Capabilities, Crossover, table_sizes
 from reports.claims import check_claims
@@ -73,6 +74,8 @@ def page_values(
         "controls": _controls(analysis),
         "gaps": [*analysis.gaps, *(gap for control in analysis.controls for gap in control.gaps)],
         "exploratory": _exploratory(analysis),
+        "probes": [_probe(one) for one in record.probes],
+        "probe_level": contamination.LEVEL,
         "costs": _costs(analysis),
         "accuracies": _accuracies(analysis, capable),
         "capability": _capability(capable),
@@ -184,6 +187,13 @@ def _controls(analysis: Analysis) -> dict[str, Any]:
         for one in verdicts(analysis)
     ]
     return {"rows": rows, "verdicts": read}
+
+
+def _probe(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What the page says of a probe, its texts shortened."""
+    found = contamination.summary(document)
+    examples = [{key: _shorten(one[key]) for key in ("start", "continuation")} for one in found["examples"]]
+    return {**found, "examples": examples}
 
 
 def _exploratory(analysis: Analysis) -> list[dict[str, str]]:

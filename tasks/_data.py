@@ -78,6 +78,9 @@ class DatasetTask(QuestionTask):
         examples = self._examples()
         return [Prompt(stable_id(p.question), self._ask(p, examples), p.answer, p.tags) for p in self._problems(split)]
 
+    def questions(self, split: Split) -> Mapping[str, str]:
+        return {stable_id(p.question): p.question for p in self._problems(split)}
+
     def demonstrations(self) -> Sequence[Demonstration]:
         """The worked solutions of the training problems; none if the rows hold only answers."""
         examples = self._examples()

@@ -105,7 +105,7 @@ def test_the_commands_are_the_documented_ones():
     expected = "train compare join evaluate report ui doctor study-run study-list study-show study-status"
     expected += " study-plan study-watch study-stop study-resume study-clone study-export verify"
     expected += " list-algorithms list-tasks list-rewards list-engines list-studies list-settings"
-    expected += " grade task-show reward-model-train memory"
+    expected += " grade task-show reward-model-train probe-contamination memory"
     assert {"-".join(command) for command in commands()} == set(expected.split())
 
 
@@ -120,7 +120,7 @@ def test_every_example_in_a_help_text_and_in_the_readme_is_understood(cohort: Sh
     options: dict[str, set[str]] = {}
     for line in lines:
         words = line.split()
-        command = tuple(words[:2]) if words[0] in ("study", "list", "task", "reward-model") else (words[0],)
+        command = tuple(words[:2]) if words[0] in ("study", "list", "task", "reward-model", "probe") else (words[0],)
         assert command in commands(), line
         if " ".join(command) not in options:
             cohort(*command, "--help")
@@ -170,6 +170,7 @@ def test_bad_input_is_a_message_and_exit_code_2_and_writes_nothing(
 STORED = {
     ("train",): ["--set", "task=arithmetic", "--set", "algorithm=grpo"],
     ("evaluate",): ["tiny", "--task", "arithmetic"],
+    ("probe", "contamination"): ["tiny", "--task", "arithmetic"],
     ("compare",): ["--algorithms", "ppo", "--task", "arithmetic"],
     ("study", "run"): ["quickstart"],
     ("report",): ["quickstart"],

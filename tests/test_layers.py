@@ -54,9 +54,9 @@ ONLY_IMPORTER = {
 HEAVY = {"torch", "transformers", "datasets", "mlflow", "optuna", "matplotlib", "pandas", "scipy"}
 LIGHT = tuple(
     f"harness/{file}.py"
-    for file in ("cli/app", "cli/commands", "cli/options", "cli/train", "cli/join", "cli/reward_model", "cli/compare",
-                 "cli/study", "cli/plan", "cli/report", "cli/verify", "cli/inspect", "cli/ui", "cli/doctor",
-                 "cli/memory", "cli/lists", "cli/views/answers", "cli/views/studies", "console/terminal")
+    for file in ("cli/app", "cli/commands", "cli/options", "cli/train", "cli/join", "cli/probe", "cli/reward_model",
+                 "cli/compare", "cli/study", "cli/plan", "cli/report", "cli/verify", "cli/inspect", "cli/ui",
+                 "cli/doctor", "cli/memory", "cli/lists", "cli/views/answers", "cli/views/studies", "console/terminal")
 )  # fmt: skip
 UNSAFE_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "__import__", "os.system", "os.popen", "yaml.load", "yaml.load_all", "yaml.unsafe_load",

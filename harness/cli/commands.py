@@ -24,6 +24,7 @@ study_app = typer.Typer(no_args_is_help=True, help="Run and inspect studies: a q
 list_app = typer.Typer(no_args_is_help=True, help="List what can be named in a study file.")
 task_app = typer.Typer(no_args_is_help=True, help="Look at the problems of a task as the policy reads them.")
 reward_app = typer.Typer(no_args_is_help=True, help="Fit reward models on rollouts that a run has kept.")
+probe_app = typer.Typer(no_args_is_help=True, help="Test what a model knows of a benchmark before it is trained.")
 
 
 def _show_version(asked: bool) -> None:
@@ -44,6 +45,7 @@ app.add_typer(study_app, name="study")
 app.add_typer(list_app, name="list")
 app.add_typer(task_app, name="task")
 app.add_typer(reward_app, name="reward-model")
+app.add_typer(probe_app, name="probe")
 
 
 def command(group: typer.Typer, name: str, *examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from harness.spec.study import StudySpec
 
 
+PROBE = "probe"  # the experiment of `cohort probe`
 CONTROL = "cohort.control"  # a tag by which users ask for something
 _VIEW = "mlflow.sharedViewState.cohort"  # an experiment tag that holds a view which an address can name
 
@@ -221,6 +222,7 @@ def read_study(runs: Path, name: str) -> StudyRecord:
         stopped=json.loads(parent.data.tags.get("cohort.stopped", "[]")),
         exploratory=_exploratory(client, runs, trials),
         two_stage=two_stage,
+        probes=_probes(client, runs, list(found.values()), document.get("inputs", {})),
     )
 
 
@@ -321,6 +323,28 @@ def _exploratory(client: MlflowClient, runs: Path, trials: Mapping[tuple[str, in
         changes = json.loads(tags["cohort.changes"])
         found.append(ExploratoryArm(label, tags["cohort.parent"], changes, left_at, records))
     return found
+
+
+def _probes(client: MlflowClient, runs: Path, trials: Sequence[TrialRecord], inputs: Inputs) -> list[Mapping[str, Any]]:
+    """What probes have found on the task and a model that trials start from, the newest first."""
+    experiment = client.get_experiment_by_name(PROBE)
+    if experiment is None:
+        return []
+    documents = [artifact(client, runs, run, "probe.json") for run in search_runs(client, experiment.experiment_id, "")]
+    found = [one for one in documents if one is not None and one.get("format") == FORMAT]
+    starts = [_start(trial.spec) for trial in trials if trial.spec]
+    return [
+        {key: value for key, value in one.items() if key not in ("format", "spec", "inputs")}
+        for one in found
+        if _start(one["spec"]) in starts
+        and all(inputs[source] == one["inputs"][source] for source in inputs.keys() & one["inputs"].keys())
+    ]
+
+
+def _start(spec: Mapping[str, Any]) -> list[Any]:
+    """What decides the model that a run starts from, apart from the content of files, and the name of its task."""
+    cold = [spec["task"], spec["prompt"]] if spec["cold_start"]["steps"] else []
+    return [spec["model"], spec["task"]["name"], spec["cold_start"], *cold]
 
 
 def _state(run: Run) -> Any:

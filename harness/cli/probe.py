@@ -1,0 +1,82 @@
+"""`cohort probe contamination`."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from harness.cli import options
+from harness.cli.commands import command, probe_app
+from harness.cli.scale import scale_settings
+from harness.console import terminal
+
+
+@command(
+    probe_app,
+    "contamination",
+    "cohort probe contamination tiny --task arithmetic --set cold_start.steps=400",
+    "cohort probe contamination Qwen/Qwen2.5-0.5B --task gsm8k --path data/gsm8k --problems 200",
+    "cohort probe contamination runs/train/my-run --task math500 --path data/math500 --reference fresh.jsonl",
+)
+def contamination(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="'tiny', a Hub id, a model folder or a checkpoint.")],
+    task: Annotated[str, typer.Option(help="Task by name.")],
+    split: Annotated[str, typer.Option(help="What is probed: train, validation or test.")] = "test",
+    reference: Annotated[
+        str, typer.Option(metavar="SPLIT|PATH", help="Problems that the model has seen no less than those probed.")
+    ] = "validation",
+    path: options.DataPath = None,
+    problems: Annotated[int, typer.Option(min=2, metavar="N", help="Problems of each set, at most.")] = 500,
+    fraction: Annotated[float, typer.Option(metavar="X", help="Part of a question that the model reads.")] = 0.6,
+    seed: Annotated[int, typer.Option(min=0, max=2**53, metavar="N", help="Of variants and permutations.")] = 0,
+    sets: options.Sets = None,
+    name: options.Name = None,
+    runs: options.Runs = options.RUNS,
+    tracking_uri: options.TrackingUri = None,
+    as_json: options.Json = False,
+) -> None:
+    """Test whether a model knows the problems of a benchmark better than others of their kind.
+
+    It completes questions from their first part, and weighs each against variants with other numbers or words. Both
+    are compared with a reference by permutation tests, corrected together (Holm). Everything goes to
+    RUNS/probes/NAME and to MLflow's experiment `probe`; reports of studies of the same model and task show it.
+    """
+    from harness.console.progress import phase_bar
+    from harness.inputs import digest
+    from harness.runs.contamination import ProbeSettings, check_settings, probe_once
+    from harness.runs.single import model_folder
+    from harness.spec.load import load_run
+    from harness.types import InvalidRun
+
+    options.use_store(tracking_uri)
+    settings = ProbeSettings(options.checked_split(split), reference, problems, fraction)
+    check_settings(settings)
+    defaults = {"model": model_folder(model), "task": task, "algorithm": "grpo", "seed": seed}
+    scale = scale_settings(defaults["model"], sets, trains=False)
+    spec = load_run(None, [*(sets or ()), *scale, *options.data_path(path)], defaults)
+    key = digest([spec.digest(), dataclasses.asdict(settings)])[:8]
+    name = options.checked_name(name or f"{spec.task.name}-{split}-{key}")
+    reports: Any = importlib.import_module("reports.contamination")
+    try:
+        with phase_bar(f"{spec.model} on {spec.task.name}") as show:
+            found = probe_once(spec, settings, runs, name, reports.judge, show)
+    except InvalidRun as error:
+        terminal.fail(error)
+        raise typer.Exit(1) from None
+    said = reports.summary(found)
+    if as_json:
+        terminal.print_json({**found, "verdict": said["verdict"], "directory": runs / "probes" / name})
+        return
+    _show(said)
+    terminal.say(f"Files: {runs / 'probes' / name}")
+
+
+def _show(said: Mapping[str, Any]) -> None:
+    headers = list(said["headers"])
+    terminal.show_table(said["title"], headers, said["rows"], numeric=headers[1:])
+    terminal.say(said["exact"])
+    terminal.say(said["verdict"])

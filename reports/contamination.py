@@ -1,0 +1,117 @@
+"""Decides whether a model knows the problems of a benchmark better than others of their kind.
+
+A probe scores every problem alone, those probed and those of a reference. If the model has seen neither, or both as
+often, and both come from one source by chance, the scores of both are exchangeable, whatever the score is: then the
+one-sided permutation test of their means is exact, for a weak model and a strong one. That a problem and its own
+variants were exchangeable would be wrong: the numbers and words that people choose are likelier than others, to a model
+that has never seen the problem. Holm's correction spans the probes.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from numpy.random import Generator
+
+from reports.prose.wording import listed, p_value
+from reports.statistics import holm, permutation_test
+
+LEVEL = 0.01  # of a corrected p that flags a model
+MEANINGS = {
+    "completion": "Completion of the rest, ROUGE-L",
+    "renumbered": "Likelier than with other numbers, nats per token",
+    "reworded": "Likelier than with other words, nats per token",
+}
+HEADERS = ("probe", "probed (problems)", "reference (problems)", "p", "p, Holm", "flags")
+Scores = Mapping[str, Sequence[float]]  # probe -> the score of each problem; NaN where it says nothing
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one probe found: mean scores, problems that have one, and p-values of the probed being known better.
+
+    `p_reverse` is that of the reference being known better, uncorrected. NaN without problems.
+    """
+
+    probe: str
+    probed: float
+    reference: float
+    num_probed: int
+    num_reference: int
+    p: float
+    p_adjusted: float
+    p_reverse: float
+
+    @property
+    def is_flagged(self) -> bool:
+        return self.p_adjusted < LEVEL
+
+
+def judge(probed: Scores, reference: Scores, rng: Generator) -> list[Finding]:
+    """The finding of every probe, in order; both have the same probes."""
+    sides = {name: (_known(probed[name]), _known(reference[name])) for name in probed}
+    tests = [permutation_test(one, other, rng) for one, other in sides.values()]
+    reverse = [permutation_test(other, one, rng) for one, other in sides.values()]
+    return [
+        Finding(name, _mean(one), _mean(other), len(one), len(other), p, p_adjusted, p_reverse)
+        for (name, (one, other)), p, p_adjusted, p_reverse in zip(
+            sides.items(), tests, holm(tests), reverse, strict=True
+        )
+    ]
+
+
+def verdict(findings: Sequence[Finding], probed: str, reference: str) -> str:
+    """What the findings together say, in a sentence or two; `probed` and `reference` name the two sets."""
+    if all(math.isnan(one.p) for one in findings):
+        return "Not tested: no problem of one of the two sets has a score."
+    flagged = [f"{one.probe} (p = {one.p_adjusted:.2g})" for one in findings if one.is_flagged]
+    if flagged:
+        return f"Flagged: the model knows {probed} better than {reference}, by {listed(flagged)}."
+    blind = [f"{one.probe} (p = {one.p_reverse:.2g})" for one in findings if one.p_reverse < LEVEL]
+    if blind:
+        return (
+            f"Not tested well: the model knows {reference} better than {probed}, by {listed(blind)}, which may hide "
+            "what it knows; take a reference that it cannot have seen."
+        )
+    return "Not flagged, which does not prove that the model has never seen these problems."
+
+
+def summary(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said of a probe (`probe.json`), as text: title, headers, rows, exact completions, verdict, examples."""
+    probed, reference = f"the {document['split']} problems", f"those of {document['reference']}"
+    findings = [Finding(**one) for one in document["findings"]]
+    rows = [
+        [
+            MEANINGS.get(one.probe, one.probe),
+            _counted(one.probed, one.num_probed),
+            _counted(one.reference, one.num_reference),
+            p_value(one.p),
+            p_value(one.p_adjusted),
+            "yes" if one.is_flagged else "no",
+        ]
+        for one in findings
+    ]
+    exact = [f"{100 * document[key]:.1f} %" for key in ("exact", "exact_reference")]
+    return {
+        "title": f"{document['model']} on {document['task']}, probe {document['name']}",
+        "headers": HEADERS,
+        "rows": rows,
+        "exact": f"Completed word for word: {exact[0]} of {probed}, {exact[1]} of {reference}.",
+        "verdict": verdict(findings, probed, reference),
+        "is_flagged": any(one.is_flagged for one in findings),
+        "examples": document["examples"],
+    }
+
+
+def _known(values: Sequence[float]) -> list[float]:
+    return [value for value in values if not math.isnan(value)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else math.nan
+
+
+def _counted(value: float, count: int) -> str:
+    return f"{value:.3f} ({count})" if count else "n/a"

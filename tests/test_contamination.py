@@ -1,0 +1,273 @@
+"""A model that was trained on a benchmark's questions is flagged, a clean one is not, and a report says so."""
+
+import dataclasses
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from contaminated import findings, trained_on
+from fake_study import HOSTILE, fake_study
+from scipy import stats
+from test_cli import Shell
+from test_report import read_page
+
+from harness.policy.text import TextCodec
+from harness.policy.tiny import tiny_model, tiny_tokenizer
+from harness.runs.contamination import ProbeSettings, probe_once
+from harness.spec.run import RunSpec, parse_run
+from harness.spec.study import StudySpec
+from harness.tracking.mlflow_studies import open_study, read_study
+from harness.tracking.run_log import RunLog
+from harness.training import contamination
+from harness.training.contamination import mean_logprobs, parted, renumbered, reworded, rouge_l, words
+from reports.contamination import Finding, judge, verdict
+from reports.render import write_report
+from reports.statistics import permutation_test
+
+CODEC = TextCodec(tiny_tokenizer())
+
+
+def arithmetic() -> RunSpec:
+    return parse_run({"task": "arithmetic", "algorithm": "grpo"}, "test")
+
+
+def first(split: Any, count: int, start: int = 0) -> dict[str, str]:
+    """Questions of a split of `arithmetic`."""
+    return dict(itertools.islice(arithmetic().task.questions(split).items(), start, start + count))
+
+
+# The permutation test
+
+
+def test_the_permutation_test_counts_all_divisions_where_there_are_few():
+    # Of the 10 ways to choose 2 of 1, 2, 3, 4, 9 the sum 13 of the two seen is the highest.
+    assert permutation_test([4, 9], [1, 2, 3], np.random.default_rng(0)) == pytest.approx(1 / 10)
+    # 2 + 9 = 11 is reached by 13, 12, 11.
+    assert permutation_test([2, 9], [1, 3, 4], np.random.default_rng(0)) == pytest.approx(3 / 10)
+    assert permutation_test([1.0, 1.0], [1.0, 1.0], np.random.default_rng(0)) == 1
+    assert permutation_test([5.0], [1.0], np.random.default_rng(0)) == 1 / 2
+    assert math.isnan(permutation_test([], [1.0], np.random.default_rng(0)))
+
+
+def test_the_permutation_test_is_that_of_scipy():
+    rng = np.random.default_rng(0)
+    values, others = rng.normal(0.4, 1, 40), rng.normal(0, 1, 30)
+    result = stats.permutation_test(
+        (values, others), lambda x, y, axis: x.mean(axis) - y.mean(axis), alternative="greater", vectorized=True
+    )
+    assert permutation_test(values, others, rng) == pytest.approx(result.pvalue, abs=0.01)
+    assert permutation_test(others, values, rng) == pytest.approx(1 - result.pvalue, abs=0.01)
+
+
+def test_a_p_value_is_never_0():
+    assert permutation_test(np.arange(50) + 100, np.arange(50), np.random.default_rng(0)) == 1 / 10_000
+
+
+def test_equal_laws_are_told_apart_as_often_as_the_level_says():
+    rng = np.random.default_rng(0)
+    skewed = [np.round(rng.exponential(1, 60), 1) for _ in range(400)]  # with ties, as ROUGE-L
+    low = sum(permutation_test(one[:40], one[40:], rng, resamples=99) <= 0.05 for one in skewed)
+    assert stats.binom.ppf(0.0005, 400, 0.05) <= low <= stats.binom.ppf(0.9995, 400, 0.05)  # 8 to 35
+
+
+def test_a_preference_for_peoples_numbers_flags_nobody_and_a_better_known_reference_is_said():
+    rng = np.random.default_rng(0)
+    liked = list(rng.normal(2, 1, 80))  # every question is likelier than its variants, to a model that has seen none
+    (found,) = judge({"renumbered": liked[:40]}, {"renumbered": liked[40:]}, rng)
+    assert not found.is_flagged
+    (found,) = judge({"renumbered": liked[:40]}, {"renumbered": [one + 1 for one in liked[40:]]}, rng)
+    assert found.p > 0.9
+    assert found.p_reverse < 0.01
+
+
+# Scores
+
+
+def test_rouge_l_is_the_f1_of_the_longest_common_subsequence():
+    # Lin 2004, section 3.1: "police killed the gunman" against "police kill the gunman" (3 of 4 words in order) and
+    # against "the gunman kill police" (2 of 4).
+    reference = words("police killed the gunman")
+    assert rouge_l(words("police kill the gunman"), reference) == pytest.approx(3 / 4)
+    assert rouge_l(words("the gunman kill police"), reference) == pytest.approx(2 / 4)
+    assert rouge_l(words("a b"), words("a x b y")) == pytest.approx(2 * 2 / 6)  # recall 1/2, precision 1
+    assert rouge_l([], ["a"]) == 0
+    assert math.isnan(rouge_l(["a"], []))
+    assert words("It's $3.50, OK?") == ["it", "'", "s", "$", "3", ".", "50", ",", "ok", "?"]
+
+
+def test_a_question_is_cut_between_words_where_it_has_any():
+    assert parted("Ann has 3 red apples.", 0.55) == ("Ann has 3", " red apples.")  # 12 of 21 characters, in "red"
+    assert parted("Ann has 3 red apples.", 0.6) == ("Ann has 3 red", " apples.")  # 13, its end
+    assert parted("Ann has 3", 0.8) == ("Ann has", " 3")  # just before a word that would be cut
+    assert parted("4+4+5-6=", 0.6) == ("4+4+5", "-6=")
+    assert parted("x", 0.6) == ("x", "")
+    long = parted("a " * 1000, 0.1)
+    assert len(words(long[1])) == contamination.HELD_BACK_WORDS
+
+
+def test_variants_have_other_numbers_of_as_many_digits_or_other_words():
+    text = "How many of the 12 eggs, 12 cups and 5 jars cost $007?"
+    found = {renumbered(text, np.random.default_rng(seed)) for seed in range(50)}
+    assert len(found) > 40
+    for one in found:
+        numbers = [word for word in words(one) if word.isdigit()]
+        assert numbers[0] == numbers[1]  # equal ones stay equal
+        assert [len(number) for number in numbers] == [2, 2, 1, 3]
+        assert (numbers[0][0] != "0", numbers[3][0]) == (True, "0")
+        assert [w for w in words(one) if not w.isdigit()] == [w for w in words(text) if not w.isdigit()]
+    assert reworded("How many eggs has the cook? Find it.") == "What number of eggs owns this cook? Determine it."
+    assert reworded("4+4+5-6=") == "4+4+5-6="
+
+
+def test_likelihoods_are_those_of_the_model_and_do_not_depend_on_the_batch():
+    policy, spec = tiny_model(0), arithmetic()
+    texts = ["1+2=", "12+3-4=", "7+7+7+7-1="]
+    together = mean_logprobs(texts, policy, CODEC, spec)
+    for text in texts:
+        ids = torch.tensor([CODEC.encode(text)])
+        with torch.no_grad():
+            logprobs = policy(ids).logits[0, :-1].log_softmax(-1)
+        expected = logprobs.gather(-1, ids[0, 1:, None]).mean().item()
+        assert together[text] == pytest.approx(expected, abs=1e-5)
+        assert mean_logprobs([text], policy, CODEC, spec)[text] == pytest.approx(expected, abs=1e-5)
+
+
+# Models
+
+
+@pytest.fixture(scope="module")
+def start() -> Any:
+    """A model that knows the form of the problems, from none of those below."""
+    texts = [d.prompt for d in arithmetic().task.demonstrations()]
+    return trained_on(texts[:2000], tiny_model(0), CODEC, steps=40)
+
+
+def test_a_model_that_learned_test_items_is_flagged_and_one_that_learned_others_is_not(start: Any):
+    probed, reference = first("test", 150), first("validation", 150)
+    dirty = trained_on(list(probed.values())[:50], start, CODEC, steps=50)
+    clean = trained_on(list(first("train", 50).values()), start, CODEC, steps=50)
+    completion, numbers, reworded_ = findings(probed, reference, dirty, CODEC, arithmetic())
+    assert completion.is_flagged
+    assert numbers.is_flagged
+    assert (reworded_.num_probed, reworded_.is_flagged) == (0, False)  # arithmetic has no words
+    assert not any(found.is_flagged for found in findings(probed, reference, clean, CODEC, arithmetic()))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_a_model_trained_on_100_test_items_is_flagged_and_at_most_1_of_20_clean_ones_is(start: Any):
+    probed, reference, spec = first("test", 200), first("validation", 200), arithmetic()
+    dirty = trained_on(list(probed.values())[::2], start, CODEC, steps=100)
+    assert min(found.p_adjusted for found in findings(probed, reference, dirty, CODEC, spec)[:2]) < 0.01
+    flagged = 0
+    for number in range(20):
+        texts = list(first("train", 100, 100 * number).values())
+        clean = trained_on(texts, start, CODEC, steps=100, seed=number)
+        flagged += any(found.is_flagged for found in findings(probed, reference, clean, CODEC, spec))
+    assert flagged <= 1
+
+
+# What is said
+
+
+def finding(p: float, p_reverse: float = 0.5, probe: str = "completion") -> Finding:
+    return Finding(probe, 0.5, 0.4, 10, 10, p, p, p_reverse)
+
+
+def test_the_verdict_names_the_probes_that_flag_and_proves_nothing_else():
+    assert verdict([finding(0.004), finding(0.5, probe="renumbered")], "A", "B") == (
+        "Flagged: the model knows A better than B, by completion (p = 0.004)."
+    )
+    assert verdict([finding(0.2)], "A", "B").startswith("Not flagged, which does not prove")
+    assert verdict([finding(0.9, 0.001)], "A", "B").startswith("Not tested well: the model knows B better than A")
+    assert verdict([finding(math.nan, math.nan)], "A", "B").startswith("Not tested: no problem")
+
+
+PROBE = ["probe", "contamination", "tiny", "--task", "arithmetic", "--problems", "8"]
+
+
+@pytest.fixture
+def cohort(capsys: pytest.CaptureFixture[str]) -> Shell:
+    return Shell(capsys)
+
+
+def test_a_probe_is_kept_and_read_with_a_study_of_that_model_and_task(cohort: Shell, runs: Path):
+    assert cohort(*PROBE, "--runs", str(runs), "--name", "one", "--json") == 0
+    found = cohort.json()
+    assert [one["probe"] for one in found["findings"]] == ["completion", "renumbered", "reworded"]
+    assert found["verdict"].startswith("Not")
+    kept = json.loads((runs / "probes" / "one" / "probe.json").read_text())
+    assert (len(kept["probed"]), len(kept["reference_problems"])) == (8, 8)
+    assert {"start", "held_back", "continuation", "rouge_l", "renumbered"} <= set(kept["probed"][0])
+
+    def probes_of(name: str, **changes: Any) -> list[Any]:
+        raw = {"task": "arithmetic", "algorithm": "grpo", **changes}
+        study = StudySpec(name=name, question="?", run=raw, seeds=[0])
+        parent = open_study(runs, study, "command")
+        tags = {"cohort.kind": "trial", "cohort.seed": "0", "cohort.factors": "{}"}
+        tags["cohort.arm"] = next(iter(study.arm_labels()))
+        folder = runs / "studies" / name / "trials" / "one"
+        with RunLog.open(
+            runs, folder, parse_run(raw, "test"), experiment=name, run_name="one", parent_run_id=parent, tags=tags
+        ) as log:
+            log.resume(-1)
+            log.finish("complete", None, {})
+        return list(read_study(runs, name).probes)
+
+    (probe,) = probes_of("same")
+    assert (probe["name"], probe["model"], probe["task"], probe["split"]) == ("one", "tiny", "arithmetic", "test")
+    assert probes_of("seed", cold_start={"seed": 1}) == []  # other initial weights
+    assert probes_of("task", task="gsm8k") == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--fraction", "1"], "--fraction must be above 0 and below 1, got 1.0"),
+        (["--fraction", "nan"], "--fraction must be above 0 and below 1, got nan"),
+        (["--reference", "test"], "--reference must be other problems than those probed, got 'test' for both"),
+        (["--reference", "fresh.jsonl"], "--reference must be one of train, validation, test for task 'arithmetic'"),
+        (["--split", "dev"], "--split must be one of train, validation, test, got 'dev'"),
+        (["--task", "arithmetics"], "arithmetic"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_writes_nothing(changes: list[str], message: str, cohort: Shell, tmp_path: Path):
+    runs = tmp_path / "new"
+    assert cohort(*PROBE, "--runs", str(runs), *changes) == 2
+    assert message in cohort.err
+    assert len(cohort.err.strip().splitlines()) == 1
+    assert not runs.exists()
+
+
+def test_a_reference_of_fresh_problems_comes_from_a_file(tmp_path: Path):
+    rows = [
+        {"question": f"Ann has {n} eggs and buys {n + 3}. How many?", "answer": f"#### {2 * n + 3}"} for n in range(24)
+    ]
+    for name, part in (("test.jsonl", rows[:12]), ("fresh.jsonl", rows[8:])):  # 4 are in both
+        (tmp_path / name).write_text("\n".join(map(json.dumps, part)))
+    raw = {"task": {"name": "gsm8k", "path": str(tmp_path / "test.jsonl")}, "algorithm": "grpo"}
+    settings = ProbeSettings(reference=str(tmp_path / "fresh.jsonl"))
+    found = probe_once(parse_run(raw, "test"), settings, tmp_path / "runs", "one", judge)
+    assert [(one["num_probed"], one["num_reference"]) for one in found["findings"]] == [(12, 12)] * 3
+    start = json.loads((tmp_path / "runs/probes/one/probe.json").read_text())["probed"][0]["start"]
+    assert start.startswith("Ann has")  # the words of the problem, not its template
+
+
+@pytest.mark.attack("Hostile text on a page or in a file")
+def test_probed_text_and_names_are_harmless_on_the_page(tmp_path: Path):
+    example = {"start": HOSTILE, "held_back": HOSTILE, "continuation": HOSTILE}
+    probe = {
+        "name": HOSTILE, "model": HOSTILE, "task": "arithmetic", "split": "test", "reference": HOSTILE,
+        "exact": 1.0, "exact_reference": 0.0, "examples": [example],
+        "findings": [dataclasses.asdict(finding(0.001)), dataclasses.asdict(finding(math.nan, math.nan, "reworded"))],
+    }  # fmt: skip
+    files = write_report(dataclasses.replace(fake_study(), probes=[probe]), tmp_path, formats=())
+    page = read_page(files.html.read_text(encoding="utf-8"))
+    assert "Flagged: the model knows" in "".join(page.text)
+    assert not {"script", "img"} & set(page.tags)
+    assert not [value for name, value in page.attributes if name.startswith("on") or "javascript:" in value]
