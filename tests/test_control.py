@@ -247,6 +247,31 @@ def test_tags_in_mlflow_stop_and_resume_the_arm_of_a_trial_or_all_arms(runs: Pat
         assert "cohort.control" not in client.get_run(run_id).data.tags
 
 
+def test_a_tag_in_mlflow_clones_the_arm_of_a_trial_and_one_that_cannot_be_followed_changes_nothing(
+    runs: Path, caplog: pytest.LogCaptureFixture
+):
+    queue = new_queue(a_study(), runs)
+    parent = open_study(runs, a_study(), "cmd")
+    log_failures(runs, parent, {"x": (queue.plan.tags((ARMS[0], 0)), "no reason")})
+    client = connect(runs)
+    (child,) = (run for run in search_runs(client, "1", "") if "mlflow.parentRunId" in run.data.tags)
+    for run_id, request in (
+        (parent, "clone algorithm.kl_beta=0.5"),
+        (child.info.run_id, "clone algorithm.kl_bta=0.5"),
+        (child.info.run_id, "clone 'algorithm.kl_beta=0.5"),
+        (child.info.run_id, "stop now"),
+    ):
+        caplog.clear()
+        client.set_tag(run_id, "cohort.control", request)
+        take_up_requests("sizes", runs, None, parent)
+        assert "changed nothing" in caplog.text
+        assert queue.clones() == []
+    client.set_tag(child.info.run_id, "cohort.control", "clone --set algorithm.kl_beta=0.5")
+    take_up_requests("sizes", runs, None, parent)
+    (clone,) = queue.clones()
+    assert (clone.parent, clone.changes) == (ARMS[0], {"algorithm.kl_beta": 0.5})
+
+
 # Real runs ------------------------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ it writes anything.
 """
 
 import json
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,9 +18,10 @@ from typing import Any
 from harness.files import write_json
 from harness.inputs import check_same, expecting
 from harness.preflight import run_inputs
+from harness.spec.raw import parse_overrides
 from harness.spec.study import StudySpec
 from harness.study.checks import check_room, check_study, check_unchanged, missing_here, trials_together
-from harness.study.control import resume_arm, stop_arm
+from harness.study.control import clone_arm, resume_arm, stop_arm
 from harness.study.plan import Plan
 from harness.study.processes import Pool, WorkerPool, default_workers
 from harness.study.queue import Queue, open_queue, open_storage
@@ -200,15 +202,25 @@ def _requests_heard(name: str, runs: Path, storage: str | None, run_id: str) -> 
 
 
 def take_up_requests(name: str, runs: Path, storage: str | None, run_id: str) -> None:
-    """Stop or resume the arms whose MLflow run says so in the tag `cohort.control`; the study's run speaks for all."""
+    """Do what the tag `cohort.control` of an MLflow run asks for its arm: stop, resume, or clone [--warm] PATH=VALUE ...
+
+    The study's run speaks for all arms, and cannot be cloned.
+    """
     actions = {"stop": stop_arm, "resume": resume_arm}
     for arm, request in take_requests(runs, run_id):
-        if request not in actions:
-            log.warning("the tag cohort.control must be stop or resume, got '%s'; nothing was changed", request)
-            continue
-        arms = [arm] if arm else dict.fromkeys(trial.arm for trial in study_status(name, runs, storage).trials)
-        for label in arms:
-            actions[request](name, runs, label, storage)
+        try:
+            word, *rest = shlex.split(request)
+            if word == "clone" and arm:
+                changes = parse_overrides([text for text in rest if text not in ("--set", "--warm")])
+                clone_arm(name, runs, arm, changes, warm="--warm" in rest, storage=storage)
+            elif word in actions and not rest:
+                arms = [arm] if arm else dict.fromkeys(trial.arm for trial in study_status(name, runs, storage).trials)
+                for label in arms:
+                    actions[word](name, runs, label, storage)
+            else:
+                raise ValueError("must be stop or resume, or clone [--warm] PATH=VALUE ... on a trial's run")
+        except ValueError as error:
+            log.warning("the tag cohort.control, '%s', changed nothing: %s", request, error)
 
 
 def _watch(
