@@ -202,7 +202,7 @@ def _requests_heard(name: str, runs: Path, storage: str | None, run_id: str) -> 
 
 
 def take_up_requests(name: str, runs: Path, storage: str | None, run_id: str) -> None:
-    """Do what the tag `cohort.control` of an MLflow run asks for its arm: stop, resume, or clone [--warm] PATH=VALUE ...
+    """Do what the tag `cohort.control` of a run in MLflow asks for its arm: stop, resume, or clone [--warm] PATH=VALUE.
 
     The study's run speaks for all arms, and cannot be cloned.
     """
