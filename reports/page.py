@@ -14,8 +14,8 @@ from reports.capability import TAUS, Capabilities, Crossover, table_sizes
 from reports.claims import check_claims
 from reports.components import ranked_components
 from reports.controls import MEANINGS, verdicts
-from reports.figures import capability, curves, grid, outcome, scaling
-from reports.figures.style import Drawing, color_of
+from reports.figures import capability, curves, grid, outcome, scaling, settings
+from reports.figures.style import Drawing, color_of, themed
 from reports.prose import wording
 from reports.prose.answer import answer, progress
 from reports.prose.notes import accuracies_reading, interval_method, interval_reading, notes
@@ -45,6 +45,8 @@ def page_drawings(
         "curves": curves.learning_curves(analysis),
         "capability": capability.capability_curves(analysis, capable),
         "scaling": scaling.scaling_curves(analysis, scaled),
+        "settings": settings.best_so_far(analysis) + settings.parallel_coordinates(analysis),
+        "slices": settings.slices(analysis),
         "interactions": grid.interactions(analysis),
         "cost": outcome.cost_against_accuracy(analysis),
         "labels": curves.label_quality(analysis),
@@ -129,7 +131,7 @@ def _search(analysis: Analysis) -> dict[str, Any] | None:
     rows = [
         {
             "label": arm["label"].partition(": ")[0],
-            "parameters": wording.settings(arm["parameters"], short=False),
+            "parameters": wording.settings(arm["parameters"], short_names=False),
             "values": [wording.number(arm["values"].get(name, math.nan), name) for name in objectives],
             "state": arm["state"],
             "tag": tag if arm["label"] in (one["pareto"] if tag == "front" else [one["best"]]) else "",
@@ -345,7 +347,7 @@ def _row(arm: ArmSummary, analysis: Analysis) -> dict[str, Any]:
     wanted = [seed for label, seed in wanted_pairs(analysis.record) if label == arm.label]
     return {
         "label": arm.label,
-        "color": color_of(analysis, arm.label),
+        "color": themed(color_of(analysis, arm.label)),
         "tag": "baseline" if arm.is_baseline else "best of the search" if is_best else "",
         "has_result": bool(arm.scores),
         "seeds": f"{len(arm.scores)}/{max(len(wanted), len(arm.scores))}",
@@ -442,7 +444,7 @@ def _latest(samples: Sequence[SampleRow]) -> dict[tuple[str, str], SampleRow]:
 
 
 def _answer(label: str, row: SampleRow | None, analysis: Analysis) -> dict[str, Any]:
-    color = color_of(analysis, label)
+    color = themed(color_of(analysis, label))
     if row is None:
         return {"label": label, "color": color, "row": None}
     facts = [

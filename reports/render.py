@@ -8,7 +8,6 @@ page must not carry (control characters, bidirectional overrides, lone surrogate
 import csv
 import dataclasses
 import io
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from reports.join import JoinedStudy
 from reports.page import FLOPS, page_drawings, page_values
 from reports.prose.wording import factor_title, p_value
 from reports.scaling import scalings
+from reports.tables import cell, comparison_csv, data_uri
 from reports.trials import score, setting
 
 BOOTSTRAP_SEED = 0
@@ -46,7 +46,6 @@ _FILTERS: dict[str, Any] = {"p_value": p_value, "factor_title": factor_title}
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 # An interval such as [0.1, 2.3] is left readable; without "](" and "]:" it cannot become a link.
 _MARKDOWN = re.compile(r"[\\`*_{}#|!~$]|\[(?![-+.\d]+, [-+.\d]+\])|(?<=\])[(:\[]")
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,12 @@ def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FOR
     capable, scaled = capabilities(analysis), scalings(analysis)
     drawings = page_drawings(analysis, capable, scaled)
     folder.mkdir(parents=True, exist_ok=True)
-    values: dict[str, Any] = {**page_values(analysis, drawings, capable, scaled), "bootstrap_seed": BOOTSTRAP_SEED}
+    values: dict[str, Any] = {
+        **page_values(analysis, drawings, capable, scaled),
+        "bootstrap_seed": BOOTSTRAP_SEED,
+        "comparison_csv": data_uri(comparison_csv(analysis)),
+        "tables": ["results.csv", *([CAPABILITY] if capable is not None else [])],
+    }
     files = ReportFiles(folder / "index.html", folder / "results.csv", folder / "report.md", values["answer"])
     _replace(files.html, _html().get_template("report.html").render(values))
     _replace(files.markdown, _markdown().get_template("report.md").render(values))
@@ -96,7 +100,7 @@ def results_csv(record: StudyRecord) -> str:
     studies = record.studies if isinstance(record, JoinedStudy) else {}
     table = io.StringIO()
     writer = csv.writer(table, lineterminator="\n")
-    writer.writerow([*columns, *map(_cell, [*factors, *accuracies])])
+    writer.writerow([*columns, *map(cell, [*factors, *accuracies])])
     for trial in record.trials:
         fixed = {
             "study": studies.get(trial.arm, record.name),
@@ -113,7 +117,7 @@ def results_csv(record: StudyRecord) -> str:
         values = [fixed.get(name, trial.summary.get(name)) for name in columns]
         values += [trial.factors.get(name) for name in factors]
         values += [score(trial, name) for name in accuracies]
-        writer.writerow(map(_cell, values))
+        writer.writerow(map(cell, values))
     return table.getvalue()
 
 
@@ -136,14 +140,6 @@ def _replace(file: Path, text: str) -> None:
     partial = file.with_name(f".{file.name}")
     partial.write_text(text, encoding="utf-8", newline="")
     partial.replace(file)
-
-
-def _cell(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return ""
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-        return int(value)
-    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 
 def _html() -> Environment:

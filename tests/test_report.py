@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import dataclasses
 import math
@@ -21,10 +22,10 @@ from markdown_it import MarkdownIt
 from harness.types import StudyRecord, TrialRecord
 from reports import statistics
 from reports.analysis import Analysis, analyse, held_out_accuracies, level_means, marginal, outcome_contrast
-from reports.figures import curves, grid
+from reports.figures import curves, grid, settings
 from reports.figures.curves import Series, aligned, smoothed
 from reports.figures.outcome import pareto_front
-from reports.figures.style import GREY, PALETTE, color_of, end_label, write_files
+from reports.figures.style import GREY, PALETTE, Drawing, color_of, end_label, write_files
 from reports.page import page_drawings
 from reports.prose import wording
 from reports.prose.answer import answer
@@ -101,7 +102,10 @@ def test_the_page_loads_nothing_and_forbids_loading(hostile: ReportFiles) -> Non
         value for name, value in page.attributes if name in ("src", "href", "xlink:href", "action", "data", "srcset")
     ]
     assert loads
-    assert all(value.startswith("#") for value in loads)
+    links = [value for value in loads if not value.startswith("#")]  # downloads: one that the page holds, one beside it
+    assert links[0].startswith("data:text/csv;charset=utf-8;base64,")
+    assert links[1:] == ["results.csv"]
+    assert not {"base", "area"} & set(page.tags)
     assert "link" not in page.tags
     styles = html.partition("<style>")[2].partition("</style>")[0] + "".join(
         v for n, v in page.attributes if n == "style"
@@ -115,7 +119,9 @@ def test_ids_of_the_page_are_unique_and_every_reference_has_a_target(hostile: Re
     page = read_page(hostile.html.read_text(encoding="utf-8"))
     ids = [value for name, value in page.attributes if name == "id"]
     assert len(ids) == len(set(ids))
-    assert {value[1:] for name, value in page.attributes if name.endswith("href")} <= set(ids)
+    references = {value for name, value in page.attributes if name.endswith("href") and value.startswith("#")}
+    assert {value[1:] for value in references} <= set(ids)
+    assert (hostile.html.parent / "results.csv").is_file()
 
 
 @pytest.mark.attack("Hostile text on a page or in a file")
@@ -474,7 +480,7 @@ def test_accuracy_by_depth_is_a_map_with_arms_down_and_numbers_in_their_order_ac
     (axes,) = drawing.figure.axes
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["2", "10"]
     assert [text.get_text() for text in axes.texts] == ["48.0", "40.0"] * len(analysis.finished_arms)
-    assert drawing.title in [one.title for one in page_drawings(analysis)["outcome"]]
+    assert drawing.title in [one.title for one in page_drawings(analysis, None, None)["outcome"]]
 
 
 def test_many_depths_go_down_and_arms_across_and_a_single_one_has_no_map() -> None:
@@ -710,6 +716,117 @@ def test_a_tuned_comparison_says_what_tuning_chose_and_shows_its_trials(tmp_path
     assert text.count("algorithm.kl_beta = 0.2n/apruned") == 2
     assert "ppo: 3 settings, grpo: 3 settings" in topics(record)["Every arm was tuned"]
     assert "## What tuning chose" in files.markdown.read_text(encoding="utf-8")
+
+
+def spaced(states: Sequence[str], direction: str = "maximize") -> StudyRecord:
+    """A search whose arms have ended in these states; the complete ones are better from arm to arm."""
+    listed = [
+        {
+            "label": f"arm {number}",
+            "parameters": {"optimizer.learning_rate": 1e-5 * 2**number, "algorithm.group_size": 4 * (1 + number % 2)},
+            "state": state,
+            "values": {"validation/accuracy": number / 10} if state == "complete" else {},
+        }
+        for number, state in enumerate(states)
+    ]
+    search = {
+        "objectives": {"validation/accuracy": direction},
+        "importances": {"method": None, "values": {}, "reason": "few"},
+        "arms": listed,
+        "pareto": [],
+        "best": None,
+    }
+    return dataclasses.replace(fake_study(num_steps=10), search=search)
+
+
+def lines_of(drawing: Drawing) -> list[list[float]]:
+    """The lines of parallel coordinates: where each arm crosses each axis."""
+    axes = drawing.figure.axes[0].lines
+    return [[float(y) for y in np.asarray(line.get_ydata())] for line in axes if len(np.asarray(line.get_xdata())) > 2]
+
+
+def test_parallel_coordinates_have_a_line_per_arm_with_a_value_and_say_which_are_left_out() -> None:
+    analysis = analysed(spaced(["complete", "pruned", "complete", "failed", "pruned", "complete"]))
+    (drawing,) = settings.parallel_coordinates(analysis)
+    # learning rates 1, 4, 32 e-5 on a logarithmic axis (32 >= 20): 0, log 4 / log 32 = 0.4, 1. Group sizes 4, 4, 8: the
+    # two arms at 4 lie 0.7 / 2 apart around 0.25. Values 0, 20 and 50 %: 0, 0.4, 1.
+    assert lines_of(drawing) == [
+        pytest.approx(line) for line in ([0, 0.25 - 0.175, 0], [0.4, 0.25 + 0.175, 0.4], [1, 0.75, 1])
+    ]
+    assert drawing.caption == "A line per arm; stronger colour is higher. Left out: 2 pruned, 1 failed."
+    (fewer,) = settings.parallel_coordinates(analysed(spaced(["complete"] * 3, "minimize")))
+    alphas = [alpha for line in fewer.figure.axes[0].lines if (alpha := line.get_alpha())]
+    assert alphas == sorted(alphas)  # the strongest is drawn last, and is the lowest
+    assert lines_of(fewer)[-1][-1] == 0
+    assert "stronger colour is lower" in fewer.caption
+    assert settings.parallel_coordinates(analysed(spaced(["complete", "failed"]))) == []
+
+
+def test_a_slice_per_setting_shows_every_arm_and_the_mean_of_each_level() -> None:
+    drawings = settings.slices(analysed(spaced(["complete"] * 4)))
+    assert [one.title for one in drawings] == [
+        "Validation accuracy against learning_rate",
+        "Validation accuracy against group_size",
+    ]
+    marks = [[list(np.asarray(x, float)) for x in line.get_data()] for line in drawings[1].figure.axes[0].lines]
+    bars, dots = [m for m in marks if len(m[0]) == 2], [m for m in marks if len(m[0]) == 1]
+    # arms 0 and 2 (0 and 20 %) at group size 4, arms 1 and 3 (10 and 30 %) at 8
+    assert [bar[1][0] for bar in bars] == pytest.approx([10, 20])
+    assert [dot[1][0] for dot in dots] == pytest.approx([0, 10, 20, 30])
+
+
+def test_the_best_so_far_only_rises_and_counts_the_arms_without_a_value() -> None:
+    record = spaced(["complete", "complete", "pruned", "complete", "pruned"])
+    assert record.search is not None
+    record.search["arms"][0]["values"]["validation/accuracy"] = 0.2  # then 0.1, none, 0.3, none
+    (drawing,) = settings.best_so_far(analysed(record))
+    step = drawing.figure.axes[0].lines[1]
+    assert [list(np.asarray(x, float)) for x in step.get_data()] == [[1, 2, 4, 5], pytest.approx([20, 20, 30, 30])]
+    assert settings.best_so_far(analysed(searched("validation/accuracy", "seconds/total"))) == []
+    assert settings.best_so_far(equal_grid()) == []
+
+
+def test_a_grid_has_parallel_coordinates_and_slices_in_one_colour_until_an_effect_is_detected(tmp_path: Path) -> None:
+    (drawing,) = settings.parallel_coordinates(equal_grid())
+    alphas = {line.get_alpha() for line in drawing.figure.axes[0].lines if line.get_alpha()}
+    assert len(alphas) == 1
+    assert "one colour, as no effect of the grid is detected" in drawing.caption
+    assert len(lines_of(drawing)) == len(equal_grid().arms)
+    page = write_report(equal_grid().record, tmp_path, formats=()).html.read_text(encoding="utf-8")
+    factors = page.partition('<section id="factors">')[2].partition("</section>")[0]
+    assert factors.count("against group_size") == 2  # its title and its description for screen readers
+
+
+def test_figures_on_the_page_take_their_colours_from_its_theme_and_files_keep_them(tmp_path: Path) -> None:
+    record = fake_study([*two_arms(0.5, 0.6), FakeArm('style="fill: #0072b2"', "grpo", 0.7, {}, {})], num_steps=10)
+    files = write_report(record, tmp_path, formats=("svg",))
+    html, file = files.html.read_text(encoding="utf-8"), (tmp_path / "figures" / "final.svg").read_text()
+    assert "var(" not in file
+    assert "fill: #0072b2" in file
+    styles = re.findall(r' style="([^"]*)"', html)
+    assert [style for style in styles if re.search(r": #(?!fdfeff)", style)] == []  # no colour beside the theme's
+    assert 'style="fill: #0072b2"</text>' in html  # the label of an arm stays as it is
+    used, css = set(re.findall(r"var\(--([\w-]+), #", "".join(styles))), html.partition("</style>")[0]
+    dark = css.partition("prefers-color-scheme: dark) {")[2].partition("color-scheme: dark")[0]
+    assert {"ink", "muted", "faint", "series-0"} <= used
+    assert {*used, *(f"series-{number}" for number in range(len(PALETTE))), "shade", "grey"} <= set(
+        re.findall(r"--([\w-]+):", dark)
+    )
+
+
+def test_the_table_of_the_comparison_is_on_the_page_as_a_file_with_its_numbers_in_full(hostile: ReportFiles) -> None:
+    html = hostile.html.read_text(encoding="utf-8")
+    encoded = re.findall(
+        r'href="data:text/csv;charset=utf-8;base64,([A-Za-z0-9+/=]+)" download="fake-comparison.csv"', html
+    )
+    rows = list(csv.DictReader(base64.b64decode(encoded[0]).decode().splitlines()))
+    analysis = analysed(visible(hostile_study()))
+    assert [row["arm"] for row in rows] == [arm.label for arm in analysis.arms]
+    for row, arm in zip(rows, analysis.arms, strict=True):
+        assert float(row["test/accuracy"]) == arm.mean
+        one = analysis.comparison(arm.label)
+        assert row["p_holm"] == ("" if one is None else repr(one.p_adjusted))
+    assert [row["complete_seeds"] for row in rows] == ["2", "3", "3"]  # one trial of ppo is invalid
 
 
 def with_scores(scores: dict[str, list[float]], metric: str = "test/accuracy") -> StudyRecord:

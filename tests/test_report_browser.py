@@ -40,6 +40,27 @@ def hostile_study() -> StudyRecord:
     return dataclasses.replace(record, trials=trials, search={**search, "pareto": [HOSTILE_ARM], "best": HOSTILE_ARM})
 
 
+CONTRASTS = """
+    const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true})
+    const light = color => {
+        canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1)
+        const [r, g, b] = [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3)
+            .map(part => part / 255).map(part => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4)
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b
+    }
+    const paper = light(getComputedStyle(document.body).backgroundColor)
+    const found = {paper: paper, low: []}
+    for (const node of document.querySelectorAll('svg text, h1, h2, td, th, p, pre, dd, a, figcaption')) {
+        const style = getComputedStyle(node), color = node.closest('svg') ? style.fill : style.color
+        if (color === 'rgb(253, 254, 255)') continue  // on a cell of a heat map
+        const lights = [light(color), paper].sort((a, b) => b - a)
+        const contrast = (lights[0] + 0.05) / (lights[1] + 0.05)
+        if (contrast < 4.5) found.low.push([contrast, color, node.textContent.trim().slice(0, 40)])
+    }
+    return found
+"""
+
+
 @pytest.fixture(scope="module", params=["hostile", "grid"])
 def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     levels = {"algorithm.group_size": [4, 16], "algorithm.kl_beta": [0.0, 0.04], "algorithm.clip_epsilon": [0.1, 0.2]}
@@ -104,6 +125,35 @@ def test_on_paper_the_page_is_whole_and_no_table_or_figure_is_cut(browser: Any, 
     printed = base64.b64decode(browser.execute_cdp_cmd("Page.printToPDF", paper)["data"])
     assert printed.startswith(b"%PDF")
     assert 3 <= len(re.findall(rb"/Type\s*/Page\b", printed)) <= 30
+
+
+def test_in_the_dark_the_page_and_its_figures_are_dark_and_all_text_is_legible(browser: Any, page: Path) -> None:
+    opened(browser, page, 1440)
+    assert browser.execute_script(CONTRASTS)["paper"] == pytest.approx(1)
+    dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+    try:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": dark})
+        seen = browser.execute_script(CONTRASTS)
+        assert seen["paper"] < 0.02
+        assert seen["low"] == []
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print", "features": dark})
+        assert browser.execute_script(CONTRASTS)["paper"] == pytest.approx(1)  # paper is light
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
+
+
+def test_figures_are_half_as_wide_as_paper_and_wide_enough_to_read_on_a_phone(browser: Any, page: Path) -> None:
+    smallest = """
+        return Math.min(...[...document.querySelectorAll('svg')].map(svg =>
+            7 * svg.getBoundingClientRect().width / svg.viewBox.baseVal.width))"""  # CSS pixels of text of 7 points
+    opened(browser, page, 390)
+    assert browser.execute_script(smallest) > 8
+    opened(browser, page, 695)  # A4 less its margins is 184 mm
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    try:
+        assert browser.execute_script(smallest) > 7
+    finally:
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
 
 
 def test_the_probe_for_executed_text_sees_a_page_that_executes_it(browser: Any, tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ _ROW = (25, 3)  # characters and lines of a name beside its row
 def rows(figure: Figure, labels: Sequence[str]) -> Axes:
     """Axes with one horizontal row per label, the first on top, and room for a number at the right."""
     height = figure.get_size_inches()[1]
-    left = 0.05 + min(0.0175 * max(len(line) for label in labels for line in _wrapped(label, *_ROW)), 0.34)
+    left = 0.05 + min(0.0175 * max(len(line) for label in labels for line in wrapped(label, *_ROW)), 0.34)
     axes = figure.add_axes((left, 0.5 / height, 0.89 - left, 1 - 0.95 / height))
     axes.set_ylim(len(labels) - 0.4, -0.6)
-    axes.set_yticks(range(len(labels)), ["\n".join(_wrapped(label, *_ROW)) for label in labels])
+    axes.set_yticks(range(len(labels)), ["\n".join(wrapped(label, *_ROW)) for label in labels])
     axes.tick_params(axis="y", labelcolor=INK, labelsize=7.5)
     axes.spines["left"].set_visible(False)
     axes.grid(axis="x")
@@ -55,7 +55,7 @@ def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
     placed = []
     bottom = -math.inf
     for value, name, color in sorted(ends):
-        lines = _wrapped(name, int(3.2 * axes.figure.bbox.width / axes.figure.dpi), 4)
+        lines = wrapped(name, int(3.2 * axes.figure.bbox.width / axes.figure.dpi), 4)
         half = 0.5 * unit * len(lines)
         center = max(value, bottom + half)
         bottom = center + half
@@ -83,9 +83,9 @@ def axis_label(metric: str, label: str = "") -> str:
 
 
 def rows_height(labels: Sequence[str]) -> float:
-    """Inches of a figure with one row per label; the label with most lines sets the height of a row."""
-    most = max(len(_wrapped(label, *_ROW)) for label in labels)
-    return 1.05 + (0.12 + 0.15 * max(most, 2)) * max(len(labels), 2)
+    """Inches of a figure with one row per label; the label with most lines sets the height of a row, many are dense."""
+    most, least = max(len(wrapped(label, *_ROW)) for label in labels), 2 if len(labels) <= 12 else 1
+    return 1.05 + (0.12 + 0.15 * max(most, least)) * max(len(labels), 2)
 
 
 def cut(text: str, length: int) -> str:
@@ -99,7 +99,7 @@ def _thousands(value: float) -> str:
     return f"{value / 1e3:g}k" if value else "0"
 
 
-def _wrapped(label: str, width: int, most: int) -> list[str]:
+def wrapped(label: str, width: int, most: int) -> list[str]:
     """A label in at most `most` lines, broken at spaces, and after `_` in a word wider than a line."""
     words = [part for word in label.split() for part in ([word] if len(word) <= width else _parts(word, width))]
     lines = [""]

@@ -2,11 +2,10 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -14,13 +13,27 @@ from matplotlib.patches import Rectangle
 from harness.types import TrialRecord, short_path
 from reports.analysis import Analysis, marginal
 from reports.figures.axes import PLOT, axis_label, cut, label_ends, rows, rows_height, scale_of, tidy, write_unit
-from reports.figures.style import INK, MARKERS, MUTED, NARROW, PALETTE, WIDE, Draw, Drawing, drawn
+from reports.figures.style import (
+    EMPTY,
+    INK,
+    MARKERS,
+    MUTED,
+    NARROW,
+    ON_SHADE,
+    PALETTE,
+    SHADE,
+    WIDE,
+    Draw,
+    Drawing,
+    drawn,
+)
 from reports.prose import wording
 from reports.statistics import ALPHA
 from reports.trials import score
 
 _STEPS = 24  # of colour in the bar of a heat map
 _MOST_COLUMNS = 8
+_LIGHT_TEXT = 0.6  # position from which on text on a cell is light
 
 
 def heat_maps(analysis: Analysis) -> list[Drawing]:
@@ -38,7 +51,7 @@ def heat_maps(analysis: Analysis) -> list[Drawing]:
     title = f"{wording.capitalised(analysis.outcome.label)}{' (%)' if analysis.outcome.is_fraction else ''}"
     is_detected = any(effect.p_adjusted < ALPHA for effect in grid.effects)
     why = "no effect of the grid is detected" if grid.effects else "no test of the grid is possible yet"
-    shade = "darker is higher" if is_detected else f"{why}, so all cells have one colour"
+    shade = "stronger colour is higher" if is_detected else f"{why}, so all cells have one colour"
     caption = f"Mean over seeds with its 95 % interval; {shade}."
     drawings = []
     for index, (suffix, labels) in enumerate(maps):
@@ -68,7 +81,7 @@ def difficulty_maps(analysis: Analysis) -> list[Drawing]:
             cells, down, across, name = cells.T, across, down, ""
         if len(values) < 2 or len(across) > _MOST_COLUMNS:
             continue
-        caption = "Mean over seeds; darker is higher. Differences between cells are not tested."
+        caption = "Mean over seeds; stronger colour is higher. Differences between cells are not tested."
         draw, height = _difficulty_map(cells, down, across, name), 1.1 + 0.34 * len(down)
         drawings.append(drawn(f"difficulty_{len(drawings)}", title, caption, draw, WIDE, height))
     return drawings
@@ -140,7 +153,6 @@ def _heat_map(
     metric = analysis.outcome.name
     means = [arm.mean for arm in analysis.finished_arms]
     low, high = min(means), max(means)  # one scale for all maps of a study
-    colors = matplotlib.colormaps["Blues"]
 
     def draw(figure: Figure) -> None:
         axes = figure.add_axes((0.17, 0.15, 0.68 if is_detected else 0.8, 0.69))
@@ -148,9 +160,8 @@ def _heat_map(
             arm = analysis.arm(str(labels[row, column]))
             position = (arm.mean - low) / (high - low) if is_detected and high > low else 0.1
             empty = math.isnan(arm.mean)
-            color = "#f3f4f6" if empty else colors(0.08 + 0.8 * position)
-            axes.add_patch(Rectangle((column - 0.485, row - 0.485), 0.97, 0.97, color=color, lw=0))
-            ink = INK if empty or position < 0.6 else "white"
+            axes.add_patch(Rectangle((column - 0.485, row - 0.485), 0.97, 0.97, **_shade(position, empty)))
+            ink = INK if empty or position < _LIGHT_TEXT else ON_SHADE
             value = "no result" if empty else wording.number(arm.mean, metric)
             axes.text(column, row - 0.1, value, ha="center", va="center", color=ink, weight="bold", size=9.5)
             limits = wording.limits(arm.interval, metric).strip("[]").replace(", ", " to ")
@@ -164,7 +175,7 @@ def _heat_map(
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
         if is_detected:
-            _color_bar(figure, lambda position: colors(0.08 + 0.8 * position), metric, low, high)
+            _color_bar(figure, metric, low, high)
 
     return draw
 
@@ -172,7 +183,6 @@ def _heat_map(
 def _difficulty_map(cells: np.ndarray, down: Sequence[str], across: Sequence[str], name: str) -> Draw:
     """A cell per arm and value of a tag; `name` is written below what stands across."""
     low, high = np.nanmin(cells), np.nanmax(cells)
-    colors = matplotlib.colormaps["Blues"]
 
     def draw(figure: Figure) -> None:
         axes = rows(figure, down)
@@ -180,9 +190,8 @@ def _difficulty_map(cells: np.ndarray, down: Sequence[str], across: Sequence[str
         for (row, column), mean in np.ndenumerate(cells):
             position = (mean - low) / (high - low) if high > low else 0.1
             empty = math.isnan(mean)
-            color = "#f3f4f6" if empty else colors(0.08 + 0.8 * position)
-            axes.add_patch(Rectangle((column - 0.485, row - 0.47), 0.97, 0.94, color=color, lw=0))
-            ink = INK if empty or position < 0.6 else "white"
+            axes.add_patch(Rectangle((column - 0.485, row - 0.47), 0.97, 0.94, **_shade(position, empty)))
+            ink = INK if empty or position < _LIGHT_TEXT else ON_SHADE
             value = "-" if empty else wording.number(mean, "test/accuracy")
             axes.text(column, row, value, ha="center", va="center", color=ink, weight="bold", size=8.5)
         axes.set_xlim(-0.5, len(across) - 0.5)
@@ -200,12 +209,17 @@ def _mean(trials: Sequence[TrialRecord], metric: str) -> float:
     return fmean(known) if known else math.nan
 
 
-def _color_bar(figure: Figure, color: Callable[[float], Any], metric: str, low: float, high: float) -> None:
+def _shade(position: float, empty: bool = False) -> dict[str, Any]:
+    """How a patch shows a value at a position between the lowest and the highest."""
+    return {"color": EMPTY, "lw": 0} if empty else {"color": SHADE, "alpha": 0.08 + 0.84 * position, "lw": 0}
+
+
+def _color_bar(figure: Figure, metric: str, low: float, high: float) -> None:
     """The colours from the lowest to the highest mean, at the right of a heat map."""
     axes = figure.add_axes((0.885, 0.15, 0.03, 0.69))
     for step in range(_STEPS):
         bottom = low + (high - low) * step / _STEPS
-        axes.add_patch(Rectangle((0, bottom), 1, (high - low) / _STEPS, facecolor=color((step + 0.5) / _STEPS), lw=0))
+        axes.add_patch(Rectangle((0, bottom), 1, (high - low) / _STEPS, **_shade((step + 0.5) / _STEPS)))
     axes.set_xlim(0, 1)
     axes.set_ylim(low, high)
     axes.set_xticks([])

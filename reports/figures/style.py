@@ -3,7 +3,8 @@
 Colours are Okabe and Ito's (2008) palette, safe for colour-blind readers, with a marker per arm for print without
 colour. Arms keep their colour in every figure. With more arms than colours, the baseline (or the best of a search), the
 highest and the lowest are coloured and the others grey. SVG output is deterministic, with text kept as text. Labels are
-drawn as they are: matplotlib's own mathematics is off, so a `$` in a label is a dollar sign.
+drawn as they are: matplotlib's own mathematics is off, so a `$` in a label is a dollar sign. On the page colours are
+variables, which the dark theme sets.
 """
 
 import io
@@ -28,6 +29,7 @@ RULE, GREY = "#e4e7eb", "#b9bfc6"
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 FORMATS = ("svg", "png", "pdf")
+SHADE, EMPTY, ON_SHADE = "#08519c", "#f3f4f6", "#fdfeff"  # of a value, its strength as opacity; no value; text on it
 WIDE, NARROW = 4.1, 3.7  # inches; 72 SVG units each, so that 8.5 pt text stays legible on a phone
 
 _STYLE: dict[str, Any] = {
@@ -58,21 +60,35 @@ _STYLE: dict[str, Any] = {
     "path.simplify": True,
 }
 
+# Colour -> the variable of the page that replaces it in the dark; a paper and a file keep the colour.
+_THEME = {
+    INK: "ink", MUTED: "muted", RULE: "faint", GREY: "grey", "#ffffff": "paper", SHADE: "shade", EMPTY: "wash",
+} | {color.lower(): f"series-{number}" for number, color in enumerate(PALETTE)}  # fmt: skip
+
 # A user's own matplotlibrc must not change a report.
 _FRESH_STYLE: Any = {**matplotlib.rcParamsDefault, "backend": "agg", **_STYLE}
+
+_STYLED_TAG, _COLOR = re.compile(r'(?:<[^<>]* style=")[^"<>]*'), re.compile(r"(?<=: )#[0-9a-f]{6}(?=;|$)")
 
 Draw = Callable[[Figure], None]
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """One figure: `name` is its file stem, `caption` how to read it, `svg` an element for the page, escaped."""
+    """One figure: `name` is its file stem, `caption` how to read it, `svg` an element, escaped."""
 
     name: str
     title: str
     caption: str
     svg: Markup
     figure: Figure
+
+    @property
+    def inline(self) -> Markup:
+        """The element for the page, in the colours of the reader's theme."""
+        return Markup(
+            _STYLED_TAG.sub(lambda tag: _COLOR.sub(lambda color: themed(color.group()), tag.group()), self.svg)
+        )
 
     def file(self, suffix: str) -> bytes:
         """The figure as a file: svg, png or pdf."""
@@ -115,6 +131,12 @@ def color_of(analysis: Analysis, label: str) -> str:
 
 def marker_of(analysis: Analysis, label: str) -> str:
     return MARKERS[place] if (place := _place(analysis, label)) is not None else "o"
+
+
+def themed(color: str) -> str:
+    """The colour as a style of the page, which replaces it in the dark."""
+    name = _THEME.get(color.lower())
+    return f"var(--{name}, {color})" if name else color
 
 
 def end_label(analysis: Analysis, label: str) -> str:

@@ -129,10 +129,14 @@ def plural(count: int, noun: str, many: str = "") -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {many or f'{noun}s'}"
 
 
-def settings(parameters: Mapping[str, Any], short: bool = True) -> str:
-    """`kl_beta = 0.1, steps = 30`; dotted paths in full if they are not to be `short`."""
-    shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in parameters.items()}
-    return ", ".join(f"{short_path(key) if short else key} = {value}" for key, value in shown.items())
+def settings(parameters: Mapping[str, Any], short_names: bool = True) -> str:
+    """`kl_beta = 0.1, steps = 30`; dotted paths in full without `short_names`."""
+    return ", ".join(f"{short_path(key) if short_names else key} = {short(value)}" for key, value in parameters.items())
+
+
+def short(value: Any) -> str:
+    """A setting's value; a float with at most four digits."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:

@@ -1,0 +1,268 @@
+"""Decides how settings are drawn beside what they led to: parallel coordinates, slices, the best of a search so far.
+
+A grid shows the outcome of its arms, a search its first objective. Colour follows the value, except in a grid without
+a detected effect: noise has no colour.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator
+
+from harness.types import short_path
+from reports.analysis import Analysis
+from reports.figures.axes import PLOT, axis_label, cut, label_ends, scale_of, tidy, wrapped, write_unit
+from reports.figures.style import MUTED, NARROW, PALETTE, WIDE, Draw, Drawing, color_of, drawn
+from reports.prose import wording
+from reports.statistics import ALPHA
+from reports.trials import search_of, tuning_of
+
+_MOST_SETTINGS, _MOST_LEVELS = 6, 6
+_LOGARITHMIC = 20  # largest value over smallest from which on a scale is logarithmic
+
+
+@dataclass(frozen=True)
+class _Space:
+    """The arms that have a value, in the study's order.
+
+    values_M   metric -> value of each arm, as it is shown; colour and slices are those of the first metric
+    is_shaded  whether the value may have a colour
+    left_out   a sentence on the arms without a value
+    """
+
+    name: str
+    settings: Sequence[str]
+    parameters: Sequence[Mapping[str, Any]]
+    values_M: Mapping[str, Sequence[float]]
+    is_search: bool
+    is_minimized: bool
+    is_shaded: bool
+    left_out: str
+
+    @property
+    def metric(self) -> str:
+        return next(iter(self.values_M))
+
+    @property
+    def alphas(self) -> list[float]:
+        """How strong the colour of each arm is: the better, the stronger."""
+        if not self.is_shaded:
+            return [0.55] * len(self.parameters)
+        values = [-value if self.is_minimized else value for value in self.values_M[self.metric]]
+        low, high = min(values), max(values)
+        return [0.3 + 0.7 * ((value - low) / (high - low) if high > low else 1.0) for value in values]
+
+
+class _Axis(NamedTuple):
+    """`places` of the arms and `ticks` (place, label) in [0, 1]; `levels` of the arms, None on a continuous axis."""
+
+    places: Sequence[float]
+    ticks: Sequence[tuple[float, str]]
+    levels: Sequence[int] | None
+
+
+def parallel_coordinates(analysis: Analysis) -> list[Drawing]:
+    """A line per arm through its settings to its value."""
+    drawings = []
+    for number, space in enumerate(_spaces(analysis)):
+        shown = space.settings[:_MOST_SETTINGS]
+        of = f" of {cut(space.name, 40)}" if space.name else ""
+        title = f"Settings{of} and {wording.spoken(space.metric)}, in parallel coordinates"
+        shade = f"stronger colour is {'lower' if space.is_minimized else 'higher'}"
+        if not space.is_shaded:
+            shade = "one colour, as no effect of the grid is detected"
+        most = f" The {len(shown)} most important of {len(space.settings)} settings." if shown != space.settings else ""
+        caption = f"A line per arm; {shade}.{most} {space.left_out}".strip()
+        drawings.append(drawn(f"parallel_{number}", title, caption, _parallel(space, shown), WIDE, 3.1))
+    return drawings
+
+
+def slices(analysis: Analysis) -> list[Drawing]:
+    """The value of every arm against one setting, for each setting."""
+    drawings = []
+    for number, space in enumerate(_spaces(analysis)):
+        of = f" of {cut(space.name, 40)}" if space.name else ""
+        for place, path in enumerate(space.settings):
+            title = f"{wording.capitalised(wording.spoken(space.metric))} against {short_path(path)}{of}"
+            caption = "A dot per arm; bar: mean of the arms at a level."
+            drawings.append(drawn(f"slice_{number}_{place}", title, caption, _slice(space, path), NARROW, 2.6))
+    return drawings
+
+
+def best_so_far(analysis: Analysis) -> list[Drawing]:
+    """The best value that a search, or each tuned arm's, had found after so many arms; none for several objectives."""
+    found = _searches(analysis)
+    if not found or len(objectives := next(iter(found.values()))["objectives"]) > 1:
+        return []
+    ((metric, direction),) = objectives.items()
+    choose, best = (min, "lowest") if direction == "minimize" else (max, "highest")
+    scale, lines = scale_of(metric), []
+    for name, search in found.items():
+        numbered = enumerate(search["arms"], 1)
+        points = [(number, scale * arm["values"][metric]) for number, arm in numbered if metric in arm["values"]]
+        if points:
+            color = color_of(analysis, name) if name else PALETTE[0]
+            lines.append((name, color, len(search["arms"]), points, list(accumulate((y for _, y in points), choose))))
+    if not lines:
+        return []
+
+    def draw(figure: Figure) -> None:
+        axes, ends = figure.add_axes(PLOT), []
+        for name, color, last, points, bests in lines:
+            numbers, values = zip(*points, strict=True)
+            axes.plot(numbers, values, "o", color=color, ms=3.2, alpha=0.6, mew=0)
+            axes.step([*numbers, last], [*bests, bests[-1]], where="post", color=color, lw=1.7)
+            ends.append((bests[-1], name or wording.number(bests[-1] / scale, metric), color))
+        tidy(axes)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        label_ends(axes, ends)
+        axes.set_xlabel("arms proposed")
+        write_unit(axes, axis_label(metric))
+
+    title = f"{wording.capitalised(wording.spoken(metric))}: the best arm so far"
+    caption = f"Dot: an arm, mean over seeds; line: the {best} so far. Arms without a value have no dot."
+    return [drawn("best_so_far", title, caption, draw, WIDE, 2.7)]
+
+
+def _spaces(analysis: Analysis) -> Iterator[_Space]:
+    """The grid, the search, or the search of every tuned arm; only those with more than one arm that has a value."""
+    grid = analysis.grid
+    if grid is not None and len(grid.factors) > 1 and len(arms := analysis.finished_arms) > 1:
+        metric, missing = analysis.outcome.name, len(analysis.arms) - len(arms)
+        values = [scale_of(metric) * arm.mean for arm in arms]
+        left_out = f"Left out: {wording.plural(missing, 'arm')} without a result." if missing else ""
+        is_detected = any(effect.p_adjusted < ALPHA for effect in grid.effects)
+        parameters = [arm.factors for arm in arms]
+        yield _Space("", grid.factors, parameters, {metric: values}, False, False, is_detected, left_out)
+    for name, search in _searches(analysis).items():
+        objectives = search["objectives"]
+        arms = [arm for arm in search["arms"] if all(metric in arm["values"] for metric in objectives)]
+        if len(arms) < 2:
+            continue
+        others = Counter(arm["state"] for arm in search["arms"] if arm not in arms)
+        left_out = f"Left out: {', '.join(f'{count} {state}' for state, count in others.items())}." if others else ""
+        importance = search["importances"]["values"]
+        shared = [path for path in arms[0]["parameters"] if all(path in arm["parameters"] for arm in arms)]
+        settings = sorted(shared, key=lambda path: -importance.get(path, 0.0))
+        values = {metric: [scale_of(metric) * arm["values"][metric] for arm in arms] for metric in objectives}
+        is_minimized = next(iter(objectives.values())) == "minimize"
+        parameters = [arm["parameters"] for arm in arms]
+        yield _Space(name, settings, parameters, values, True, is_minimized, True, left_out)
+
+
+def _searches(analysis: Analysis) -> Mapping[str, Mapping[str, Any]]:
+    """Tuned arm -> its search, or the study's own search under an empty name."""
+    search = search_of(analysis.record)
+    return tuning_of(analysis.record) or ({"": search} if search is not None else {})
+
+
+def _parallel(space: _Space, settings: Sequence[str]) -> Draw:
+    last = [(axis_label(metric, wording.spoken(metric)), _continuous(v)) for metric, v in space.values_M.items()]
+    names, axes_A = zip(*[(short_path(path), _axis_of(space, path)) for path in settings], *last, strict=True)
+    first = space.values_M[space.metric]
+    places = [_spread(axis, first) for axis in axes_A]
+    right = len(axes_A) - 1
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_axes((0.11, 0.24, 0.79, 0.6))
+        axes.set_axis_off()
+        axes.set_xlim(0, right)
+        axes.set_ylim(0, 1)
+        for place in range(len(axes_A)):
+            axes.axvline(place, color=MUTED, lw=0.8, clip_on=False, zorder=1)
+        for arm in sorted(range(len(first)), key=lambda arm: space.alphas[arm]):
+            line = {"color": PALETTE[0], "alpha": space.alphas[arm], "lw": 1.4 if len(first) <= 40 else 0.9}
+            axes.plot(range(len(axes_A)), [one[arm] for one in places], **line, clip_on=False, zorder=2)
+        for place, (name, axis) in enumerate(zip(names, axes_A, strict=True)):
+            side = -1 if place < right else 1
+            for height, label in axis.ticks:
+                box = {"facecolor": "white", "alpha": 0.8, "pad": 0.8, "lw": 0}
+                shown = {"ha": "right" if side < 0 else "left", "va": "center", "size": 7.5, "zorder": 3, "bbox": box}
+                axes.annotate(
+                    cut(label, 12), (place, height), (4 * side, 0), textcoords="offset points", color=MUTED, **shown
+                )
+            align = {0: "left", right: "right"}.get(place, "center")
+            shift = {"left": -26, "center": 0, "right": 28}[align]
+            is_tight = right > 4  # then neighbours share the width, one above the other
+            lines = wrapped(name.replace(".", ". "), (84 if is_tight else 50) // len(axes_A), 2 if is_tight else 3)
+            text, lower = "\n".join(lines).replace(". ", "."), 22 * (is_tight and place % 2)
+            below = {"textcoords": "offset points", "va": "top", "size": 7.5, "weight": "bold"}
+            axes.annotate(text, (place, 0), (shift, -7 - lower), ha=align, **below)
+
+    return draw
+
+
+def _slice(space: _Space, path: str) -> Draw:
+    axis, values = _axis_of(space, path), space.values_M[space.metric]
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_axes((0.11, 0.19, 0.84, 0.62))
+        for level in sorted(set(axis.levels or ())):
+            at = [arm for arm, one in enumerate(axis.levels or ()) if one == level]
+            if len(at) > 1:
+                mean, place = fmean(values[arm] for arm in at), axis.places[at[0]]
+                axes.plot([place - 0.05, place + 0.05], [mean] * 2, color=MUTED, lw=1.6)
+        for place, value, alpha in zip(axis.places, values, space.alphas, strict=True):
+            axes.plot([place], [value], "o", color=PALETTE[0], alpha=alpha, ms=4.5, mew=0)
+        _mark_axis(axes, axis)
+        axes.set_xlabel(cut(path, 50))
+        write_unit(axes, axis_label(space.metric))
+
+    return draw
+
+
+def _mark_axis(axes: Axes, axis: _Axis) -> None:
+    tidy(axes)
+    axes.set_xlim(-0.04, 1.04)
+    axes.set_xticks([place for place, _ in axis.ticks], [cut(label, 48 // len(axis.ticks)) for _, label in axis.ticks])
+
+
+def _axis_of(space: _Space, path: str) -> _Axis:
+    """A setting's axis: continuous where a search draws numbers, the levels side by side otherwise."""
+    values = [parameters[path] for parameters in space.parameters]
+    are_numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    distinct = len({str(value) for value in values})
+    if space.is_search and are_numbers and (distinct > _MOST_LEVELS or distinct == len(values)):
+        return _continuous(values)
+    order = sorted(set(values)) if are_numbers else list({str(value): value for value in values}.values())
+    order = order if are_numbers or not space.is_search else sorted(order, key=str)
+    names = [str(value) for value in order]
+    levels = [names.index(str(value)) for value in values]
+    centres = [(level + 0.5) / len(names) for level in range(len(names))]
+    ticks = [(centre, wording.short(value)) for centre, value in zip(centres, order, strict=True)]
+    return _Axis([centres[level] for level in levels], ticks, levels)
+
+
+def _continuous(values: Sequence[float]) -> _Axis:
+    low, high = min(values), max(values)
+    is_log = low > 0 and high / low >= _LOGARITHMIC
+    if is_log:
+        marks = LogLocator(subs=(1.0,) if high / low >= 1000 else (1.0, 3.0)).tick_values(low, high)
+    else:
+        marks = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
+
+    def place(value: float) -> float:
+        if low == high:
+            return 0.5
+        return math.log(value / low) / math.log(high / low) if is_log else (value - low) / (high - low)
+
+    ticks = [(place(mark), wording.short(float(mark))) for mark in marks if low <= mark <= high]
+    return _Axis([place(value) for value in values], ticks or [(place(low), wording.short(low))], None)
+
+
+def _spread(axis: _Axis, values: Sequence[float]) -> list[float]:
+    """Places at which the arms of one level lie above each other in the order of their values."""
+    places = list(axis.places)
+    for level in set(axis.levels or ()):
+        at = [arm for arm, one in enumerate(axis.levels or ()) if one == level]
+        room = 0.7 / (max(axis.levels or ()) + 1)
+        for rank, arm in enumerate(sorted(at, key=lambda arm: values[arm])):
+            places[arm] += room * (rank / (len(at) - 1) - 0.5) if len(at) > 1 else 0.0
+    return places
