@@ -33,7 +33,7 @@ from reports.trials import score
 
 _STEPS = 24  # of colour in the bar of a heat map
 _MOST_COLUMNS = 8
-_LIGHT_TEXT = 0.6  # position from which on text on a cell is light
+_LIGHT_TEXT = 0.75  # position from which on light text on a cell has more contrast than dark text
 
 
 def heat_maps(analysis: Analysis) -> list[Drawing]:
