@@ -768,11 +768,12 @@ def test_a_slice_per_setting_shows_every_arm_and_the_mean_of_each_level() -> Non
         "Validation accuracy against learning_rate",
         "Validation accuracy against group_size",
     ]
-    marks = [[list(np.asarray(x, float)) for x in line.get_data()] for line in drawings[1].figure.axes[0].lines]
-    bars, dots = [m for m in marks if len(m[0]) == 2], [m for m in marks if len(m[0]) == 1]
+    (dots,), bars = drawings[1].figure.axes[0].collections, drawings[1].figure.axes[0].lines
     # arms 0 and 2 (0 and 20 %) at group size 4, arms 1 and 3 (10 and 30 %) at 8
-    assert [bar[1][0] for bar in bars] == pytest.approx([10, 20])
-    assert [dot[1][0] for dot in dots] == pytest.approx([0, 10, 20, 30])
+    assert np.asarray(dots.get_offsets()).tolist() == [
+        pytest.approx(at) for at in ([0.25, 0], [0.75, 10], [0.25, 20], [0.75, 30])
+    ]
+    assert [np.asarray(bar.get_ydata())[0] for bar in bars] == pytest.approx([10, 20])
 
 
 def test_the_best_so_far_only_rises_and_counts_the_arms_without_a_value() -> None:

@@ -12,7 +12,6 @@ from itertools import accumulate
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
@@ -78,7 +77,7 @@ def parallel_coordinates(analysis: Analysis) -> list[Drawing]:
         shade = f"stronger colour is {'lower' if space.is_minimized else 'higher'}"
         if not space.is_shaded:
             shade = "one colour, as no effect of the grid is detected"
-        most = f" The {len(shown)} most important of {len(space.settings)} settings." if shown != space.settings else ""
+        most = f" {len(shown)} of {len(space.settings)} settings, by importance." if shown != space.settings else ""
         caption = f"A line per arm; {shade}.{most} {space.left_out}".strip()
         drawings.append(drawn(f"parallel_{number}", title, caption, _parallel(space, shown), WIDE, 3.1))
     return drawings
@@ -106,7 +105,7 @@ def best_so_far(analysis: Analysis) -> list[Drawing]:
     scale, lines = scale_of(metric), []
     for name, search in found.items():
         numbered = enumerate(search["arms"], 1)
-        points = [(number, scale * arm["values"][metric]) for number, arm in numbered if metric in arm["values"]]
+        points = [(number, scale * arm["values"][metric]) for number, arm in numbered if _is_known(arm, metric)]
         if points:
             color = color_of(analysis, name) if name else PALETTE[0]
             lines.append((name, color, len(search["arms"]), points, list(accumulate((y for _, y in points), choose))))
@@ -134,8 +133,9 @@ def best_so_far(analysis: Analysis) -> list[Drawing]:
 def _spaces(analysis: Analysis) -> Iterator[_Space]:
     """The grid, the search, or the search of every tuned arm; only those with more than one arm that has a value."""
     grid = analysis.grid
-    if grid is not None and len(grid.factors) > 1 and len(arms := analysis.finished_arms) > 1:
-        metric, missing = analysis.outcome.name, len(analysis.arms) - len(arms)
+    known = [arm for arm in analysis.arms if arm.factors]
+    if grid is not None and len(grid.factors) > 1 and len(arms := [arm for arm in known if arm.scores]) > 1:
+        metric, missing = analysis.outcome.name, len(known) - len(arms)
         values = [scale_of(metric) * arm.mean for arm in arms]
         left_out = f"Left out: {wording.plural(missing, 'arm')} without a result." if missing else ""
         is_detected = any(effect.p_adjusted < ALPHA for effect in grid.effects)
@@ -143,18 +143,24 @@ def _spaces(analysis: Analysis) -> Iterator[_Space]:
         yield _Space("", grid.factors, parameters, {metric: values}, False, False, is_detected, left_out)
     for name, search in _searches(analysis).items():
         objectives = search["objectives"]
-        arms = [arm for arm in search["arms"] if all(metric in arm["values"] for metric in objectives)]
-        if len(arms) < 2:
+        arms = [arm for arm in search["arms"] if all(_is_known(arm, metric) for metric in objectives)]
+        shared = (
+            [path for path in arms[0]["parameters"] if all(path in arm["parameters"] for arm in arms)] if arms else []
+        )
+        if len(arms) < 2 or not shared:
             continue
         others = Counter(arm["state"] for arm in search["arms"] if arm not in arms)
         left_out = f"Left out: {', '.join(f'{count} {state}' for state, count in others.items())}." if others else ""
         importance = search["importances"]["values"]
-        shared = [path for path in arms[0]["parameters"] if all(path in arm["parameters"] for arm in arms)]
         settings = sorted(shared, key=lambda path: -importance.get(path, 0.0))
         values = {metric: [scale_of(metric) * arm["values"][metric] for arm in arms] for metric in objectives}
         is_minimized = next(iter(objectives.values())) == "minimize"
         parameters = [arm["parameters"] for arm in arms]
         yield _Space(name, settings, parameters, values, True, is_minimized, True, left_out)
+
+
+def _is_known(arm: Mapping[str, Any], metric: str) -> bool:
+    return math.isfinite(arm["values"].get(metric, math.nan))
 
 
 def _searches(analysis: Analysis) -> Mapping[str, Mapping[str, Any]]:
@@ -166,7 +172,7 @@ def _searches(analysis: Analysis) -> Mapping[str, Mapping[str, Any]]:
 def _parallel(space: _Space, settings: Sequence[str]) -> Draw:
     last = [(axis_label(metric, wording.spoken(metric)), _continuous(v)) for metric, v in space.values_M.items()]
     names, axes_A = zip(*[(short_path(path), _axis_of(space, path)) for path in settings], *last, strict=True)
-    first = space.values_M[space.metric]
+    first, alphas = space.values_M[space.metric], space.alphas
     places = [_spread(axis, first) for axis in axes_A]
     right = len(axes_A) - 1
 
@@ -177,8 +183,8 @@ def _parallel(space: _Space, settings: Sequence[str]) -> Draw:
         axes.set_ylim(0, 1)
         for place in range(len(axes_A)):
             axes.axvline(place, color=MUTED, lw=0.8, clip_on=False, zorder=1)
-        for arm in sorted(range(len(first)), key=lambda arm: space.alphas[arm]):
-            line = {"color": PALETTE[0], "alpha": space.alphas[arm], "lw": 1.4 if len(first) <= 40 else 0.9}
+        for arm in sorted(range(len(first)), key=lambda arm: alphas[arm]):
+            line = {"color": PALETTE[0], "alpha": alphas[arm], "lw": 1.4 if len(first) <= 40 else 0.9}
             axes.plot(range(len(axes_A)), [one[arm] for one in places], **line, clip_on=False, zorder=2)
         for place, (name, axis) in enumerate(zip(names, axes_A, strict=True)):
             side = -1 if place < right else 1
@@ -209,19 +215,16 @@ def _slice(space: _Space, path: str) -> Draw:
             if len(at) > 1:
                 mean, place = fmean(values[arm] for arm in at), axis.places[at[0]]
                 axes.plot([place - 0.05, place + 0.05], [mean] * 2, color=MUTED, lw=1.6)
-        for place, value, alpha in zip(axis.places, values, space.alphas, strict=True):
-            axes.plot([place], [value], "o", color=PALETTE[0], alpha=alpha, ms=4.5, mew=0)
-        _mark_axis(axes, axis)
+        dots: dict[str, Any] = {"s": 20, "c": PALETTE[0], "alpha": space.alphas, "linewidths": 0, "zorder": 2}
+        axes.scatter(axis.places, values, **dots)
+        tidy(axes)
+        axes.set_xlim(-0.04, 1.04)
+        width = 48 // len(axis.ticks)
+        axes.set_xticks([place for place, _ in axis.ticks], [cut(label, width) for _, label in axis.ticks])
         axes.set_xlabel(cut(path, 50))
         write_unit(axes, axis_label(space.metric))
 
     return draw
-
-
-def _mark_axis(axes: Axes, axis: _Axis) -> None:
-    tidy(axes)
-    axes.set_xlim(-0.04, 1.04)
-    axes.set_xticks([place for place, _ in axis.ticks], [cut(label, 48 // len(axis.ticks)) for _, label in axis.ticks])
 
 
 def _axis_of(space: _Space, path: str) -> _Axis:
@@ -231,8 +234,9 @@ def _axis_of(space: _Space, path: str) -> _Axis:
     distinct = len({str(value) for value in values})
     if space.is_search and are_numbers and (distinct > _MOST_LEVELS or distinct == len(values)):
         return _continuous(values)
-    order = sorted(set(values)) if are_numbers else list({str(value): value for value in values}.values())
-    order = order if are_numbers or not space.is_search else sorted(order, key=str)
+    order = list({str(value): value for value in values}.values())
+    if are_numbers or space.is_search:
+        order.sort(key=(lambda value: value) if are_numbers else str)
     names = [str(value) for value in order]
     levels = [names.index(str(value)) for value in values]
     centres = [(level + 0.5) / len(names) for level in range(len(names))]
