@@ -72,6 +72,8 @@ def check_equal(name: str, one: Path, two: Path) -> None:
     for (step, values), (_, others) in zip(alone["events"], both["events"], strict=True):
         assert values.keys() == others.keys(), (name, step)
         for metric, value in values.items():
+            if metric.startswith("flops/"):  # processes that share a run read every row whole
+                continue
             # a weight that moves by less than its last bit may stay on one side
             bound = 1e-4 if metric == "policy/weights_changed" else 2e-5
             assert others[metric] == pytest.approx(value, abs=bound, rel=bound, nan_ok=True), (name, step, metric)

@@ -74,7 +74,11 @@ def test_two_hosts_do_what_one_process_does(tmp_path: Path):
     assert not list((tmp_path / "cache").rglob(DOOR))
     train(spec_of(devices=1), tmp_path / "alone", alone, cache=tmp_path / "cache")
     for (step, logged), (_, others) in zip(both.without_clocks(), alone.without_clocks(), strict=True):
-        assert logged == pytest.approx(others, abs=1e-4, rel=2e-5, nan_ok=True), step
+        assert logged.keys() == others.keys()
+        known = {
+            key: value for key, value in others.items() if not key.startswith("flops/")
+        }  # rows are read whole here
+        assert {key: logged[key] for key in known} == pytest.approx(known, abs=1e-4, rel=2e-5, nan_ok=True), step
     for step in (1, 2):
         file = f"rollouts/step-{step:06d}.jsonl"
         assert (tmp_path / "both" / file).read_text() == (tmp_path / "alone" / file).read_text()

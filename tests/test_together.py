@@ -12,7 +12,7 @@ from fakes import MemoryLog, StopAfter, tiny_codec
 from safetensors.torch import load_file
 from test_train import BASE
 
-from harness.cli.study import _show_dry_run
+from harness.cli.study import show_dry_run
 from harness.engines.transformers import TransformersEngine, _chunks
 from harness.files import read_json
 from harness.memory.estimate import estimate, model_config
@@ -279,7 +279,7 @@ def test_a_study_says_which_trials_share_and_what_that_saves(tmp_path, capsys):
     assert parts[1]["policy"] - parts[0]["policy"] == 2 * trainable
     assert parts[1]["activations"] == parts[0]["activations"]  # one learns at a time
     assert found.saved_bytes is not None and found.saved_bytes > 0
-    _show_dry_run(a_study(tmp_path), tmp_path, 2, None, None, as_json=False)
+    show_dry_run(a_study(tmp_path), tmp_path, 2, None, None, as_json=False)
     words = " ".join(capsys.readouterr().out.split())
     assert "4 trials share one model and one engine, 2 at a time in each worker (grpo, rloo)" in words
     assert dry_run(a_study(tmp_path), tmp_path, workers=2, together=False)["together"] == []

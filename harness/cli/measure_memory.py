@@ -182,7 +182,7 @@ class _NoLog:
 
     def forget(self, *values: Any) -> None: ...
 
-    inputs = prompt = resume = sync = holds = progress = metrics = samples = per_problem = forget
+    inputs = prompt = resume = sync = holds = progress = metrics = samples = per_problem = kept = forget
 
 
 def with_ratios(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

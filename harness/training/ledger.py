@@ -197,12 +197,12 @@ def _package_range(package: Path) -> float:
 
 def _gpu_joules(device: torch.device) -> float | None:
     """What the GPU has used since its driver was loaded, by whomever; None without NVML or such a counter."""
-    name = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
-    handle, millijoules = ctypes.c_void_p(), ctypes.c_ulonglong()
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return None
+    name = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
+    handle, millijoules = ctypes.c_void_p(), ctypes.c_ulonglong()
     failed = nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(name, ctypes.byref(handle))
     failed = failed or nvml.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(millijoules))
     return None if failed else millijoules.value / 1e3
