@@ -73,7 +73,8 @@ def follow(solution: str) -> Followed:
 
 @lru_cache(maxsize=100_000)
 def value(figures: str) -> Fraction:
-    """The value of `7/3+5` or `19.75`, by Python's own rules."""
+    """The value of `7/3+5` or `19.75`, by Python's own rules; of figures and signs alone."""
+    assert re.fullmatch(r"[\d.+*/-]+", figures), figures
     return eval(re.sub(r"\d+(?:\.\d+)?", lambda number: f"Fraction('{number[0]}')", figures))
 
 

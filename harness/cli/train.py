@@ -130,9 +130,9 @@ def evaluate(
     """Measure held-out accuracy: greedy, mean of K samples, pass@k and majority of K, with 95 % intervals.
 
     With 16 samples and more --json has every pass@k and Cover@tau with intervals over the problems. Metrics and the
-    first completions go to MLflow's experiment `evaluate`, all graded completions to
-    RUNS/evaluate/NAME, where the same command continues after a kill. On a GPU a model other than `tiny` runs with
-    autocast and, if it is installed, the engine vllm; this is said, and --set wins.
+    first completions, graded, go to MLflow's experiment `evaluate`; all completions go to RUNS/evaluate/NAME, where the
+    same command continues after a kill. On a GPU a model other than `tiny` runs with autocast and, if it is installed,
+    the engine vllm; this is said, and --set wins.
     """
     from harness.console.progress import phase_bar
     from harness.runs.single import evaluate_once, model_folder

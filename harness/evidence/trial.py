@@ -5,7 +5,6 @@ kept, and accuracy and length of the training steps whose batch was kept. From e
 rewards, seconds and memory follow from nothing that is kept: the sum of their line says whether they are as written.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any, cast
 
 from harness import plugins
 from harness.evidence.findings import Place
+from harness.files import sha256
 from harness.interfaces import Task
 from harness.spec.errors import parsed
 from harness.tracking.events import EVENTS, RunHistory, is_as_written, read_events
@@ -132,9 +132,7 @@ class _Completions:
             elif not (self._directory / file).is_file():
                 self._place.differs(f"{self._name}/{file}", "", None, "a file that the run has kept")
             else:
-                with (self._directory / file).open("rb") as stream:
-                    found = hashlib.file_digest(stream, "sha256").hexdigest()
-                self._place.compare_hash(f"{self._name}/{file}", digest, found)
+                self._place.compare_hash(f"{self._name}/{file}", digest, sha256(self._directory / file))
 
     def evaluations(self) -> None:
         """Derive the metrics of every evaluation, and the score of every test problem."""

@@ -70,7 +70,7 @@ def evaluate_once(
 ) -> EvaluationResult:
     """The accuracy of the policy that the spec starts from, after the cold start if it has one.
 
-    Every graded completion goes to `<split>.jsonl` in `runs/evaluate/name`, from where the next call continues; metrics
+    Every completion goes to `<split>.jsonl` in `runs/evaluate/name`, from where the next call continues; metrics
     and the first completions go to MLflow's experiment `evaluate` too.
     """
     check_samples(spec)
