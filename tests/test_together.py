@@ -26,6 +26,7 @@ from harness.study.plan import Plan
 from harness.study.queue import Outcome, Queue
 from harness.study.runner import dry_run, run_study
 from harness.study.sharing import check_together, shared, sharing_key
+from harness.training.cold_start import start_policy
 from harness.training.loop import train
 from harness.training.together import Together
 from harness.types import Call, Prompt, Sampling
@@ -36,7 +37,10 @@ PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cold-starts")
+    """A folder with the start of the specs here: a cold start would ask `should_stop` too."""
+    folder = tmp_path_factory.mktemp("cold-starts")
+    start_policy(make_spec(), folder)
+    return folder
 
 
 def make_spec(algorithm="grpo", group_size=4, **changes):
