@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from algorithms._losses import KLEstimator, kl_estimate
-from harness.types import Batch
+from cohort.algorithms._losses import KLEstimator, kl_estimate
+from cohort.harness.types import Batch
 
 
 def group_centred(rewards_PG: Tensor, mask_PG: Tensor | None = None) -> Tensor:

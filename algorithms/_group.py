@@ -6,9 +6,9 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
-from algorithms._advantages import group_advantages, group_standardised
-from algorithms._surrogate import ClippedLoss, SurrogateLoss
-from harness.types import Batch
+from cohort.algorithms._advantages import group_advantages, group_standardised
+from cohort.algorithms._surrogate import ClippedLoss, SurrogateLoss
+from cohort.harness.types import Batch
 
 
 class GroupStandardised(SurrogateLoss):

@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from harness.tensors import kl_k1, kl_k3
-from harness.types import Batch, PolicyOutput
+from cohort.harness.tensors import kl_k1, kl_k3
+from cohort.harness.types import Batch, PolicyOutput
 
 KLEstimator = Literal["k1", "k2", "k3"]
 

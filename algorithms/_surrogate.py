@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from algorithms._losses import (
+from cohort.algorithms._losses import (
     KLEstimator,
     clipped_surrogate,
     kl_estimate,
@@ -15,8 +15,8 @@ from algorithms._losses import (
     row_sum_weights,
     token_ratio,
 )
-from harness.interfaces import Algorithm
-from harness.types import Batch, PolicyOutput
+from cohort.harness.interfaces import Algorithm
+from cohort.harness.types import Batch, PolicyOutput
 
 
 class Clip(Algorithm):

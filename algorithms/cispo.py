@@ -14,9 +14,9 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
-from algorithms._group import GroupStandardised
-from algorithms._losses import token_mean_weights, token_ratio
-from harness.types import Batch, PolicyOutput
+from cohort.algorithms._group import GroupStandardised
+from cohort.algorithms._losses import token_mean_weights, token_ratio
+from cohort.harness.types import Batch, PolicyOutput
 
 
 class CISPO(GroupStandardised):

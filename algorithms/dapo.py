@@ -16,8 +16,8 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from torch import Tensor
 
-from algorithms._group import GroupRelative
-from algorithms._losses import token_mean_weights
+from cohort.algorithms._group import GroupRelative
+from cohort.algorithms._losses import token_mean_weights
 
 
 class DAPO(GroupRelative):

@@ -19,10 +19,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from algorithms._advantages import group_advantages, group_centred
-from algorithms._losses import token_ratio
-from algorithms._surrogate import SummedLoss
-from harness.types import Batch, PolicyOutput
+from cohort.algorithms._advantages import group_advantages, group_centred
+from cohort.algorithms._losses import token_ratio
+from cohort.algorithms._surrogate import SummedLoss
+from cohort.harness.types import Batch, PolicyOutput
 
 SMALLEST = 1e-8  # added to the probabilities of "any other token", as verl does
 

@@ -12,9 +12,9 @@ Reported metrics stay means (over a row's tokens, then over rows).
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from algorithms._advantages import group_advantages, group_centred
-from algorithms._surrogate import ClippedLoss, SummedLoss
-from harness.types import Batch
+from cohort.algorithms._advantages import group_advantages, group_centred
+from cohort.algorithms._surrogate import ClippedLoss, SummedLoss
+from cohort.harness.types import Batch
 
 
 class DrGRPO(ClippedLoss, SummedLoss):

@@ -15,8 +15,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from algorithms._group import GroupStandardised
-from harness.types import Batch, PolicyOutput
+from cohort.algorithms._group import GroupStandardised
+from cohort.harness.types import Batch, PolicyOutput
 
 
 class GMPO(GroupStandardised):

@@ -15,9 +15,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from algorithms._group import GroupRelative
-from algorithms._losses import row_log_ratio
-from harness.types import Batch, PolicyOutput
+from cohort.algorithms._group import GroupRelative
+from cohort.algorithms._losses import row_log_ratio
+from cohort.harness.types import Batch, PolicyOutput
 
 
 class GSPO(GroupRelative):

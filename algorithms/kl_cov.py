@@ -17,9 +17,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from algorithms._group import GroupStandardised
-from algorithms._losses import token_mean_weights, token_ratio
-from harness.types import Batch, PolicyOutput
+from cohort.algorithms._group import GroupStandardised
+from cohort.algorithms._losses import token_mean_weights, token_ratio
+from cohort.harness.types import Batch, PolicyOutput
 
 
 class KLCov(GroupStandardised):

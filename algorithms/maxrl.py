@@ -17,9 +17,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from algorithms._advantages import group_advantages, group_centred
-from algorithms._surrogate import ClippedLoss, SummedLoss
-from harness.types import Batch
+from cohort.algorithms._advantages import group_advantages, group_centred
+from cohort.algorithms._surrogate import ClippedLoss, SummedLoss
+from cohort.harness.types import Batch
 
 
 class MaxRL(ClippedLoss, SummedLoss):

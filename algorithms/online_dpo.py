@@ -19,9 +19,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from algorithms._losses import policy_metrics, row_log_ratio
-from harness.interfaces import Algorithm
-from harness.types import Batch, PolicyOutput
+from cohort.algorithms._losses import policy_metrics, row_log_ratio
+from cohort.harness.interfaces import Algorithm
+from cohort.harness.types import Batch, PolicyOutput
 
 SMALLEST = 2.0**-24  # a probability of float32 below 1; bounds the reported loss of a hopeless pair
 

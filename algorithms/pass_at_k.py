@@ -14,8 +14,8 @@ from typing import ClassVar, Literal
 
 import torch
 
-from algorithms._surrogate import ClippedLoss, SummedLoss
-from harness.types import Batch
+from cohort.algorithms._surrogate import ClippedLoss, SummedLoss
+from cohort.harness.types import Batch
 
 
 class PassAtK(ClippedLoss, SummedLoss):

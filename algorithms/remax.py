@@ -12,8 +12,8 @@ tokens is divided by a constant, as in Dr. GRPO. verl has the same advantage, by
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from algorithms._surrogate import ClippedLoss, SummedLoss
-from harness.types import Batch
+from cohort.algorithms._surrogate import ClippedLoss, SummedLoss
+from cohort.harness.types import Batch
 
 
 class ReMax(ClippedLoss, SummedLoss):

@@ -17,10 +17,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from algorithms._advantages import leave_one_out
-from algorithms._losses import clipped_surrogate, kl_estimate, policy_metrics, row_log_ratio
-from harness.interfaces import Algorithm
-from harness.types import Batch, PolicyOutput
+from cohort.algorithms._advantages import leave_one_out
+from cohort.algorithms._losses import clipped_surrogate, kl_estimate, policy_metrics, row_log_ratio
+from cohort.harness.interfaces import Algorithm
+from cohort.harness.types import Batch, PolicyOutput
 
 
 class RLOO(Algorithm):

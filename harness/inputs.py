@@ -12,8 +12,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from harness.files import sha256
-from harness.types import NO_INPUTS, Inputs, Sources
+from cohort.harness.files import sha256
+from cohort.harness.types import NO_INPUTS, Inputs, Sources
 
 REVISION = "revision"  # stands for the files of a Hub repository; its commit is their hash
 _expected: ContextVar[Inputs] = ContextVar("expected", default=NO_INPUTS)  # runs that share a process have their own

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 from pydantic import Field
 
-from harness.types import (
+from cohort.harness.types import (
     Batch,
     Call,
     Demonstration,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedTokenizerBase
 
-    from harness.types import Sampling
+    from cohort.harness.types import Sampling
 
 Distribution = Literal["entropy", "uniform_kl"]  # of the policy's next token: H(p), or KL(uniform || p); nats
 Precision = Literal["float32", "tf32", "bfloat16"]  # of products; tf32: float32 with a mantissa of 10 bits

@@ -13,12 +13,17 @@ from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Literal
 
-from harness.interfaces import Algorithm, Reward, RolloutEngine, Task
-from harness.types import Section
+from cohort.harness.interfaces import Algorithm, Reward, RolloutEngine, Task
+from cohort.harness.types import Section
 
 Kind = Literal["algorithm", "task", "reward", "engine"]
 
-_PACKAGE = {"algorithm": "algorithms", "task": "tasks", "reward": "harness.rewards", "engine": "harness.engines"}
+_PACKAGE = {
+    "algorithm": "cohort.algorithms",
+    "task": "cohort.tasks",
+    "reward": "cohort.harness.rewards",
+    "engine": "cohort.harness.engines",
+}
 _BASE: dict[str, type] = {"algorithm": Algorithm, "task": Task, "reward": Reward, "engine": RolloutEngine}
 
 
@@ -81,7 +86,7 @@ def _installed_plugin(point: EntryPoint, kind: Kind) -> type:
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{where} cannot be loaded: {error}; install it again, or uninstall it") from error
     if not (isinstance(cls, type) and issubclass(cls, _BASE[kind])):
-        raise ValueError(f"{where} must be a class that inherits from harness.interfaces.{_BASE[kind].__name__}")
+        raise ValueError(f"{where} must be a class that inherits from cohort.harness.interfaces.{_BASE[kind].__name__}")
     settings = cls.Settings if issubclass(cls, RolloutEngine) else cls
     field = getattr(settings, "model_fields", {}).get("name")
     if kind != "reward" and (field is None or field.default != point.name):  # a reward is named by its key in a spec

@@ -4,13 +4,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from harness.inputs import digested, expecting
-from harness.machine import addresses, hosts, interface, usable_cores, usable_gpus
-from harness.policy.sources import model_sources
-from harness.spec.errors import SpecError
-from harness.spec.run import RunSpec
-from harness.tracking.mlflow_store import check_runs_folder
-from harness.types import Inputs, Split
+from cohort.harness.inputs import digested, expecting
+from cohort.harness.machine import addresses, hosts, interface, usable_cores, usable_gpus
+from cohort.harness.policy.sources import model_sources
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.run import RunSpec
+from cohort.harness.tracking.mlflow_store import check_runs_folder
+from cohort.harness.types import Inputs, Split
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def check_inputs(
 
 def check_devices(specs: Sequence[RunSpec]) -> None:
     """SpecError for a run on more devices than its hosts have, if all are as this one: GPUs, or else cores."""
-    from harness.policy.device import resolve_device
+    from cohort.harness.policy.device import resolve_device
 
     place = hosts()
     if place.count > 1 and interface(place.address) is None:
@@ -86,9 +86,9 @@ def run_inputs(specs: Sequence[RunSpec], cache: Path, splits: Sequence[Split] | 
 
 
 def _check_models(specs: Sequence[RunSpec]) -> None:
-    from harness.policy.device import resolve_device
-    from harness.policy.model import check_model  # here: it loads torch, which workers of fakes do without
-    from harness.policy.text import check_prompts
+    from cohort.harness.policy.device import resolve_device
+    from cohort.harness.policy.model import check_model  # here: it loads torch, which workers of fakes do without
+    from cohort.harness.policy.text import check_prompts
 
     for device in dict.fromkeys(spec.device for spec in specs):
         resolve_device(device)

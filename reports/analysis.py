@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
-from harness.types import FINAL, StudyRecord, TrialRecord
-from reports import statistics
-from reports.anova import Effect, anova
-from reports.statistics import ALPHA, CrossedVariance, Floats, Interval, McNemar
-from reports.trials import (
+from cohort.harness.types import FINAL, StudyRecord, TrialRecord
+from cohort.reports import statistics
+from cohort.reports.anova import Effect, anova
+from cohort.reports.statistics import ALPHA, CrossedVariance, Floats, Interval, McNemar
+from cohort.reports.trials import (
     Outcome,
     Trials,
     arm_specs,

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import special
 
-from reports.statistics import Floats
+from cohort.reports.statistics import Floats
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.types import TrialRecord
-from reports import statistics
-from reports.analysis import Analysis
-from reports.statistics import Floats, Interval
-from reports.trials import num_first, usable_trials
+from cohort.harness.types import TrialRecord
+from cohort.reports import statistics
+from cohort.reports.analysis import Analysis
+from cohort.reports.statistics import Floats, Interval
+from cohort.reports.trials import num_first, usable_trials
 
 MIN_SAMPLES = 16  # of each problem; with fewer there is no curve to speak of
 TAUS = (0.1, 0.25, 0.5, 0.75, 0.9)

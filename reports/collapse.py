@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from harness.types import TrialRecord
-from reports.analysis import Analysis
-from reports.statistics import Interval, t_interval
+from cohort.harness.types import TrialRecord
+from cohort.reports.analysis import Analysis
+from cohort.reports.statistics import Interval, t_interval
 
 # What may collapse: its metric, and the points over which it is averaged. Labels are those that a majority vote of each
 # group would give, whatever the run is paid by; a step has few groups.

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from harness.types import component_arm
-from reports.analysis import Analysis, Comparison
-from reports.statistics import Interval
+from cohort.harness.types import component_arm
+from cohort.reports.analysis import Analysis, Comparison
+from cohort.reports.statistics import Interval
 
 
 @dataclass(frozen=True)

@@ -18,16 +18,16 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from harness.types import ExploratoryArm, SampleRow, StudyRecord, TrialRecord
-from reports.analysis import ACCURACIES, accuracy_order, analyse
-from reports.capability import capabilities, capability_csv
-from reports.figures.style import FORMATS, write_files
-from reports.join import JoinedStudy
-from reports.page import FLOPS, page_drawings, page_values
-from reports.prose.wording import factor_title, p_value
-from reports.scaling import scalings
-from reports.tables import cell, comparison_csv, data_uri
-from reports.trials import score, setting
+from cohort.harness.types import ExploratoryArm, SampleRow, StudyRecord, TrialRecord
+from cohort.reports.analysis import ACCURACIES, accuracy_order, analyse
+from cohort.reports.capability import capabilities, capability_csv
+from cohort.reports.figures.style import FORMATS, write_files
+from cohort.reports.join import JoinedStudy
+from cohort.reports.page import FLOPS, page_drawings, page_values
+from cohort.reports.prose.wording import factor_title, p_value
+from cohort.reports.scaling import scalings
+from cohort.reports.tables import cell, comparison_csv, data_uri
+from cohort.reports.trials import score, setting
 
 BOOTSTRAP_SEED = 0
 CAPABILITY = "capability.csv"  # every k of every curve of pass@k

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 from scipy import optimize, special
 
-from harness.types import TrialRecord
-from reports import statistics
-from reports.analysis import Analysis
-from reports.collapse import collapse_step
-from reports.statistics import Floats, Interval
-from reports.trials import num_first, usable_trials
+from cohort.harness.types import TrialRecord
+from cohort.reports import statistics
+from cohort.reports.analysis import Analysis
+from cohort.reports.collapse import collapse_step
+from cohort.reports.statistics import Floats, Interval
+from cohort.reports.trials import num_first, usable_trials
 
 COSTS = {"train/generated_tokens": "generated tokens", "seconds/total": "seconds"}
 FEWEST_POINTS = 8

@@ -6,9 +6,9 @@ import math
 from base64 import b64encode
 from typing import Any
 
-from reports.analysis import Analysis
-from reports.statistics import Interval
-from reports.trials import wanted_pairs
+from cohort.reports.analysis import Analysis
+from cohort.reports.statistics import Interval
+from cohort.reports.trials import wanted_pairs
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 

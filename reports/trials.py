@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from harness.types import StudyRecord, TrialRecord
-from reports.join import JoinedStudy
-from reports.prose import wording
+from cohort.harness.types import StudyRecord, TrialRecord
+from cohort.reports.join import JoinedStudy
+from cohort.reports.prose import wording
 
 Trials = Mapping[tuple[str, int], TrialRecord]  # (arm, seed) -> its trial
 

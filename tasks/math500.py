@@ -9,8 +9,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from tasks._rows import SourceSplit
-from tasks.math import Math
+from cohort.tasks._rows import SourceSplit
+from cohort.tasks.math import Math
 
 
 class Math500(Math):

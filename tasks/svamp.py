@@ -10,10 +10,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from harness import rationals
-from tasks import _formats
-from tasks._data import BadRow, DatasetTask, Problem, Row, text_field
-from tasks._numbers import spell
+from cohort.harness import rationals
+from cohort.tasks import _formats
+from cohort.tasks._data import BadRow, DatasetTask, Problem, Row, text_field
+from cohort.tasks._numbers import spell
 
 MAX_EQUATION_CHARS = 200
 

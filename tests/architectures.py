@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 from fakes import tiny_codec
 
-from harness.engines.transformers import TransformersEngine
-from harness.policy.library import import_generation
-from harness.spec.run import parse_run
-from harness.training.agreement import own_logprobs
-from harness.training.batch import collate
-from harness.training.learner import Learner
-from harness.training.run import Run
-from harness.types import Prompt
+from cohort.harness.engines.transformers import TransformersEngine
+from cohort.harness.policy.library import import_generation
+from cohort.harness.spec.run import parse_run
+from cohort.harness.training.agreement import own_logprobs
+from cohort.harness.training.batch import collate
+from cohort.harness.training.learner import Learner
+from cohort.harness.training.run import Run
+from cohort.harness.types import Prompt
 
 _ENDS = {"vocab_size": 100, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
 _PLAIN = {

@@ -10,9 +10,9 @@ from real_data import real_data
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from harness.policy.model import save_model
-from harness.policy.tiny import tiny_config, tiny_tokenizer
-from harness.spec.run import RunSpec, parse_run
+from cohort.harness.policy.model import save_model
+from cohort.harness.policy.tiny import tiny_config, tiny_tokenizer
+from cohort.harness.spec.run import RunSpec, parse_run
 
 SHORT = "{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
 OPEN = "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"

@@ -7,13 +7,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from harness.policy.text import TextCodec
-from harness.runs.contamination import scores
-from harness.spec.run import ColdStart, RunSpec
-from harness.training.cold_start import fit_demonstrations
-from harness.training.contamination import knowledge
-from harness.types import Demonstration
-from reports.contamination import Finding, judge
+from cohort.harness.policy.text import TextCodec
+from cohort.harness.runs.contamination import scores
+from cohort.harness.spec.run import ColdStart, RunSpec
+from cohort.harness.training.cold_start import fit_demonstrations
+from cohort.harness.training.contamination import knowledge
+from cohort.harness.types import Demonstration
+from cohort.reports.contamination import Finding, judge
 
 
 def trained_on(

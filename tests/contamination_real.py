@@ -12,10 +12,10 @@ import numpy as np
 from contaminated import findings, trained_on
 from scipy import stats
 
-from harness.policy.text import TextCodec
-from harness.policy.tiny import tiny_model, tiny_tokenizer
-from harness.spec.run import parse_run
-from harness.training.contamination import knowledge
+from cohort.harness.policy.text import TextCodec
+from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
+from cohort.harness.spec.run import parse_run
+from cohort.harness.training.contamination import knowledge
 
 CODEC = TextCodec(tiny_tokenizer())
 STEPS = 100

@@ -17,10 +17,10 @@ import numpy as np
 from fake_study import FakeArm, factor_grid, fake_study, random_scores
 from numpy.random import Generator
 
-from harness.types import StudyRecord, TrialRecord
-from reports.analysis import analyse
-from reports.claims import check_claims
-from reports.prose.answer import answer
+from cohort.harness.types import StudyRecord, TrialRecord
+from cohort.reports.analysis import analyse
+from cohort.reports.claims import check_claims
+from cohort.reports.prose.answer import answer
 
 SEEDS = (2, 3, 5, 10)
 PROBLEMS = 64

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 from fake_study import FakeArm, fake_study
 
-from harness.types import StudyRecord, TrialRecord
+from cohort.harness.types import StudyRecord, TrialRecord
 
 
 def sharpened(chances_N: np.ndarray, lost_N: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.types import SampleRow, StudyRecord, TrialRecord, TrialState
+from cohort.harness.types import SampleRow, StudyRecord, TrialRecord, TrialState
 
 HOSTILE = (
     "8+5=13</pre><script>alert(1)</script><img src=x onerror=alert(2)> $\\frac{1}{ ``` | <b>& \x00\x1b[31m \u202e"

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from harness.policy.device import UNMAPPED
+from cohort.harness.policy.device import UNMAPPED
 
 BYTES = {"weights": 1_000, "kv_cache": 500_000}
 TAGS = frozenset(BYTES)

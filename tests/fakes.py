@@ -3,9 +3,9 @@
 import torch
 from safetensors.torch import load_file
 
-from harness.policy.text import TextCodec
-from harness.policy.tiny import tiny_tokenizer
-from harness.types import GradedGroup, SampleRow
+from cohort.harness.policy.text import TextCodec
+from cohort.harness.policy.tiny import tiny_tokenizer
+from cohort.harness.types import GradedGroup, SampleRow
 
 
 def tiny_codec():

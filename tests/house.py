@@ -43,12 +43,16 @@ def imported(tree: ast.Module, known: set[str]) -> set[str]:
         if id(node) in for_checker:
             continue
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            found |= {own(alias.name) for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
-                full = f"{node.module}.{alias.name}"
-                found.add(full if full in known else node.module)
+                full = own(f"{node.module}.{alias.name}")
+                found.add(full if full in known else own(node.module))
     return found & known
+
+
+def own(module: str) -> str:
+    return module.removeprefix("cohort.")
 
 
 def room(module: str) -> str:
@@ -86,21 +90,25 @@ def profiled(action: Any, on_call: Any) -> None:
 def product_file(frame: FrameType | None, root: Path) -> str | None:
     if frame is None or not frame.f_code.co_filename.startswith(str(root)):
         return None
-    name = os.path.relpath(frame.f_code.co_filename, root)
+    name = os.path.relpath(frame.f_code.co_filename, root).removeprefix("cohort/")
     return name if name.split(os.sep)[0] in PRODUCT else None
+
+
+def load(root: Path, module: str) -> Any:
+    return importlib.import_module(f"cohort.{module}" if (root / "cohort").exists() else module)
 
 
 def step_calls(root: Path) -> tuple[int, int]:
     """(calls from `train_step`'s file into other files of the product during one step, distinct files it enters)."""
     home = next(f for f in (root / "harness").rglob("*.py") if "def train_step(" in f.read_text())
-    step_module = importlib.import_module(".".join(home.relative_to(root).with_suffix("").parts))
+    step_module = load(root, ".".join(home.relative_to(root).with_suffix("").parts))
     spec_module = "harness.spec.run" if (root / "harness/spec/run.py").exists() else "harness.spec"
     raw = {"task": "arithmetic", "algorithm": "grpo", "rollouts_per_step": 8, "steps": 1, "device": "cpu"}
-    spec = importlib.import_module(spec_module).parse_run(raw, "house")
+    spec = load(root, spec_module).parse_run(raw, "house")
     if spec_module == "harness.spec":
         prepare = step_module._prepare
     else:
-        prepare = importlib.import_module("harness.training.run").prepare
+        prepare = load(root, "harness.training.run").prepare
     calls: Counter[str] = Counter()
 
     def note(frame: FrameType) -> None:
@@ -121,8 +129,7 @@ def step_calls(root: Path) -> tuple[int, int]:
 
 def parses(root: Path) -> tuple[int, int]:
     """(calls of `parse_run` in `cohort study run --dry-run`, arms of the study)."""
-    cli = "harness.cli.app" if (root / "harness/cli/app.py").exists() else "harness.cli"
-    main = importlib.import_module(cli).main
+    main = load(root, "harness.cli.app" if (root / "harness/cli/app.py").exists() else "harness.cli").main
     count = 0
 
     def note(frame: FrameType) -> None:

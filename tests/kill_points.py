@@ -24,8 +24,8 @@ def fake(*args: Any, **kwargs: Any) -> Any:
 
 
 def real(*args: Any, **kwargs: Any) -> Any:
-    """As `harness.training.loop.train`."""
-    from harness.training.loop import train
+    """As `cohort.harness.training.loop.train`."""
+    from cohort.harness.training.loop import train
 
     return _deadly_run(train, *args, **kwargs)
 

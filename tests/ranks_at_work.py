@@ -34,9 +34,9 @@ RESUMED = "resumed"
 def run(folder: Path, name: str, changes: dict[str, Any], should_stop: Callable[[], bool] = lambda: False) -> None:
     from fakes import MemoryLog
 
-    from harness.spec.run import parse_run
-    from harness.training import ranks
-    from harness.training.loop import train
+    from cohort.harness.spec.run import parse_run
+    from cohort.harness.training import ranks
+    from cohort.harness.training.loop import train
 
     log = MemoryLog()
     log.holds = lambda *_: True  # what another process logged
@@ -62,7 +62,7 @@ def run_rank(rank: int, folder: Path, cases: dict[str, dict[str, Any]]) -> None:
 
 
 def begin() -> None:
-    import harness.training.loop  # noqa: F401
+    import cohort.harness.training.loop  # noqa: F401
 
     torch.set_num_threads(1)
     gc.freeze()  # every run collects, and nothing of a library is garbage
@@ -76,7 +76,7 @@ def wait_for(file: Path) -> None:
 def main(folder: Path, cases: dict[str, dict[str, Any]]) -> None:
     from fakes import StopAfter
 
-    from harness.training.launch import loopback
+    from cohort.harness.training.launch import loopback
 
     for part in ("1", "2"):
         (folder / part).mkdir()

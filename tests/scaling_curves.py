@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.random import Generator
 
-from reports.scaling import Scaling, fit_curve
+from cohort.reports.scaling import Scaling, fit_curve
 
 
 @dataclass(frozen=True)

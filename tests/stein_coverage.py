@@ -19,11 +19,11 @@ from fake_study import FakeArm, fake_study, random_scores
 from numpy.random import Generator
 from scipy import special, stats
 
-from harness.spec.study import StudySpec, parse_study
-from harness.study.two_stage import decide
-from harness.types import StudyRecord
-from reports import statistics
-from reports.analysis import analyse
+from cohort.harness.spec.study import StudySpec, parse_study
+from cohort.harness.study.two_stage import decide
+from cohort.harness.types import StudyRecord
+from cohort.reports import statistics
+from cohort.reports.analysis import analyse
 
 HALF_WIDTH, AT_MOST, FIRST = 0.02, 16, 4
 WITH_PROBLEMS = 0.06  # the half width where single problems are scored, of which there are few

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from harness.interfaces import Reward
-from harness.rewards.accuracy import Accuracy
-from harness.training.grading import grade
-from harness.training.scoring import score
-from harness.types import GradedGroup, Group, Prompt, Rollout
-from tasks.arithmetic import Arithmetic
+from cohort.harness.interfaces import Reward
+from cohort.harness.rewards.accuracy import Accuracy
+from cohort.harness.training.grading import grade
+from cohort.harness.training.scoring import score
+from cohort.harness.types import GradedGroup, Group, Prompt, Rollout
+from cohort.tasks.arithmetic import Arithmetic
 
 TEXTS = ("2+2=4#### 4", "2+2=5 so #### 5", "no answer", "4*3=12#### 12")
 

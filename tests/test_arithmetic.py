@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from harness.spec.errors import SpecError
-from harness.spec.run import parse_run
-from tasks import arithmetic
-from tasks.arithmetic import Arithmetic
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.run import parse_run
+from cohort.tasks import arithmetic
+from cohort.tasks.arithmetic import Arithmetic
 
 SMALL = Arithmetic(num_demonstrations=60, num_train=40, num_validation=10, num_test=20)
 

@@ -16,20 +16,20 @@ import pytest
 from fake_trials import a_study
 from typer.testing import CliRunner
 
-from harness.cli.app import app
-from harness.cli.study import write_report
-from harness.disk import EXIT_STATUS, DiskFull
-from harness.files import write_json
-from harness.spec.study import StudySpec
-from harness.study.plan import Plan
-from harness.study.processes import MAX_CRASHES, MAX_KILLS
-from harness.study.queue import Queue
-from harness.study.ray_cluster import Cluster, RayPool
-from harness.study.runner import run_study
-from harness.study.status import StudyStatus
-from harness.tracking.events import read_events
-from harness.tracking.mlflow_studies import log_failures, open_study, read_study
-from harness.tracking.run_log import RunLog, read_result
+from cohort.harness.cli.app import app
+from cohort.harness.cli.study import write_report
+from cohort.harness.disk import EXIT_STATUS, DiskFull
+from cohort.harness.files import write_json
+from cohort.harness.spec.study import StudySpec
+from cohort.harness.study.plan import Plan
+from cohort.harness.study.processes import MAX_CRASHES, MAX_KILLS
+from cohort.harness.study.queue import Queue
+from cohort.harness.study.ray_cluster import Cluster, RayPool
+from cohort.harness.study.runner import run_study
+from cohort.harness.study.status import StudyStatus
+from cohort.harness.tracking.events import read_events
+from cohort.harness.tracking.mlflow_studies import log_failures, open_study, read_study
+from cohort.harness.tracking.run_log import RunLog, read_result
 
 START = b'{"type":"start","host":"h","pid":1,"time":1}\n'
 BAD_FILES = {  # one for each trial but the first: file -> content

@@ -12,26 +12,26 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from algorithms.cispo import CISPO
-from algorithms.dapo import DAPO
-from algorithms.dppo import DPPO
-from algorithms.dr_grpo import DrGRPO
-from algorithms.gmpo import GMPO
-from algorithms.grpo import GRPO
-from algorithms.gspo import GSPO
-from algorithms.kl_cov import KLCov
-from algorithms.lite_ppo import LitePPO
-from algorithms.maxrl import MaxRL
-from algorithms.online_dpo import OnlineDPO
-from algorithms.opo import OPO
-from algorithms.pass_at_k import PassAtK
-from algorithms.ppo import PPO
-from algorithms.reinforce_plus_plus import ReinforcePlusPlus
-from algorithms.remax import ReMax
-from algorithms.rgra import RGRA
-from algorithms.rloo import RLOO
-from algorithms.sapo import SAPO
-from harness.types import Batch, PolicyOutput
+from cohort.algorithms.cispo import CISPO
+from cohort.algorithms.dapo import DAPO
+from cohort.algorithms.dppo import DPPO
+from cohort.algorithms.dr_grpo import DrGRPO
+from cohort.algorithms.gmpo import GMPO
+from cohort.algorithms.grpo import GRPO
+from cohort.algorithms.gspo import GSPO
+from cohort.algorithms.kl_cov import KLCov
+from cohort.algorithms.lite_ppo import LitePPO
+from cohort.algorithms.maxrl import MaxRL
+from cohort.algorithms.online_dpo import OnlineDPO
+from cohort.algorithms.opo import OPO
+from cohort.algorithms.pass_at_k import PassAtK
+from cohort.algorithms.ppo import PPO
+from cohort.algorithms.reinforce_plus_plus import ReinforcePlusPlus
+from cohort.algorithms.remax import ReMax
+from cohort.algorithms.rgra import RGRA
+from cohort.algorithms.rloo import RLOO
+from cohort.algorithms.sapo import SAPO
+from cohort.harness.types import Batch, PolicyOutput
 
 STOP = 2
 

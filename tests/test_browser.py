@@ -19,9 +19,9 @@ import pytest
 from mlflow import MlflowClient
 from test_tracking import a_study, log_trial
 
-from harness.tracking.mlflow_address import tracking_uri
-from harness.tracking.mlflow_studies import open_study, study_url
-from harness.tracking.mlflow_ui import serve_ui
+from cohort.harness.tracking.mlflow_address import tracking_uri
+from cohort.harness.tracking.mlflow_studies import open_study, study_url
+from cohort.harness.tracking.mlflow_ui import serve_ui
 
 HOSTILE = (
     "2+2=4<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"

@@ -14,11 +14,11 @@ from fake_capability import capability_study, sharpened
 from fake_study import fake_study
 from scipy import special
 
-from harness.types import StudyRecord
-from reports.analysis import Analysis, analyse
-from reports.capability import Capabilities, Capability, capabilities, crossover, curves_of_counts, pass_table
-from reports.render import write_report
-from reports.statistics import fraction_interval
+from cohort.harness.types import StudyRecord
+from cohort.reports.analysis import Analysis, analyse
+from cohort.reports.capability import Capabilities, Capability, capabilities, crossover, curves_of_counts, pass_table
+from cohort.reports.render import write_report
+from cohort.reports.statistics import fraction_interval
 
 
 def found_in(record: StudyRecord) -> tuple[Analysis, Capabilities | None]:

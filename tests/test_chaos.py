@@ -26,17 +26,17 @@ import postgres_server
 import psutil
 import pytest
 
-from harness.spec.study import StudySpec, parse_study
-from harness.study import worker
-from harness.study.plan import Plan
-from harness.study.queue import Queue, open_storage
-from harness.study.ray_cluster import Cluster, import_ray
-from harness.study.runner import run_study, study_status
-from harness.study.status import StudyStatus
-from harness.study.storage.files import GRACE_SECONDS
-from harness.tracking.events import read_events
-from harness.tracking.mlflow_copy import COST_AREAS
-from harness.tracking.mlflow_studies import read_study
+from cohort.harness.spec.study import StudySpec, parse_study
+from cohort.harness.study import worker
+from cohort.harness.study.plan import Plan
+from cohort.harness.study.queue import Queue, open_storage
+from cohort.harness.study.ray_cluster import Cluster, import_ray
+from cohort.harness.study.runner import run_study, study_status
+from cohort.harness.study.status import StudyStatus
+from cohort.harness.study.storage.files import GRACE_SECONDS
+from cohort.harness.tracking.events import read_events
+from cohort.harness.tracking.mlflow_copy import COST_AREAS
+from cohort.harness.tracking.mlflow_studies import read_study
 
 LONG = bool(os.environ.get("COHORT_CHAOS"))
 ROOT = Path(__file__).resolve().parents[1]
@@ -109,7 +109,7 @@ def workers_of(process: psutil.Process) -> list[psutil.Process]:
     found = []
     for child in process.children(recursive=True):
         try:
-            if "harness.study.worker" in child.cmdline():
+            if "cohort.harness.study.worker" in child.cmdline():
                 found.append(child)
         except psutil.NoSuchProcess:
             pass

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from harness.policy.tiny import tiny_model, tiny_tokenizer
-from harness.training.checkpoint import latest_checkpoint, save_checkpoint
+from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
+from cohort.harness.training.checkpoint import latest_checkpoint, save_checkpoint
 
 
 def save(folder, step, seed=0, keep=2, digest="abc"):

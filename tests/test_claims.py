@@ -12,9 +12,9 @@ import pytest
 from fake_study import FakeArm, factor_grid, fake_study
 from scipy import stats
 
-from harness.types import StudyRecord, TrialRecord
-from reports.analysis import analyse
-from reports.claims import Claim, check_claims
+from cohort.harness.types import StudyRecord, TrialRecord
+from cohort.reports.analysis import analyse
+from cohort.reports.claims import Claim, check_claims
 
 MEMORY, TIME, ACCURACY, GROUP_SIZE, KL_WEIGHT, HARD_TASKS = range(6)
 

@@ -26,18 +26,18 @@ import torch
 import typer
 from rich.console import Console
 
-from harness.cli import app, doctor
-from harness.cli.compare import comparison
-from harness.cli.study import ran_elsewhere
-from harness.cli.views.answers import show_samples
-from harness.console import progress, terminal
-from harness.spec.run import Optimizer
-from harness.study import runner
-from harness.study.processes import WorkerPool
-from harness.study.status import StudyStatus, TrialStatus
-from harness.tracking import mlflow_address
-from harness.tracking.run_log import read_progress
-from harness.types import SampleRow, TrialState
+from cohort.harness.cli import app, doctor
+from cohort.harness.cli.compare import comparison
+from cohort.harness.cli.study import ran_elsewhere
+from cohort.harness.cli.views.answers import show_samples
+from cohort.harness.console import progress, terminal
+from cohort.harness.spec.run import Optimizer
+from cohort.harness.study import runner
+from cohort.harness.study.processes import WorkerPool
+from cohort.harness.study.status import StudyStatus, TrialStatus
+from cohort.harness.tracking import mlflow_address
+from cohort.harness.tracking.run_log import read_progress
+from cohort.harness.types import SampleRow, TrialState
 
 # Seconds instead of minutes: an untrained model, few rollouts, few held-out problems.
 QUICK = [
@@ -90,7 +90,7 @@ def cohort(capsys: pytest.CaptureFixture[str]) -> Shell:
 
 def cohort_process(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", "from harness.cli.app import main; main()", *arguments],
+        [sys.executable, "-c", "from cohort.harness.cli.app import main; main()", *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -411,7 +411,7 @@ def test_an_evaluation_states_accuracies_with_intervals(cohort: Shell, tmp_path:
 
 
 def test_an_evaluation_keeps_its_metrics_and_every_completion(cohort: Shell, runs: Path):
-    from harness.tracking.mlflow_store import connect
+    from cohort.harness.tracking.mlflow_store import connect
 
     command = ["evaluate", "tiny", "--task", "arithmetic", "--samples", "3", "--name", "kept", *sets(*QUICK)]
     assert cohort(*command, "--json") == 0
@@ -772,7 +772,7 @@ def test_on_a_terminal_a_study_shows_a_bar_for_itself_and_each_running_trial():
 @pytest.mark.attack("Output that is no file or cannot hold the text")
 def test_text_that_the_terminal_cannot_show_is_escaped_and_a_full_output_is_said_in_one_sentence(tmp_path: Path):
     (tmp_path / "greek.yaml").write_text("question: \u03a0\u03bf?\nrun: {task: arithmetic, algorithm: grpo}\n", "utf-8")
-    code = "from harness.cli.app import main; main()"
+    code = "from cohort.harness.cli.app import main; main()"
     command = [sys.executable, "-c", code, "study", "show", str(tmp_path / "greek.yaml")]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     shown = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)

@@ -9,8 +9,8 @@ import datasets
 import pytest
 from real_data import real_data
 
-from tasks.cmath import CMATH
-from tasks.gsm8k import GSM8K
+from cohort.tasks.cmath import CMATH
+from cohort.tasks.gsm8k import GSM8K
 
 FIXTURE = Path(__file__).parent / "fixtures" / "cmath"
 ROW = {"grade": 3, "question": "\u4e00\u52a0\u4e00\u662f\u591a\u5c11\uff1f", "golden": "2"}

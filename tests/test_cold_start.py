@@ -8,11 +8,11 @@ import pytest
 import torch
 from fakes import tiny_codec
 
-from harness.engines.transformers import TransformersEngine
-from harness.policy.tiny import tiny_model
-from harness.spec.run import ColdStart, parse_run
-from harness.training.cold_start import cold_start_key, fit_demonstrations, start_policy
-from harness.types import Demonstration, InvalidRun, Prompt, Sampling
+from cohort.harness.engines.transformers import TransformersEngine
+from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.spec.run import ColdStart, parse_run
+from cohort.harness.training.cold_start import cold_start_key, fit_demonstrations, start_policy
+from cohort.harness.types import Demonstration, InvalidRun, Prompt, Sampling
 
 
 def make_spec(**cold_start):

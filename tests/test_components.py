@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from fake_study import FakeArm, fake_study
 
-from harness.spec.errors import SpecError
-from harness.spec.load import load_study
-from harness.spec.study import parse_study
-from harness.types import StudyRecord
-from reports.analysis import analyse
-from reports.components import ranked_components
-from reports.render import write_report
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.load import load_study
+from cohort.harness.spec.study import parse_study
+from cohort.harness.types import StudyRecord
+from cohort.reports.analysis import analyse
+from cohort.reports.components import ranked_components
+from cohort.reports.render import write_report
 
 PARTS = {
     "high": {"algorithm.clip_epsilon_high": 0.28},

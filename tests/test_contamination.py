@@ -16,18 +16,18 @@ from scipy import stats
 from test_cli import Shell
 from test_report import read_page
 
-from harness.policy.text import TextCodec
-from harness.policy.tiny import tiny_model, tiny_tokenizer
-from harness.runs.contamination import ProbeSettings, probe_once
-from harness.spec.run import RunSpec, parse_run
-from harness.spec.study import StudySpec
-from harness.tracking.mlflow_studies import open_study, read_study
-from harness.tracking.run_log import RunLog
-from harness.training import contamination
-from harness.training.contamination import mean_logprobs, parted, renumbered, reworded, rouge_l, words
-from reports.contamination import Finding, judge, verdict
-from reports.render import write_report
-from reports.statistics import permutation_test
+from cohort.harness.policy.text import TextCodec
+from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
+from cohort.harness.runs.contamination import ProbeSettings, probe_once
+from cohort.harness.spec.run import RunSpec, parse_run
+from cohort.harness.spec.study import StudySpec
+from cohort.harness.tracking.mlflow_studies import open_study, read_study
+from cohort.harness.tracking.run_log import RunLog
+from cohort.harness.training import contamination
+from cohort.harness.training.contamination import mean_logprobs, parted, renumbered, reworded, rouge_l, words
+from cohort.reports.contamination import Finding, judge, verdict
+from cohort.reports.render import write_report
+from cohort.reports.statistics import permutation_test
 
 CODEC = TextCodec(tiny_tokenizer())
 

@@ -22,27 +22,27 @@ from fake_trials import a_study
 from rich.console import Console
 from safetensors.torch import load_file
 
-from harness.cli.refresh import Refresher
-from harness.console.watch import Page, spark, watch
-from harness.files import read_json, write_json
-from harness.spec.errors import SpecError
-from harness.spec.study import StudySpec, parse_study
-from harness.study.checks import check_unchanged
-from harness.study.control import clone_arm, resume_arm, stop_arm
-from harness.study.plan import Plan
-from harness.study.queue import HELD, Claim, Outcome, Queue, open_storage
-from harness.study.runner import run_study, study_status, take_up_requests
-from harness.study.status import StudyStatus
-from harness.study.storage.files import FileLease
-from harness.study.worker import worker_main
-from harness.tracking.events import EVENTS, read_events
-from harness.tracking.mlflow_copy import COST_AREAS
-from harness.tracking.mlflow_store import connect, search_runs
-from harness.tracking.mlflow_studies import log_failures, open_study, read_study
-from harness.training import loop
-from harness.types import ExploratoryArm
-from reports.analysis import analyse
-from reports.render import write_report as render
+from cohort.harness.cli.refresh import Refresher
+from cohort.harness.console.watch import Page, spark, watch
+from cohort.harness.files import read_json, write_json
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.study import StudySpec, parse_study
+from cohort.harness.study.checks import check_unchanged
+from cohort.harness.study.control import clone_arm, resume_arm, stop_arm
+from cohort.harness.study.plan import Plan
+from cohort.harness.study.queue import HELD, Claim, Outcome, Queue, open_storage
+from cohort.harness.study.runner import run_study, study_status, take_up_requests
+from cohort.harness.study.status import StudyStatus
+from cohort.harness.study.storage.files import FileLease
+from cohort.harness.study.worker import worker_main
+from cohort.harness.tracking.events import EVENTS, read_events
+from cohort.harness.tracking.mlflow_copy import COST_AREAS
+from cohort.harness.tracking.mlflow_store import connect, search_runs
+from cohort.harness.tracking.mlflow_studies import log_failures, open_study, read_study
+from cohort.harness.training import loop
+from cohort.harness.types import ExploratoryArm
+from cohort.reports.analysis import analyse
+from cohort.reports.render import write_report as render
 
 METRIC = "validation/accuracy"
 ARMS = ["group_size=2", "group_size=4"]
@@ -147,7 +147,7 @@ def test_trials_that_take_turns_survive_the_kills_of_their_workers(
     killed: list[int] = []
 
     def kill(status: StudyStatus) -> None:
-        workers = [p for p in psutil.Process().children() if "harness.study.worker" in " ".join(p.cmdline())]
+        workers = [p for p in psutil.Process().children() if "cohort.harness.study.worker" in " ".join(p.cmdline())]
         done = sum(trial.done for trial in status.trials)
         if workers and len(killed) < 3 and done > 3 * len(killed):
             workers[0].kill()

@@ -18,20 +18,20 @@ from safetensors.torch import load_file
 from test_gates import make_spec as stuck_spec
 from test_train import BASE
 
-from harness.cli.compare import comparison
-from harness.interfaces import Task
-from harness.spec.errors import SpecError
-from harness.spec.run import RunSpec, parse_run
-from harness.spec.study import parse_study
-from harness.study.two_stage import decide
-from harness.training.cold_start import start_name
-from harness.training.control_rewards import control_rewards
-from harness.training.grading import grade, grade_by_other_gold
-from harness.training.loop import train
-from harness.types import GradedGroup, Group, Prompt, Rollout, StudyRecord, TrialRecord
-from reports.analysis import Analysis, analyse
-from reports.controls import verdicts
-from reports.render import results_csv, write_report
+from cohort.harness.cli.compare import comparison
+from cohort.harness.interfaces import Task
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.run import RunSpec, parse_run
+from cohort.harness.spec.study import parse_study
+from cohort.harness.study.two_stage import decide
+from cohort.harness.training.cold_start import start_name
+from cohort.harness.training.control_rewards import control_rewards
+from cohort.harness.training.grading import grade, grade_by_other_gold
+from cohort.harness.training.loop import train
+from cohort.harness.types import GradedGroup, Group, Prompt, Rollout, StudyRecord, TrialRecord
+from cohort.reports.analysis import Analysis, analyse
+from cohort.reports.controls import verdicts
+from cohort.reports.render import results_csv, write_report
 
 REWARDS = ("random", "format_only", "inverted", "shuffled_gold")
 CONTROLS = (*REWARDS, "frozen")

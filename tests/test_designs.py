@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from harness.cli.compare import comparison
-from harness.spec.errors import SpecError
-from harness.spec.load import load_study
-from harness.spec.raw import read_yaml
-from harness.spec.study import Dimension, parse_study
+from cohort.harness.cli.compare import comparison
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.load import load_study
+from cohort.harness.spec.raw import read_yaml
+from cohort.harness.spec.study import Dimension, parse_study
 
 RUN: dict[str, Any] = {"task": "arithmetic", "algorithm": "grpo"}
 RATE = {"low": 1e-5, "high": 1e-3, "log": True}

@@ -18,21 +18,21 @@ from fakes import MemoryLog, StopAfter
 from ranks_at_work import RESUMED, RUN
 from transformers import Qwen2Config
 
-from harness import preflight
-from harness.memory import estimate as memory_estimate
-from harness.memory import fit as memory_fit
-from harness.memory.usage import GIB
-from harness.policy.model import load_policy
-from harness.policy.tiny import tiny_config, tiny_model
-from harness.runs.pipeline import train_pipeline
-from harness.runs.single import train_once
-from harness.runs.stages import Stage
-from harness.spec.errors import SpecError
-from harness.spec.load import load_study
-from harness.spec.run import parse_run
-from harness.study import processes
-from harness.training import hosts, launch
-from harness.training.launch import train
+from cohort.harness import preflight
+from cohort.harness.memory import estimate as memory_estimate
+from cohort.harness.memory import fit as memory_fit
+from cohort.harness.memory.usage import GIB
+from cohort.harness.policy.model import load_policy
+from cohort.harness.policy.tiny import tiny_config, tiny_model
+from cohort.harness.runs.pipeline import train_pipeline
+from cohort.harness.runs.single import train_once
+from cohort.harness.runs.stages import Stage
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.load import load_study
+from cohort.harness.spec.run import parse_run
+from cohort.harness.study import processes
+from cohort.harness.training import hosts, launch
+from cohort.harness.training.launch import train
 
 
 def case(algorithm: str = "grpo", **changes: Any) -> dict[str, Any]:

@@ -3,14 +3,14 @@
 import pytest
 from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
 
-from harness.spec.errors import SpecError
-from harness.spec.run import parse_run
-from harness.training.loop import train
-from harness.training.run import Clock, prepare
-from harness.training.sampling import further_prompts, sample_groups
-from harness.training.scoring import score
-from harness.training.step import train_step
-from harness.types import Prompt
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.run import parse_run
+from cohort.harness.training.loop import train
+from cohort.harness.training.run import Clock, prepare
+from cohort.harness.training.sampling import further_prompts, sample_groups
+from cohort.harness.training.scoring import score
+from cohort.harness.training.step import train_step
+from cohort.harness.types import Prompt
 
 
 def make_spec(max_batches, **changes):

@@ -9,9 +9,9 @@ import psutil
 import pytest
 import yaml
 
-from tasks import _symbolic
-from tasks._symbolic import Checker, Reply
-from tasks.math import Math
+from cohort.tasks import _symbolic
+from cohort.tasks._symbolic import Checker, Reply
+from cohort.tasks.math import Math
 
 CASES = yaml.safe_load((Path(__file__).parent / "golden" / "math_equivalence.yaml").read_text("ascii"))
 # fmt: off

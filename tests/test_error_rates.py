@@ -8,8 +8,8 @@ from error_rates import DESIGNS, SEEDS, claims_a_difference, error_rate
 from fake_study import fake_study
 from scipy import stats
 
-from reports.analysis import analyse
-from reports.prose.answer import answer
+from cohort.reports.analysis import analyse
+from cohort.reports.prose.answer import answer
 
 STUDIES = 80
 

@@ -11,14 +11,14 @@ import pytest
 from fake_trials import a_study
 from typer.testing import CliRunner
 
-from harness.cli.app import app
-from harness.files import write_json
-from harness.spec.errors import SpecError
-from harness.spec.load import load_study
-from harness.study.estimates import budget, cost, remaining_seconds
-from harness.study.plan import Plan
-from harness.study.runner import dry_run
-from harness.study.status import StudyStatus, TrialStatus
+from cohort.harness.cli.app import app
+from cohort.harness.files import write_json
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.load import load_study
+from cohort.harness.study.estimates import budget, cost, remaining_seconds
+from cohort.harness.study.plan import Plan
+from cohort.harness.study.runner import dry_run
+from cohort.harness.study.status import StudyStatus, TrialStatus
 
 pytestmark = pytest.mark.usefixtures("plugins")
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from fakes import graded_group, tiny_codec
 
-from harness.engines.scripted import ScriptedEngine
-from harness.policy.tiny import tiny_model
-from harness.rewards.majority_vote import majority_correct
-from harness.spec.run import parse_run
-from harness.training.evaluate import (
+from cohort.harness.engines.scripted import ScriptedEngine
+from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.rewards.majority_vote import majority_correct
+from cohort.harness.spec.run import parse_run
+from cohort.harness.training.evaluate import (
     breakdown,
     evaluate_run,
     evaluation_metrics,
@@ -21,7 +21,7 @@ from harness.training.evaluate import (
     sample_metrics,
     wilson_interval,
 )
-from harness.types import EvaluationResult, Prompt
+from cohort.harness.types import EvaluationResult, Prompt
 
 
 def graded(classes, correct):

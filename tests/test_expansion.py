@@ -15,14 +15,14 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-import harness.spec.run
-from harness.cli.app import app
-from harness.spec.load import load_study, runs_of, shipped_studies
-from harness.spec.raw import with_overrides
-from harness.study.plan import Plan
-from harness.study.queue import Queue
-from harness.study.runner import dry_run, run_study
-from harness.study.worker import worker_main
+import cohort.harness.spec.run
+from cohort.harness.cli.app import app
+from cohort.harness.spec.load import load_study, runs_of, shipped_studies
+from cohort.harness.spec.raw import with_overrides
+from cohort.harness.study.plan import Plan
+from cohort.harness.study.queue import Queue
+from cohort.harness.study.runner import dry_run, run_study
+from cohort.harness.study.worker import worker_main
 
 RATE = {"low": 1e-5, "high": 1e-3, "log": True}
 TUNING = {"space": {"optimizer.learning_rate": RATE}, "trials": 2, "seeds": [7]}
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("plugins")
 def parsed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often this process has parsed the settings of each run, apart from its seed."""
     counts: Counter[str] = Counter()
-    parse_run = harness.spec.run.parse_run
+    parse_run = cohort.harness.spec.run.parse_run
 
     def counted(raw: Mapping[str, Any], where: str) -> Any:
         counts[json.dumps({key: value for key, value in raw.items() if key != "seed"}, sort_keys=True)] += 1
@@ -97,6 +97,6 @@ def test_the_run_of_an_arm_and_a_seed_is_the_one_that_its_settings_describe(name
     for arm in study.checked_arms():
         for seed in study.seeds:
             settings = with_overrides(study.run, {**arm.overrides, "seed": seed})
-            described = harness.spec.run.parse_run(settings, "here")
+            described = cohort.harness.spec.run.parse_run(settings, "here")
             assert arm.run_spec(seed) == described
             assert arm.run_spec(seed).digest() == described.digest()

@@ -37,7 +37,7 @@ def cohort(installed, *arguments):
     """Standard output of the command in a process that sees the installed package."""
     source, target = installed
     path = os.pathsep.join([str(ROOT), str(target)])
-    code = "from harness.cli.app import main; main()"
+    code = "from cohort.harness.cli.app import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         cwd=source.parent, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=240,

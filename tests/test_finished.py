@@ -14,23 +14,23 @@ from test_learner import make_batch
 from test_memory import cohort
 from test_study import METRIC, a_queue, completions, executions
 
-from harness.files import write_json
-from harness.policy.lora import add_adapter
-from harness.policy.sources import Base
-from harness.policy.tiny import tiny_model, tiny_tokenizer
-from harness.runs.single import model_folder, train_once
-from harness.runs.stages import load_pipeline
-from harness.spec.errors import SpecError
-from harness.spec.load import load_study
-from harness.spec.run import parse_run
-from harness.study.runner import dry_run, run_study
-from harness.study.worker import worker_main
-from harness.training import disk
-from harness.training.checkpoint import save_checkpoint
-from harness.training.cold_start import start_name
-from harness.training.disk import check_disk, disk_need, estimate_disk
-from harness.training.finished import drop_checkpoints
-from harness.training.learner import Learner
+from cohort.harness.files import write_json
+from cohort.harness.policy.lora import add_adapter
+from cohort.harness.policy.sources import Base
+from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
+from cohort.harness.runs.single import model_folder, train_once
+from cohort.harness.runs.stages import load_pipeline
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.load import load_study
+from cohort.harness.spec.run import parse_run
+from cohort.harness.study.runner import dry_run, run_study
+from cohort.harness.study.worker import worker_main
+from cohort.harness.training import disk
+from cohort.harness.training.checkpoint import save_checkpoint
+from cohort.harness.training.cold_start import start_name
+from cohort.harness.training.disk import check_disk, disk_need, estimate_disk
+from cohort.harness.training.finished import drop_checkpoints
+from cohort.harness.training.learner import Learner
 
 RUN = {"task": "arithmetic", "algorithm": {"name": "grpo", "group_size": 2}, "rollouts_per_step": 8}
 Usage = namedtuple("Usage", "total used free")

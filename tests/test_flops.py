@@ -12,18 +12,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from harness.engines.transformers import TransformersEngine
-from harness.policy.forward import token_logprobs
-from harness.policy.lora import add_adapter
-from harness.policy.tiny import tiny_model
-from harness.spec.errors import SpecError
-from harness.spec.run import RunSpec, parse_run
-from harness.training import flops
-from harness.training.batch import collate
-from harness.training.learner import Learner
-from harness.training.ledger import Ledger, energy_meter
-from harness.training.loop import train
-from harness.types import Prompt
+from cohort.harness.engines.transformers import TransformersEngine
+from cohort.harness.policy.forward import token_logprobs
+from cohort.harness.policy.lora import add_adapter
+from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.run import RunSpec, parse_run
+from cohort.harness.training import flops
+from cohort.harness.training.batch import collate
+from cohort.harness.training.learner import Learner
+from cohort.harness.training.ledger import Ledger, energy_meter
+from cohort.harness.training.loop import train
+from cohort.harness.types import Prompt
 
 GROUPED = {
     "vocab_size": 100, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 8,

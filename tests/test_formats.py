@@ -7,8 +7,8 @@ from typing import get_args
 import hostile
 import pytest
 
-from tasks import _formats, _numbers
-from tasks._formats import AnswerFormat
+from cohort.tasks import _formats, _numbers
+from cohort.tasks._formats import AnswerFormat
 
 FORMATS = get_args(AnswerFormat)
 

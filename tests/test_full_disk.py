@@ -15,11 +15,11 @@ import pytest
 from fake_trials import a_study
 from test_study import check_history, completions, journal, living_workers, run, wanted
 
-from harness.cli import app
-from harness.disk import DiskFull, disk_full
-from harness.study.runner import study_status
-from harness.study.status import StudyStatus
-from harness.tracking.mlflow_studies import read_study
+from cohort.harness.cli import app
+from cohort.harness.disk import DiskFull, disk_full
+from cohort.harness.study.runner import study_status
+from cohort.harness.study.status import StudyStatus
+from cohort.harness.tracking.mlflow_studies import read_study
 
 SIZE = 130_000_000  # bytes; a start asks for 100 MB
 
@@ -113,7 +113,7 @@ def test_every_words_for_a_full_disk_become_one_sentence(
     def refuse(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("harness.study.runner.study_status", refuse)
+    monkeypatch.setattr("cohort.harness.study.runner.study_status", refuse)
     with pytest.raises(SystemExit) as ended:
         app.main(["study", "status", "any", "--runs", str(tmp_path)])
     said = capsys.readouterr().err

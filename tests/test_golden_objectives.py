@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import plugins
-from harness.tensors import pad_right
-from harness.types import Batch, PolicyOutput
+from cohort.harness import plugins
+from cohort.harness.tensors import pad_right
+from cohort.harness.types import Batch, PolicyOutput
 
 FILE = Path(__file__).parent / "golden" / "objectives.json"
 GOLDEN = json.loads(FILE.read_text())

@@ -10,15 +10,15 @@ import sympy
 from real_data import ROOT
 from test_grading import FractionTask, group
 
-from harness.training import grading
-from harness.training.grading import grade
-from tasks import _questions, _symbolic, _values
-from tasks._symbolic import Checker, Reply
+from cohort.harness.training import grading
+from cohort.harness.training.grading import grade
+from cohort.tasks import _questions, _symbolic, _values
+from cohort.tasks._symbolic import Checker, Reply
 
 # Every pair of 16 powers and the gold answer, as a group of distinct answers is compared; it prints what algebra did.
 COUNTED = r"""
 from itertools import combinations
-from tasks import _algebra
+from cohort.tasks import _algebra
 
 asked = []
 
@@ -41,7 +41,7 @@ print(_algebra.compare(powers[0], powers[0].replace("^", "^ "), lambda stage: No
 # Every pair of 16 lines; it prints how many equations were solved and how many differences were simplified.
 SOLVED = r"""
 from itertools import combinations
-from tasks import _algebra
+from cohort.tasks import _algebra
 
 asked = []
 solve, is_zero = _algebra.grader.solve, _algebra.grader.sympy_symbolic_eq

@@ -14,8 +14,8 @@ import datasets
 import pytest
 from real_data import ROOT, real_data
 
-from tasks import _numbers
-from tasks.gsm8k import GSM8K
+from cohort.tasks import _numbers
+from cohort.tasks.gsm8k import GSM8K
 
 FIXTURE = Path(__file__).parent / "fixtures" / "gsm8k"
 ROW = {"question": "How many legs have 3 dogs?", "answer": "3*4 = <<3*4=12>>12 legs.\n#### 12"}
@@ -404,7 +404,9 @@ def test_a_hub_source_gives_one_configuration_or_all_of_them(monkeypatch):
 
 
 def test_a_hub_that_cannot_be_reached_is_an_error_that_offers_a_local_path(tmp_path):
-    program = "from tasks.gsm8k import GSM8K\ntry: GSM8K().prompts('test')\nexcept ValueError as error: print(error)"
+    program = (
+        "from cohort.tasks.gsm8k import GSM8K\ntry: GSM8K().prompts('test')\nexcept ValueError as error: print(error)"
+    )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, cwd=ROOT)
     assert "openai/gsm8k: the Hub cannot be reached" in done.stdout, done.stderr

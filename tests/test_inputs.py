@@ -12,24 +12,24 @@ import fake_trials
 import pytest
 from fakes import MemoryLog, StopAfter
 
-from harness import files
-from harness.files import read_json, sha256, write_json
-from harness.inputs import InputsChanged, digested, expecting
-from harness.policy.model import save_model
-from harness.policy.tiny import tiny_model, tiny_tokenizer
-from harness.preflight import run_inputs
-from harness.runs.pipeline import train_pipeline
-from harness.runs.single import train_once
-from harness.runs.stages import Stage
-from harness.spec.run import parse_run
-from harness.study.plan import Plan
-from harness.study.queue import Queue
-from harness.study.runner import dry_run, run_study, study_status
-from harness.study.worker import EXECUTE, worker_main
-from harness.tracking.mlflow_store import connect
-from harness.tracking.mlflow_studies import read_study
-from harness.training.loop import train
-from tasks.gsm8k import GSM8K
+from cohort.harness import files
+from cohort.harness.files import read_json, sha256, write_json
+from cohort.harness.inputs import InputsChanged, digested, expecting
+from cohort.harness.policy.model import save_model
+from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
+from cohort.harness.preflight import run_inputs
+from cohort.harness.runs.pipeline import train_pipeline
+from cohort.harness.runs.single import train_once
+from cohort.harness.runs.stages import Stage
+from cohort.harness.spec.run import parse_run
+from cohort.harness.study.plan import Plan
+from cohort.harness.study.queue import Queue
+from cohort.harness.study.runner import dry_run, run_study, study_status
+from cohort.harness.study.worker import EXECUTE, worker_main
+from cohort.harness.tracking.mlflow_store import connect
+from cohort.harness.tracking.mlflow_studies import read_study
+from cohort.harness.training.loop import train
+from cohort.tasks.gsm8k import GSM8K
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMIT, OTHER = "a" * 40, "b" * 40
@@ -281,11 +281,11 @@ from pathlib import Path
 from datasets import Dataset, DatasetInfo, config
 from datasets.splits import SplitDict, SplitInfo
 from huggingface_hub import constants
-from harness.inputs import InputsChanged, digested, expecting
-from harness.policy.model import load_policy, save_model
-from harness.policy.sources import model_sources
-from harness.policy.tiny import tiny_model, tiny_tokenizer
-from tasks.gsm8k import GSM8K
+from cohort.harness.inputs import InputsChanged, digested, expecting
+from cohort.harness.policy.model import load_policy, save_model
+from cohort.harness.policy.sources import model_sources
+from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
+from cohort.tasks.gsm8k import GSM8K
 
 old, new = sys.argv[1:]
 model = Path(constants.HF_HUB_CACHE) / "models--some--model"

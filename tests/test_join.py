@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from fake_study import FakeArm, fake_study
 
-from harness.types import StudyRecord
-from reports.analysis import analyse
-from reports.join import join
-from reports.prose.notes import notes
-from reports.render import results_csv, write_report
+from cohort.harness.types import StudyRecord
+from cohort.reports.analysis import analyse
+from cohort.reports.join import join
+from cohort.reports.prose.notes import notes
+from cohort.reports.render import results_csv, write_report
 
 
 def study(name: str, seeds: range = range(3), **settings: Any) -> StudyRecord:

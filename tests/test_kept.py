@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from fakes import tiny_codec
 
-from harness.engines.scripted import ScriptedEngine
-from harness.memory.fit import check_samples
-from harness.policy.tiny import tiny_model
-from harness.runs.single import evaluate_once
-from harness.spec.errors import SpecError
-from harness.spec.run import RunSpec, parse_run
-from harness.training.evaluate import evaluate_run
-from harness.training.kept import Completions
+from cohort.harness.engines.scripted import ScriptedEngine
+from cohort.harness.memory.fit import check_samples
+from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.runs.single import evaluate_once
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.run import RunSpec, parse_run
+from cohort.harness.training.evaluate import evaluate_run
+from cohort.harness.training.kept import Completions
 
 
 class CountingEngine(ScriptedEngine):

@@ -14,16 +14,16 @@ from fake_study import fake_study
 from fakes import MemoryLog, graded_group
 from test_plugins import install
 
-from harness.rewards.answer_entropy import AnswerEntropy
-from harness.rewards.majority_vote import MajorityVote
-from harness.rewards.self_certainty import SelfCertainty
-from harness.rewards.token_entropy import TokenEntropy
-from harness.spec.run import parse_run
-from harness.training.run import Clock, prepare
-from harness.training.sampling import sample_groups
-from reports.analysis import analyse
-from reports.collapse import collapse_step, collapses
-from reports.prose.notes import notes
+from cohort.harness.rewards.answer_entropy import AnswerEntropy
+from cohort.harness.rewards.majority_vote import MajorityVote
+from cohort.harness.rewards.self_certainty import SelfCertainty
+from cohort.harness.rewards.token_entropy import TokenEntropy
+from cohort.harness.spec.run import parse_run
+from cohort.harness.training.run import Clock, prepare
+from cohort.harness.training.sampling import sample_groups
+from cohort.reports.analysis import analyse
+from cohort.reports.collapse import collapse_step, collapses
+from cohort.reports.prose.notes import notes
 
 TESTS = Path(__file__).resolve().parent
 
@@ -137,13 +137,13 @@ LEAKS = {
     "peeks": "return [float(bool(group.correct) and group.correct[i]) for i in range(len(group.completions))]",
     "remembers": "return [float(seen[-1][i]) if seen else 0.0 for i in range(len(group.completions))]",
     "looks_up": """
-        from tasks.arithmetic import Arithmetic
+        from cohort.tasks.arithmetic import Arithmetic
         gold = next((p.gold for p in Arithmetic().prompts("train") if p.id == group.prompt_id), None)
         return [float(answer == gold) for answer in group.answers]
 """,
 }
 PACKAGE = """
-from harness.interfaces import Reward
+from cohort.harness.interfaces import Reward
 
 seen = []
 

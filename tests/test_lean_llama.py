@@ -16,15 +16,15 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from harness.engines.transformers import LibraryDecoder, TransformersEngine
-from harness.policy import fused_llama
-from harness.policy.forward import Critic, completion_states, prompt_states, token_logprobs
-from harness.policy.llama_decoder import LeanDecoder
-from harness.policy.lora import add_adapter
-from harness.policy.tiny import tiny_model
-from harness.spec.run import LoRA
-from harness.tensors import pad_left
-from harness.types import Prompt, Sampling
+from cohort.harness.engines.transformers import LibraryDecoder, TransformersEngine
+from cohort.harness.policy import fused_llama
+from cohort.harness.policy.forward import Critic, completion_states, prompt_states, token_logprobs
+from cohort.harness.policy.llama_decoder import LeanDecoder
+from cohort.harness.policy.lora import add_adapter
+from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.spec.run import LoRA
+from cohort.harness.tensors import pad_left
+from cohort.harness.types import Prompt, Sampling
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from fake_trials import a_study
 
-from harness.files import read_json, write_json
-from harness.study.plan import Plan
-from harness.study.queue import Claim, Queue
-from harness.study.storage.base import Lease, is_alive, machine, this_process
-from harness.study.storage.files import GRACE_SECONDS, LOOK_SECONDS, FileLease, LocalStorage
+from cohort.harness.files import read_json, write_json
+from cohort.harness.study.plan import Plan
+from cohort.harness.study.queue import Claim, Queue
+from cohort.harness.study.storage.base import Lease, is_alive, machine, this_process
+from cohort.harness.study.storage.files import GRACE_SECONDS, LOOK_SECONDS, FileLease, LocalStorage
 
 LOOK = 5.0  # seconds between two looks of a watcher
 
@@ -121,7 +121,7 @@ def test_a_lease_that_names_this_host_and_a_process_that_is_not_here_is_not_take
 CONTAINER = """
 import sys, time
 from pathlib import Path
-from harness.study.storage import files
+from cohort.harness.study.storage import files
 lease = files.FileLease(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)

@@ -14,8 +14,8 @@ from pathlib import Path
 import fake_trials
 import pytest
 
-from harness.tracking import mlflow_store
-from harness.tracking.mlflow_store import check_runs_folder
+from cohort.harness.tracking import mlflow_store
+from cohort.harness.tracking.mlflow_store import check_runs_folder
 
 HOLD = """
 import sqlite3, sys

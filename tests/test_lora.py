@@ -10,17 +10,17 @@ from safetensors.torch import load_file
 from test_learner import make_batch
 from test_train import BASE, StopAfter
 
-from harness.inputs import InputsChanged
-from harness.policy.forward import token_logprobs
-from harness.policy.lora import adapter_off, adapter_weights, add_adapter, merged_weights
-from harness.policy.model import check_model, load_policy, save_model
-from harness.policy.sources import Base, model_sources
-from harness.policy.tiny import tiny_config, tiny_model, tiny_tokenizer
-from harness.spec.errors import SpecError
-from harness.spec.run import parse_run
-from harness.training.learner import Learner
-from harness.training.loop import train
-from harness.training.weight_sync import _learner_scores
+from cohort.harness.inputs import InputsChanged
+from cohort.harness.policy.forward import token_logprobs
+from cohort.harness.policy.lora import adapter_off, adapter_weights, add_adapter, merged_weights
+from cohort.harness.policy.model import check_model, load_policy, save_model
+from cohort.harness.policy.sources import Base, model_sources
+from cohort.harness.policy.tiny import tiny_config, tiny_model, tiny_tokenizer
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.run import parse_run
+from cohort.harness.training.learner import Learner
+from cohort.harness.training.loop import train
+from cohort.harness.training.weight_sync import _learner_scores
 
 LORA = {"rank": 4, "alpha": 8.0}
 

@@ -15,11 +15,11 @@ import psutil
 import pytest
 from real_data import ROOT, real_data
 
-from harness.spec.errors import SpecError
-from harness.spec.run import parse_run
-from tasks import _child, _latex, _symbolic
-from tasks._symbolic import Checker
-from tasks.math import Math
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.run import parse_run
+from cohort.tasks import _child, _latex, _symbolic
+from cohort.tasks._symbolic import Checker
+from cohort.tasks.math import Math
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -315,7 +315,7 @@ def test_threads_that_ask_together_get_their_own_verdicts(checker):
 
 FORK = """
 import os
-from tasks._symbolic import checker
+from cohort.tasks._symbolic import checker
 assert checker().compare("x+1", "1+x") == "equal"
 first = checker()._idle[0]._process.pid
 if os.fork() == 0:
@@ -331,7 +331,7 @@ print("both")
 
 BUSY = r"""
 import threading
-from tasks._symbolic import Checker
+from cohort.tasks._symbolic import Checker
 checker = Checker(wall_seconds=3.0, cpu_seconds=2.0)
 checker.compare("x+1", "1+x")
 print(checker._idle[0]._process.pid, flush=True)

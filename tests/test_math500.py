@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from real_data import real_data
 
-from tasks.math import Math
-from tasks.math500 import Math500
+from cohort.tasks.math import Math
+from cohort.tasks.math500 import Math500
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

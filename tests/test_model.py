@@ -6,10 +6,10 @@ import sys
 import pytest
 import torch
 
-from harness.policy.device import resolve_device
-from harness.policy.model import check_model, load_policy, load_tokenizer, save_model
-from harness.policy.text import TextCodec
-from harness.policy.tiny import tiny_model, tiny_tokenizer
+from cohort.harness.policy.device import resolve_device
+from cohort.harness.policy.model import check_model, load_policy, load_tokenizer, save_model
+from cohort.harness.policy.text import TextCodec
+from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
 
 
 @pytest.fixture
@@ -109,8 +109,8 @@ def test_cuda_is_refused_where_there_is_none():
 @pytest.mark.parametrize(
     "code",
     [
-        "from harness.policy.tiny import tiny_model; tiny_model(0)",
-        "from harness.spec.run import parse_run; from harness.memory.estimate import estimate_run;"
+        "from cohort.harness.policy.tiny import tiny_model; tiny_model(0)",
+        "from cohort.harness.spec.run import parse_run; from cohort.harness.memory.estimate import estimate_run;"
         "estimate_run(parse_run({'task': 'arithmetic', 'algorithm': 'grpo'}, ''))",
     ],
     ids=["made", "estimated"],

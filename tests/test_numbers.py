@@ -6,8 +6,8 @@ from fractions import Fraction
 import hostile
 import pytest
 
-from tasks import _numbers
-from tasks._numbers import canonical, last_boxed, number
+from cohort.tasks import _numbers
+from cohort.tasks._numbers import canonical, last_boxed, number
 
 # fmt: off
 # Text -> canonical number, words allowed.

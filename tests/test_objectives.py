@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from algorithms._advantages import (
+from cohort.algorithms._advantages import (
     at_last_token,
     generalised_advantages,
     group_centred,
     group_standardised,
     leave_one_out,
 )
-from algorithms._losses import clipped_surrogate, kl_estimate, row_sum_weights, token_mean_weights
-from algorithms.grpo import GRPO
-from algorithms.ppo import PPO
-from harness.tensors import kl_k1, kl_k3, whiten
-from harness.types import Batch, PolicyOutput
+from cohort.algorithms._losses import clipped_surrogate, kl_estimate, row_sum_weights, token_mean_weights
+from cohort.algorithms.grpo import GRPO
+from cohort.algorithms.ppo import PPO
+from cohort.harness.tensors import kl_k1, kl_k3, whiten
+from cohort.harness.types import Batch, PolicyOutput
 
 
 def batch_of(mask, rewards, group_size, **tensors):

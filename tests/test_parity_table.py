@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "parity"))
 from _cases import PROMPT, Numbers, cases, our_loss
 from _table import Row, evaluate, markdown
 
-from algorithms.grpo import GRPO
+from cohort.algorithms.grpo import GRPO
 
 
 def one_number(value, slope=0.0):

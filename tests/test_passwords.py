@@ -20,14 +20,14 @@ import pytest
 import typer
 from fake_trials import a_study
 
-from harness.addresses import hides, shown, without_secrets
-from harness.cli import app
-from harness.spec.errors import SpecError
-from harness.study.queue import open_storage
-from harness.study.runner import run_study
-from harness.study.status import StudyStatus
-from harness.study.storage.postgres import ask_password
-from harness.tracking import mlflow_address
+from cohort.harness.addresses import hides, shown, without_secrets
+from cohort.harness.cli import app
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.study.queue import open_storage
+from cohort.harness.study.runner import run_study
+from cohort.harness.study.status import StudyStatus
+from cohort.harness.study.storage.postgres import ask_password
+from cohort.harness.tracking import mlflow_address
 
 SECRET = "s3cret"
 URLS = [
@@ -136,8 +136,8 @@ def test_the_command_that_reproduces_a_study_names_the_workers_and_no_password(
         asked.update(given)
         raise typer.Exit(0)
 
-    monkeypatch.setattr("harness.study.runner.run_study", run)
-    monkeypatch.setattr("harness.study.processes.default_workers", lambda devices: 7)
+    monkeypatch.setattr("cohort.harness.study.runner.run_study", run)
+    monkeypatch.setattr("cohort.harness.study.processes.default_workers", lambda devices: 7)
     storage = ["--storage", "postgresql://me:s3cret@127.0.0.1:1/x"]
     with pytest.raises(SystemExit, match="0"):
         app.main(["study", "run", "quickstart", "--seeds", "0", *storage, *workers])
@@ -168,7 +168,7 @@ def test_no_process_log_or_file_of_a_study_has_the_password(
     study, url = a_study(factors={"algorithm.group_size": [2]}, seeds=[0]), server.new_database()
     status = run_study(study, runs, workers=1, command="", on_status=look, execute=fake_trials.EXECUTE, storage=url)
     assert status.all_valid
-    assert any("harness.study.worker" in words for words in arguments)
+    assert any("cohort.harness.study.worker" in words for words in arguments)
     files = [file for file in runs.rglob("*") if file.is_file()]
     assert {"worker-0.log", "mlflow.db", "study.json"} <= {file.name for file in files}
     assert [file for file in files if server.password.encode() in file.read_bytes()] == []
@@ -196,7 +196,7 @@ def test_a_password_is_asked_for_only_if_the_server_wants_it_and_nothing_else_gi
 @needs_postgres
 def test_a_password_typed_at_the_terminal_opens_the_storage(server: postgres_server.Server):
     terminal, stdin = pty.openpty()
-    code = "from harness.cli.app import main; main()"
+    code = "from cohort.harness.cli.app import main; main()"
     process = subprocess.Popen(
         [sys.executable, "-c", code, "study", "status", "sizes", "--storage", without_password(server.url())],
         stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from harness.cli.app import app
-from harness.files import write_json
-from harness.spec.load import load_study
-from harness.spec.run import parse_run
-from harness.spec.study import StudySpec, parse_study
-from harness.study.planner import (
+from cohort.harness.cli.app import app
+from cohort.harness.files import write_json
+from cohort.harness.spec.load import load_study
+from cohort.harness.spec.run import parse_run
+from cohort.harness.spec.study import StudySpec, parse_study
+from cohort.harness.study.planner import (
     Calibration,
     Pace,
     Spread,
@@ -29,7 +29,7 @@ from harness.study.planner import (
     proposed,
     spread_of,
 )
-from harness.tracking.events import EVENTS, event_line
+from cohort.harness.tracking.events import EVENTS, event_line
 
 # 2 s and 1e9 operations a step; 0.1 s and 1e7 a problem; 10 validation and 20 test problems
 PACE = Pace(2.0, 0.1, 1e9, 1e7, 10, 20)
@@ -48,7 +48,7 @@ def a_measurement(study: StudySpec, **changes: Any) -> Calibration:
 
 
 def detectable(error: float, df: float, alpha: float) -> float:
-    return importlib.import_module("reports.statistics").minimum_detectable_difference(error, df, alpha)
+    return importlib.import_module("cohort.reports.statistics").minimum_detectable_difference(error, df, alpha)
 
 
 def test_a_study_takes_what_its_busiest_worker_takes():

@@ -11,10 +11,10 @@ from types import ModuleType
 
 import pytest
 
-import algorithms
-from harness import plugins
-from harness.interfaces import Algorithm, Reward, RolloutEngine, Task
-from harness.spec.load import load_run
+import cohort.algorithms
+from cohort.harness import plugins
+from cohort.harness.interfaces import Algorithm, Reward, RolloutEngine, Task
+from cohort.harness.spec.load import load_run
 
 ROOT = Path(__file__).resolve().parents[1]
 BASES: dict[plugins.Kind, type] = {
@@ -32,7 +32,7 @@ FOLDERS: dict[plugins.Kind, str] = {
 
 THIRD_PARTY = """
 from typing import Literal
-from algorithms.grpo import GRPO
+from cohort.algorithms.grpo import GRPO
 
 class Elsewhere(GRPO):
     name: Literal["{name}"] = "{name}"
@@ -76,7 +76,7 @@ def test_every_plugin_loads_and_carries_its_files_name(kind: plugins.Kind, name:
 
 
 def test_listing_names_imports_no_plugin():
-    code = "import sys; from harness import plugins; print(*plugins.names('algorithm')); print(*sys.modules)"
+    code = "import sys; from cohort.harness import plugins; print(*plugins.names('algorithm')); print(*sys.modules)"
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     listed, loaded = child.stdout.splitlines()
     assert "grpo" in listed.split()
@@ -144,7 +144,7 @@ def test_the_readmes_reward_works_as_printed(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_readmes_study_is_valid(tmp_path: Path):
-    from harness.spec.load import load_study
+    from cohort.harness.spec.load import load_study
 
     file = tmp_path / "my_study.yaml"
     file.write_text(next(re.finditer(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.S))[1])
@@ -180,7 +180,7 @@ def test_an_algorithm_with_a_method_of_its_own_must_state_its_objective(
 
 
 def test_a_method_that_comes_from_a_mixin_needs_an_objective_too():
-    from algorithms.grpo import GRPO
+    from cohort.algorithms.grpo import GRPO
 
     class Halved:
         def advantages(self, batch):
@@ -197,7 +197,7 @@ def test_a_method_that_comes_from_a_mixin_needs_an_objective_too():
 
 @pytest.mark.parametrize("count", [0, 2])
 def test_a_file_without_exactly_one_public_class_is_refused(count: int):
-    module = ModuleType("algorithms.broken")
+    module = ModuleType("cohort.algorithms.broken")
     base = plugins.load("algorithm", "grpo")
     for number in range(count):
         setattr(module, f"Made{number}", type(f"Made{number}", (base,), {"__module__": module.__name__}))
@@ -215,11 +215,13 @@ def test_nearest_finds_a_typing_mistake_and_nothing_far_away():
 
 def test_a_new_file_alone_makes_an_algorithm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "brand_new.py").write_text(THIRD_PARTY.format(name="brand_new"))
-    monkeypatch.setattr(algorithms, "__path__", [*algorithms.__path__, str(tmp_path)])  # as if it lay in the folder
+    monkeypatch.setattr(
+        cohort.algorithms, "__path__", [*cohort.algorithms.__path__, str(tmp_path)]
+    )  # as if it lay in the folder
     importlib.invalidate_caches()
     assert "brand_new" in plugins.names("algorithm")
     spec = load_run(None, ["task=arithmetic", "algorithm=brand_new", "algorithm.kl_beta=0"])
-    assert type(spec.algorithm).__module__ == "algorithms.brand_new"
+    assert type(spec.algorithm).__module__ == "cohort.algorithms.brand_new"
     assert not spec.algorithm.needs_reference
 
 
@@ -236,7 +238,7 @@ def test_an_entry_point_with_the_name_of_a_built_in_is_refused(tmp_path: Path, m
         "algorithm 'dr_grpo' is declared by Cohort itself and package plugin_shadow; a name means one algorithm, "
         "so rename the entry point under cohort.algorithms or uninstall its package"
     )
-    assert plugins.load("algorithm", "grpo").__module__ == "algorithms.grpo"  # what is not ambiguous still works
+    assert plugins.load("algorithm", "grpo").__module__ == "cohort.algorithms.grpo"  # what is not ambiguous still works
 
 
 def test_two_packages_with_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -252,7 +254,11 @@ def test_two_packages_with_one_name_are_refused(tmp_path: Path, monkeypatch: pyt
     ("source", "class_name", "complaint"),
     [
         (THIRD_PARTY.format(name="other"), "Elsewhere", r"must declare name: Literal\['wrong'\] .*, got 'other'$"),
-        ("class Elsewhere: pass", "Elsewhere", "must be a class that inherits from harness.interfaces.Algorithm$"),
+        (
+            "class Elsewhere: pass",
+            "Elsewhere",
+            "must be a class that inherits from cohort.harness.interfaces.Algorithm$",
+        ),
         ("", "Elsewhere", "cannot be loaded: .*Elsewhere"),
         ("import no_such_module", "Elsewhere", "cannot be loaded: No module named 'no_such_module'"),
     ],

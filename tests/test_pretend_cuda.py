@@ -11,14 +11,14 @@ from fakes import MemoryLog, tiny_codec
 from pretend_cuda import DeviceMismatch, pretend_cuda
 from test_learner import make_batch, make_spec
 
-from harness import plugins
-from harness.engines.transformers import TransformersEngine
-from harness.policy.tiny import tiny_model
-from harness.spec.run import parse_run
-from harness.training.learner import Learner
-from harness.training.run import prepare
-from harness.training.step import train_step
-from harness.types import Prompt, Sampling
+from cohort.harness import plugins
+from cohort.harness.engines.transformers import TransformersEngine
+from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.spec.run import parse_run
+from cohort.harness.training.learner import Learner
+from cohort.harness.training.run import prepare
+from cohort.harness.training.step import train_step
+from cohort.harness.types import Prompt, Sampling
 
 PRECISIONS = {"float32": {}, "autocast": {"autocast": True}, "bfloat16": {"dtype": "bfloat16"}}
 LORA = {False: {}, True: {"lora": {"rank": 2}}}

@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from harness.rationals import decimal, evaluate
+from cohort.harness.rationals import decimal, evaluate
 
 
 def tokens(text: str) -> list[Fraction | str]:

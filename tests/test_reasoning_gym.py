@@ -4,10 +4,10 @@ from importlib.util import find_spec
 
 import pytest
 
-from harness.training.grading import grade
-from harness.types import Group, Rollout
-from tasks import _gym, _gym_child
-from tasks.reasoning_gym import ReasoningGym
+from cohort.harness.training.grading import grade
+from cohort.harness.types import Group, Rollout
+from cohort.tasks import _gym, _gym_child
+from cohort.tasks.reasoning_gym import ReasoningGym
 
 needs_gym = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="the extra [gym] is not installed")
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from harness.cli.regrade import Case, graders, read_cases, regrade
-from tasks.gsm8k import GSM8K
+from cohort.harness.cli.regrade import Case, graders, read_cases, regrade
+from cohort.tasks.gsm8k import GSM8K
 
 TASK = GSM8K()
 

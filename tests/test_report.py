@@ -19,19 +19,19 @@ import pytest
 from fake_study import HOSTILE_ARM, FakeArm, factor_grid, fake_study, three_algorithms
 from markdown_it import MarkdownIt
 
-from harness.types import StudyRecord, TrialRecord
-from reports import statistics
-from reports.analysis import Analysis, analyse, held_out_accuracies, level_means, marginal, outcome_contrast
-from reports.figures import curves, grid, settings
-from reports.figures.curves import Series, aligned, smoothed
-from reports.figures.outcome import pareto_front
-from reports.figures.style import GREY, PALETTE, Drawing, color_of, end_label, write_files
-from reports.page import page_drawings
-from reports.prose import wording
-from reports.prose.answer import answer
-from reports.prose.notes import interval_method, notes
-from reports.render import COLUMNS, ReportFiles, results_csv, visible, write_report
-from reports.trials import choose_outcome
+from cohort.harness.types import StudyRecord, TrialRecord
+from cohort.reports import statistics
+from cohort.reports.analysis import Analysis, analyse, held_out_accuracies, level_means, marginal, outcome_contrast
+from cohort.reports.figures import curves, grid, settings
+from cohort.reports.figures.curves import Series, aligned, smoothed
+from cohort.reports.figures.outcome import pareto_front
+from cohort.reports.figures.style import GREY, PALETTE, Drawing, color_of, end_label, write_files
+from cohort.reports.page import page_drawings
+from cohort.reports.prose import wording
+from cohort.reports.prose.answer import answer
+from cohort.reports.prose.notes import interval_method, notes
+from cohort.reports.render import COLUMNS, ReportFiles, results_csv, visible, write_report
+from cohort.reports.trials import choose_outcome
 
 
 def analysed(record: StudyRecord) -> Analysis:

@@ -13,8 +13,8 @@ import pytest
 from browser import session
 from fake_study import HOSTILE_ARM, FakeArm, factor_grid, fake_study, three_algorithms
 
-from harness.types import StudyRecord
-from reports.render import write_report
+from cohort.harness.types import StudyRecord
+from cohort.reports.render import write_report
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,12 @@ import re
 import pytest
 from real_data import real_data
 
-from harness.rewards.majority_vote import MajorityVote
-from harness.training.grading import grade
-from harness.types import GradedGroup, Group, Prompt, Rollout
-from tasks.gsm8k import GSM8K
-from tasks.math import Math
-from tasks.math500 import Math500
+from cohort.harness.rewards.majority_vote import MajorityVote
+from cohort.harness.training.grading import grade
+from cohort.harness.types import GradedGroup, Group, Prompt, Rollout
+from cohort.tasks.gsm8k import GSM8K
+from cohort.tasks.math import Math
+from cohort.tasks.math500 import Math500
 
 # fmt: off
 # Question, gold, and answers that equal it and do not answer.

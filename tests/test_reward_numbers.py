@@ -6,19 +6,19 @@ import time
 import pytest
 from fakes import graded_group
 
-from harness.policy.tiny import tiny_tokenizer
-from harness.rewards._calculations import MAX_CALCULATIONS, MAX_CHARS, calculations
-from harness.rewards.accuracy import Accuracy
-from harness.rewards.format import Format
-from harness.rewards.majority_vote import MajorityVote
-from harness.rewards.overlong import Overlong
-from harness.rewards.process import Process
-from harness.rewards.reasoning_length import ReasoningLength
-from harness.rewards.repetition import Repetition, repeated_fraction
-from harness.spec.errors import SpecError
-from harness.spec.run import parse_run
-from harness.training.scoring import events, score, token_at
-from harness.types import Group, Prompt, Rollout
+from cohort.harness.policy.tiny import tiny_tokenizer
+from cohort.harness.rewards._calculations import MAX_CALCULATIONS, MAX_CHARS, calculations
+from cohort.harness.rewards.accuracy import Accuracy
+from cohort.harness.rewards.format import Format
+from cohort.harness.rewards.majority_vote import MajorityVote
+from cohort.harness.rewards.overlong import Overlong
+from cohort.harness.rewards.process import Process
+from cohort.harness.rewards.reasoning_length import ReasoningLength
+from cohort.harness.rewards.repetition import Repetition, repeated_fraction
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.run import parse_run
+from cohort.harness.training.scoring import events, score, token_at
+from cohort.harness.types import Group, Prompt, Rollout
 
 
 def test_votes_are_counted_over_classes_and_every_tied_class_wins():

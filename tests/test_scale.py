@@ -7,9 +7,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from harness.cli.compare import comparison
-from harness.cli.scale import scale_settings
-from harness.policy.tiny import tiny_model
+from cohort.harness.cli.compare import comparison
+from cohort.harness.cli.scale import scale_settings
+from cohort.harness.policy.tiny import tiny_model
 
 MODEL = "Qwen/Qwen2.5-0.5B"
 

@@ -8,13 +8,13 @@ from fakes import MemoryLog
 from test_learner import make_batch
 from test_train import BASE, StopAfter, assert_same_weights, final_weights
 
-from harness import plugins
-from harness.policy.tiny import tiny_model
-from harness.spec.errors import SpecError
-from harness.spec.run import KLControl, Mismatch, Optimizer, parse_run
-from harness.training.learner import Learner, correct_mismatch
-from harness.training.loop import train
-from harness.training.schedules import adapted_kl_beta, kl_beta_factor, learning_rate_factor
+from cohort.harness import plugins
+from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.run import KLControl, Mismatch, Optimizer, parse_run
+from cohort.harness.training.learner import Learner, correct_mismatch
+from cohort.harness.training.loop import train
+from cohort.harness.training.schedules import adapted_kl_beta, kl_beta_factor, learning_rate_factor
 
 
 @pytest.fixture(scope="module")

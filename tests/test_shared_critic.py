@@ -4,14 +4,14 @@ import pytest
 import torch
 from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
 
-from harness.memory.estimate import estimate, model_config
-from harness.policy.forward import hidden_states
-from harness.policy.lora import add_adapter
-from harness.policy.tiny import tiny_model
-from harness.spec.run import parse_run
-from harness.training.learner import Learner
-from harness.training.loop import train
-from harness.types import Batch
+from cohort.harness.memory.estimate import estimate, model_config
+from cohort.harness.policy.forward import hidden_states
+from cohort.harness.policy.lora import add_adapter
+from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.spec.run import parse_run
+from cohort.harness.training.learner import Learner
+from cohort.harness.training.loop import train
+from cohort.harness.types import Batch
 
 
 def make_spec(critic="shared", weight=1.0, **changes):

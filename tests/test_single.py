@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from harness import plugins
-from harness.engines.scripted import ScriptedEngine
-from harness.runs import single
-from harness.spec.run import parse_run
+from cohort.harness import plugins
+from cohort.harness.engines.scripted import ScriptedEngine
+from cohort.harness.runs import single
+from cohort.harness.spec.run import parse_run
 
 
 class RecordingEngine(ScriptedEngine):

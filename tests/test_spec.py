@@ -13,18 +13,18 @@ import pytest
 import yaml
 from pydantic import Field, ValidationError
 
-from harness.engines.transformers import uniforms
-from harness.inputs import digest
-from harness.policy.tiny import tiny_model
-from harness.preflight import check_inputs
-from harness.spec import paths
-from harness.spec.errors import SpecError
-from harness.spec.load import load_run, load_study, shipped_studies
-from harness.spec.raw import MAX_INTEGER, parse_overrides, read_yaml, with_overrides
-from harness.spec.run import RunSpec, parse_run
-from harness.spec.study import StudySpec, parse_study
-from harness.streams import generator
-from harness.types import Section
+from cohort.harness.engines.transformers import uniforms
+from cohort.harness.inputs import digest
+from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.preflight import check_inputs
+from cohort.harness.spec import paths
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.load import load_run, load_study, shipped_studies
+from cohort.harness.spec.raw import MAX_INTEGER, parse_overrides, read_yaml, with_overrides
+from cohort.harness.spec.run import RunSpec, parse_run
+from cohort.harness.spec.study import StudySpec, parse_study
+from cohort.harness.streams import generator
+from cohort.harness.types import Section
 
 RUN: dict[str, Any] = {"task": {"name": "arithmetic"}, "algorithm": {"name": "grpo"}}
 
@@ -219,7 +219,7 @@ def test_the_digest_changes_with_any_setting_and_not_with_how_it_was_written():
 
 
 def test_the_digest_is_the_same_in_every_process():
-    code = f"from harness.spec.run import parse_run; print(parse_run({RUN!r}, 'x').digest())"
+    code = f"from cohort.harness.spec.run import parse_run; print(parse_run({RUN!r}, 'x').digest())"
     environment = {**os.environ, "PYTHONHASHSEED": "12345"}
     child = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert child.stdout.strip() == parse_run(RUN, "x").digest()
@@ -475,7 +475,7 @@ def test_every_shipped_study_is_valid_and_opens_with_its_question(name: str):
 def test_training_on_a_cut_distribution_is_warned_of_before_the_run(changes, splits, warned, tmp_path, caplog):
     spec = parse_run({"task": "arithmetic", "algorithm": "grpo", **changes}, "test")
     check_inputs([spec, spec], tmp_path, splits)
-    found = [record.getMessage() for record in caplog.records if record.name == "harness.preflight"]
+    found = [record.getMessage() for record in caplog.records if record.name == "cohort.harness.preflight"]
     assert len(found) == warned
     assert all(text.startswith("sampling.top_p below 1 or top_k above 0 biases training: ") for text in found)
 

@@ -15,8 +15,8 @@ from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.nonparametric import rank_compare_2indep
 from statsmodels.stats.power import TTestPower
 
-from reports import statistics as ours
-from reports.anova import anova
+from cohort.reports import statistics as ours
+from cohort.reports.anova import anova
 
 
 def improvement_bootstrap(

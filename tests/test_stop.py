@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from harness.stop import STEP, acknowledged, stop_on_signals
+from cohort.harness.stop import STEP, acknowledged, stop_on_signals
 
 # Ends in the middle of the imports of a command, before it has a graceful way to stop.
 EARLY = """
@@ -22,7 +22,7 @@ class Interrupting:
         if name == sys.argv[1]:
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Interrupting())
-from harness.cli.app import main
+from cohort.harness.cli.app import main
 main(sys.argv[2:])
 """
 

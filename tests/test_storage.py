@@ -16,15 +16,15 @@ import postgres_server
 import pytest
 from fake_trials import a_study
 
-from harness.addresses import shown
-from harness.files import write_json
-from harness.spec.errors import SpecError
-from harness.spec.study import StudySpec
-from harness.study.plan import Plan
-from harness.study.queue import MAX_LOST, Claim, Outcome, Queue, open_storage
-from harness.study.runner import run_study, study_status
-from harness.study.storage.base import StorageUnavailable
-from harness.study.storage.files import FileLease, LocalStorage
+from cohort.harness.addresses import shown
+from cohort.harness.files import write_json
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.study import StudySpec
+from cohort.harness.study.plan import Plan
+from cohort.harness.study.queue import MAX_LOST, Claim, Outcome, Queue, open_storage
+from cohort.harness.study.runner import run_study, study_status
+from cohort.harness.study.storage.base import StorageUnavailable
+from cohort.harness.study.storage.files import FileLease, LocalStorage
 
 METRIC = "validation/accuracy"
 DONE = Outcome("complete", summary={"accuracy_final": 0.5, "seconds": 8.0, "generated_tokens": 100.0},
@@ -181,7 +181,7 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Pa
 def test_a_worker_elsewhere_lives_as_long_as_the_database_saw_its_heartbeat(
     tmp_path: Path, database: str, monkeypatch: pytest.MonkeyPatch
 ):
-    from harness.study.storage import postgres
+    from cohort.harness.study.storage import postgres
 
     queue = new_queue(one_trial(), tmp_path, database)
     storage, directory = queue.storage, queue.plan.directory(queue.plan.keys[0])
@@ -204,7 +204,7 @@ def test_a_worker_ends_at_once_when_another_has_its_row(tmp_path: Path, database
     code = """
 import sys, time
 from pathlib import Path
-from harness.study.storage import postgres
+from cohort.harness.study.storage import postgres
 postgres.BEAT_SECONDS = 0.1
 storage = postgres.PostgresStorage("sizes", sys.argv[1])
 storage.write_document({})
@@ -225,7 +225,7 @@ time.sleep(60)
 @needs_postgres
 @pytest.mark.attack("Loss of the PostgreSQL server")
 def test_a_lease_outlives_the_loss_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from harness.study.storage import postgres
+    from cohort.harness.study.storage import postgres
 
     monkeypatch.setattr(postgres, "BEAT_SECONDS", 0.1)
     with postgres_server.server() as own:

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 from fakes import MemoryLog
 
-from harness.spec.run import parse_run
-from harness.streams import generator
-from harness.training.loop import train
+from cohort.harness.spec.run import parse_run
+from cohort.harness.streams import generator
+from cohort.harness.training.loop import train
 
 ROOT = Path(__file__).resolve().parents[1]
 

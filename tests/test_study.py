@@ -23,24 +23,24 @@ from fake_trials import a_study
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
-from harness.cli.study import write_report
-from harness.files import read_json, write_json
-from harness.spec.errors import SpecError
-from harness.spec.load import load_study, shipped_studies
-from harness.spec.study import StudySpec
-from harness.stop import StopRequest
-from harness.study import processes, worker
-from harness.study.plan import Plan
-from harness.study.queue import MAX_LOST, Claim, Outcome, Queue
-from harness.study.runner import run_study, study_status
-from harness.study.status import StudyStatus
-from harness.study.storage.base import StorageUnavailable
-from harness.study.storage.files import FileLease, LocalStorage
-from harness.study.worker import worker_main
-from harness.tracking.events import read_events
-from harness.tracking.mlflow_store import connect, search_runs
-from harness.tracking.mlflow_studies import read_study
-from harness.types import TrialRecord
+from cohort.harness.cli.study import write_report
+from cohort.harness.files import read_json, write_json
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.load import load_study, shipped_studies
+from cohort.harness.spec.study import StudySpec
+from cohort.harness.stop import StopRequest
+from cohort.harness.study import processes, worker
+from cohort.harness.study.plan import Plan
+from cohort.harness.study.queue import MAX_LOST, Claim, Outcome, Queue
+from cohort.harness.study.runner import run_study, study_status
+from cohort.harness.study.status import StudyStatus
+from cohort.harness.study.storage.base import StorageUnavailable
+from cohort.harness.study.storage.files import FileLease, LocalStorage
+from cohort.harness.study.worker import worker_main
+from cohort.harness.tracking.events import read_events
+from cohort.harness.tracking.mlflow_store import connect, search_runs
+from cohort.harness.tracking.mlflow_studies import read_study
+from cohort.harness.types import TrialRecord
 
 METRIC = "validation/accuracy"
 
@@ -90,7 +90,7 @@ def living_workers() -> list[psutil.Process]:
     workers = []
     for process in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "harness.study.worker" in process.cmdline():
+            if "cohort.harness.study.worker" in process.cmdline():
                 workers.append(process)
     return workers
 
@@ -448,7 +448,7 @@ def test_half_a_line_of_a_killed_writer_does_not_spoil_the_journal(runs: Path):
 def test_a_worker_ends_at_once_when_another_has_its_lease(tmp_path: Path):
     code = """
 import pathlib, sys, time
-from harness.study.storage import files
+from cohort.harness.study.storage import files
 files.BEAT_SECONDS = 0.05
 files.FileLease(pathlib.Path(sys.argv[1]))
 print("held", flush=True)

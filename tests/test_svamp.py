@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from real_data import real_data
 
-from tasks.svamp import SVAMP, _worked
+from cohort.tasks.svamp import SVAMP, _worked
 
 FIXTURE = Path(__file__).parent / "fixtures" / "svamp"
 ROW = {

@@ -2,10 +2,10 @@
 
 import torch
 
-from harness.policy import forward
-from harness.policy.forward import token_logprobs
-from harness.policy.tiny import tiny_model
-from harness.tensors import masked_mean, pad_left, pad_right
+from cohort.harness.policy import forward
+from cohort.harness.policy.forward import token_logprobs
+from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.tensors import masked_mean, pad_left, pad_right
 
 
 def test_left_padding_ends_every_row_in_the_last_column():

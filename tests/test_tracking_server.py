@@ -23,13 +23,13 @@ import pytest
 from mlflow import MlflowClient
 from test_tracking import COLUMN, a_spec, a_study, in_file, in_store, log_trial, open_log
 
-from harness.addresses import shown
-from harness.files import read_json
-from harness.tracking import mlflow_address
-from harness.tracking.mlflow_store import check_runs_folder
-from harness.tracking.mlflow_studies import close_study, list_studies, log_report, open_study, read_study
-from harness.tracking.mlflow_ui import UIServer, start_server
-from harness.tracking.run_log import RunLog
+from cohort.harness.addresses import shown
+from cohort.harness.files import read_json
+from cohort.harness.tracking import mlflow_address
+from cohort.harness.tracking.mlflow_store import check_runs_folder
+from cohort.harness.tracking.mlflow_studies import close_study, list_studies, log_report, open_study, read_study
+from cohort.harness.tracking.mlflow_ui import UIServer, start_server
+from cohort.harness.tracking.run_log import RunLog
 
 OUTAGE_SECONDS = float(os.environ.get("COHORT_OUTAGE_SECONDS", "3"))
 

@@ -5,11 +5,11 @@ import shutil
 import pytest
 from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
 
-from harness import plugins
-from harness.spec.run import parse_run
-from harness.training.loop import train
-from harness.training.sampling import step_prompts
-from harness.types import Prompt
+from cohort.harness import plugins
+from cohort.harness.spec.run import parse_run
+from cohort.harness.training.loop import train
+from cohort.harness.training.sampling import step_prompts
+from cohort.harness.types import Prompt
 
 BASE = {
     "task": {"name": "arithmetic", "min_operands": 2, "max_operands": 3},

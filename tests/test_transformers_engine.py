@@ -7,9 +7,9 @@ import pytest
 import torch
 from fakes import tiny_codec
 
-from harness.engines.transformers import TransformersEngine, _draw, uniforms
-from harness.policy.tiny import tiny_model
-from harness.types import Prompt, Sampling
+from cohort.harness.engines.transformers import TransformersEngine, _draw, uniforms
+from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.types import Prompt, Sampling
 
 PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-"])]
 

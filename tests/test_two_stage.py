@@ -24,26 +24,26 @@ from fake_trials import a_study
 from scipy import stats
 from stein_coverage import SPREADS, Tally, fixed_seeds, simulate
 
-from harness.cli.views.studies import show_dry_run
-from harness.files import read_json
-from harness.spec.errors import SpecError
-from harness.spec.study import StudySpec, TwoStage, parse_study
-from harness.study import two_stage
-from harness.study.attempts import Attempts
-from harness.study.estimates import budget
-from harness.study.plan import Plan
-from harness.study.queue import Outcome, Queue
-from harness.study.runner import run_study
-from harness.study.status import StudyStatus
-from harness.study.two_stage import decide
-from harness.tracking.mlflow_studies import read_study
-from harness.types import StudyRecord
-from reports import statistics
-from reports.analysis import Analysis, analyse
-from reports.anova import anova
-from reports.join import join
-from reports.prose.notes import notes
-from reports.render import results_csv, write_report
+from cohort.harness.cli.views.studies import show_dry_run
+from cohort.harness.files import read_json
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.study import StudySpec, TwoStage, parse_study
+from cohort.harness.study import two_stage
+from cohort.harness.study.attempts import Attempts
+from cohort.harness.study.estimates import budget
+from cohort.harness.study.plan import Plan
+from cohort.harness.study.queue import Outcome, Queue
+from cohort.harness.study.runner import run_study
+from cohort.harness.study.status import StudyStatus
+from cohort.harness.study.two_stage import decide
+from cohort.harness.tracking.mlflow_studies import read_study
+from cohort.harness.types import StudyRecord
+from cohort.reports import statistics
+from cohort.reports.analysis import Analysis, analyse
+from cohort.reports.anova import anova
+from cohort.reports.join import join
+from cohort.reports.prose.notes import notes
+from cohort.reports.render import results_csv, write_report
 
 pytestmark = pytest.mark.usefixtures("plugins")
 METRIC = "validation/accuracy"
@@ -288,7 +288,7 @@ def workers_of(process: psutil.Process) -> list[psutil.Process]:
     found = []
     for child in process.children():
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "harness.study.worker" in child.cmdline():
+            if "cohort.harness.study.worker" in child.cmdline():
                 found.append(child)
     return found
 

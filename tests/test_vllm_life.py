@@ -8,15 +8,15 @@ import pytest
 import torch
 from fakes import MemoryLog, tiny_codec
 
-from harness.engines.vllm import VLLMEngine
-from harness.memory.usage import peak_memory, reset_peak_memory, resident_bytes
-from harness.policy.device import mixed_precision
-from harness.policy.lora import add_adapter, merged_weights
-from harness.policy.tiny import tiny_model
-from harness.spec.run import LoRA, parse_run
-from harness.training.evaluate import evaluate_run
-from harness.training.loop import train
-from harness.types import Prompt, Sampling
+from cohort.harness.engines.vllm import VLLMEngine
+from cohort.harness.memory.usage import peak_memory, reset_peak_memory, resident_bytes
+from cohort.harness.policy.device import mixed_precision
+from cohort.harness.policy.lora import add_adapter, merged_weights
+from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.spec.run import LoRA, parse_run
+from cohort.harness.training.evaluate import evaluate_run
+from cohort.harness.training.loop import train
+from cohort.harness.types import Prompt, Sampling
 
 PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-"])]
 SAMPLING = Sampling(max_tokens=6)

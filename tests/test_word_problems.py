@@ -10,11 +10,11 @@ from itertools import islice
 
 import pytest
 
-from harness.spec.errors import SpecError
-from harness.spec.run import parse_run
-from tasks._data import Problem
-from tasks._stories import FAMILIES
-from tasks.word_problems import WordProblems, draw
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.run import parse_run
+from cohort.tasks._data import Problem
+from cohort.tasks._stories import FAMILIES
+from cohort.tasks.word_problems import WordProblems, draw
 
 SPLITS = ("train", "validation", "test")
 SMALL = {"num_train": 300, "num_validation": 50, "num_test": 100}

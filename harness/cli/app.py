@@ -10,19 +10,19 @@ from collections.abc import Sequence
 from io import TextIOWrapper
 
 try:
-    from harness.cli.commands import app
+    from cohort.harness.cli.commands import app
 
     # Each module registers its commands; `cohort --help` lists them in this order.
     # isort: off
-    from harness.cli import train, join, probe, reward_model, compare, study, plan, report, verify  # noqa: F401
-    from harness.cli import inspect, ui, doctor, memory, lists  # noqa: F401
+    from cohort.harness.cli import train, join, probe, reward_model, compare, study, plan, report, verify  # noqa: F401
+    from cohort.harness.cli import inspect, ui, doctor, memory, lists  # noqa: F401
 except KeyboardInterrupt:
     raise SystemExit(130) from None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command that the arguments (by default those of the process) name; ends with SystemExit."""
-    from harness.stop import acknowledged
+    from cohort.harness.stop import acknowledged
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # None where it is closed

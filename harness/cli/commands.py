@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from harness.console import terminal
+from cohort.harness.console import terminal
 
 app = typer.Typer(
     name="cohort",
@@ -57,7 +57,7 @@ def command(group: typer.Typer, name: str, *examples: str) -> Callable[[Callable
             try:
                 function(*args, **kwargs)
             except Exception as error:
-                from harness.disk import disk_full
+                from cohort.harness.disk import disk_full
 
                 shown = disk_full(error, Path(kwargs.get("runs", "."))) or error
                 bad = isinstance(shown, ValueError | OSError)  # bad input; a model, disk or network out of reach

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from harness.cli import options
-from harness.cli.commands import app, command
-from harness.cli.scale import scale_settings
-from harness.cli.study import run_and_report, show_dry_run
+from cohort.harness.cli import options
+from cohort.harness.cli.commands import app, command
+from cohort.harness.cli.scale import scale_settings
+from cohort.harness.cli.study import run_and_report, show_dry_run
 
 if TYPE_CHECKING:
-    from harness.spec.study import StudySpec
+    from cohort.harness.spec.study import StudySpec
 
 TINY_COLD_START = 400
 
@@ -84,9 +84,9 @@ def comparison(
     controls: str | None = None,
 ) -> StudySpec:
     """The study that `cohort compare` runs: one arm for each algorithm and task, all else equal."""
-    from harness.spec.raw import parse_overrides, with_overrides
-    from harness.spec.run import Optimizer
-    from harness.spec.study import parse_study
+    from cohort.harness.spec.raw import parse_overrides, with_overrides
+    from cohort.harness.spec.run import Optimizer
+    from cohort.harness.spec.study import parse_study
 
     run: dict[str, Any] = {"model": model}
     if model == "tiny":

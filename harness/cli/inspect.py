@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from harness.cli.commands import app, command, task_app
-from harness.cli.options import DataPath, Json, Sets, checked_split, data_path
-from harness.cli.views import answers
-from harness.console import terminal
+from cohort.harness.cli.commands import app, command, task_app
+from cohort.harness.cli.options import DataPath, Json, Sets, checked_split, data_path
+from cohort.harness.cli.views import answers
+from cohort.harness.console import terminal
 
 if TYPE_CHECKING:
-    from harness.interfaces import Task
-    from harness.types import PromptFormat, Split
+    from cohort.harness.interfaces import Task
+    from cohort.harness.types import PromptFormat, Split
 
 
 @command(
@@ -34,8 +34,8 @@ def grade(
     as_json: Json = False,
 ) -> None:
     """Grade stored completions: verdict and extracted answer of each row, agreement with labels, rows per second."""
-    from harness.cli.regrade import graders, read_cases, regrade
-    from harness.spec.load import load_run
+    from cohort.harness.cli.regrade import graders, read_cases, regrade
+    from cohort.harness.spec.load import load_run
 
     spec = load_run(None, sets or (), {"task": task, "algorithm": "grpo"})
     spec.task.use_processes(workers)
@@ -65,7 +65,7 @@ def task_show(
     as_json: Json = False,
 ) -> None:
     """Show a task's settings, sizes and problems exactly as a policy reads them."""
-    from harness.spec.load import load_run
+    from cohort.harness.spec.load import load_run
 
     part = checked_split(split)
     spec = load_run(None, [*(sets or ()), *data_path(path)], {"task": task, "algorithm": "grpo"})
@@ -80,7 +80,7 @@ def task_show(
 
 def _inspect(task: Task, split: Split, count: int) -> dict[str, Any]:
     """Settings, sizes of the splits (or why one is missing), the first problems of `split`, a worked solution."""
-    from harness.training.grading import problem_rows
+    from cohort.harness.training.grading import problem_rows
 
     prompts = task.prompts(split)
     demonstrations = _or_reason(task.demonstrations)
@@ -108,7 +108,7 @@ def _or_reason(read: Callable[[], Any]) -> Any:
 
 def _encode(document: dict[str, Any], model: str, prompt: PromptFormat) -> None:
     """Replace each text by what the model reads, and add its length in tokens and the tokens that end a completion."""
-    from harness.policy.text import load_codec
+    from cohort.harness.policy.text import load_codec
 
     codec = load_codec(model, prompt)
     for problem in document["problems"]:

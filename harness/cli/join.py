@@ -1,7 +1,7 @@
 """`cohort join`."""
 
-from harness.cli import options
-from harness.cli.commands import app, command
+from cohort.harness.cli import options
+from cohort.harness.cli.commands import app, command
 
 WORDS = "Stopping: this host leaves when its part of a trial has ended; Ctrl-C again stops at once."
 
@@ -14,9 +14,9 @@ def join(runs: options.Runs = options.RUNS) -> None:
     folder in the same place, the same user and the same versions of Cohort and its libraries. Their network is private:
     what they tell each other is not encrypted.
     """
-    from harness.console import terminal
-    from harness.stop import stop_on_signals
-    from harness.training import hosts
+    from cohort.harness.console import terminal
+    from cohort.harness.stop import stop_on_signals
+    from cohort.harness.training import hosts
 
     with stop_on_signals(words=WORDS) as stop:
         terminal.say(f"Waiting for trials of {runs.resolve()} that want hosts; Ctrl-C ends this.", stderr=True)

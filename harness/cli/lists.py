@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from harness.cli.commands import command, list_app
-from harness.cli.options import RUNS, Json, Runs
-from harness.cli.study import study_list
-from harness.console import terminal
+from cohort.harness.cli.commands import command, list_app
+from cohort.harness.cli.options import RUNS, Json, Runs
+from cohort.harness.cli.study import study_list
+from cohort.harness.console import terminal
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
-    from harness.plugins import Kind
+    from cohort.harness.plugins import Kind
 
 Plugin = Annotated[str | None, typer.Argument(metavar="[NAME]", help="One of them, in full.")]
 LISTS = {"algorithm": "algorithms", "task": "tasks", "engine": "engines", "rewards": "rewards"}  # field -> its list
@@ -60,10 +60,10 @@ def list_settings(
 
     The settings of algorithms, tasks, engines and rewards are in lists of their own.
     """
-    from harness.spec import paths
-    from harness.spec.errors import did_you_mean
-    from harness.spec.run import RunSpec
-    from harness.spec.study import StudySpec
+    from cohort.harness.spec import paths
+    from cohort.harness.spec.errors import did_you_mean
+    from cohort.harness.spec.run import RunSpec
+    from cohort.harness.spec.study import StudySpec
 
     fields = list(paths.settings(StudySpec if section == "study" else RunSpec))
     if section not in (None, "study"):
@@ -99,7 +99,7 @@ def _show_plugins(
     kind: Kind, name: str | None, as_json: bool, facts: Sequence[str] = (), tables: Sequence[str] = ()
 ) -> None:
     """`facts` are class attributes for the first table, `tables` mappings that each get a table of their own."""
-    from harness import plugins
+    from cohort.harness import plugins
 
     if name is not None:
         plugins.load(kind, name)  # says what there is, if not this
@@ -126,7 +126,7 @@ def _show_plugins(
 
 def _describe(kind: Kind, name: str, facts: Sequence[str]) -> dict[str, Any]:
     """A plugin as its class and its module tell: summary, facts (class attributes), settings."""
-    from harness import plugins
+    from cohort.harness import plugins
 
     cls: Any = plugins.load(kind, name)
     settings = plugins.settings_class(kind, name)

@@ -16,20 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from harness.memory.estimate import estimate, model_config, peak_bytes
-from harness.memory.fit import check_fits
-from harness.memory.usage import resident_bytes
-from harness.plugins import nearest
-from harness.policy.device import resolve_device
-from harness.policy.tiny import TINY, tiny_tokenizer
-from harness.spec.errors import SpecError
-from harness.spec.raw import with_overrides
-from harness.spec.run import RunSpec, parse_run
+from cohort.harness.memory.estimate import estimate, model_config, peak_bytes
+from cohort.harness.memory.fit import check_fits
+from cohort.harness.memory.usage import resident_bytes
+from cohort.harness.plugins import nearest
+from cohort.harness.policy.device import resolve_device
+from cohort.harness.policy.tiny import TINY, tiny_tokenizer
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.raw import with_overrides
+from cohort.harness.spec.run import RunSpec, parse_run
+from cohort.harness.study.processes import HOME
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from harness.types import Prompt
+    from cohort.harness.types import Prompt
 
 
 # Public configurations, written down here so that nothing is downloaded.
@@ -113,7 +114,7 @@ def _save_random_model(folder: Path, config: PretrainedConfig, dtype: str) -> No
     """A folder that a run loads: weights drawn with seed 0, and the built-in tokenizer, whose ids are below 100."""
     from transformers import AutoModelForCausalLM
 
-    from harness.policy.model import save_model
+    from cohort.harness.policy.model import save_model
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -128,10 +129,9 @@ def _in_fresh_process(folder: Path, spec: RunSpec, prompt_tokens: int) -> tuple[
     task, result = folder / "task.json", folder / "result.json"
     result.unlink(missing_ok=True)
     task.write_text(json.dumps({"spec": spec.model_dump(mode="json"), "prompt_tokens": prompt_tokens}))
-    home = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [HOME, os.environ.get("PYTHONPATH")]))
     environment = {"MALLOC_MMAP_THRESHOLD_": str(2**20), **os.environ, "PYTHONPATH": path}
-    command = [sys.executable, "-P", "-m", "harness.cli.measure_memory", str(folder)]
+    command = [sys.executable, "-P", "-m", "cohort.harness.cli.measure_memory", str(folder)]
     ended = subprocess.run(
         command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
@@ -144,7 +144,7 @@ def _in_fresh_process(folder: Path, spec: RunSpec, prompt_tokens: int) -> tuple[
 
 def _measure_here(folder: Path) -> None:
     """Train in this process as the task file in `folder` says, and write time and memory beside it."""
-    from harness.memory.usage import peak_memory, reset_peak_memory
+    from cohort.harness.memory.usage import peak_memory, reset_peak_memory
 
     task = json.loads((folder / "task.json").read_text())
     spec, count = parse_run(task["spec"], "cohort memory"), task["prompt_tokens"]
@@ -163,9 +163,9 @@ def _measure_here(folder: Path) -> None:
 
 def _train_here(spec: RunSpec, prompts: Sequence[Prompt], folder: Path) -> list[dict[str, float]]:
     """The metrics of the run's steps; no token ends a completion, so that all are equally long."""
-    from harness.engines.transformers import TransformersEngine
-    from harness.training.run import prepare
-    from harness.training.step import train_step
+    from cohort.harness.engines.transformers import TransformersEngine
+    from cohort.harness.training.run import prepare
+    from cohort.harness.training.step import train_step
 
     log: Any = _NoLog()
     run, _ = prepare(spec, folder, log, folder, lambda: False)

@@ -5,9 +5,9 @@ from typing import Annotated, Any
 
 import typer
 
-from harness.cli.commands import app, command
-from harness.cli.options import Json, Sets
-from harness.console.terminal import mebibytes, print_json, show_table
+from cohort.harness.cli.commands import app, command
+from cohort.harness.cli.options import Json, Sets
+from cohort.harness.console.terminal import mebibytes, print_json, show_table
 
 
 @command(
@@ -34,9 +34,9 @@ def memory(
 
     Each algorithm runs in a process of its own, on completions of equal length.
     """
-    from harness.cli.measure_memory import measure
-    from harness.console.progress import phase_bar
-    from harness.spec.raw import parse_overrides
+    from cohort.harness.cli.measure_memory import measure
+    from cohort.harness.console.progress import phase_bar
+    from cohort.harness.spec.raw import parse_overrides
 
     with phase_bar(f"memory of {config}") as show:
         documents = measure(

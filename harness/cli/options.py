@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 import typer
 
 if TYPE_CHECKING:
-    from harness.types import Split
+    from cohort.harness.types import Split
 
 RUNS = Path("runs")
 
 
 def warn_of_password(context: typer.Context, option: typer.CallbackParam, url: str | None) -> str | None:
     """The same URL; says on stderr what hides a password that the arguments of this process show to everyone."""
-    from harness.addresses import hides
-    from harness.console import terminal
+    from cohort.harness.addresses import hides
+    from cohort.harness.console import terminal
 
     source = context.get_parameter_source(str(option.name))
     if url and source is not None and source.name == "COMMANDLINE" and hides(url):
@@ -97,8 +97,8 @@ def num_workers(text: str) -> int | None:
 
 def spread(count: int, listen: str | None) -> None:
     """Let the trials of this command have so many hosts, of which this one listens."""
-    from harness.addresses import split_url
-    from harness.machine import Hosts
+    from cohort.harness.addresses import split_url
+    from cohort.harness.machine import Hosts
 
     if (count > 1) != bool(listen):
         raise ValueError("--hosts N, from 2 on, and --listen ADDRESS belong together; give both or neither")
@@ -111,7 +111,7 @@ def spread(count: int, listen: str | None) -> None:
 
 def use_store(tracking_uri: str | None) -> None:
     """Keep the results of this command in that MLflow store; without one, in that of the runs folder."""
-    from harness.tracking import mlflow_address
+    from cohort.harness.tracking import mlflow_address
 
     mlflow_address.use(tracking_uri)
 
@@ -120,8 +120,8 @@ def with_password(storage: str | None) -> str | None:
     """The storage's URL, with the password that its server wants and that only the person at the terminal knows."""
     if not storage or not sys.stdin.isatty():
         return storage
-    from harness.addresses import shown
-    from harness.study.storage.postgres import ask_password
+    from cohort.harness.addresses import shown
+    from cohort.harness.study.storage.postgres import ask_password
 
     return ask_password(storage, lambda: typer.prompt(f"Password for {shown(storage)}", hide_input=True, err=True))
 
@@ -133,7 +133,7 @@ def checked_name(name: str) -> str:
 
 
 def checked_split(split: str) -> Split:
-    from harness.types import Split
+    from cohort.harness.types import Split
 
     if split not in get_args(Split):
         raise ValueError(f"--split must be one of {', '.join(get_args(Split))}, got '{split}'")

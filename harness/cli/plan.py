@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.cli import options
-from harness.cli.commands import command, study_app
-from harness.console import terminal
+from cohort.harness.cli import options
+from cohort.harness.cli.commands import command, study_app
+from cohort.harness.console import terminal
 
 if TYPE_CHECKING:
-    from harness.study.planner import Option
+    from cohort.harness.study.planner import Option
 
 
 @command(
@@ -51,8 +51,8 @@ def study_plan(
     With none of --hours, --flops and --power: what the study takes as it is. The measurement is the study itself, cut
     to 10 steps of each arm; nothing of it is kept but the cold starts that the study needs.
     """
-    from harness.cli.study import _load_study, write_report
-    from harness.study import planner
+    from cohort.harness.cli.study import _load_study, write_report
+    from cohort.harness.study import planner
 
     limits = {"--hours": hours, "--flops": flops, "--power": power, "--spread": spread}
     for name, value in limits.items():
@@ -72,7 +72,7 @@ def study_plan(
             "--spread, such as 0.02"
         )
     measured = planner.calibrate(spec, runs, count, write_report)
-    detectable = importlib.import_module("reports.statistics").minimum_detectable_difference
+    detectable = importlib.import_module("cohort.reports.statistics").minimum_detectable_difference
     own = planner.option(spec, measured, spec.most_seeds, 1.0, known, detectable)
     found = planner.options_within(spec, measured, known, detectable, hours=hours, flops=flops, power=power)
     best = planner.proposed(found) if given else own

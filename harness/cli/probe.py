@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from harness.cli import options
-from harness.cli.commands import command, probe_app
-from harness.cli.scale import scale_settings
-from harness.console import terminal
+from cohort.harness.cli import options
+from cohort.harness.cli.commands import command, probe_app
+from cohort.harness.cli.scale import scale_settings
+from cohort.harness.console import terminal
 
 
 @command(
@@ -45,12 +45,12 @@ def contamination(
     are compared with a reference by permutation tests, corrected together (Holm). Everything goes to
     RUNS/probes/NAME and to MLflow's experiment `probe`; reports of studies of the same model and task show it.
     """
-    from harness.console.progress import phase_bar
-    from harness.inputs import digest
-    from harness.runs.contamination import ProbeSettings, check_settings, probe_once
-    from harness.runs.single import model_folder
-    from harness.spec.load import load_run
-    from harness.types import InvalidRun
+    from cohort.harness.console.progress import phase_bar
+    from cohort.harness.inputs import digest
+    from cohort.harness.runs.contamination import ProbeSettings, check_settings, probe_once
+    from cohort.harness.runs.single import model_folder
+    from cohort.harness.spec.load import load_run
+    from cohort.harness.types import InvalidRun
 
     options.use_store(tracking_uri)
     settings = ProbeSettings(options.checked_split(split), reference, problems, fraction)
@@ -60,7 +60,7 @@ def contamination(
     spec = load_run(None, [*(sets or ()), *scale, *options.data_path(path)], defaults)
     key = digest([spec.digest(), dataclasses.asdict(settings)])[:8]
     name = options.checked_name(name or f"{spec.task.name}-{split}-{key}")
-    reports: Any = importlib.import_module("reports.contamination")
+    reports: Any = importlib.import_module("cohort.reports.contamination")
     try:
         with phase_bar(f"{spec.model} on {spec.task.name}") as show:
             found = probe_once(spec, settings, runs, name, reports.judge, show)

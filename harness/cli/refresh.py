@@ -10,7 +10,7 @@ from typing import Self
 
 EVERY_SECONDS = 480.0
 SHARE = 0.02  # of the time, at most
-CODE = "import os; os.nice(19); from harness.cli.app import main; main()"
+CODE = "import os; os.nice(19); from cohort.harness.cli.app import main; main()"
 
 
 class Refresher:
@@ -44,8 +44,8 @@ class Refresher:
             self._child = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        from harness.study.processes import HOME
-        from harness.tracking.mlflow_address import TRACKING_URI, remote_uri
+        from cohort.harness.study.processes import HOME
+        from cohort.harness.tracking.mlflow_address import TRACKING_URI, remote_uri
 
         path = os.pathsep.join(filter(None, [HOME, os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, TRACKING_URI: remote_uri() or "", "OMP_NUM_THREADS": "1"}

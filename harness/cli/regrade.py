@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.interfaces import Task
+from cohort.harness.interfaces import Task
 
 Grade = tuple[str | None, bool]  # the extracted answer, whether it is right
 _LABELS = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from harness.cli.commands import app, command
-from harness.cli.options import RUNS, Runs, TrackingUri, use_store
-from harness.cli.study import write_report
-from harness.console import terminal
+from cohort.harness.cli.commands import app, command
+from cohort.harness.cli.options import RUNS, Runs, TrackingUri, use_store
+from cohort.harness.cli.study import write_report
+from cohort.harness.console import terminal
 
 
 @command(app, "report", "cohort report quickstart --open", "cohort report group_size kl_beta")
@@ -34,7 +34,7 @@ def report(
 
 def _write_joined_report(names: Sequence[str], runs: Path) -> Any:
     """The ReportFiles of several studies in one report. ValueError if they measure different things."""
-    from harness.tracking.mlflow_studies import read_study
+    from cohort.harness.tracking.mlflow_studies import read_study
 
-    record = importlib.import_module("reports.join").join([read_study(runs, name) for name in names])
-    return importlib.import_module("reports.render").write_report(record, runs / "reports" / "+".join(names))
+    record = importlib.import_module("cohort.reports.join").join([read_study(runs, name) for name in names])
+    return importlib.import_module("cohort.reports.render").write_report(record, runs / "reports" / "+".join(names))

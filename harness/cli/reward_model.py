@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from harness.cli.commands import command, reward_app
-from harness.cli.options import Json
-from harness.console import terminal
+from cohort.harness.cli.commands import command, reward_app
+from cohort.harness.cli.options import Json
+from cohort.harness.console import terminal
 
 
 @command(
@@ -34,9 +34,9 @@ def reward_model_train(
 
     Use it with --set rewards.reward_model.path=DIR.
     """
-    from harness.console.progress import phase_bar
-    from harness.policy.bradley_terry import train_reward_model
-    from harness.runs.single import model_folder
+    from cohort.harness.console.progress import phase_bar
+    from cohort.harness.policy.bradley_terry import train_reward_model
+    from cohort.harness.runs.single import model_folder
 
     with phase_bar("reward model") as bar:
         fit = train_reward_model(

@@ -19,8 +19,8 @@ def scale_settings(model: str, sets: Sequence[str] | None, *, trains: bool = Tru
 
     Without `trains` only those that say how the model is run.
     """
-    from harness.console import terminal
-    from harness.spec.raw import parse_overrides, with_overrides
+    from cohort.harness.console import terminal
+    from cohort.harness.spec.raw import parse_overrides, with_overrides
 
     given = with_overrides({"model": model}, parse_overrides(sets or ()))
     if _is_built_in(given["model"]):
@@ -41,7 +41,7 @@ def _is_built_in(model: str) -> bool:
     config = Path(model).expanduser() / "config.json"
     if not config.is_file():
         return model == "tiny"
-    from harness.policy.tiny import tiny_config
+    from cohort.harness.policy.tiny import tiny_config
 
     found, own = json.loads(config.read_text(encoding="utf-8")), tiny_config()
     return all(found.get(key) == getattr(own, key) for key in ("vocab_size", "hidden_size", "num_hidden_layers"))

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from harness.cli import options
-from harness.cli.commands import command, study_app
-from harness.cli.refresh import Refresher
-from harness.cli.views import studies
-from harness.console import terminal
+from cohort.harness.cli import options
+from cohort.harness.cli.commands import command, study_app
+from cohort.harness.cli.refresh import Refresher
+from cohort.harness.cli.views import studies
+from cohort.harness.console import terminal
 
 if TYPE_CHECKING:
-    from harness.spec.study import StudySpec
-    from harness.study.ray_cluster import Cluster
-    from harness.study.status import StudyStatus
-    from harness.types import StudyRecord
+    from cohort.harness.spec.study import StudySpec
+    from cohort.harness.study.ray_cluster import Cluster
+    from cohort.harness.study.status import StudyStatus
+    from cohort.harness.types import StudyRecord
 
 
 @command(
@@ -95,8 +95,8 @@ def study_run(
 @command(study_app, "list", "cohort study list", "cohort study list --runs /data/runs --json")
 def study_list(runs: options.Runs = options.RUNS, as_json: options.Json = False) -> None:
     """List the shipped studies and those in the runs folder."""
-    from harness.spec.load import shipped_studies
-    from harness.spec.raw import read_yaml
+    from cohort.harness.spec.load import shipped_studies
+    from cohort.harness.spec.raw import read_yaml
 
     shipped = shipped_studies()
     started = {file.parent.name: file for file in sorted((runs / "studies").glob("*/study.json"))}
@@ -125,7 +125,7 @@ def study_show(
     as_json: options.Json = False,
 ) -> None:
     """Show a study's question, arms, resolved run (defaults included) and budget without running it."""
-    from harness.study.estimates import planned
+    from cohort.harness.study.estimates import planned
 
     spec = _started_study(study, runs, sets, seeds) or _load_study(study, sets, seeds)
     arms = []
@@ -156,8 +156,8 @@ def study_status(
 
     Exit code 0 only when all trials are complete, those of stopped arms apart.
     """
-    from harness.study.estimates import cost, remaining_seconds
-    from harness.study.runner import study_status
+    from cohort.harness.study.estimates import cost, remaining_seconds
+    from cohort.harness.study.runner import study_status
 
     status = study_status(study, runs, options.with_password(storage))
     spent, remaining = cost(status), remaining_seconds(status)
@@ -179,8 +179,8 @@ def study_watch(study: options.Started, storage: options.Storage = None, runs: o
 
     Prints once where stdout is no terminal, and when nothing is left to run.
     """
-    from harness.console.watch import watch
-    from harness.study.queue import open_queue
+    from cohort.harness.console.watch import watch
+    from cohort.harness.study.queue import open_queue
 
     queue = open_queue(study, runs.resolve(), options.with_password(storage))
     with suppress(KeyboardInterrupt):
@@ -195,7 +195,7 @@ def study_stop(
 
     Its trials wait until `cohort study resume`, and the study ends without them.
     """
-    from harness.study.control import stop_arm
+    from cohort.harness.study.control import stop_arm
 
     new = stop_arm(study, runs, arm, options.with_password(storage))
     words = "stops: its trials end their step, write a checkpoint, and wait for" if new else "is stopped already; see"
@@ -207,7 +207,7 @@ def study_resume(
     study: options.Started, arm: options.Arm, storage: options.Storage = None, runs: options.Runs = options.RUNS
 ) -> None:
     """Let a stopped arm go on, as if it had never been stopped; a study that has ended has to be started again."""
-    from harness.study.control import resume_arm
+    from cohort.harness.study.control import resume_arm
 
     new = resume_arm(study, runs, arm, options.with_password(storage))
     words = "goes on as soon as a worker is free" if new else "was not stopped, so nothing changed"
@@ -234,8 +234,8 @@ def study_clone(
 
     It was chosen after results were seen, so the report shows it apart, and no comparison or test includes it.
     """
-    from harness.spec.raw import parse_overrides
-    from harness.study.control import clone_arm
+    from cohort.harness.spec.raw import parse_overrides
+    from cohort.harness.study.control import clone_arm
 
     clone = clone_arm(study, runs, arm, parse_overrides(sets or ()), warm=warm, storage=options.with_password(storage))
     left = ", ".join(f"seed {seed} from step {step}" for seed, step in zip(clone.seeds, clone.steps, strict=True))
@@ -259,10 +259,10 @@ def run_and_report(
     The number of workers joins the command: the threads of each follow from it, and the last bits from those. An empty
     command leaves the one that started the study.
     """
-    from harness.console.progress import study_view
-    from harness.policy.device import resolve_device
-    from harness.study.processes import default_workers
-    from harness.study.runner import run_study
+    from cohort.harness.console.progress import study_view
+    from cohort.harness.policy.device import resolve_device
+    from cohort.harness.study.processes import default_workers
+    from cohort.harness.study.runner import run_study
 
     if workers is None and cluster is None:
         workers = default_workers(study.devices)
@@ -337,12 +337,12 @@ def write_report(name: str, runs: Path) -> tuple[Any, Any]:
 
     `cohort verify` finds the study as it is now. Its MLflow run gets the report too.
     """
-    from harness.evidence.record import from_files, write_evidence
-    from harness.tracking.mlflow_studies import log_report, read_study
+    from cohort.harness.evidence.record import from_files, write_evidence
+    from cohort.harness.tracking.mlflow_studies import log_report, read_study
 
     folder = runs / "studies" / name
     record = from_files(read_study(runs, name), folder)
-    files = importlib.import_module("reports.render").write_report(record, folder / "report")
+    files = importlib.import_module("cohort.reports.render").write_report(record, folder / "report")
     write_evidence(folder, record)
     log_report(runs, name, folder / "report", files.answer)
     return record, files
@@ -350,7 +350,7 @@ def write_report(name: str, runs: Path) -> tuple[Any, Any]:
 
 def _cluster(launcher: str, address: str | None, num_cpus: float, num_gpus: float | None) -> Cluster | None:
     """The Ray cluster that the options name; None for the local launcher. ValueError if Ray is not installed."""
-    from harness.study.ray_cluster import Cluster, check_ray
+    from cohort.harness.study.ray_cluster import Cluster, check_ray
 
     if launcher not in ("local", "ray"):
         raise ValueError(f"--launcher must be local or ray, got '{launcher}'")
@@ -365,7 +365,7 @@ def _cluster(launcher: str, address: str | None, num_cpus: float, num_gpus: floa
 def show_dry_run(
     study: StudySpec, runs: Path, workers: int | None, storage: str | None, together: bool | None, as_json: bool
 ) -> None:
-    from harness.study.runner import dry_run
+    from cohort.harness.study.runner import dry_run
 
     document = dry_run(study, runs, workers=workers, storage=storage, together=together)
     if as_json:
@@ -377,7 +377,7 @@ def show_dry_run(
 def _load_study(
     name: str, sets: list[str] | None, seeds: str | None, rename: str | None = None, interleave: int | None = None
 ) -> StudySpec:
-    from harness.spec.load import load_study
+    from cohort.harness.spec.load import load_study
 
     overrides = list(sets or ())
     if seeds is not None:
@@ -393,8 +393,8 @@ def _started_study(
     name: str, runs: Path, sets: list[str] | None, seeds: str | None, interleave: int | None = None
 ) -> StudySpec | None:
     """A study of the runs folder as it was started; None without one, or if the options change it."""
-    from harness.files import read_json
-    from harness.spec.study import StudySpec, parse_study
+    from cohort.harness.files import read_json
+    from cohort.harness.spec.study import StudySpec, parse_study
 
     file = runs / "studies" / name / "study.json"
     if sets or seeds or not file.is_file():

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from harness.cli import options
-from harness.cli.commands import app, command
-from harness.cli.scale import scale_settings
-from harness.cli.views.answers import show_evaluation
-from harness.console import terminal
+from cohort.harness.cli import options
+from cohort.harness.cli.commands import app, command
+from cohort.harness.cli.scale import scale_settings
+from cohort.harness.cli.views.answers import show_evaluation
+from cohort.harness.console import terminal
 
 if TYPE_CHECKING:
-    from harness.runs.single import Watch
-    from harness.training.run import RunResult
+    from cohort.harness.runs.single import Watch
+    from cohort.harness.training.run import RunResult
 
 EXIT_CODE = {"complete": 0, "stopped": 130}  # of a run; 1 for any other state
 
@@ -46,8 +46,8 @@ def train(
     as_json: options.Json = False,
 ) -> None:
     """Train once, in RUNS/train/NAME; the same command resumes. A file with `stages` runs them one after another."""
-    from harness.spec.load import load_run
-    from harness.spec.raw import read_yaml
+    from cohort.harness.spec.load import load_run
+    from cohort.harness.spec.raw import read_yaml
 
     options.use_store(tracking_uri)
     options.spread(hosts, listen)
@@ -56,7 +56,7 @@ def train(
         return _train_pipeline(spec, sets, name, runs, as_json)
     run = load_run(None if spec is None else str(spec), sets)
     name = options.checked_name(name or f"{run.task.name}-{run.algorithm.name}-seed{run.seed}-{run.digest()[:8]}")
-    from harness.runs.single import train_once  # after the checks: it takes seconds
+    from cohort.harness.runs.single import train_once  # after the checks: it takes seconds
 
     with _watched() as watch:
         result = train_once(run, runs, name, watch)
@@ -69,8 +69,8 @@ def train(
 @contextmanager
 def _watched() -> Iterator[Watch]:
     """Show on stderr how far a run is."""
-    from harness.console.progress import study_view
-    from harness.runs.single import Watch
+    from cohort.harness.console.progress import study_view
+    from cohort.harness.runs.single import Watch
 
     with study_view() as view:
         yield Watch(view.update)
@@ -78,9 +78,9 @@ def _watched() -> Iterator[Watch]:
 
 def _train_pipeline(spec: Path, sets: list[str] | None, name: str | None, runs: Path, as_json: bool) -> None:
     """Run a file's stages; the exit code is that of one run."""
-    from harness.inputs import digest
-    from harness.runs.pipeline import train_pipeline
-    from harness.runs.stages import load_pipeline
+    from cohort.harness.inputs import digest
+    from cohort.harness.runs.pipeline import train_pipeline
+    from cohort.harness.runs.stages import load_pipeline
 
     stages = load_pipeline(spec, sets or ())
     name = options.checked_name(name or f"{spec.stem}-{digest([s.document() for s in stages])[:8]}")
@@ -134,11 +134,11 @@ def evaluate(
     same command continues after a kill. On a GPU a model other than `tiny` runs with autocast and, if it is installed,
     the engine vllm; this is said, and --set wins.
     """
-    from harness.console.progress import phase_bar
-    from harness.runs.single import evaluate_once, model_folder
-    from harness.spec.load import load_run
-    from harness.training.evaluate import intervals
-    from harness.types import InvalidRun
+    from cohort.harness.console.progress import phase_bar
+    from cohort.harness.runs.single import evaluate_once, model_folder
+    from cohort.harness.spec.load import load_run
+    from cohort.harness.training.evaluate import intervals
+    from cohort.harness.types import InvalidRun
 
     options.use_store(tracking_uri)
     part = options.checked_split(split)
@@ -157,7 +157,9 @@ def evaluate(
         given = {"model": model, "task": task, "split": split, "spec": spec.model_dump(mode="json")}
         found = {"metrics": result.metrics, "intervals": intervals(result), "breakdown": result.breakdown}
         counts, k = result.correct_counts, int(result.metrics["num_samples"])
-        found["curves"] = importlib.import_module("reports.capability").curves_of_counts(list(counts.values()), k)
+        found["curves"] = importlib.import_module("cohort.reports.capability").curves_of_counts(
+            list(counts.values()), k
+        )
         rows = {"correct_counts": counts, "samples": result.samples[:16]}
         terminal.print_json({**given, **found, **rows, "directory": runs / "evaluate" / name})
         return

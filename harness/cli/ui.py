@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from harness.cli.commands import app, command
-from harness.cli.options import RUNS, Runs, TrackingUri, use_store
-from harness.console import terminal
+from cohort.harness.cli.commands import app, command
+from cohort.harness.cli.options import RUNS, Runs, TrackingUri, use_store
+from cohort.harness.console import terminal
 
 STOPPING = "Stopping the server; Ctrl-C again stops at once."
 
@@ -24,7 +24,7 @@ def ui(
 
     With --tracking-uri of an MLflow server, show the addresses of its pages instead: it serves them itself.
     """
-    from harness.stop import stop_on_signals
+    from cohort.harness.stop import stop_on_signals
 
     use_store(tracking_uri)
     # A flag, for an exception that a signal raises is lost in a library's callback.
@@ -37,8 +37,8 @@ def ui(
 
 def _serve_pages(runs: Path, port: int, browser: bool, should_stop: Callable[[], bool]) -> str | None:
     """Serve the pages until `should_stop()`; why they ended before, or None."""
-    from harness.tracking.mlflow_address import is_server, remote_uri
-    from harness.tracking.mlflow_ui import serve_ui
+    from cohort.harness.tracking.mlflow_address import is_server, remote_uri
+    from cohort.harness.tracking.mlflow_ui import serve_ui
 
     address = remote_uri()
     if address is not None and is_server(address):  # which serves its pages already
@@ -57,7 +57,7 @@ def _serve_pages(runs: Path, port: int, browser: bool, should_stop: Callable[[],
 
 def _show_pages(runs: Path, address: str, browser: bool, should_stop: Callable[[], bool]) -> None:
     """Print the page of every study, the newest last, and open that one (without a study: the start page)."""
-    from harness.tracking.mlflow_studies import list_studies, study_url
+    from cohort.harness.tracking.mlflow_studies import list_studies, study_url
 
     page = address
     for name in list_studies(runs, by="start"):

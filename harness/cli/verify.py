@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from harness.cli.commands import app, command, study_app
-from harness.cli.options import RUNS, Json, Runs, Started
-from harness.console import terminal
+from cohort.harness.cli.commands import app, command, study_app
+from cohort.harness.cli.options import RUNS, Json, Runs, Started
+from cohort.harness.console import terminal
 
 if TYPE_CHECKING:
-    from harness.evidence.findings import Findings
-    from harness.types import StudyRecord
+    from cohort.harness.evidence.findings import Findings
+    from cohort.harness.types import StudyRecord
 
 _SHOWN = 50
 
@@ -38,11 +38,11 @@ def verify(
     Completions are graded anew. Exit code 0 if all numbers follow; otherwise 1, with each cell that does not. It needs
     the study's folder alone, changes nothing, and asks neither the MLflow store nor the machine that ran the study.
     """
-    from harness.evidence.capsule import altered, unpacked
-    from harness.evidence.findings import Place
-    from harness.evidence.study import verify_study
+    from cohort.harness.evidence.capsule import altered, unpacked
+    from cohort.harness.evidence.findings import Place
+    from cohort.harness.evidence.study import verify_study
 
-    write_report = importlib.import_module("reports.render").write_report
+    write_report = importlib.import_module("cohort.reports.render").write_report
     own = runs / "studies" / study
     place = own if own.is_dir() else Path(study)
     if place.is_dir():
@@ -71,7 +71,7 @@ def study_export(
 
     `cohort verify FILE.zip` verifies it on any machine.
     """
-    from harness.evidence.capsule import export_capsule
+    from cohort.harness.evidence.capsule import export_capsule
 
     folder = runs / "studies" / study
     if not folder.is_dir():

@@ -15,11 +15,11 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from harness.console.terminal import console, duration, percent, plain
-from harness.types import ENDED
+from cohort.harness.console.terminal import console, duration, percent, plain
+from cohort.harness.types import ENDED
 
 if TYPE_CHECKING:
-    from harness.study.status import StudyStatus, TrialStatus
+    from cohort.harness.study.status import StudyStatus, TrialStatus
 
 
 class Pace:

@@ -15,12 +15,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from harness.console.progress import StudyTracker
-from harness.console.terminal import console, duration, plain, state_text
-from harness.tracking.events import EVENTS, RunHistory, read_events
+from cohort.harness.console.progress import StudyTracker
+from cohort.harness.console.terminal import console, duration, plain, state_text
+from cohort.harness.tracking.events import EVENTS, RunHistory, read_events
 
 if TYPE_CHECKING:
-    from harness.study.status import StudyStatus, TrialStatus
+    from cohort.harness.study.status import StudyStatus, TrialStatus
 
 REFRESH_SECONDS = 2.0
 WIDTH = 24  # characters of a curve

@@ -6,9 +6,9 @@ from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
-from harness.interfaces import RolloutEngine
-from harness.policy.text import TextCodec
-from harness.types import Group, Prompt, Rollout, Sampling
+from cohort.harness.interfaces import RolloutEngine
+from cohort.harness.policy.text import TextCodec
+from cohort.harness.types import Group, Prompt, Rollout, Sampling
 
 Script = Callable[[Prompt, int], str]
 

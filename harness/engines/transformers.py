@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from harness.interfaces import RolloutEngine
-from harness.policy.adapters import AdapterDecoder, AdapterRows
-from harness.policy.forward import hidden_states, keeps_keys_and_values, output_logits
-from harness.policy.fused_llama import recognised
-from harness.policy.llama_decoder import LeanDecoder
-from harness.policy.sharding import whole
-from harness.policy.text import TextCodec, as_groups
-from harness.tensors import pad_left
-from harness.types import Call, Group, Prompt, Sampling
+from cohort.harness.interfaces import RolloutEngine
+from cohort.harness.policy.adapters import AdapterDecoder, AdapterRows
+from cohort.harness.policy.forward import hidden_states, keeps_keys_and_values, output_logits
+from cohort.harness.policy.fused_llama import recognised
+from cohort.harness.policy.llama_decoder import LeanDecoder
+from cohort.harness.policy.sharding import whole
+from cohort.harness.policy.text import TextCodec, as_groups
+from cohort.harness.tensors import pad_left
+from cohort.harness.types import Call, Group, Prompt, Sampling
 
 log = logging.getLogger(__name__)
 LOOK_EVERY = 16  # tokens of a row between two looks at how many rows still run: each waits for a GPU

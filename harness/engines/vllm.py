@@ -35,13 +35,13 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from harness.files import write_text
-from harness.interfaces import Precision, RolloutEngine
-from harness.policy.device import UNMAPPED
-from harness.policy.lora import ADAPTER, adapted_layers, adapter_weights, merged_weights, save_adapter
-from harness.policy.sharding import class_name
-from harness.policy.text import TextCodec, as_groups
-from harness.types import Call, Group, Prompt, Sampling
+from cohort.harness.files import write_text
+from cohort.harness.interfaces import Precision, RolloutEngine
+from cohort.harness.policy.device import UNMAPPED
+from cohort.harness.policy.lora import ADAPTER, adapted_layers, adapter_weights, merged_weights, save_adapter
+from cohort.harness.policy.sharding import class_name
+from cohort.harness.policy.text import TextCodec, as_groups
+from cohort.harness.types import Call, Group, Prompt, Sampling
 
 GIB = 2**30
 log = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from harness.evidence.record import EVIDENCE, from_files, trial_folder
-from harness.evidence.study import open_evidence
-from harness.files import FORMAT, MANIFEST, sha256
-from harness.tracking.events import EVENTS, read_events
+from cohort.harness.evidence.record import EVIDENCE, from_files, trial_folder
+from cohort.harness.evidence.study import open_evidence
+from cohort.harness.files import FORMAT, MANIFEST, sha256
+from cohort.harness.tracking.events import EVENTS, read_events
 
 MOST_FILES = 500_000
 MOST_INFLATION = 200  # bytes in all for each of the zip file, beyond ALLOWANCE; text of runs takes 5 to 40

@@ -14,11 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from harness.files import FORMAT, read_json, sha256, write_text
-from harness.tracking.events import EVENTS
-from harness.tracking.provenance import versions
-from harness.tracking.trial_folder import read_trial, sample_row
-from harness.types import ExploratoryArm, StudyRecord, TrialRecord
+from cohort.harness.files import FORMAT, read_json, sha256, write_text
+from cohort.harness.tracking.events import EVENTS
+from cohort.harness.tracking.provenance import versions
+from cohort.harness.tracking.trial_folder import read_trial, sample_row
+from cohort.harness.types import ExploratoryArm, StudyRecord, TrialRecord
 
 EVIDENCE = "evidence.json"
 IN_FOLDER = (

@@ -7,12 +7,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from harness.evidence.findings import Findings, Place
-from harness.evidence.record import EVIDENCE, Evidence, from_files, read_evidence, trial_folder, writing_versions
-from harness.evidence.trial import check_trial
-from harness.files import sha256
-from harness.tracking.events import EVENTS
-from harness.types import StudyRecord
+from cohort.harness.evidence.findings import Findings, Place
+from cohort.harness.evidence.record import EVIDENCE, Evidence, from_files, read_evidence, trial_folder, writing_versions
+from cohort.harness.evidence.trial import check_trial
+from cohort.harness.files import sha256
+from cohort.harness.tracking.events import EVENTS
+from cohort.harness.types import StudyRecord
 
 WriteReport = Callable[..., Any]  # `reports.render.write_report`
 TABLE = "results.csv"

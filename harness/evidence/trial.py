@@ -11,20 +11,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from harness import plugins
-from harness.evidence.findings import Place
-from harness.files import sha256
-from harness.interfaces import Task
-from harness.spec.errors import parsed
-from harness.tracking.events import EVENTS, RunHistory, is_as_written, read_events
-from harness.tracking.mlflow_copy import Identity
-from harness.tracking.mlflow_store import SYSTEM
-from harness.tracking.run_log import read_result
-from harness.training.batch import rollout_metrics
-from harness.training.evaluate import NO_LIMIT, evaluate_again, evaluation_metrics
-from harness.training.grading import grade, group_of
-from harness.training.kept import completions_file
-from harness.types import Split, TrialRecord
+from cohort.harness import plugins
+from cohort.harness.evidence.findings import Place
+from cohort.harness.files import sha256
+from cohort.harness.interfaces import Task
+from cohort.harness.spec.errors import parsed
+from cohort.harness.tracking.events import EVENTS, RunHistory, is_as_written, read_events
+from cohort.harness.tracking.mlflow_copy import Identity
+from cohort.harness.tracking.mlflow_store import SYSTEM
+from cohort.harness.tracking.run_log import read_result
+from cohort.harness.training.batch import rollout_metrics
+from cohort.harness.training.evaluate import NO_LIMIT, evaluate_again, evaluation_metrics
+from cohort.harness.training.grading import grade, group_of
+from cohort.harness.training.kept import completions_file
+from cohort.harness.types import Split, TrialRecord
 
 _KEPT = re.compile(r"(rollouts|completions)/[\w-]+\.jsonl", re.ASCII)
 _LAST = {  # of a run's summary -> the metric whose last value it is

@@ -19,17 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from harness.policy.device import mixed_precision
-from harness.policy.forward import Critic, backbone, can_share_prompts, chunk_logprobs
-from harness.policy.fused_llama import recognised
-from harness.policy.library import import_generation
-from harness.policy.lora import add_adapter, hold_frozen_products
-from harness.policy.sharding import layers, num_bytes
+from cohort.harness.policy.device import mixed_precision
+from cohort.harness.policy.forward import Critic, backbone, can_share_prompts, chunk_logprobs
+from cohort.harness.policy.fused_llama import recognised
+from cohort.harness.policy.library import import_generation
+from cohort.harness.policy.lora import add_adapter, hold_frozen_products
+from cohort.harness.policy.sharding import layers, num_bytes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from harness.spec.run import LoRA, RunSpec
+    from cohort.harness.spec.run import LoRA, RunSpec
 
 
 @dataclass(frozen=True)

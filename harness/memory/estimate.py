@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from harness.memory.count import Counts, Shape, count
-from harness.memory.usage import GIB, device_bytes
-from harness.policy.device import resolve_device
-from harness.policy.forward import chunk_tokens, is_recomputed, microbatch_tokens
-from harness.policy.library import import_generation
-from harness.policy.model import local_or_hub
-from harness.policy.text import load_codec
-from harness.policy.tiny import TINY, tiny_config
-from harness.spec.errors import SpecError
-from harness.spec.run import RunSpec
+from cohort.harness.memory.count import Counts, Shape, count
+from cohort.harness.memory.usage import GIB, device_bytes
+from cohort.harness.policy.device import resolve_device
+from cohort.harness.policy.forward import chunk_tokens, is_recomputed, microbatch_tokens
+from cohort.harness.policy.library import import_generation
+from cohort.harness.policy.model import local_or_hub
+from cohort.harness.policy.text import load_codec
+from cohort.harness.policy.tiny import TINY, tiny_config
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.run import RunSpec
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.memory.estimate import estimate_run, peak_bytes
-from harness.memory.usage import GIB, device_bytes
-from harness.policy.device import resolve_device
-from harness.policy.model import check_model
-from harness.spec.errors import SpecError
-from harness.spec.run import RunSpec
+from cohort.harness.memory.estimate import estimate_run, peak_bytes
+from cohort.harness.memory.usage import GIB, device_bytes
+from cohort.harness.policy.device import resolve_device
+from cohort.harness.policy.model import check_model
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.run import RunSpec
 
 SAMPLE_BYTES, TOKEN_BYTES = 2048, 128  # at most, of a completion that waits to be graded: its ids, log-probs and text
 

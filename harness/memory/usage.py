@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from harness.policy.device import UNMAPPED
+from cohort.harness.policy.device import UNMAPPED
 
 GIB = 2**30
 

@@ -22,17 +22,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from harness.files import publish_folder
-from harness.inputs import digest, expected
-from harness.policy.device import resolve_device
-from harness.policy.library import import_generation
-from harness.policy.model import check_model, load_tokenizer, local_or_hub, on_base, save_model
-from harness.policy.sources import source_name, verify_model
-from harness.policy.text import TextCodec
-from harness.policy.tiny import TINY, tiny_config
-from harness.streams import generator
-from harness.tensors import pad_right
-from harness.types import InvalidRun
+from cohort.harness.files import publish_folder
+from cohort.harness.inputs import digest, expected
+from cohort.harness.policy.device import resolve_device
+from cohort.harness.policy.library import import_generation
+from cohort.harness.policy.model import check_model, load_tokenizer, local_or_hub, on_base, save_model
+from cohort.harness.policy.sources import source_name, verify_model
+from cohort.harness.policy.text import TextCodec
+from cohort.harness.policy.tiny import TINY, tiny_config
+from cohort.harness.streams import generator
+from cohort.harness.tensors import pad_right
+from cohort.harness.types import InvalidRun
 
 HELD_OUT = 0.1  # share of prompts that the fit never sees
 

@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from harness.policy import fused_llama
-from harness.policy.sharding import under_hooks
-from harness.spec.run import Optimizer
+from cohort.harness.policy import fused_llama
+from cohort.harness.policy.sharding import under_hooks
+from cohort.harness.spec.run import Optimizer
 
 if TYPE_CHECKING:
     from transformers.cache_utils import DynamicCache
 
-    from harness.policy.fused_llama import Fused
+    from cohort.harness.policy.fused_llama import Fused
 
 
 CHUNK = 4096  # completion tokens that go through the language-model head at once, at most

@@ -17,11 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from harness.policy.sharding import full
-from harness.policy.sources import ADAPTER_CONFIG
+from cohort.harness.policy.sharding import full
+from cohort.harness.policy.sources import ADAPTER_CONFIG
 
 if TYPE_CHECKING:
-    from harness.spec.run import LoRA
+    from cohort.harness.spec.run import LoRA
 
 
 ADAPTER = "default"

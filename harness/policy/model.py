@@ -11,14 +11,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from harness.files import write_manifest
-from harness.inputs import expecting
-from harness.plugins import nearest
-from harness.policy.library import import_generation, no_progress_bars
-from harness.policy.lora import adapter_weights, has_adapter, merge_saved, save_adapter
-from harness.policy.sharding import is_sharded, kept, second_names
-from harness.policy.sources import BASE, Base, base_of, pinned, verify_model
-from harness.policy.tiny import TINY, tiny_model, tiny_tokenizer
+from cohort.harness.files import write_manifest
+from cohort.harness.inputs import expecting
+from cohort.harness.plugins import nearest
+from cohort.harness.policy.library import import_generation, no_progress_bars
+from cohort.harness.policy.lora import adapter_weights, has_adapter, merge_saved, save_adapter
+from cohort.harness.policy.sharding import is_sharded, kept, second_names
+from cohort.harness.policy.sources import BASE, Base, base_of, pinned, verify_model
+from cohort.harness.policy.tiny import TINY, tiny_model, tiny_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.files import MANIFEST, read_manifest
-from harness.inputs import REVISION, digested, expected, verify
-from harness.types import Inputs, Sources
+from cohort.harness.files import MANIFEST, read_manifest
+from cohort.harness.inputs import REVISION, digested, expected, verify
+from cohort.harness.types import Inputs, Sources
 
 SUFFIXES = (".json", ".jinja", ".model", ".safetensors", ".txt")  # of what transformers reads: weights, tokenizer, ...
 
@@ -50,7 +50,7 @@ def model_sources(name: str) -> Sources:
         own: Mapping[str, Path | str] = {file.relative_to(folder).as_posix(): file for file in files}
         base = base_of(name)
         return {source: own, **(model_sources(base.name) if base is not None else {})}
-    if name == "tiny":  # harness.policy.tiny.TINY, which loads torch
+    if name == "tiny":  # cohort.harness.policy.tiny.TINY, which loads torch
         return {}
     from huggingface_hub import hf_hub_download
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from harness.policy.model import load_tokenizer
-from harness.policy.tiny import TINY
-from harness.types import Group, Prompt, PromptFormat, Rollout
+from cohort.harness.policy.model import load_tokenizer
+from cohort.harness.policy.tiny import TINY
+from cohort.harness.types import Group, Prompt, PromptFormat, Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from functools import lru_cache
 
-from harness.rationals import Token, decimal, evaluate
+from cohort.harness.rationals import Token, decimal, evaluate
 
 MAX_CHARS = 400  # of one run of calculations
 MAX_DIGITS = 30  # of one number

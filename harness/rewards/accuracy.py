@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from harness.interfaces import Reward
-from harness.types import GradedGroup
+from cohort.harness.interfaces import Reward
+from cohort.harness.types import GradedGroup
 
 
 class Accuracy(Reward):

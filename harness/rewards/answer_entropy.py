@@ -12,9 +12,9 @@ from math import inf, log
 
 from pydantic import Field
 
-from harness.interfaces import Reward
-from harness.rewards.majority_vote import votes
-from harness.types import GradedGroup
+from cohort.harness.interfaces import Reward
+from cohort.harness.rewards.majority_vote import votes
+from cohort.harness.types import GradedGroup
 
 
 class AnswerEntropy(Reward):

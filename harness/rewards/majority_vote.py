@@ -18,8 +18,8 @@ from math import nan
 
 from pydantic import Field
 
-from harness.interfaces import Reward
-from harness.types import GradedGroup
+from cohort.harness.interfaces import Reward
+from cohort.harness.types import GradedGroup
 
 Classes = Sequence[int | None]
 

@@ -7,8 +7,8 @@ paper has 4,096 of 20,480). A completion cannot exceed the limit here; one that 
 
 from pydantic import Field
 
-from harness.interfaces import Reward
-from harness.types import GradedGroup
+from cohort.harness.interfaces import Reward
+from cohort.harness.types import GradedGroup
 
 
 class Overlong(Reward):

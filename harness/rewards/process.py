@@ -10,9 +10,9 @@ from math import nan
 
 from pydantic import Field
 
-from harness.interfaces import StepReward
-from harness.rewards._calculations import calculations
-from harness.types import GradedGroup
+from cohort.harness.interfaces import StepReward
+from cohort.harness.rewards._calculations import calculations
+from cohort.harness.types import GradedGroup
 
 
 class Process(StepReward):

@@ -8,8 +8,8 @@ import re
 
 from pydantic import Field
 
-from harness.interfaces import Reward
-from harness.types import GradedGroup
+from cohort.harness.interfaces import Reward
+from cohort.harness.types import GradedGroup
 
 _WORD = re.compile(r"\w+|[^\w\s]")
 

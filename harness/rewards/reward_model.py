@@ -7,8 +7,8 @@ has one, so it need not share the policy's vocabulary.
 
 from pydantic import Field
 
-from harness.interfaces import Reward
-from harness.types import GradedGroup, Sources
+from cohort.harness.interfaces import Reward
+from cohort.harness.types import GradedGroup, Sources
 
 
 class RewardModel(Reward):
@@ -18,17 +18,17 @@ class RewardModel(Reward):
     batch_rows: int = Field(default=32, ge=1, description="completions scored at once; memory only, no effect")
 
     def score(self, group: GradedGroup) -> list[float]:
-        from harness.policy.bradley_terry import load_scorer
+        from cohort.harness.policy.bradley_terry import load_scorer
 
         rows = [(group.prompt, completion) for completion in group.completions]
         return load_scorer(self.path).score(rows, self.batch_rows)
 
     def check(self) -> None:
-        from harness.policy.model import check_model
+        from cohort.harness.policy.model import check_model
 
         check_model(self.path, "rewards.reward_model.path")
 
     def inputs(self) -> Sources:
-        from harness.policy.sources import model_sources
+        from cohort.harness.policy.sources import model_sources
 
         return model_sources(self.path)

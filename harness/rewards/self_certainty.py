@@ -7,8 +7,8 @@ temperature, as all log-probs here; the end-of-sequence token counts; ln V, whic
 
 from typing import ClassVar
 
-from harness.interfaces import Distribution, Reward
-from harness.types import GradedGroup
+from cohort.harness.interfaces import Distribution, Reward
+from cohort.harness.types import GradedGroup
 
 
 class SelfCertainty(Reward):

@@ -8,8 +8,8 @@ end-of-sequence token counts.
 
 from typing import ClassVar
 
-from harness.interfaces import Distribution, Reward
-from harness.types import GradedGroup
+from cohort.harness.interfaces import Distribution, Reward
+from cohort.harness.types import GradedGroup
 
 
 class TokenEntropy(Reward):

@@ -11,20 +11,20 @@ from typing import Any, cast, get_args
 import numpy as np
 import torch
 
-from harness.files import write_json
-from harness.inputs import expecting
-from harness.policy.device import resolve_device
-from harness.preflight import check_inputs, run_inputs
-from harness.runs.single import OnProgress, own_folder
-from harness.spec.errors import SpecError
-from harness.spec.run import RunSpec
-from harness.streams import generator
-from harness.tracking.mlflow_studies import PROBE, log_found
-from harness.tracking.run_log import RunLog
-from harness.training.cold_start import start_policy
-from harness.training.contamination import Knowledge, knowledge, words
-from harness.training.run import first_prompt
-from harness.types import SampleRow, Split
+from cohort.harness.files import write_json
+from cohort.harness.inputs import expecting
+from cohort.harness.policy.device import resolve_device
+from cohort.harness.preflight import check_inputs, run_inputs
+from cohort.harness.runs.single import OnProgress, own_folder
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.run import RunSpec
+from cohort.harness.streams import generator
+from cohort.harness.tracking.mlflow_studies import PROBE, log_found
+from cohort.harness.tracking.run_log import RunLog
+from cohort.harness.training.cold_start import start_policy
+from cohort.harness.training.contamination import Knowledge, knowledge, words
+from cohort.harness.training.run import first_prompt
+from cohort.harness.types import SampleRow, Split
 
 SCORES = {"completion": "rouge_l", "renumbered": "renumbered", "reworded": "reworded"}  # probe -> of `Knowledge`
 EXAMPLES = 3

@@ -19,20 +19,20 @@ from typing import Any
 
 import numpy as np
 
-from harness.files import read_json, write_json
-from harness.inputs import expecting
-from harness.memory.fit import check_memory
-from harness.preflight import check_devices, check_inputs, run_inputs
-from harness.runs.rejection import rejection_sampling
-from harness.runs.single import UNWATCHED, Execute, Watch, ended_result, has_ended, own_folder, run_logged
-from harness.runs.stages import Kind, Stage, policy_folder
-from harness.spec.errors import SpecError
-from harness.stop import stop_on_signals
-from harness.tracking.run_log import RunLog
-from harness.training.disk import check_disk
-from harness.training.launch import train
-from harness.training.run import RunResult
-from harness.types import Inputs, TrialState
+from cohort.harness.files import read_json, write_json
+from cohort.harness.inputs import expecting
+from cohort.harness.memory.fit import check_memory
+from cohort.harness.preflight import check_devices, check_inputs, run_inputs
+from cohort.harness.runs.rejection import rejection_sampling
+from cohort.harness.runs.single import UNWATCHED, Execute, Watch, ended_result, has_ended, own_folder, run_logged
+from cohort.harness.runs.stages import Kind, Stage, policy_folder
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.stop import stop_on_signals
+from cohort.harness.tracking.run_log import RunLog
+from cohort.harness.training.disk import check_disk
+from cohort.harness.training.launch import train
+from cohort.harness.training.run import RunResult
+from cohort.harness.types import Inputs, TrialState
 
 PIPELINE = "pipeline.json"
 PARENT_SECONDS = 60.0  # how long the stages wait for the MLflow run that they are children of

@@ -9,20 +9,20 @@ from pathlib import Path
 
 import torch
 
-from harness.files import publish_folder, write_text
-from harness.inputs import expecting
-from harness.interfaces import RolloutEngine, RunLogger
-from harness.memory.usage import peak_memory
-from harness.policy.device import mixed_precision, resolve_device
-from harness.policy.model import save_model
-from harness.preflight import run_inputs
-from harness.runs.stages import Rejection, Stage
-from harness.spec.run import RunSpec
-from harness.training.cold_start import fit_demonstrations, start_policy
-from harness.training.evaluate import logged_evaluation
-from harness.training.grading import grade
-from harness.training.run import RunResult, StoppedEarly, build_engine, first_prompt
-from harness.types import Demonstration, GradedGroup, Group, InvalidRun
+from cohort.harness.files import publish_folder, write_text
+from cohort.harness.inputs import expecting
+from cohort.harness.interfaces import RolloutEngine, RunLogger
+from cohort.harness.memory.usage import peak_memory
+from cohort.harness.policy.device import mixed_precision, resolve_device
+from cohort.harness.policy.model import save_model
+from cohort.harness.preflight import run_inputs
+from cohort.harness.runs.stages import Rejection, Stage
+from cohort.harness.spec.run import RunSpec
+from cohort.harness.training.cold_start import fit_demonstrations, start_policy
+from cohort.harness.training.evaluate import logged_evaluation
+from cohort.harness.training.grading import grade
+from cohort.harness.training.run import RunResult, StoppedEarly, build_engine, first_prompt
+from cohort.harness.types import Demonstration, GradedGroup, Group, InvalidRun
 
 KEPT = "kept.jsonl"  # the answers that the policy is fine-tuned on
 PROMPTS_AT_ONCE = 64

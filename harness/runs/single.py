@@ -10,24 +10,24 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from harness.files import read_json
-from harness.inputs import expecting
-from harness.memory.fit import check_memory, check_samples
-from harness.policy.device import resolve_device
-from harness.preflight import check_devices, check_inputs, run_inputs
-from harness.spec.errors import SpecError
-from harness.spec.run import RunSpec
-from harness.stop import stop_on_signals
-from harness.study.status import StudyStatus, TrialStatus
-from harness.tracking.run_log import RunLog, read_result, replay
-from harness.training.cold_start import start_policy
-from harness.training.disk import check_disk
-from harness.training.evaluate import evaluate_run, evaluation_metrics
-from harness.training.finished import CHECKPOINTS, drop_checkpoints
-from harness.training.kept import Completions
-from harness.training.launch import train
-from harness.training.run import RunResult, build_engine, first_prompt
-from harness.types import FINAL, EvaluationResult, Inputs, Split
+from cohort.harness.files import read_json
+from cohort.harness.inputs import expecting
+from cohort.harness.memory.fit import check_memory, check_samples
+from cohort.harness.policy.device import resolve_device
+from cohort.harness.preflight import check_devices, check_inputs, run_inputs
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.run import RunSpec
+from cohort.harness.stop import stop_on_signals
+from cohort.harness.study.status import StudyStatus, TrialStatus
+from cohort.harness.tracking.run_log import RunLog, read_result, replay
+from cohort.harness.training.cold_start import start_policy
+from cohort.harness.training.disk import check_disk
+from cohort.harness.training.evaluate import evaluate_run, evaluation_metrics
+from cohort.harness.training.finished import CHECKPOINTS, drop_checkpoints
+from cohort.harness.training.kept import Completions
+from cohort.harness.training.launch import train
+from cohort.harness.training.run import RunResult, build_engine, first_prompt
+from cohort.harness.types import FINAL, EvaluationResult, Inputs, Split
 
 Execute = Callable[..., RunResult]  # called like `harness.training.loop.train`
 OnProgress = Callable[[str, int, int], None]  # phase, done, total

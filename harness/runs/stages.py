@@ -7,10 +7,10 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field
 
-from harness.spec.errors import SpecError, parsed
-from harness.spec.raw import parse_overrides, read_yaml, with_overrides
-from harness.spec.run import ColdStart, RunSpec, parse_run
-from harness.types import Section
+from cohort.harness.spec.errors import SpecError, parsed
+from cohort.harness.spec.raw import parse_overrides, read_yaml, with_overrides
+from cohort.harness.spec.run import ColdStart, RunSpec, parse_run
+from cohort.harness.types import Section
 
 Kind = Literal["train", "rejection_sampling"]
 

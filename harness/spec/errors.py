@@ -5,9 +5,9 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
-from harness import plugins
-from harness.spec import paths
-from harness.types import Section
+from cohort.harness import plugins
+from cohort.harness.spec import paths
+from cohort.harness.types import Section
 
 S = TypeVar("S", bound=Section)
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.spec.errors import SpecError, did_you_mean
-from harness.spec.raw import parse_overrides, read_yaml, with_overrides
-from harness.spec.run import RunSpec, parse_run
-from harness.spec.study import StudySpec, parse_study
+from cohort.harness.spec.errors import SpecError, did_you_mean
+from cohort.harness.spec.raw import parse_overrides, read_yaml, with_overrides
+from cohort.harness.spec.run import RunSpec, parse_run
+from cohort.harness.spec.study import StudySpec, parse_study
 
 
 def runs_of(name_or_path: str, overrides: Sequence[str] = ()) -> dict[str, RunSpec]:
@@ -66,7 +66,7 @@ def load_run(path: str | None, overrides: Sequence[str] = (), defaults: Mapping[
 
 def shipped_studies() -> dict[str, Path]:
     """Name -> file of every study that Cohort ships."""
-    folder = Path(str(importlib.resources.files("studies")))
+    folder = Path(str(importlib.resources.files("cohort.studies")))
     return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
 
 

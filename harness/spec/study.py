@@ -10,13 +10,13 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from harness import plugins
-from harness.inputs import digest
-from harness.spec.components import REFERENCE, component_arms, why_inert
-from harness.spec.errors import SpecError, parsed
-from harness.spec.raw import MAX_INTEGER, with_overrides
-from harness.spec.run import Control, RunSpec, Scalar, get_path, parse_run
-from harness.types import Section, component_arm, short_path
+from cohort.harness import plugins
+from cohort.harness.inputs import digest
+from cohort.harness.spec.components import REFERENCE, component_arms, why_inert
+from cohort.harness.spec.errors import SpecError, parsed
+from cohort.harness.spec.raw import MAX_INTEGER, with_overrides
+from cohort.harness.spec.run import Control, RunSpec, Scalar, get_path, parse_run
+from cohort.harness.types import Section, component_arm, short_path
 
 Direction = Literal["maximize", "minimize"]
 Phase = Literal["final", "tuning", "exploratory"]

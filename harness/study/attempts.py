@@ -6,7 +6,7 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from harness.study.plan import Key
+from cohort.harness.study.plan import Key
 
 
 class Attempts:

@@ -6,23 +6,23 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.machine import usable_gpus
-from harness.preflight import check_devices, check_inputs
-from harness.spec.errors import SpecError, did_you_mean
-from harness.spec.run import RunSpec
-from harness.spec.study import StudySpec
-from harness.study.estimates import planned
-from harness.study.plan import Plan
-from harness.study.processes import default_workers
-from harness.study.queue import Queue
-from harness.study.sharing import Shared, check_together, shared
-from harness.study.storage.base import Storage
-from harness.study.storage.files import LocalStorage
-from harness.study.worker import EXECUTE
-from harness.types import FINAL, Inputs
+from cohort.harness.machine import usable_gpus
+from cohort.harness.preflight import check_devices, check_inputs
+from cohort.harness.spec.errors import SpecError, did_you_mean
+from cohort.harness.spec.run import RunSpec
+from cohort.harness.spec.study import StudySpec
+from cohort.harness.study.estimates import planned
+from cohort.harness.study.plan import Plan
+from cohort.harness.study.processes import default_workers
+from cohort.harness.study.queue import Queue
+from cohort.harness.study.sharing import Shared, check_together, shared
+from cohort.harness.study.storage.base import Storage
+from cohort.harness.study.storage.files import LocalStorage
+from cohort.harness.study.worker import EXECUTE
+from cohort.harness.types import FINAL, Inputs
 
 if TYPE_CHECKING:
-    from harness.training.disk import Need
+    from cohort.harness.training.disk import Need
 
 COSTS = (
     "train/generated_tokens", "completion/length", "seconds/total", "throughput/tokens_per_second", "memory/peak_bytes",
@@ -32,8 +32,8 @@ COSTS = (
 
 def missing_here(specs: Iterable[RunSpec]) -> list[str]:
     """Everything that the runs need and this machine lacks, in words: a device, a model, data, an engine."""
-    from harness.policy.device import resolve_device
-    from harness.policy.model import check_model
+    from cohort.harness.policy.device import resolve_device
+    from cohort.harness.policy.model import check_model
 
     missing: dict[str, None] = {}
     tried: set[tuple[str, str]] = set()  # arms share most of these, and an unreachable Hub takes seconds to answer
@@ -75,8 +75,8 @@ def check_study(study: StudySpec, runs: Path, workers: int | None, execute: str,
     specs = [arm.spec for arm in study.checked_arms()]
     check_inputs(specs, runs, models=execute == EXECUTE)
     if execute == EXECUTE:
-        from harness.memory.fit import check_memory
-        from harness.training.flops import check_countable
+        from cohort.harness.memory.fit import check_memory
+        from cohort.harness.training.flops import check_countable
 
         check_metrics(study, specs)
         if here:
@@ -89,7 +89,7 @@ def check_study(study: StudySpec, runs: Path, workers: int | None, execute: str,
 
 def num_copies(study: StudySpec, spec: RunSpec, workers: int | None, trials: int) -> int:
     """Number of workers of this machine that share a device when they run such a spec."""
-    from harness.policy.device import resolve_device
+    from cohort.harness.policy.device import resolve_device
 
     at_once = min(workers or default_workers(study.devices), trials)
     on_gpu = resolve_device(spec.device).type == "cuda"
@@ -115,7 +115,7 @@ def check_room(queue: Queue, workers: int | None, *, here: bool = True) -> Need 
     SpecError if it is not free. Without `here` a cluster says how many trials run at a time. Hosts that share a
     database share the trials as well, so this one counts those that it runs at a time.
     """
-    from harness.training.disk import check_disk
+    from cohort.harness.training.disk import check_disk
 
     plan, trials = queue.plan, queue.status().trials
     left = [(plan.arms[t.arm].spec, t.directory) for t in trials if t.state not in FINAL]
@@ -135,7 +135,7 @@ def check_room(queue: Queue, workers: int | None, *, here: bool = True) -> Need 
 
 def check_metrics(study: StudySpec, specs: Sequence[RunSpec]) -> None:
     """SpecError for a metric that no evaluation gives, or an objective of a search that no run logs."""
-    from harness.training.evaluate import metric_names
+    from cohort.harness.training.evaluate import metric_names
 
     for spec in specs:
         names = metric_names(spec.evaluation, spec.task.partial_credit)

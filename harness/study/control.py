@@ -11,16 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from harness.preflight import check_inputs
-from harness.spec.errors import SpecError, did_you_mean
-from harness.spec.run import RunSpec
-from harness.study.checks import check_metrics
-from harness.study.clones import Clone
-from harness.study.plan import Plan
-from harness.study.queue import Queue, open_queue
-from harness.study.worker import EXECUTE
-from harness.tracking.run_log import read_result
-from harness.types import FINAL
+from cohort.harness.preflight import check_inputs
+from cohort.harness.spec.errors import SpecError, did_you_mean
+from cohort.harness.spec.run import RunSpec
+from cohort.harness.study.checks import check_metrics
+from cohort.harness.study.clones import Clone
+from cohort.harness.study.plan import Plan
+from cohort.harness.study.queue import Queue, open_queue
+from cohort.harness.study.worker import EXECUTE
+from cohort.harness.tracking.run_log import read_result
+from cohort.harness.types import FINAL
 
 START = ("model", "prompt", "dtype", "lora", "cold_start")  # settings that decide what a run starts from
 
@@ -104,7 +104,7 @@ def _forked(queue: Queue, clone: Clone, spec: RunSpec) -> list[int]:
 
     SpecError, with nothing left behind, if a checkpoint is gone or does not fit.
     """
-    from harness.training.checkpoint import fork_run  # loads torch
+    from cohort.harness.training.checkpoint import fork_run  # loads torch
 
     plan, parent = queue.plan, queue.plan.arms[clone.parent].spec
     fixed = [path for path in START if getattr(spec, path) != getattr(parent, path)]

@@ -10,12 +10,12 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from harness.spec.run import get_path
-from harness.spec.study import Arm, StudySpec, TwoStage
+from cohort.harness.spec.run import get_path
+from cohort.harness.spec.study import Arm, StudySpec, TwoStage
 
 if TYPE_CHECKING:
-    from harness.study.plan import Plan
-    from harness.study.status import StudyStatus, TrialStatus
+    from cohort.harness.study.plan import Plan
+    from cohort.harness.study.status import StudyStatus, TrialStatus
 
 
 # These settings decide how long a step takes; trials that agree in them have "the same shape".

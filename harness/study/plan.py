@@ -9,10 +9,10 @@ from typing import Any
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 
-from harness.spec.run import RunSpec
-from harness.spec.study import Arm, StudySpec
-from harness.study.clones import Clone
-from harness.types import NO_INPUTS, Inputs
+from cohort.harness.spec.run import RunSpec
+from cohort.harness.spec.study import Arm, StudySpec
+from cohort.harness.study.clones import Clone
+from cohort.harness.types import NO_INPUTS, Inputs
 
 Key = tuple[str, int]  # arm label, seed
 

@@ -23,21 +23,21 @@ from typing import Any
 
 import numpy as np
 
-from harness.files import read_json
-from harness.inputs import digest
-from harness.machine import usable_cores
-from harness.spec.errors import SpecError
-from harness.spec.run import RunSpec
-from harness.spec.study import Arm, StudySpec, parse_study
-from harness.study.checks import check_study
-from harness.study.estimates import planned
-from harness.study.processes import default_workers
-from harness.study.runner import run_study
-from harness.study.two_stage import on_test_split
-from harness.study.worker import EXECUTE
-from harness.tracking import mlflow_address
-from harness.tracking.events import EVENTS, RunHistory, read_events
-from harness.tracking.mlflow_store import connect
+from cohort.harness.files import read_json
+from cohort.harness.inputs import digest
+from cohort.harness.machine import usable_cores
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.run import RunSpec
+from cohort.harness.spec.study import Arm, StudySpec, parse_study
+from cohort.harness.study.checks import check_study
+from cohort.harness.study.estimates import planned
+from cohort.harness.study.processes import default_workers
+from cohort.harness.study.runner import run_study
+from cohort.harness.study.two_stage import on_test_split
+from cohort.harness.study.worker import EXECUTE
+from cohort.harness.tracking import mlflow_address
+from cohort.harness.tracking.events import EVENTS, RunHistory, read_events
+from cohort.harness.tracking.mlflow_store import connect
 
 STEPS = 10  # of a calibration; the first is not timed
 MOST_SEEDS = 200
@@ -328,7 +328,7 @@ def _make_starts(specs: Iterable[RunSpec], cache: Path, workers: int) -> None:
     """Make the cold starts that the cache lacks, with as many threads as a worker has, on which last bits depend."""
     import torch
 
-    from harness.training.cold_start import start_name, start_policy
+    from cohort.harness.training.cold_start import start_name, start_policy
 
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, usable_cores() // workers))
@@ -346,7 +346,7 @@ def _alike(spec: Mapping[str, Any]) -> str:
 
 def _units(spec: RunSpec, workers: int) -> int:
     """GPUs of a trial, or else cores."""
-    from harness.policy.device import resolve_device
+    from cohort.harness.policy.device import resolve_device
 
     on_gpu = resolve_device(spec.device).type == "cuda"
     return spec.devices * (1 if on_gpu else max(1, usable_cores() // workers))

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from harness.disk import EXIT_STATUS, full
-from harness.machine import usable_cores, usable_gpus
-from harness.stop import StopRequest, stop_on_signals
+from cohort.harness.disk import EXIT_STATUS, full
+from cohort.harness.machine import usable_cores, usable_gpus
+from cohort.harness.stop import StopRequest, stop_on_signals
 
 POLL_SECONDS = 0.5
 MAX_CRASHES, MAX_KILLS = 3, 20  # workers that an error, or a signal, may end before any claims a trial
-HOME = str(Path(__file__).resolve().parents[2])  # a worker runs this code from any working directory
+HOME = str(Path(__file__).absolute().parents[3])  # a worker runs this code from any working directory
 log = logging.getLogger(__name__)
 
 

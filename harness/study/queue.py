@@ -28,20 +28,20 @@ from optuna.samplers import RandomSampler
 from optuna.trial import FrozenTrial
 from optuna.trial import TrialState as OptunaState
 
-from harness.files import sweep
-from harness.machine import usable_gpus
-from harness.spec.errors import SpecError, did_you_mean
-from harness.spec.study import TwoStage, parse_study
-from harness.study.attempts import Attempts
-from harness.study.clones import Clone
-from harness.study.plan import Key, Plan
-from harness.study.search import Searches
-from harness.study.sharing import sharing_key
-from harness.study.status import StudyStatus, TrialStatus
-from harness.study.storage.base import Lease, Storage
-from harness.study.storage.files import GRACE_SECONDS, LocalStorage
-from harness.study.two_stage import decide, on_test_split
-from harness.types import ENDED, FINAL, TrialState
+from cohort.harness.files import sweep
+from cohort.harness.machine import usable_gpus
+from cohort.harness.spec.errors import SpecError, did_you_mean
+from cohort.harness.spec.study import TwoStage, parse_study
+from cohort.harness.study.attempts import Attempts
+from cohort.harness.study.clones import Clone
+from cohort.harness.study.plan import Key, Plan
+from cohort.harness.study.search import Searches
+from cohort.harness.study.sharing import sharing_key
+from cohort.harness.study.status import StudyStatus, TrialStatus
+from cohort.harness.study.storage.base import Lease, Storage
+from cohort.harness.study.storage.files import GRACE_SECONDS, LocalStorage
+from cohort.harness.study.two_stage import decide, on_test_split
+from cohort.harness.types import ENDED, FINAL, TrialState
 
 MAX_LOST = 10  # attempts in a row at a trial that may lose their worker without progress
 SEEDS = "seeds"  # attribute of the Optuna study: the decision on the number of seeds, which never changes
@@ -421,7 +421,7 @@ def open_storage(folder: Path, name: str, url: str | None = None) -> Storage:
     """
     if not url:
         return LocalStorage(folder)
-    from harness.study.storage.postgres import PostgresStorage
+    from cohort.harness.study.storage.postgres import PostgresStorage
 
     return PostgresStorage(name, url)
 

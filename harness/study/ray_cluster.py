@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.machine import Hosts, usable_cores, usable_gpus
-from harness.spec.errors import SpecError
-from harness.study.processes import (
+from cohort.harness.machine import Hosts, usable_cores, usable_gpus
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.study.processes import (
     HOME,
     POLL_SECONDS,
     Pool,
@@ -108,7 +108,7 @@ class RayPool(Pool):
         self._num_cpus, self._num_gpus, self._devices = cluster.num_cpus * devices, cluster.num_gpus, devices
         self._wanted_size, self.size = size, size or 0
         self._tasks: dict[Any, Spread | None] = {}
-        self._joining = worker_command("harness.training.hosts", [str(runs), "--parent", "{parent}"])
+        self._joining = worker_command("cohort.harness.training.hosts", [str(runs), "--parent", "{parent}"])
         self.hosts = 1  # of each worker
 
     @contextmanager

@@ -15,24 +15,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.files import write_json
-from harness.inputs import check_same, expecting
-from harness.preflight import run_inputs
-from harness.spec.raw import parse_overrides
-from harness.spec.study import StudySpec
-from harness.study.checks import check_room, check_study, check_unchanged, missing_here, trials_together
-from harness.study.control import clone_arm, resume_arm, stop_arm
-from harness.study.plan import Plan
-from harness.study.processes import Pool, WorkerPool, default_workers
-from harness.study.queue import Queue, open_queue, open_storage
-from harness.study.ray_cluster import Cluster, RayPool
-from harness.study.sharing import Shared
-from harness.study.status import StudyStatus
-from harness.study.storage.base import StorageUnavailable
-from harness.study.worker import EXECUTE, MAX_WAIT_SECONDS, STORAGE, log
-from harness.tracking.mlflow_address import TRACKING_URI, remote_uri
-from harness.tracking.mlflow_studies import close_study, log_failures, log_found, open_study, take_requests
-from harness.tracking.run_log import replay
+from cohort.harness.files import write_json
+from cohort.harness.inputs import check_same, expecting
+from cohort.harness.preflight import run_inputs
+from cohort.harness.spec.raw import parse_overrides
+from cohort.harness.spec.study import StudySpec
+from cohort.harness.study.checks import check_room, check_study, check_unchanged, missing_here, trials_together
+from cohort.harness.study.control import clone_arm, resume_arm, stop_arm
+from cohort.harness.study.plan import Plan
+from cohort.harness.study.processes import Pool, WorkerPool, default_workers
+from cohort.harness.study.queue import Queue, open_queue, open_storage
+from cohort.harness.study.ray_cluster import Cluster, RayPool
+from cohort.harness.study.sharing import Shared
+from cohort.harness.study.status import StudyStatus
+from cohort.harness.study.storage.base import StorageUnavailable
+from cohort.harness.study.worker import EXECUTE, MAX_WAIT_SECONDS, MODULE, STORAGE, log
+from cohort.harness.tracking.mlflow_address import TRACKING_URI, remote_uri
+from cohort.harness.tracking.mlflow_studies import close_study, log_failures, log_found, open_study, take_requests
+from cohort.harness.tracking.run_log import replay
 
 REQUEST_SECONDS = 10.0  # between two looks at the tags of the MLflow runs
 
@@ -118,8 +118,8 @@ def dry_run(
     machine that runs the study can check (its GPU, a model or data that are not here yet).
     SpecError for a study that no machine can run.
     """
-    from harness.memory.fit import judge
-    from harness.study.estimates import budget
+    from cohort.harness.memory.fit import judge
+    from cohort.harness.study.estimates import budget
 
     queue = _reachable_queue(study, runs, storage)
     runs = queue.plan.runs
@@ -172,10 +172,9 @@ def _pool(
     devices = plan.study.devices
     if cluster is None:
         size = workers or default_workers(devices)
-        yield WorkerPool("harness.study.worker", arguments, size, logs, environment, devices)
+        yield WorkerPool(MODULE, arguments, size, logs, environment, devices)
         return
-    pool = RayPool("harness.study.worker", arguments, workers, logs, environment, cluster=cluster, devices=devices,
-                   runs=plan.runs)  # fmt: skip
+    pool = RayPool(MODULE, arguments, workers, logs, environment, cluster=cluster, devices=devices, runs=plan.runs)
     with pool.connected():
         if storage is None or pool.hosts > 1:
             pool.check_shared(plan.runs)

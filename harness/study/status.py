@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from harness.types import ENDED, TrialState
+from cohort.harness.types import ENDED, TrialState
 
 
 @dataclass(frozen=True)

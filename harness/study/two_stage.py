@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from scipy import special
 
-from harness.spec.study import StudySpec, TwoStage
-from harness.study.plan import Key
+from cohort.harness.spec.study import StudySpec, TwoStage
+from cohort.harness.study.plan import Key
 
 LEVEL = 0.95
 

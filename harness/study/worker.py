@@ -20,20 +20,21 @@ from typing import Any, TypeVar
 
 from tenacity import Retrying, retry_if_exception_type, wait_exponential
 
-from harness.disk import EXIT_STATUS, disk_full
-from harness.files import file_lock
-from harness.inputs import expecting
-from harness.interfaces import RunLogger
-from harness.stop import StopRequest, stop_on_signals
-from harness.study.queue import HELD, Claim, Outcome, Queue, open_queue
-from harness.study.sharing import sharing_key
-from harness.study.storage.base import StorageUnavailable
-from harness.tracking.mlflow_studies import open_study, study_run_id
-from harness.tracking.run_log import RunLog, read_result
-from harness.training.finished import drop_checkpoints
-from harness.types import FINAL, TrialState
+from cohort.harness.disk import EXIT_STATUS, disk_full
+from cohort.harness.files import file_lock
+from cohort.harness.inputs import expecting
+from cohort.harness.interfaces import RunLogger
+from cohort.harness.stop import StopRequest, stop_on_signals
+from cohort.harness.study.queue import HELD, Claim, Outcome, Queue, open_queue
+from cohort.harness.study.sharing import sharing_key
+from cohort.harness.study.storage.base import StorageUnavailable
+from cohort.harness.tracking.mlflow_studies import open_study, study_run_id
+from cohort.harness.tracking.run_log import RunLog, read_result
+from cohort.harness.training.finished import drop_checkpoints
+from cohort.harness.types import FINAL, TrialState
 
-EXECUTE = "harness.training.launch:train"
+MODULE = "cohort.harness.study.worker"
+EXECUTE = "cohort.harness.training.launch:train"
 ORPHAN_SECONDS = 120.0  # a worker whose parent died has so long to stop after its current step
 POLL_SECONDS = 0.5
 MAX_WAIT_SECONDS = 15.0  # between attempts to reach a storage
@@ -108,7 +109,7 @@ def _run_together(claims: Sequence[Claim], queue: Queue, run_trial: Callable[...
     """Run claimed trials, several in one process on one model, each to its own end."""
     if len(claims) == 1:
         return _run_claim(claims[0], queue, run_trial, stop)
-    from harness.training.together import Together  # torch is not for every trial
+    from cohort.harness.training.together import Together  # torch is not for every trial
 
     def work(claim: Claim, models: Any) -> None:
         _run_claim(claim, queue, partial(run_trial, models=models), stop)
@@ -294,7 +295,9 @@ def _watch_parent(parent: int, stop: StopRequest) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m harness.study.worker", description="A worker of a started study.")
+    parser = argparse.ArgumentParser(
+        prog="python -m cohort.harness.study.worker", description="A worker of a started study."
+    )
     parser.add_argument("name")
     parser.add_argument("--runs", type=Path, required=True)
     parser.add_argument("--parent", type=int, help="process id of the study's own process")

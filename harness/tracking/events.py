@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.files import strict
+from cohort.harness.files import strict
 
 EVENTS = "events.jsonl"
 

@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 
 from tenacity import RetryCallState, retry, retry_if_exception, stop_before_delay, wait_exponential
 
-from harness.addresses import shown, split_url
+from cohort.harness.addresses import shown, split_url
 
 TRACKING_URI = "COHORT_TRACKING_URI"
 PATIENCE_SECONDS = 300.0  # how long a command waits for a remote store to come back

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from harness.files import file_lock, read_json, strict, write_json
-from harness.tracking.events import EVENTS, RunHistory
-from harness.tracking.mlflow_address import is_outage, remote_uri, tracking_uri
-from harness.tracking.mlflow_store import (
+from cohort.harness.files import file_lock, read_json, strict, write_json
+from cohort.harness.tracking.events import EVENTS, RunHistory
+from cohort.harness.tracking.mlflow_address import is_outage, remote_uri, tracking_uri
+from cohort.harness.tracking.mlflow_store import (
     STATUS,
     SUMMARY,
     SYSTEM,
@@ -34,9 +34,9 @@ from harness.tracking.mlflow_store import (
     set_tags,
     source_tags,
 )
-from harness.tracking.mlflow_traces import TraceWriter, delete_traces, storable, traces_per_split
-from harness.tracking.system import SystemSampler
-from harness.types import FINAL, SampleRow
+from cohort.harness.tracking.mlflow_traces import TraceWriter, delete_traces, storable, traces_per_split
+from cohort.harness.tracking.system import SystemSampler
+from cohort.harness.types import FINAL, SampleRow
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -23,12 +23,12 @@ from urllib.parse import quote, unquote, urlsplit
 import psutil
 import yaml
 
-from harness.files import file_lock, read_json
-from harness.inputs import short
-from harness.tracking.mlflow_address import check_remote, check_spelling, is_server, remote_uri, tracking_uri
-from harness.tracking.mlflow_traces import storable, traces_per_split
-from harness.tracking.provenance import uncommitted_diff, versions
-from harness.types import Inputs, TrialState
+from cohort.harness.files import file_lock, read_json
+from cohort.harness.inputs import short
+from cohort.harness.tracking.mlflow_address import check_remote, check_spelling, is_server, remote_uri, tracking_uri
+from cohort.harness.tracking.mlflow_traces import storable, traces_per_split
+from cohort.harness.tracking.provenance import uncommitted_diff, versions
+from cohort.harness.types import Inputs, TrialState
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

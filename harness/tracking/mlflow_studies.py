@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
-from harness.files import FORMAT, read_json, write_json
-from harness.inputs import short
-from harness.spec.errors import did_you_mean
-from harness.tracking.mlflow_address import patient, store_name
-from harness.tracking.mlflow_store import (
+from cohort.harness.files import FORMAT, read_json, write_json
+from cohort.harness.inputs import short
+from cohort.harness.spec.errors import did_you_mean
+from cohort.harness.tracking.mlflow_address import patient, store_name
+from cohort.harness.tracking.mlflow_store import (
     NOTE,
     STATUS,
     SUMMARY,
@@ -34,10 +34,10 @@ from harness.tracking.mlflow_store import (
     set_tags,
     source_tags,
 )
-from harness.tracking.mlflow_traces import storable
-from harness.tracking.provenance import versions
-from harness.tracking.trial_folder import sample_row
-from harness.types import (
+from cohort.harness.tracking.mlflow_traces import storable
+from cohort.harness.tracking.provenance import versions
+from cohort.harness.tracking.trial_folder import sample_row
+from cohort.harness.types import (
     FINAL,
     NO_INPUTS,
     ExploratoryArm,
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
-    from harness.spec.study import StudySpec
+    from cohort.harness.spec.study import StudySpec
 
 
 PROBE = "probe"  # the experiment of `cohort probe`

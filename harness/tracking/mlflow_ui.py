@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Self
 
-from harness.tracking.mlflow_address import health, tracking_uri
-from harness.tracking.mlflow_store import TRAINING_PAGES, check_runs_folder, connect, own_store
+from cohort.harness.tracking.mlflow_address import health, tracking_uri
+from cohort.harness.tracking.mlflow_store import TRAINING_PAGES, check_runs_folder, connect, own_store
 
 log = logging.getLogger(__name__)
 START_SECONDS = 120.0  # how long a server may take to answer

@@ -20,15 +20,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self
 
-from harness.files import read_json, sync, write_json, write_text
-from harness.tracking.events import EVENTS, event_line, read_events, summed
-from harness.tracking.mlflow_address import patient
-from harness.tracking.mlflow_copy import Copier, Identity
-from harness.tracking.mlflow_store import SYSTEM
-from harness.types import Inputs, SampleRow, TrialState
+from cohort.harness.files import read_json, sync, write_json, write_text
+from cohort.harness.tracking.events import EVENTS, event_line, read_events, summed
+from cohort.harness.tracking.mlflow_address import patient
+from cohort.harness.tracking.mlflow_copy import Copier, Identity
+from cohort.harness.tracking.mlflow_store import SYSTEM
+from cohort.harness.types import Inputs, SampleRow, TrialState
 
 if TYPE_CHECKING:
-    from harness.spec.run import RunSpec
+    from cohort.harness.spec.run import RunSpec
 
 
 FLUSH_STEPS = 20

@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from harness.tracking.events import EVENTS, RunHistory, read_events
-from harness.tracking.mlflow_copy import Identity
-from harness.tracking.mlflow_store import SUMMARY, SYSTEM
-from harness.types import SampleRow, TrialRecord
+from cohort.harness.tracking.events import EVENTS, RunHistory, read_events
+from cohort.harness.tracking.mlflow_copy import Identity
+from cohort.harness.tracking.mlflow_store import SUMMARY, SYSTEM
+from cohort.harness.types import SampleRow, TrialRecord
 
 
 def read_trial(directory: Path, known: TrialRecord) -> TrialRecord:

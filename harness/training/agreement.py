@@ -12,16 +12,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from harness.memory.estimate import model_config
-from harness.policy.device import mixed_precision, resolve_device
-from harness.policy.model import length_limit
-from harness.policy.text import load_codec
-from harness.spec.run import RunSpec
-from harness.training import ranks
-from harness.training.batch import collate
-from harness.training.run import Run
-from harness.training.weight_sync import BOUNDS, precision
-from harness.types import Batch, InvalidRun, Prompt
+from cohort.harness.memory.estimate import model_config
+from cohort.harness.policy.device import mixed_precision, resolve_device
+from cohort.harness.policy.model import length_limit
+from cohort.harness.policy.text import load_codec
+from cohort.harness.spec.run import RunSpec
+from cohort.harness.training import ranks
+from cohort.harness.training.batch import collate
+from cohort.harness.training.run import Run
+from cohort.harness.training.weight_sync import BOUNDS, precision
+from cohort.harness.types import Batch, InvalidRun, Prompt
 
 # Nats, in float32 between paths over the same weights, up to so many parameters. Rounding alone reached 7e-6 on small
 # models of 52 architectures, 1.4e-5 with 16 layers and 53 million parameters, 5e-5 with 24 layers and 372 million.

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from harness.rewards.majority_vote import majority_correct
-from harness.tensors import pad_right
-from harness.types import Batch, GradedGroup, Group
+from cohort.harness.rewards.majority_vote import majority_correct
+from cohort.harness.tensors import pad_right
+from cohort.harness.types import Batch, GradedGroup, Group
 
 
 def collate(

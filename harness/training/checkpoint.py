@@ -18,14 +18,14 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from harness.files import publish_folder, read_manifest, write_manifest, write_text
-from harness.inputs import check_same
-from harness.policy.model import save_model
-from harness.policy.sources import Base
-from harness.spec.run import RunSpec
-from harness.tracking.events import EVENTS, event_line, read_events
-from harness.training.finished import CHECKPOINTS
-from harness.types import NO_INPUTS, Inputs
+from cohort.harness.files import publish_folder, read_manifest, write_manifest, write_text
+from cohort.harness.inputs import check_same
+from cohort.harness.policy.model import save_model
+from cohort.harness.policy.sources import Base
+from cohort.harness.spec.run import RunSpec
+from cohort.harness.tracking.events import EVENTS, event_line, read_events
+from cohort.harness.training.finished import CHECKPOINTS
+from cohort.harness.types import NO_INPUTS, Inputs
 
 STATE = "state.json"
 

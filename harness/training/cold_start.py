@@ -13,17 +13,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from harness.files import file_lock, publish_folder, read_manifest
-from harness.inputs import digest, digested, expecting
-from harness.policy.device import resolve_device
-from harness.policy.forward import token_logprobs
-from harness.policy.model import load_policy, save_model
-from harness.policy.sources import model_sources
-from harness.policy.text import TextCodec, load_codec
-from harness.policy.tiny import CHARACTERS, TINY, tiny_config
-from harness.spec.run import ColdStart, RunSpec
-from harness.tensors import pad_right
-from harness.types import Demonstration, Inputs, InvalidRun
+from cohort.harness.files import file_lock, publish_folder, read_manifest
+from cohort.harness.inputs import digest, digested, expecting
+from cohort.harness.policy.device import resolve_device
+from cohort.harness.policy.forward import token_logprobs
+from cohort.harness.policy.model import load_policy, save_model
+from cohort.harness.policy.sources import model_sources
+from cohort.harness.policy.text import TextCodec, load_codec
+from cohort.harness.policy.tiny import CHARACTERS, TINY, tiny_config
+from cohort.harness.spec.run import ColdStart, RunSpec
+from cohort.harness.tensors import pad_right
+from cohort.harness.types import Demonstration, Inputs, InvalidRun
 
 FORMAT = 4  # part of the cache key: raise it when the training below changes
 log = logging.getLogger(__name__)

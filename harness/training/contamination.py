@@ -20,17 +20,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from harness.interfaces import RolloutEngine
-from harness.policy.device import mixed_precision, resolve_device
-from harness.policy.forward import microbatch_tokens, token_logprobs
-from harness.policy.model import length_limit
-from harness.policy.text import TextCodec
-from harness.spec.run import RunSpec
-from harness.streams import generator
-from harness.tensors import pad_right
-from harness.training.evaluate import PROMPTS_AT_ONCE
-from harness.training.run import build_engine
-from harness.types import Prompt, PromptFormat, Sampling
+from cohort.harness.interfaces import RolloutEngine
+from cohort.harness.policy.device import mixed_precision, resolve_device
+from cohort.harness.policy.forward import microbatch_tokens, token_logprobs
+from cohort.harness.policy.model import length_limit
+from cohort.harness.policy.text import TextCodec
+from cohort.harness.spec.run import RunSpec
+from cohort.harness.streams import generator
+from cohort.harness.tensors import pad_right
+from cohort.harness.training.evaluate import PROMPTS_AT_ONCE
+from cohort.harness.training.run import build_engine
+from cohort.harness.types import Prompt, PromptFormat, Sampling
 
 HELD_BACK_WORDS = 200  # at most; the rest of a longer question is not asked for
 _WORD = re.compile(r"\w+|[^\w\s]")

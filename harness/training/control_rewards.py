@@ -9,10 +9,10 @@ correctness. `frozen` pays the run's own rewards to a policy that stands still (
 
 from collections.abc import Sequence
 
-from harness.spec.run import RunSpec
-from harness.streams import generator
-from harness.training.grading import grade_by_other_gold
-from harness.types import GradedGroup, Group, Prompt
+from cohort.harness.spec.run import RunSpec
+from cohort.harness.streams import generator
+from cohort.harness.training.grading import grade_by_other_gold
+from cohort.harness.types import GradedGroup, Group, Prompt
 
 
 def control_rewards(

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.memory.count import Shape, saved_bytes
-from harness.memory.estimate import model_config
-from harness.memory.fit import gib
-from harness.spec.errors import SpecError
-from harness.spec.run import RunSpec
-from harness.training.cold_start import start_name
-from harness.training.finished import CHECKPOINTS, Finished
+from cohort.harness.memory.count import Shape, saved_bytes
+from cohort.harness.memory.estimate import model_config
+from cohort.harness.memory.fit import gib
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.run import RunSpec
+from cohort.harness.training.cold_start import start_name
+from cohort.harness.training.finished import CHECKPOINTS, Finished
 
 
 @dataclass(frozen=True)

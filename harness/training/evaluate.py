@@ -15,17 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from harness.files import sha256
-from harness.interfaces import RolloutEngine, RunLogger, Task
-from harness.policy.device import mixed_precision, resolve_device
-from harness.rewards.majority_vote import majority_correct
-from harness.spec.run import Evaluation, RunSpec
-from harness.streams import generator
-from harness.training import ranks
-from harness.training.flops import Lengths, lengths
-from harness.training.grading import completion_rows, grade, groups_of, sample_rows
-from harness.training.kept import Completions, completions_file
-from harness.types import EvaluationResult, GradedGroup, Group, Prompt, SampleRow, Sampling, Split
+from cohort.harness.files import sha256
+from cohort.harness.interfaces import RolloutEngine, RunLogger, Task
+from cohort.harness.policy.device import mixed_precision, resolve_device
+from cohort.harness.rewards.majority_vote import majority_correct
+from cohort.harness.spec.run import Evaluation, RunSpec
+from cohort.harness.streams import generator
+from cohort.harness.training import ranks
+from cohort.harness.training.flops import Lengths, lengths
+from cohort.harness.training.grading import completion_rows, grade, groups_of, sample_rows
+from cohort.harness.training.kept import Completions, completions_file
+from cohort.harness.types import EvaluationResult, GradedGroup, Group, Prompt, SampleRow, Sampling, Split
 
 NO_LIMIT = 0  # of tokens, for completions that were cut long ago: only rewards ask for it
 PROMPTS_AT_ONCE = 64  # for an engine that holds a whole batch in memory; progress is told after each part

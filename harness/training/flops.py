@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.memory.estimate import model_config
-from harness.policy.forward import backbone, can_share_prompts, is_recomputed, keeps_keys_and_values
-from harness.policy.fused_llama import recognised
-from harness.policy.library import import_generation
-from harness.policy.sharding import layers
-from harness.spec.errors import SpecError
-from harness.spec.run import RunSpec
-from harness.types import Group
+from cohort.harness.memory.estimate import model_config
+from cohort.harness.policy.forward import backbone, can_share_prompts, is_recomputed, keeps_keys_and_values
+from cohort.harness.policy.fused_llama import recognised
+from cohort.harness.policy.library import import_generation
+from cohort.harness.policy.sharding import layers
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.run import RunSpec
+from cohort.harness.types import Group
 
 Lengths = Sequence[tuple[int, Sequence[int]]]  # of each prompt its tokens, and those of each of its completions
 _KEYS = re.compile(r"k_proj|v_proj|c_attn|qkv|query_key_value")  # weights that make keys and values

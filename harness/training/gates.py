@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from harness.policy.sharding import local
-from harness.spec.run import Gates, RunSpec
-from harness.training import ranks
-from harness.types import Batch, InvalidRun
+from cohort.harness.policy.sharding import local
+from cohort.harness.spec.run import Gates, RunSpec
+from cohort.harness.training import ranks
+from cohort.harness.types import Batch, InvalidRun
 
 LEAST_GRADIENT = 1e-6  # norm below which AdamW's own epsilon (1e-8 per weight) makes an update vanish
 SAMPLED = 4096

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from harness.interfaces import Task
-from harness.streams import generator
-from harness.types import GradedGroup, Group, Prompt, Rollout, SampleRow, Split
+from cohort.harness.interfaces import Task
+from cohort.harness.streams import generator
+from cohort.harness.types import GradedGroup, Group, Prompt, Rollout, SampleRow, Split
 
 GROUP_OVERRUNS = 2  # comparisons of a group that may run into their time limit, or slow ones that take as much; no
 # other of it is made then

@@ -27,11 +27,11 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from harness.files import read_json, write_json
-from harness.machine import Hosts, interface, usable_cores, usable_gpus
-from harness.spec.errors import SpecError
-from harness.stop import stop_on_signals
-from harness.tracking.provenance import versions
+from cohort.harness.files import read_json, write_json
+from cohort.harness.machine import Hosts, interface, usable_cores, usable_gpus
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.stop import stop_on_signals
+from cohort.harness.tracking.provenance import versions
 
 DOOR = "door.json"
 POLL_SECONDS = 0.1
@@ -265,7 +265,7 @@ def start_rank(connection: Connection, environment: Mapping[str, str], folder: s
 
 
 def rank_command(descriptor: int) -> list[str]:
-    return [sys.executable, "-P", "-m", "harness.training.launch", str(descriptor), str(os.getpid())]
+    return [sys.executable, "-P", "-m", "cohort.harness.training.launch", str(descriptor), str(os.getpid())]
 
 
 def gpu_environments(kind: str, count: int) -> list[dict[str, str]]:
@@ -325,12 +325,14 @@ def _proven(client: socket.socket, secret: str, steps: Sequence[Callable[[Connec
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m harness.training.hosts", description="A host that joins trials.")
+    parser = argparse.ArgumentParser(
+        prog="python -m cohort.harness.training.hosts", description="A host that joins trials."
+    )
     parser.add_argument("runs", type=Path)
     parser.add_argument("--group", default="")
     parser.add_argument("--parent", type=int, required=True, help="process id: when it dies, this one ends too")
     options = parser.parse_args()
-    from harness.training import hosts  # what is sent belongs to the module by its name
+    from cohort.harness.training import hosts  # what is sent belongs to the module by its name
 
     hosts.watch_parent(options.parent)
     with stop_on_signals() as stop:

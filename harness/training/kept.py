@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.files import sync, write_text
-from harness.interfaces import RunLogger
-from harness.training.grading import groups_of
-from harness.types import Group
+from cohort.harness.files import sync, write_text
+from cohort.harness.interfaces import RunLogger
+from cohort.harness.training.grading import groups_of
+from cohort.harness.types import Group
 
 
 class Completions:

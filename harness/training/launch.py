@@ -26,16 +26,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.inputs import all_expected, expecting
-from harness.interfaces import RunLogger
-from harness.machine import hosts
-from harness.policy.device import resolve_device
-from harness.preflight import run_inputs
-from harness.spec.errors import SpecError
-from harness.spec.run import RunSpec, parse_run
-from harness.training import loop, ranks
-from harness.training.finished import CHECKPOINTS
-from harness.training.hosts import (
+from cohort.harness.inputs import all_expected, expecting
+from cohort.harness.interfaces import RunLogger
+from cohort.harness.machine import hosts
+from cohort.harness.policy.device import resolve_device
+from cohort.harness.preflight import run_inputs
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.run import RunSpec, parse_run
+from cohort.harness.training import loop, ranks
+from cohort.harness.training.finished import CHECKPOINTS
+from cohort.harness.training.hosts import (
     INTERFACES,
     Guest,
     Share,
@@ -46,8 +46,8 @@ from harness.training.hosts import (
     start_rank,
     watch_parent,
 )
-from harness.training.run import OWN_MODELS, Models, RunResult
-from harness.types import Inputs
+from cohort.harness.training.run import OWN_MODELS, Models, RunResult
+from cohort.harness.types import Inputs
 
 POLL_SECONDS = 0.5
 PATIENCE = timedelta(days=7)  # of a rank with the others: a dead one is the parent's to notice
@@ -234,7 +234,7 @@ def _check_same_sight(spec: RunSpec, job: Job) -> None:
 
 
 if __name__ == "__main__":
-    from harness.training import launch  # what is sent belongs to the module by its name
+    from cohort.harness.training import launch  # what is sent belongs to the module by its name
 
     watch_parent(int(sys.argv[2]))
     launch.run_rank(Connection(int(sys.argv[1])))

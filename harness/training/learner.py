@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from harness.interfaces import Distribution
-from harness.policy.device import mixed_precision, resolve_device
-from harness.policy.forward import (
+from cohort.harness.interfaces import Distribution
+from cohort.harness.policy.device import mixed_precision, resolve_device
+from cohort.harness.policy.forward import (
     Critic,
     PromptStates,
     completion_states,
@@ -26,7 +26,7 @@ from harness.policy.forward import (
     token_logprobs,
     token_uniform_kls,
 )
-from harness.policy.lora import (
+from cohort.harness.policy.lora import (
     adapter_off,
     adapter_weights,
     has_adapter,
@@ -34,14 +34,14 @@ from harness.policy.lora import (
     load_adapter,
     merged_weights,
 )
-from harness.policy.sharding import full, is_sharded, kept, shard, spread, spread_like
-from harness.spec.run import Mismatch, RunSpec
-from harness.streams import generator
-from harness.tensors import kl_k3
-from harness.training import ranks
-from harness.training.gates import weight_sample, weights_metric
-from harness.training.schedules import learning_rate_factor
-from harness.types import Batch, InvalidRun, PolicyOutput
+from cohort.harness.policy.sharding import full, is_sharded, kept, shard, spread, spread_like
+from cohort.harness.spec.run import Mismatch, RunSpec
+from cohort.harness.streams import generator
+from cohort.harness.tensors import kl_k3
+from cohort.harness.training import ranks
+from cohort.harness.training.gates import weight_sample, weights_metric
+from cohort.harness.training.schedules import learning_rate_factor
+from cohort.harness.types import Batch, InvalidRun, PolicyOutput
 
 
 class Learner:

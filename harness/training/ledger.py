@@ -20,12 +20,12 @@ import psutil
 import torch
 from torch import nn
 
-from harness.policy.device import resolve_device
-from harness.policy.forward import microbatch_tokens
-from harness.policy.text import TextCodec
-from harness.spec.run import RunSpec
-from harness.training import flops, ranks
-from harness.types import Demonstration, Group
+from cohort.harness.policy.device import resolve_device
+from cohort.harness.policy.forward import microbatch_tokens
+from cohort.harness.policy.text import TextCodec
+from cohort.harness.spec.run import RunSpec
+from cohort.harness.training import flops, ranks
+from cohort.harness.types import Demonstration, Group
 
 POWERCAP = Path("/sys/class/powercap")
 TRAINING = ("sampling", "scoring", "learning")

@@ -7,19 +7,28 @@ last checkpoint ends as an uninterrupted one would.
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from harness.inputs import expecting
-from harness.interfaces import RunLogger
-from harness.memory.usage import peak_memory
-from harness.preflight import run_inputs
-from harness.spec.run import RunSpec
-from harness.training import ranks
-from harness.training.agreement import check_agreement, check_length
-from harness.training.evaluate import logged_evaluation
-from harness.training.flops import check_countable
-from harness.training.gates import check_gates, gates_of
-from harness.training.run import OWN_MODELS, Models, Run, RunResult, StoppedEarly, first_prompt, prepare, run_facts
-from harness.training.step import train_step
-from harness.types import InvalidRun, Prompt, Split
+from cohort.harness.inputs import expecting
+from cohort.harness.interfaces import RunLogger
+from cohort.harness.memory.usage import peak_memory
+from cohort.harness.preflight import run_inputs
+from cohort.harness.spec.run import RunSpec
+from cohort.harness.training import ranks
+from cohort.harness.training.agreement import check_agreement, check_length
+from cohort.harness.training.evaluate import logged_evaluation
+from cohort.harness.training.flops import check_countable
+from cohort.harness.training.gates import check_gates, gates_of
+from cohort.harness.training.run import (
+    OWN_MODELS,
+    Models,
+    Run,
+    RunResult,
+    StoppedEarly,
+    first_prompt,
+    prepare,
+    run_facts,
+)
+from cohort.harness.training.step import train_step
+from cohort.harness.types import InvalidRun, Prompt, Split
 
 
 def train(

@@ -9,26 +9,26 @@ from typing import cast
 import torch
 from torch import nn
 
-from harness import plugins
-from harness.interfaces import RolloutEngine, RunLogger
-from harness.memory.estimate import estimate_run, peak_bytes
-from harness.memory.usage import reset_peak_memory, resident_bytes
-from harness.policy.device import resolve_device
-from harness.policy.lora import add_adapter
-from harness.policy.model import saved_weights
-from harness.policy.sources import Base
-from harness.policy.text import TextCodec, load_codec
-from harness.preflight import run_inputs
-from harness.spec.run import RunSpec
-from harness.training import ranks
-from harness.training.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
-from harness.training.cold_start import start_name, start_policy
-from harness.training.finished import CHECKPOINTS
-from harness.training.gates import GateState
-from harness.training.learner import Learner
-from harness.training.ledger import Ledger
-from harness.training.weight_sync import Probe
-from harness.types import Inputs, Split, TrialState
+from cohort.harness import plugins
+from cohort.harness.interfaces import RolloutEngine, RunLogger
+from cohort.harness.memory.estimate import estimate_run, peak_bytes
+from cohort.harness.memory.usage import reset_peak_memory, resident_bytes
+from cohort.harness.policy.device import resolve_device
+from cohort.harness.policy.lora import add_adapter
+from cohort.harness.policy.model import saved_weights
+from cohort.harness.policy.sources import Base
+from cohort.harness.policy.text import TextCodec, load_codec
+from cohort.harness.preflight import run_inputs
+from cohort.harness.spec.run import RunSpec
+from cohort.harness.training import ranks
+from cohort.harness.training.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
+from cohort.harness.training.cold_start import start_name, start_policy
+from cohort.harness.training.finished import CHECKPOINTS
+from cohort.harness.training.gates import GateState
+from cohort.harness.training.learner import Learner
+from cohort.harness.training.ledger import Ledger
+from cohort.harness.training.weight_sync import Probe
+from cohort.harness.types import Inputs, Split, TrialState
 
 
 @dataclass(frozen=True)

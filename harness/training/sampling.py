@@ -15,17 +15,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from harness.interfaces import Distribution, Reward
-from harness.policy.device import mixed_precision, resolve_device
-from harness.streams import generator
-from harness.training import ranks
-from harness.training.batch import collate
-from harness.training.control_rewards import control_rewards
-from harness.training.grading import grade
-from harness.training.run import Clock, Run
-from harness.training.scoring import Scores, score
-from harness.training.weight_sync import Probe, probe
-from harness.types import GradedGroup, Group, Prompt
+from cohort.harness.interfaces import Distribution, Reward
+from cohort.harness.policy.device import mixed_precision, resolve_device
+from cohort.harness.streams import generator
+from cohort.harness.training import ranks
+from cohort.harness.training.batch import collate
+from cohort.harness.training.control_rewards import control_rewards
+from cohort.harness.training.grading import grade
+from cohort.harness.training.run import Clock, Run
+from cohort.harness.training.scoring import Scores, score
+from cohort.harness.training.weight_sync import Probe, probe
+from cohort.harness.types import GradedGroup, Group, Prompt
 
 
 def sample_groups(run: Run, prompts: Sequence[Prompt], step: int, clock: Clock) -> tuple[Drawn, Probe | None]:

@@ -5,7 +5,7 @@ All but the adaptive weight are pure functions of (step, number of steps), so a 
 
 import math
 
-from harness.spec.run import KLControl, Optimizer
+from cohort.harness.spec.run import KLControl, Optimizer
 
 MAX_ERROR = 0.2  # of the adaptive controller, relative to its target
 GAIN = 0.1

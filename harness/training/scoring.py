@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from harness.interfaces import Reward, StepReward
-from harness.types import GradedGroup, Group, Rollout
+from cohort.harness.interfaces import Reward, StepReward
+from cohort.harness.types import GradedGroup, Group, Rollout
 
 
 @dataclass(frozen=True)

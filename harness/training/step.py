@@ -5,18 +5,18 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from harness.policy.device import resolve_device
-from harness.training import ranks
-from harness.training.batch import collate, rollout_metrics
-from harness.training.gates import group_metrics
-from harness.training.grading import sample_rows
-from harness.training.kept import keep_rows, rollouts_file
-from harness.training.run import Clock, Run
-from harness.training.sampling import sample_groups
-from harness.training.schedules import adapted_kl_beta, kl_beta_factor
-from harness.training.scoring import events
-from harness.training.weight_sync import load_weights
-from harness.types import Group, Prompt, SampleRow
+from cohort.harness.policy.device import resolve_device
+from cohort.harness.training import ranks
+from cohort.harness.training.batch import collate, rollout_metrics
+from cohort.harness.training.gates import group_metrics
+from cohort.harness.training.grading import sample_rows
+from cohort.harness.training.kept import keep_rows, rollouts_file
+from cohort.harness.training.run import Clock, Run
+from cohort.harness.training.sampling import sample_groups
+from cohort.harness.training.schedules import adapted_kl_beta, kl_beta_factor
+from cohort.harness.training.scoring import events
+from cohort.harness.training.weight_sync import load_weights
+from cohort.harness.types import Group, Prompt, SampleRow
 
 
 def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str, float], list[SampleRow]]:

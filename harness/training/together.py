@@ -16,15 +16,15 @@ from typing import Any, Generic, TypeVar, cast
 
 from torch import Tensor, nn
 
-from harness import plugins
-from harness.interfaces import RolloutEngine
-from harness.memory.usage import give_back_freed_memory, use_one_heap
-from harness.policy.adapters import policies_on
-from harness.policy.text import TextCodec
-from harness.spec.run import RunSpec
-from harness.training.cold_start import start_policy
-from harness.training.run import Models, placed
-from harness.types import Call, Group, Prompt, Sampling
+from cohort.harness import plugins
+from cohort.harness.interfaces import RolloutEngine
+from cohort.harness.memory.usage import give_back_freed_memory, use_one_heap
+from cohort.harness.policy.adapters import policies_on
+from cohort.harness.policy.text import TextCodec
+from cohort.harness.spec.run import RunSpec
+from cohort.harness.training.cold_start import start_policy
+from cohort.harness.training.run import Models, placed
+from cohort.harness.types import Call, Group, Prompt, Sampling
 
 JOIN_SECONDS = 0.5  # how often the main thread looks up, which then runs the handlers of signals
 R = TypeVar("R")

@@ -35,13 +35,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from harness.interfaces import Precision, RolloutEngine
-from harness.policy.device import mixed_precision
-from harness.policy.forward import token_logprobs
-from harness.policy.lora import holds_products
-from harness.tensors import pad_right
-from harness.training.learner import Learner
-from harness.types import Group, InvalidRun
+from cohort.harness.interfaces import Precision, RolloutEngine
+from cohort.harness.policy.device import mixed_precision
+from cohort.harness.policy.forward import token_logprobs
+from cohort.harness.policy.lora import holds_products
+from cohort.harness.tensors import pad_right
+from cohort.harness.training.learner import Learner
+from cohort.harness.types import Group, InvalidRun
 
 # Nats, by the coarser precision of engine and learner. float32: 50 times the largest difference of an engine in step;
 # tf32 and bfloat16: 9 and 7 times, as GPUs and larger models were not measured. A run whose first probe differs by more

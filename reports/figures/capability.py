@@ -6,11 +6,11 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
-from reports.analysis import Analysis
-from reports.capability import Capabilities, Capability, table_sizes
-from reports.figures.axes import PLOT, label_ends, tidy, write_unit
-from reports.figures.style import GREY, MUTED, WIDE, Draw, Drawing, color_of, drawn, end_label
-from reports.statistics import Floats, Interval
+from cohort.reports.analysis import Analysis
+from cohort.reports.capability import Capabilities, Capability, table_sizes
+from cohort.reports.figures.axes import PLOT, label_ends, tidy, write_unit
+from cohort.reports.figures.style import GREY, MUTED, WIDE, Draw, Drawing, color_of, drawn, end_label
+from cohort.reports.statistics import Floats, Interval
 
 _CAPTION = "Line: mean over seeds and problems; band: 95 % interval; dashed: before training."
 

@@ -10,13 +10,24 @@ from dataclasses import dataclass, replace
 import numpy as np
 from matplotlib.figure import Figure
 
-from harness.types import TrialRecord
-from reports.analysis import Analysis
-from reports.figures.axes import PLOT, axis_label, cut, label_ends, scale_of, tidy, write_unit
-from reports.figures.style import GREY, NARROW, PALETTE, WIDE, Draw, Drawing, color_of, drawn, end_label, marker_of
-from reports.prose import wording
-from reports.statistics import Floats
-from reports.trials import setting
+from cohort.harness.types import TrialRecord
+from cohort.reports.analysis import Analysis
+from cohort.reports.figures.axes import PLOT, axis_label, cut, label_ends, scale_of, tidy, write_unit
+from cohort.reports.figures.style import (
+    GREY,
+    NARROW,
+    PALETTE,
+    WIDE,
+    Draw,
+    Drawing,
+    color_of,
+    drawn,
+    end_label,
+    marker_of,
+)
+from cohort.reports.prose import wording
+from cohort.reports.statistics import Floats
+from cohort.reports.trials import setting
 
 # metric, title, unit on the y axis
 DYNAMICS = (

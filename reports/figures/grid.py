@@ -10,10 +10,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from harness.types import TrialRecord, short_path
-from reports.analysis import Analysis, marginal
-from reports.figures.axes import PLOT, axis_label, cut, label_ends, rows, rows_height, scale_of, tidy, write_unit
-from reports.figures.style import (
+from cohort.harness.types import TrialRecord, short_path
+from cohort.reports.analysis import Analysis, marginal
+from cohort.reports.figures.axes import PLOT, axis_label, cut, label_ends, rows, rows_height, scale_of, tidy, write_unit
+from cohort.reports.figures.style import (
     EMPTY,
     INK,
     MARKERS,
@@ -27,9 +27,9 @@ from reports.figures.style import (
     Drawing,
     drawn,
 )
-from reports.prose import wording
-from reports.statistics import ALPHA
-from reports.trials import score
+from cohort.reports.prose import wording
+from cohort.reports.statistics import ALPHA
+from cohort.reports.trials import score
 
 _STEPS = 24  # of colour in the bar of a heat map
 _MOST_COLUMNS = 8

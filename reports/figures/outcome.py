@@ -7,11 +7,23 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from reports.analysis import Analysis, ArmSummary
-from reports.figures.axes import PLOT, axis_label, cut, label_ends, rows, rows_height, scale_of, tidy, write_unit
-from reports.figures.style import GREY, INK, MUTED, NARROW, WIDE, Draw, Drawing, color_of, drawn, end_label, marker_of
-from reports.prose import wording
-from reports.statistics import Interval
+from cohort.reports.analysis import Analysis, ArmSummary
+from cohort.reports.figures.axes import PLOT, axis_label, cut, label_ends, rows, rows_height, scale_of, tidy, write_unit
+from cohort.reports.figures.style import (
+    GREY,
+    INK,
+    MUTED,
+    NARROW,
+    WIDE,
+    Draw,
+    Drawing,
+    color_of,
+    drawn,
+    end_label,
+    marker_of,
+)
+from cohort.reports.prose import wording
+from cohort.reports.statistics import Interval
 
 
 class _Estimate(NamedTuple):

@@ -21,8 +21,8 @@ from markupsafe import Markup
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from reports.analysis import Analysis
-from reports.trials import search_of
+from cohort.reports.analysis import Analysis
+from cohort.reports.trials import search_of
 
 INK, MUTED = "#1d2126", "#5c6570"
 RULE, GREY = "#e4e7eb", "#b9bfc6"

@@ -4,13 +4,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from harness.types import short_path
-from reports.analysis import Analysis, ArmSummary, Comparison, level_means
-from reports.components import ranked_components
-from reports.controls import unexplained, verdicts
-from reports.prose import wording
-from reports.statistics import ALPHA
-from reports.trials import search_of, tuning_of
+from cohort.harness.types import short_path
+from cohort.reports.analysis import Analysis, ArmSummary, Comparison, level_means
+from cohort.reports.components import ranked_components
+from cohort.reports.controls import unexplained, verdicts
+from cohort.reports.prose import wording
+from cohort.reports.statistics import ALPHA
+from cohort.reports.trials import search_of, tuning_of
 
 NEAR_ZERO = 0.02
 _AGAIN = "run it again with other seeds before believing it"

@@ -16,9 +16,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness.spec.study import StudySpec, parse_study
-from harness.study.plan import Plan
-from harness.study.queue import Outcome, Queue, open_storage
+from cohort.harness.spec.study import StudySpec, parse_study
+from cohort.harness.study.plan import Plan
+from cohort.harness.study.queue import Outcome, Queue, open_storage
 
 METRIC = "validation/accuracy"
 

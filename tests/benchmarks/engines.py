@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from _workload import GROUP_SIZE, SETTINGS, DigitSum, Setting, write_model
 
-from harness.engines.transformers import LibraryDecoder, TransformersEngine
-from harness.interfaces import RolloutEngine
-from harness.policy.model import load_policy, load_tokenizer
-from harness.policy.text import TextCodec
-from harness.types import Prompt, Sampling
+from cohort.harness.engines.transformers import LibraryDecoder, TransformersEngine
+from cohort.harness.interfaces import RolloutEngine
+from cohort.harness.policy.model import load_policy, load_tokenizer
+from cohort.harness.policy.text import TextCodec
+from cohort.harness.types import Prompt, Sampling
 
 Sampler = Callable[[list[Prompt], int], int]  # prompts and step to the number of tokens sampled
 
@@ -114,7 +114,7 @@ def paths(setting: Setting, folder: Path, options: argparse.Namespace) -> dict[s
 
 
 def _vllm(policy: Any, codec: TextCodec) -> RolloutEngine:
-    from harness.engines.vllm import VLLMEngine
+    from cohort.harness.engines.vllm import VLLMEngine
 
     return VLLMEngine(VLLMEngine.Settings(), policy, codec)
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import yaml
 
-from tasks import _symbolic
-from tasks.gsm8k import GSM8K
-from tasks.math import Math
+from cohort.tasks import _symbolic
+from cohort.tasks.gsm8k import GSM8K
+from cohort.tasks.math import Math
 
 HERE = Path(__file__).parent
 SPELLINGS = ("#### {0}", "#### {0}.", "so she pays #### ${0:,}", "#### **{0}**", r"thus \boxed{{{0}}}", "#### {0}.00")

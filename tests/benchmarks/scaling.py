@@ -23,7 +23,7 @@ import torch
 from _sides import make_run
 from _workload import Setting, write_model
 
-from harness.training.step import train_step
+from cohort.harness.training.step import train_step
 
 FACTORS = (1, 2, 4)
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import plugins
-from harness.policy.forward import token_logprobs
-from harness.policy.tiny import tiny_model
-from harness.spec.run import parse_run
-from harness.training.learner import Learner
-from harness.training.scoring import score
-from harness.types import Batch, PolicyOutput
+from cohort.harness import plugins
+from cohort.harness.policy.forward import token_logprobs
+from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.spec.run import parse_run
+from cohort.harness.training.learner import Learner
+from cohort.harness.training.scoring import score
+from cohort.harness.types import Batch, PolicyOutput
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fakes import graded_group

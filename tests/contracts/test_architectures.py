@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.policy import forward
-from harness.policy.forward import token_logprobs
+from cohort.harness.policy import forward
+from cohort.harness.policy.forward import token_logprobs
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from architectures import REREAD, SETTINGS, WHOLE, build_model, differences

@@ -7,10 +7,10 @@ import torch
 from chats import chat_model, chat_tokenizer
 from fakes import tiny_codec
 
-from harness import plugins
-from harness.policy.text import TextCodec
-from harness.policy.tiny import tiny_model, tiny_tokenizer
-from harness.types import Prompt, Sampling
+from cohort.harness import plugins
+from cohort.harness.policy.text import TextCodec
+from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
+from cohort.harness.types import Prompt, Sampling
 
 PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-", "7+7=", "8-3+2="])]
 SAMPLING = Sampling(max_tokens=12)

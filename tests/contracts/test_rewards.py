@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from harness import plugins
-from harness.interfaces import StepReward
+from cohort.harness import plugins
+from cohort.harness.interfaces import StepReward
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import hostile

@@ -19,10 +19,10 @@ from typing import get_args
 
 import pytest
 
-from harness import plugins
-from harness.interfaces import Task
-from tasks._data import DatasetTask
-from tasks._formats import AnswerFormat
+from cohort.harness import plugins
+from cohort.harness.interfaces import Task
+from cohort.tasks._data import DatasetTask
+from cohort.tasks._formats import AnswerFormat
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(TESTS))

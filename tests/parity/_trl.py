@@ -22,20 +22,20 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
-from algorithms.cispo import CISPO
-from algorithms.dapo import DAPO
-from algorithms.dr_grpo import DrGRPO
-from algorithms.gmpo import GMPO
-from algorithms.grpo import GRPO
-from algorithms.gspo import GSPO
-from algorithms.lite_ppo import LitePPO
-from algorithms.online_dpo import OnlineDPO
-from algorithms.rloo import RLOO
-from algorithms.sapo import SAPO
-from harness.interfaces import Algorithm
-from harness.policy.model import save_model
-from harness.policy.tiny import tiny_model, tiny_tokenizer
-from harness.types import Batch
+from cohort.algorithms.cispo import CISPO
+from cohort.algorithms.dapo import DAPO
+from cohort.algorithms.dr_grpo import DrGRPO
+from cohort.algorithms.gmpo import GMPO
+from cohort.algorithms.grpo import GRPO
+from cohort.algorithms.gspo import GSPO
+from cohort.algorithms.lite_ppo import LitePPO
+from cohort.algorithms.online_dpo import OnlineDPO
+from cohort.algorithms.rloo import RLOO
+from cohort.algorithms.sapo import SAPO
+from cohort.harness.interfaces import Algorithm
+from cohort.harness.policy.model import save_model
+from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
+from cohort.harness.types import Batch
 
 TEXT = "1+1="  # every prompt: what it says does not matter here
 COMMON = {

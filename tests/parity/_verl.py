@@ -15,28 +15,28 @@ from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos as verl
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
-from algorithms._advantages import group_standardised, to_go, token_rewards
-from algorithms._losses import KLEstimator, kl_estimate
-from algorithms.cispo import CISPO
-from algorithms.dapo import DAPO
-from algorithms.dppo import DPPO
-from algorithms.dr_grpo import DrGRPO
-from algorithms.gmpo import GMPO
-from algorithms.grpo import GRPO
-from algorithms.gspo import GSPO
-from algorithms.kl_cov import KLCov
-from algorithms.opo import OPO
-from algorithms.pass_at_k import PassAtK
-from algorithms.ppo import PPO
-from algorithms.reinforce_plus_plus import ReinforcePlusPlus
-from algorithms.remax import ReMax
-from algorithms.rgra import RGRA
-from algorithms.rloo import RLOO
-from algorithms.sapo import SAPO
-from harness.interfaces import Algorithm
-from harness.spec.run import KLControl
-from harness.training.schedules import adapted_kl_beta
-from harness.types import PolicyOutput
+from cohort.algorithms._advantages import group_standardised, to_go, token_rewards
+from cohort.algorithms._losses import KLEstimator, kl_estimate
+from cohort.algorithms.cispo import CISPO
+from cohort.algorithms.dapo import DAPO
+from cohort.algorithms.dppo import DPPO
+from cohort.algorithms.dr_grpo import DrGRPO
+from cohort.algorithms.gmpo import GMPO
+from cohort.algorithms.grpo import GRPO
+from cohort.algorithms.gspo import GSPO
+from cohort.algorithms.kl_cov import KLCov
+from cohort.algorithms.opo import OPO
+from cohort.algorithms.pass_at_k import PassAtK
+from cohort.algorithms.ppo import PPO
+from cohort.algorithms.reinforce_plus_plus import ReinforcePlusPlus
+from cohort.algorithms.remax import ReMax
+from cohort.algorithms.rgra import RGRA
+from cohort.algorithms.rloo import RLOO
+from cohort.algorithms.sapo import SAPO
+from cohort.harness.interfaces import Algorithm
+from cohort.harness.spec.run import KLControl
+from cohort.harness.training.schedules import adapted_kl_beta
+from cohort.harness.types import PolicyOutput
 
 THEIR_FLOOR = 1e-6
 PLAIN_GAE = PPO(kl_beta=0.05, gamma=0.97, gae_lambda=0.9, whiten_advantages=False)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from harness.console.terminal import duration, mebibytes, percent, say, show_table, state_text
+from cohort.harness.console.terminal import duration, mebibytes, percent, say, show_table, state_text
 
 if TYPE_CHECKING:
-    from harness.spec.run import RunSpec
-    from harness.spec.study import Dimension, StudySpec
-    from harness.study.status import StudyStatus
-    from harness.types import StudyRecord
+    from cohort.harness.spec.run import RunSpec
+    from cohort.harness.spec.study import Dimension, StudySpec
+    from cohort.harness.study.status import StudyStatus
+    from cohort.harness.types import StudyRecord
 
 
 def show_study(study: StudySpec, run: RunSpec, arms: Sequence[Mapping[str, Any]], trials: int, rollouts: int) -> None:
