@@ -11,7 +11,7 @@ PARITY_BIN := $(PARITY_VENV)/bin
 # One thread per worker, and threads that sleep instead of spinning: spinning threads were seen 15x slower on busy cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: quickstart test chaos test-vllm bench parity check format clean
+.PHONY: quickstart test chaos test-vllm bench parity lock smoke check format clean
 
 $(BIN)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -73,6 +73,16 @@ $(PARITY_BIN)/.installed: pyproject.toml constraints-parity.txt
 
 parity: $(PARITY_BIN)/.installed
 	OMP_NUM_THREADS=1 $(PARITY_BIN)/python tests/parity/compare.py
+
+# requirements.lock: all that Cohort needs on a CPU or a GPU, with hashes; torch apart (overrides.txt).
+lock: $(BIN)/.installed
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
+		--constraint constraints.txt --override overrides.txt --output-file requirements.lock --quiet
+
+# The wheel in an empty environment, as a stranger uses it: installed, checked by doctor, a study of half a minute.
+smoke:
+	.ci/smoke
 
 check: $(BIN)/.installed
 	$(BIN)/ruff check .
