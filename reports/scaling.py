@@ -29,6 +29,7 @@ from cohort.reports.trials import num_first, usable_trials
 COSTS = {"train/generated_tokens": "generated tokens", "seconds/total": "seconds"}
 FEWEST_POINTS = 8
 BENT = 0.01  # p below which a curve without a ceiling is ruled out
+LATEST = 0.75  # the share of compute that the interval of the midpoint stays below
 _A, _R0, _LOG_MID, _LOG_B = range(4)
 
 
@@ -163,8 +164,8 @@ def _refusal(
         return "accuracy does not rise"
     if _p_without_ceiling(costs_ST, scores_ST) > BENT:
         return "the curve has not bent: a power law without any ceiling fits as well; train longer"
-    if _interval(values_S4[:, _LOG_MID], first).high >= math.log(float(costs_ST[:, -1].mean())):
-        return "training may have ended before half of the gain; train longer"
+    if _interval(values_S4[:, _LOG_MID], first).high >= math.log(LATEST * float(costs_ST[:, -1].mean())):
+        return "half of the gain may come in the last quarter of training or later; train longer"
     ceiling = _interval(values_S4[:, _A], first)
     if ceiling.high - ceiling.low >= gain:
         return "the interval of the ceiling is wider than the gain itself; run more seeds, or train longer"
