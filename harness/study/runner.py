@@ -26,7 +26,7 @@ from cohort.harness.study.processes import Pool, WorkerPool, default_workers
 from cohort.harness.study.queue import Queue, open_queue, open_storage
 from cohort.harness.study.ray_cluster import Cluster, RayPool
 from cohort.harness.study.sharing import Shared
-from cohort.harness.study.slurm import Job, Slurm, SlurmPool
+from cohort.harness.study.slurm import Job, Slurm, SlurmPool, check_slurm
 from cohort.harness.study.status import StudyStatus
 from cohort.harness.study.work import watch
 from cohort.harness.study.worker import EXECUTE, MODULE, STORAGE, log
@@ -58,6 +58,8 @@ def run_study(
     cluster or the SLURM jobs that run the workers instead of this machine. Trials that can share a model train
     `together`: True insists, False forbids it.
     """
+    if isinstance(cluster, Slurm):
+        check_slurm(cluster, runs, workers)
     queue = _reachable_queue(study, runs, storage)
     plan, runs = queue.plan, queue.plan.runs
     inputs, sets = _checked(queue, workers, execute, here=cluster is None, together=together)
@@ -199,6 +201,7 @@ def _pool(
         yield WorkerPool(MODULE, arguments, size, logs, environment, devices)
         return
     if isinstance(cluster, Slurm):
+        assert workers is not None  # see check_slurm
         job = Job(name, plan.runs, execute, dict(together))
         yield SlurmPool(job, workers, logs, environment, cluster)
         return

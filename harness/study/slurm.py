@@ -89,10 +89,8 @@ class Job:
 class SlurmPool(Pool):
     """At most `size` jobs, waiting ones included."""
 
-    def __init__(self, job: Job, size: int | None, logs: Path, environment: Mapping[str, str], slurm: Slurm) -> None:
+    def __init__(self, job: Job, size: int, logs: Path, environment: Mapping[str, str], slurm: Slurm) -> None:
         super().__init__(logs)
-        if size is None:
-            raise SpecError("--launcher slurm needs --workers N, the number of jobs at a time; give it")
         self.size = size
         self._job, self._slurm, self._folder = job, slurm, logs / "slurm"
         paths = os.pathsep.join(filter(None, [HOME, os.environ.get("PYTHONPATH")]))
@@ -100,7 +98,6 @@ class SlurmPool(Pool):
         self._jobs: list[Any] = []
         self._enough = False  # a job has ended because it found no trial to take
         self._ending = False  # no trial is left
-        check_slurm(slurm, job.runs)
 
     def fill(self, wanted: int, waiting: int = 0) -> None:
         self._enough = self._enough and not waiting
@@ -189,9 +186,11 @@ class SlurmPool(Pool):
         return executor
 
 
-def check_slurm(slurm: Slurm, runs: Path) -> None:
+def check_slurm(slurm: Slurm, runs: Path, workers: int | None) -> None:
     """SpecError if jobs cannot be submitted from here, or would not find the runs folder; SLURM itself is asked."""
     check_submitit()
+    if workers is None:
+        raise SpecError("--launcher slurm needs --workers N, the number of jobs at a time; give it")
     if slurm.submitit == "local":
         return
     if missing := [command for command in COMMANDS if shutil.which(command) is None]:
