@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import tempfile
@@ -17,6 +19,8 @@ import fake_slurm
 import fake_trials
 import psutil
 import pytest
+import typer
+import yaml
 from fake_trials import a_study
 from test_chaos import METRIC
 from typer.testing import CliRunner
@@ -340,3 +344,46 @@ def test_without_submitit_the_sentence_says_what_to_install(runs: Path, monkeypa
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "submitit" else find(name, *a))
     refused(runs, SLURM, "pip install 'cohort-rl[slurm]'")
+
+
+# Documents ------------------------------------------------------------------------------------------------------------
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+FILES = [DOCS / "schedulers.md", DOCS / "examples/slurm-array.sh", DOCS / "examples/kubernetes-job.yaml"]
+
+
+def named(text: str) -> list[list[str]]:
+    """The words of every `cohort` command in a document."""
+    lines = re.findall(r"(?:^|srun |#   |`)(cohort study [a-z][^`\n#]*)", text, re.MULTILINE)
+    return [shlex.split(line) for line in lines]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_the_commands_and_options_that_documents_name_exist(file: Path):
+    commands = named(file.read_text())
+    assert commands
+    study = typer.main.get_command(app).commands["study"]  # pyright: ignore[reportAttributeAccessIssue]
+    for _, _, verb, *words in commands:
+        known = {option for parameter in study.commands[verb].params for option in parameter.opts}
+        assert {word for word in words if word.startswith("--")} <= known
+
+
+def test_every_option_of_slurm_is_in_the_document():
+    study = typer.main.get_command(app).commands["study"]  # pyright: ignore[reportAttributeAccessIssue]
+    options = [option for parameter in study.commands["run"].params for option in parameter.opts]
+    text = FILES[0].read_text()
+    assert [option for option in options if option.startswith("--slurm") and f"`{option} " not in text] == []
+
+
+def test_the_job_file_of_slurm_is_bash_that_asks_for_the_signal_it_handles():
+    subprocess.run(["bash", "-n", FILES[1]], check=True)
+    assert "#SBATCH --signal=USR2@" in FILES[1].read_text()
+
+
+def test_the_job_file_of_kubernetes_runs_a_worker():
+    job = yaml.safe_load(FILES[2].read_text())
+    assert (job["kind"], "completions" in job["spec"]) == ("Job", False)
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["command"][:3] == ["cohort", "study", "work"]
+    mounts = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounts == {volume["name"] for volume in job["spec"]["template"]["spec"]["volumes"]}
