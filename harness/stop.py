@@ -5,10 +5,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 SLICE_SECONDS = 0.1
+LEAVE = (signal.SIGUSR1, signal.SIGUSR2)  # a scheduler says that it wants the machine back
 STEP = "Stopping: each run finishes its step and writes a checkpoint; Ctrl-C again stops at once."
 _open: list[str] = []  # what a signal does to those that stop in an orderly way, the innermost last
 
@@ -21,6 +22,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self._made = False
+        self.signals: list[int] = []  # all that have come, in their order
 
     def __call__(self) -> bool:
         return self._made
@@ -69,7 +71,7 @@ def acknowledged(say: Callable[[str], None]) -> Iterator[None]:
 def _listen(heard: int, ended: threading.Event, say: Callable[[str], None]) -> None:
     again = False
     while number := os.read(heard, 1):  # b"" once the other end is closed
-        if ended.is_set() or number[0] not in (signal.SIGINT, signal.SIGTERM):
+        if ended.is_set() or number[0] not in (signal.SIGINT, signal.SIGTERM, *LEAVE):
             continue
         if not again:
             say(_open[-1] if _open else "Stopping; Ctrl-C again stops at once.")
@@ -81,23 +83,28 @@ def _listen(heard: int, ended: threading.Event, say: Callable[[str], None]) -> N
 
 @contextmanager
 def stop_on_signals(
-    on_first: Callable[[], None] = lambda: None, on_second: Callable[[int], None] = interrupt, words: str = STEP
+    on_first: Callable[[], None] = lambda: None,
+    on_second: Callable[[int], None] = interrupt,
+    words: str = STEP,
+    also: Sequence[signal.Signals] = (),
 ) -> Iterator[StopRequest]:
     """A request that the first SIGINT or SIGTERM makes; each later one calls `on_second` with the signal's number.
+    Those of `also` count as well.
 
     Outside the main thread, which alone gets signals, the request is never made. `words` say what it does.
     """
     request = StopRequest()
 
     def handle(number: int, _: object) -> None:
+        request.signals.append(number)
         if request.is_set():
             on_second(number)
             return
         request.set()
         on_first()
 
-    signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-    before = {number: signal.signal(number, handle) for number in signals}
+    signals = (signal.SIGINT, signal.SIGTERM, *also) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, handle) for number in dict.fromkeys(signals)}
     _open.append(words)
     try:
         yield request

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import shlex
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,8 +21,12 @@ from cohort.harness.console import terminal
 if TYPE_CHECKING:
     from cohort.harness.spec.study import StudySpec
     from cohort.harness.study.ray_cluster import Cluster
+    from cohort.harness.study.slurm import Slurm
     from cohort.harness.study.status import StudyStatus
     from cohort.harness.types import StudyRecord
+
+
+AGAIN = 75  # exit code of a worker that its scheduler should start again: EX_TEMPFAIL of sysexits.h
 
 
 @command(
@@ -32,11 +37,18 @@ if TYPE_CHECKING:
     "cohort study run group_size --set model=Qwen/Qwen2.5-0.5B --set task=gsm8k --name group_size_qwen",
     "cohort study run group_size --dry-run",
     "cohort study run group_size --launcher ray --ray-address 10.0.0.1:6379 --runs /shared/runs",
+    "cohort study run group_size --launcher slurm --workers 4 --slurm-partition gpu --runs /shared/runs",
     "COHORT_STORAGE=postgresql://me:secret@db/cohort cohort study run group_size    (the same on each host)",
 )
 def study_run(
     study: options.Study,
-    workers: options.Workers = "auto",
+    workers: Annotated[
+        str,
+        typer.Option(
+            metavar="N|auto",
+            help="Trials at a time; auto: one per GPU, or else one per core. 0 starts it for `cohort study work`.",
+        ),
+    ] = "auto",
     sets: options.Sets = None,
     seeds: options.Seeds = None,
     name: options.Name = None,
@@ -44,13 +56,25 @@ def study_run(
     storage: options.Storage = None,
     hosts: options.Hosts = 1,
     listen: options.Listen = None,
-    launcher: Annotated[str, typer.Option(metavar="local|ray", help="Where the workers run.")] = "local",
+    launcher: Annotated[str, typer.Option(metavar="local|ray|slurm", help="Where the workers run.")] = "local",
     ray_address: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="A running cluster; else RAY_ADDRESS, else one made here.")
     ] = None,
     ray_cpus: Annotated[float, typer.Option(min=0, metavar="N", help="Cores of each worker.")] = 1,
     ray_gpus: Annotated[
         float | None, typer.Option(min=0, metavar="N", help="GPUs of each worker; 1 if the cluster has any.")
+    ] = None,
+    slurm_partition: Annotated[str | None, typer.Option(metavar="NAME", help="Partition of the jobs.")] = None,
+    slurm_time: Annotated[
+        str | None, typer.Option(metavar="TIME", help="After which a job is queued again; by default 4:00:00.")
+    ] = None,
+    slurm_cpus: Annotated[int | None, typer.Option(min=1, metavar="N", help="Cores of each job.")] = None,
+    slurm_gpus: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="GPUs of each job; by default those of a trial.")
+    ] = None,
+    slurm_set: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Another option of sbatch, as account=lab; repeatable."),
     ] = None,
     together: Annotated[
         bool | None,
@@ -75,21 +99,75 @@ def study_run(
     started = None if name else _started_study(study, runs, sets, seeds, interleave)
     if started is not None:
         terminal.say(f"Going on with '{study}' of {runs} as it was started.", stderr=True)
-    spec, count = started or _load_study(study, sets, seeds, name, interleave), options.num_workers(workers)
-    cluster = _cluster(launcher, ray_address, ray_cpus, ray_gpus)
+    spec = started or _load_study(study, sets, seeds, name, interleave)
+    count = None if workers == "0" else options.num_workers(workers)
+    on_ray = {"--ray-cpus": f"{ray_cpus:g}", "--ray-gpus": ray_gpus}
+    on_slurm = {"--slurm-partition": slurm_partition, "--slurm-time": slurm_time, "--slurm-cpus": slurm_cpus,
+                "--slurm-gpus": slurm_gpus, "--slurm-set": slurm_set}  # fmt: skip
+    if launcher != "slurm" and (odd := next((key for key, value in on_slurm.items() if value is not None), None)):
+        raise ValueError(f"{odd} is for jobs of SLURM; add --launcher slurm")
+    cluster = _slurm(spec, on_slurm) if launcher == "slurm" else _cluster(launcher, ray_address, ray_cpus, ray_gpus)
+    if cluster and workers == "0":
+        raise ValueError("--workers 0 starts no worker, so --launcher has nothing to do; leave one of them out")
     if cluster and listen:
         raise ValueError(
-            "--listen is for --launcher local: on Ray a trial gets as many nodes as it needs; leave it out"
+            "--listen is for --launcher local, on Ray a trial gets as many nodes as it needs; leave it out"
         )
     storage = options.with_password(storage)
     if dry_run:
         return show_dry_run(spec, runs, count, storage, together, as_json)
-    on_ray = {"--launcher": launcher, "--ray-cpus": f"{ray_cpus:g}", "--ray-gpus": ray_gpus} if cluster else {}
+    placed = {"--launcher": launcher, **(on_slurm if launcher == "slurm" else on_ray)} if cluster else {}
     spread = {"--hosts": hosts, "--listen": listen} if listen else {}
-    given = {"--seeds": seeds, "--set": sets, "--name": name, "--interleave": interleave, **on_ray, **spread}
+    given = {"--seeds": seeds, "--set": sets, "--name": name, "--interleave": interleave, **placed, **spread}
     how = {None: "", True: " --together", False: " --apart"}[together]
     command = "" if started else options.shell(f"study run {shlex.quote(study)}", given) + how
+    if workers == "0":
+        return start_for_others(spec, runs, command, storage, as_json)
     run_and_report(spec, runs, count, command, as_json, storage=storage, cluster=cluster, together=together)
+
+
+@command(
+    study_app,
+    "work",
+    "cohort study work group_size --runs /shared/runs",
+    "COHORT_STORAGE=postgresql://me:secret@db/cohort cohort study work group_size    (in a job of a scheduler)",
+)
+def study_work(
+    study: options.Started,
+    storage: options.Storage = None,
+    runs: options.Runs = options.RUNS,
+    tracking_uri: options.TrackingUri = None,
+    as_json: options.Json = False,
+) -> None:
+    """Run trials of a started study, one at a time, until none is left: one worker, for schedulers of your own.
+
+    `cohort study run STUDY --workers 0` starts a study without working on it, and the same without --workers writes the
+    report at the end. SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 end the step, write a checkpoint and return the trial.
+
+    Exit code 0 when no trial is left, 75 after SIGUSR1 or SIGUSR2 (the scheduler should start it again), 130 after the
+    other two.
+    """
+    from cohort.harness.console.progress import study_view
+    from cohort.harness.stop import LEAVE
+    from cohort.harness.study.work import work
+
+    options.use_store(tracking_uri)
+    with study_view() as view:
+        done = work(study, runs, storage=options.with_password(storage), on_status=view.update)
+    status, counts = done.status, done.status.counts()
+    if as_json:
+        terminal.print_json({"study": status.name, "finished": status.finished, "counts": counts})
+    else:
+        ended = ", ".join(f"{count} {state}" for state, count in counts.items())
+        if status.finished:
+            how = f"cohort study run {shlex.quote(study)} --runs {shlex.quote(str(runs))}"
+            terminal.say(f"No trial of '{study}' is left: {ended}. For its report: {how}")
+        elif done.signals:
+            terminal.say(f"Asked to stop; what this worker ran waits for another one. '{study}': {ended}.")
+        else:
+            terminal.say(f"No trial of '{study}' is left for this worker; others run the rest: {ended}.")
+    if done.signals and not status.finished:
+        raise typer.Exit(AGAIN if set(done.signals) & set(LEAVE) else 130)
 
 
 @command(study_app, "list", "cohort study list", "cohort study list --runs /data/runs --json")
@@ -243,6 +321,18 @@ def study_clone(
     terminal.say("It runs as soon as a worker is free. If the study has ended, start it again.")
 
 
+def start_for_others(study: StudySpec, runs: Path, command: str, storage: str | None, as_json: bool) -> None:
+    """Start a study that workers of other commands run."""
+    from cohort.harness.study.runner import start_study
+
+    start_study(study, runs, command=command, storage=storage)
+    how = f"cohort study work {shlex.quote(study.name)} --runs {shlex.quote(str(runs))}"
+    if as_json:
+        terminal.print_json({"study": study.name, "work": how})
+    else:
+        terminal.say(f"'{study.name}' is started. Its workers, as many as you like: {how}")
+
+
 def run_and_report(
     study: StudySpec,
     runs: Path,
@@ -251,7 +341,7 @@ def run_and_report(
     as_json: bool,
     *,
     storage: str | None = None,
-    cluster: Cluster | None = None,
+    cluster: Cluster | Slurm | None = None,
     together: bool | None = None,
 ) -> None:
     """Run a study, write its report and show both; the exit code says whether all trials are valid.
@@ -268,8 +358,9 @@ def run_and_report(
         workers = default_workers(study.devices)
     if workers is not None and command:
         command = f"{command} --workers {workers}"
-    for arm in study.checked_arms():
-        resolve_device(arm.spec.device)
+    if cluster is None:
+        for arm in study.checked_arms():
+            resolve_device(arm.spec.device)
     with study_view() as view, Refresher(study.name, runs) as refresher:
 
         def show(status: StudyStatus) -> None:
@@ -353,13 +444,30 @@ def _cluster(launcher: str, address: str | None, num_cpus: float, num_gpus: floa
     from cohort.harness.study.ray_cluster import Cluster, check_ray
 
     if launcher not in ("local", "ray"):
-        raise ValueError(f"--launcher must be local or ray, got '{launcher}'")
+        raise ValueError(f"--launcher must be local, ray or slurm, got '{launcher}'")
     if launcher == "local":
         if address is not None:
             raise ValueError("--ray-address names a Ray cluster; add --launcher ray")
         return None
     check_ray()
     return Cluster(address, num_cpus, num_gpus)
+
+
+def _slurm(study: StudySpec, given: Mapping[str, Any]) -> Slurm:
+    """What the jobs of a study ask for. ValueError for what sbatch would not take, or without submitit."""
+    from cohort.harness.study.slurm import Slurm, check_submitit, sbatch_parameters, time_limit
+
+    check_submitit()
+    gpus = given["--slurm-gpus"]
+    if gpus is None:
+        gpus = max((arm.spec.devices for arm in study.checked_arms() if arm.spec.device != "cpu"), default=0)
+    return Slurm(
+        partition=given["--slurm-partition"],
+        minutes=time_limit(given["--slurm-time"] or "4:00:00"),
+        num_cpus=given["--slurm-cpus"],
+        num_gpus=gpus,
+        parameters=sbatch_parameters(given["--slurm-set"] or []),
+    )
 
 
 def show_dry_run(

@@ -3,18 +3,20 @@
 import itertools
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from cohort.harness.disk import EXIT_STATUS, full
 from cohort.harness.machine import usable_cores, usable_gpus
-from cohort.harness.stop import StopRequest, stop_on_signals
+from cohort.harness.stop import LEAVE, StopRequest, interrupt, stop_on_signals
 
 POLL_SECONDS = 0.5
 MAX_CRASHES, MAX_KILLS = 3, 20  # workers that an error, or a signal, may end before any claims a trial
@@ -32,6 +34,12 @@ def with_parent(command: Sequence[str]) -> list[str]:
     return [str(os.getpid()) if word == "{parent}" else word for word in command]
 
 
+def at_once_on(act: Callable[[int], None]) -> Callable[[int], None]:
+    """What a second signal does where a scheduler repeats them, or tells both a process and its child: only SIGINT
+    means that someone is in a hurry."""
+    return lambda number: act(number) if number == signal.SIGINT else None
+
+
 class Pool(ABC):
     """The workers of a study on any machine: a signal stops them together, and too many crashes end the study."""
 
@@ -44,8 +52,8 @@ class Pool(ABC):
         self._ended_early: Counter[str] = Counter()
 
     @abstractmethod
-    def fill(self, wanted: int) -> None:
-        """Start workers until there are as many as fit and are wanted."""
+    def fill(self, wanted: int, waiting: int = 0) -> None:
+        """Start workers until there are as many as fit and are wanted. Of the trials that are left, so many wait."""
 
     @abstractmethod
     def collect(self, claims: int | None) -> int:
@@ -62,11 +70,15 @@ class Pool(ABC):
     def _kill(self) -> None: ...
 
     @contextmanager
-    def signals(self) -> Iterator[None]:
-        """Stop on SIGINT and SIGTERM, at once on the second; leave no worker behind, whatever happens."""
+    def signals(self, *, scheduled: bool = False) -> Iterator[StopRequest]:
+        """Stop on SIGINT and SIGTERM, at once on the second; leave no worker behind, whatever happens.
+
+        `scheduled`: a scheduler sends them, and LEAVE: it repeats them, so that only a second SIGINT is in a hurry.
+        """
+        rules: dict[str, Any] = {"on_second": at_once_on(interrupt), "also": LEAVE} if scheduled else {}
         try:
-            with stop_on_signals(self._ask_to_stop) as self._stop:
-                yield
+            with stop_on_signals(self._ask_to_stop, **rules) as self._stop:
+                yield self._stop
         finally:
             self._kill()
 
@@ -103,7 +115,8 @@ class Pool(ABC):
 
 
 class WorkerPool(Pool):
-    """At most `size` processes of `python -m MODULE ARGUMENTS`, each with `devices` GPUs and a log file in `logs`."""
+    """At most `size` processes of `python -m MODULE ARGUMENTS`, each with `devices` GPUs and a log file in `logs`
+    that begins with `name`."""
 
     def __init__(
         self,
@@ -113,9 +126,10 @@ class WorkerPool(Pool):
         logs: Path,
         environment: Mapping[str, str] = {},
         devices: int = 1,
+        name: str = "worker",
     ) -> None:
         super().__init__(logs)
-        self.size = size
+        self.size, self._name = size, name
         self.environment = environment
         self._devices = devices
         self._command = with_parent(worker_command(module, arguments))
@@ -130,7 +144,7 @@ class WorkerPool(Pool):
             process.kill()
             process.wait()
 
-    def fill(self, wanted: int) -> None:
+    def fill(self, wanted: int, waiting: int = 0) -> None:
         # The threads of a worker depend on `size` alone, so a continued trial sums in the same order.
         free = (slot for slot in itertools.count() if slot not in self._alive)
         while len(self._alive) < min(self.size, wanted) and not self.stopping:
@@ -170,7 +184,7 @@ class WorkerPool(Pool):
             )  # fmt: skip
 
     def _log_file(self, slot: int) -> Path:
-        return self.logs / f"worker-{slot}.log"
+        return self.logs / f"{self._name}-{slot}.log"
 
 
 def default_workers(devices: int = 1) -> int:

@@ -200,6 +200,11 @@ class Queue:
         return any(still) or self._to_come(attempts) > 0
 
     @_translated
+    def awaits_more(self) -> bool:
+        """Whether a search or the seeds have another trial to come."""
+        return self._to_come(self._read()) > 0
+
+    @_translated
     def num_claims(self) -> int:
         """Number of attempts that were ever begun."""
         return self._read().size
@@ -426,17 +431,19 @@ def open_storage(folder: Path, name: str, url: str | None = None) -> Storage:
     return PostgresStorage(name, url)
 
 
-def open_queue(name: str, runs: Path, url: str | None) -> Queue:
-    """The queue of a started study. SpecError for an unknown one."""
+def open_queue(name: str, runs: Path, url: str | None, hint: str = "") -> Queue:
+    """The queue of a started study. SpecError for an unknown one, which ends with the hint."""
     folder = runs / "studies"
     storage = open_storage(folder / name, name, url)
     document = storage.read_document()
     if document is None and url:
-        raise SpecError(f"no study '{name}' was started in {storage.place}; start it with: cohort study run {name}")
+        raise SpecError(
+            f"no study '{name}' was started in {storage.place}; start it with: cohort study run {name}{hint}"
+        )
     if document is None:
         known = sorted(file.parent.name for file in folder.glob("*/study.json"))
         there = f"there are: {', '.join(known)}" if known else "start one with: cohort study run NAME"
-        raise SpecError(f"no study '{name}' was started in '{runs}'; {did_you_mean(name, known)}{there}")
+        raise SpecError(f"no study '{name}' was started in '{runs}'; {did_you_mean(name, known)}{there}{hint}")
     fields = {key: value for key, value in document.items() if key not in ("format", "digest", "inputs")}
     study = parse_study(fields, where=storage.document_place)
     return Queue(Plan(study, runs, document.get("inputs", {})), storage)

@@ -197,7 +197,7 @@ class RayPool(Pool):
         for task in self._tasks:
             self._ray.cancel(task, force=True)
 
-    def fill(self, wanted: int) -> None:
+    def fill(self, wanted: int, waiting: int = 0) -> None:
         while len(self._tasks) < min(self.size, wanted) and not self.stopping:
             run, spread = self._run, None
             if self.hosts > 1:

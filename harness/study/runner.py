@@ -7,7 +7,6 @@ it writes anything.
 import json
 import shlex
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -27,12 +26,14 @@ from cohort.harness.study.processes import Pool, WorkerPool, default_workers
 from cohort.harness.study.queue import Queue, open_queue, open_storage
 from cohort.harness.study.ray_cluster import Cluster, RayPool
 from cohort.harness.study.sharing import Shared
+from cohort.harness.study.slurm import Job, Slurm, SlurmPool, check_slurm
 from cohort.harness.study.status import StudyStatus
-from cohort.harness.study.storage.base import StorageUnavailable
-from cohort.harness.study.worker import EXECUTE, MAX_WAIT_SECONDS, MODULE, STORAGE, log
+from cohort.harness.study.work import watch
+from cohort.harness.study.worker import EXECUTE, MODULE, STORAGE, log
 from cohort.harness.tracking.mlflow_address import TRACKING_URI, remote_uri
 from cohort.harness.tracking.mlflow_studies import close_study, log_failures, log_found, open_study, take_requests
 from cohort.harness.tracking.run_log import replay
+from cohort.harness.types import Inputs
 
 REQUEST_SECONDS = 10.0  # between two looks at the tags of the MLflow runs
 
@@ -46,7 +47,7 @@ def run_study(
     on_status: Callable[[StudyStatus], None] | None = None,
     execute: str = EXECUTE,
     storage: str | None = None,
-    cluster: Cluster | None = None,
+    cluster: Cluster | Slurm | None = None,
     together: bool | None = None,
 ) -> StudyStatus:
     """Run the trials that the study still lacks with `workers` processes; how far it has come.
@@ -54,34 +55,20 @@ def run_study(
     Ctrl-C (or SIGTERM) lets each worker finish its step and write a checkpoint; a second one stops at once. Bad input
     raises ValueError before anything is written. `execute` names the function that runs a trial (`module:function`,
     called as `harness.training.loop.train`), `storage` the place of the queue (see `open_storage`), `cluster` the Ray
-    cluster that runs the workers instead of this machine. Trials that can share a model train `together`: True insists,
-    False forbids it.
+    cluster or the SLURM jobs that run the workers instead of this machine. Trials that can share a model train
+    `together`: True insists, False forbids it.
     """
+    if isinstance(cluster, Slurm):
+        check_slurm(cluster, runs, workers)
     queue = _reachable_queue(study, runs, storage)
     plan, runs = queue.plan, queue.plan.runs
-    digest = study.digest()
-    known = check_unchanged(study, digest, queue.storage)
-    if known is None:
-        log.warning("study '%s' did not record what it reads when it was started; it does so from now on", study.name)
-    with expecting(known or {}):
-        check_study(study, runs, workers, execute, here=cluster is None)
-        sets: dict[str, Shared] = {}
-        if execute == EXECUTE:
-            check_room(queue, workers, here=cluster is None)
-            sets = trials_together(plan, workers, together, here=cluster is None)
-        inputs = {**(known or {}), **run_inputs([arm.spec for arm in study.checked_arms()], runs / "cache")}
+    inputs, sets = _checked(queue, workers, execute, here=cluster is None, together=together)
     at_once = {key: found.at_once for key, found in sets.items()}
     with _pool(study.name, plan, execute, workers, storage, cluster, at_once) as pool:
-        with queue.storage.lock():
-            check_same(check_unchanged(study, digest, queue.storage) or {}, inputs)
-            parent_run_id = open_study(runs, study, command, inputs)
-            document = {"digest": digest, "inputs": inputs, **study.model_dump(mode="json")}
-            queue.storage.write_document(document)
-            write_json(plan.folder / "study.json", document)  # `study list` reads it, wherever the queue lives
-            queue.retry_failed()
+        parent_run_id = _opened(queue, command, inputs)
         on_seeds = partial(_write_seeds, plan, parent_run_id)
         with pool.signals(), _requests_heard(study.name, runs, storage, parent_run_id):
-            status = _watch(pool, queue, on_status, on_seeds)
+            status = watch(pool, queue, on_status, on_seeds)
     _write_search(queue, runs, parent_run_id)
     failures = {}
     for trial in status.trials:
@@ -95,6 +82,45 @@ def run_study(
     held = dict.fromkeys(trial.arm for trial in status.trials if trial.held)
     close_study(runs, parent_run_id, "complete" if status.finished else "stopped", list(held))
     return status
+
+
+def start_study(
+    study: StudySpec, runs: Path, *, command: str, execute: str = EXECUTE, storage: str | None = None
+) -> None:
+    """Write the study down as `run_study` does, after the same checks, for workers that others start (`work.py`)."""
+    queue = _reachable_queue(study, runs, storage)
+    inputs, _ = _checked(queue, None, execute, here=False, together=False)
+    _opened(queue, command, inputs)
+
+
+def _checked(
+    queue: Queue, workers: int | None, execute: str, *, here: bool, together: bool | None
+) -> tuple[Inputs, dict[str, Shared]]:
+    """What the study reads, and its trials that share a model; ValueError for a study that cannot run."""
+    study, runs = queue.plan.study, queue.plan.runs
+    known = check_unchanged(study, study.digest(), queue.storage)
+    if known is None:
+        log.warning("study '%s' did not record what it reads when it was started; it does so from now on", study.name)
+    with expecting(known or {}):
+        check_study(study, runs, workers, execute, here=here)
+        sets: dict[str, Shared] = {}
+        if execute == EXECUTE:
+            check_room(queue, workers, here=here)
+            sets = trials_together(queue.plan, workers, together, here=here)
+        return {**(known or {}), **run_inputs([arm.spec for arm in study.checked_arms()], runs / "cache")}, sets
+
+
+def _opened(queue: Queue, command: str, inputs: Inputs) -> str:
+    """The id of the parent run of the study, which is now written down; what has failed so far may be claimed again."""
+    plan, digest = queue.plan, queue.plan.study.digest()
+    with queue.storage.lock():
+        check_same(check_unchanged(plan.study, digest, queue.storage) or {}, inputs)
+        parent_run_id = open_study(plan.runs, plan.study, command, inputs)
+        document = {"digest": digest, "inputs": inputs, **plan.study.model_dump(mode="json")}
+        queue.storage.write_document(document)
+        write_json(plan.folder / "study.json", document)  # `study list` reads it, wherever the queue lives
+        queue.retry_failed()
+    return parent_run_id
 
 
 def study_status(name: str, runs: Path, storage: str | None = None) -> StudyStatus:
@@ -161,7 +187,7 @@ def _pool(
     execute: str,
     workers: int | None,
     storage: str | None,
-    cluster: Cluster | None,
+    cluster: Cluster | Slurm | None,
     together: Mapping[str, int],
 ) -> Iterator[Pool]:
     """The workers to be, of this machine or of a cluster. No process has the storage's password in its arguments."""
@@ -173,6 +199,11 @@ def _pool(
     if cluster is None:
         size = workers or default_workers(devices)
         yield WorkerPool(MODULE, arguments, size, logs, environment, devices)
+        return
+    if isinstance(cluster, Slurm):
+        assert workers is not None  # see check_slurm
+        job = Job(name, plan.runs, execute, dict(together))
+        yield SlurmPool(job, workers, logs, environment, cluster)
         return
     pool = RayPool(MODULE, arguments, workers, logs, environment, cluster=cluster, devices=devices, runs=plan.runs)
     with pool.connected():
@@ -220,39 +251,6 @@ def take_up_requests(name: str, runs: Path, storage: str | None, run_id: str) ->
                 raise ValueError("must be stop or resume, or clone [--warm] PATH=VALUE ... on a trial's run")
         except ValueError as error:
             log.warning("the tag cohort.control, '%s', changed nothing: %s", request, error)
-
-
-def _watch(
-    pool: Pool,
-    queue: Queue,
-    on_status: Callable[[StudyStatus], None] | None,
-    on_seeds: Callable[[dict[str, Any]], None],
-) -> StudyStatus:
-    """Keep workers at work and the caller informed until nothing is left to do; how far the study has come.
-
-    `on_seeds` is called once when the number of seeds is decided, or was before. A storage that does not answer stops
-    nothing: the workers go on, and are watched again when it answers.
-    """
-    decided = None
-    while True:
-        began = time.monotonic()
-        try:
-            alive, status = pool.collect(queue.num_claims()), queue.status()
-            if decided is None and (decided := queue.seeds_record()) is not None:
-                on_seeds(decided)
-        except StorageUnavailable as error:
-            if not pool.collect(None) and pool.stopping:
-                raise
-            log.warning("%s; the workers go on", error)
-            pool.rest(MAX_WAIT_SECONDS)
-            continue
-        unfinished = len([trial for trial in status.trials if trial.is_open]) + status.to_come
-        if on_status is not None:
-            on_status(status)
-        if not alive and (pool.stopping or not unfinished):
-            return status
-        pool.fill(unfinished)
-        pool.rest(min(9 * (time.monotonic() - began), MAX_WAIT_SECONDS))  # a large study is watched less often
 
 
 def _write_seeds(plan: Plan, parent_run_id: str, decided: dict[str, Any]) -> None:

@@ -24,7 +24,8 @@ from cohort.harness.disk import EXIT_STATUS, disk_full
 from cohort.harness.files import file_lock
 from cohort.harness.inputs import expecting
 from cohort.harness.interfaces import RunLogger
-from cohort.harness.stop import StopRequest, stop_on_signals
+from cohort.harness.stop import LEAVE, StopRequest, stop_on_signals
+from cohort.harness.study.processes import at_once_on
 from cohort.harness.study.queue import HELD, Claim, Outcome, Queue, open_queue
 from cohort.harness.study.sharing import sharing_key
 from cohort.harness.study.storage.base import StorageUnavailable
@@ -52,22 +53,24 @@ def worker_main(
     execute: str = EXECUTE,
     storage: str | None = None,
     together: Mapping[str, int] = {},
+    patience: float = math.inf,
 ) -> int:
     """Run trials of a started study until none is left or a signal asks to stop; the exit status.
 
     `together` says of trials that share a model, by their key, how many train at a time.
 
-    A worker that has used a GPU ends after its trial; its pool starts another.
+    A worker that has used a GPU ends after its trial; its pool starts another. One that has found all trials taken for
+    `patience` seconds ends too, if no more can come.
 
     `parent` is the id of the study's own process: when that dies, the worker stops after its current step. The worker
     waits for a storage that it cannot reach, also with the result of a trial.
     """
     runs = runs.resolve()
-    with stop_on_signals(on_second=lambda number: os._exit(128 + number)) as stop:
+    with stop_on_signals(on_second=at_once_on(lambda number: os._exit(128 + number)), also=LEAVE) as stop:
         if parent is not None:
             threading.Thread(target=_watch_parent, args=(parent, stop), name="parent", daemon=True).start()
         try:
-            _run_claims(name, runs, execute, storage, together, stop)
+            _run_claims(name, runs, execute, storage, together, patience, stop)
         except Exception as error:
             if disk_full(error, runs) is None:
                 raise
@@ -76,7 +79,13 @@ def worker_main(
 
 
 def _run_claims(
-    name: str, runs: Path, execute: str, storage: str | None, together: Mapping[str, int], stop: StopRequest
+    name: str,
+    runs: Path,
+    execute: str,
+    storage: str | None,
+    together: Mapping[str, int],
+    patience: float,
+    stop: StopRequest,
 ) -> None:
     queue = _patiently(lambda: open_queue(name, runs, storage), stop)
     if not _patiently(queue.unfinished, stop):
@@ -84,6 +93,7 @@ def _run_claims(
     module, _, function = execute.partition(":")
     run_trial = getattr(importlib.import_module(module), function)
     _ensure_tracked(queue)
+    idle_since = time.monotonic()
     while not stop.is_set():
         claim = _patiently(queue.claim, stop)
         if claim is not None:
@@ -93,7 +103,8 @@ def _run_claims(
                 gc.freeze()
             if _uses_a_gpu():  # what a trial leaves there, a full memory or a broken context, ends with its process
                 return
-        elif not _patiently(queue.unfinished, stop):
+            idle_since = time.monotonic()
+        elif not _patiently(queue.unfinished if time.monotonic() < idle_since + patience else queue.awaits_more, stop):
             return
         else:
             stop.wait(2 * POLL_SECONDS)  # the trial of another worker may still come back to the queue
@@ -302,6 +313,7 @@ if __name__ == "__main__":
     parser.add_argument("--runs", type=Path, required=True)
     parser.add_argument("--parent", type=int, help="process id of the study's own process")
     parser.add_argument("--together", type=json.loads, default={}, help="JSON: trials at a time, by what they share")
+    parser.add_argument("--patience", type=float, default=math.inf, help="seconds to wait for trials that others have")
     parser.add_argument("--execute", default=EXECUTE, help=argparse.SUPPRESS)
     options = vars(parser.parse_args())
     sys.exit(worker_main(**options, storage=os.environ.get(STORAGE)))

@@ -1,0 +1,99 @@
+"""Keeps workers of a study at work: those of a pool, or one alone for whoever starts processes by other means, as jobs
+of a scheduler or pods of a cluster.
+
+That one starts the same worker process as the local launcher, again when that dies, and ends when no trial is left
+that it could take. Trials that others run are theirs: whoever started those sees to their end.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cohort.harness.study.processes import Pool, WorkerPool
+from cohort.harness.study.queue import Queue, open_queue
+from cohort.harness.study.status import StudyStatus
+from cohort.harness.study.storage.base import StorageUnavailable
+from cohort.harness.study.worker import EXECUTE, MAX_WAIT_SECONDS, MODULE, STORAGE, log
+from cohort.harness.tracking.mlflow_address import TRACKING_URI, remote_uri
+
+HINT = "; `cohort study run NAME --workers 0` starts one for workers like this one"
+PATIENCE_SECONDS = 90.0  # longer than the lease of a worker that died lasts: its trial is taken over first
+
+
+@dataclass(frozen=True)
+class Work:
+    """How far the study had come at the end of the worker, and which signals had asked it to stop."""
+
+    status: StudyStatus
+    signals: Sequence[int]
+
+
+def work(
+    name: str,
+    runs: Path,
+    *,
+    storage: str | None = None,
+    execute: str = EXECUTE,
+    together: Mapping[str, int] = {},
+    patience: float = PATIENCE_SECONDS,
+    on_status: Callable[[StudyStatus], None] | None = None,
+) -> Work:
+    """Run trials of a started study, one after another, until none is left to take or a signal asks to stop.
+
+    SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 let the worker finish its step, write a checkpoint and return its trial at
+    once. ValueError for a study that was not started. The other arguments are those of `run_study`.
+    """
+    runs = runs.resolve()
+    queue = open_queue(name, runs, storage, HINT)
+    arguments = [name, "--runs", str(runs), "--parent", "{parent}", "--execute", execute]
+    arguments += ["--together", json.dumps(together), "--patience", str(patience)]
+    environment = {STORAGE: storage or "", TRACKING_URI: remote_uri() or ""}
+    logs, own = queue.plan.folder / "logs", f"worker-{socket.gethostname()}-{os.getpid()}"
+    pool = WorkerPool(MODULE, arguments, 1, logs, environment, queue.plan.study.devices, own)
+    with pool.signals(scheduled=True) as stop:
+        status = watch(pool, queue, on_status, leaves=True)
+    return Work(status, tuple(stop.signals))
+
+
+def watch(
+    pool: Pool,
+    queue: Queue,
+    on_status: Callable[[StudyStatus], None] | None,
+    on_seeds: Callable[[dict[str, Any]], None] = lambda decided: None,
+    *,
+    leaves: bool = False,
+) -> StudyStatus:
+    """Keep workers at work and the caller informed until nothing is left to do; how far the study has come.
+
+    `on_seeds` is called once when the number of seeds is decided, or was before. A storage that does not answer stops
+    nothing: the workers go on, and are watched again when it answers. A pool that `leaves` starts no worker again for
+    trials that others run.
+    """
+    decided, begun = None, False
+    while True:
+        began = time.monotonic()
+        try:
+            alive, status = pool.collect(queue.num_claims()), queue.status()
+            if decided is None and (decided := queue.seeds_record()) is not None:
+                on_seeds(decided)
+        except StorageUnavailable as error:
+            if not pool.collect(None) and pool.stopping:
+                raise
+            log.warning("%s; the workers go on", error)
+            pool.rest(MAX_WAIT_SECONDS)
+            continue
+        open_trials = [trial for trial in status.trials if trial.is_open]
+        unfinished = len(open_trials) + status.to_come
+        waiting = unfinished - len([trial for trial in open_trials if trial.state == "running"])
+        if on_status is not None:
+            on_status(status)
+        if not alive and (pool.stopping or not (waiting if leaves and begun else unfinished)):
+            return status
+        pool.fill(unfinished, waiting)
+        begun = True
+        pool.rest(min(9 * (time.monotonic() - began), MAX_WAIT_SECONDS))  # a large study is watched less often

@@ -1,0 +1,395 @@
+"""Workers that a scheduler starts: `cohort study work`, and jobs of SLURM through submitit."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import fake_slurm
+import fake_trials
+import psutil
+import pytest
+import typer
+import yaml
+from fake_trials import a_study
+from test_chaos import METRIC
+from typer.testing import CliRunner
+
+from cohort.harness.cli.app import app
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.study import StudySpec
+from cohort.harness.study import slurm, work
+from cohort.harness.study.plan import Plan
+from cohort.harness.study.queue import Queue
+from cohort.harness.study.runner import run_study, start_study, study_status
+from cohort.harness.study.slurm import Slurm, sbatch_parameters, time_limit
+from cohort.harness.study.status import StudyStatus
+from cohort.harness.study.worker import worker_main
+from cohort.harness.tracking.events import read_events
+from cohort.harness.tracking.mlflow_studies import read_study
+
+needs_submitit = pytest.mark.skipif(importlib.util.find_spec("submitit") is None, reason="needs submitit")
+
+pytestmark = pytest.mark.usefixtures("plugins")
+
+
+def check_as_undisturbed(study: StudySpec, runs: Path) -> None:
+    """Every (arm, seed) complete once, with the values that an undisturbed fake logs, in its files and in the store."""
+    queue = Queue(Plan(study, runs))
+    attempts = queue._read().by_key
+    complete = Counter(key for key, tried in attempts.items() for t in tried if t.state.name == "COMPLETE")
+    assert complete == Counter((arm.label, seed) for arm in study.design_arms() for seed in study.seeds)
+    for arm in study.design_arms():
+        for seed in study.seeds:
+            spec = arm.run_spec(seed)
+            events = read_events(queue.plan.directory((arm.label, seed)) / "events.jsonl")
+            logged = [(e["step"], e["values"][METRIC]) for e in events if e["type"] == "metrics"]
+            assert logged == [(step, fake_trials.accuracy(spec, step)) for step in range(spec.steps + 1)]
+    finals = {(t.arm, t.seed): t.history[METRIC][-1][1] for t in read_study(runs, study.name).trials}
+    assert finals == {
+        (arm.label, seed): fake_trials.accuracy(arm.run_spec(seed), 7)
+        for arm in study.design_arms()
+        for seed in study.seeds
+    }
+
+
+def started(study: StudySpec, runs: Path) -> StudySpec:
+    start_study(study, runs, command="cmd", execute=fake_trials.EXECUTE)
+    return study
+
+
+def in_progress(status: StudyStatus) -> bool:
+    return any(trial.state == "running" and trial.done >= 1 for trial in status.trials)
+
+
+# One worker -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.attack("Signals of a scheduler: preemption, a time limit")
+def test_a_worker_that_is_preempted_returns_its_trial_at_once_and_the_next_one_goes_on(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.1")
+    study, sent = started(a_study(seeds=[0]), runs), []
+
+    def preempt_once(status: StudyStatus) -> None:
+        if not sent and in_progress(status):
+            sent.append(True)
+            os.kill(os.getpid(), signal.SIGTERM)  # as SLURM does it: more than one
+            os.kill(os.getpid(), signal.SIGUSR2)
+
+    first = work.work("sizes", runs, execute=fake_trials.EXECUTE, on_status=preempt_once)
+    assert set(first.signals) == {signal.SIGTERM, signal.SIGUSR2}
+    assert first.status.counts() == {"stopped": 1, "waiting": 1}
+    stopped = next(trial.directory for trial in first.status.trials if trial.state == "stopped")
+    assert not (stopped / "lease").exists()
+    assert json.loads((stopped / "checkpoint.json").read_text())["step"] >= 1
+    assert worker_main("sizes", runs, execute=fake_trials.EXECUTE) == 0
+    check_as_undisturbed(study, runs)
+
+
+def test_a_worker_does_not_wait_for_trials_that_others_run(runs: Path):
+    study = started(a_study(seeds=[0]), runs)
+    queue = Queue(Plan(study, runs))
+    assert queue.claim() is not None and queue.claim() is not None
+    before = time.monotonic()
+    assert worker_main("sizes", runs, execute=fake_trials.EXECUTE, patience=0.1) == 0
+    assert time.monotonic() - before < 60  # it would wait for ever
+    assert not (runs / "executions.log").exists()
+
+
+def test_a_study_that_was_not_started_is_one_sentence_that_says_how(runs: Path):
+    shown = CliRunner().invoke(app, ["study", "work", "sizes", "--runs", str(runs)])
+    assert shown.exit_code == 2
+    assert "cohort study run NAME --workers 0" in " ".join(shown.output.split())
+    assert not (runs / "studies").exists()
+
+
+@pytest.mark.long
+def test_several_workers_at_once_run_every_trial_once_and_say_how_it_ended(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    settings = ["--set", "steps=2", "--set", "evaluation.num_prompts=4", "--set", "cold_start.steps=2"]
+    start = ["study", "run", "quickstart", *settings, "--seeds", "0,1", "--runs", str(runs), "--workers", "0"]
+    shown = CliRunner().invoke(app, start)
+    assert shown.exit_code == 0, shown.output
+    assert f"cohort study work quickstart --runs {runs}" in " ".join(shown.output.split())
+    assert set(study_status("quickstart", runs).counts()) == {"waiting"}
+    main = "from cohort.harness.cli.app import main; main()"
+    command = [sys.executable, "-c", main, "study", "work", "quickstart", "--runs", str(runs)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    said = [process.communicate(timeout=280)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], said
+    assert all("No trial of 'quickstart' is left" in words for words in said)
+    status = study_status("quickstart", runs)
+    assert status.finished
+    assert len(list((runs / "studies/quickstart/logs").glob("worker-*.log"))) == 3
+
+
+# SLURM ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A SLURM of this machine, whose own temporary files are elsewhere."""
+    (tmp_path / "own").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "own"))
+    return fake_slurm.install(tmp_path / "cluster", monkeypatch)
+
+
+def run_on(
+    study: StudySpec, runs: Path, what: Slurm, workers: int, on_status: Callable[[StudyStatus], None] | None = None
+) -> StudyStatus:
+    return run_study(study, runs, workers=workers, command="cmd", on_status=on_status,
+                     execute=fake_trials.EXECUTE, cluster=what)  # fmt: skip
+
+
+@needs_submitit
+def test_jobs_are_submitted_as_an_array_with_what_was_asked_for_and_run_the_study(runs: Path, cluster: Path):
+    study = a_study(seeds=[0])
+    what = Slurm(partition="gpu", minutes=90, num_cpus=2, num_gpus=1, parameters={"account": "lab", "exclusive": True})
+    status = run_on(study, runs, what, workers=2)
+    assert (status.finished, status.all_valid) == (True, True)
+    check_as_undisturbed(study, runs)
+    asked = fake_slurm.script(cluster)
+    logs = runs / "studies/sizes/logs/slurm"
+    assert set(asked) >= {
+        "--partition=gpu", "--time=90", "--cpus-per-task=2", "--gpus-per-node=1", "--account=lab", "--exclusive",
+        "--requeue", "--array=0-1%2", "--job-name=cohort-sizes", "--signal=USR2@120",
+        f"--output={logs}/%A_%a_0_log.out",
+    }  # fmt: skip
+    assert "--cpus-per-task=2" in (cluster / "100.sh").read_text().partition("srun ")[2]
+    calls = (cluster / "calls.log").read_text().splitlines()
+    assert calls[0] == (
+        "sbatch --test-only --partition=gpu --time=90 --cpus-per-task=2 --gpus-per-node=1 --account=lab --exclusive "
+        "--wrap=true"
+    )
+    assert [line.split()[0] for line in calls].count("sbatch") == 2
+    assert logs.stat().st_mode & 0o777 == 0o700
+    assert not list(logs.glob("*.pkl"))
+
+
+@needs_submitit
+@pytest.mark.long
+@pytest.mark.attack("Signals of a scheduler: preemption, a time limit")
+def test_preempted_jobs_are_queued_again_and_lose_nothing(
+    runs: Path, cluster: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+):
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.4")
+    study, told = a_study(), []
+
+    def preempt(status: StudyStatus) -> None:
+        running = [job for job, now in fake_slurm.states(cluster).items() if now == "RUNNING"]
+        if len(told) < 2 and len(running) == 2 and in_progress(status) and status.counts().get("stopped", 0) == 0:
+            told.append(running[len(told)])
+            subprocess.run(["scancel", "--signal=USR2", told[-1]], check=True)
+
+    status = run_on(study, runs, Slurm(minutes=60), 2, preempt)
+    assert (status.finished, status.all_valid, len(told)) == (True, True, 2)
+    record_property("tried", len(told))
+    check_as_undisturbed(study, runs)
+    calls = (cluster / "calls.log").read_text()
+    assert all(f"scontrol requeue {job}" in calls for job in told)
+    assert len((runs / "executions.log").read_text().splitlines()) > 4
+
+
+@needs_submitit
+@pytest.mark.long
+@pytest.mark.attack("SIGKILL of a job, or its cancellation")
+def test_a_killed_job_is_replaced_and_a_cancelled_one_is_not(
+    runs: Path, cluster: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+):
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "1")
+    monkeypatch.setattr(slurm, "REFRESH_SECONDS", 2)
+    study, told = a_study(), []
+
+    def disturb(status: StudyStatus) -> None:
+        if not told and status.counts().get("running") == 2:
+            told.append("kill")
+            os.kill(int((cluster / "100_0.step").read_text()), signal.SIGKILL)
+        elif len(told) == 1 and fake_slurm.states(cluster).get("101") == "RUNNING":
+            told.append("cancel")
+            subprocess.run(["scancel", "100_1"], check=True)
+
+    status = run_on(study, runs, Slurm(minutes=60), 2, disturb)
+    assert (status.finished, status.all_valid, len(told)) == (True, True, 2)
+    record_property("tried", len(told))
+    check_as_undisturbed(study, runs)
+    assert set(fake_slurm.states(cluster)) == {"100_0", "100_1", "101"}  # nothing in the place of the cancelled one
+
+
+@needs_submitit
+@pytest.mark.long
+@pytest.mark.attack("Ctrl-C")
+def test_an_interrupt_cancels_waiting_jobs_and_lets_those_at_work_end_their_step(
+    runs: Path, cluster: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.5")
+    (cluster / "slots").write_text("1")
+    study, pressed = a_study(), []
+
+    def interrupt_once(status: StudyStatus) -> None:
+        if not pressed and in_progress(status):
+            pressed.append(True)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    status = run_on(study, runs, Slurm(minutes=60), 3, interrupt_once)
+    assert status.counts() == {"stopped": 1, "waiting": 3}
+    while "RUNNING" in fake_slurm.states(cluster).values():  # its process ends
+        time.sleep(0.1)
+    assert sorted(fake_slurm.states(cluster).values()) == ["CANCELLED by 1000", "CANCELLED by 1000", "COMPLETED"]
+    (cluster / "slots").write_text("2")
+    assert run_on(study, runs, Slurm(minutes=60), 2).finished
+    check_as_undisturbed(study, runs)
+
+
+@needs_submitit
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.attack("SIGKILL of a job, or its cancellation")
+def test_jobs_of_submitits_local_executor_are_killed_preempted_and_run_out_of_time_and_lose_nothing(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+):
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "1.5")
+    study, told = a_study(seeds=[0, 1, 2]), []
+
+    def disturb(status: StudyStatus) -> None:
+        tasks = psutil.Process().children(recursive=True)
+        tasks = [p for p in tasks if p.status() != psutil.STATUS_ZOMBIE and "submitit.core._submit" in p.cmdline()]
+        if len(told) < 2 and len(tasks) == 2 and status.counts().get("running") == 2 and in_progress(status):
+            told.append(tasks[0].pid)
+            tasks[0].send_signal(signal.SIGKILL if len(told) == 1 else signal.SIGUSR2)
+
+    # A job has 30 s, the last ten for its checkpoint; the six trials of ten seconds do not fit in two jobs.
+    status = run_on(study, runs, Slurm(minutes=0.5, signal_seconds=10, submitit="local"), 2, disturb)
+    assert (status.finished, status.all_valid, len(told)) == (True, True, 2)
+    record_property("tried", len(told))
+    check_as_undisturbed(study, runs)
+    said = "".join(file.read_text() for file in (runs / "studies/sizes/logs/slurm").glob("*_log.*"))
+    assert "this job is timed-out" in said
+
+
+# Bad input ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "minutes"),
+    [("90", 90), ("90:30", 90), ("4:00:00", 240), ("1-12", 2160), ("1-12:30", 2190), ("2-0:00:00", 2880)],
+)
+def test_time_limits_are_read_as_sbatch_reads_them(text: str, minutes: int):
+    assert time_limit(text) == minutes
+
+
+@pytest.mark.parametrize("text", ["", "4h", "1:2:3:4", "-1", "1-", "-", "4", "0:90", "1-2-3", "\uff19\uff10"])
+def test_a_time_limit_that_sbatch_would_not_take_or_that_is_too_short_is_one_sentence(text: str):
+    with pytest.raises(SpecError, match="--slurm-time must be"):
+        time_limit(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["Account=lab", "--account=lab", "account=lab\n#SBATCH --x", "output=here", "array=1-9"]
+)
+def test_a_parameter_that_sbatch_does_not_know_or_that_is_ours_is_one_sentence(text: str):
+    with pytest.raises(SpecError, match="--slurm-set must"):
+        sbatch_parameters([text])
+
+
+SLURM = ["--launcher", "slurm", "--workers", "2"]
+
+
+@needs_submitit
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([*SLURM, "--slurm-partition", "nowhere"], "invalid partition specified: nowhere"),
+        ([*SLURM, "--slurm-time", "soon"], "--slurm-time must be a time limit"),
+        (["--launcher", "slurm"], "needs --workers N"),
+        (["--slurm-gpus", "2"], "--slurm-gpus is for jobs of SLURM; add --launcher slurm"),
+        ([*SLURM, "--workers", "0"], "leave one of them out"),
+        (["--launcher", "pbs"], "--launcher must be local, ray or slurm, got 'pbs'"),
+    ],
+)
+def test_bad_options_of_slurm_are_one_sentence_before_anything_is_written(
+    runs: Path, cluster: Path, arguments: list[str], words: str
+):
+    refused(runs, arguments, words)
+
+
+def refused(runs: Path, arguments: list[str], words: str) -> None:
+    before = sorted(runs.rglob("*"))
+    shown = CliRunner().invoke(app, ["study", "run", "quickstart", "--runs", str(runs), *arguments])
+    assert shown.exit_code == 2
+    assert words in " ".join(shown.output.split())
+    assert sorted(file for file in runs.rglob("*") if "cache" not in file.parts) == before
+
+
+@needs_submitit
+def test_a_runs_folder_that_nodes_do_not_share_is_refused(runs: Path, cluster: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(runs.parent))
+    refused(runs, SLURM, "name one on a common disk with --runs")
+
+
+@needs_submitit
+def test_without_the_commands_of_slurm_nothing_is_written(runs: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", str(runs))
+    refused(runs, SLURM, "'sbatch' is not on PATH")
+
+
+def test_without_submitit_the_sentence_says_what_to_install(runs: Path, monkeypatch: pytest.MonkeyPatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "submitit" else find(name, *a))
+    refused(runs, SLURM, "pip install 'cohort-rl[slurm]'")
+
+
+# Documents ------------------------------------------------------------------------------------------------------------
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+FILES = [DOCS / "schedulers.md", DOCS / "examples/slurm-array.sh", DOCS / "examples/kubernetes-job.yaml"]
+
+
+def named(text: str) -> list[list[str]]:
+    """The words of every `cohort` command in a document."""
+    lines = re.findall(r"(?:^|srun |#   |`)(cohort study [a-z][^`\n#]*)", text, re.MULTILINE)
+    return [shlex.split(line) for line in lines]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_the_commands_and_options_that_documents_name_exist(file: Path):
+    commands = named(file.read_text())
+    assert commands
+    study = typer.main.get_command(app).commands["study"]  # pyright: ignore[reportAttributeAccessIssue]
+    for _, _, verb, *words in commands:
+        known = {option for parameter in study.commands[verb].params for option in parameter.opts}
+        assert {word for word in words if word.startswith("--")} <= known
+
+
+def test_every_option_of_slurm_is_in_the_document():
+    study = typer.main.get_command(app).commands["study"]  # pyright: ignore[reportAttributeAccessIssue]
+    options = [option for parameter in study.commands["run"].params for option in parameter.opts]
+    text = FILES[0].read_text()
+    assert [option for option in options if option.startswith("--slurm") and f"`{option} " not in text] == []
+
+
+def test_the_job_file_of_slurm_is_bash_that_asks_for_the_signal_it_handles():
+    subprocess.run(["bash", "-n", FILES[1]], check=True)
+    assert "#SBATCH --signal=USR2@" in FILES[1].read_text()
+
+
+def test_the_job_file_of_kubernetes_runs_a_worker():
+    job = yaml.safe_load(FILES[2].read_text())
+    assert (job["kind"], "completions" in job["spec"]) == ("Job", False)
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["command"][:3] == ["cohort", "study", "work"]
+    mounts = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounts == {volume["name"] for volume in job["spec"]["template"]["spec"]["volumes"]}
