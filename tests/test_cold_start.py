@@ -33,8 +33,8 @@ def test_the_policy_learns_to_repeat_its_demonstrations():
 
 def test_a_second_run_takes_the_cached_policy(tmp_path):
     seen = []
-    first, _ = start_policy(make_spec(), tmp_path, lambda done, total: seen.append((done, total)))
-    second, _ = start_policy(make_spec(), tmp_path, lambda done, total: seen.append((done, total)))
+    first, _ = start_policy(make_spec(), tmp_path, lambda phase, done, total: seen.append((done, total)))
+    second, _ = start_policy(make_spec(), tmp_path, lambda phase, done, total: seen.append((done, total)))
     assert seen == [(1, 3), (2, 3), (3, 3)]
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     assert not list(tmp_path.rglob(".partial*"))
