@@ -36,8 +36,8 @@ def damaged_store(error: BaseException, runs: Path) -> ValueError | None:
         for words in _DAMAGED:
             if words in str(one):
                 return ValueError(
-                    f"{runs / 'mlflow.db'} is damaged ({words}); restore it from a copy, or move it away and start "
-                    "the study again: trials that have ended do not run again, a new store is made from their files"
+                    f"{runs / 'mlflow.db'} is damaged ({words}); nothing was changed: restore it from a copy, for a "
+                    f"study's results are in {runs / 'studies'} too, but its report needs both"
                 )
     return None
 

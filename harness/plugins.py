@@ -6,8 +6,8 @@ party declares the same under the entry-point groups `cohort.algorithms`, `cohor
 """
 
 import importlib
-import inspect
 import pkgutil
+import sys
 import traceback
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -59,7 +59,8 @@ def load(kind: Kind, name: str) -> type:
         words = f"{kind} '{name}'"
         module = _loaded(lambda: importlib.import_module(f"{_PACKAGE[kind]}.{name}"), words, "mend it")
         cls = _only_plugin(module, kind)
-    _files_loaded[inspect.getfile(cls)] = (words, bool(points))
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
+    _files_loaded[file] = (words, bool(points))
     return cls
 
 
