@@ -1,13 +1,15 @@
-"""Whether an error says that a disk is full, and the sentence for it: no writer can do anything else about that."""
+"""Whether an error says that a disk is full, or that MLflow's store on it is damaged, and the sentence for it."""
 
 import errno
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 EXIT_STATUS = errno.ENOSPC  # of a worker process that met a full disk
 _ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 # Libraries that write below Python (SQLite, safetensors, torch) have words instead of a number.
 _WORDS = ("No space left on device", "Disk quota exceeded", "disk is full", "PytorchStreamWriter failed writing file")
+_DAMAGED = ("file is not a database", "database disk image is malformed")
 
 
 class DiskFull(OSError):
@@ -19,15 +21,33 @@ def disk_full(error: BaseException, folder: Path) -> DiskFull | None:
 
     `folder` is where its process writes, for an error that names no file.
     """
-    chain: BaseException | None = error
-    while chain is not None:
-        if isinstance(chain, DiskFull):
-            return chain
-        if getattr(chain, "errno", None) in _ERRNOS or any(words in str(chain) for words in _WORDS):
-            named = getattr(chain, "filename", None)
+    for one in _chain(error):
+        if isinstance(one, DiskFull):
+            return one
+        if getattr(one, "errno", None) in _ERRNOS or any(words in str(one) for words in _WORDS):
+            named = getattr(one, "filename", None)
             return full(Path(named).absolute().parent if isinstance(named, str) else folder)
-        chain = chain.__cause__ or chain.__context__
     return None
+
+
+def damaged_store(error: BaseException, runs: Path) -> ValueError | None:
+    """The error to raise instead if this one, or one that it came from, tells of a damaged SQLite file."""
+    for one in _chain(error):
+        for words in _DAMAGED:
+            if words in str(one):
+                return ValueError(
+                    f"{runs / 'mlflow.db'} is damaged ({words}); nothing was changed. Restore it from a backup; what each "
+                    f"trial has logged is safe in {runs / 'studies'}"
+                )
+    return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and those that it came from."""
+    one: BaseException | None = error
+    while one is not None:
+        yield one
+        one = one.__cause__ or one.__context__
 
 
 def full(folder: Path) -> DiskFull:

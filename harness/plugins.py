@@ -7,16 +7,20 @@ party declares the same under the entry-point groups `cohort.algorithms`, `cohor
 
 import importlib
 import pkgutil
+import sys
+import traceback
+from collections.abc import Callable
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
-from typing import Literal
+from typing import Literal, TypeVar
 
 from cohort.harness.interfaces import Algorithm, Reward, RolloutEngine, Task
 from cohort.harness.types import Section
 
 Kind = Literal["algorithm", "task", "reward", "engine"]
+T = TypeVar("T")
 
 _PACKAGE = {
     "algorithm": "cohort.algorithms",
@@ -25,6 +29,7 @@ _PACKAGE = {
     "engine": "cohort.harness.engines",
 }
 _BASE: dict[str, type] = {"algorithm": Algorithm, "task": Task, "reward": Reward, "engine": RolloutEngine}
+_files_loaded: dict[str, tuple[str, bool]] = {}  # file of a plugin -> its name in words, whether a package brought it
 
 
 def names(kind: Kind) -> list[str]:
@@ -49,8 +54,27 @@ def load(kind: Kind, name: str) -> type:
             f"point under cohort.{kind}s or uninstall its package"
         )
     if points:
-        return _installed_plugin(points[0], kind)
-    return _only_plugin(importlib.import_module(f"{_PACKAGE[kind]}.{name}"), kind)
+        cls, words = _installed_plugin(points[0], kind), f"{kind} '{name}' of {_package(points[0])}"
+    else:
+        words = f"{kind} '{name}'"
+        module = _loaded(lambda: importlib.import_module(f"{_PACKAGE[kind]}.{name}"), words, "mend it")
+        cls = _only_plugin(module, kind)
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
+    _files_loaded[file] = (words, bool(points))
+    return cls
+
+
+def raised_by(error: BaseException) -> str | None:
+    """The sentence for an error that a plugin raised: the plugin, file, line and error; None if none did.
+
+    None too for an error that a plugin of Cohort itself raises to tell a user what is wrong.
+    """
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename in _files_loaded:
+            words, is_installed = _files_loaded[frame.filename]
+            if is_installed or not isinstance(error, ValueError | OSError | ImportError):
+                return f"{words} failed ({frame.filename}, line {frame.lineno}): {_in_words(error)}"
+    return None
 
 
 def settings_class(kind: Kind, name: str) -> type[Section]:
@@ -81,10 +105,7 @@ def _package(point: EntryPoint) -> str:
 def _installed_plugin(point: EntryPoint, kind: Kind) -> type:
     """The class of an entry point, which keeps the rules for a file of that name."""
     where = f"{kind} '{point.name}' of {_package(point)} ({point.value})"
-    try:
-        cls = point.load()
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{where} cannot be loaded: {error}; install it again, or uninstall it") from error
+    cls = _loaded(point.load, where, "install it again, or uninstall it")
     if not (isinstance(cls, type) and issubclass(cls, _BASE[kind])):
         raise ValueError(f"{where} must be a class that inherits from cohort.harness.interfaces.{_BASE[kind].__name__}")
     settings = cls.Settings if issubclass(cls, RolloutEngine) else cls
@@ -93,6 +114,23 @@ def _installed_plugin(point: EntryPoint, kind: Kind) -> type:
         declared = None if field is None else field.default
         raise ValueError(f"{where} must declare name: Literal['{point.name}'] with that default, got {declared!r}")
     return cls
+
+
+def _loaded(load: Callable[[], T], where: str, fix: str) -> T:
+    """What `load` returns; ValueError, with the file and line of the plugin, if its code does not run."""
+    try:
+        return load()
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{where} cannot be loaded: {error}; {fix}") from error
+    except Exception as error:
+        own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
+        place = (error.filename, error.lineno) if isinstance(error, SyntaxError) else (own[-1].filename, own[-1].lineno)
+        at = f"{place[0]}, line {place[1]}"
+        raise ValueError(f"{where} cannot be loaded ({at}): {_in_words(error)}; {fix}") from error
+
+
+def _in_words(error: BaseException) -> str:
+    return " ".join(traceback.format_exception_only(error)[-1].split())
 
 
 def _only_plugin(module: ModuleType, kind: Kind) -> type:

@@ -25,6 +25,7 @@ import pytest
 import torch
 import typer
 from rich.console import Console
+from test_plugins import install
 
 from cohort.harness.cli import app, doctor
 from cohort.harness.cli.compare import comparison
@@ -255,6 +256,26 @@ def test_a_traceback_is_shown_on_request(cohort: Shell, monkeypatch: pytest.Monk
     monkeypatch.setenv("COHORT_TRACEBACK", "1")
     with pytest.raises(ValueError, match="unknown key 'stepps'"):
         app.main([*TRAIN, *sets("stepps=3")])
+
+
+def test_a_plugin_that_raises_is_named_without_a_traceback(
+    tmp_path: Path, cohort: Shell, monkeypatch: pytest.MonkeyPatch
+):
+    source = "from cohort.harness.interfaces import Reward\nclass Boom(Reward):\n    def score(self, group):\n"
+    install(tmp_path, monkeypatch, "explodes", source + "        1 / 0\n", "Boom", kind="reward")
+    assert cohort(*TRAIN, *sets(*QUICK, "rewards.explodes=1")) == 1
+    place = f"{tmp_path / 'plugin_explodes.py'}, line 4"
+    assert f"Error: reward 'explodes' of package plugin_explodes failed ({place}): ZeroDivisionError" in cohort.err
+    assert "Traceback" not in cohort.err
+
+
+def test_a_bar_of_phases_is_lines_where_no_one_looks_at_a_terminal(capsys: pytest.CaptureFixture[str]):
+    with progress.phase_bar("tiny on arithmetic") as show:
+        for done in (1, 2, 3):
+            show("cold start", done, 3)
+        show("test", 64, 512)
+    lines = ["loading", "cold start 1/3", "test 64/512"]
+    assert capsys.readouterr().err.splitlines() == [f"tiny on arithmetic: {line}" for line in lines]
 
 
 def test_algorithms_are_listed_with_facts_defaults_and_ranges(cohort: Shell):

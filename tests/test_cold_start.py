@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from fakes import tiny_codec
+from filelock import FileLock
 
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.policy.tiny import tiny_model
@@ -33,11 +34,22 @@ def test_the_policy_learns_to_repeat_its_demonstrations():
 
 def test_a_second_run_takes_the_cached_policy(tmp_path):
     seen = []
-    first, _ = start_policy(make_spec(), tmp_path, lambda done, total: seen.append((done, total)))
-    second, _ = start_policy(make_spec(), tmp_path, lambda done, total: seen.append((done, total)))
+    first, _ = start_policy(make_spec(), tmp_path, lambda phase, done, total: seen.append((done, total)))
+    second, _ = start_policy(make_spec(), tmp_path, lambda phase, done, total: seen.append((done, total)))
     assert seen == [(1, 3), (2, 3), (3, 3)]
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     assert not list(tmp_path.rglob(".partial*"))
+
+
+def test_who_waits_for_the_cold_start_of_another_process_says_so_and_may_stop(tmp_path):
+    def stop(phase: str, done: int, total: int) -> None:
+        raise InterruptedError(phase)
+
+    folder = tmp_path / "cold-start" / cold_start_key(make_spec())
+    folder.parent.mkdir()
+    held = FileLock(folder.with_name(f"{folder.name}.lock"))
+    with held, pytest.raises(InterruptedError, match="waiting for the shared cold start"):
+        start_policy(make_spec(), tmp_path, stop)
 
 
 def test_the_key_changes_with_everything_that_the_result_depends_on():

@@ -351,6 +351,15 @@ def test_every_folder_is_a_package_of_cohort():
     [
         ("import cohort.harness.cli.app", HEAVY | {"pydantic", "yaml"}),
         ("import cohort.harness.spec.load", HEAVY),
+        ("import cohort.harness.study.queue", HEAVY - {"optuna"} | {"sqlalchemy"}),
+        (
+            "from cohort.harness.spec.load import load_study; load_study('quickstart', []).checked_arms()",
+            HEAVY - {"torch"} | {"huggingface_hub"},
+        ),
+        (
+            "from cohort.harness.tracking import mlflow_store; mlflow_store._schema_version()",
+            HEAVY | {"alembic", "sqlalchemy"},
+        ),
         ("import cohort.reports.render", {"torch", "transformers", "datasets", "optuna"}),
     ],
 )

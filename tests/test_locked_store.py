@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -13,7 +14,9 @@ from pathlib import Path
 
 import fake_trials
 import pytest
+from typer.testing import CliRunner
 
+from cohort.harness.cli.app import app
 from cohort.harness.tracking import mlflow_store
 from cohort.harness.tracking.mlflow_store import check_runs_folder
 
@@ -93,6 +96,24 @@ def test_a_damaged_store_is_said_to_be_and_left_alone(store: Path, damage: bytes
         check_runs_folder(store.parent)
     assert "move" not in str(error.value)
     assert store.read_bytes() == damage
+
+
+@pytest.mark.attack("Damaged MLflow store")
+@pytest.mark.parametrize("damage", [b"no database", b"SQLite format 3\0" + b"\xff" * 5000])
+def test_a_report_from_a_damaged_store_is_one_sentence_that_names_the_file(store: Path, damage: bytes):
+    store.write_bytes(damage)
+    result = CliRunner().invoke(app, ["report", "quickstart", "--runs", str(store.parent)])
+    *_, error = result.output.splitlines()
+    assert result.exit_code == 2
+    assert re.match(rf"Error: {store} is damaged \(.*\); nothing was changed: restore it from a copy", error)
+    assert store.read_bytes() == damage
+
+
+def test_the_schema_of_the_installed_mlflow_is_the_one_that_it_gives_a_new_store(store: Path):
+    with closing(sqlite3.connect(store)) as database:
+        assert database.execute("SELECT version_num FROM alembic_version").fetchall() == [
+            (mlflow_store._schema_version(),)
+        ]
 
 
 @pytest.mark.attack("Writer of the MLflow store killed in a transaction")

@@ -261,6 +261,8 @@ def test_two_packages_with_one_name_are_refused(tmp_path: Path, monkeypatch: pyt
         ),
         ("", "Elsewhere", "cannot be loaded: .*Elsewhere"),
         ("import no_such_module", "Elsewhere", "cannot be loaded: No module named 'no_such_module'"),
+        ("x = 1\n1 / 0", "Elsewhere", r"cannot be loaded \(.*plugin_wrong.py, line 2\): ZeroDivisionError"),
+        ("def f(:", "Elsewhere", r"cannot be loaded \(.*plugin_wrong.py, line 1\): SyntaxError"),
     ],
 )
 def test_an_entry_point_that_is_no_plugin_says_what_is_wrong(
@@ -271,3 +273,26 @@ def test_an_entry_point_that_is_no_plugin_says_what_is_wrong(
     start = r"^algorithm 'wrong' of package plugin_wrong \(plugin_wrong:Elsewhere\) "
     with pytest.raises(ValueError, match=start + complaint):
         plugins.load("algorithm", "wrong")
+
+
+def test_an_error_that_an_installed_plugin_raises_names_it_with_file_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    source = "from cohort.harness.interfaces import Reward\n\nclass Boom(Reward):\n"
+    source += "    def score(self, group):\n        return {}['key']\n"
+    install(tmp_path, monkeypatch, "boom", source, "Boom", kind="reward")
+    reward = plugins.load("reward", "boom")
+    assert issubclass(reward, Reward)
+    with pytest.raises(KeyError) as raised:
+        reward().score(None)  # pyright: ignore[reportArgumentType]
+    place = f"{tmp_path / 'plugin_boom.py'}, line 5"
+    assert plugins.raised_by(raised.value) == f"reward 'boom' of package plugin_boom failed ({place}): KeyError: 'key'"
+    assert plugins.raised_by(ValueError("raised by no plugin")) is None
+
+
+def test_what_a_plugin_of_cohort_tells_a_user_stays_as_it_is(tmp_path: Path):
+    task = plugins.load("task", "gsm8k")
+    assert issubclass(task, Task)
+    with pytest.raises(ValueError) as raised:
+        task.model_validate({"path": str(tmp_path)}).prompts("train")
+    assert plugins.raised_by(raised.value) is None

@@ -6,6 +6,7 @@ import time
 import pytest
 from fakes import graded_group
 
+from cohort.harness.interfaces import Reward
 from cohort.harness.policy.tiny import tiny_tokenizer
 from cohort.harness.rewards._calculations import MAX_CALCULATIONS, MAX_CHARS, calculations
 from cohort.harness.rewards.accuracy import Accuracy
@@ -229,3 +230,16 @@ def test_a_self_consistency_run_may_measure_what_it_must_not_be_paid_for():
     scores = score(spec.rewards, [group])
     assert scores.totals == [[1.0, 1.0, -0.1]]
     assert scores.metrics["reward/accuracy"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("values", "got"), [([1.0, 0.0, 0.5], "got 3"), ([1.0, None, 0.0, 1.0], "got None among them")]
+)
+def test_a_reward_that_does_not_pay_each_completion_is_named_with_its_file(values: list[float], got: str):
+    class Half(Reward):
+        def score(self, group):
+            return values
+
+    with pytest.raises(ValueError, match="reward 'half' must return a number for each of the 4 completions") as error:
+        score({"half": Half()}, [graded_group([0, 0, 1, 1], [True, True, False, False])])
+    assert str(error.value).endswith(f"{got}; correct Half.score in {__file__}")

@@ -57,14 +57,20 @@ def command(group: typer.Typer, name: str, *examples: str) -> Callable[[Callable
             try:
                 function(*args, **kwargs)
             except Exception as error:
-                from cohort.harness.disk import disk_full
+                from cohort.harness.disk import damaged_store, disk_full
+                from cohort.harness.plugins import raised_by
 
-                shown = disk_full(error, Path(kwargs.get("runs", "."))) or error
+                runs = Path(kwargs.get("runs", "."))
+                shown = disk_full(error, runs) or damaged_store(error, runs) or error
                 bad = isinstance(shown, ValueError | OSError)  # bad input; a model, disk or network out of reach
-                if not bad or os.environ.get("COHORT_TRACEBACK"):
+                plugin = raised_by(shown)
+                code = 2 if isinstance(shown, ValueError) and not plugin else 1
+                if not (bad or plugin) or os.environ.get("COHORT_TRACEBACK"):
                     raise
+                if plugin:
+                    shown = f"{plugin}; COHORT_TRACEBACK=1 before the command shows where it was called"
                 terminal.fail(shown)
-                raise typer.Exit(2 if isinstance(shown, ValueError) else 1) from None
+                raise typer.Exit(code) from None
             except KeyboardInterrupt:
                 terminal.say("Interrupted. The same command continues where it stopped.", stderr=True)
                 raise typer.Exit(130) from None

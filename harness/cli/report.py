@@ -9,7 +9,7 @@ import typer
 
 from cohort.harness.cli.commands import app, command
 from cohort.harness.cli.options import RUNS, Runs, TrackingUri, use_store
-from cohort.harness.cli.study import write_report
+from cohort.harness.cli.study import REPORTING, write_report
 from cohort.harness.console import terminal
 
 
@@ -24,8 +24,11 @@ def report(
 
     That of several lies in RUNS/reports, its arms named `study: arm`.
     """
+    from cohort.harness.console.progress import phase_bar
+
     use_store(tracking_uri)
-    files = write_report(studies[0], runs)[1] if len(studies) == 1 else _write_joined_report(studies, runs)
+    with phase_bar(f"report of {' and '.join(studies)}", REPORTING):
+        files = write_report(studies[0], runs)[1] if len(studies) == 1 else _write_joined_report(studies, runs)
     terminal.say(files.answer)
     terminal.say(f"Report: {files.html}")
     if browser:

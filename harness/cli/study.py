@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from cohort.harness.study.status import StudyStatus
     from cohort.harness.types import StudyRecord
 
+REPORTING = "reading the results and drawing the figures"
+
 
 AGAIN = 75  # exit code of a worker that its scheduler should start again: EX_TEMPFAIL of sysexits.h
 
@@ -94,6 +96,7 @@ def study_run(
     Hosts that share only a database run the same command with the same --storage: each takes trials that no other has.
     A trial whose host died starts anew on another one that has no copy of its folder; it ends the same.
     """
+    terminal.say("Checking the settings, models, data and room of the study ...", stderr=True)  # torch takes seconds
     options.use_store(tracking_uri)
     options.spread(hosts, listen)
     started = None if name else _started_study(study, runs, sets, seeds, interleave)
@@ -235,9 +238,9 @@ def study_status(
     Exit code 0 only when all trials are complete, those of stopped arms apart.
     """
     from cohort.harness.study.estimates import cost, remaining_seconds
-    from cohort.harness.study.runner import study_status
+    from cohort.harness.study.queue import open_queue
 
-    status = study_status(study, runs, options.with_password(storage))
+    status = open_queue(study, runs.resolve(), options.with_password(storage)).status()
     spent, remaining = cost(status), remaining_seconds(status)
     if as_json:
         document = {"study": status.name, "question": status.question, "counts": status.counts()}
@@ -245,6 +248,7 @@ def study_status(
         terminal.print_json({**document, **estimates, "trials": status.trials})
     else:
         studies.show_status(status)
+        studies.show_logs(status, runs)
         terminal.say(f"Cost so far: {studies.cost_text(spent)}")
         if not status.finished:
             terminal.say(f"Time left with the workers at work: {terminal.duration(remaining)}")
@@ -349,7 +353,7 @@ def run_and_report(
     The number of workers joins the command: the threads of each follow from it, and the last bits from those. An empty
     command leaves the one that started the study.
     """
-    from cohort.harness.console.progress import study_view
+    from cohort.harness.console.progress import phase_bar, study_view
     from cohort.harness.policy.device import resolve_device
     from cohort.harness.study.processes import default_workers
     from cohort.harness.study.runner import run_study
@@ -379,7 +383,8 @@ def run_and_report(
         )
     if not status.finished:  # asked to stop
         raise KeyboardInterrupt
-    record, files = write_report(study.name, runs)
+    with phase_bar(f"report of {study.name}", REPORTING):
+        record, files = write_report(study.name, runs)
     elsewhere = ran_elsewhere(study, status, record)
     if elsewhere:
         terminal.say(
@@ -397,6 +402,7 @@ def run_and_report(
             if trial.state != "complete":
                 reason = f" ({trial.reason})" if trial.reason else ""
                 terminal.say(f"{trial.arm} | seed {trial.seed}: {trial.state}{reason}")
+        studies.show_logs(status, runs)
         terminal.say(f"\n{files.answer}\n")
         terminal.say(f"Report: {files.html}")
         terminal.say(f"Browse: cohort ui --runs {shlex.quote(str(runs))}")

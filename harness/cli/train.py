@@ -135,24 +135,25 @@ def evaluate(
     the engine vllm; this is said, and --set wins.
     """
     from cohort.harness.console.progress import phase_bar
-    from cohort.harness.runs.single import evaluate_once, model_folder
-    from cohort.harness.spec.load import load_run
-    from cohort.harness.training.evaluate import intervals
-    from cohort.harness.types import InvalidRun
 
     options.use_store(tracking_uri)
     part = options.checked_split(split)
     extra = [] if samples is None else [f"evaluation.num_samples={samples}"]
-    defaults = {"model": model_folder(model), "task": task, "algorithm": "grpo"}
-    scale = scale_settings(defaults["model"], sets, trains=False)
-    spec = load_run(None, [*(sets or ()), *scale, *options.data_path(path), *extra], defaults)
-    name = options.checked_name(name or f"{spec.task.name}-{split}-{spec.digest()[:8]}")
-    try:
-        with phase_bar(f"{spec.model} on {spec.task.name}") as show:
+    with phase_bar(f"{model} on {task}") as show:  # before what takes seconds to import
+        from cohort.harness.runs.single import evaluate_once, model_folder
+        from cohort.harness.spec.load import load_run
+        from cohort.harness.training.evaluate import intervals
+        from cohort.harness.types import InvalidRun
+
+        defaults = {"model": model_folder(model), "task": task, "algorithm": "grpo"}
+        scale = scale_settings(defaults["model"], sets, trains=False)
+        spec = load_run(None, [*(sets or ()), *scale, *options.data_path(path), *extra], defaults)
+        name = options.checked_name(name or f"{spec.task.name}-{split}-{spec.digest()[:8]}")
+        try:
             result = evaluate_once(spec, part, runs, name, show)
-    except InvalidRun as error:
-        terminal.fail(error)
-        raise typer.Exit(1) from None
+        except InvalidRun as error:
+            terminal.fail(error)
+            raise typer.Exit(1) from None
     if as_json:
         given = {"model": model, "task": task, "split": split, "spec": spec.model_dump(mode="json")}
         found = {"metrics": result.metrics, "intervals": intervals(result), "breakdown": result.breakdown}

@@ -194,16 +194,24 @@ def _counts(status: StudyStatus) -> str:
 
 
 @contextmanager
-def phase_bar(title: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A function that shows how far each phase is: a bar on a terminal, nothing elsewhere."""
+def phase_bar(title: str, first: str = "loading", heartbeat: float = 30.0) -> Iterator[Callable[[str, int, int], None]]:
+    """A function that shows how far each phase is, the first at once: a bar on a terminal, elsewhere a line for each
+    new phase and one every `heartbeat` seconds."""
     screen = console(stderr=True)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
         tasks: dict[str, TaskID] = {}
+        shown = 0.0
 
         def update(phase: str, done: int, total: int) -> None:
+            nonlocal shown
+            words, count = plain(f"{title}: {phase}"), f" {done}/{total}" if total else ""
+            if not screen.is_terminal and (phase not in tasks or time.monotonic() - shown >= heartbeat):
+                screen.print(words + count, soft_wrap=True)
+                shown = time.monotonic()
             if phase not in tasks:
-                tasks[phase] = progress.add_task(str(plain(f"{title}: {phase}")), total=total)
-            progress.update(tasks[phase], completed=done, total=total)
+                tasks[phase] = progress.add_task(str(words), total=total or None)
+            progress.update(tasks[phase], completed=done, total=total or None)
 
+        update(first, 0, 0)
         yield update

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, ClassVar, Literal, Self
@@ -19,8 +19,6 @@ import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache, DynamicLayer
-from transformers.generation.stopping_criteria import StopStringCriteria
 
 from cohort.harness.interfaces import RolloutEngine
 from cohort.harness.policy.adapters import AdapterDecoder, AdapterRows
@@ -129,7 +127,7 @@ class TransformersEngine(RolloutEngine):
         decoder.expand(repeats)
         is_end = torch.zeros(logits.shape[-1], dtype=torch.bool, device=device)
         is_end[self.end_ids[self.end_ids < len(is_end)]] = True
-        is_stopped = StopStringCriteria(self.codec.tokenizer, list(sampling.stop)) if sampling.stop else None
+        is_stopped = _stop_check(self.codec, sampling.stop) if sampling.stop else None
         active = torch.arange(rows, device=device)  # row of each line of the decode batch
         running = torch.ones(rows, dtype=torch.bool, device=device)  # lines not yet ended
         look_every = LOOK_EVERY if device.type == "cuda" else 1
@@ -171,10 +169,10 @@ class LibraryDecoder:
 
     def __init__(self, model: nn.Module, capacity: int):
         """`capacity` is the number of tokens, prompt and completion, that a row can have."""
+        from cohort.harness.engines._preallocated import preallocated_cache
+
         self.model = model
-        self.cache = DynamicCache(config=model.config)  # pyright: ignore
-        layers = self.cache.layers  # those that would concatenate every token make way for some that write in place
-        self.cache.layers = [_PreallocatedLayer(capacity) if type(x) is DynamicLayer else x for x in layers]
+        self.cache = preallocated_cache(model, capacity)
 
     def prefill(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """[P, V] logits after the left-padded prompts, [P, T] with a mask that is False for padding."""
@@ -243,6 +241,12 @@ class RereadingDecoder:
         states = hidden_states(self.model, self.rows[:, : int(self.lengths.max())])
         last = states[torch.arange(len(states), device=states.device), self.lengths - 1]
         return output_logits(self.model, last).float()
+
+
+def _stop_check(codec: TextCodec, stop: Sequence[str]) -> Callable[..., Tensor]:
+    from transformers.generation.stopping_criteria import StopStringCriteria  # takes seconds
+
+    return StopStringCriteria(codec.tokenizer, list(stop))
 
 
 def _chunks(calls: Sequence[Call], max_rows: int) -> Iterator[list[tuple[int, Call]]]:
@@ -330,53 +334,3 @@ def _mix(x: np.ndarray | np.uint64) -> np.ndarray:
 
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-
-
-class _PreallocatedLayer(DynamicLayer):
-    """A cache layer of fixed capacity; `keys` and `values` are views of its filled part."""
-
-    def __init__(self, capacity: int):
-        super().__init__()
-        self.capacity = capacity
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        start = 0 if not self.is_initialized else self.keys.shape[-2]  # pyright: ignore
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self._allocate(key_states, value_states)
-        end = start + key_states.shape[-2]
-        self._keys[:, :, start:end] = key_states
-        self._values[:, :, start:end] = value_states
-        return self._view(end)
-
-    def batch_repeat_interleave(self, repeats: int | Tensor) -> None:
-        keys, values = self.keys, self.values
-        assert keys is not None and values is not None
-        self._allocate(keys, values, len(keys) * repeats if isinstance(repeats, int) else int(repeats.sum()))
-        length = keys.shape[-2]
-        for own, given in ((self._keys, keys), (self._values, values)):
-            if isinstance(repeats, int):
-                own.view(len(keys), repeats, *own.shape[1:])[:, :, :, :length] = given[:, None]
-            else:
-                own[:, :, :length] = given.repeat_interleave(repeats, dim=0)
-        self._view(length)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these lines. Lines that stay in their place are not touched; others must come from beyond the end."""
-        length, count = self.keys.shape[-2], len(indices)  # pyright: ignore
-        places = (indices != torch.arange(count, device=indices.device)).nonzero()[:, 0]
-        for states in (self._keys, self._values):
-            states[places, :, :length] = states[indices[places], :, :length]
-        self._keys, self._values = self._keys[:count], self._values[:count]
-        self._view(length)
-
-    def _allocate(self, keys: Tensor, values: Tensor, rows: int | None = None) -> None:
-        def empty(like: Tensor) -> Tensor:
-            batch, heads, _, width = like.shape
-            return like.new_empty(rows or batch, heads, self.capacity, width)
-
-        self._keys, self._values = empty(keys), empty(values)
-
-    def _view(self, length: int) -> tuple[Tensor, Tensor]:
-        self.keys, self.values = self._keys[:, :, :length], self._values[:, :, :length]
-        return self.keys, self.values

@@ -4,7 +4,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -87,7 +86,7 @@ def probe_once(
         log.inputs(inputs)
         log.prompt(first_prompt(spec, settings.split))
         log.resume(-1)
-        policy, codec = start_policy(spec, cache, partial(on_progress, "cold start"))
+        policy, codec = start_policy(spec, cache, on_progress)
         policy = policy.to(device=resolve_device(spec.device), dtype=getattr(torch, spec.dtype))
         parts = {"prefix_fraction": settings.prefix_fraction, "num_variants": settings.num_variants}
         found = knowledge({**sets[0], **sets[1]}, policy, codec, spec, **parts, on_progress=on_progress)

@@ -101,7 +101,7 @@ def _evaluate(
     on_progress: OnProgress = lambda phase, done, total: None,
     kept: Completions | None = None,
 ) -> EvaluationResult:
-    policy, codec = start_policy(spec, runs / "cache", partial(on_progress, "cold start"))
+    policy, codec = start_policy(spec, runs / "cache", on_progress)
     policy = policy.to(device=resolve_device(spec.device), dtype=getattr(torch, spec.dtype))
     with closing(build_engine(spec, policy, codec)) as engine:
         return evaluate_run(spec, engine, split, 0, partial(on_progress, split), MOST_SHOWN, kept)

@@ -160,9 +160,9 @@ def check_unchanged(study: StudySpec, digest: str, storage: Storage) -> Inputs |
         return {}
     if started["digest"] != digest:
         raise SpecError(
-            f"a started study cannot change, for its results would mix: '{study.name}' was started with other settings "
-            f"or by another version of Cohort; restore the settings ({storage.document_place} holds those it was "
-            f"started with), or choose another name (--name NAME)"
+            f"a started study cannot change, or its results would mix: study '{study.name}' was started with other "
+            f"settings, or by another version of Cohort. To continue it, restore the settings (they are in "
+            f"{storage.document_place}). To run the new settings, choose another name with --name NAME."
         )
     missing = sorted(set(started["seeds"]) - set(study.first_seeds)) if isinstance(study.seeds, list) else []
     if missing:

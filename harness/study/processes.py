@@ -40,6 +40,10 @@ def at_once_on(act: Callable[[int], None]) -> Callable[[int], None]:
     return lambda number: act(number) if number == signal.SIGINT else None
 
 
+class WorkersCrash(ChildProcessError, RuntimeError):
+    """Workers end before they can start a trial; the message holds the last words of one."""
+
+
 class Pool(ABC):
     """The workers of a study on any machine: a signal stops them together, and too many crashes end the study."""
 
@@ -57,7 +61,7 @@ class Pool(ABC):
 
     @abstractmethod
     def collect(self, claims: int | None) -> int:
-        """Number of living workers; RuntimeError if they keep dying before they can claim a trial, DiskFull once one
+        """Number of living workers; WorkersCrash if they keep dying before they can claim a trial, DiskFull once one
         has met a full disk.
 
         `claims` is the number of attempts so far, None if the storage does not answer.
@@ -95,7 +99,7 @@ class Pool(ABC):
     def _note_end(self, worker: str, code: int, words: str) -> None:
         """Take note of a worker's exit status (a signal is negative) and last words.
 
-        DiskFull if it met a full disk, RuntimeError if too many have ended before any could claim a trial.
+        DiskFull if it met a full disk, WorkersCrash if too many have ended before any could claim a trial.
         """
         if not code:
             return
@@ -106,7 +110,8 @@ class Pool(ABC):
         self._ended_early["killed" if code < 0 else "crashed"] += 1
         most_kills = MAX_KILLS + self.size  # a host that dies takes all its workers along
         if self._ended_early["crashed"] >= MAX_CRASHES or self._ended_early["killed"] >= most_kills:
-            raise RuntimeError(f"workers end before they can start a trial; the last one {how}:\n{words}")
+            words = f"workers end before they can start a trial; the last one {how}:\n{words}\n({worker})"
+            raise WorkersCrash(words)
 
     def _note_claims(self, claims: int | None) -> None:
         if claims is not None and claims != self._claims:

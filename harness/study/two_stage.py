@@ -20,7 +20,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
-from scipy import special
 
 from cohort.harness.spec.study import StudySpec, TwoStage
 from cohort.harness.study.plan import Key
@@ -35,6 +34,8 @@ def on_test_split(metric: str) -> str:
 
 def seeds_asked(deviation: float, num_seeds: int, half_width: float) -> float:
     """The number of seeds for an interval of `half_width`, before it is rounded up, by so many seeds' deviation."""
+    from scipy import special  # here: a queue is opened often, and asks this once
+
     return (float(special.stdtrit(num_seeds - 1, (1 + LEVEL) / 2)) * deviation / half_width) ** 2
 
 

@@ -24,6 +24,7 @@ from cohort.harness.disk import EXIT_STATUS, disk_full
 from cohort.harness.files import file_lock
 from cohort.harness.inputs import expecting
 from cohort.harness.interfaces import RunLogger
+from cohort.harness.plugins import raised_by
 from cohort.harness.stop import LEAVE, StopRequest, stop_on_signals
 from cohort.harness.study.processes import at_once_on
 from cohort.harness.study.queue import HELD, Claim, Outcome, Queue, open_queue
@@ -182,7 +183,8 @@ def _outcome(claim: Claim, queue: Queue, run_trial: Callable[..., Any], stop: St
 
 def _failure(error: Exception) -> Outcome:
     traceback.print_exception(error)
-    return Outcome("failed", traceback.format_exception_only(error)[-1].strip()[:500])
+    words = raised_by(error) or traceback.format_exception_only(error)[-1].strip()
+    return Outcome("failed", words[:500])
 
 
 def _uses_a_gpu() -> bool:

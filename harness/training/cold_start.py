@@ -7,10 +7,12 @@ altered is made again.
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 from torch import nn
 
 from cohort.harness.files import file_lock, publish_folder, read_manifest
@@ -26,15 +28,17 @@ from cohort.harness.tensors import pad_right
 from cohort.harness.types import Demonstration, Inputs, InvalidRun
 
 FORMAT = 4  # part of the cache key: raise it when the training below changes
+WAIT_SECONDS = 1.0
 log = logging.getLogger(__name__)
 
 
 def start_policy(
-    spec: RunSpec, cache: Path, on_progress: Callable[[int, int], None] = lambda done, total: None
+    spec: RunSpec, cache: Path, on_progress: Callable[[str, int, int], None] = lambda phase, done, total: None
 ) -> tuple[nn.Module, TextCodec]:
     """The policy (on the CPU, float32) and codec that the run starts from, warm-started if the spec says so.
 
-    Warm starts are kept under `cache/cold-start`.
+    Warm starts are kept under `cache/cold-start`. `on_progress` hears of a phase: that this process makes one, or that
+    it waits for another one that does.
     """
     seed = spec.cold_start.seed
     codec = load_codec(spec.model, spec.prompt)
@@ -42,16 +46,34 @@ def start_policy(
     if spec.cold_start.steps == 0:
         return load_policy(name, seed=seed), codec
     inputs, folder = _inputs(spec), Path(name)
-    with expecting(inputs), file_lock(folder.with_name(f"{folder.name}.lock")):
+    lock = file_lock(folder.with_name(f"{folder.name}.lock"))
+    with expecting(inputs), _held(lock, lambda: on_progress("waiting for the shared cold start", 0, 0)):
         if read_manifest(folder) is None:
             if folder.exists():
                 log.warning("the cold start in '%s' is torn or altered, so it is made again", folder)
             policy = load_policy(spec.model, seed=seed)
             demonstrations, device = spec.task.demonstrations(), resolve_device(spec.device)
-            fit_demonstrations(policy, codec, demonstrations, spec.cold_start, device=device, on_progress=on_progress)
+            fit_demonstrations(
+                policy, codec, demonstrations, spec.cold_start, device=device,
+                on_progress=lambda done, total: on_progress("cold start", done, total),
+            )  # fmt: skip
             with publish_folder(folder) as partial:
                 save_model(partial, policy.cpu(), codec.tokenizer)
     return load_policy(name, seed=seed), codec
+
+
+@contextmanager
+def _held(lock: FileLock, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Hold a lock; `on_wait` is called every second for which another process has it, and may raise."""
+    while not lock.is_locked:
+        try:
+            lock.acquire(timeout=WAIT_SECONDS)
+        except Timeout:
+            on_wait()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def start_name(spec: RunSpec, cache: Path) -> str:

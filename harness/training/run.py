@@ -73,7 +73,7 @@ class Models:
     is_alone = True
 
     def policy(
-        self, spec: RunSpec, cache: Path, on_progress: Callable[[int, int], None]
+        self, spec: RunSpec, cache: Path, on_progress: Callable[[str, int, int], None]
     ) -> tuple[nn.Module, TextCodec]:
         """The policy to train, on its device and in its precision, with its adapter; and the codec."""
         policy, codec = ranks.one_by_one(lambda: start_policy(spec, cache, on_progress))
@@ -193,8 +193,8 @@ def prepare(
     checkpoint = latest_checkpoint(directory / CHECKPOINTS, spec.digest(), inputs, has_its_events)
     log.resume(checkpoint.step if checkpoint else -1)
 
-    def watch_cold_start(done: int, total: int) -> None:
-        log.progress("cold start", done, total)
+    def watch_cold_start(phase: str, done: int, total: int) -> None:
+        log.progress(phase, done, total)
         if should_stop():
             raise StoppedEarly
 

@@ -7,6 +7,7 @@ are earned by the last token of a completion, those of a `StepReward` by the tok
 from __future__ import annotations
 
 import bisect
+import inspect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ def score(
     In a control arm the completions earn what stands in `instead` [P][G], and the rewards are measured only.
     """
     seen = {True: graded, False: [group.blind() for group in graded]}
-    parts = {name: [reward.score(group) for group in seen[reward.sees_gold]] for name, reward in rewards.items()}
+    parts = {n: [_scored(n, reward, group) for group in seen[reward.sees_gold]] for n, reward in rewards.items()}
     if instead is not None:
         return Scores(list(instead), list(instead), None, parts, _metrics(rewards, graded, parts))
     outcome = {n: r.weight for n, r in rewards.items() if r.weight and not isinstance(r, StepReward)}
@@ -109,6 +110,18 @@ def token_at(rollout: Rollout, character: int, tokenizer: PreTrainedTokenizerBas
     return bisect.bisect_left(
         range(1, len(ids)), character, key=lambda n: len(tokenizer.decode(ids[:n], skip_special_tokens=True))
     )
+
+
+def _scored(name: str, reward: Reward, group: GradedGroup) -> list[float]:
+    """A reward's values of a group; ValueError, which says whose fault it is, without one for each completion."""
+    values, count = reward.score(group), len(group.completions)
+    if len(values) != count or any(value is None for value in values):
+        place, got = inspect.getfile(type(reward)), f"{len(values)}" if len(values) != count else "None among them"
+        raise ValueError(
+            f"reward '{name}' must return a number for each of the {count} completions, got {got}; "
+            f"correct {type(reward).__name__}.score in {place}"
+        )
+    return values
 
 
 def _all_steps(

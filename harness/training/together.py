@@ -63,7 +63,9 @@ class Together(Generic[R]):
                 raise end
         return [cast(R, self._ends[seat]) for seat in range(len(self.specs))]
 
-    def policy(self, seat: int, cache: Path, on_progress: Callable[[int, int], None]) -> tuple[nn.Module, TextCodec]:
+    def policy(
+        self, seat: int, cache: Path, on_progress: Callable[[str, int, int], None]
+    ) -> tuple[nn.Module, TextCodec]:
         """The policy of a run, and the codec; the first to ask has the models loaded for all."""
         if not self._policies:
             spec = self.specs[0]
@@ -151,7 +153,7 @@ class _Seat(Models):
         self._together, self._seat = together, seat
 
     def policy(
-        self, spec: RunSpec, cache: Path, on_progress: Callable[[int, int], None]
+        self, spec: RunSpec, cache: Path, on_progress: Callable[[str, int, int], None]
     ) -> tuple[nn.Module, TextCodec]:
         return self._together.policy(self._seat, cache, on_progress)
 

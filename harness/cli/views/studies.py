@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cohort.harness.console.terminal import duration, mebibytes, percent, say, show_table, state_text
@@ -64,6 +65,12 @@ def show_status(status: StudyStatus) -> None:
     show_table(f"{status.name}: {status.question}", headers, rows, numeric=["seed", "done", "accuracy", "time"])
     counts = {**status.counts(), "to come": status.to_come}
     say(", ".join(f"{count} {state}" for state, count in counts.items() if count))
+
+
+def show_logs(status: StudyStatus, runs: Path) -> None:
+    """Say where the tracebacks of failed trials are, if there are any."""
+    if any(trial.state == "failed" for trial in status.trials):
+        say(f"What failed, with tracebacks: {runs / 'studies' / status.name / 'logs'}/worker-*.log")
 
 
 def cost_text(cost: Mapping[str, float]) -> str:
