@@ -36,8 +36,8 @@ def damaged_store(error: BaseException, runs: Path) -> ValueError | None:
         for words in _DAMAGED:
             if words in str(one):
                 return ValueError(
-                    f"{runs / 'mlflow.db'} is damaged ({words}); nothing was changed. Restore it from a backup; what each "
-                    f"trial has logged is safe in {runs / 'studies'}"
+                    f"{runs / 'mlflow.db'} is damaged ({words}); nothing was changed. Restore it from a backup; what "
+                    f"each trial has logged is safe in {runs / 'studies'}"
                 )
     return None
 

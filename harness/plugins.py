@@ -16,6 +16,7 @@ from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Literal, TypeVar
 
+from cohort.harness import interfaces
 from cohort.harness.interfaces import Algorithm, Reward, RolloutEngine, Task
 from cohort.harness.types import Section
 
@@ -124,6 +125,8 @@ def _loaded(load: Callable[[], T], where: str, fix: str) -> T:
         raise ValueError(f"{where} cannot be loaded: {error}; {fix}") from error
     except Exception as error:
         own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
+        if own[-1].filename == interfaces.__file__:
+            raise  # a rule for all plugins, in its own words
         place = (error.filename, error.lineno) if isinstance(error, SyntaxError) else (own[-1].filename, own[-1].lineno)
         at = f"{place[0]}, line {place[1]}"
         raise ValueError(f"{where} cannot be loaded ({at}): {_in_words(error)}; {fix}") from error

@@ -50,7 +50,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return parse_run(raw, where)
 
     for name, module in list(sys.modules.items()):
-        if name.startswith("harness.") and getattr(module, "parse_run", None) is parse_run:
+        if name.startswith("cohort.") and getattr(module, "parse_run", None) is parse_run:
             monkeypatch.setattr(module, "parse_run", counted)
     return counts
 

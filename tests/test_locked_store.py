@@ -105,7 +105,7 @@ def test_a_report_from_a_damaged_store_is_one_sentence_that_names_the_file(store
     result = CliRunner().invoke(app, ["report", "quickstart", "--runs", str(store.parent)])
     *_, error = result.output.splitlines()
     assert result.exit_code == 2
-    assert re.match(rf"Error: {store} is damaged \(.*\); nothing was changed: restore it from a copy", error)
+    assert re.match(rf"Error: {store} is damaged \(.*\); nothing was changed. Restore it from a backup", error)
     assert store.read_bytes() == damage
 
 

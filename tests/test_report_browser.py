@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,9 @@ def test_the_probe_for_executed_text_sees_a_page_that_executes_it(browser: Any, 
     bad.write_text("<img src=http://127.0.0.1:9/x onerror='console.error(1)'><div style='width: 3000px'>wide</div>")
     browser.get_log("browser"), browser.get_log("performance")
     opened(browser, bad, 390)
-    assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+    until, seen = time.monotonic() + 30, []  # the refused image is logged some time after the page has loaded
+    while not seen and time.monotonic() < until:
+        seen = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+    assert seen
     assert "http://127.0.0.1:9/x" in " ".join(entry["message"] for entry in browser.get_log("performance"))
     assert browser.execute_script("return document.documentElement.scrollWidth") > 390

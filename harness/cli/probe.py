@@ -54,10 +54,10 @@ def contamination(
 
     options.use_store(tracking_uri)
     settings = ProbeSettings(options.checked_split(split), reference, problems, fraction)
-    check_settings(settings)
     defaults = {"model": model_folder(model), "task": task, "algorithm": "grpo", "seed": seed}
     scale = scale_settings(defaults["model"], sets, trains=False)
     spec = load_run(None, [*(sets or ()), *scale, *options.data_path(path)], defaults)
+    check_settings(spec, settings)
     key = digest([spec.digest(), dataclasses.asdict(settings)])[:8]
     name = options.checked_name(name or f"{spec.task.name}-{split}-{key}")
     reports: Any = importlib.import_module("cohort.reports.contamination")

@@ -41,7 +41,7 @@ class ProbeSettings:
     num_variants: int = 4
 
 
-def check_settings(settings: ProbeSettings) -> None:
+def check_settings(spec: RunSpec, settings: ProbeSettings) -> None:
     """SpecError for settings that probe nothing."""
     if not 0 < settings.prefix_fraction < 1:
         raise SpecError(f"--fraction must be above 0 and below 1, got {settings.prefix_fraction}; the default is 0.6")
@@ -50,6 +50,7 @@ def check_settings(settings: ProbeSettings) -> None:
             f"--reference must be other problems than those probed, got '{settings.split}' for both; name another "
             "split, or a file of fresh problems"
         )
+    _reference(spec, settings)
 
 
 def probe_once(
