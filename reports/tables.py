@@ -81,7 +81,8 @@ def latex(text: str) -> str:
     """A text that LaTeX sets as it is: no character of it is a command. A minus before a number is a real one."""
     one_line = " ".join(text.split())
     escaped = "".join(_LATEX.get(character, character) for character in one_line)
-    return re.sub(r"(?<![\w.,-])-(?=\d)", "$-$", escaped)
+    opening = "{}" if escaped.startswith(("[", "*")) else ""  # which the end of the row before would take for its own
+    return opening + re.sub(r"(?<![\w.,-])-(?=\d)", "$-$", escaped)
 
 
 def _latex_cells(arm: ArmSummary, analysis: Analysis) -> list[str]:
