@@ -7,6 +7,7 @@ COHORT_RUNS, COHORT_TRACKING_URI, COHORT_STORAGE.
 import os
 import shlex
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,9 @@ from cohort.harness.stop import acknowledged
 
 if TYPE_CHECKING:
     from cohort._result import Evaluation, Result
+
+# What transformers draws its bars with asks every notebook without ipywidgets to install them; it draws none here.
+warnings.filterwarnings("ignore", "IProgress not found")
 
 
 @dataclass(frozen=True)

@@ -239,13 +239,16 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A page on disk; in a notebook it is shown in a frame that runs no script and reaches nothing around it."""
+    """A page on disk; in a notebook it is shown in a frame that runs no script and reaches nothing around it.
+
+    Its links to tables within the page work; those to files beside it need the page itself.
+    """
 
     path: Path
 
     def _repr_html_(self) -> str:
         page = escape(self.path.read_text(encoding="utf-8"))
-        return f'<iframe sandbox srcdoc="{page}" style="width: 100%; height: 45em; border: 0"></iframe>'
+        return f'<iframe sandbox="allow-downloads" srcdoc="{page}" style="width: 100%; height: 45em"></iframe>'
 
 
 def _samples(rows: Sequence[tuple[tuple[Any, ...], SampleRow]]) -> pd.DataFrame:

@@ -232,7 +232,7 @@ def test_a_notebook_shows_the_page_in_a_frame_that_may_do_nothing(result: cohort
     report = result.report()
     assert report.path == folder / "report" / "index.html"
     ((tag, attributes),) = Tags(report._repr_html_()).found
-    assert (tag, attributes["sandbox"]) == ("iframe", None)
+    assert (tag, attributes["sandbox"]) == ("iframe", "allow-downloads")
     assert attributes["srcdoc"] == report.path.read_text(encoding="utf-8")
 
 

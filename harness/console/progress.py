@@ -146,7 +146,7 @@ class CellView:
 
     def update(self, status: StudyStatus) -> None:
         left = self._tracker.study_remaining(status)
-        lines = [f"{_counts(status)}{'' if left is None else f', {duration(left)} left'}"]
+        lines = [f"{_counts(status)}{f', {duration(left)} left' if left else ''}"]
         for trial in status.trials:
             if trial.state == "running":
                 bar = _text_bar(self._tracker.fraction(trial))
