@@ -247,8 +247,8 @@ class Report:
     path: Path
 
     def _repr_html_(self) -> str:
-        page = escape(self.path.read_text(encoding="utf-8"))
-        return f'<iframe sandbox="allow-downloads" srcdoc="{page}" style="width: 100%; height: 45em"></iframe>'
+        page, style = escape(self.path.read_text(encoding="utf-8")), "width: 100%; height: 45em; border: 0"
+        return f'<iframe sandbox="allow-downloads" srcdoc="{page}" style="{style}"></iframe>'
 
 
 def _samples(rows: Sequence[tuple[tuple[Any, ...], SampleRow]]) -> pd.DataFrame:
