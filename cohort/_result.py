@@ -266,5 +266,5 @@ def _samples(rows: Sequence[tuple[tuple[Any, ...], SampleRow]]) -> pd.DataFrame:
 def _frame(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> pd.DataFrame:
     """A frame whose numbers are numbers: a column of which nothing is known is NaN, unless it is that of answers."""
     frame = pd.DataFrame(list(map(tuple, rows)), columns=list(columns))
-    unknown = [name for name in columns if rows and name != "answer" and frame[name].isna().all()]
+    unknown = set(columns if rows else ()).intersection(frame.columns[frame.isna().all()]) - {"answer"}
     return frame.astype(dict.fromkeys(unknown, float))
