@@ -11,7 +11,7 @@ PARITY_BIN := $(PARITY_VENV)/bin
 # One thread per worker, and threads that sleep instead of spinning: spinning threads were seen 15x slower on busy cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: quickstart test chaos test-vllm bench parity lock smoke check format clean
+.PHONY: quickstart test chaos test-vllm bench parity notebooks lock smoke check format clean
 
 $(BIN)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -83,6 +83,14 @@ lock: $(BIN)/.installed
 # The wheel in an empty environment, as a stranger uses it: installed, checked by doctor, a study of half a minute.
 smoke:
 	.ci/smoke
+
+# The notebooks of the documentation, top to bottom in a folder of their own, as pages in build/notebooks. In docs/ they
+# stay without outputs: those would tell of one machine and one day, and change with every run.
+notebooks: $(BIN)/.installed
+	rm -rf build/notebooks
+	mkdir -p build/notebooks
+	cp docs/notebooks/*.ipynb build/notebooks
+	cd build/notebooks && OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m nbconvert --execute --to html *.ipynb
 
 check: $(BIN)/.installed
 	$(BIN)/ruff check .

@@ -46,11 +46,12 @@ def interrupt(number: int) -> None:
 
 
 @contextmanager
-def acknowledged(say: Callable[[str], None]) -> Iterator[None]:
+def acknowledged(say: Callable[[str], None], leave: Callable[[int], object] = os._exit) -> Iterator[None]:
     """Say of every SIGINT and SIGTERM what it does, from a thread of its own: at once, even while the main thread is in
     an import or a long operation.
 
-    What nobody stops in an orderly way ends by an exception in the main thread, and at the second signal in any case.
+    What nobody stops in an orderly way ends by an exception in the main thread, and at the second signal in any case:
+    `leave` gets the exit status.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -59,7 +60,7 @@ def acknowledged(say: Callable[[str], None]) -> Iterator[None]:
     os.set_blocking(written, False)
     before = signal.set_wakeup_fd(written, warn_on_full_buffer=False)
     ended = threading.Event()
-    _thread.start_new_thread(_listen, (heard, ended, say))  # at the exit nobody waits for it
+    _thread.start_new_thread(_listen, (heard, ended, say, leave))  # at the exit nobody waits for it
     try:
         yield
     finally:
@@ -68,7 +69,7 @@ def acknowledged(say: Callable[[str], None]) -> Iterator[None]:
         os.close(written)
 
 
-def _listen(heard: int, ended: threading.Event, say: Callable[[str], None]) -> None:
+def _listen(heard: int, ended: threading.Event, say: Callable[[str], None], leave: Callable[[int], object]) -> None:
     again = False
     while number := os.read(heard, 1):  # b"" once the other end is closed
         if ended.is_set() or number[0] not in (signal.SIGINT, signal.SIGTERM, *LEAVE):
@@ -76,7 +77,7 @@ def _listen(heard: int, ended: threading.Event, say: Callable[[str], None]) -> N
         if not again:
             say(_open[-1] if _open else "Stopping; Ctrl-C again stops at once.")
         elif not _open:
-            os._exit(128 + number[0])
+            leave(128 + number[0])
         again = True
     os.close(heard)
 

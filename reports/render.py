@@ -5,9 +5,7 @@ rest. The template engine escapes all text of models, study files and error mess
 page must not carry (control characters, bidirectional overrides, lone surrogates) are written as visible escapes.
 """
 
-import csv
 import dataclasses
-import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +24,7 @@ from cohort.reports.join import JoinedStudy
 from cohort.reports.page import FLOPS, page_drawings, page_values
 from cohort.reports.prose.wording import factor_title, p_value
 from cohort.reports.scaling import scalings
-from cohort.reports.tables import cell, comparison_csv, data_uri
+from cohort.reports.tables import comparison_csv, csv_text, data_uri
 from cohort.reports.trials import score, setting
 
 BOOTSTRAP_SEED = 0
@@ -86,10 +84,14 @@ def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FOR
 
 
 def results_csv(record: StudyRecord) -> str:
-    """One row per trial, whatever its state; numbers that a trial did not reach are empty.
+    """`results_table` as a file; a text cell that a spreadsheet would run as a formula starts with an apostrophe."""
+    return csv_text(*results_table(record))
 
-    If the first seeds decide how many there are, each row has its stage and what they decide by. A text cell that a
-    spreadsheet would run as a formula starts with an apostrophe.
+
+def results_table(record: StudyRecord) -> tuple[list[str], list[list[Any]]]:
+    """Columns, and one row per trial, whatever its state; a number that a trial did not reach is None.
+
+    If the first seeds decide how many there are, each row has its stage and what they decide by.
     """
     staged = ("stage", "half_width", "at_most") if record.two_stage is not None else ()
     known = tuple(name for name in _LEDGER if any(name in trial.summary for trial in record.trials))
@@ -98,9 +100,7 @@ def results_csv(record: StudyRecord) -> str:
     logged = {name for trial in record.trials for name in trial.history if ACCURACIES.fullmatch(name)}
     accuracies = sorted(logged - {"test/accuracy"}, key=accuracy_order)
     studies = record.studies if isinstance(record, JoinedStudy) else {}
-    table = io.StringIO()
-    writer = csv.writer(table, lineterminator="\n")
-    writer.writerow([*columns, *map(cell, [*factors, *accuracies])])
+    rows = []
     for trial in record.trials:
         fixed = {
             "study": studies.get(trial.arm, record.name),
@@ -117,8 +117,8 @@ def results_csv(record: StudyRecord) -> str:
         values = [fixed.get(name, trial.summary.get(name)) for name in columns]
         values += [trial.factors.get(name) for name in factors]
         values += [score(trial, name) for name in accuracies]
-        writer.writerow(map(cell, values))
-    return table.getvalue()
+        rows.append(values)
+    return [*columns, *factors, *accuracies], rows
 
 
 def visible(value: Any) -> Any:

@@ -1,16 +1,23 @@
-"""Decides what the page's main table holds as a file, and how a cell of any table is written."""
+"""Decides what the page's main table holds as a file or in a paper, and how a cell of any table is written."""
 
 import csv
 import io
 import math
+import re
 from base64 import b64encode
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from cohort.reports.analysis import Analysis
+from cohort.reports.analysis import Analysis, ArmSummary
+from cohort.reports.prose import wording
 from cohort.reports.statistics import Interval
 from cohort.reports.trials import wanted_pairs
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
+_LATEX = {
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": "$<$", ">": "$>$",
+    "|": "$|$", **{character: f"\\{character}" for character in "&%$#_{}"},
+}  # fmt: skip
 
 
 def cell(value: Any) -> Any:
@@ -22,21 +29,76 @@ def cell(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 
+def csv_text(columns: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
+    """A table as a CSV file."""
+    table = io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    for row in (columns, *rows):
+        writer.writerow(map(cell, row))
+    return table.getvalue()
+
+
 def comparison_csv(analysis: Analysis) -> str:
-    """One row per arm of the comparison, its numbers in full; those that are not known are empty."""
+    """`comparison_table` as a file."""
+    return csv_text(*comparison_table(analysis))
+
+
+def comparison_table(analysis: Analysis) -> tuple[list[str], list[list[Any]]]:
+    """Columns, and one row per arm of the comparison, its numbers in full; those that are not known are NaN or None."""
     name, wanted = analysis.outcome.name, [label for label, _ in wanted_pairs(analysis.record)]
     spent = ("accuracy_initial", "accuracy_final", "generated_tokens", "seconds", "peak_memory_bytes")
     compared = ("difference", "difference_low", "difference_high", "p", "p_holm")
-    table = io.StringIO()
-    writer = csv.writer(table, lineterminator="\n")
-    writer.writerow(["arm", "complete_seeds", "seeds", name, f"{name}_low", f"{name}_high", *compared, *spent])
+    columns = ["arm", "complete_seeds", "seeds", name, f"{name}_low", f"{name}_high", *compared, *spent]
+    rows = []
     for arm in analysis.arms:
         one = analysis.comparison(arm.label)
         tested = [one.estimate, *_limits(one.interval), one.p, one.p_adjusted] if one is not None else [None] * 5
         seeds = [len(arm.scores), max(wanted.count(arm.label), len(arm.scores))]
         costs = [arm.costs.get(key) for key in spent]
-        writer.writerow(map(cell, [arm.label, *seeds, arm.mean, *_limits(arm.interval), *tested, *costs]))
-    return table.getvalue()
+        rows.append([arm.label, *seeds, arm.mean, *_limits(arm.interval), *tested, *costs])
+    return columns, rows
+
+
+def comparison_latex(analysis: Analysis) -> str:
+    """The page's main table as LaTeX for a paper, rounded as on the page; it needs the package booktabs."""
+    outcome = f"{wording.capitalised(analysis.outcome.label)}{' (%)' if analysis.outcome.is_fraction else ''}"
+    columns = ["Arm", "Seeds", outcome]
+    compared = ["Difference", "p (Holm)"] if analysis.comparisons else []
+    lines = [
+        "% Mean over seeds [95 % interval]; difference to the baseline, seed by seed. Needs \\usepackage{booktabs}.",
+        f"\\begin{{tabular}}{{l{'r' * (len(columns + compared) - 1)}}}",
+        "\\toprule",
+        _latex_row(columns + compared),
+        "\\midrule",
+        *(_latex_row(_latex_cells(arm, analysis)) for arm in analysis.arms),
+        "\\bottomrule",
+        "\\end{tabular}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def latex(text: str) -> str:
+    """A text that LaTeX sets as it is: no character of it is a command. A minus before a number is a real one."""
+    one_line = " ".join(text.split())
+    escaped = "".join(_LATEX.get(character, character) for character in one_line)
+    opening = "{}" if escaped.startswith(("[", "*")) else ""  # which the end of the row before would take for its own
+    return opening + re.sub(r"(?<![\w.,-])-(?=\d)", "$-$", escaped)
+
+
+def _latex_cells(arm: ArmSummary, analysis: Analysis) -> list[str]:
+    metric, one = analysis.outcome.name, analysis.comparison(arm.label)
+    cells = [arm.label, str(len(arm.scores)), _with_limits(arm.mean, arm.interval, metric)]
+    if one is not None:
+        return [*cells, _with_limits(one.estimate, one.interval, metric, signed=True), wording.p_value(one.p_adjusted)]
+    return [*cells, *(["baseline" if arm.is_baseline else "", ""] if analysis.comparisons else [])]
+
+
+def _with_limits(value: float, interval: Interval | None, metric: str, signed: bool = False) -> str:
+    return f"{wording.number(value, metric, signed)} {wording.limits(interval, metric, signed)}".strip()
+
+
+def _latex_row(cells: Iterable[str]) -> str:
+    return " & ".join(map(latex, cells)) + r" \\"
 
 
 def data_uri(table: str) -> str:

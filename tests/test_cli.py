@@ -27,6 +27,7 @@ import typer
 from rich.console import Console
 from test_plugins import install
 
+from cohort import evaluate, load_study, open_result, run
 from cohort.harness.cli import app, doctor
 from cohort.harness.cli.compare import comparison
 from cohort.harness.cli.study import ran_elsewhere
@@ -39,6 +40,7 @@ from cohort.harness.study.status import StudyStatus, TrialStatus
 from cohort.harness.tracking import mlflow_address
 from cohort.harness.tracking.run_log import read_progress
 from cohort.harness.types import SampleRow, TrialState
+from cohort.reports.tables import csv_text
 
 # Seconds instead of minutes: an untrained model, few rollouts, few held-out problems.
 QUICK = [
@@ -448,7 +450,13 @@ def test_an_evaluation_keeps_its_metrics_and_every_completion(cohort: Shell, run
     assert len(samples["data"]) == 4 * 3
     first = json.loads((runs / "evaluate" / "kept" / "run.json").read_text())["prompt"]
     assert first == (artifacts / "prompt.txt").read_text() == samples["data"][0][samples["columns"].index("prompt")]
-    assert cohort(*command, "--json") == 0  # again: the same run, not a second one
+    settings = {path: int(value) for path, _, value in (item.partition("=") for item in QUICK)}
+    again = evaluate("tiny", "arithmetic", samples=3, name="kept", settings=settings)
+    metrics = again.metrics.set_index("metric")
+    assert metrics.value.to_dict() == found["metrics"]
+    assert metrics.loc["accuracy", ["low", "high"]].tolist() == found["intervals"]["accuracy"]
+    assert dict(again.problems.values.tolist()) == {key: n / 3 for key, n in found["correct_counts"].items()}
+    assert again.folder == runs / "evaluate" / "kept"
     assert len(client.search_runs([experiment.experiment_id])) == 1
 
 
@@ -544,7 +552,7 @@ def test_a_comparison_of_a_model_that_can_read_needs_no_cold_start():
 
 
 def test_a_study_with_an_invalid_trial_goes_on_is_reported_and_ends_with_exit_code_1(
-    cohort: Shell, tmp_path: Path, runs: Path
+    cohort: Shell, tmp_path: Path, runs: Path, capsys: pytest.CaptureFixture[str]
 ):
     file = tmp_path / "rates.yaml"
     file.write_text(
@@ -586,6 +594,17 @@ def test_a_study_with_an_invalid_trial_goes_on_is_reported_and_ends_with_exit_co
     assert cohort("report", "rates") == 0
     assert Path(found["report"]).exists()
     assert found["answer"] in cohort.out
+
+    settings = {path: int(value) for path, _, value in (item.partition("=") for item in QUICK)}
+    result = run(load_study(file).with_set(seeds=[0], **settings), workers=1)  # from Python it is the same study
+    assert "learning_rate=1e+30 | seed 0: invalid (" in capsys.readouterr().out
+    folder = runs / "studies" / "rates" / "report"
+    assert (
+        csv_text(result.trials.columns, result.trials.itertuples(index=False)) == (folder / "results.csv").read_text()
+    )
+    assert open_result("rates").trials.equals(result.trials)
+    again = f"cohort study run {file} --set 'seeds=[0]' --set task.num_train=64"
+    assert again in (folder / "report.md").read_text()
 
     assert cohort(*command, *sets("steps=3")) == 2  # another study under the same name
 

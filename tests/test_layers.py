@@ -16,8 +16,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("harness", "algorithms", "tasks", "studies", "reports")
-PYTHON = sorted(file.relative_to(ROOT).as_posix() for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
-TEXT = (".py", ".yaml", ".toml", ".md", ".html", ".jinja", ".j2", ".css", ".js", ".txt")
+API = "cohort"  # its own files, the links in it apart: above all folders
+PYTHON = sorted(
+    file.relative_to(ROOT).as_posix()
+    for files in ((ROOT / API).glob("*.py"), *((ROOT / folder).rglob("*.py") for folder in FOLDERS))
+    for file in files
+)
+TEXT = (".py", ".ipynb", ".yaml", ".toml", ".md", ".html", ".jinja", ".j2", ".css", ".js", ".txt")
 
 # What a file of each folder may import from the project, its own folder apart.
 MAY_IMPORT = {
@@ -26,6 +31,7 @@ MAY_IMPORT = {
     "tasks": ("harness.types", "harness.interfaces", "harness.inputs", "harness.rationals"),
     "studies": (),
     "reports": ("harness.types",),
+    API: ("harness", "reports"),
 }
 # The rooms of harness/, lowest first: a room imports from those above its line, never from its own line or below.
 # (`plugins` loads algorithms, tasks, rewards and engines by name; it imports none of them.)
@@ -112,6 +118,14 @@ def rooms_import_downwards(path: str, tree: ast.Module) -> Iterator[str]:
             continue
         if RANK[parts[1]] >= RANK[own]:
             yield f"{path}:{line}: {own} must not import {module}: {parts[1]} is not below it in ROOMS"
+
+
+def api_is_on_top(path: str, tree: ast.Module) -> Iterator[str]:
+    """Nothing below imports `cohort` itself or a file of its own."""
+    for line, module in _imports(tree):
+        first, _, rest = module.partition(".")
+        if not path.startswith(f"{API}/") and first == API and rest.split(".")[0] not in FOLDERS:
+            yield f"{path}:{line}: {module} is the Python API, which imports this file; name what lies below"
 
 
 def circles(files: Mapping[str, ast.Module]) -> list[list[str]]:
@@ -206,6 +220,7 @@ RULES: dict[str, Rule] = {
     for rule in (
         one_import_name,
         one_way_imports,
+        api_is_on_top,
         rooms_import_downwards,
         single_importers,
         no_torch_in_reports,
@@ -235,6 +250,10 @@ def test_every_shipped_file_keeps(rule: str):
         ("one_way_imports", "reports/render.py", "from cohort.harness.spec import RunSpec"),
         ("one_way_imports", "reports/render.py", "from cohort.harness.types_extra import X"),
         ("one_way_imports", "harness/training/loop.py", "from . import study"),
+        ("one_way_imports", "cohort/_api.py", "from cohort.algorithms.grpo import GRPO"),
+        ("api_is_on_top", "harness/cli/app.py", "def f():\n    import cohort"),
+        ("api_is_on_top", "reports/render.py", "from cohort._result import Result"),
+        ("api_is_on_top", "harness/cli/app.py", "from cohort import load_study"),
         ("rooms_import_downwards", "harness/spec/run.py", "from cohort.harness.training.loop import train"),
         (
             "rooms_import_downwards",
@@ -291,6 +310,7 @@ def test_a_planted_violation_is_seen(rule: str, path: str, source: str):
             "harness/cli/app.py",
             "def f():\n    import torch\n    importlib.import_module('cohort.reports.render')",
         ),
+        ("cohort/_api.py", "import yaml\nfrom cohort._result import Result\nfrom cohort.harness.cli import options"),
         ("harness/training/grading.py", "x = prompt.gold"),
         ("tasks/math.py", "p = Prompt(id=i, text=t, gold=g)"),
         ("harness/training/evaluate.py", "model.eval()\ntorch.load(path, weights_only=True)\nyaml.safe_load(text)"),
@@ -323,7 +343,7 @@ def test_every_room_has_its_place_in_the_order():
 
 def test_the_rules_look_at_every_layer():
     seen = {path.split("/")[0] for path in PYTHON}
-    assert seen == set(FOLDERS)
+    assert seen == {API, *FOLDERS}
     assert {*LIGHT, *(file for files in ONLY_IMPORTER.values() for file in files)} <= set(PYTHON)
 
 
@@ -349,6 +369,7 @@ def test_every_folder_is_a_package_of_cohort():
 @pytest.mark.parametrize(
     ("statement", "absent"),
     [
+        ("import cohort; cohort.__all__; dir(cohort)", HEAVY | {"pydantic", "yaml", "numpy", "typer", "rich"}),
         ("import cohort.harness.cli.app", HEAVY | {"pydantic", "yaml"}),
         ("import cohort.harness.spec.load", HEAVY),
         ("import cohort.harness.study.queue", HEAVY - {"optuna"} | {"sqlalchemy"}),

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import pytest
 
+from cohort import open_result
 from cohort.harness.cli import app
 from cohort.harness.evidence.capsule import export_capsule, unpacked
 from cohort.harness.evidence.findings import Findings
@@ -160,6 +161,17 @@ def test_a_copied_study_folder_is_verified_without_the_store_and_its_report_is_w
     assert document["completions"] == 2 * (28 * 5 + 16 + 4 + 3 * 16)
     assert document["numbers"]["report"] > 20
     assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
+
+
+def test_python_reads_the_same_result_from_the_store_and_from_the_folder_alone(made: Path, folder: Path):
+    stored, copied = open_result("sizes", runs=made), open_result(folder)
+    for frame in ("trials", "curves", "problems", "rollouts"):
+        assert len(getattr(stored, frame))
+        assert getattr(stored, frame).equals(getattr(copied, frame))
+    assert stored.compare().equals(copied.compare())
+    assert repr(open_result(made / "studies" / "sizes")) == repr(copied)
+    with pytest.raises(ValueError, match="did you mean 'sizes'"):
+        open_result("size", runs=made)
 
 
 def test_a_number_in_the_report_is_compared_with_the_report_written_anew(folder: Path):

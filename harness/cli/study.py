@@ -337,21 +337,20 @@ def start_for_others(study: StudySpec, runs: Path, command: str, storage: str | 
         terminal.say(f"'{study.name}' is started. Its workers, as many as you like: {how}")
 
 
-def run_and_report(
+def run_to_report(
     study: StudySpec,
     runs: Path,
     workers: int | None,
     command: str,
-    as_json: bool,
     *,
     storage: str | None = None,
     cluster: Cluster | Slurm | None = None,
     together: bool | None = None,
-) -> None:
-    """Run a study, write its report and show both; the exit code says whether all trials are valid.
+) -> tuple[StudyStatus, StudyRecord, Any]:
+    """How far a study has come, its record and its ReportFiles, after a run that shows its progress.
 
     The number of workers joins the command: the threads of each follow from it, and the last bits from those. An empty
-    command leaves the one that started the study.
+    command leaves the one that started the study. KeyboardInterrupt if the study was asked to stop.
     """
     from cohort.harness.console.progress import phase_bar, study_view
     from cohort.harness.policy.device import resolve_device
@@ -384,7 +383,24 @@ def run_and_report(
     if not status.finished:  # asked to stop
         raise KeyboardInterrupt
     with phase_bar(f"report of {study.name}", REPORTING):
-        record, files = write_report(study.name, runs)
+        return status, *write_report(study.name, runs)
+
+
+def run_and_report(
+    study: StudySpec,
+    runs: Path,
+    workers: int | None,
+    command: str,
+    as_json: bool,
+    *,
+    storage: str | None = None,
+    cluster: Cluster | Slurm | None = None,
+    together: bool | None = None,
+) -> None:
+    """Run a study, write its report and show both; the exit code says whether all trials are valid."""
+    status, record, files = run_to_report(
+        study, runs, workers, command, storage=storage, cluster=cluster, together=together
+    )
     elsewhere = ran_elsewhere(study, status, record)
     if elsewhere:
         terminal.say(
@@ -398,11 +414,7 @@ def run_and_report(
         terminal.print_json({**document, "counts": status.counts(), "trials": status.trials})
     else:
         studies.show_results(record)
-        for trial in status.trials:
-            if trial.state != "complete":
-                reason = f" ({trial.reason})" if trial.reason else ""
-                terminal.say(f"{trial.arm} | seed {trial.seed}: {trial.state}{reason}")
-        studies.show_logs(status, runs)
+        say_without_result(status, runs)
         terminal.say(f"\n{files.answer}\n")
         terminal.say(f"Report: {files.html}")
         terminal.say(f"Browse: cohort ui --runs {shlex.quote(str(runs))}")
@@ -411,6 +423,15 @@ def run_and_report(
             terminal.say(f"Not all had as many workers: a trial had {' or '.join(sorted(threads))} threads.")
     unreadable = any(trial.state == "failed" for trial in record.trials)  # though the queue may know it as complete
     raise typer.Exit(0 if status.all_valid and not unreadable else 1)
+
+
+def say_without_result(status: StudyStatus, runs: Path) -> None:
+    """Name every trial that is not complete, with the reason and its logs."""
+    for trial in status.trials:
+        if trial.state != "complete":
+            reason = f" ({trial.reason})" if trial.reason else ""
+            terminal.say(f"{trial.arm} | seed {trial.seed}: {trial.state}{reason}")
+    studies.show_logs(status, runs)
 
 
 def ran_elsewhere(study: StudySpec, status: StudyStatus, record: StudyRecord) -> int:
@@ -429,20 +450,30 @@ def ran_elsewhere(study: StudySpec, status: StudyStatus, record: StudyRecord) ->
     )
 
 
-def write_report(name: str, runs: Path) -> tuple[Any, Any]:
-    """(StudyRecord, ReportFiles) of a study, by the files of its trials where they are here, and by the MLflow store.
+def write_report(name: str, runs: Path) -> tuple[StudyRecord, Any]:
+    """(StudyRecord, ReportFiles) of a study, as `read_record` finds it."""
+    record = read_record(name, runs)
+    return record, keep_report(record, runs)
 
-    `cohort verify` finds the study as it is now. Its MLflow run gets the report too.
-    """
-    from cohort.harness.evidence.record import from_files, write_evidence
-    from cohort.harness.tracking.mlflow_studies import log_report, read_study
 
-    folder = runs / "studies" / name
-    record = from_files(read_study(runs, name), folder)
+def read_record(name: str, runs: Path) -> StudyRecord:
+    """A study by the files of its trials where they are here, and by the MLflow store."""
+    from cohort.harness.evidence.record import from_files
+    from cohort.harness.tracking.mlflow_studies import read_study
+
+    return from_files(read_study(runs, name), runs / "studies" / name)
+
+
+def keep_report(record: StudyRecord, runs: Path) -> Any:
+    """The ReportFiles of a study: `cohort verify` finds it as it is now, and its MLflow run gets the report too."""
+    from cohort.harness.evidence.record import write_evidence
+    from cohort.harness.tracking.mlflow_studies import log_report
+
+    folder = runs / "studies" / record.name
     files = importlib.import_module("cohort.reports.render").write_report(record, folder / "report")
     write_evidence(folder, record)
-    log_report(runs, name, folder / "report", files.answer)
-    return record, files
+    log_report(runs, record.name, folder / "report", files.answer)
+    return files
 
 
 def _cluster(launcher: str, address: str | None, num_cpus: float, num_gpus: float | None) -> Cluster | None:

@@ -18,7 +18,9 @@ from cohort.harness.console import terminal
 
 if TYPE_CHECKING:
     from cohort.harness.runs.single import Watch
+    from cohort.harness.spec.run import RunSpec
     from cohort.harness.training.run import RunResult
+    from cohort.harness.types import EvaluationResult
 
 EXIT_CODE = {"complete": 0, "stopped": 130}  # of a run; 1 for any other state
 
@@ -134,27 +136,17 @@ def evaluate(
     same command continues after a kill. On a GPU a model other than `tiny` runs with autocast and, if it is installed,
     the engine vllm; this is said, and --set wins.
     """
-    from cohort.harness.console.progress import phase_bar
+    from cohort.harness.types import InvalidRun
 
     options.use_store(tracking_uri)
-    part = options.checked_split(split)
-    extra = [] if samples is None else [f"evaluation.num_samples={samples}"]
-    with phase_bar(f"{model} on {task}") as show:  # before what takes seconds to import
-        from cohort.harness.runs.single import evaluate_once, model_folder
-        from cohort.harness.spec.load import load_run
-        from cohort.harness.training.evaluate import intervals
-        from cohort.harness.types import InvalidRun
-
-        defaults = {"model": model_folder(model), "task": task, "algorithm": "grpo"}
-        scale = scale_settings(defaults["model"], sets, trains=False)
-        spec = load_run(None, [*(sets or ()), *scale, *options.data_path(path), *extra], defaults)
-        name = options.checked_name(name or f"{spec.task.name}-{split}-{spec.digest()[:8]}")
-        try:
-            result = evaluate_once(spec, part, runs, name, show)
-        except InvalidRun as error:
-            terminal.fail(error)
-            raise typer.Exit(1) from None
+    try:
+        spec, directory, result = evaluated(model, task, split, path, samples, sets, name, runs)
+    except InvalidRun as error:
+        terminal.fail(error)
+        raise typer.Exit(1) from None
     if as_json:
+        from cohort.harness.training.evaluate import intervals
+
         given = {"model": model, "task": task, "split": split, "spec": spec.model_dump(mode="json")}
         found = {"metrics": result.metrics, "intervals": intervals(result), "breakdown": result.breakdown}
         counts, k = result.correct_counts, int(result.metrics["num_samples"])
@@ -162,7 +154,33 @@ def evaluate(
             list(counts.values()), k
         )
         rows = {"correct_counts": counts, "samples": result.samples[:16]}
-        terminal.print_json({**given, **found, **rows, "directory": runs / "evaluate" / name})
+        terminal.print_json({**given, **found, **rows, "directory": directory})
         return
     show_evaluation(f"{model} on {task} ({split})", result)
-    terminal.say(f"Files: {runs / 'evaluate' / name}")
+    terminal.say(f"Files: {directory}")
+
+
+def evaluated(
+    model: str,
+    task: str,
+    split: str,
+    path: str | None,
+    samples: int | None,
+    sets: list[str] | None,
+    name: str | None,
+    runs: Path,
+) -> tuple[RunSpec, Path, EvaluationResult]:
+    """The run that an evaluation stands for, the folder of its completions, its result; shows how far it is."""
+    from cohort.harness.console.progress import phase_bar
+
+    part = options.checked_split(split)
+    extra = [] if samples is None else [f"evaluation.num_samples={samples}"]
+    with phase_bar(f"{model} on {task}") as show:  # before what takes seconds to import
+        from cohort.harness.runs.single import evaluate_once, model_folder
+        from cohort.harness.spec.load import load_run
+
+        defaults = {"model": model_folder(model), "task": task, "algorithm": "grpo"}
+        scale = scale_settings(defaults["model"], sets, trains=False)
+        spec = load_run(None, [*(sets or ()), *scale, *options.data_path(path), *extra], defaults)
+        name = options.checked_name(name or f"{spec.task.name}-{split}-{spec.digest()[:8]}")
+        return spec, runs / "evaluate" / name, evaluate_once(spec, part, runs, name, show)

@@ -1,10 +1,11 @@
-"""Shows a running study: bars if stderr is a terminal, else lines that keep a log file readable.
+"""Shows a running study: bars in a terminal or a notebook, else lines that keep a log file readable.
 
 Without a terminal a study reports one line per change of a trial's state, and a heartbeat now and then.
 """
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from cohort.harness.console.terminal import console, duration, percent, plain
+from cohort.harness.console.terminal import console, duration, in_notebook, percent, plain
 from cohort.harness.types import ENDED
 
 if TYPE_CHECKING:
@@ -79,8 +80,10 @@ class StudyTracker:
         return self._paces.setdefault(key, Pace()).remaining(self._clock(), fraction)
 
 
-def study_view() -> LiveView | LineView:
-    """Bars if stderr is a terminal, lines otherwise."""
+def study_view() -> LiveView | CellView | LineView:
+    """Bars in a notebook, and if stderr is a terminal; lines otherwise."""
+    if in_notebook():
+        return CellView(_cell())
     screen = console(stderr=True)
     return LiveView(screen) if screen.is_terminal else LineView(screen)
 
@@ -125,6 +128,30 @@ class LiveView:
             self._trials.update(
                 self._tasks[key], completed=done, total=total or None, text=str(plain(_line(trial, self._tracker)))
             )
+
+
+class CellView:
+    """A line for the study and one for each running trial, as one text that a notebook's cell shows and replaces."""
+
+    def __init__(self, show: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._show = show
+        self._tracker = StudyTracker(clock)
+
+    def __enter__(self) -> Self:
+        self._show("starting")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def update(self, status: StudyStatus) -> None:
+        left = self._tracker.study_remaining(status)
+        lines = [f"{_counts(status)}{f', {duration(left)} left' if left else ''}"]
+        for trial in status.trials:
+            if trial.state == "running":
+                bar = _text_bar(self._tracker.fraction(trial))
+                lines.append(f"{bar} {plain(_title(trial))}: {_line(trial, self._tracker)}")
+        self._show("\n".join(lines))
 
 
 class LineView:
@@ -215,3 +242,22 @@ def phase_bar(title: str, first: str = "loading", heartbeat: float = 30.0) -> It
 
         update(first, 0, 0)
         yield update
+
+
+def _cell() -> Callable[[str], None]:
+    """A function that shows a text in the notebook's running cell, in place of what it showed before."""
+    handle = importlib.import_module("IPython.display").display({"text/plain": ""}, raw=True, display_id=True)
+    shown = ""
+
+    def show(text: str) -> None:
+        nonlocal shown
+        if text != shown:
+            handle.update({"text/plain": text}, raw=True)
+            shown = text
+
+    return show
+
+
+def _text_bar(fraction: float, width: int = 20) -> str:
+    full = int(width * fraction)
+    return f"[{'#' * full}{'-' * (width - full)}]"

@@ -16,9 +16,16 @@ _STYLE = {"complete": "green", "ok": "green", "running": "cyan", "paused": "cyan
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console on the current stdout or stderr; a pipe or a file gets lines of a fixed, wide width."""
+    """A console on the current stdout or stderr; a pipe, a file or a notebook gets lines of a fixed, wide width."""
     screen = Console(stderr=stderr, highlight=False)
-    return screen if screen.is_terminal else Console(stderr=stderr, highlight=False, width=LOG_WIDTH)
+    if screen.is_terminal:
+        return screen
+    return Console(stderr=stderr, highlight=False, width=LOG_WIDTH, force_terminal=False, force_jupyter=False)
+
+
+def in_notebook() -> bool:
+    """Whether output goes to a cell of a notebook."""
+    return Console().is_jupyter
 
 
 def plain(text: object) -> Text:

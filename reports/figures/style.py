@@ -65,8 +65,8 @@ _THEME = {
     INK: "ink", MUTED: "muted", RULE: "faint", GREY: "grey", "#ffffff": "paper", SHADE: "shade", EMPTY: "wash",
 } | {color.lower(): f"series-{number}" for number, color in enumerate(PALETTE)}  # fmt: skip
 
-# A user's own matplotlibrc must not change a report.
-_FRESH_STYLE: Any = {**matplotlib.rcParamsDefault, "backend": "agg", **_STYLE}
+# A user's own matplotlibrc must not change a report, nor a report the backend that a notebook draws with.
+_FRESH_STYLE: Any = {key: value for key, value in matplotlib.rcParamsDefault.items() if key != "backend"} | _STYLE
 
 _STYLED_TAG, _COLOR = re.compile(r'(?:<[^<>]* style=")[^"<>]*'), re.compile(r"(?<=: )#[0-9a-f]{6}(?=;|$)")
 

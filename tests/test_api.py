@@ -1,0 +1,308 @@
+"""`import cohort`: its names, its frames and the report they must equal, its page in a notebook, its errors."""
+
+import base64
+import csv
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pandas as pd
+import pytest
+from fake_study import HOSTILE_ARM, FakeArm, factor_grid, fake_study, three_algorithms
+
+import cohort
+from cohort.harness.console.progress import CellView
+from cohort.harness.evidence.record import write_evidence
+from cohort.harness.files import write_json
+from cohort.harness.study.status import StudyStatus, TrialStatus
+from cohort.harness.types import EvaluationResult, SampleRow, StudyRecord
+from cohort.reports.render import write_report
+from cohort.reports.tables import cell, latex
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+
+
+def hostile_study() -> StudyRecord:
+    arms = three_algorithms()
+    settings = {"algorithm.name": "grpo_self_consistency"}
+    arms[2] = FakeArm(HOSTILE_ARM, "grpo_self_consistency", 0.35, settings, {"algorithm.name": "=1+1"})
+    return fake_study(arms, states={("ppo", 2): "invalid"}, num_problems=16)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A study's folder alone, with its report, but without a store: what is copied from another machine."""
+    folder = tmp_path_factory.mktemp("copied") / "fake"
+    record = hostile_study()
+    write_report(record, folder / "report", formats=())
+    write_json(folder / "study.json", {"name": "fake"})
+    write_evidence(folder, record)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def result(folder: Path) -> cohort.Result:
+    return cohort.open_result(folder)
+
+
+def as_csv(frame: pd.DataFrame) -> list[list[str]]:
+    """The frame as the report writes a table."""
+    rows = [["" if value is None else str(cell(value)) for value in row] for row in frame.itertuples(index=False)]
+    return [list(frame.columns), *rows]
+
+
+# Names -----------------------------------------------------------------------------------------------------------
+
+
+def test_these_names_are_public_and_no_others():
+    names = ["Evaluation", "Report", "Result", "Study", "evaluate", "load_study", "open_result", "run"]
+    assert cohort.__all__ == names == dir(cohort)
+    assert all(getattr(cohort, name).__doc__ for name in names)
+    with pytest.raises(AttributeError, match="has no attribute 'compare'"):
+        cohort.compare  # noqa: B018
+
+
+def test_a_notebook_beside_files_of_our_names_reads_studies_and_results(folder: Path, tmp_path: Path):
+    (tmp_path / "tasks.py").write_text("raise SystemExit('a tasks.py of the user')")
+    for name in ("reports", "studies", "algorithms", "harness"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('a package of the user')")
+    code = (
+        "import json, cohort; study = cohort.load_study('quickstart').with_set(seeds=[7]);"
+        f"result = cohort.open_result({str(folder)!r});"
+        "print(json.dumps([study.arms, study.spec.seeds, len(result.compare())]))"
+    )
+    path = os.pathsep.join(["", str(ROOT)])
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout) == [["grpo", "ppo", "grpo_self_consistency"], [7], 3]
+
+
+# Studies ---------------------------------------------------------------------------------------------------------
+
+
+def test_settings_mean_what_they_mean_on_the_command_line():
+    study = cohort.load_study("group_size")
+    changed = study.with_set(steps=20, **{"algorithm.kl_beta": 1e-5, "factors.algorithm.group_size": (2, 8)})
+    again = changed.with_set(name="mine", seeds=np.arange(2).tolist(), steps=np.int64(30))
+    assert again.arms == ["group_size=2", "group_size=8"]
+    assert (again.name, again.spec.first_seeds, again.question) == ("mine", [0, 1], study.question)
+    run = again.spec.design_arms()[0].spec
+    assert (run.steps, run.algorithm.kl_beta) == (30, 1e-5)  # a number, though YAML reads 1e-05 as text
+    assert study.spec.run["steps"] != 20  # unchanged
+
+
+def test_a_study_is_loaded_from_a_path(tmp_path: Path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("question: Why?\nrun: {task: arithmetic, algorithm: grpo}\nfactors: {algorithm.kl_beta: [0, 0.1]}")
+    assert cohort.load_study(file) == cohort.load_study(str(file))
+    assert cohort.load_study(file).name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: cohort.load_study("group_sise"), "did you mean 'group_size'"),
+        (lambda: cohort.run("group_sise"), "did you mean 'group_size'"),
+        (lambda: cohort.run("group_size", workers=0), "--workers must be a number from 1 on"),
+        (lambda: cohort.load_study("group_size").with_set(stepz=3), "did you mean 'steps'"),
+        (lambda: cohort.load_study("group_size").with_set(steps=object()), "'steps' must be made of numbers, text"),
+        (lambda: cohort.load_study("group_size").with_set(**{"algorithm.group_size": 2}), "the study varies it"),
+        (lambda: cohort.open_result("fake", runs="nowhere"), "has no study 'fake'"),
+        (lambda: cohort.open_result(Path("nowhere/fake")), "it has no study.json"),
+        (lambda: cohort.evaluate("tiny", "arithmetik"), "did you mean 'arithmetic'"),
+    ],
+)
+def test_bad_input_is_one_sentence_with_a_fix(call: Any, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        call()
+    assert list(tmp_path.iterdir()) == []
+
+
+# Results ---------------------------------------------------------------------------------------------------------
+
+
+def test_trials_are_the_reports_results_to_the_last_digit(result: cohort.Result, folder: Path):
+    written = list(csv.reader((folder / "report" / "results.csv").read_text().splitlines()))
+    assert as_csv(result.trials) == written
+    assert len(written) == 1 + 9
+    assert result.trials["test_accuracy"].isna().sum() == 1  # of the invalid trial
+
+
+def test_the_comparison_is_the_reports_table_to_the_last_digit(result: cohort.Result, folder: Path):
+    page = (folder / "report" / "index.html").read_text(encoding="utf-8")
+    (table,) = re.findall(r"data:text/csv;charset=utf-8;base64,([\w+/=]+)", page)
+    assert as_csv(result.compare()) == list(csv.reader(base64.b64decode(table).decode().splitlines()))
+    assert result.answer.split(":")[0] in (folder / "report" / "report.md").read_text().replace("\\", "")
+
+
+def test_another_baseline_gives_the_comparison_of_a_study_that_names_it(result: cohort.Result, tmp_path: Path):
+    record = dataclasses.replace(hostile_study(), baseline="grpo")
+    other = cohort.Result(record, tmp_path, None)
+    pd.testing.assert_frame_equal(result.compare("grpo"), other.compare())
+    assert result.compare("grpo")["difference"].isna().tolist() == [False, True, False]
+    with pytest.raises(ValueError, match="did you mean 'grpo'"):
+        result.compare("grpoo")
+
+
+def test_frames_are_tidy(result: cohort.Result):
+    record = hostile_study()
+    curves = result.curves
+    assert list(curves.columns) == ["arm", "seed", "metric", "step", "value"]
+    one = curves[(curves.arm == "grpo") & (curves.seed == 1) & (curves.metric == "validation/accuracy")]
+    trial = next(t for t in record.trials if (t.arm, t.seed) == ("grpo", 1))
+    assert list(zip(one.step, one.value, strict=True)) == list(trial.history["validation/accuracy"])
+    problems = result.problems
+    assert list(problems.columns) == ["arm", "seed", "prompt_id", "accuracy", "accuracy_initial"]
+    assert len(problems) == 8 * 16  # trials that are complete, problems
+    assert problems.accuracy_initial.dtype == float
+    means = problems.groupby(["arm", "seed"]).accuracy.mean()
+    accuracies = result.trials.dropna(subset="test_accuracy").set_index(["arm", "seed"]).test_accuracy
+    pd.testing.assert_series_equal(means, accuracies.sort_index(), check_names=False)
+    assert len(result.rollouts) == 2 * 9
+    assert set(result.rollouts.answer.dropna()) == {"12", "<script>13"}
+
+
+@pytest.mark.parametrize(
+    ("frame", "skipped"), [("trials", {"one"}), ("curves", set()), ("problems", set()), ("rollouts", set())]
+)
+def test_every_column_is_documented(result: cohort.Result, frame: str, skipped: set[str]):
+    text = re.sub(r"_K\b", "_4", str(getattr(cohort.Result, frame).__doc__))
+    columns = [c for c in getattr(result, frame).columns if not c.startswith(("algorithm.", "reward/"))]
+    assert [column for column in columns if not re.search(rf"(^|[\s,]){re.escape(column)}([\s,]|$)", text)] == []
+
+
+def test_the_rewards_of_a_rollout_are_columns(tmp_path: Path):
+    record = fake_study(seeds=[0], num_problems=4)
+    paid = dataclasses.replace(record.trials[0].samples[0], rewards={"accuracy": 1.0, "format": 0.5})
+    trials = [dataclasses.replace(record.trials[0], samples=[paid]), *record.trials[1:]]
+    rollouts = cohort.Result(dataclasses.replace(record, trials=trials), tmp_path, None).rollouts
+    assert rollouts["reward/format"].tolist()[:2] == pytest.approx([0.5, float("nan")], nan_ok=True)
+
+
+def test_a_study_without_any_trial_has_empty_frames(tmp_path: Path):
+    result = cohort.Result(dataclasses.replace(fake_study(), trials=[]), tmp_path, None)
+    assert [len(frame) for frame in (result.trials, result.curves, result.problems, result.rollouts)] == [0] * 4
+    assert result.compare()["complete_seeds"].tolist() == [0, 0, 0]
+    assert repr(result) == "<Result of study 'fake': 0 of 9 trials complete>"
+
+
+def test_an_evaluation_has_frames_too(tmp_path: Path):
+    row = SampleRow(0, "test", "p1", "1+1=", "2#### 2\x1b[2J", "2", None, False, None, 3, "stop")
+    metrics = {"accuracy": 0.75, "num_prompts": 2.0, "num_samples": 4.0}
+    found = EvaluationResult("test", metrics, {"p1": 4, "p2": 2}, [row])
+    evaluation = cohort.Evaluation(found, {"accuracy": (0.3, 0.9)}, tmp_path)
+    assert evaluation.metrics.set_index("metric").loc["accuracy"].tolist() == [0.75, 0.3, 0.9]
+    assert evaluation.problems.values.tolist() == [["p1", 1.0], ["p2", 0.5]]
+    assert evaluation.rollouts.completion.tolist() == [r"2#### 2\x1b[2J"]
+    assert repr(evaluation) == "<Evaluation: accuracy 75.0 % of 2 test problems>"
+
+
+# Page, figures, LaTeX --------------------------------------------------------------------------------------------
+
+
+class Tags(HTMLParser):
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+@pytest.mark.attack("Hostile text on a page or in a file")
+def test_a_notebook_shows_the_page_in_a_frame_that_may_do_nothing(result: cohort.Result, folder: Path):
+    report = result.report()
+    assert report.path == folder / "report" / "index.html"
+    ((tag, attributes),) = Tags(report._repr_html_()).found
+    assert (tag, attributes["sandbox"]) == ("iframe", "allow-downloads")
+    assert attributes["srcdoc"] == report.path.read_text(encoding="utf-8")
+
+
+def test_a_copied_folder_is_not_changed_by_looking_at_it(folder: Path):
+    before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    cohort.open_result(str(folder)).report()
+    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
+
+
+def test_a_figure_is_the_reports_and_is_saved_as_pdf(result: cohort.Result, tmp_path: Path):
+    backend = matplotlib.rcParams["backend"]
+    matplotlib.rcParams["backend"] = "svg"
+    try:
+        figure = result.figure("differences")
+        assert matplotlib.rcParams["backend"].lower() == "svg"  # a notebook goes on drawing as before
+    finally:
+        matplotlib.rcParams["backend"] = backend
+    figure.savefig(tmp_path / "differences.pdf")
+    assert (tmp_path / "differences.pdf").read_bytes().startswith(b"%PDF")
+    with pytest.raises(ValueError, match=r"did you mean 'final'\? it has: final, differences, "):
+        result.figure("finale")
+
+
+def test_the_latex_table_has_the_reports_rounded_numbers(tmp_path: Path):
+    result = cohort.Result(fake_study(factor_grid({"algorithm.group_size": [2, 8]}), num_problems=16), tmp_path, None)
+    lines = result.to_latex().splitlines()
+    one = result.compare().set_index("arm").loc["group_size=8"]
+    shown = f"{100 * one.difference:+.1f} [{100 * one.difference_low:+.1f}, {100 * one.difference_high:+.1f}]"
+    row = next(line for line in lines if line.startswith(r"group\_size=8 & 3 & "))
+    assert f"{100 * one['test/accuracy']:.1f} [" in row
+    assert shown.replace("-", "$-$") in row
+    assert [line.count("&") for line in lines if line.endswith(r"\\")] == [4, 4, 4]
+    assert lines[1] == r"\begin{tabular}{lrrrr}"
+
+
+@pytest.mark.attack("Hostile text on a page or in a file")
+def test_no_text_of_a_user_is_a_command_of_latex(result: cohort.Result):
+    assert r"$<$script$>$alert(4)$<$/script$>$$|$\$x\textasciicircum{}\{\$=1 & " in result.to_latex()
+    assert latex("\\input{/etc/passwd}\n%~#_&-1") == (
+        r"\textbackslash{}input\{/etc/passwd\} \%\textasciitilde{}\#\_\&$-$1"
+    )
+    assert latex("[2cm] a") == "{}[2cm] a"  # after the end of a row a bracket would be a length
+
+
+# Progress, notebooks ---------------------------------------------------------------------------------------------
+
+
+def test_a_cell_shows_the_study_and_its_running_trials():
+    shown: list[str] = []
+
+    def trial(seed: int, state: Any, done: int) -> TrialStatus:
+        return TrialStatus(
+            arm="a\x1b[2J", seed=seed, state=state, reason=None, phase="train", done=done, total=8, accuracy=None,
+            tokens_per_second=None, seconds=None, directory=Path("unused"),
+        )  # fmt: skip
+
+    with CellView(shown.append, clock=lambda: 0.0) as view:
+        view.update(StudyStatus("sizes", "", (trial(0, "complete", 8), trial(1, "running", 2), trial(2, "waiting", 0))))
+    assert shown == ["starting", "1/3 trials done\n[#####---------------] a[2J | seed 1: train 2/8"]
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_a_notebook_is_kept_without_outputs_and_calls_what_is_public(file: Path):
+    cells = json.loads(file.read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert [cell["outputs"] for cell in cells if cell["cell_type"] == "code" and cell["outputs"]] == []
+    called = {name for text in code for name in re.findall(r"\bcohort\.(\w+)", text)}
+    assert called
+    assert called <= set(cohort.__all__)
+
+
+def test_both_notebooks_are_there():
+    assert [file.stem for file in NOTEBOOKS] == ["first_ablation", "paper_figure"]
