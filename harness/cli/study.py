@@ -344,7 +344,7 @@ def write_report(name: str, runs: Path) -> tuple[Any, Any]:
     record = from_files(read_study(runs, name), folder)
     files = importlib.import_module("cohort.reports.render").write_report(record, folder / "report")
     write_evidence(folder, record)
-    log_report(runs, name, folder / "report", files.answer)
+    log_report(runs, name, folder / "report", files.answer, files.means, files.colors)
     return record, files
 
 
