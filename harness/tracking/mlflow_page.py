@@ -25,6 +25,7 @@ _SCRIPT = """<script>
     for (const one of [...views, ...views.filter(({id}) => id === open)]) Object.assign(colors, one.colors);
     localStorage.setItem("experimentRunColors", JSON.stringify(colors));
     localStorage.setItem("mlflow.workflowType_v1", '"machine_learning"');
+    localStorage.setItem("mlflow.assistant.fab.autoOpenedOnFirstLoad_v1", "true");  // else it covers a quarter
     for (const {id, view} of views) {
       const text = JSON.stringify(view), known = `cohort-view-${id}`;
       if (localStorage.getItem(known) === text) continue;
