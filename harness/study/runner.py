@@ -102,11 +102,8 @@ def _ending(status: StudyStatus) -> TrialState:
     """How the study's parent run ends: one without any result that counts has failed."""
     if not status.finished:
         return "stopped"
-    return (
-        "failed"
-        if status.trials and all(trial.state in ("failed", "invalid") for trial in status.trials)
-        else "complete"
-    )
+    without = [trial for trial in status.trials if trial.state in ("failed", "invalid")]
+    return "failed" if without and len(without) == len(status.trials) else "complete"
 
 
 def study_status(name: str, runs: Path, storage: str | None = None) -> StudyStatus:
