@@ -26,6 +26,9 @@ ENDED = (*FINAL, "failed")  # nothing more happens unless the study is started a
 Sources = Mapping[str, Mapping[str, Path | str]]  # what is read: source -> name -> file here, or text for one
 Inputs = Mapping[str, Mapping[str, str]]  # the same with the SHA-256 of each file
 NO_INPUTS: Inputs = {}
+# Colours of arms on every page, by Okabe and Ito (2008), and of those that are too many to be told apart by colour.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+GREY = "#b9bfc6"
 
 
 class Section(BaseModel):

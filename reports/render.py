@@ -19,12 +19,12 @@ from markupsafe import Markup, escape
 from cohort.harness.types import ExploratoryArm, SampleRow, StudyRecord, TrialRecord
 from cohort.reports.analysis import ACCURACIES, accuracy_order, analyse
 from cohort.reports.capability import capabilities, capability_csv
-from cohort.reports.figures.style import FORMATS, write_files
+from cohort.reports.figures.style import FORMATS, color_of, write_files
 from cohort.reports.join import JoinedStudy
 from cohort.reports.page import FLOPS, page_drawings, page_values
 from cohort.reports.prose.wording import factor_title, p_value
 from cohort.reports.scaling import scalings
-from cohort.reports.tables import comparison_csv, csv_text, data_uri
+from cohort.reports.tables import arm_means, comparison_csv, csv_text, data_uri
 from cohort.reports.trials import score, setting
 
 BOOTSTRAP_SEED = 0
@@ -54,6 +54,8 @@ class ReportFiles:
     csv: Path
     markdown: Path
     answer: str
+    means: list[dict[str, Any]]  # of each arm and metric: arm, metric, seeds, mean, low, high
+    colors: dict[str, str]  # of each arm in the figures
 
 
 def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FORMATS) -> ReportFiles:
@@ -72,7 +74,10 @@ def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FOR
         "comparison_csv": data_uri(comparison_csv(analysis)),
         "tables": ["results.csv", *([CAPABILITY] if capable is not None else [])],
     }
-    files = ReportFiles(folder / "index.html", folder / "results.csv", folder / "report.md", values["answer"])
+    files = ReportFiles(
+        folder / "index.html", folder / "results.csv", folder / "report.md", values["answer"], arm_means(analysis),
+        {arm.label: color_of(analysis, arm.label) for arm in analysis.arms},
+    )  # fmt: skip
     _replace(files.html, _html().get_template("report.html").render(values))
     _replace(files.markdown, _markdown().get_template("report.md").render(values))
     _replace(files.csv, results_csv(record))

@@ -8,11 +8,14 @@ from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from cohort.reports.analysis import Analysis, ArmSummary
 from cohort.reports.prose import wording
-from cohort.reports.statistics import Interval
+from cohort.reports.statistics import Interval, t_interval
 from cohort.reports.trials import wanted_pairs
 
+SPENT = ("accuracy_initial", "accuracy_final", "generated_tokens", "seconds", "peak_memory_bytes")
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _LATEX = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": "$<$", ">": "$>$",
@@ -46,15 +49,14 @@ def comparison_csv(analysis: Analysis) -> str:
 def comparison_table(analysis: Analysis) -> tuple[list[str], list[list[Any]]]:
     """Columns, and one row per arm of the comparison, its numbers in full; those that are not known are NaN or None."""
     name, wanted = analysis.outcome.name, [label for label, _ in wanted_pairs(analysis.record)]
-    spent = ("accuracy_initial", "accuracy_final", "generated_tokens", "seconds", "peak_memory_bytes")
     compared = ("difference", "difference_low", "difference_high", "p", "p_holm")
-    columns = ["arm", "complete_seeds", "seeds", name, f"{name}_low", f"{name}_high", *compared, *spent]
+    columns = ["arm", "complete_seeds", "seeds", name, f"{name}_low", f"{name}_high", *compared, *SPENT]
     rows = []
     for arm in analysis.arms:
         one = analysis.comparison(arm.label)
         tested = [one.estimate, *_limits(one.interval), one.p, one.p_adjusted] if one is not None else [None] * 5
         seeds = [len(arm.scores), max(wanted.count(arm.label), len(arm.scores))]
-        costs = [arm.costs.get(key) for key in spent]
+        costs = [arm.costs.get(key) for key in SPENT]
         rows.append([arm.label, *seeds, arm.mean, *_limits(arm.interval), *tested, *costs])
     return columns, rows
 
@@ -99,6 +101,22 @@ def _with_limits(value: float, interval: Interval | None, metric: str, signed: b
 
 def _latex_row(cells: Iterable[str]) -> str:
     return " & ".join(map(latex, cells)) + r" \\"
+
+
+def arm_means(analysis: Analysis) -> list[dict[str, Any]]:
+    """Mean and interval of each arm: of the outcome as in the report, of the other numbers Student's over seeds."""
+    rows = []
+    for arm in analysis.arms:
+        complete = [t for t in analysis.record.trials if t.arm == arm.label and t.seed in arm.scores]
+        numbers = {key: [t.summary[key] for t in complete if key in t.summary] for key in SPENT}
+        found = {analysis.outcome.name: (len(arm.scores), arm.mean, arm.interval)} if arm.scores else {}
+        for key, values in numbers.items():
+            if values:
+                found[key] = (len(values), float(np.mean(values)), t_interval(values))
+        for metric, (seeds, mean, interval) in found.items():
+            low, high = _limits(interval)
+            rows.append({"arm": arm.label, "metric": metric, "seeds": seeds, "mean": mean, "low": low, "high": high})
+    return rows
 
 
 def data_uri(table: str) -> str:

@@ -21,7 +21,7 @@ from test_tracking import a_study, log_trial
 
 from cohort.harness.tracking.mlflow_address import tracking_uri
 from cohort.harness.tracking.mlflow_studies import open_study, study_url
-from cohort.harness.tracking.mlflow_ui import serve_ui
+from cohort.harness.tracking.mlflow_ui import APP, serve_ui
 
 HOSTILE = (
     "2+2=4<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
@@ -65,6 +65,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     with browser.session() as chromium, pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("browser")
         fake_trials.install(folder / "plugins", patch)
+        with (folder / "plugins" / "fake_plugins-1.dist-info" / "entry_points.txt").open("a") as points:
+            points.write(f"[mlflow.app]\n{APP} = cohort.harness.tracking.mlflow_page:app\n")  # as an install has it
         runs = folder / "runs"
         runs.mkdir()
         shutil.copy(fake_trials.empty_store(tmp_path_factory), runs / "mlflow.db")
@@ -93,8 +95,18 @@ def write_study(runs: Path) -> tuple[str, str]:
 
 def test_the_runs_table_of_a_study_shows_its_arms_and_its_metric(site: Site):
     page = study_url(site.runs, "sizes", "").removeprefix("/#")
-    text = site.text_with(page, "group_size=2 | seed 0", "group_size=4 | seed 0")
+    text = site.text_with(page, "group_size=2 | seed 0", "group_size=4 | seed 0", "Group: group_size=2")
     assert "sizes" in text  # the experiment has the study's name
+    assert "shared view" not in text
+    chart = site.text_with(f"{page}&compareRunsMode=CHART", "validation (1)", "validation/accuracy")
+    assert "completion/" not in chart.partition("validation (1)")[0]
+
+
+def test_the_bare_address_opens_the_newest_study(site: Site):
+    site.chromium.get("about:blank")
+    site.chromium.get(site.address)
+    browser.wait_for(site.text_if("group_size=4 | seed 0"), "the runs of the newest study", 90)
+    assert "Latency" not in browser.text(site.chromium)
 
 
 @pytest.mark.attack("Hostile text on a page or in a file")

@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import fake_trials
@@ -25,9 +25,11 @@ from mlflow.entities import Trace
 
 from cohort.harness.files import file_lock, read_json
 from cohort.harness.spec.run import RunSpec, parse_run
+from cohort.harness.study.plan import Plan
 from cohort.harness.tracking import mlflow_copy, mlflow_store
 from cohort.harness.tracking.events import EVENTS, read_events
 from cohort.harness.tracking.mlflow_address import tracking_uri
+from cohort.harness.tracking.mlflow_page import page
 from cohort.harness.tracking.mlflow_store import check_runs_folder
 from cohort.harness.tracking.mlflow_studies import (
     close_study,
@@ -38,8 +40,9 @@ from cohort.harness.tracking.mlflow_studies import (
     study_url,
 )
 from cohort.harness.tracking.mlflow_ui import check_port, serve_ui
+from cohort.harness.tracking.mlflow_view import read_view
 from cohort.harness.tracking.run_log import RunLog, read_progress, read_result, replay
-from cohort.harness.types import SampleRow
+from cohort.harness.types import GREY, PALETTE, SampleRow
 
 COLUMN = "validation/accuracy"
 
@@ -331,7 +334,7 @@ def log_trial(
     runs: Path, parent: str, arm: str, seed: int, state: str, folder: str = "", rows: Sequence[SampleRow] = ()
 ) -> RunLog:
     tags = {"cohort.kind": "trial", "cohort.study": "sizes", "cohort.arm": arm, "cohort.seed": str(seed)}
-    tags["cohort.factors"] = json.dumps({"algorithm.group_size": int(arm[-1])})
+    tags |= {"cohort.factors": json.dumps({"algorithm.group_size": int(arm[-1])}), "cohort.group": arm}
     directory = f"studies/sizes/trials/{arm}-{seed}{folder}"
     log = open_log(
         runs,
@@ -450,17 +453,92 @@ def test_the_report_and_its_answer_are_attached_to_the_study(runs: Path):
     assert client.get_run(parent).data.tags["mlflow.note.content"] == "Do larger groups help?\n\nYes, by 3 points."
 
 
-def test_the_page_of_a_study_lists_its_trials_by_the_studys_metric(runs: Path):
+def test_the_page_of_a_study_lists_its_runs_and_names_no_shared_view(runs: Path):
     open_study(runs, a_study(), "command")
     page = "http://127.0.0.1:5000/#/experiments/1/runs?workflowType=machine_learning"
-    assert study_url(runs, "sizes", "http://127.0.0.1:5000") == f"{page}&viewStateShareKey=cohort"
-    client = MlflowClient(tracking_uri(runs))
-    view = json.loads(client.get_experiment("1").tags["mlflow.sharedViewState.cohort"])
-    assert view["selectedColumns"][0] == view["orderByKey"] == "metrics.`validation/accuracy`"
-    client.delete_experiment_tag("1", "mlflow.sharedViewState.cohort")  # as in a store of an earlier version
-    assert study_url(runs, "sizes", "http://127.0.0.1:5000") == (
-        f"{page}&orderByKey=metrics.%60validation%2Faccuracy%60&orderByAsc=false"
+    assert study_url(runs, "sizes", "http://127.0.0.1:5000") == page
+
+
+def test_the_view_of_a_study_has_its_columns_its_metric_first_and_its_arms_as_groups(runs: Path):
+    open_study(runs, a_study(), "command")
+    found = read_view(MlflowClient(tracking_uri(runs)).get_experiment("1").tags)
+    assert found is not None
+    view, colors = found
+    assert {"tags.`cohort.state`", "params.`algorithm.group_size`", "params.`seed`"} < set(view["selectedColumns"])
+    assert view["orderByKey"] == "metrics.`validation/accuracy`"
+    assert view["compareRunCharts"][0]["metricKey"] == "validation/accuracy"
+    assert view["groupBy"]["groupByKeys"] == [{"mode": "tag", "groupByData": "cohort.group"}]
+    assert colors == {"tag.cohort.group.group_size=2": PALETTE[0], "tag.cohort.group.group_size=4": PALETTE[1]}
+
+
+def test_a_view_that_someone_changed_by_hand_is_none():
+    assert read_view({}) is None
+    assert [read_view({"mlflow.sharedViewState.cohort": text}) for text in ("", "[]", '{"state": 3}')] == [None] * 3
+
+
+@pytest.mark.attack("Hostile text on a page or in a file")
+def test_a_label_cannot_leave_the_data_of_the_start_page(record_property: Callable[[str, object], None]):
+    tried = ["</script><script>alert(1)</script>", "<!--<script>", "\u2028'"]
+    for label in tried:
+        text = page("<html><head></head></html>", [{"id": "1", "view": {}, "colors": {label: GREY}}])
+        assert text.count("<") == 6  # of html, head and the script: each opened and closed
+        assert "\u2028" not in text
+    record_property("tried", len(tried))
+
+
+def test_long_labels_become_short_run_names_that_differ(tmp_path: Path):
+    factors = {"algorithm.group_size": [2, 4], "algorithm.kl_beta": [0.0, 0.04]}
+    plan = Plan(a_study(factors=factors), tmp_path)
+    names = [plan.run_name(key) for key in plan.keys[:4]]
+    assert names == ["2, 0 | seed 0", "2, 0.04 | seed 0", "4, 0 | seed 0", "4, 0.04 | seed 0"]
+    tags = [plan.tags(key) for key in plan.keys[:4]]
+    assert [tag["cohort.group"] for tag in tags] == ["2, 0", "2, 0.04", "4, 0", "4, 0.04"]
+    assert [tag["mlflow.runColor"] for tag in tags] == list(PALETTE[:4])
+    assert Plan(a_study(), tmp_path).run_name(("group_size=2", 1)) == "group_size=2 | seed 1"
+
+
+def test_of_more_arms_than_colours_the_baseline_alone_has_one():
+    many = a_study(factors={"algorithm.kl_beta": [n / 100 for n in range(8)]}, baseline="kl_beta=0.02").arm_colors()
+    assert {label for label, color in many.items() if color != GREY} == {"kl_beta=0.02"}
+
+
+def test_a_run_names_its_datasets_without_their_rows(runs: Path):
+    run = MlflowClient(tracking_uri(runs)).get_run(
+        str(log_trial(runs, open_study(runs, a_study(), "command"), "group_size=2", 0, "complete").run_id)
     )
+    found = {one.tags[0].value: one.dataset for one in run.inputs.dataset_inputs}
+    assert set(found) == {"train", "validation", "test"}
+    assert {one.name for one in found.values()} == {a_spec(seed=0).task.name}
+    assert len({one.digest for one in found.values()}) == 3
+
+
+def test_a_parent_run_has_the_design_as_parameters_and_the_reports_means_as_a_table(runs: Path):
+    parent = open_study(runs, a_study(), "command")
+    log = log_trial(runs, parent, "group_size=2", 0, "complete")
+    open_study(runs, a_study(seeds=[0, 1, 2]), "command")  # what stands is not logged again
+    (runs / "report").mkdir()
+    means = [{"arm": "group_size=2", "metric": "test/accuracy", "seeds": 2, "mean": 0.5, "low": 0.25, "high": 0.75}]
+    log_report(runs, "sizes", runs / "report", "Yes.", means, {"group_size=2": PALETTE[4]})
+    client = MlflowClient(tracking_uri(runs))
+    run = client.get_run(parent)
+    assert run.data.params["factors.algorithm.group_size"] == "[2, 4]"
+    assert (run.data.params["design"], run.data.tags["cohort.seeds"]) == ("grid", "[0, 1, 2]")
+    assert "| group_size=2 | 0.5 [0.25, 0.75] |" in run.data.tags["mlflow.note.content"]
+    table = json.loads(Path(client.download_artifacts(parent, "arms.json")).read_text())
+    assert table["data"] == [list(means[0].values())]
+    assert client.get_run(str(log.run_id)).data.tags["mlflow.runColor"] == PALETTE[4]
+
+
+@pytest.mark.parametrize(("kept", "where"), [("weights", "run/checkpoints/step-00000002/policy"), (None, "not kept")])
+def test_a_trial_names_its_final_policy_from_the_runs_folder(runs: Path, kept: str | None, where: str):
+    parent = open_study(runs, a_study(), "command")
+    spec = a_spec(checkpoints={"finished": kept})
+    with open_log(runs, "run", spec, experiment="sizes", parent_run_id=parent) as log:
+        log.metrics(2, {COLUMN: 0.5})
+        (log.directory / "checkpoints" / "step-00000002" / "policy").mkdir(parents=True)
+        log.finish("complete", None, {})
+    tag = MlflowClient(tracking_uri(runs)).get_run(str(log.run_id)).data.tags["cohort.policy"]
+    assert tag == where if kept else tag.startswith(where)
 
 
 def test_an_unknown_study_is_named_with_its_nearest(runs: Path):

@@ -472,7 +472,7 @@ def keep_report(record: StudyRecord, runs: Path) -> Any:
     folder = runs / "studies" / record.name
     files = importlib.import_module("cohort.reports.render").write_report(record, folder / "report")
     write_evidence(folder, record)
-    log_report(runs, record.name, folder / "report", files.answer)
+    log_report(runs, record.name, folder / "report", files.answer, files.means, files.colors)
     return files
 
 

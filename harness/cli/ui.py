@@ -38,16 +38,17 @@ def ui(
 def _serve_pages(runs: Path, port: int, browser: bool, should_stop: Callable[[], bool]) -> str | None:
     """Serve the pages until `should_stop()`; why they ended before, or None."""
     from cohort.harness.tracking.mlflow_address import is_server, remote_uri
+    from cohort.harness.tracking.mlflow_store import TRAINING_PAGES
     from cohort.harness.tracking.mlflow_ui import serve_ui
 
     address = remote_uri()
     if address is not None and is_server(address):  # which serves its pages already
-        _show_pages(runs, address, browser, lambda: False)
+        _show_pages(runs, address, browser, lambda: False, f"{address}/#/experiments?{TRAINING_PAGES}")
         return None
     try:
         with serve_ui(runs, port, should_stop=should_stop) as server:
-            terminal.say(f"MLflow: {server.url} (Ctrl-C ends it)")
-            _show_pages(runs, server.address, browser, should_stop)
+            _show_pages(runs, server.address, browser, should_stop, server.url)
+            terminal.say("MLflow serves these pages until Ctrl-C.")
             return f"the MLflow server ended by itself with status {server.wait(should_stop)}"
     except KeyboardInterrupt:
         return None
@@ -55,12 +56,14 @@ def _serve_pages(runs: Path, port: int, browser: bool, should_stop: Callable[[],
         return str(error)
 
 
-def _show_pages(runs: Path, address: str, browser: bool, should_stop: Callable[[], bool]) -> None:
-    """Print the page of every study, the newest last, and open that one (without a study: the start page)."""
+def _show_pages(runs: Path, address: str, browser: bool, should_stop: Callable[[], bool], page: str) -> None:
+    """Print the page of every study, the newest last, and open that one (without a study: `page`)."""
     from cohort.harness.tracking.mlflow_studies import list_studies, study_url
 
-    page = address
-    for name in list_studies(runs, by="start"):
+    names = list_studies(runs, by="start")
+    if not names:
+        terminal.say(f"MLflow: {page}")
+    for name in names:
         if should_stop():
             return
         page = study_url(runs, name, address)

@@ -16,7 +16,7 @@ from cohort.harness.spec.components import REFERENCE, component_arms, why_inert
 from cohort.harness.spec.errors import SpecError, parsed
 from cohort.harness.spec.raw import MAX_INTEGER, with_overrides
 from cohort.harness.spec.run import Control, RunSpec, Scalar, get_path, parse_run
-from cohort.harness.types import Section, component_arm, short_path
+from cohort.harness.types import GREY, PALETTE, Section, component_arm, short_path
 
 Direction = Literal["maximize", "minimize"]
 Phase = Literal["final", "tuning", "exploratory"]
@@ -41,6 +41,12 @@ class Arm:
     def digest(self) -> str:
         """A hash of `spec`: arms of one study with equal digests are the same run."""
         return self.spec.digest()
+
+    @property
+    def short_label(self) -> str:
+        """The label for a narrow column: a long one that names the level of every factor loses their names."""
+        names_all = self.label == ", ".join(_describe(path, level) for path, level in self.levels.items())
+        return ", ".join(map(_value, self.levels.values())) if names_all and len(self.label) > 20 else self.label
 
     def run_spec(self, seed: int) -> RunSpec:
         """The complete run of one trial. The study has validated its seeds."""
@@ -392,6 +398,13 @@ class StudySpec(Section):
         """Labels of the arms that are compared in the end, as far as they are known before the study runs."""
         return [] if self.search is not None else [arm.label for arm in self._known]
 
+    def arm_colors(self) -> dict[str, str]:
+        """The colour of each known arm on pages, as the report gives it until there are results."""
+        labels = self.arm_labels()
+        if len(labels) <= len(PALETTE):
+            return dict(zip(labels, PALETTE))  # noqa: B905  # there are as many colours or more
+        return dict.fromkeys(labels, GREY) | {self.baseline or labels[0]: PALETTE[0]}
+
     def checked_arms(self) -> list[Arm]:
         """Arms whose validity stands for all: those of the design, or of each search its base and single changes."""
         return list(self._probes if self._is_searched else self._known)
@@ -530,4 +543,8 @@ def parse_study(raw: Mapping[str, Any], where: str) -> StudySpec:
 def _describe(path: str, level: Scalar) -> str:
     if path in ("arm", "algorithm.name", "task.name"):
         return str(level)
-    return f"{short_path(path)}={level:g}" if isinstance(level, float) else f"{short_path(path)}={level}"
+    return f"{short_path(path)}={_value(level)}"
+
+
+def _value(level: Scalar) -> str:
+    return f"{level:g}" if isinstance(level, float) else str(level)

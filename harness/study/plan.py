@@ -12,7 +12,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 from cohort.harness.spec.run import RunSpec
 from cohort.harness.spec.study import Arm, StudySpec
 from cohort.harness.study.clones import Clone
-from cohort.harness.types import NO_INPUTS, Inputs
+from cohort.harness.types import GREY, NO_INPUTS, Inputs
 
 Key = tuple[str, int]  # arm label, seed
 
@@ -68,6 +68,10 @@ class Plan:
     def title(self, key: Key) -> str:
         return f"{key[0]} | seed {key[1]}"
 
+    def run_name(self, key: Key) -> str:
+        """The name of a trial's MLflow run, whose column is narrow."""
+        return self.title((self.arms[key[0]].short_label, key[1]))
+
     def tags(self, key: Key) -> dict[str, str]:
         """The tags of a trial's MLflow run."""
         arm, clone = self.arms[key[0]], self.clones.get(key[0])
@@ -80,6 +84,7 @@ class Plan:
             "cohort.kind": "trial", "cohort.study": self.study.name, "cohort.arm": key[0], "cohort.seed": str(key[1]),
             "cohort.factors": json.dumps(arm.levels), "cohort.phase": arm.phase,
             "cohort.trial": self.directory(key).name,
+            "cohort.group": arm.short_label, "mlflow.runColor": self.study.arm_colors().get(key[0], GREY),
         }  # fmt: skip
 
     def parameters(self, key: Key) -> dict[str, Any]:

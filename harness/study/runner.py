@@ -33,7 +33,7 @@ from cohort.harness.study.worker import EXECUTE, MODULE, STORAGE, log
 from cohort.harness.tracking.mlflow_address import TRACKING_URI, remote_uri
 from cohort.harness.tracking.mlflow_studies import close_study, log_failures, log_found, open_study, take_requests
 from cohort.harness.tracking.run_log import replay
-from cohort.harness.types import Inputs
+from cohort.harness.types import Inputs, TrialState
 
 REQUEST_SECONDS = 10.0  # between two looks at the tags of the MLflow runs
 
@@ -77,10 +77,10 @@ def run_study(
             if trial.state == "failed" or unreadable:
                 key = (trial.arm, trial.seed)
                 reason = trial.reason if trial.state == "failed" else unreadable
-                failures[plan.title(key)] = (plan.tags(key), reason or "")
+                failures[plan.run_name(key)] = (plan.tags(key), reason or "")
     log_failures(runs, parent_run_id, failures)
     held = dict.fromkeys(trial.arm for trial in status.trials if trial.held)
-    close_study(runs, parent_run_id, "complete" if status.finished else "stopped", list(held))
+    close_study(runs, parent_run_id, _ending(status), list(held))
     return status
 
 
@@ -121,6 +121,14 @@ def _opened(queue: Queue, command: str, inputs: Inputs) -> str:
         write_json(plan.folder / "study.json", document)  # `study list` reads it, wherever the queue lives
         queue.retry_failed()
     return parent_run_id
+
+
+def _ending(status: StudyStatus) -> TrialState:
+    """How the study's parent run ends: one without any result that counts has failed."""
+    if not status.finished:
+        return "stopped"
+    without = [trial for trial in status.trials if trial.state in ("failed", "invalid")]
+    return "failed" if without and len(without) == len(status.trials) else "complete"
 
 
 def study_status(name: str, runs: Path, storage: str | None = None) -> StudyStatus:

@@ -153,7 +153,7 @@ def _outcome(claim: Claim, queue: Queue, run_trial: Callable[..., Any], stop: St
     if ended is not None and ended["state"] in FINAL:
         return _with_metrics(Outcome(**ended), objectives)
     name, spec, tags = plan.study.name, plan.spec(claim.key), plan.tags(claim.key)
-    parent, title = study_run_id(plan.runs, name), plan.title(claim.key)
+    parent, title = study_run_id(plan.runs, name), plan.run_name(claim.key)
     run_log = RunLog.open(plan.runs, directory, spec, experiment=name, run_name=title, parent_run_id=parent, tags=tags)
     judged = _JudgedLog(run_log, plan.study.metric, queue, claim, stop) if queue.prunes else None
     turn = _Turn(queue, claim, run_log, judged, stop)

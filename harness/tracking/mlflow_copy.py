@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from cohort.harness.files import file_lock, read_json, strict, write_json
+from cohort.harness.inputs import digest, short
 from cohort.harness.tracking.events import EVENTS, RunHistory
 from cohort.harness.tracking.mlflow_address import is_outage, remote_uri, tracking_uri
 from cohort.harness.tracking.mlflow_store import (
@@ -31,6 +32,7 @@ from cohort.harness.tracking.mlflow_store import (
     import_mlflow,
     inputs_tag,
     log_diff,
+    log_params,
     set_tags,
     source_tags,
 )
@@ -40,9 +42,10 @@ from cohort.harness.types import FINAL, SampleRow
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import Run
+    from mlflow.entities import DatasetInput, Run
 
 
+POLICY = "cohort.policy"  # the tag that names the final policy
 FLUSH_SECONDS = 5.0
 RETRY_SECONDS = 1.0
 SAMPLES_SECONDS = 30.0
@@ -321,13 +324,9 @@ class Copier:
 
     def _describe(self, client: MlflowClient) -> None:
         """Parameters, configuration and state; harmless when repeated."""
-        from mlflow.entities import Param
-
         run_id = self._run_id()
-        settings = [*_flatten(self.identity.spec), *_flatten(self.identity.objective, "objective.")]
-        params = [Param(key, storable(str(value))) for key, value in settings]
-        for start in range(0, len(params), 100):  # MLflow's limit per request
-            client.log_batch(run_id, params=params[start : start + 100])
+        log_params(client, run_id, {**self.identity.spec, "objective": self.identity.objective})
+        client.log_inputs(run_id, datasets=_datasets(self.identity))
         self._say_running(client)
         if self.identity.inputs:
             client.log_dict(run_id, self.identity.inputs, "inputs.json")
@@ -400,20 +399,46 @@ class Copier:
         if finish["state"] == "complete" and summary:
             metrics = [Metric(SUMMARY + key, value, finish["time"], 0) for key, value in summary.items()]
             client.log_batch(self._run_id(), metrics)
-        tags = {"cohort.state": finish["state"], "cohort.reason": finish["reason"] or ""}
+        tags = {"cohort.state": finish["state"], "cohort.reason": finish["reason"] or "", **self._policy_tag(finish)}
         set_tags(client, self._run_id(), {**tags, "cohort.summary": json.dumps(strict(summary))})
         client.set_terminated(self._run_id(), STATUS[finish["state"]], end_time=finish["time"])
         self.identity.synced = finish["state"] != "paused"  # a paused run has an attempt to come, perhaps begun by now
         self.identity.save(self.directory)
+
+    def _policy_tag(self, finish: Mapping[str, Any]) -> dict[str, str]:
+        """Where the final policy is, from the runs folder, so that a copied folder tells the truth too."""
+        kept = self.identity.spec.get("checkpoints", {}).get("finished")
+        if kept is None:
+            kept = "weights" if self.identity.parent_run_id is None else "nothing"
+        policy = max(self.directory.glob("checkpoints/step-*/policy"), default=None)
+        if finish["state"] not in FINAL or policy is None:
+            return {}
+        where = (
+            Path(os.path.relpath(policy, self.runs)).as_posix()
+            if kept == "weights"
+            else "not kept (checkpoints.finished)"
+        )
+        return {POLICY: storable(where)}
 
     def _run_id(self) -> str:
         assert self.identity.run_id is not None
         return self.identity.run_id
 
 
-def _flatten(spec: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in spec.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
+def _datasets(identity: Identity) -> list[DatasetInput]:
+    """The splits of the run's task: its name, and a digest of its settings and of the files or commits that are read.
+
+    No row is copied. The splits may share files, which the digests of all count.
+    """
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    task, found = identity.spec.get("task"), []
+    if task is None:  # a run of several stages names its tasks with each
+        return []
+    reads = {source: files for source, files in identity.inputs.items() if not source.startswith("model ")}
+    for split in ("train", "validation", "test") if identity.spec["steps"] else ("validation", "test"):
+        known = {"task": task, "split": split, "reads": reads}
+        source = json.dumps({"task": task, "reads": short(reads)})
+        dataset = Dataset(task["name"], digest(known), "cohort", storable(source))
+        found.append(DatasetInput(dataset, [InputTag("mlflow.data.context", split)]))
+    return found

@@ -15,7 +15,7 @@ import sqlite3
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +25,7 @@ from urllib.parse import quote, unquote, urlsplit
 import psutil
 import yaml
 
-from cohort.harness.files import file_lock, read_json
+from cohort.harness.files import file_lock, read_json, strict, write_text
 from cohort.harness.inputs import short
 from cohort.harness.tracking.mlflow_address import check_remote, check_spelling, is_server, remote_uri, tracking_uri
 from cohort.harness.tracking.mlflow_traces import storable, traces_per_split
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 
 MIN_FREE_BYTES = 100_000_000
+MAX_PARAM = 6000  # characters of a parameter
 LOCK_SECONDS = 60.0  # how long a start waits for another process to unlock the store
 NOTE = "mlflow.note.content"
 SUMMARY, SYSTEM = "summary/", "system/"
@@ -54,6 +55,7 @@ _ENVIRONMENT = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 _PLACES = (("experiments", "artifact_location"), ("runs", "artifact_uri"), ("trace_tags", "value"))  # of artifacts
+_KEY = re.compile(r"[\w.:/ -]+", re.ASCII)  # names of parameters
 _LARGEST = sys.float_info.max  # how MLflow stores infinity
 log = logging.getLogger(__name__)
 
@@ -232,12 +234,33 @@ def set_tags(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> None
     client.log_batch(run_id, tags=[RunTag(key, storable(value)) for key, value in tags.items()])
 
 
+def log_params(client: MlflowClient, run_id: str, settings: Mapping[str, Any], known: Mapping[str, str] = {}) -> None:
+    """Log nested settings as parameters; `known` ones stay, for MLflow changes none."""
+    from mlflow.entities import Param
+
+    params = [Param(key, storable(str(value))[:MAX_PARAM]) for key, value in _flatten(settings) if key not in known]
+    for start in range(0, len(params), 100):  # MLflow's limit per request
+        client.log_batch(run_id, params=params[start : start + 100])
+
+
 def artifact(client: MlflowClient, runs: Path, run: Run, name: str) -> Any:
     """A run's JSON or YAML artifact, or None."""
     folder = _artifacts(runs, run)
     if folder is None:
         return _download(client, run, name)
     return _parse(folder / name) if (folder / name).exists() else None
+
+
+def log_table(client: MlflowClient, runs: Path, run: Run, rows: Sequence[Mapping[str, Any]], name: str) -> None:
+    """Attach rows with equal keys to a run, in the form of MlflowClient.log_table: the UI shows them as a table."""
+    columns = list(rows[0])
+    table = strict({"columns": columns, "data": [[row[column] for column in columns] for row in rows]})
+    place = _artifacts(runs, run)
+    if place is None:
+        client.log_dict(run.info.run_id, table, name)
+    else:  # as in `log_folder`
+        write_text(place / name, json.dumps(table))
+    set_tags(client, run.info.run_id, {"mlflow.loggedArtifacts": json.dumps([{"path": name, "type": "table"}])})
 
 
 def log_folder(client: MlflowClient, runs: Path, run: Run, folder: Path, name: str) -> None:
@@ -247,6 +270,14 @@ def log_folder(client: MlflowClient, runs: Path, run: Run, folder: Path, name: s
         client.log_artifacts(run.info.run_id, str(folder), name)
     else:  # MLflow would write where the store says, which may be in the folder that this one was copied from
         shutil.copytree(folder, place / name, dirs_exist_ok=True)
+
+
+def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and all(_KEY.fullmatch(str(inner)) for inner in value):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 def _artifacts(runs: Path, run: Run) -> Path | None:

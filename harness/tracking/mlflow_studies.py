@@ -13,7 +13,7 @@ from urllib.parse import quote
 from cohort.harness.files import FORMAT, read_json, write_json
 from cohort.harness.inputs import short
 from cohort.harness.spec.errors import did_you_mean
-from cohort.harness.tracking.mlflow_address import patient, store_name
+from cohort.harness.tracking.mlflow_address import is_server, patient, remote_uri, store_name
 from cohort.harness.tracking.mlflow_store import (
     NOTE,
     STATUS,
@@ -29,16 +29,20 @@ from cohort.harness.tracking.mlflow_store import (
     inputs_tag,
     log_diff,
     log_folder,
+    log_params,
+    log_table,
     newest_parent,
     search_runs,
     set_tags,
     source_tags,
 )
 from cohort.harness.tracking.mlflow_traces import storable
+from cohort.harness.tracking.mlflow_view import GROUP, RUN_COLOR, color_tag, view_tags
 from cohort.harness.tracking.provenance import versions
 from cohort.harness.tracking.trial_folder import sample_row
 from cohort.harness.types import (
     FINAL,
+    GREY,
     NO_INPUTS,
     ExploratoryArm,
     Inputs,
@@ -55,8 +59,8 @@ if TYPE_CHECKING:
 
 
 PROBE = "probe"  # the experiment of `cohort probe`
+MAX_NOTE = 5000  # characters of a tag that every store takes
 CONTROL = "cohort.control"  # a tag by which users ask for something
-_VIEW = "mlflow.sharedViewState.cohort"  # an experiment tag that holds a view which an address can name
 
 
 @patient
@@ -89,13 +93,25 @@ def open_study(runs: Path, study: StudySpec, command: str, inputs: Inputs = NO_I
     }
     client.log_dict(run_id, document, "study.json")
     log_diff(client, run_id)
+    design = study.model_dump(mode="json", exclude={"name", "question", "seeds"}, exclude_defaults=True)
+    log_params(client, run_id, {"design": study.design, **design}, known=run.data.params)
     client.set_experiment_tag(run.info.experiment_id, NOTE, storable(study.question))
-    client.set_experiment_tag(run.info.experiment_id, _VIEW, json.dumps(_table_view(study.metric)))
+    factors = dict.fromkeys(path for arm in study.checked_arms() for path in arm.levels if path != "arm")
+    by_label = study.arm_colors()
+    colors = {arm.short_label: by_label[arm.label] for arm in study.checked_arms() if arm.label in by_label}
+    for key, value in view_tags(study.metric, list(factors), colors).items():
+        client.set_experiment_tag(run.info.experiment_id, key, storable(value))
     client.set_experiment_tag(run.info.experiment_id, "mlflow.experiment.primaryMetric.name", study.metric)
     set_tags(
         client,
         run_id,
-        {"cohort.state": "running", "cohort.command": command, NOTE: study.question, **inputs_tag(inputs)},
+        {
+            "cohort.state": "running",
+            "cohort.command": command,
+            "cohort.seeds": json.dumps(document["spec"]["seeds"]),
+            NOTE: study.question,
+            **inputs_tag(inputs),
+        },
     )
     client.update_run(run_id, status="RUNNING")
     return run_id
@@ -160,15 +176,37 @@ def log_failures(runs: Path, run_id: str, failures: Mapping[str, tuple[Mapping[s
 
 
 @patient
-def log_report(runs: Path, name: str, folder: Path, answer: str) -> None:
-    """Attach a written report to the study's parent run, and the answer to the note that the UI shows there."""
+def log_report(
+    runs: Path,
+    name: str,
+    folder: Path,
+    answer: str,
+    means: Sequence[Mapping[str, Any]] = (),
+    colors: Mapping[str, str] = {},
+) -> None:
+    """Attach a written report to the study's parent run, and the answer to the note that the UI shows there.
+
+    `means` are its numbers by arm and metric, a table of the run; `colors` those of the arms in its figures, which the
+    trials' runs take over.
+    """
     client = connect(runs)
     parent = newest_parent(client, name)
     if parent is None:
         raise ValueError(f"{store_name(runs)} has no study '{name}'")
     log_folder(client, runs, parent, folder, "report")
     document = artifact(client, runs, parent, "study.json") or {"spec": {"question": name}}
-    set_tags(client, parent.info.run_id, {NOTE: f"{document['spec']['question']}\n\n{answer}"})
+    note = "\n\n".join(filter(None, [document["spec"]["question"], answer, _markdown(means)]))
+    note = note if len(note) <= MAX_NOTE else note[:MAX_NOTE].rpartition("\n")[0]
+    set_tags(client, parent.info.run_id, {NOTE: note})
+    if means:
+        log_table(client, runs, parent, means, "arms.json")
+    if colors:
+        groups = {}
+        for (arm, _), run in _trial_runs(client, parent.info.experiment_id, parent.info.run_id).items():
+            groups[run.data.tags.get(GROUP, arm)] = colors.get(arm, GREY)
+            if (color := colors.get(arm, GREY)) != run.data.tags.get(RUN_COLOR):
+                set_tags(client, run.info.run_id, {RUN_COLOR: color})
+        client.set_experiment_tag(parent.info.experiment_id, *color_tag(groups))
 
 
 @patient
@@ -240,9 +278,10 @@ def list_studies(runs: Path, by: Literal["name", "start"] = "name") -> list[str]
 
 @patient
 def study_url(runs: Path, name: str, address: str) -> str:
-    """The page of a study's trials, best first, on the MLflow server at `address`.
+    """The page of a study's trials on the MLflow server at `address`.
 
-    Sorted by a metric MLflow lists all runs; sorted by date it would hide the trials behind their parent run.
+    The pages of `cohort ui` know the study's view. On another server they are sorted by the study's metric, best first:
+    sorted by date they would be hidden behind their parent run.
     """
     client = connect(runs)
     parent = newest_parent(client, name)
@@ -250,28 +289,24 @@ def study_url(runs: Path, name: str, address: str) -> str:
     if parent is None or document is None:
         raise ValueError(f"{store_name(runs)} has no study '{name}'")
     page = f"{address}/#/experiments/{parent.info.experiment_id}/runs?{TRAINING_PAGES}"
-    if _VIEW in client.get_experiment(parent.info.experiment_id).tags:
-        return f"{page}&viewStateShareKey={_VIEW.rpartition('.')[2]}"
+    if not is_server(remote_uri()):
+        return page
     order = quote(f"metrics.`{document['spec']['metric']}`", safe="")
     return f"{page}&orderByKey={order}&orderByAsc=false"
 
 
-def _table_view(metric: str) -> dict[str, Any]:
-    """The runs table as MLflow's UI shares it: best first, with the columns that compare arms.
-
-    MLflow shows no metric in the table by itself. The keys are those that its UI writes when it shares a view.
-    """
-    columns = [metric, f"{SUMMARY}test_accuracy", "train/generated_tokens"]
-    return {
-        "searchFilter": "", "orderByKey": f"metrics.`{metric}`", "orderByAsc": False, "startTime": "ALL",
-        "lifecycleFilter": "Active", "datasetsFilter": [], "modelVersionFilter": "All Runs",
-        "selectedColumns": [f"metrics.`{column}`" for column in dict.fromkeys(columns)], "columnOrder": [],
-        "columnWidths": {}, "runsExpanded": {}, "runsPinned": [], "runsHidden": [], "runsVisibilityMap": {},
-        "runsHiddenMode": "FIRST_10_RUNS", "viewMaximized": False, "runListHidden": False,
-        "isAccordionReordered": False, "useGroupedValuesInCharts": True, "hideEmptyCharts": True, "groupBy": None,
-        "groupsExpanded": {}, "autoRefreshEnabled": True,
-        "globalLineChartConfig": {"xAxisKey": "step", "lineSmoothness": 0, "selectedXAxisMetricKey": ""},
-    }  # fmt: skip
+def _markdown(means: Sequence[Mapping[str, Any]]) -> str:
+    """The means as a table of a note: one row for each arm, one column for each metric."""
+    if not means:
+        return ""
+    cells: dict[str, dict[str, str]] = {}
+    for row in means:
+        interval = "" if row["low"] is None else f" [{row['low']:.4g}, {row['high']:.4g}]"
+        cells.setdefault(row["arm"], {})[row["metric"]] = f"{row['mean']:.4g}{interval}"
+    columns = list(dict.fromkeys(row["metric"] for row in means))
+    lines = [["arm", *columns], ["---"] * (len(columns) + 1)]
+    lines += [[arm, *(known.get(column, "") for column in columns)] for arm, known in cells.items()]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def _study_run_file(runs: Path, name: str) -> Path:

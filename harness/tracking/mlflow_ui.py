@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import IO, Self
 
@@ -18,6 +19,7 @@ from cohort.harness.tracking.mlflow_address import health, tracking_uri
 from cohort.harness.tracking.mlflow_store import TRAINING_PAGES, check_runs_folder, connect, own_store
 
 log = logging.getLogger(__name__)
+APP = "cohort"  # the entry point of `mlflow_page`
 START_SECONDS = 120.0  # how long a server may take to answer
 
 
@@ -71,19 +73,28 @@ def serve_ui(runs: Path, port: int, should_stop: Callable[[], bool] = lambda: Fa
     uri = own_store(runs, Path(scratch.name))
     if uri != tracking_uri(runs):
         log.warning("'%s' was copied or moved: its pages show it as it is now, and no change made there is kept", runs)
-    return replace(start_server(uri, runs / "mlartifacts", port, should_stop), scratch=scratch)
+    return replace(start_server(uri, runs / "mlartifacts", port, should_stop, views=True), scratch=scratch)
 
 
 def start_server(
-    uri: str, artifacts: Path, port: int, should_stop: Callable[[], bool] = lambda: False, *, proxied: bool = False
+    uri: str,
+    artifacts: Path,
+    port: int,
+    should_stop: Callable[[], bool] = lambda: False,
+    *,
+    proxied: bool = False,
+    views: bool = False,
 ) -> UIServer:
     """An `mlflow server` over the database at `uri`, on 127.0.0.1, that answers already; errors as of `serve_ui`.
 
-    `proxied` artifacts are written and read through the server, as from another machine.
+    `proxied` artifacts are written and read through the server, as from another machine. With `views` the pages show
+    studies as `mlflow_page` says.
     """
     place = artifacts.resolve().as_uri()
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--default-artifact-root", "mlflow-artifacts:/" if proxied else place, "--artifacts-destination", place]
+    if views and entry_points(group="mlflow.app", name=APP):  # an editable install may be older than the entry point
+        command += ["--app-name", APP]
     environment = {
         **os.environ,
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",

@@ -21,12 +21,12 @@ from markupsafe import Markup
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from cohort.harness.types import GREY, PALETTE
 from cohort.reports.analysis import Analysis
 from cohort.reports.trials import search_of
 
 INK, MUTED = "#1d2126", "#5c6570"
-RULE, GREY = "#e4e7eb", "#b9bfc6"
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+RULE = "#e4e7eb"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 FORMATS = ("svg", "png", "pdf")
 SHADE, EMPTY, ON_SHADE = "#08519c", "#f3f4f6", "#fdfeff"  # of a value, its strength as opacity; no value; text on it

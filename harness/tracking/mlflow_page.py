@@ -1,0 +1,62 @@
+"""The app that `cohort ui` serves: MLflow's own, whose start page first gives the browser the views of the studies.
+
+MLflow keeps how a table and its charts look in the browser alone, by the number of the experiment. A link to a saved
+view would show it too, below a warning. What a user changes stays until the study's own view changes. MLflow finds this
+app by its entry point `mlflow.app`.
+"""
+
+import json
+import os
+from typing import Any
+
+from flask import Response
+from mlflow import MlflowClient
+from mlflow.server import app as pages
+from mlflow.server.fastapi_app import app  # noqa: F401  # which serves `pages`
+
+from cohort.harness.tracking.mlflow_view import read_view
+
+_SCRIPT = """<script>
+(() => {
+  const views = VIEWS;
+  const open = (location.hash.match(/^#\\/experiments\\/(\\d+)/) || [])[1];
+  try {
+    const colors = JSON.parse(localStorage.getItem("experimentRunColors") || "{}");
+    for (const one of [...views, ...views.filter(({id}) => id === open)]) Object.assign(colors, one.colors);
+    localStorage.setItem("experimentRunColors", JSON.stringify(colors));
+    localStorage.setItem("mlflow.workflowType_v1", '"machine_learning"');
+    localStorage.setItem("mlflow.assistant.fab.autoOpenedOnFirstLoad_v1", "true");  // else it covers a quarter
+    for (const {id, view} of views) {
+      const text = JSON.stringify(view), known = `cohort-view-${id}`;
+      if (localStorage.getItem(known) === text) continue;
+      localStorage.setItem(`MLflowLocalStorage-1.1-ExperimentPage-["${id}"]-ReactComponentState`, text);
+      localStorage.setItem(known, text);
+    }
+  } catch {}  // a browser that stores nothing shows MLflow's own view
+  const newest = views[views.length - 1];
+  if (newest && !location.hash) location.hash = `#/experiments/${newest.id}/runs?workflowType=machine_learning`;
+})();
+</script>"""
+
+
+def page(index: str, views: list[dict[str, Any]]) -> str:
+    """MLflow's start page with the views in it, as data that no text in them can leave."""
+    return index.replace("<head>", "<head>" + _SCRIPT.replace("VIEWS", json.dumps(views).replace("<", "\\u003c")), 1)
+
+
+def _views() -> list[dict[str, Any]]:
+    """The views of the store's experiments, the newest last."""
+    experiments = MlflowClient(os.environ["MLFLOW_BACKEND_STORE_URI"]).search_experiments()
+    found = [(one, read_view(one.tags)) for one in sorted(experiments, key=lambda one: one.creation_time or 0)]
+    return [{"id": one.experiment_id, "view": view[0], "colors": view[1]} for one, view in found if view is not None]
+
+
+def _serve() -> Response:
+    served: Response = _mlflow_page()
+    served.direct_passthrough = False
+    text = page(served.get_data(as_text=True), _views())
+    return Response(text, mimetype="text/html", headers={"Cache-Control": "no-store"})
+
+
+_mlflow_page: Any = pages.view_functions["serve"]
+pages.view_functions["serve"] = _serve
