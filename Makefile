@@ -8,10 +8,12 @@ BENCH_VENV ?= .venv-bench
 BENCH_BIN := $(BENCH_VENV)/bin
 PARITY_VENV ?= .venv-parity
 PARITY_BIN := $(PARITY_VENV)/bin
+DOCS_VENV ?= .venv-docs
+DOCS_BIN := $(DOCS_VENV)/bin
 # One thread per worker, and threads that sleep instead of spinning: spinning threads were seen 15x slower on busy cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: quickstart test chaos test-vllm bench parity notebooks lock smoke check format clean
+.PHONY: quickstart test chaos test-vllm bench parity notebooks docs lock smoke check format clean
 
 $(BIN)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -74,6 +76,18 @@ $(PARITY_BIN)/.installed: pyproject.toml constraints-parity.txt
 parity: $(PARITY_BIN)/.installed
 	OMP_NUM_THREADS=1 $(PARITY_BIN)/python tests/parity/compare.py
 
+# The site, in site/: a broken link or anchor fails. Its generated pages ask the command `cohort` of $(VENV).
+$(DOCS_BIN)/.installed: constraints-docs.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_BIN)/python -m pip install --quiet --upgrade "pip>=24"
+	$(DOCS_BIN)/python -m pip install --quiet --constraint constraints-docs.txt \
+		mkdocs-material "mkdocstrings[python]" mkdocs-jupyter ruff
+	touch $@
+
+docs: $(BIN)/.installed $(DOCS_BIN)/.installed
+	COHORT=$(BIN)/cohort NO_MKDOCS_2_WARNING=1 $(DOCS_BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html; to look at it: $(DOCS_BIN)/mkdocs serve"
+
 # requirements.lock: all that Cohort needs on a CPU or a GPU, with hashes; torch apart (overrides.txt).
 lock: $(BIN)/.installed
 	$(BIN)/python -m pip install --quiet uv
@@ -102,4 +116,4 @@ format: $(BIN)/.installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(BENCH_VENV) $(PARITY_VENV) build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(BENCH_VENV) $(PARITY_VENV) $(DOCS_VENV) site build *.egg-info .pytest_cache .ruff_cache

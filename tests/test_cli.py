@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -110,25 +109,6 @@ def test_the_commands_are_the_documented_ones():
     expected += " list-algorithms list-tasks list-rewards list-engines list-studies list-settings"
     expected += " grade task-show reward-model-train probe-contamination memory"
     assert {"-".join(command) for command in commands()} == set(expected.split())
-
-
-def test_every_example_in_a_help_text_and_in_the_readme_is_understood(cohort: Shell):
-    text = (Path(__file__).parents[1] / "README.md").read_text()
-    lines = re.findall(r"^\$ cohort (.*?)(?: +#.*)?$", text, re.M) + re.findall(r"`cohort ([a-z][^`]*)`", text)
-    for command in commands():
-        cohort(*command, "--help")
-        lines += re.findall(
-            r"cohort (\S.*)", " ".join(cohort.out.split("Examples")[1].split()).replace(" cohort", "\ncohort")
-        )
-    options: dict[str, set[str]] = {}
-    for line in lines:
-        words = line.split()
-        command = tuple(words[:2]) if words[0] in ("study", "list", "task", "reward-model", "probe") else (words[0],)
-        assert command in commands(), line
-        if " ".join(command) not in options:
-            cohort(*command, "--help")
-            options[" ".join(command)] = set(re.findall(r"--[a-z-]+", cohort.out.split("Examples")[0]))
-        assert {word for word in words if word.startswith("--")} <= options[" ".join(command)], line
 
 
 @pytest.mark.parametrize(

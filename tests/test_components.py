@@ -146,7 +146,7 @@ def test_components_are_ranked_by_what_they_add_with_the_statistics_of_the_compa
     added = ranked_components(analyse(record_of("add_one_in", alone), np.random.default_rng(0)))
     assert [(one.name, one.effect > 0) for one in added] == [("large", True), ("small", True), ("harmful", False)]
     files = write_report(record_of("leave_one_out", out), tmp_path, formats=())
-    assert "by what they add the components rank (points): large +" in files.answer
+    assert "components ranked by contribution (points): large +" in files.answer
     page = files.html.read_text().split('<section id="components">')[1].split("</section>")[0]
     assert page.index("large") < page.index("small") < page.index("harmful")
     assert "## Components" in files.markdown.read_text()

@@ -387,7 +387,7 @@ def test_the_report_shows_clones_apart_with_their_parent_and_the_step_they_left(
     ]
     page = render(record, tmp_path, formats=()).html.read_text()
     section = page.split('<section id="exploratory">')[1].split("</section>")[0]
-    assert section.count("clone ") == 3 and "a study of its own, with other seeds" in section
+    assert section.count("clone ") == 3 and "a separate study with other seeds" in section
 
 
 def test_clones_change_nothing_in_the_comparison(tmp_path: Path):

@@ -430,7 +430,7 @@ def test_a_grader_that_accepts_everything_is_flagged_by_the_controls(tmp_path: P
     readings = {one.control: one.reading for one in verdicts(analysed(leaky))}
     assert readings == {"shuffled_gold": "unexplained", "random": "not reproduced"}
     page = write_report(dataclasses.replace(leaky, baseline="None"), tmp_path, formats=())
-    assert "unexplained, because a control reproduces it, is the effect of None (by shuffled_gold)" in page.answer
+    assert "the effect of None (by shuffled_gold) is unexplained, as a control reproduces it" in page.answer
     assert "unexplained: the arm is not detectably above it" in page.html.read_text()
     honest = simulated_study(Toy(), [None, "shuffled_gold", "random"], 5, study=7)
     assert {one.control: one.reading for one in verdicts(analysed(honest))} == {

@@ -1076,6 +1076,6 @@ def test_a_study_from_before_there_were_ledgers_has_no_table_of_costs(tmp_path: 
 def test_a_report_says_which_arms_have_not_spent_equal_operations() -> None:
     found = dict(notes(analysed(with_ledger(fake_study(), limit=1.5e11))))
     assert found["Equal operations"] == (
-        "All arms end with the step in which their training reaches 150 GFLOP. ppo ended before, at the last of their "
-        "steps: give them more."
+        "All arms end with the step in which their training reaches 150 GFLOP. ppo ran out of steps before that "
+        "limit: give them more steps."
     )

@@ -316,7 +316,9 @@ def test_a_study_whose_worker_is_killed_in_the_second_stage_ends_with_the_seeds_
     assert record.two_stage is not None
     assert read_json(runs / "studies/sizes/seeds.json")["comparisons"] == record.two_stage["comparisons"]
     (why,) = [text for topic, text in notes(analyse(record, np.random.default_rng(0))) if topic == "Why 6 seeds"]
-    assert "a standard deviation of 0.1 points over 3 seeds asks for 6. It is kept: 0.2 points at most." in why
+    assert (
+        "a standard deviation of 0.1 points over 3 seeds it needs 6. The width is reached: 0.2 points at most." in why
+    )
     with pytest.raises(SpecError, match="a started study cannot change"):
         run(a_study(factors={"algorithm.group_size": [4]}, seeds=[0, 1, 2]), runs)
     # the store of a command that was killed before it could attach the decision, while its workers went on
@@ -454,13 +456,13 @@ def test_an_effect_of_two_levels_has_the_p_of_the_contrast_also_after_two_stages
 
 def test_the_report_says_why_there_are_so_many_seeds():
     (why,) = [text for topic, text in notes(analysed(reported())) if topic == "Why 7 seeds"]
-    assert why.startswith("The first 4 seeds had to say how many it takes for a 95 % interval of the difference")
-    assert "Most was asked for by " in why and " over 4 seeds asks for " in why
+    assert why.startswith("The first 4 seeds decided how many seeds are needed for a 95 % interval of the difference")
+    assert " needs the most: with a standard deviation of " in why and " over 4 seeds it needs " in why
     assert "The width is not reached by " in why  # 7 seeds are fewer than were asked for
     capped = notes(analysed(reported(7, at_most=7)))
-    assert "At most 7 are allowed. The width is not reached by " in dict(capped)["Why 7 seeds"]
+    assert "The study allows 7 at most. The width is not reached by " in dict(capped)["Why 7 seeds"]
     wide = dict(notes(analysed(reported(half_width=0.5))))["Why 7 seeds"]
-    assert " It is kept: " in wide and "not reached" not in wide
+    assert " The width is reached: " in wide and "not reached" not in wide
     assert not any("seeds" in topic for topic, _ in notes(analysed(fake_study())))
 
 
@@ -471,7 +473,7 @@ def test_an_arm_that_breaks_in_the_first_stage_has_no_interval_and_the_report_sa
     assert one is not None
     assert (one.seeds, one.interval, math.isnan(one.p_adjusted)) == ((3, 4, 5, 6), None, True)
     why = dict(notes(analysis))["Why 7 seeds"]
-    assert "With fewer than two of them grpo asked for none, and there is no interval for it." in why
+    assert "grpo completed fewer than two of them: no interval, and no say in the number." in why
 
 
 def check_redone(table: str, record: StudyRecord, analysis: Analysis) -> None:

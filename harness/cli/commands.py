@@ -21,10 +21,10 @@ app = typer.Typer(
     epilog="Start with [bold]cohort study run quickstart[/]; [bold]cohort doctor[/] checks this machine.",
 )
 study_app = typer.Typer(no_args_is_help=True, help="Run and inspect studies: a question, its arms, its seeds.")
-list_app = typer.Typer(no_args_is_help=True, help="List what can be named in a study file.")
+list_app = typer.Typer(no_args_is_help=True, help="List the settings and plugins that a study file can name.")
 task_app = typer.Typer(no_args_is_help=True, help="Look at the problems of a task as the policy reads them.")
-reward_app = typer.Typer(no_args_is_help=True, help="Fit reward models on rollouts that a run has kept.")
-probe_app = typer.Typer(no_args_is_help=True, help="Test what a model knows of a benchmark before it is trained.")
+reward_app = typer.Typer(no_args_is_help=True, help="Fit reward models on the stored rollouts of a run.")
+probe_app = typer.Typer(no_args_is_help=True, help="Test whether a model already knows a benchmark.")
 
 
 def _show_version(asked: bool) -> None:

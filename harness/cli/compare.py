@@ -58,7 +58,7 @@ def compare(
     with another reward (or none: frozen), and the report says which gains they reproduce.
 
     Any other model gets learning rates of its size (1e-6; 1e-5 with --set lora.rank=N and for a critic) and, on a GPU,
-    autocast and the engine vllm if it is installed. They are said before the run; --set wins.
+    autocast and the engine vllm if it is installed. One line names them before the run; --set overrides them.
     """
     options.use_store(tracking_uri)
     sets = [*options.data_path(path), *(sets or ()), *scale_settings(model, sets)]

@@ -58,9 +58,7 @@ Workers = Annotated[
 ]
 Interleave = Annotated[
     int | None,
-    typer.Option(
-        min=1, metavar="STEPS", help="Training steps after which a trial makes way for one that has come less far."
-    ),
+    typer.Option(min=1, metavar="STEPS", help="Training steps after which a trial makes way for one with fewer steps."),
 ]
 Started = Annotated[str, typer.Argument(metavar="STUDY", help="Name of a study in the runs folder.")]
 Arm = Annotated[str, typer.Argument(metavar="ARM", help="Label of an arm, as `cohort study status` shows it.")]
@@ -74,10 +72,10 @@ Storage = Annotated[
         "counts, or it is asked for.",
     ),
 ]
-Hosts = Annotated[int, typer.Option(min=1, metavar="N", help="Hosts that share the devices of a trial, with --listen.")]
+Hosts = Annotated[int, typer.Option(min=1, metavar="N", help="Hosts for the devices of a trial, with --listen.")]
 Listen = Annotated[
     str | None,
-    typer.Option(metavar="ADDRESS[:PORT]", help="Of this host, where the others reach it; they run `cohort join`."),
+    typer.Option(metavar="ADDRESS[:PORT]", help="Address of this host for the others; they run `cohort join`."),
 ]
 DataPath = Annotated[
     str | None, typer.Option("--path", metavar="PATH", help="The task's data: a Hub id, a local file or folder.")

@@ -46,10 +46,10 @@ def study_plan(
     runs: options.Runs = options.RUNS,
     as_json: options.Json = False,
 ) -> None:
-    """Measure a few steps of a study, then predict what it takes and propose steps and seeds.
+    """Measure a few steps of a study, then predict its cost and propose steps and seeds.
 
-    With none of --hours, --flops and --power: what the study takes as it is. The measurement is the study itself, cut
-    to 10 steps of each arm; nothing of it is kept but the cold starts that the study needs.
+    Without --hours, --flops and --power it prints the cost of the study as it is. It measures the study itself, cut to
+    10 steps of each arm, and keeps only the cold starts that the study needs.
     """
     from cohort.harness.cli.study import _load_study, write_report
     from cohort.harness.study import planner

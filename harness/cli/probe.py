@@ -25,7 +25,7 @@ from cohort.harness.console import terminal
 def contamination(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="'tiny', a Hub id, a model folder or a checkpoint.")],
     task: Annotated[str, typer.Option(help="Task by name.")],
-    split: Annotated[str, typer.Option(help="What is probed: train, validation or test.")] = "test",
+    split: Annotated[str, typer.Option(help="Split to probe: train, validation or test.")] = "test",
     reference: Annotated[
         str, typer.Option(metavar="SPLIT|PATH", help="Problems that the model has seen no less than those probed.")
     ] = "validation",

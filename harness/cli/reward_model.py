@@ -21,9 +21,11 @@ from cohort.harness.console import terminal
 )
 def reward_model_train(
     rollouts: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or files of rollouts.")],
-    model: Annotated[str, typer.Option(help="Where the fit starts: 'tiny', a Hub id, a model folder or a run.")],
+    model: Annotated[str, typer.Option(help="Model to start from: 'tiny', a Hub id, a model folder or a run.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="New folder for the reward model.")],
-    by: Annotated[str, typer.Option(help="What ranks completions: reward, correct, or one of the rewards.")] = "reward",
+    by: Annotated[
+        str, typer.Option(help="Value that ranks completions: reward, correct, or one of the rewards.")
+    ] = "reward",
     epochs: Annotated[int, typer.Option(min=1, metavar="N", help="Passes over the pairs.")] = 3,
     batch: Annotated[int, typer.Option(min=1, metavar="N", help="Prompts per optimiser step.")] = 16,
     learning_rate: Annotated[float, typer.Option(min=0.0, metavar="RATE", help="Of AdamW, constant.")] = 1e-4,
@@ -59,5 +61,7 @@ def reward_model_train(
     ]
     headers = ["prompts", "number", "pairs", "ranked rightly"]
     terminal.show_table("Bradley-Terry reward model", headers, rows, numeric=headers[1:])
-    terminal.say(f"Groups that rank nothing and were left out: {fit.dropped_prompts:,}; last mean loss {fit.loss:.4f}")
+    count, equal = fit.dropped_prompts, "rewards" if by == "reward" else f"values of '{by}'"
+    groups, were = ("group", "was") if count == 1 else ("groups", "were")
+    terminal.say(f"{count:,} {groups} had equal {equal} throughout and {were} skipped; last mean loss {fit.loss:.4f}")
     terminal.say(f"Use it: --set rewards.reward_model.path={shlex.quote(str(out))}")

@@ -80,9 +80,7 @@ def study_run(
     ] = None,
     together: Annotated[
         bool | None,
-        typer.Option(
-            "--together/--apart", help="Whether LoRA trials on one model share it; by default where that is possible."
-        ),
+        typer.Option("--together/--apart", help="Let LoRA trials share one model, or not; by default if possible."),
     ] = None,
     dry_run: options.DryRun = False,
     runs: options.Runs = options.RUNS,
@@ -93,7 +91,7 @@ def study_run(
 
     Without --set, --seeds and --name a study of the runs folder goes on with the settings that it was started with.
 
-    Hosts that share only a database run the same command with the same --storage: each takes trials that no other has.
+    Hosts that share only a database run the same command with the same --storage; each takes trials that are free.
     A trial whose host died starts anew on another one that has no copy of its folder; it ends the same.
     """
     terminal.say("Checking the settings, models, data and room of the study ...", stderr=True)  # torch takes seconds
@@ -233,7 +231,7 @@ def study_status(
     runs: options.Runs = options.RUNS,
     as_json: options.Json = False,
 ) -> None:
-    """Show what each trial of a study has reached, what it has cost and when it may end.
+    """Show the progress of each trial of a study, its cost so far and the time left.
 
     Exit code 0 only when all trials are complete, those of stopped arms apart.
     """
@@ -288,7 +286,7 @@ def study_stop(
 def study_resume(
     study: options.Started, arm: options.Arm, storage: options.Storage = None, runs: options.Runs = options.RUNS
 ) -> None:
-    """Let a stopped arm go on, as if it had never been stopped; a study that has ended has to be started again."""
+    """Continue a stopped arm as if it had never stopped; start the study again if it has ended."""
     from cohort.harness.study.control import resume_arm
 
     new = resume_arm(study, runs, arm, options.with_password(storage))
@@ -314,7 +312,7 @@ def study_clone(
 ) -> None:
     """Add an exploratory arm to a study while it runs: another arm with other settings, and all its seeds.
 
-    It was chosen after results were seen, so the report shows it apart, and no comparison or test includes it.
+    Its choice followed results, so the report shows it apart, and no comparison or test includes it.
     """
     from cohort.harness.spec.raw import parse_overrides
     from cohort.harness.study.control import clone_arm

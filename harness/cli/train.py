@@ -38,7 +38,7 @@ def train(
     spec: Annotated[Path | None, typer.Argument(metavar="SPEC.yaml", help="Run file; without it, --set alone.")] = None,
     sets: options.Sets = None,
     devices: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="GPUs (without any: processes) that share the run.")
+        int | None, typer.Option(min=1, metavar="N", help="GPUs (or processes, without a GPU) for the run.")
     ] = None,
     hosts: options.Hosts = 1,
     listen: options.Listen = None,
@@ -134,7 +134,7 @@ def evaluate(
     With 16 samples and more --json has every pass@k and Cover@tau with intervals over the problems. Metrics and the
     first completions, graded, go to MLflow's experiment `evaluate`; all completions go to RUNS/evaluate/NAME, where the
     same command continues after a kill. On a GPU a model other than `tiny` runs with autocast and, if it is installed,
-    the engine vllm; this is said, and --set wins.
+    the engine vllm; a line names these choices, and --set overrides them.
     """
     from cohort.harness.types import InvalidRun
 

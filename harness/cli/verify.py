@@ -35,7 +35,7 @@ def verify(
 ) -> None:
     """Derive every number of a study's report and results.csv again from its stored completions and events.
 
-    Completions are graded anew. Exit code 0 if all numbers follow; otherwise 1, with each cell that does not. It needs
+    Completions are graded again. Exit code 0 if all numbers follow; otherwise 1, with each cell that does not. It needs
     the study's folder alone, changes nothing, and asks neither the MLflow store nor the machine that ran the study.
     """
     from cohort.harness.evidence.capsule import altered, unpacked
@@ -81,15 +81,15 @@ def study_export(
 
 
 def _show(record: StudyRecord, findings: Findings) -> None:
-    """Say what follows from what, what stands alone, and every mismatch."""
+    """Print what was compared with what, and every mismatch."""
     numbers = findings.numbers
     terminal.say(f"{record.name}: {len(record.trials)} trials")
-    terminal.say(f"{findings.completions:,} completions graded anew; {numbers['completions']:,} numbers compared with "
-                 "what follows from them (accuracies, verdicts, lengths)")  # fmt: skip
-    terminal.say(f"{numbers['events']:,} numbers of results compared with the events that they follow from")
-    terminal.say(f"{numbers['report']:,} cells and pages of the report compared with those written anew")
-    terminal.say(f"{findings.alone:,} values stand in events alone (losses, rewards, seconds, memory): nothing follows "
-                 "them, so their lines are compared with their sums")  # fmt: skip
+    terminal.say(f"{findings.completions:,} completions graded again; {numbers['completions']:,} accuracies, verdicts "
+                 "and lengths compared with them")  # fmt: skip
+    terminal.say(f"{numbers['events']:,} numbers of results compared with the events")
+    terminal.say(f"{numbers['report']:,} cells and pages of the report written again and compared")
+    terminal.say(f"{findings.alone:,} values that nothing else confirms (losses, rewards, seconds, memory): their "
+                 "lines compared with checksums")  # fmt: skip
     terminal.say(f"{findings.files:,} files compared with their SHA-256")
     for note in findings.notes:
         terminal.say(f"Note: {note}")
@@ -100,7 +100,7 @@ def _show(record: StudyRecord, findings: Findings) -> None:
     if (more := len(findings.mismatches) - _SHOWN) > 0:
         terminal.say(f"and {more:,} more mismatches; --json has all")
     if findings.is_verified:
-        terminal.say("Verified. Hashes and sums tell damage, not intent: who makes them anew can forge a study.")
+        terminal.say("Verified. Hashes and checksums reveal damage, not intent: a forger could recompute them.")
     else:
         counts = f"{len(findings.mismatches):,} mismatches, {len(findings.lacks):,} lacks"
         terminal.say(f"Not verified: {counts}.", style="bold red")

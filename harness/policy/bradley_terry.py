@@ -147,7 +147,7 @@ def train_reward_model(
     """Fit a reward model on the rollouts in `sources` (files, or run folders) and save it as the folder `out`.
 
     `by` names the value that ranks completions: `reward`, `correct`, or one of the run's rewards. ValueError, before
-    any model loads, for rollouts that rank nothing and for a folder that exists.
+    any model loads, for rollouts with equal values in every group and for a folder that exists.
     """
     if out.exists():
         raise ValueError(f"--out must be a new folder, got '{out}', which exists")

@@ -281,7 +281,7 @@ class StudySpec(Section):
     search: Search | None = None
     compare: Comparison | None = None
     interleave: int | None = Field(
-        default=None, ge=1, description="training steps after which a trial makes way for one that has come less far"
+        default=None, ge=1, description="training steps after which a trial makes way for one with fewer steps"
     )
     metric: str = Field(default="validation/accuracy", description="metric of a run that arms are compared by")
     baseline: str | None = Field(

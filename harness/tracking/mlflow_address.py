@@ -147,7 +147,7 @@ def _say_waiting(call: RetryCallState) -> None:
 def _give_up(call: RetryCallState) -> NoReturn:
     raise ConnectionError(
         f"the MLflow store at {shown(remote_uri() or '')} did not answer for {PATIENCE_SECONDS:.0f} s; everything is "
-        "in the runs folder: the same command copies it when the store is back"
+        "in the runs folder, and the same command catches up when the store returns"
     ) from (call.outcome.exception() if call.outcome else None)
 
 

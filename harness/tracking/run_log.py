@@ -1,4 +1,4 @@
-"""Keeps the results of a run: its own event file is the truth, MLflow the copy for browsing and reports.
+"""Keeps the results of a run: its own event file is authoritative, MLflow a copy for browsing and reports.
 
 A run appends to `events.jsonl` in its folder (`events.py`), each event flushed at once. A thread copies the events to
 MLflow in batches, so that a slow or absent store never holds up training; the next attempt or `replay` copies the rest.

@@ -95,15 +95,14 @@ def _components(analysis: Analysis) -> str:
         limits = wording.limits(one.interval, metric, signed=True)
         ranked.append(" ".join(filter(None, [one.name, wording.number(one.effect, metric, signed=True), limits])))
     unit = " (points)" if analysis.outcome.is_fraction else ""
-    return f"by what they add the components rank{unit}: {', '.join(ranked)}" if ranked else ""
+    return f"components ranked by contribution{unit}: {', '.join(ranked)}" if ranked else ""
 
 
 def _unexplained(analysis: Analysis) -> str:
     """The arms whose effect a control reproduces; nothing if there are none."""
     found = unexplained(verdicts(analysis)).items()
     arms = [f"{arm} (by {wording.listed(controls)})" for arm, controls in found]
-    words = "unexplained, because a control reproduces it, is the effect of"
-    return f"{words} {wording.listed(arms, len(arms))}" if arms else ""
+    return f"the effect of {wording.listed(arms, len(arms))} is unexplained, as a control reproduces it" if arms else ""
 
 
 def _near_zero(analysis: Analysis) -> str:
@@ -118,7 +117,7 @@ def _finding(analysis: Analysis) -> str:
     baseline = analysis.baseline
     if len(analysis.arms) == 1:
         seeds = wording.plural(len(best.scores), "seed")
-        return f"{_reaches(best, analysis)} ({seeds}); there is no arm to compare it with"
+        return f"{_reaches(best, analysis)} ({seeds}); no other arm to compare it with"
     if baseline is None or not baseline.scores:
         return (
             f"{_reaches(best, analysis)}, the highest of {wording.plural(len(analysis.finished_arms), 'arm')} with a "

@@ -20,17 +20,17 @@ def interval_method(analysis: Analysis) -> str:
     most = max((len(arm.scores) for arm in analysis.finished_arms), default=0)
     if most < 2:
         return (
-            "No arm has two complete seeds, so no interval and no test over seeds is possible: nothing here says how "
-            "another seed would come out."
+            "No arm has two complete seeds, so no interval and no test over seeds is possible; another seed "
+            "could come out differently."
         )
     reach = "seeds and test problems" if analysis.outcome.per_problem else "seeds, for these very problems"
-    text = f"Intervals cover {reach} at 95 %; each stands for itself"
-    text += ", and only p is corrected for the number of arms." if analysis.comparisons else "."
+    text = f"Intervals cover {reach} at 95 %, each by itself"
+    text += "; only p is corrected for the number of arms." if analysis.comparisons else "."
     if min(len(arm.scores) for arm in analysis.finished_arms) < 2:
-        text += " An arm with one complete seed has none."
+        text += " An arm with one complete seed has no interval."
     if most < 5:
         seeds = wording.plural(most, "seed")
-        text += f" With {seeds} they are wide and lean on normality: add seeds before a close call."
+        text += f" With {seeds} they are wide and assume normality: add seeds before you decide a close comparison."
     return text
 
 
@@ -41,13 +41,13 @@ def interval_reading(analysis: Analysis) -> str:
     if analysis.outcome.per_problem:
         return (
             "The stated interval is the wider of two: the two-way t interval, in which seeds and problems are both "
-            "random (Satterthwaite degrees of freedom), and Student's t interval over seeds. It speaks about new seeds "
-            "and new problems of the same kind, not about other tasks, models or cold starts. Student's interval and "
-            f"the bootstrap over seeds speak about new seeds on these very problems only.{seeds}"
+            "random (Satterthwaite degrees of freedom), and Student's t interval over seeds. It holds for new seeds "
+            "and new problems of the same kind, not for other tasks, models or cold starts. Student's interval and "
+            f"the bootstrap over seeds hold for new seeds on these very problems only.{seeds}"
         )
     return (
         "The stated interval is Student's t interval over seeds. Scores of single problems are not known for this "
-        f"metric, so it speaks about new seeds on these very problems, and is too narrow for new problems.{seeds}"
+        f"metric, so it holds for new seeds on these very problems, and is too narrow for new problems.{seeds}"
     )
 
 
@@ -57,7 +57,7 @@ def accuracies_reading(analysis: Analysis) -> str:
     return (
         "Greedy: one completion at temperature 0. pass@k: at least one of k samples is right. maj@k: the most frequent "
         f"answer of k is right.{own}{' the others are' if own else ' Intervals are'} Student's over seeds, for these "
-        "very problems, or exact where every seed is at 0 or 100 %."
+        "very problems, or exact if every seed is at 0 or 100 %."
     )
 
 
@@ -118,23 +118,23 @@ def _seeds_note(analysis: Analysis) -> _Note | None:
     if "asked" not in stage:
         return (
             "The number of seeds is open",
-            f"The first {first} seeds of every arm decide how many it takes for {goal}, {stage['at_most']} at most. "
-            "They do so once, when all of them have ended; a trial that failed is repeated first.",
+            f"The first {first} seeds of every arm decide how many seeds are needed for {goal}, {stage['at_most']} at "
+            "most. They decide once, when all of them have ended; a failed trial is repeated first.",
         )
     judged = [one for one in stage["comparisons"] if one["asks"] is not None]
-    text = f"The first {first} seeds had to say how many it takes for {goal} (Stein 1945)."
+    text = f"The first {first} seeds decided how many seeds are needed for {goal} (Stein 1945)."
     if judged:
         most = max(judged, key=lambda one: one["asks"])
         deviation = wording.points(most["deviation"], stage["metric"])
         text += (
-            f" Most was asked for by {most['arm']}: a standard deviation of {deviation} over "
-            f"{len(most['seeds'])} seeds asks for {most['asks']}."
+            f" {most['arm']} needs the most: with a standard deviation of {deviation} over "
+            f"{len(most['seeds'])} seeds it needs {most['asks']}."
         )
     lost = [one["arm"] for one in stage["comparisons"] if one["asks"] is None]
     if lost:
-        text += f" With fewer than two of them {wording.listed(lost)} asked for none, and there is no interval for it."
+        text += f" {wording.listed(lost)} completed fewer than two of them: no interval, and no say in the number."
     if stage["asked"] > stage["at_most"]:
-        text += f" At most {stage['at_most']} are allowed."
+        text += f" The study allows {stage['at_most']} at most."
     compared = {one.arm: one.over_seeds for one in analysis.comparisons} or {
         arm.label: arm.student for arm in analysis.arms
     }
@@ -144,13 +144,13 @@ def _seeds_note(analysis: Analysis) -> _Note | None:
         each = [f"{arm} ({wording.points(width, metric)})" for arm, width in short.items()]
         text += f" The width is not reached by {wording.listed(each)}."
     elif reached:
-        text += f" It is kept: {wording.points(max(reached.values()), metric)} at most."
+        text += f" The width is reached: {wording.points(max(reached.values()), metric)} at most."
     text += (
-        f" Intervals and p take the spread between seeds from the first {first} alone, so they hold as with a number "
-        "of seeds that was fixed beforehand. Invalid trials are not replaced."
+        f" Intervals and p take the spread between seeds from the first {first} alone, so they hold as if the "
+        "number of seeds had been fixed beforehand. Invalid trials are not replaced."
     )
     if analysis.outcome.per_problem:
-        text += " The stated intervals speak about new problems too and may be wider: no number of seeds changes that."
+        text += " The stated intervals hold for new problems too and may be wider; more seeds do not change that."
     return f"Why {wording.plural(len(stage['seeds']), 'seed')}", text
 
 
@@ -254,8 +254,8 @@ def _cold_start_note(specs: _Specs) -> _Note | None:
     if len({repr(start) for start in starts.values()}) > 1:
         return (
             "Arms start from different cold starts",
-            "cold_start differs between arms, and each was made once: its own luck is part of the difference and is "
-            "not in the intervals.",
+            "cold_start differs between arms, and each was made once: the luck of each cold start is part of the "
+            "difference and not of the intervals.",
         )
     first = next(iter(specs.values()))
     steps, seed = setting(first, "cold_start.steps", 0), setting(first, "cold_start.seed", 0)
@@ -279,7 +279,7 @@ def _budget_note(analysis: Analysis, specs: _Specs) -> _Note:
         short = [label for label, count in trained.items() if count < limit]
         text = f"All arms end with the step in which their training reaches {wording.operations(limit)}."
         if short:
-            text += f" {wording.listed(short)} ended before, at the last of their steps: give them more."
+            text += f" {wording.listed(short)} ran out of steps before that limit: give them more steps."
         return "Equal operations", text
     rollouts = set(_values(specs, "rollouts_per_step").values())
     steps = set(_values(specs, "steps").values())
@@ -335,12 +335,12 @@ def _selection_note(analysis: Analysis) -> _Note | None:
     if len(analysis.finished_arms) < 3:
         return None
     if search_of(analysis.record) is not None:
-        test = " The test split chose nothing." if analysis.outcome.name.startswith("test/") else ""
+        test = " The test split played no part in that choice." if analysis.outcome.name.startswith("test/") else ""
         return (
             "The best of many looks better than it is",
             f"The search picked among {len(analysis.finished_arms)} arms by {wording.spoken(analysis.record.metric)}, "
-            f"which favours luck.{test} No arm is a baseline and no p is stated: run the best arm beside the setting "
-            "that it is to replace, with other seeds.",
+            f"which favours luck.{test} No arm is a baseline and no p is stated: compare the best arm with the setting "
+            "that it would replace, with other seeds.",
         )
     return (
         "The best of several looks better than it is",
@@ -358,8 +358,8 @@ def _tuning_note(analysis: Analysis) -> _Note | None:
     each = ", ".join(f"{cell}: {wording.plural(count, 'setting')}" for cell, count in counts.items())
     return (
         "Every arm was tuned",
-        f"Each had a search of its own on the validation split ({each}), with seeds that the comparison does not use. "
-        "The luck of that search is part of the differences and is not in the intervals.",
+        f"Each was tuned separately on the validation split ({each}), with seeds that the comparison does not use. "
+        "The luck of tuning is part of the differences and not of the intervals.",
     )
 
 
@@ -371,6 +371,6 @@ def _gap_note(analysis: Analysis) -> _Note | None:
     return (
         "Trials are left out",
         f"{wording.plural(len(broken), 'trial')} of {wording.listed(arms)} gave no usable result and "
-        f"{'is' if len(broken) == 1 else 'are'} never averaged in. If an arm breaks on the seeds where it would do "
-        "badly, the seeds that remain flatter it.",
+        f"{'is' if len(broken) == 1 else 'are'} never averaged in. If an arm breaks on the seeds on which it would do "
+        "badly, the remaining seeds flatter it.",
     )

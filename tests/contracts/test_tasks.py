@@ -1,6 +1,6 @@
 """What every task must keep; tasks are found by name, so that a new one is tested without a word here.
 
-The task that docs/tasks.md shows is one of them.
+The task that docs/data.md shows is one of them.
 """
 
 import hashlib
@@ -37,10 +37,10 @@ SPLITS = ("train", "validation", "test")
 
 @cache
 def load(name: str) -> type[Task]:
-    """The class of a task, or that of the example in docs/tasks.md."""
+    """The class of a task, or that of the example in docs/data.md."""
     if name != DOCUMENTED:
         return plugins.load("task", name)
-    blocks = re.findall(r"```python\n(.*?)```", (TESTS.parent / "docs" / "tasks.md").read_text("utf-8"), re.S)
+    blocks = re.findall(r"```python\n(.*?)```", (TESTS.parent / "docs" / "data.md").read_text("utf-8"), re.S)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"{name}.py"
         file.write_text("\n".join(blocks))

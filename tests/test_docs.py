@@ -1,0 +1,141 @@
+"""The README, the pages of docs/ and the help texts: every command is one that exists, every link leads somewhere."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from cohort.harness import plugins
+from cohort.harness.cli import app
+from cohort.harness.spec import paths
+from cohort.harness.spec.run import RunSpec
+from cohort.harness.spec.study import StudySpec
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
+SHELL = ("console", "shell", "bash", "sh", "")
+
+
+def shell_lines(page: str) -> Iterator[str]:
+    """The lines of the shell blocks of a page, without prompt and comment, a continued line as one."""
+    for _, language, body in BLOCK.findall((ROOT / page).read_text()):
+        for line in body.replace("\\\n", " ").splitlines() if language in SHELL else ():
+            yield " ".join(re.sub(r"\s# .*", "", line).split()).removeprefix("$ ")
+
+
+def in_text(page: str) -> list[str]:
+    """Commands that a sentence names: they may leave out what does not matter there."""
+    return [
+        " ".join(line.split())
+        for line in re.findall(r"`(cohort [a-z][^`]*)`", BLOCK.sub("", (ROOT / page).read_text()))
+    ]
+
+
+def leaves(command: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Every command below a group, with what calls it."""
+    if not hasattr(command, "commands"):
+        yield path, command
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from leaves(inner, f"{path} {name}")
+
+
+COMMANDS = dict(leaves(typer.main.get_command(app.app), "cohort"))
+EXAMPLES = [
+    line.replace("\\[", "[") for c in COMMANDS.values() for line in c.epilog.splitlines() if line.startswith("cohort ")
+]
+CALLED = sorted({*EXAMPLES, *(line for page in PAGES for line in shell_lines(page) if line.startswith("cohort "))})
+NAMED = sorted({line for page in PAGES if page != "docs/lab-notes.md" for line in in_text(page)})
+# Run, and not parsed alone: they need no model, no data and no second.
+CHEAP = [
+    line for line in CALLED if re.match(r"cohort (list|study list|study show \w+( |$)|task show arithmetic)", line)
+]
+
+
+def command_of(line: str) -> tuple[Any, list[str]]:
+    """The command that a line calls, and its arguments."""
+    path = next((path for path in COMMANDS if f"{line} ".startswith(f"{path} ")), None)
+    assert path, f"no such command: {line}"
+    return COMMANDS[path], shlex.split(line.removeprefix(path))
+
+
+@cache
+def known_settings() -> set[str]:
+    """Paths that --set takes; those of a plugin without telling which."""
+    known = {path for model in (RunSpec, StudySpec) for path, _ in paths.settings(model)}
+    for kind, section in (("task", "task"), ("algorithm", "algorithm"), ("engine", "engine"), ("reward", "rewards")):
+        for name in plugins.names(kind):
+            under = f"{section}.{name}" if kind == "reward" else section
+            known |= {under} | {f"{under}.{key}" for key in plugins.settings_class(kind, name).model_fields}
+    return known
+
+
+def test_the_pages_hold_commands():
+    assert {path.split()[1] for path in COMMANDS} >= {"study", "list", "train", "evaluate", "ui"}
+    assert len(EXAMPLES) > len(COMMANDS)
+    assert len(CALLED) > len(set(EXAMPLES)) + 20
+    assert len(NAMED) > 30
+    assert len(CHEAP) > 10
+
+
+@pytest.mark.parametrize("line", CALLED)
+def test_every_command_of_a_shell_block_or_a_help_text_is_read_without_an_error(line: str):
+    command, words = command_of(line)
+    given = command.make_context("cohort", words).params  # a wrong option, number or choice raises
+    for override in given.get("sets") or []:
+        path, equals, _ = override.partition("=")
+        path = re.sub(r"(template_arguments)\..*", r"\1", path)
+        path = re.sub(r"^(stages\.\w+|factors|compare\.tuning\.(space|spaces\.\w+)|search\.space)\.", "", path)
+        assert equals
+        assert path in known_settings()
+
+
+@pytest.mark.parametrize("line", NAMED)
+def test_every_command_that_a_sentence_names_has_its_options(line: str):
+    command, words = command_of(line.replace("...", ""))
+    options = {spelling for parameter in command.params for spelling in parameter.opts}
+    assert {word.partition("=")[0] for word in words if word.startswith("--")} <= options | {"--help"}
+
+
+@pytest.mark.parametrize("line", CHEAP)
+def test_every_command_that_only_shows_something_runs(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COHORT_RUNS", str(tmp_path / "runs"))
+    with pytest.raises(SystemExit) as ended:
+        app.main(shlex.split(line)[1:])
+    assert ended.value.code in (0, None)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_relative_link_leads_to_a_file_and_its_heading(page: str):
+    text = BLOCK.sub("", (ROOT / page).read_text())
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (ROOT / page).parent / name if name else ROOT / page
+        assert file.exists() or name in generated_pages(), f"{page}: {target}"
+        if anchor and file.suffix == ".md":
+            assert anchor in anchors(file.read_text()), f"{page}: {target}"
+
+
+def generated_pages() -> set[str]:
+    """Pages that the site makes from the code."""
+    return set(re.findall(r"generated/\w+\.md", (ROOT / "mkdocs.yml").read_text()))
+
+
+def anchors(text: str) -> set[str]:
+    """The headings of a page as MkDocs and GitHub name them."""
+    headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", text), re.M)
+    return {re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
+
+
+def test_every_target_of_make_in_a_page_exists():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = {name for page in PAGES for name in re.findall(r"`make ([\w-]+)`", (ROOT / page).read_text())}
+    named |= {line.split()[1] for page in PAGES for line in shell_lines(page) if line[:5] == "make "}
+    assert {"quickstart", "docs"} <= named <= targets
