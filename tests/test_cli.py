@@ -105,7 +105,7 @@ def test_every_command_explains_itself_with_an_example(command: tuple[str, ...],
 
 def test_the_commands_are_the_documented_ones():
     expected = "train compare join evaluate report ui doctor study-run study-list study-show study-status"
-    expected += " study-plan study-watch study-stop study-resume study-clone study-export verify"
+    expected += " study-work study-plan study-watch study-stop study-resume study-clone study-export verify"
     expected += " list-algorithms list-tasks list-rewards list-engines list-studies list-settings"
     expected += " grade task-show reward-model-train probe-contamination memory"
     assert {"-".join(command) for command in commands()} == set(expected.split())
@@ -156,6 +156,7 @@ STORED = {
     ("probe", "contamination"): ["tiny", "--task", "arithmetic"],
     ("compare",): ["--algorithms", "ppo", "--task", "arithmetic"],
     ("study", "run"): ["quickstart"],
+    ("study", "work"): ["quickstart"],
     ("report",): ["quickstart"],
     ("ui",): [],
 }
@@ -251,8 +252,15 @@ def test_a_plugin_that_raises_is_named_without_a_traceback(
     assert "Traceback" not in cohort.err
 
 
-def test_a_bar_of_phases_is_lines_where_no_one_looks_at_a_terminal(capsys: pytest.CaptureFixture[str]):
+def test_a_bar_of_phases_is_lines_where_no_one_looks_at_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    with progress.phase_bar("quick"):
+        pass
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(terminal, "SLOW_SECONDS", 0.01)
     with progress.phase_bar("tiny on arithmetic") as show:
+        time.sleep(0.5)
         for done in (1, 2, 3):
             show("cold start", done, 3)
         show("test", 64, 512)

@@ -74,6 +74,8 @@ def command(group: typer.Typer, name: str, *examples: str) -> Callable[[Callable
             except KeyboardInterrupt:
                 terminal.say("Interrupted. The same command continues where it stopped.", stderr=True)
                 raise typer.Exit(130) from None
+            finally:
+                terminal.hush()
 
         group.command(name, epilog="\n\n".join(["[bold]Examples[/]", *map(escape, examples)]))(run)
         return function

@@ -94,7 +94,7 @@ def study_run(
     Hosts that share only a database run the same command with the same --storage; each takes trials that are free.
     A trial whose host died starts anew on another one that has no copy of its folder; it ends the same.
     """
-    terminal.say("Checking the settings, models, data and room of the study ...", stderr=True)  # torch takes seconds
+    terminal.say_if_slow("Checking the settings, models, data and room of the study ...")
     options.use_store(tracking_uri)
     options.spread(hosts, listen)
     started = None if name else _started_study(study, runs, sets, seeds, interleave)

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from cohort.harness.console.terminal import console, duration, in_notebook, percent, plain
+from cohort.harness.console.terminal import console, duration, hush, in_notebook, percent, plain, say_if_slow
 from cohort.harness.types import ENDED
 
 if TYPE_CHECKING:
@@ -222,8 +222,8 @@ def _counts(status: StudyStatus) -> str:
 
 @contextmanager
 def phase_bar(title: str, first: str = "loading", heartbeat: float = 30.0) -> Iterator[Callable[[str, int, int], None]]:
-    """A function that shows how far each phase is, the first at once: a bar on a terminal, elsewhere a line for each
-    new phase and one every `heartbeat` seconds."""
+    """A function that shows how far each phase is: a bar on a terminal; elsewhere a line for each new phase, `first` if
+    it lasts, and one every `heartbeat` seconds."""
     screen = console(stderr=True)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
@@ -232,6 +232,7 @@ def phase_bar(title: str, first: str = "loading", heartbeat: float = 30.0) -> It
 
         def update(phase: str, done: int, total: int) -> None:
             nonlocal shown
+            hush()
             words, count = plain(f"{title}: {phase}"), f" {done}/{total}" if total else ""
             if not screen.is_terminal and (phase not in tasks or time.monotonic() - shown >= heartbeat):
                 screen.print(words + count, soft_wrap=True)
@@ -240,8 +241,14 @@ def phase_bar(title: str, first: str = "loading", heartbeat: float = 30.0) -> It
                 tasks[phase] = progress.add_task(str(words), total=total or None)
             progress.update(tasks[phase], completed=done, total=total or None)
 
-        update(first, 0, 0)
-        yield update
+        if screen.is_terminal:
+            update(first, 0, 0)
+        else:
+            say_if_slow(f"{title}: {first}")
+        try:
+            yield update
+        finally:
+            hush()
 
 
 def _cell() -> Callable[[str], None]:

@@ -49,10 +49,10 @@ def work(
     once. ValueError for a study that was not started. The other arguments are those of `run_study`.
     """
     runs = runs.resolve()
+    environment = {STORAGE: storage or "", TRACKING_URI: remote_uri() or ""}
     queue = open_queue(name, runs, storage, HINT)
     arguments = [name, "--runs", str(runs), "--parent", "{parent}", "--execute", execute]
     arguments += ["--together", json.dumps(together), "--patience", str(patience)]
-    environment = {STORAGE: storage or "", TRACKING_URI: remote_uri() or ""}
     logs, own = queue.plan.folder / "logs", f"worker-{socket.gethostname()}-{os.getpid()}"
     pool = WorkerPool(MODULE, arguments, 1, logs, environment, queue.plan.study.devices, own)
     with pool.signals(scheduled=True) as stop:
