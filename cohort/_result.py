@@ -58,22 +58,22 @@ class Result:
     def trials(self) -> pd.DataFrame:
         """A row for each trial, whatever its state: the columns of the report's results.csv.
 
-        study, trial                 names of the study and of the trial's folder
-        arm, seed                    label of the arm, and the seed
-        state                        complete, running, stopped, paused, invalid, failed or pruned
-        algorithm, task              by name
-        accuracy_initial, accuracy_final   validation accuracy before the first and after the last step (fraction)
-        test_accuracy                on the test split, at the end (fraction)
-        rollouts, generated_tokens, optimizer_steps   spent on training (counts)
-        seconds                      time of the run (seconds)
-        peak_memory_bytes            (bytes)
-        flops_train, flops_sampling, flops_scoring, flops_learning, flops_evaluation, flops_cold_start
-                                     operations, where they were counted
-        core_seconds, gpu_seconds    time on all cores and GPUs (seconds), where it was measured
-        energy_joules                of the GPUs (joules), where it was measured
-        stage, half_width, at_most   only if the first seeds decide how many there are: 1 or 2, and what they decide by
-        one column per factor        full path of the setting -> level of the arm
-        test/accuracy, test/greedy_accuracy, test/pass_at_K, test/maj_at_K   at the end (fractions), where measured
+            study, trial                 names of the study and of the trial's folder
+            arm, seed                    label of the arm, and the seed
+            state                        complete, running, stopped, paused, invalid, failed or pruned
+            algorithm, task              by name
+            accuracy_initial, accuracy_final   validation accuracy before the first and after the last step (fraction)
+            test_accuracy                on the test split, at the end (fraction)
+            rollouts, generated_tokens, optimizer_steps   spent on training (counts)
+            seconds                      time of the run (seconds)
+            peak_memory_bytes            (bytes)
+            flops_train, flops_sampling, flops_scoring, flops_learning, flops_evaluation, flops_cold_start
+                                         operations, where they were counted
+            core_seconds, gpu_seconds    time on all cores and GPUs (seconds), where it was measured
+            energy_joules                of the GPUs (joules), where it was measured
+            stage, half_width, at_most   only if the first seeds decide how many there are: 1 or 2, and by what
+            one column per factor        full path of the setting -> level of the arm
+            test/accuracy, test/greedy_accuracy, test/pass_at_K, test/maj_at_K   at the end (fractions), where measured
 
         A number that a trial has not reached is NaN.
         """
@@ -132,15 +132,15 @@ class Result:
     def compare(self, baseline: str | None = None) -> pd.DataFrame:
         """A row for each arm: the report's main table, unrounded.
 
-        arm                     label
-        complete_seeds, seeds   seeds with a result, and seeds that the study asks for
-        M, M_low, M_high        mean over seeds of the outcome and its 95 % interval; M is the metric's name, such as
-                                test/accuracy (fraction)
-        difference, difference_low, difference_high   to the baseline, seed by seed, with its 95 % interval, in the
-                                unit of M; NaN for the baseline
-        p, p_holm               of no difference, before and after Holm's correction over all that the report tests
-        accuracy_initial, accuracy_final, generated_tokens, seconds   means over seeds, as in `trials`
-        peak_memory_bytes       the largest
+            arm                     label
+            complete_seeds, seeds   seeds with a result, and seeds that the study asks for
+            M, M_low, M_high        mean over seeds of the outcome and its 95 % interval; M is a metric, such as
+                                    test/accuracy (fraction)
+            difference, difference_low, difference_high   to the baseline, seed by seed, with its 95 % interval, in the
+                                    unit of M; NaN for the baseline
+            p, p_holm               of no difference, before and after Holm's correction over all that the report tests
+            accuracy_initial, accuracy_final, generated_tokens, seconds   means over seeds, as in `trials`
+            peak_memory_bytes       the largest
 
         `baseline` names another arm than the study's. The p-values hold for one that was chosen before the results
         were seen.
