@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -98,8 +99,10 @@ def test_the_runs_table_of_a_study_shows_its_arms_and_its_metric(site: Site):
     text = site.text_with(page, "group_size=2 | seed 0", "group_size=4 | seed 0", "Group: group_size=2")
     assert "sizes" in text  # the experiment has the study's name
     assert "shared view" not in text
-    chart = site.text_with(f"{page}&compareRunsMode=CHART", "validation (1)", "validation/accuracy")
-    assert "completion/" not in chart.partition("validation (1)")[0]
+    chart = site.text_with(f"{page}&compareRunsMode=CHART", "Add chart", "group_size=4 (validation/accuracy)")
+    before = re.split(r"validation\s+\(1\)", chart)[0]  # the section of the study's metric is the first
+    assert before != chart
+    assert not re.search(r"(kl|completion|summary)\s+\(\d+\)", before)
 
 
 def test_the_bare_address_opens_the_newest_study(site: Site):
