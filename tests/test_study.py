@@ -218,6 +218,19 @@ def test_a_worker_that_used_a_gpu_ends_after_its_trial_and_another_runs_the_next
     assert first.split()[1] != second.split()[1]
 
 
+def parent_status(runs: Path) -> str:
+    (parent,) = [run for run in search_runs(connect(runs), "1", "") if "mlflow.parentRunId" not in run.data.tags]
+    return parent.info.status
+
+
+def test_the_run_of_a_study_whose_trials_all_failed_has_failed(runs: Path):
+    (runs / "crash").touch()
+    arms = {name: {"optimizer.weight_decay": decay} for name, decay in {"diverges": 0.1, "crashes": 0.2}.items()}
+    study = a_study(factors={}, arms=arms, seeds=[0])
+    assert {trial.state for trial in run(study, runs).trials} == {"invalid", "failed"}
+    assert parent_status(runs) == "FAILED"
+
+
 def test_invalid_trials_are_final_and_failed_ones_are_tried_when_the_study_is_started_again(runs: Path):
     (runs / "crash").touch()
     status = run(endings(), runs)
@@ -238,6 +251,7 @@ def test_invalid_trials_are_final_and_failed_ones_are_tried_when_the_study_is_st
     assert {t.arm: (t.state, t.reason) for t in read_study(runs, "sizes").trials} == {
         arm: (states[arm], reasons[arm]) for arm in states
     }
+    assert parent_status(runs) == "FINISHED"
     write_report("sizes", runs)
     assert (runs / "studies/sizes/report/results.csv").exists()
     assert "no memory left" in "".join(file.read_text() for file in (runs / "studies/sizes/logs").glob("*.log"))
