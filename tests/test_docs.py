@@ -1,5 +1,6 @@
 """The README, the pages of docs/ and the help texts: every command is one that exists, every link leads somewhere."""
 
+import ast
 import re
 import shlex
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import typer
 
+import cohort
 from cohort.harness import plugins
 from cohort.harness.cli import app
 from cohort.harness.spec import paths
@@ -139,3 +141,17 @@ def test_every_target_of_make_in_a_page_exists():
     named = {name for page in PAGES for name in re.findall(r"`make ([\w-]+)`", (ROOT / page).read_text())}
     named |= {line.split()[1] for page in PAGES for line in shell_lines(page) if line[:5] == "make "}
     assert {"quickstart", "docs"} <= named <= targets
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/python-api.md"])
+def test_every_name_of_the_python_api_in_a_page_exists(page: str):
+    blocks = [body for _, language, body in BLOCK.findall((ROOT / page).read_text()) if language == "python"]
+    owners = {"cohort": cohort, "result": cohort.Result, "evaluation": cohort.Evaluation, "study": cohort.Study}
+    used = {
+        (node.value.id, node.attr)
+        for block in blocks
+        for node in ast.walk(ast.parse(block))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in owners
+    }
+    assert {("cohort", "run"), ("cohort", "load_study"), ("result", "compare")} <= used
+    assert [(owner, name) for owner, name in used if not hasattr(owners[owner], name)] == []

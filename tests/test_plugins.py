@@ -123,7 +123,7 @@ def test_the_readmes_algorithm_works_as_printed(tmp_path: Path, monkeypatch: pyt
     import torch
     from test_objectives import batch_of
 
-    source = python_of_the_readme(0)
+    source = python_of_the_readme(1)
     install(tmp_path, monkeypatch, "positive_grpo", source, "PositiveGRPO")
     settings = ["algorithm=positive_grpo", "algorithm.negative_scale=0.5", "algorithm.std_floor=1e-9"]
     algorithm = load_run(None, ["task=arithmetic", *settings]).algorithm
@@ -136,7 +136,7 @@ def test_the_readmes_algorithm_works_as_printed(tmp_path: Path, monkeypatch: pyt
 def test_the_readmes_reward_works_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from fakes import graded_group
 
-    install(tmp_path, monkeypatch, "brevity", python_of_the_readme(1), "Brevity", kind="reward")
+    install(tmp_path, monkeypatch, "brevity", python_of_the_readme(2), "Brevity", kind="reward")
     spec = load_run(None, ["task=arithmetic", "algorithm=grpo", "rewards.brevity=0.5"])
     assert {name: reward.weight for name, reward in spec.rewards.items()} == {"accuracy": 1.0, "brevity": 0.5}
     group = graded_group([0, 1], num_tokens=(10, 20), max_tokens=40)
