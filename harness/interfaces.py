@@ -42,9 +42,9 @@ class Algorithm(Section, ABC):
     """Credit assignment as pure functions of a batch: it never sees the trainer, the engine or the study.
 
     A subclass declares `name: Literal["..."]` equal to its file's name, its hyper-parameters as fields, and the
-    class facts below; with `sees_gold = False` a run refuses every reward that sees gold. What it needs is asked of the
-    algorithm in the spec, so a schedule of `kl_beta` changes no answer; one that needs it above 0 declares it so
-    (`gt=0`), and a schedule that ends at 0 is refused.
+    class facts below; with `sees_gold = False` a run refuses every reward that sees gold. A run asks the algorithm
+    of the spec what it needs, so a schedule of `kl_beta` changes no answer. An algorithm that needs `kl_beta` above 0
+    declares this (`gt=0`); a schedule that ends at 0 is then refused.
     """
 
     needs_critic: ClassVar[bool] = False
@@ -212,7 +212,7 @@ class Task(Section, ABC):
         return self.extract(completion)
 
     def format_score(self, completion: str) -> float:
-        """How far the completion keeps the answer format that the prompt asks for, from 0 to 1."""
+        """How well the completion keeps the answer format that the prompt asks for, from 0 to 1."""
         return float(self.extract(completion) is not None)
 
     def reasoning(self, completion: str) -> str:
@@ -220,14 +220,14 @@ class Task(Section, ABC):
         return completion
 
     def inputs(self, split: Split) -> Sources:
-        """What the split is read from: source -> name -> file here, or the commit of a Hub repository.
+        """The sources of the split: source -> name -> file here, or the commit of a Hub repository.
 
         Part of a run's identity, so the names are the same on every machine. Empty for a task that reads no file.
         """
         return {}
 
     def num_skipped_rows(self, split: Split) -> int:
-        """Rows of the split's source that are no problem and were skipped, as the settings allow."""
+        """Number of rows of the split's source that hold no problem and were skipped, as the settings allow."""
         return 0
 
     def num_unparsable(self) -> int | None:
@@ -237,7 +237,7 @@ class Task(Section, ABC):
     def is_answered(self, answer: str, question: str, gold: str | None) -> bool:
         """Whether an extracted answer that equals `gold` answers the question (a prompt) and does not restate it.
 
-        One that restates it is not correct. Without gold, for a vote: whether the answer may vote. Bounded like
+        An answer that restates it is not correct. Without gold, for a vote: whether the answer may vote. Bounded like
         `extract`.
         """
         return True
@@ -249,8 +249,8 @@ class Task(Section, ABC):
     def allow_overruns(self, count: float | None) -> float:
         """Let so many of this thread's next comparisons run into their time limit; those after them have no verdict.
 
-        A slow one within it may count as a part. None lifts the bound. Returns how many of those allowed last are left;
-        0 if comparisons have no limit.
+        A slow comparison within the limit may count as a part. None lifts the bound. Returns how many of the overruns
+        allowed last are left; 0 if comparisons have no limit.
         """
         return 0
 
@@ -314,7 +314,7 @@ class RolloutEngine(ABC):
     def generate(
         self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, *, seed: int, step: int
     ) -> list[Group]:
-        """One group per prompt, in order. The devices of a run share its prompts, and one of them may get none.
+        """One group per prompt, in order. The devices of a run share its prompts, and a device may get none.
 
         `sampling.max_tokens` must be set. The noise of a token depends only on (seed, step, prompt id, sample,
         position), so a row does not change with its batch.
@@ -356,7 +356,7 @@ class RunLogger(Protocol):
     """Receives the reports of a training run; `harness.tracking.run_log.RunLog` is the real one."""
 
     def inputs(self, inputs: Inputs) -> None:
-        """Record what the run reads; comes before `resume`."""
+        """Record the files and commits that the run reads; comes before `resume`."""
 
     def prompt(self, text: str) -> None:
         """Record the first prompt of the run exactly as the policy reads it; comes before `resume`."""
@@ -369,7 +369,7 @@ class RunLogger(Protocol):
         ...
 
     def holds(self, step: int, num_events: int) -> bool:
-        """Whether everything that `sync` had counted at `step` is still there: else nobody may continue from there."""
+        """Whether everything that `sync` had counted at `step` is still there; else no run continues from there."""
         ...
 
     def progress(self, phase: str, done: int, total: int) -> None:

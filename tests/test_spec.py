@@ -538,7 +538,7 @@ def test_a_file_of_hostile_yaml_ends_in_one_sentence(what: str, tmp_path: Path):
         ("a." * 3000 + "b=1", "a path must have at most 50 keys, got 3001: 'a.a."),
         (
             f"seed={MAX_INTEGER + 1}",
-            "from -2^53 to 2^53 (9007199254740992), for doubles round others, got 9007199254740993",
+            "from -2^53 to 2^53 (9007199254740992), because doubles round others, got 9007199254740993",
         ),
         (f"seed=-{MAX_INTEGER + 1}", "got -9007199254740993; use a smaller one"),
     ],

@@ -1,1 +1,1 @@
-"""What a run and a study are, as validated, frozen values."""
+"""Runs and studies as validated, frozen values."""

@@ -170,7 +170,7 @@ class _Loader(yaml.SafeLoader):
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         if len(node.value) > 100 or abs(value := super().construct_yaml_int(node)) > MAX_INTEGER:
-            rule = f"a whole number must be from -2^53 to 2^53 ({MAX_INTEGER}), for doubles round others"
+            rule = f"a whole number must be from -2^53 to 2^53 ({MAX_INTEGER}), because doubles round others"
             raise _marked(f"{rule}, got {_short(node)}; use a smaller one", node.start_mark)
         return value
 

@@ -310,7 +310,7 @@ class StudySpec(Section):
         if len(set(seeds)) != len(seeds) or min(seeds) < 0:
             raise ValueError(f"seeds must be distinct and >= 0, got {seeds}")
         if max(seeds) > MAX_INTEGER:
-            fix = "beyond it doubles round, and two seeds may become one; use smaller ones, such as 0, 1, 2"
+            fix = "doubles round larger numbers, so two seeds may become one; use smaller ones, such as 0, 1, 2"
             raise ValueError(f"seeds must be at most 2^53 ({MAX_INTEGER}), got {max(seeds)}: {fix}")
         if self.design == "one_at_a_time" and self.arms:
             raise ValueError("design one_at_a_time varies factors around the base run; use grid with 'arms'")

@@ -1,4 +1,4 @@
-"""What a user may ask of a study's arms from elsewhere while it runs: to stop, to go on, to be cloned.
+"""Requests of a user to the arms of a running study, from elsewhere: stop, go on, clone.
 
 The queue's record keeps it, so it reaches every worker within a step, outlives any of them, and counts when the study
 is started again. All is checked before anything is written.
@@ -76,7 +76,7 @@ def _queue(name: str, runs: Path, arm: str, storage: str | None) -> Queue:
     """The queue of a started study that has this arm. SpecError otherwise."""
     queue = open_queue(name, runs.resolve(), storage)
     if queue.plan.study.searches():
-        raise SpecError(f"arms can be stopped and cloned where a design names them, and '{name}' is a search, whose "
+        raise SpecError(f"arms can be stopped and cloned only if a design names them; '{name}' is a search, whose "
                         "sampler and pruner choose them; stop it whole with Ctrl-C, or give it a pruner")  # fmt: skip
     arms = list(dict.fromkeys(trial.arm for trial in queue.status().trials))
     if arm not in arms:

@@ -78,8 +78,8 @@ class Pace:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a cut study has measured: the pace of each arm, and seconds beside training: of a worker until its first
-    trial is through, of each further one, and of what comes after all trials, the report included."""
+    """The measurements of a cut study: the pace of each arm, and the seconds beside training that a worker needs until
+    its first trial is through, that each further trial needs, and that the end needs, the report included."""
 
     paces: Paced
     first: float

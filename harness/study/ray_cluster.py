@@ -69,7 +69,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Spread:
-    """The placement group of a worker whose trials have several hosts, what each asks for, and what the others run."""
+    """The placement group of a worker whose trials span hosts, each host's demand, and what the others run."""
 
     group: Any
     count: int

@@ -1,4 +1,4 @@
-"""What a search has found, as plain data: its arms, the best of them, and the importance of each setting."""
+"""The findings of a search as plain data: its arms, the best arm, and the importance of each setting."""
 
 from collections.abc import Sequence
 from typing import Any

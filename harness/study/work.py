@@ -1,8 +1,7 @@
-"""Keeps workers of a study at work: those of a pool, or one alone for whoever starts processes by other means, as jobs
-of a scheduler or pods of a cluster.
+"""Keeps the workers of a pool at work, or a single worker that a scheduler's job or a cluster's pod runs.
 
-That one starts the same worker process as the local launcher, again when that dies, and ends when no trial is left
-that it could take. Trials that others run are theirs: whoever started those sees to their end.
+The single one starts the same worker process as the local launcher, restarts it when it dies, and ends when no trial is
+left that it could take. It leaves trials that others run to whoever started those.
 """
 
 import json

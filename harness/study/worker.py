@@ -232,7 +232,7 @@ class _Turn:
     def __call__(self) -> bool:
         if self._log.resumed_at < self._least:
             raise ValueError(
-                f"a warm clone must start from the checkpoint of step {self._least}, and it is not in "
+                f"a warm clone must start from the checkpoint of step {self._least}, which is missing from "
                 f"'{self._log.directory}': copy it there from the host that made the clone, or clone without --warm"
             )
         if self._judged is not None and self._judged.is_behind():

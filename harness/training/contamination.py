@@ -1,4 +1,4 @@
-"""How well a policy knows the very words of problems: what a benchmark that it was trained on leaves behind.
+"""How well a policy knows the very words of problems: the trace of a benchmark that it was trained on.
 
 Two looks at each question, as bare text, without template or chat:
 - Completion: the policy reads its first part and continues greedily, for as many words as were held back (partial

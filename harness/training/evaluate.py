@@ -104,7 +104,7 @@ def evaluate_run(
 
 
 def evaluate_again(task: Task, rows: Sequence[Mapping[str, Any]], split: Split) -> EvaluationResult:
-    """What `evaluate_run` found, from the completions that it kept, graded anew; without samples."""
+    """The result of `evaluate_run`, from the completions that it kept, graded anew; without samples."""
     groups, greedy_groups = groups_of(rows, "samples"), groups_of(rows, "greedy")
     graded, greedy = (grade(task, part, NO_LIMIT) for part in (groups, greedy_groups))
     scores = [problem_score(*both) for both in zip(graded, greedy, strict=True)]
@@ -141,7 +141,7 @@ def _sampled(
 
 
 def problem_score(graded: GradedGroup, greedy: GradedGroup) -> ProblemScore:
-    """What is kept of a problem's samples and its greedy completion."""
+    """The kept record of a problem's samples and its greedy completion."""
     return ProblemScore(
         prompt_id=graded.prompt_id,
         num_samples=len(graded.completions),

@@ -51,8 +51,8 @@ _LEARNT = ("stuck_groups", "entropy", "answered")
 
 
 def gates_of(spec: RunSpec) -> Gates:
-    """The gates of a run. What a control does to what is learnt is its result, so no gate on that may end it; one whose
-    policy stands still measures no changed weights."""
+    """The gates of a run. The effect of a control on learning is its result, so no gate on learning may end
+    it; a control whose policy stands still measures no changed weights."""
     return spec.gates if spec.control is None else spec.gates.model_copy(update=dict.fromkeys(_LEARNT))
 
 

@@ -19,7 +19,7 @@ from cohort.harness.types import Group
 
 
 class Completions:
-    """The problems of an evaluation with all their completions, in a file that grows: one that is killed goes on."""
+    """The problems of an evaluation with all their completions, in a growing file: a killed evaluation goes on."""
 
     def __init__(self, file: Path) -> None:
         self.file = file

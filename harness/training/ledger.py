@@ -1,4 +1,4 @@
-"""What a run has cost so far, as far as it is known: operations, seconds of cores or GPUs, energy.
+"""The known costs of a run so far: operations, seconds of cores or GPUs, energy.
 
 Energy is what the machine counts: of the run's GPUs (NVML), or of the processor's packages (RAPL, Linux powercap), of
 which a run is charged the share that it has of the time in which the machine's cores were busy. A machine that counts

@@ -1,4 +1,4 @@
-"""The processes of one trial, one per device: which of them this is, and what they tell each other.
+"""The processes of one trial, one per device: the rank of this one, and the messages between them.
 
 A process alone is rank 0 of 1, for which every function here is the identity. All ranks call them in the same order.
 """
