@@ -1,12 +1,15 @@
 """Pure functions from rewards to advantages: within a group, to go, GAE, rewards per token."""
 
 from collections.abc import Callable
-
-import torch
-from torch import Tensor
+from math import inf
 
 from cohort.algorithms._losses import KLEstimator, kl_estimate
-from cohort.harness.types import Batch
+from cohort.harness.types import Batch, Tensor
+
+
+def counted(rewards_PG: Tensor, mask_PG: Tensor | None) -> Tensor:
+    """[P, G] bool: `mask_PG`, or every reward without one."""
+    return rewards_PG.new_ones(rewards_PG.shape).bool() if mask_PG is None else mask_PG
 
 
 def group_centred(rewards_PG: Tensor, mask_PG: Tensor | None = None) -> Tensor:
@@ -15,11 +18,11 @@ def group_centred(rewards_PG: Tensor, mask_PG: Tensor | None = None) -> Tensor:
     A group of equal rewards (or of one) gives exact zeros, whatever the rounding of its mean. With `mask_PG` only its
     rewards count, and the rest is 0.
     """
-    mask = torch.ones_like(rewards_PG, dtype=torch.bool) if mask_PG is None else mask_PG
+    mask = counted(rewards_PG, mask_PG)
     mean = (rewards_PG * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
-    lowest = rewards_PG.masked_fill(~mask, torch.inf).amin(dim=1, keepdim=True)
-    highest = rewards_PG.masked_fill(~mask, -torch.inf).amax(dim=1, keepdim=True)
-    return torch.where(mask & (highest > lowest), rewards_PG - mean, torch.zeros_like(rewards_PG))
+    lowest = rewards_PG.masked_fill(~mask, inf).amin(dim=1, keepdim=True)
+    highest = rewards_PG.masked_fill(~mask, -inf).amax(dim=1, keepdim=True)
+    return (rewards_PG - mean).where(mask & (highest > lowest), 0.0)
 
 
 def group_standardised(
@@ -31,7 +34,7 @@ def group_standardised(
     the mean is the group's and std that of the rewards of all groups (arXiv:2508.08221).
     """
     centred = group_centred(rewards_PG, mask_PG)
-    mask = torch.ones_like(rewards_PG, dtype=torch.bool) if mask_PG is None else mask_PG
+    mask = counted(rewards_PG, mask_PG)
     if of_batch:
         rewards = rewards_PG[mask]
         return centred / (rewards.std() + std_floor) if len(rewards) > 1 else centred
@@ -77,13 +80,13 @@ def generalised_advantages(
 
     arXiv:1506.02438, eq. 16: delta_t = r_t + gamma * V_{t+1} - V_t, A_t = delta_t + gamma * lambda * A_{t+1}.
     """
-    advantages = torch.zeros_like(rewards_BT)
-    running = next_value = torch.zeros_like(rewards_BT[:, 0])
+    advantages = rewards_BT.new_zeros(rewards_BT.shape)
+    running = next_value = rewards_BT.new_zeros(len(rewards_BT))
     for t in reversed(range(rewards_BT.shape[1])):
         mask = mask_BT[:, t]
         delta = rewards_BT[:, t] + gamma * next_value - values_BT[:, t]
-        running = torch.where(mask, delta + gamma * gae_lambda * running, torch.zeros_like(running))
-        next_value = torch.where(mask, values_BT[:, t], torch.zeros_like(next_value))
+        running = (delta + gamma * gae_lambda * running).where(mask, 0.0)
+        next_value = values_BT[:, t].where(mask, 0.0)
         advantages[:, t] = running
     return advantages
 
@@ -91,7 +94,7 @@ def generalised_advantages(
 def at_last_token(rewards_B: Tensor, mask_BT: Tensor) -> Tensor:
     """[B, T]: each row's reward on its last token in the mask, 0 elsewhere."""
     later = to_go(mask_BT)
-    return torch.where(mask_BT & (later == 1), rewards_B[:, None], torch.zeros_like(rewards_B[:, None]))
+    return rewards_B[:, None].where(mask_BT & (later == 1), 0.0)
 
 
 def token_rewards(batch: Batch, kl_beta: float, kl_estimator: KLEstimator) -> Tensor:

@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from pydantic import Field
-from torch import Tensor
 
 from cohort.algorithms._advantages import group_advantages, group_standardised
 from cohort.algorithms._surrogate import ClippedLoss, SurrogateLoss
-from cohort.harness.types import Batch
+from cohort.harness.types import Batch, Tensor
 
 
 class GroupStandardised(SurrogateLoss):

@@ -7,11 +7,8 @@ not sum to 1 (`row_sum_weights`) multiplies those by a fact of the row alone, so
 
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from cohort.harness.tensors import kl_k1, kl_k3
-from cohort.harness.types import Batch, PolicyOutput
+from cohort.harness.types import Batch, PolicyOutput, Tensor
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
@@ -19,7 +16,7 @@ KLEstimator = Literal["k1", "k2", "k3"]
 def token_ratio(batch: Batch, policy: PolicyOutput) -> Tensor:
     """[B, T]: each token's probability now over that when it was sampled; 1 outside the completion."""
     assert batch.old_logprobs_BT is not None
-    return torch.exp(policy.logprobs_BT - batch.old_logprobs_BT)
+    return (policy.logprobs_BT - batch.old_logprobs_BT).exp()
 
 
 def row_log_ratio(batch: Batch, policy: PolicyOutput) -> Tensor:
@@ -41,15 +38,21 @@ def clipped_surrogate(
     free = ratio * advantages_BT
     clipped = ratio.clamp(1 - clip_low, 1 + (clip_low if clip_high is None else clip_high)) * advantages_BT
     if bound is None:
-        return -torch.minimum(free, clipped), clipped < free
+        return -free.minimum(clipped), clipped < free
     cut = (clipped < free) | ((ratio > bound) & (advantages_BT < 0))
-    return -torch.minimum(ratio.clamp(max=bound) * advantages_BT, clipped), cut
+    return -(ratio.clamp(max=bound) * advantages_BT).minimum(clipped), cut
+
+
+def no_clip(batch: Batch) -> Tensor:
+    """[B, T] bool: no token's gradient is cut."""
+    mask = batch.completion_mask_BT
+    return mask.new_zeros(mask.shape)
 
 
 def clipped_square(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
     """[B, T]: the squared error of a value, or of one held within `clip` of the rollout's if that errs more."""
     near = old_values + (values - old_values).clamp(-clip, clip)
-    return torch.maximum((values - returns) ** 2, (near - returns) ** 2)
+    return ((values - returns) ** 2).maximum((near - returns) ** 2)
 
 
 def token_mean_weights(completion_mask_BT: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from cohort.algorithms._losses import (
     KLEstimator,
@@ -16,7 +15,7 @@ from cohort.algorithms._losses import (
     token_ratio,
 )
 from cohort.harness.interfaces import Algorithm
-from cohort.harness.types import Batch, PolicyOutput
+from cohort.harness.types import Batch, PolicyOutput, Tensor
 
 
 class Clip(Algorithm):

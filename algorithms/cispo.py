@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from pydantic import Field
-from torch import Tensor
 
 from cohort.algorithms._group import GroupStandardised
 from cohort.algorithms._losses import token_mean_weights, token_ratio
-from cohort.harness.types import Batch, PolicyOutput
+from cohort.harness.types import Batch, PolicyOutput, Tensor
 
 
 class CISPO(GroupStandardised):

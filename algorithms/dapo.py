@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from pydantic import Field
-from torch import Tensor
 
 from cohort.algorithms._group import GroupRelative
 from cohort.algorithms._losses import token_mean_weights
+from cohort.harness.types import Tensor
 
 
 class DAPO(GroupRelative):

@@ -15,14 +15,12 @@ import math
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from cohort.algorithms._advantages import group_advantages, group_centred
 from cohort.algorithms._losses import token_ratio
 from cohort.algorithms._surrogate import SummedLoss
-from cohort.harness.types import Batch, PolicyOutput
+from cohort.harness.types import Batch, PolicyOutput, Tensor
 
 SMALLEST = 1e-8  # added to the probabilities of "any other token", as verl does
 
@@ -53,10 +51,10 @@ class DPPO(SummedLoss):
         distance = (now.exp() - old.exp()).abs() if self.divergence == "tv" else _binary_kl(old, now)
         masked_BT = (distance > self.divergence_bound) & ((now - old) * batch.advantages_BT > 0)
         weight_BT = token_ratio(batch, policy).detach().clamp(max=self.weight_max or math.inf)
-        carrier_BT = torch.exp(policy.logprobs_BT - policy.logprobs_BT.detach())  # 1, with the log-prob's gradient
+        carrier_BT = (policy.logprobs_BT - policy.logprobs_BT.detach()).exp()  # 1, with the log-prob's gradient
         return -(weight_BT * carrier_BT * batch.advantages_BT).masked_fill(masked_BT, 0.0), masked_BT
 
 
 def _binary_kl(old: Tensor, now: Tensor) -> Tensor:
-    others = torch.log((1 - old.exp() + SMALLEST) / (1 - now.exp() + SMALLEST))
+    others = ((1 - old.exp() + SMALLEST) / (1 - now.exp() + SMALLEST)).log()
     return old.exp() * (old - now) + (1 - old.exp()) * others

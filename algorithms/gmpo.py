@@ -11,12 +11,10 @@ Departures: the standard deviation has GRPO's G - 1 and floor; no KL by default,
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from cohort.algorithms._group import GroupStandardised
-from cohort.harness.types import Batch, PolicyOutput
+from cohort.harness.types import Batch, PolicyOutput, Tensor
 
 
 class GMPO(GroupStandardised):
@@ -39,7 +37,7 @@ class GMPO(GroupStandardised):
         clipped_BT = log_ratio_BT.abs() > self.clip_log_ratio
         clipped_BT &= log_ratio_BT * advantages_BT > 0  # moved further the way that its advantage points
         bounded_BT = log_ratio_BT.clamp(-self.clip_log_ratio, self.clip_log_ratio)
-        used_BT = torch.where(clipped_BT, bounded_BT, log_ratio_BT)
+        used_BT = bounded_BT.where(clipped_BT, log_ratio_BT)
         num_tokens_B1 = mask.sum(dim=1, keepdim=True).clamp(min=1)
-        row_ratio_B1 = torch.exp(used_BT.detach().sum(dim=1, keepdim=True) / num_tokens_B1)
-        return -row_ratio_B1 * torch.exp(used_BT - used_BT.detach()) * advantages_BT, clipped_BT
+        row_ratio_B1 = (used_BT.detach().sum(dim=1, keepdim=True) / num_tokens_B1).exp()
+        return -row_ratio_B1 * (used_BT - used_BT.detach()).exp() * advantages_BT, clipped_BT

@@ -11,13 +11,11 @@ default, as in eq. 5; one in the loss can be set.
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from cohort.algorithms._group import GroupRelative
 from cohort.algorithms._losses import row_log_ratio
-from cohort.harness.types import Batch, PolicyOutput
+from cohort.harness.types import Batch, PolicyOutput, Tensor
 
 
 class GSPO(GroupRelative):
@@ -40,6 +38,6 @@ class GSPO(GroupRelative):
 
     def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
         num_tokens_B1 = batch.completion_mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
-        row_ratio_B1 = torch.exp(row_log_ratio(batch, policy).detach() / num_tokens_B1)
-        ratio_BT = row_ratio_B1 * torch.exp(policy.logprobs_BT - policy.logprobs_BT.detach())
+        row_ratio_B1 = (row_log_ratio(batch, policy).detach() / num_tokens_B1).exp()
+        ratio_BT = row_ratio_B1 * (policy.logprobs_BT - policy.logprobs_BT.detach()).exp()
         return self.clipped(ratio_BT, batch)

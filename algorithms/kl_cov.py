@@ -13,13 +13,11 @@ depend on its split; a token without positive covariance is never held.
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from cohort.algorithms._group import GroupStandardised
-from cohort.algorithms._losses import token_mean_weights, token_ratio
-from cohort.harness.types import Batch, PolicyOutput
+from cohort.algorithms._losses import no_clip, token_mean_weights, token_ratio
+from cohort.harness.types import Batch, PolicyOutput, Tensor
 
 
 class KLCov(GroupStandardised):
@@ -46,15 +44,15 @@ class KLCov(GroupStandardised):
         assert batch.advantages_BT is not None and batch.old_logprobs_BT is not None
         credit, logprobs = batch.advantages_BT[mask], batch.old_logprobs_BT[mask]
         covariance = (credit - credit.mean()) * (logprobs - logprobs.mean())
-        held = torch.zeros_like(covariance, dtype=torch.bool)
+        held = mask.new_zeros(len(covariance))
         held[covariance.topk(min(len(held), max(1, int(len(held) * self.covariance_share)))).indices] = True
-        return batch.replace(held_BT=torch.zeros_like(mask).masked_scatter(mask, held & (covariance > 0)))
+        return batch.replace(held_BT=mask.new_zeros(mask.shape).masked_scatter(mask, held & (covariance > 0)))
 
     def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
         assert batch.advantages_BT is not None and batch.held_BT is not None and batch.old_logprobs_BT is not None
         moved_BT = (policy.logprobs_BT - batch.old_logprobs_BT).abs()
         per_token = self.penalty * moved_BT * batch.held_BT - token_ratio(batch, policy) * batch.advantages_BT
-        return per_token, torch.zeros_like(batch.completion_mask_BT)
+        return per_token, no_clip(batch)
 
     def loss_weights(self, completion_mask_BT: Tensor) -> Tensor:
         return token_mean_weights(completion_mask_BT)

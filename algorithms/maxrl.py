@@ -14,12 +14,9 @@ GRPO's aggregation; verl and TRL have none.
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-import torch
-from torch import Tensor
-
-from cohort.algorithms._advantages import group_advantages, group_centred
+from cohort.algorithms._advantages import counted, group_advantages, group_centred
 from cohort.algorithms._surrogate import ClippedLoss, SummedLoss
-from cohort.harness.types import Batch
+from cohort.harness.types import Batch, Tensor
 
 
 class MaxRL(ClippedLoss, SummedLoss):
@@ -40,6 +37,6 @@ class MaxRL(ClippedLoss, SummedLoss):
 
 def _by_the_mean(rewards_PG: Tensor, mask_PG: Tensor | None) -> Tensor:
     centred = group_centred(rewards_PG, mask_PG)
-    mask = torch.ones_like(rewards_PG, dtype=torch.bool) if mask_PG is None else mask_PG
+    mask = counted(rewards_PG, mask_PG)
     mean = (rewards_PG * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
-    return torch.where(mean > 0, centred / mean, torch.zeros_like(centred))
+    return (centred / mean).where(mean > 0, 0.0)

@@ -15,13 +15,11 @@ a row's own movement but not its partner's.
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
-from cohort.algorithms._losses import policy_metrics, row_log_ratio
+from cohort.algorithms._losses import no_clip, policy_metrics, row_log_ratio
 from cohort.harness.interfaces import Algorithm
-from cohort.harness.types import Batch, PolicyOutput
+from cohort.harness.types import Batch, PolicyOutput, Tensor
 
 SMALLEST = 2.0**-24  # a probability of float32 below 1; bounds the reported loss of a hopeless pair
 
@@ -59,9 +57,9 @@ class OnlineDPO(Algorithm):
         gain_PG, rewards_PG = gain_B.view(-1, batch.group_size), batch.rewards_PG
         best_P1, worst_P1 = rewards_PG.argmax(dim=1, keepdim=True), rewards_PG.argmin(dim=1, keepdim=True)
         margin_P1 = gain_PG.gather(1, best_P1) - gain_PG.gather(1, worst_P1)
-        push_P1 = torch.sigmoid(-self.kl_beta * margin_P1)
+        push_P1 = (-self.kl_beta * margin_P1).sigmoid()
         # Of equal rewards the first is best and worst at once, and its two signs cancel to exactly 0.
-        signed_PG = torch.zeros_like(gain_PG).scatter(1, best_P1, push_P1).scatter_add(1, worst_P1, -push_P1)
+        signed_PG = gain_PG.new_zeros(gain_PG.shape).scatter(1, best_P1, push_P1).scatter_add(1, worst_P1, -push_P1)
         return batch.replace(advantages_BT=signed_PG.reshape(-1, 1) * mask)
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
@@ -71,9 +69,9 @@ class OnlineDPO(Algorithm):
         push_B1 = signed_B1.abs()
         # -log sigmoid(margin + moved) + log sigmoid(margin), with sigmoid(-margin) = push; 0 where push is 0.
         moved_B1 = self.kl_beta * signed_B1.sign() * row_log_ratio(batch, policy)
-        change_B1 = torch.logaddexp(torch.log1p(-push_B1), torch.log(push_B1) - moved_B1)
-        per_row_B1 = change_B1 - 0.5 * torch.log((1 - push_B1).clamp(min=SMALLEST))
+        change_B1 = (-push_B1).log1p().logaddexp(push_B1.log() - moved_B1)
+        per_row_B1 = change_B1 - 0.5 * (1 - push_B1).clamp(min=SMALLEST).log()
         # Weights of a row add up to 1 / rows; one group has group_size rows.
         loss = (batch.loss_weight_BT * per_row_B1).sum() * batch.group_size
-        clipped = torch.zeros_like(batch.completion_mask_BT)
+        clipped = no_clip(batch)
         return loss, {"policy/loss": loss.detach(), **policy_metrics(batch, policy, clipped)}

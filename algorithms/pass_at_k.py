@@ -12,8 +12,6 @@ gradient is the true one divided by G * loss_denominator.
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-import torch
-
 from cohort.algorithms._surrogate import ClippedLoss, SummedLoss
 from cohort.harness.types import Batch
 
@@ -33,5 +31,5 @@ class PassAtK(ClippedLoss, SummedLoss):
     def advantages(self, batch: Batch) -> Batch:
         top_P2, place_P2 = batch.rewards_PG.topk(2, dim=1)
         lead_P1 = top_P2[:, :1] - top_P2[:, 1:]
-        earned_PG = torch.zeros_like(batch.rewards_PG).scatter(1, place_P2[:, :1], lead_P1)
+        earned_PG = top_P2.new_zeros(batch.rewards_PG.shape).scatter(1, place_P2[:, :1], lead_P1)
         return batch.replace(advantages_BT=earned_PG.reshape(-1, 1) * batch.completion_mask_BT)

@@ -13,13 +13,12 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from pydantic import Field
-from torch import Tensor
 
 from cohort.algorithms._advantages import generalised_advantages, token_rewards
 from cohort.algorithms._losses import KLEstimator, clipped_square, policy_metrics, token_mean_weights, token_ratio
 from cohort.algorithms._surrogate import Clip
 from cohort.harness.tensors import whiten
-from cohort.harness.types import Batch, PolicyOutput
+from cohort.harness.types import Batch, PolicyOutput, Tensor
 
 
 class PPO(Clip):

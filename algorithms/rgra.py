@@ -10,12 +10,11 @@ mean over all tokens. Departures: the standard deviation has GRPO's G - 1 and fl
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from cohort.algorithms._group import GroupStandardised
-from cohort.harness.types import Batch, PolicyOutput
+from cohort.algorithms._losses import no_clip
+from cohort.harness.types import Batch, PolicyOutput, Tensor
 
 
 class RGRA(GroupStandardised):
@@ -28,4 +27,4 @@ class RGRA(GroupStandardised):
 
     def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
         assert batch.advantages_BT is not None
-        return -batch.advantages_BT * policy.logprobs_BT, torch.zeros_like(batch.completion_mask_BT)
+        return -batch.advantages_BT * policy.logprobs_BT, no_clip(batch)

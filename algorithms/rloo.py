@@ -13,14 +13,12 @@ import math
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from cohort.algorithms._advantages import leave_one_out
 from cohort.algorithms._losses import clipped_surrogate, kl_estimate, policy_metrics, row_log_ratio
 from cohort.harness.interfaces import Algorithm
-from cohort.harness.types import Batch, PolicyOutput
+from cohort.harness.types import Batch, PolicyOutput, Tensor
 
 
 class RLOO(Algorithm):
@@ -55,7 +53,7 @@ class RLOO(Algorithm):
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.advantages_BT is not None and batch.loss_weight_BT is not None
-        ratio_B1 = torch.exp(row_log_ratio(batch, policy))
+        ratio_B1 = row_log_ratio(batch, policy).exp()
         clip = math.inf if self.clip_epsilon is None else self.clip_epsilon
         # A row's tokens all carry the row's loss; their weights add up to 1 / rows.
         per_token, clipped = clipped_surrogate(ratio_B1, batch.advantages_BT, clip)

@@ -10,13 +10,11 @@ a constant in the loss. Departures: the standard deviation has GRPO's G - 1 and 
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from cohort.algorithms._group import GroupStandardised
-from cohort.algorithms._losses import token_ratio
-from cohort.harness.types import Batch, PolicyOutput
+from cohort.algorithms._losses import no_clip, token_ratio
+from cohort.harness.types import Batch, PolicyOutput, Tensor
 
 
 class SAPO(GroupStandardised):
@@ -33,7 +31,7 @@ class SAPO(GroupStandardised):
 
     def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
         assert batch.advantages_BT is not None
-        tau_BT = torch.full_like(batch.advantages_BT, self.tau_negative)
+        tau_BT = batch.advantages_BT.new_full(batch.advantages_BT.shape, self.tau_negative)
         tau_BT[batch.advantages_BT > 0] = self.tau_positive
-        gate_BT = 4 / tau_BT * torch.sigmoid(tau_BT * (token_ratio(batch, policy) - 1))
-        return -gate_BT * batch.advantages_BT, torch.zeros_like(batch.completion_mask_BT)
+        gate_BT = 4 / tau_BT * (tau_BT * (token_ratio(batch, policy) - 1)).sigmoid()
+        return -gate_BT * batch.advantages_BT, no_clip(batch)

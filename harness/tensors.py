@@ -1,15 +1,21 @@
-"""Padding, masked means and KL estimators."""
+"""Padding, masked means and KL estimators; algorithms import it where their settings are read without torch."""
+
+from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 def pad_right(rows: Sequence[Sequence[Any]], dtype: torch.dtype, width: int | None = None) -> Tensor:
     """[B, T] with each row from column 0 and zeros after it; T is `width` or the longest row."""
+    import torch
+
     width = max(map(len, rows)) if width is None else width
     lengths = torch.tensor([len(row) for row in rows])
     result = torch.zeros(len(rows), width, dtype=dtype)
@@ -19,6 +25,8 @@ def pad_right(rows: Sequence[Sequence[Any]], dtype: torch.dtype, width: int | No
 
 def pad_left(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """([B, T] tokens with each row ending in the last column, [B, T] bool mask that is False for padding)."""
+    import torch
+
     tokens = pad_right([row[::-1] for row in rows], torch.int64).flip(1)
     return tokens, pad_right([[1] * len(row) for row in rows], torch.bool).flip(1)
 
@@ -36,8 +44,8 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
     exact = values.double()
     centred = exact - masked_mean(exact, mask)
     variance = masked_mean(centred**2, mask)
-    varies = values.masked_fill(~mask, torch.inf).amin() < values.masked_fill(~mask, -torch.inf).amax()
-    return torch.where(varies & mask, centred * torch.rsqrt(variance + 1e-8), 0.0).to(values.dtype)
+    varies = values.masked_fill(~mask, math.inf).amin() < values.masked_fill(~mask, -math.inf).amax()
+    return (centred * (variance + 1e-8).rsqrt()).where(varies & mask, 0.0).to(values.dtype)
 
 
 def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -51,4 +59,4 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     The log-ratio is clamped to [-20, 20] so that the exponential stays finite.
     """
     log_ratio = (ref_logprobs - logprobs).clamp(-20, 20)
-    return torch.exp(log_ratio) - 1 - log_ratio
+    return log_ratio.exp() - 1 - log_ratio

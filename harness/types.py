@@ -17,6 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 if TYPE_CHECKING:
     from torch import Tensor
+else:
+    Tensor = Any  # for the hints of algorithms, whose settings are read without torch
 
 Split = Literal["train", "validation", "test"]
 FinishReason = Literal["stop", "length"]

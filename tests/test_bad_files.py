@@ -20,13 +20,16 @@ from cohort.harness.cli.app import app
 from cohort.harness.cli.study import write_report
 from cohort.harness.disk import EXIT_STATUS, DiskFull
 from cohort.harness.files import write_json
+from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.study import StudySpec
+from cohort.harness.study.checks import check_unchanged
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.processes import MAX_CRASHES, MAX_KILLS
 from cohort.harness.study.queue import Queue
 from cohort.harness.study.ray_cluster import Cluster, RayPool
 from cohort.harness.study.runner import run_study
 from cohort.harness.study.status import StudyStatus
+from cohort.harness.study.storage.files import LocalStorage
 from cohort.harness.tracking.events import read_events
 from cohort.harness.tracking.mlflow_studies import log_failures, open_study, read_study
 from cohort.harness.tracking.run_log import RunLog, read_result
@@ -176,6 +179,16 @@ class RayThatKills:
         if self.status is None:
             raise self.exceptions.RayError("the node is gone")
         return self.status, "last words"
+
+
+@pytest.mark.parametrize("lost", ["digest", "seeds"])
+def test_a_record_of_a_started_study_that_lost_a_part_is_refused_by_its_path(tmp_path: Path, lost: str):
+    study, folder = a_grid(), tmp_path / "sizes"
+    folder.mkdir()
+    whole = {"digest": study.digest(), "seeds": [0, 1]}
+    write_json(folder / "study.json", {key: value for key, value in whole.items() if key != lost})
+    with pytest.raises(SpecError, match=f"study.json' has no {lost}; restore it"):
+        check_unchanged(study, study.digest(), LocalStorage(folder))
 
 
 @pytest.mark.attack("A worker that is killed over and over before it can claim a trial")

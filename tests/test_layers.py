@@ -376,7 +376,12 @@ def test_every_folder_is_a_package_of_cohort():
         ("import cohort.harness.study.queue", HEAVY - {"optuna"} | {"sqlalchemy"}),
         (
             "from cohort.harness.spec.load import load_study; load_study('quickstart', []).checked_arms()",
-            HEAVY - {"torch"} | {"huggingface_hub"},
+            HEAVY | {"huggingface_hub"},
+        ),
+        (
+            "from cohort.harness.plugins import names, settings_class;"
+            "[settings_class(kind, name) for kind in ('algorithm', 'task', 'reward') for name in names(kind)]",
+            HEAVY | {"huggingface_hub"},
         ),
         (
             "from cohort.harness.tracking import mlflow_store; mlflow_store._schema_version()",

@@ -16,7 +16,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from cohort.harness.engines.transformers import LibraryDecoder, TransformersEngine
+from cohort.harness.engines._decoding import LibraryDecoder
+from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.policy import fused_llama
 from cohort.harness.policy.forward import Critic, completion_states, prompt_states, token_logprobs
 from cohort.harness.policy.llama_decoder import LeanDecoder

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from pydantic import Field, ValidationError
 
-from cohort.harness.engines.transformers import uniforms
+from cohort.harness.engines._decoding import uniforms
 from cohort.harness.inputs import digest
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.preflight import check_inputs

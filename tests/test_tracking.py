@@ -14,6 +14,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import fake_trials
@@ -21,8 +22,9 @@ import pandas
 import pytest
 from fake_trials import a_study
 from mlflow import MlflowClient
-from mlflow.entities import Trace
+from mlflow.entities import Metric, Trace
 
+from cohort.harness.evidence.record import by_its_files, from_files
 from cohort.harness.files import file_lock, read_json
 from cohort.harness.spec.run import RunSpec, parse_run
 from cohort.harness.study.plan import Plan
@@ -381,6 +383,27 @@ def test_a_study_is_read_back_from_the_store_alone(runs: Path):
     assert (invalid.state, invalid.reason) == ("invalid", "it was invalid")
     assert complete.reason is None
     assert list_studies(runs) == ["sizes"]
+
+
+def test_of_trials_whose_files_are_here_the_store_is_asked_for_no_metric(runs: Path, monkeypatch: pytest.MonkeyPatch):
+    parent = open_study(runs, a_study(), "cohort study run sizes")
+    kept = log_trial(runs, parent, "group_size=4", 0, "complete")
+    lost = log_trial(runs, parent, "group_size=2", 0, "complete")
+    close_study(runs, parent, "complete")
+    shutil.rmtree(lost.directory)
+    folder = runs / "studies" / "sizes"
+    known = from_files(read_study(runs, "sizes"), folder)
+    asked: list[str] = []
+    found = MlflowClient.get_metric_history
+
+    def counted(client: MlflowClient, run_id: str, key: str) -> list[Metric]:
+        asked.append(run_id)
+        return found(client, run_id, key)
+
+    monkeypatch.setattr(MlflowClient, "get_metric_history", counted)
+    record = read_study(runs, "sizes", partial(by_its_files, folder))
+    assert repr(record) == repr(known)  # text: NaN is not equal to itself
+    assert set(asked) == {lost.run_id} != {kept.run_id}
 
 
 def test_of_several_runs_of_an_arm_and_seed_the_newest_complete_one_counts(runs: Path):

@@ -7,7 +7,8 @@ import pytest
 import torch
 from fakes import tiny_codec
 
-from cohort.harness.engines.transformers import TransformersEngine, _draw, uniforms
+from cohort.harness.engines._decoding import _draw, uniforms
+from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.types import Prompt, Sampling
 

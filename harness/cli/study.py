@@ -7,6 +7,7 @@ import json
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -456,10 +457,10 @@ def write_report(name: str, runs: Path) -> tuple[StudyRecord, Any]:
 
 def read_record(name: str, runs: Path) -> StudyRecord:
     """A study by the files of its trials where they are here, and by the MLflow store."""
-    from cohort.harness.evidence.record import from_files
+    from cohort.harness.evidence.record import by_its_files
     from cohort.harness.tracking.mlflow_studies import read_study
 
-    return from_files(read_study(runs, name), runs / "studies" / name)
+    return read_study(runs, name, partial(by_its_files, runs / "studies" / name))
 
 
 def keep_report(record: StudyRecord, runs: Path) -> Any:

@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +46,14 @@ class Evidence:
 
 def from_files(record: StudyRecord, folder: Path) -> StudyRecord:
     """The record with what the trials' files say, where they are in the study's folder and can be read."""
+    return _each_trial(record, partial(by_its_files, folder))
 
-    def read(trial: TrialRecord) -> TrialRecord:
-        with suppress(ValueError, KeyError, TypeError, AttributeError):
-            return read_trial(trial_folder(folder, trial), trial)
-        return trial
 
-    return _each_trial(record, read)
+def by_its_files(folder: Path, trial: TrialRecord) -> TrialRecord:
+    """The trial with what its files say; itself if they are not in the study's folder or cannot be read."""
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
+        return read_trial(trial_folder(folder, trial), trial)
+    return trial
 
 
 def write_evidence(folder: Path, record: StudyRecord) -> None:

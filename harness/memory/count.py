@@ -128,12 +128,14 @@ def saved_bytes(shape: Shape) -> Saved:
 @lru_cache(maxsize=64)  # arms of a study often share their shape
 def count(shape: Shape) -> Counts:
     """The counts of a shape. Raises whatever a model raises that cannot be built or run without numbers."""
+    if shape.prompts:  # arms often differ in nothing else
+        alone, (policy, _) = count(replace(shape, prompts=0)), _models(shape)
+        return replace(alone, shared=_shared_pass(shape, policy) if can_share_prompts(policy) else 0)
     policy, critic = _models(shape)
     added = _added(policy, critic)
     head = policy.get_output_embeddings().weight
     linear = [m.weight for m in backbone(policy).modules() if isinstance(m, nn.Linear) and m.weight.requires_grad]
     trunk, logprobs, values = _pass(shape, policy, critic)
-    shared = _shared_pass(shape, policy) if shape.prompts and can_share_prompts(policy) else 0
     return Counts(
         policy=_bytes(policy.parameters()),
         weights=sum(p.numel() for name, p in policy.named_parameters() if ".lora_" not in name),
@@ -147,7 +149,7 @@ def count(shape: Shape) -> Counts:
         layer=max(map(num_bytes, layers(policy)), default=0),
         root=_bytes(policy.parameters()) - sum(map(num_bytes, layers(policy))),
         trunk=trunk,
-        shared=shared,
+        shared=0,
         states=shape.rows * shape.max_tokens * policy.config.hidden_size * head.element_size(),
         logprobs=logprobs,
         values=values,

@@ -158,6 +158,11 @@ def check_unchanged(study: StudySpec, digest: str, storage: Storage) -> Inputs |
     started = storage.read_document()
     if started is None:
         return {}
+    if lost := {"digest", "seeds"} - started.keys():
+        raise SpecError(
+            f"the record of a started study must say what it was started with, {storage.document_place} has no "
+            f"{' and no '.join(sorted(lost))}; restore it from a copy, or choose another name with --name NAME"
+        )
     if started["digest"] != digest:
         raise SpecError(
             f"a started study cannot change, or its results would mix: study '{study.name}' was started with other "

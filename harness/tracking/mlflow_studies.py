@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from cohort.harness.spec.study import StudySpec
 
 
+ByFiles = Callable[[TrialRecord], TrialRecord]  # the trial itself where there are none
 PROBE = "probe"  # the experiment of `cohort probe`
 MAX_NOTE = 5000  # characters of a tag that every store takes
 CONTROL = "cohort.control"  # a tag by which users ask for something
@@ -210,11 +211,12 @@ def log_report(
 
 
 @patient
-def read_study(runs: Path, name: str) -> StudyRecord:
+def read_study(runs: Path, name: str, by_files: ByFiles | None = None) -> StudyRecord:
     """The study rebuilt from the MLflow store: one record for each (arm, seed) that has begun.
 
-    If an (arm, seed) has several MLflow runs, the newest complete one counts, or else the newest. ValueError for a
-    study that the store does not have.
+    If an (arm, seed) has several MLflow runs, the newest complete one counts, or else the newest. Of a trial that
+    `by_files` reads from elsewhere the store's numbers are not asked for: that takes a query for each metric.
+    ValueError for a study that the store does not have.
     """
     client = existing_store(runs)
     parent = newest_parent(client, name) if client else None
@@ -237,7 +239,7 @@ def read_study(runs: Path, name: str) -> StudyRecord:
         begun = {seed for _, seed in trials}  # a study whose process was killed has not attached its decision
         seeds = two_stage.get("seeds") or sorted({*range(two_stage["first"]), *begun})
     wanted = [(arm, seed) for arm in arms for seed in seeds]
-    found = {key: _trial_record(client, runs, trials[key]) for key in wanted if key in trials}
+    found = {key: _trial_record(client, runs, trials[key], by_files) for key in wanted if key in trials}
     for arm in (search or {}).get("arms", []):
         if arm["state"] == "pruned":  # no mean over fewer seeds than the others have
             for key, trial in found.items():
@@ -258,7 +260,7 @@ def read_study(runs: Path, name: str) -> StudyRecord:
         versions={**document["versions"], **short(document.get("inputs", {}))},
         search=search,
         stopped=json.loads(parent.data.tags.get("cohort.stopped", "[]")),
-        exploratory=_exploratory(client, runs, trials),
+        exploratory=_exploratory(client, runs, trials, by_files),
         two_stage=two_stage,
         probes=_probes(client, runs, list(found.values()), document.get("inputs", {})),
     )
@@ -323,29 +325,40 @@ def _trial_runs(client: MlflowClient, experiment: str, parent: str) -> dict[tupl
     return trials
 
 
-def _trial_record(client: MlflowClient, runs: Path, run: Run) -> TrialRecord:
+def _trial_record(client: MlflowClient, runs: Path, run: Run, by_files: ByFiles | None) -> TrialRecord:
     tags, run_id = run.data.tags, run.info.run_id
-    table = artifact(client, runs, run, "samples.json") or {"columns": [], "data": []}
-    keys = sorted(key for key in run.data.metrics if not key.startswith((SUMMARY, SYSTEM)))
-    samples = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
-    return TrialRecord(
+    known = TrialRecord(
         trial=tags["cohort.trial"],
         arm=tags["cohort.arm"],
         seed=int(tags["cohort.seed"]),
         state=_state(run),
         reason=tags.get("cohort.reason") or None,
-        spec=artifact(client, runs, run, "config.yaml") or {},
+        spec={},
         factors=json.loads(tags["cohort.factors"]),
-        history={key: _history(client, run_id, key) for key in keys},
+        history={},
         summary={key: float(value) for key, value in json.loads(tags.get("cohort.summary", "{}")).items()},
+        per_problem={},
+        samples=[],
+        threads=tags.get("cohort.threads", "").split(),
+    )
+    if by_files is not None and (found := by_files(known)) is not known:
+        return found
+    table = artifact(client, runs, run, "samples.json") or {"columns": [], "data": []}
+    keys = sorted(key for key in run.data.metrics if not key.startswith((SUMMARY, SYSTEM)))
+    samples = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    return dataclasses.replace(
+        known,
+        spec=artifact(client, runs, run, "config.yaml") or {},
+        history={key: _history(client, run_id, key) for key in keys},
         per_problem=artifact(client, runs, run, "per_problem.json") or {},
         samples=[sample_row(row) for row in samples],
-        threads=tags.get("cohort.threads", "").split(),
         start_per_problem=artifact(client, runs, run, "start_per_problem.json") or {},
     )
 
 
-def _exploratory(client: MlflowClient, runs: Path, trials: Mapping[tuple[str, int], Run]) -> list[ExploratoryArm]:
+def _exploratory(
+    client: MlflowClient, runs: Path, trials: Mapping[tuple[str, int], Run], by_files: ByFiles | None
+) -> list[ExploratoryArm]:
     clones: dict[str, dict[int, Run]] = {}
     for (arm, seed), run in sorted(trials.items()):
         if run.data.tags.get("cohort.phase") == "exploratory":
@@ -354,7 +367,7 @@ def _exploratory(client: MlflowClient, runs: Path, trials: Mapping[tuple[str, in
     for label, members in clones.items():
         tags = next(iter(members.values())).data.tags
         left_at = {seed: int(run.data.tags["cohort.left_at"]) for seed, run in members.items()}
-        records = [_trial_record(client, runs, run) for run in members.values()]
+        records = [_trial_record(client, runs, run, by_files) for run in members.values()]
         changes = json.loads(tags["cohort.changes"])
         found.append(ExploratoryArm(label, tags["cohort.parent"], changes, left_at, records))
     return found

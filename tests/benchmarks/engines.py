@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from _workload import GROUP_SIZE, SETTINGS, DigitSum, Setting, write_model
 
-from cohort.harness.engines.transformers import LibraryDecoder, TransformersEngine
+from cohort.harness.engines._decoding import LibraryDecoder
+from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.interfaces import RolloutEngine
 from cohort.harness.policy.model import load_policy, load_tokenizer
 from cohort.harness.policy.text import TextCodec

@@ -1,0 +1,241 @@
+"""Decodes a batch token by token, and draws each token: apart from the engine, whose settings are read without torch.
+
+Rows that have ended leave the batch. The noise of a token is a hash of its place, never of the batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cohort.harness.policy.forward import hidden_states, output_logits
+from cohort.harness.policy.text import TextCodec, as_groups
+from cohort.harness.tensors import pad_left
+from cohort.harness.types import Call, Group, Sampling
+
+LOOK_EVERY = 16  # tokens of a row between two looks at how many rows still run: each waits for a GPU
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+
+
+@torch.inference_mode()
+def sample(
+    policy: nn.Module,
+    codec: TextCodec,
+    end_ids: Sequence[int],
+    calls: Sequence[Call],
+    sampling: Sampling,
+    decoder_for: Callable[[int], Any],
+) -> list[list[Group]]:
+    """The groups of every call, decoded as one batch by what `decoder_for(tokens of a row)` makes."""
+    device = next(policy.parameters()).device
+    encoded = [[codec.encode(prompt.text) for prompt in call.prompts] for call in calls]
+    noise = _noise(calls, sampling)
+    rows, limit = noise.shape
+    sizes = [call.group_size for call in calls for _ in call.prompts]
+    repeats = sizes[0] if len(set(sizes)) == 1 else torch.tensor(sizes, device=device)
+    tokens = torch.zeros(limit, rows, dtype=torch.int64, device=device)  # cut at each row's end below
+    logprobs = torch.zeros(limit, rows, device=device)
+    lengths = torch.full((rows,), limit, device=device)
+    stopped = torch.zeros(rows, dtype=torch.bool, device=device)
+    noise = noise.t().contiguous().to(device)
+
+    prompt_tokens, mask = (x.to(device) for x in pad_left([row for part in encoded for row in part]))
+    decoder = decoder_for(prompt_tokens.shape[1] + limit)
+    logits = decoder.prefill(prompt_tokens, mask).repeat_interleave(repeats, dim=0)
+    decoder.expand(repeats)
+    is_end = torch.zeros(logits.shape[-1], dtype=torch.bool, device=device)
+    is_end[[token for token in end_ids if token < len(is_end)]] = True
+    is_stopped = _stop_check(codec, sampling.stop) if sampling.stop else None
+    active = torch.arange(rows, device=device)  # row of each line of the decode batch
+    running = torch.ones(rows, dtype=torch.bool, device=device)  # lines not yet ended
+    look_every = LOOK_EVERY if device.type == "cuda" else 1
+
+    for position in range(limit):
+        chosen, logprob = _draw(logits, sampling, noise[position, active])
+        tokens[position, active] = chosen
+        logprobs[position, active] = logprob.float()
+        ended = running & is_end[chosen]
+        if is_stopped is not None:
+            ended |= running & is_stopped(tokens[: position + 1, active].t(), None)  # pyright: ignore
+        lengths[active] = lengths[active].masked_fill(ended, position + 1)
+        stopped[active] |= ended
+        running = running & ~ended
+        if position + 1 == limit:
+            break
+        if (position + 1) % look_every == 0:
+            num_running = int(running.sum())
+            if num_running == 0:
+                break
+            if num_running <= 0.9375 * len(running):  # moves about as many lines as have ended
+                keep = _fill_holes(running)
+                decoder.select(keep)
+                active, running = active[keep], running[keep]
+                chosen = chosen[keep]
+        logits = decoder.step(chosen)
+    ends = lengths.tolist()
+    ids = (row[:n] for row, n in zip(tokens.t().tolist(), ends, strict=True))
+    nats = (row[:n] for row, n in zip(logprobs.t().tolist(), ends, strict=True))
+    found = zip(ids, nats, stopped.tolist(), strict=True)
+    return [
+        as_groups(call.prompts, part, islice(found, len(part) * call.group_size), codec)
+        for call, part in zip(calls, encoded, strict=True)
+    ]
+
+
+class LibraryDecoder:
+    """Decodes one batch with the model's own forward pass and cache, if `keeps_keys_and_values`."""
+
+    def __init__(self, model: nn.Module, capacity: int):
+        """`capacity` is the number of tokens, prompt and completion, that a row can have."""
+        from cohort.harness.engines._preallocated import preallocated_cache
+
+        self.model = model
+        self.cache = preallocated_cache(model, capacity)
+
+    def prefill(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """[P, V] logits after the left-padded prompts, [P, T] with a mask that is False for padding."""
+        self.mask = mask
+        self.padded = not bool(mask.all())
+        return self._forward(tokens, (mask.cumsum(-1) - 1).clamp(min=0))
+
+    def expand(self, repeats: int | Tensor) -> None:
+        """Repeat every row so many times, in place of the row."""
+        self.cache.batch_repeat_interleave(repeats)  # pyright: ignore
+        self.mask = self.mask.repeat_interleave(repeats, dim=0)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """[R, V] logits after one more token of every row."""
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], dim=1)
+        return self._forward(tokens[:, None], self.mask.sum(-1, keepdim=True) - 1)
+
+    def select(self, lines: Tensor) -> None:
+        """Keep these lines, as `_fill_holes` orders them."""
+        self.cache.batch_select_indices(lines)
+        self.mask = self.mask[lines]
+
+    def _forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        output = self.model(
+            input_ids=tokens,
+            attention_mask=self.mask if self.padded else None,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1].float()
+
+
+class RereadingDecoder:
+    """Decodes one batch of any model by reading every row from its start for each token, which is slow."""
+
+    def __init__(self, model: nn.Module, capacity: int):
+        """`capacity` is the number of tokens, prompt and completion, that a row can have."""
+        self.model = model
+        self.capacity = capacity
+
+    def prefill(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """[P, V] logits after the left-padded prompts, [P, T] with a mask that is False for padding."""
+        self.lengths = mask.sum(-1)
+        self.rows = tokens.new_zeros(len(tokens), self.capacity)  # right-padded, as the learner reads them
+        self.rows[torch.arange(self.capacity, device=mask.device) < self.lengths[:, None]] = tokens[mask]
+        return self._forward()
+
+    def expand(self, repeats: int | Tensor) -> None:
+        """Repeat every row so many times, in place of the row."""
+        self.rows = self.rows.repeat_interleave(repeats, dim=0)
+        self.lengths = self.lengths.repeat_interleave(repeats, dim=0)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """[R, V] logits after one more token of every row."""
+        self.rows.scatter_(1, self.lengths[:, None], tokens[:, None])
+        self.lengths = self.lengths + 1
+        return self._forward()
+
+    def select(self, lines: Tensor) -> None:
+        """Keep these lines."""
+        self.rows, self.lengths = self.rows[lines], self.lengths[lines]
+
+    def _forward(self) -> Tensor:
+        states = hidden_states(self.model, self.rows[:, : int(self.lengths.max())])
+        last = states[torch.arange(len(states), device=states.device), self.lengths - 1]
+        return output_logits(self.model, last).float()
+
+
+def _stop_check(codec: TextCodec, stop: Sequence[str]) -> Callable[..., Tensor]:
+    from transformers.generation.stopping_criteria import StopStringCriteria  # takes seconds
+
+    return StopStringCriteria(codec.tokenizer, list(stop))
+
+
+def _noise(calls: Sequence[Call], sampling: Sampling) -> Tensor:
+    """[rows, positions] of all calls, each by its own seed and step."""
+    assert sampling.max_tokens is not None
+    parts = [
+        uniforms(call.seed, call.step, [prompt.id for prompt in call.prompts], call.group_size, sampling.max_tokens)
+        for call in calls
+    ]
+    return torch.from_numpy(np.concatenate(parts))
+
+
+def uniforms(seed: int, step: int, prompt_ids: list[str], group_size: int, num_positions: int) -> np.ndarray:
+    """float64 in [0, 1), shape [P * G, num_positions], keyed by (seed, step, prompt id, sample, position).
+
+    The mixing function is splitmix64 (Steele, Lea and Flood 2014).
+    """
+    prompts = np.array([_hash(prompt_id) for prompt_id in prompt_ids], dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        run = _mix(_mix(np.uint64(seed) + _GAMMA) + np.uint64(step))
+        rows = _mix(_mix(run + prompts)[:, None] + np.arange(group_size, dtype=np.uint64)).reshape(-1)
+        bits = _mix(rows[:, None] + _GAMMA * np.arange(1, num_positions + 1, dtype=np.uint64))
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _draw(logits: Tensor, sampling: Sampling, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """(token, log-prob) per line: the first token whose cumulative probability exceeds the line's uniform."""
+    if sampling.temperature not in (0, 1):
+        logits = logits / sampling.temperature
+    logprobs = torch.log_softmax(logits, dim=-1)
+    if sampling.temperature == 0:
+        chosen = logits.argmax(-1)
+    else:
+        cumulative = _cut(logprobs.exp().double(), sampling.top_p, sampling.top_k).cumsum(-1)
+        found = torch.searchsorted(cumulative, noise[:, None] * cumulative[:, -1:], right=True)
+        chosen = found[:, 0].clamp(max=logits.shape[-1] - 1)
+    return chosen, logprobs.gather(-1, chosen[:, None])[:, 0]
+
+
+def _fill_holes(running: Tensor) -> Tensor:
+    """The lines that still run: those of the tail move into the places of ended ones, the others stay."""
+    lines = running.nonzero()[:, 0]
+    count = len(lines)
+    keep = torch.arange(count, device=lines.device)
+    keep[~running[:count]] = lines[lines >= count]
+    return keep
+
+
+def _cut(probabilities: Tensor, top_p: float, top_k: int) -> Tensor:
+    """Probabilities outside the nucleus (Holtzman et al. 2020) or the k most likely tokens set to 0."""
+    if top_p >= 1 and not top_k:
+        return probabilities
+    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    if top_k:
+        ordered[:, top_k:] = 0
+    ordered[ordered.cumsum(-1) - ordered >= top_p] = 0  # keeps the token that crosses top_p
+    return torch.zeros_like(probabilities).scatter(-1, order, ordered)
+
+
+def _mix(x: np.ndarray | np.uint64) -> np.ndarray:
+    x = np.asarray(x, dtype=np.uint64)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
