@@ -416,7 +416,7 @@ class Copier:
         where = (
             Path(os.path.relpath(policy, self.runs)).as_posix()
             if kept == "weights"
-            else "not kept (checkpoints.finished)"
+            else "not kept; checkpoints.finished=weights keeps it"
         )
         return {POLICY: storable(where)}
 
