@@ -73,8 +73,8 @@ def run(study: Study | str | Path, *, workers: int | None = None, runs: str | Pa
     trial finish its step and write a checkpoint, then raises KeyboardInterrupt; the same call continues. A trial that
     fails or becomes invalid is named and does not stop the others.
 
-    workers  trials at a time; by default one per GPU, or else one per core
-    runs     folder of results, by default COHORT_RUNS or `runs`
+        workers  trials at a time; by default one per GPU, or else one per core
+        runs     folder of results, by default COHORT_RUNS or `runs`
     """
     from cohort._result import Result
 
@@ -133,12 +133,14 @@ def evaluate(
 ) -> "Evaluation":
     """Held-out accuracy of a model, as `cohort evaluate` measures it; a call that was cut off continues.
 
-    model     `tiny`, a Hub id, a model folder, a checkpoint, or the folder of a run
-    task      by name; `path` says where its data are: a Hub id, a local file or folder
-    split     train, validation or test
-    samples   completions of each problem
-    settings  dotted path -> value, as after `--set`
-    name      of the folder RUNS/evaluate/NAME that keeps every completion
+    The arguments:
+
+        model     `tiny`, a Hub id, a model folder, a checkpoint, or the folder of a run
+        task      by name; `path` says where its data are: a Hub id, a local file or folder
+        split     train, validation or test
+        samples   completions of each problem
+        settings  dotted path -> value, as after `--set`
+        name      of the folder RUNS/evaluate/NAME that keeps every completion
     """
     from cohort._result import Evaluation
     from cohort.harness.training.evaluate import intervals

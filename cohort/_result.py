@@ -83,10 +83,12 @@ class Result:
     def curves(self) -> pd.DataFrame:
         """A row for each value that a trial has logged, in the order of its steps.
 
-        arm, seed   of the trial
-        metric      `area/quantity`, such as validation/accuracy, reward/mean, kl/reference, completion/length
-        step        training step; 0 is before the first one
-        value       in the unit of the metric: fractions, nats per token, tokens, seconds
+        The columns:
+
+            arm, seed   of the trial
+            metric      `area/quantity`, such as validation/accuracy, reward/mean, kl/reference, completion/length
+            step        training step; 0 is before the first one
+            value       in the unit of the metric: fractions, nats per token, tokens, seconds
         """
         rows = [
             (trial.arm, trial.seed, metric, step, value)
@@ -100,10 +102,12 @@ class Result:
     def problems(self) -> pd.DataFrame:
         """A row for each test problem of each trial that reached the test.
 
-        arm, seed          of the trial
-        prompt_id          of the problem: the same in all arms, seeds and machines
-        accuracy           samples that were right at the end (fraction)
-        accuracy_initial   the same before the first step; NaN unless evaluation.test_at_start was set
+        The columns:
+
+            arm, seed          of the trial
+            prompt_id          of the problem: the same in all arms, seeds and machines
+            accuracy           samples that were right at the end (fraction)
+            accuracy_initial   the same before the first step; NaN unless evaluation.test_at_start was set
         """
         rows = [
             (trial.arm, trial.seed, prompt, accuracy, trial.start_per_problem.get(prompt))
@@ -116,16 +120,18 @@ class Result:
     def rollouts(self) -> pd.DataFrame:
         """A row for each completion that the trials have logged for the reader; a few of each step, not all.
 
-        arm, seed          of the trial
-        step, split        training step, and train, validation or test
-        prompt_id, prompt  of the problem, as the policy reads it
-        completion         what it wrote
-        gold, answer       the reference answer, and the one found in the completion, if there is one
-        correct            True or False
-        reward             sum of all rewards with their weights; NaN in an evaluation
-        num_tokens         length of the completion (tokens)
-        finish_reason      stop, or length if the token limit cut it
-        reward/NAME        each reward before its weight
+        The columns:
+
+            arm, seed          of the trial
+            step, split        training step, and train, validation or test
+            prompt_id, prompt  of the problem, as the policy reads it
+            completion         what it wrote
+            gold, answer       the reference answer, and the one found in the completion, if there is one
+            correct            True or False
+            reward             sum of all rewards with their weights; NaN in an evaluation
+            num_tokens         length of the completion (tokens)
+            finish_reason      stop, or length if the token limit cut it
+            reward/NAME        each reward before its weight
         """
         return _samples([((trial.arm, trial.seed), row) for trial in self._record.trials for row in trial.samples])
 
@@ -215,10 +221,12 @@ class Evaluation:
     def metrics(self) -> pd.DataFrame:
         """A row for each metric, as `cohort evaluate` states them.
 
-        metric      accuracy (mean over problems and samples), greedy_accuracy, pass_at_K, maj_at_K, answered,
-                    truncated, ...: fractions; num_tokens (mean, tokens), num_prompts, num_samples
-        value       in that unit
-        low, high   95 % interval over problems; NaN for a metric without one
+        The columns:
+
+            metric      accuracy (mean over problems and samples), greedy_accuracy, pass_at_K, maj_at_K, answered,
+                        truncated, ...: fractions; num_tokens (mean, tokens), num_prompts, num_samples
+            value       in that unit
+            low, high   95 % interval over problems; NaN for a metric without one
         """
         limits = {name: self._intervals.get(name, (None, None)) for name in self._result.metrics}
         rows = [(name, value, *limits[name]) for name, value in self._result.metrics.items()]

@@ -308,9 +308,7 @@ def _watch_parent(parent: int, stop: StopRequest) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        prog="python -m cohort.harness.study.worker", description="A worker of a started study."
-    )
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description="A worker of a started study.")
     parser.add_argument("name")
     parser.add_argument("--runs", type=Path, required=True)
     parser.add_argument("--parent", type=int, help="process id of the study's own process")
