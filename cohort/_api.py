@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from cohort.harness.cli import options
-from cohort.harness.cli.study import read_record, run_to_report, say_without_result
+from cohort.harness.cli.study import read_record, run_to_report, say_without_result, started_study
 from cohort.harness.cli.train import evaluated
 from cohort.harness.spec import load
 from cohort.harness.spec.errors import SpecError
@@ -73,19 +73,25 @@ def run(study: Study | str | Path, *, workers: int | None = None, runs: str | Pa
     trial finish its step and write a checkpoint, then raises KeyboardInterrupt; the same call continues. A trial that
     fails or becomes invalid is named and does not stop the others.
 
+        study    from `load_study`, or a name or path; by the name alone, a study of the runs folder continues with the
+                 settings that it was started with
         workers  trials at a time; by default one per GPU, or else one per core
         runs     folder of results, by default COHORT_RUNS or `runs`
     """
     from cohort._result import Result
 
-    study = study if isinstance(study, Study) else load_study(study)
     folder = _runs(runs)
     count = options.num_workers("auto" if workers is None else str(workers))
-    command = options.shell(f"study run {shlex.quote(study.source)}", {"--set": _as_text(study.settings)})
+    spec = None if isinstance(study, Study) else started_study(str(study), folder)
+    command = ""  # a started study keeps the one that it has
+    if spec is None:
+        study = study if isinstance(study, Study) else load_study(study)
+        command = options.shell(f"study run {shlex.quote(study.source)}", {"--set": _as_text(study.settings)})
+        spec = study.spec
     storage = options.with_password(os.environ.get("COHORT_STORAGE") or None)
     with acknowledged(lambda words: print(words, file=sys.stderr, flush=True), leave=lambda _: None):
         try:
-            status, record, _ = run_to_report(study.spec, folder, count, command, storage=storage)
+            status, record, _ = run_to_report(spec, folder, count, command, storage=storage)
         except KeyboardInterrupt:
             raise KeyboardInterrupt("the same call continues where the study stopped") from None
     say_without_result(status, folder)

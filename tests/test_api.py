@@ -135,6 +135,15 @@ def test_bad_input_is_one_sentence_with_a_fix(call: Any, words: str, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
+def test_by_its_name_alone_a_study_of_the_runs_folder_continues_as_it_was_started(tmp_path: Path):
+    started = {"name": "mine", "run": {"task": "arithmetic", "algorithm": "grpo", "device": "cuda:77"}, "seeds": [0]}
+    started |= {"question": "Why?", "factors": {"algorithm.kl_beta": [0, 0.1]}}
+    (tmp_path / "studies" / "mine").mkdir(parents=True)
+    write_json(tmp_path / "studies" / "mine" / "study.json", started)
+    with pytest.raises(ValueError, match="cuda:77"):  # a setting of that file, checked before anything runs
+        cohort.run("mine", runs=tmp_path)
+
+
 # Results ---------------------------------------------------------------------------------------------------------
 
 

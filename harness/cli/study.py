@@ -98,7 +98,7 @@ def study_run(
     terminal.say_if_slow("Checking the settings, models, data and room of the study ...")
     options.use_store(tracking_uri)
     options.spread(hosts, listen)
-    started = None if name else _started_study(study, runs, sets, seeds, interleave)
+    started = None if name or sets or seeds else started_study(study, runs, interleave)
     if started is not None:
         terminal.say(f"Going on with '{study}' of {runs} as it was started.", stderr=True)
     spec = started or _load_study(study, sets, seeds, name, interleave)
@@ -207,7 +207,7 @@ def study_show(
     """Show a study's question, arms, resolved run (defaults included) and budget without running it."""
     from cohort.harness.study.estimates import planned
 
-    spec = _started_study(study, runs, sets, seeds) or _load_study(study, sets, seeds)
+    spec = (None if sets or seeds else started_study(study, runs)) or _load_study(study, sets, seeds)
     arms = []
     for arm in spec.design_arms():
         run = arm.spec
@@ -475,6 +475,18 @@ def keep_report(record: StudyRecord, runs: Path) -> Any:
     return files
 
 
+def started_study(name: str, runs: Path, interleave: int | None = None) -> StudySpec | None:
+    """A study of the runs folder with the settings that it was started with; None without one."""
+    from cohort.harness.files import read_json
+    from cohort.harness.spec.study import StudySpec, parse_study
+
+    file = runs / "studies" / name / "study.json"
+    if not file.is_file():
+        return None
+    raw = {key: value for key, value in read_json(file).items() if key in StudySpec.model_fields}
+    return parse_study(raw if interleave is None else {**raw, "interleave": interleave}, str(file))
+
+
 def _cluster(launcher: str, address: str | None, num_cpus: float, num_gpus: float | None) -> Cluster | None:
     """The Ray cluster that the options name; None for the local launcher. ValueError if Ray is not installed."""
     from cohort.harness.study.ray_cluster import Cluster, check_ray
@@ -531,17 +543,3 @@ def _load_study(
     if interleave is not None:
         overrides.append(f"interleave={interleave}")
     return load_study(name, overrides)
-
-
-def _started_study(
-    name: str, runs: Path, sets: list[str] | None, seeds: str | None, interleave: int | None = None
-) -> StudySpec | None:
-    """A study of the runs folder as it was started; None without one, or if the options change it."""
-    from cohort.harness.files import read_json
-    from cohort.harness.spec.study import StudySpec, parse_study
-
-    file = runs / "studies" / name / "study.json"
-    if sets or seeds or not file.is_file():
-        return None
-    raw = {key: value for key, value in read_json(file).items() if key in StudySpec.model_fields}
-    return parse_study(raw if interleave is None else {**raw, "interleave": interleave}, str(file))
