@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -67,6 +68,13 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.delenv("COHORT_TRACEBACK", raising=False)
     yield tmp_path / "runs"
     mlflow_address.use(None)
+
+
+@pytest.fixture
+def store(runs: Path, empty_store: Path) -> None:
+    """An empty store in the runs folder; making one takes seconds, and two tests here do."""
+    runs.mkdir()
+    shutil.copy(empty_store, runs / "mlflow.db")
 
 
 class Shell:
@@ -241,6 +249,7 @@ def test_a_traceback_is_shown_on_request(cohort: Shell, monkeypatch: pytest.Monk
         app.main([*TRAIN, *sets("stepps=3")])
 
 
+@pytest.mark.usefixtures("store")
 def test_a_plugin_that_raises_is_named_without_a_traceback(
     tmp_path: Path, cohort: Shell, monkeypatch: pytest.MonkeyPatch
 ):
@@ -400,12 +409,14 @@ def test_a_run_is_trained_shown_and_resumed_by_the_same_command(cohort: Shell, r
     assert "other settings" in cohort.err
 
 
+@pytest.mark.usefixtures("store")
 def test_an_invalid_run_ends_with_exit_code_1_and_its_reason(cohort: Shell):
     assert cohort(*TRAIN, *sets(*QUICK, "cold_start.steps=3", "cold_start.learning_rate=1e30"), "--json") == 1
     assert cohort.json()["state"] == "invalid"
     assert "cold_start.learning_rate" in cohort.json()["reason"]
 
 
+@pytest.mark.usefixtures("store")
 def test_an_evaluation_states_accuracies_with_intervals(cohort: Shell, tmp_path: Path):
     command = ["evaluate", "tiny", "--task", "arithmetic", "--samples", "3", *sets(*QUICK)]
     assert cohort(*command, "--json") == 0
@@ -421,6 +432,7 @@ def test_an_evaluation_states_accuracies_with_intervals(cohort: Shell, tmp_path:
     assert "operands" in cohort.out
 
 
+@pytest.mark.usefixtures("store")
 def test_an_evaluation_keeps_its_metrics_and_every_completion(cohort: Shell, runs: Path):
     from cohort.harness.tracking.mlflow_store import connect
 
@@ -504,6 +516,7 @@ def test_stored_completions_are_graded_again(cohort: Shell, tmp_path: Path):
     assert cohort("grade", "--task", "gsm8k", "--cases", str(tmp_path / "none.jsonl")) == 1
 
 
+@pytest.mark.usefixtures("store")
 def test_a_reward_model_is_fitted_on_a_runs_rollouts_and_pays_another_run(cohort: Shell, runs: Path, tmp_path: Path):
     settings = [*QUICK, "rewards.repetition.ngram=1", "sampling.max_tokens=12", "checkpoints.rollouts_every=1"]
     assert cohort(*TRAIN, *sets(*settings), "--name", "one") == 0
@@ -516,6 +529,7 @@ def test_a_reward_model_is_fitted_on_a_runs_rollouts_and_pays_another_run(cohort
     assert cohort(*TRAIN, *sets(*paid), "--name", "two", "--json") == 0
 
 
+@pytest.mark.usefixtures("store")
 def test_a_run_and_its_checkpoint_can_be_evaluated(cohort: Shell, runs: Path):
     assert cohort(*TRAIN, *sets(*QUICK), "--name", "one") == 0
     folder = runs / "train" / "one"
@@ -539,6 +553,7 @@ def test_a_comparison_of_a_model_that_can_read_needs_no_cold_start():
     assert study.design_arms()[0].run_spec(0).cold_start.steps == 0
 
 
+@pytest.mark.usefixtures("store")
 def test_a_study_with_an_invalid_trial_goes_on_is_reported_and_ends_with_exit_code_1(
     cohort: Shell, tmp_path: Path, runs: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -597,6 +612,7 @@ def test_a_study_with_an_invalid_trial_goes_on_is_reported_and_ends_with_exit_co
     assert cohort(*command, *sets("steps=3")) == 2  # another study under the same name
 
 
+@pytest.mark.usefixtures("store")
 @pytest.mark.attack("Ctrl-C")
 def test_ctrl_c_stops_a_run_after_its_step_with_exit_code_130(cohort: Shell, runs: Path):
     command = [*TRAIN, *sets(*QUICK, "steps=100000"), "--name", "long"]
@@ -627,6 +643,7 @@ def test_ctrl_c_stops_a_study_with_exit_code_130(cohort: Shell, runs: Path):
     assert [trial["state"] for trial in cohort.json()["trials"]] == ["stopped"]
 
 
+@pytest.mark.usefixtures("store")
 @pytest.mark.attack("Another machine that calls a server of ours")
 def test_ui_prints_its_address_serves_it_to_this_machine_alone_and_ends_with_ctrl_c(runs: Path):
     with socket.create_server(("127.0.0.1", 0)) as free:

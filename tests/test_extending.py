@@ -64,9 +64,8 @@ def test_the_installed_package_is_listed_with_its_settings(installed, kind, name
     assert setting in [entry["name"] for entry in found["settings"]]
 
 
-def test_a_study_trains_the_algorithm_on_the_task_with_the_reward(installed):
+def test_a_study_trains_the_algorithm_on_the_task_with_the_reward(installed, runs):
     source, _ = installed
-    runs = source.parent / "runs"
     cohort(installed, "study", "run", str(source / "study.yaml"), "--runs", str(runs), "--workers", "1")
     rows = list(csv.DictReader((runs / "studies" / "study" / "report" / "results.csv").open()))
     assert sorted(row["arm"] for row in rows) == ["grpo", "median_baseline"]

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -59,8 +60,8 @@ def logged(folder, name):
     return {e["step"]: e["values"][name] for e in events if e["type"] == "metrics" and name in e["values"]}
 
 
-def test_the_documented_pipeline_runs_with_its_stages_as_children_in_mlflow(documented, tmp_path):
-    stages, runs = load_pipeline(documented, SHORT), tmp_path / "runs"
+def test_the_documented_pipeline_runs_with_its_stages_as_children_in_mlflow(documented, runs):
+    stages = load_pipeline(documented, SHORT)
     result, ended = train_pipeline(stages, runs, "r1")
     assert (result.state, [s.result.state for s in ended]) == ("complete", ["complete"] * 3)
     reason, distil, polish = (runs / "train" / "r1" / "stages" / n for n in ("1-reason", "2-distil", "3-polish"))
@@ -102,9 +103,14 @@ def test_the_documented_pipeline_runs_with_its_stages_as_children_in_mlflow(docu
         train_pipeline(load_pipeline(documented, [*SHORT, "stages.distil.rejection.keep=1"]), runs, "r1")
 
 
-def test_a_pipeline_that_is_stopped_in_every_stage_ends_as_an_undisturbed_one(documented, tmp_path, monkeypatch):
+def test_a_pipeline_that_is_stopped_in_every_stage_ends_as_an_undisturbed_one(
+    documented, tmp_path, empty_store, monkeypatch
+):
     stages = load_pipeline(documented, SHORT)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder in (whole, parts):
+        folder.mkdir()
+        shutil.copy(empty_store, folder / "mlflow.db")
     train_pipeline(stages, whole, "r1")
     # Asked after every cold-start, training and fitting step, after every 64 prompts, and after a stage.
     # Stops: after 2 training steps; at the end of the 1st stage; in the sampling; in the fit, twice; in the last stage.
