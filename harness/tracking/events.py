@@ -1,9 +1,9 @@
 """The event file of a run, `events.jsonl`, and its reader.
 
 One JSON object a line: `start` of an attempt, `metrics` of a step, `samples`, `per_problem`, `kept` (a file and its
-SHA-256), `finish`; each with its `time` (milliseconds since 1970), those of a training step with its number. Non-finite
-numbers are "nan", "inf", "-inf". A line ends with `sum`, a hash of what stands before it: a digit that changes is
-found, also where nothing else follows from it. It tells damage, not intent. Lines of earlier versions have none.
+SHA-256), `finish`; each has its `time` (milliseconds since 1970), and the events of a training step have its number.
+Non-finite numbers are "nan", "inf", "-inf". A line ends with `sum`, a hash of the text before it, so that a changed
+digit is found. It detects damage, not forgery. Lines of earlier versions have none.
 """
 
 import hashlib
@@ -72,10 +72,10 @@ class RunHistory:
 
 
 def read_events(file: Path) -> list[dict[str, Any]]:
-    """The events of a file. ValueError that names the line for anything that no run writes.
+    """The events of a file. ValueError, with the line's number, if a run cannot have written the line.
 
-    A last line without its end was torn by a kill, and NUL bytes stand where a power cut kept the length of a file and
-    lost its content: neither counts, nor what follows.
+    A kill leaves a last line without its end; a power cut can leave NUL bytes in place of the content. Such a line and
+    all after it are skipped.
     """
     if not file.exists():
         return []
@@ -105,7 +105,8 @@ def summed(event: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_as_written(line: bytes) -> bool | None:
-    """Whether a line, without its end, is the one that the run wrote; None for one of an earlier version."""
+    """Whether a line (without its newline) is unchanged since the run wrote it; None for a line of an earlier
+    version."""
     content, mark, end = line.rpartition(b',"sum":"')
     return end == f'{_sum(content)}"}}'.encode() if mark else None
 

@@ -1,7 +1,8 @@
-"""The address of the MLflow store, and the wait for a store that is out of reach.
+"""Finds the address of the MLflow store, and waits for a store that does not answer.
 
-By default the store is a file in the runs folder. `use` or else COHORT_TRACKING_URI names another: `http(s)://host:port`
-of an `mlflow server`, or `postgresql://user@host/database`. Worker processes get the variable.
+By default the store is a file in the runs folder. `use` or COHORT_TRACKING_URI (`use` wins) names another one:
+`http(s)://host:port` of an `mlflow server`, or `postgresql://user@host/database`. Worker processes inherit the
+variable.
 """
 
 import logging
@@ -39,7 +40,7 @@ def use(uri: str | None) -> None:
 
 
 def tracking_uri(runs: Path) -> str:
-    """The address of the MLflow store of a runs folder. ValueError if the named one, or the folder, cannot be one."""
+    """The address of the MLflow store of a runs folder. ValueError if the address or the folder's path is unusable."""
     if uri := remote_uri():
         return uri
     check_spelling(runs)
@@ -47,7 +48,7 @@ def tracking_uri(runs: Path) -> str:
 
 
 def check_spelling(runs: Path) -> None:
-    """ValueError if MLflow would write elsewhere: it knows files by URLs alone, and not all of them read back."""
+    """ValueError if MLflow would write elsewhere: it turns paths into URLs, and some paths do not survive that."""
     from sqlalchemy import make_url
 
     store = runs.resolve() / "mlflow.db"
@@ -87,12 +88,12 @@ def remote_uri() -> str | None:
 
 
 def is_server(uri: str | None) -> bool:
-    """Whether the store is behind an `mlflow server`, which then keeps the artifacts too."""
+    """Whether the store is an `mlflow server`, which then keeps the artifacts too."""
     return uri is not None and uri.startswith("http")
 
 
 def store_name(runs: Path) -> str:
-    """The store as a message names it."""
+    """The store's name in messages."""
     uri = remote_uri()
     return f"the MLflow store in '{runs}'" if uri is None else f"the MLflow store at {shown(uri)}"
 
@@ -116,19 +117,19 @@ def check_remote() -> None:
 
 
 def is_outage(error: BaseException) -> bool:
-    """Whether an error says that the store is out of reach, not that it refuses the data."""
+    """Whether an error means that the store does not answer, not that it refuses the data."""
     from mlflow.exceptions import MlflowException
 
     if isinstance(error, MlflowException):
         unreached = str(error).startswith("API request to") and "failed with exception" in str(error)
         return unreached or error.get_http_status_code() in (429, 502, 503, 504)
-    return isinstance(error, OSError)  # those of requests among them
+    return isinstance(error, OSError)  # includes the errors of requests
 
 
 def patient(function: Callable[P, R]) -> Callable[P, R]:
-    """The same function, called again while a remote store is out of reach, for at most PATIENCE_SECONDS.
+    """The same function, retried while a remote store does not answer, for at most PATIENCE_SECONDS.
 
-    ConnectionError after that. A repeated call of the function must do no harm.
+    Then ConnectionError. The function must be safe to call again.
     """
     return retry(
         retry=retry_if_exception(lambda error: remote_uri() is not None and is_outage(error)),
@@ -152,7 +153,7 @@ def _give_up(call: RetryCallState) -> NoReturn:
 
 
 def health(uri: str, seconds: float) -> str | None:
-    """Why the server at `uri` is of no use now; None if it answers within `seconds`."""
+    """Why the server at `uri` cannot be used now; None if it answers within `seconds`."""
     return _within(seconds, lambda: _health(uri, seconds))
 
 
@@ -171,7 +172,7 @@ def _health(uri: str, seconds: float) -> str | None:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """MLflow follows a redirect too, but what it wants to write gets lost on the way."""
+    """MLflow follows redirects too, but a redirected write loses its data."""
 
     def redirect_request(self, *args: Any, **kwargs: Any) -> None:
         return None
@@ -184,14 +185,15 @@ def _refusal(uri: str, seconds: float) -> str | None:
     def ask() -> str | None:
         try:
             MlflowClient(uri).search_experiments(max_results=1)
-        except Exception as error:  # MLflow's own, or that of any library below it: the store is of no use
+        except Exception as error:  # of MLflow or a library below it: the store cannot be used either way
             return " ".join(str(error).split())[:200]
 
     return _within(seconds, ask)
 
 
 def _within(seconds: float, ask: Callable[[], str | None]) -> str | None:
-    """What `ask` returns, or that it took too long: a server that never ends its answer keeps no one waiting."""
+    """What `ask` returns, or a message if it takes too long, so that a server that never ends its answer blocks
+    nobody."""
     answers: list[str | None] = []
     thread = threading.Thread(target=lambda: answers.append(ask()), name="ask", daemon=True)
     thread.start()

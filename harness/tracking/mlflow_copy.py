@@ -51,9 +51,9 @@ RETRY_SECONDS = 1.0
 SAMPLES_SECONDS = 30.0
 LONGEST_RETRY_SECONDS = 20.0
 SYSTEM_SECONDS = 10.0
-COST_AREAS = ("seconds", "throughput", "memory", "flops", "system")  # metrics that two equal runs need not share
+COST_AREAS = ("seconds", "throughput", "memory", "flops", "system")  # metrics that may differ between two equal runs
 _Key = tuple[str, int]  # metric, step
-_paused: dict[Path, Copier] = {}  # of the runs that this process paused, by folder; they may still be at work
+_paused: dict[Path, Copier] = {}  # of the runs that this process paused, by folder; they may still be copying
 log = logging.getLogger(__name__)
 
 
@@ -92,12 +92,12 @@ class Identity:
 
 
 class Copier:
-    """Copies the events of one run to MLflow, from a thread of its own after `start`, or in `flush`.
+    """Copies the events of one run to MLflow, in its own thread after `start`, or in `flush`.
 
-    A (metric, step) that the store has is not sent again. A killed attempt may have gone on after its last checkpoint,
-    and the machine does not repeat itself exactly: if the store has another value there, or steps that the ended run
-    does not have, a new MLflow run made from the file alone replaces the old one. Costs (seconds, memory) always differ
-    between attempts, so their first value stays.
+    A (metric, step) that the store has is not sent again. A killed attempt may have logged steps after its last
+    checkpoint, and repeating them need not give exactly the same values. If the store has a different value for a step,
+    or steps that the ended run does not have, a new MLflow run made from the file replaces the old one. Costs (seconds,
+    memory) always differ between attempts, so their first value stays.
     """
 
     def __init__(self, runs: Path, directory: Path, identity: Identity) -> None:
@@ -117,9 +117,9 @@ class Copier:
         self._wake, self._stop = threading.Event(), threading.Event()
         self._give_up = threading.Event()
         self._thread: threading.Thread | None = None
-        self._before: Copier | None = None  # of the attempt before, if this process paused it
-        self._begun: dict[_Key, float] = {}  # values with which this attempt began, if there is one before
-        self._copied: tuple[int, int] | None = None  # attempts and stored values, once the thread has copied all
+        self._before: Copier | None = None  # of the previous attempt, if this process paused it
+        self._begun: dict[_Key, float] = {}  # values with which this attempt began, if there was a previous one
+        self._copied: tuple[int, int] | None = None  # attempts and stored values, set when the thread has copied all
 
     def push(self, event: Mapping[str, Any]) -> None:
         with self._lock:
@@ -130,7 +130,7 @@ class Copier:
                 self._samples_changed = True
 
     def start(self) -> None:
-        import_mlflow()  # here: two threads that import large packages at once can trip over each other
+        import_mlflow()  # imported here: two threads that import large packages at the same time can fail
         self._before = _paused.pop(self.directory, None)
         if self._before is not None:
             self._begun = {
@@ -143,12 +143,12 @@ class Copier:
         self._wake.set()
 
     def take_system(self) -> dict[str, float]:
-        """The newest `system/...` metrics that were not taken yet; mostly none."""
+        """The newest `system/...` metrics that were not taken yet; usually empty."""
         system, self._system = self._system, {}
         return system
 
     def stop(self, drain_seconds: float | None) -> None:
-        """Let the thread finish its work, and warn if it could not copy all; None does not wait for it."""
+        """Let the thread finish its work, and warn if it could not copy all; None does not wait."""
         if self._thread is None:
             return
         self._stop.set()
@@ -160,7 +160,7 @@ class Copier:
         if self._thread.is_alive():
             self._give_up.set()
             log.warning(
-                "MLflow could not be given all of '%s' (%d values left; %s); everything is in %s and is copied when "
+                "MLflow has not received all of '%s' (%d values left; %s); everything is in %s and is copied when "
                 "the same command runs again",
                 self.identity.run_name, len(self._pending), self._error, self.directory / EVENTS,
             )  # fmt: skip
@@ -196,7 +196,7 @@ class Copier:
                 return
 
     def has_artifacts(self) -> bool:
-        """Whether the runs folder has the files of a copied run; of another store that is taken for granted."""
+        """Whether the runs folder has the files of a copied run; always true for a remote store."""
         if remote_uri() is not None:
             return True
         names = ["config.yaml", *["samples.json"] * bool(self.history.samples)]
@@ -213,7 +213,7 @@ class Copier:
     def _flush(self) -> None:
         client = self._client or self._go_on() or self._attach()
         with (self.directory / EVENTS).open("rb") as file:
-            os.fsync(file.fileno())  # so that a power cut loses little; here, off the training thread
+            os.fsync(file.fileno())  # so that a power cut loses little; done here, outside the training thread
         with self._lock:
             todo = self._pending[:]
             values = {(key, step): self.history.history[key][step] for key, step in todo}
@@ -230,7 +230,7 @@ class Copier:
             self._copy_end(client, finish)
 
     def _contradicts(self, values: Mapping[_Key, tuple[float, int]]) -> bool:
-        """Whether the store has another value for one of these, costs apart."""
+        """Whether the store has another value for one of these, except for costs."""
         known = {key: as_stored(value) for key, (value, _) in values.items() if key in self._stored}
         return any(
             value != self._stored[key] and not (math.isnan(value) and math.isnan(self._stored[key]))
@@ -239,7 +239,7 @@ class Copier:
         )
 
     def _went_further(self, finish: Mapping[str, Any]) -> bool:
-        """Whether the store has values of steps that this ended run, not to be continued, never reached."""
+        """Whether the store has values of steps that this run, now ended, never reached."""
         if finish["state"] not in FINAL:
             return False
         with self._lock:
@@ -250,7 +250,7 @@ class Copier:
             )
 
     def _replace(self) -> None:
-        """Start a new MLflow run, to be filled from the file alone, and delete the old one."""
+        """Start a new MLflow run, which is filled from the file, and delete the old one."""
         self.identity = dataclasses.replace(self.identity, run_id=None, token="", superseded=self._run_id())
         self.identity.save(self.directory)
         self._client = self._traces = None
@@ -261,7 +261,7 @@ class Copier:
         self._attach()
 
     def _go_on(self) -> MlflowClient | None:
-        """The client of the attempt before, if this process paused it and nobody has worked on the run since."""
+        """The client of the previous attempt, if this process paused it and nobody has worked on the run since."""
         before, self._before = self._before, None
         if before is None or before._client is None:
             return None
@@ -402,11 +402,11 @@ class Copier:
         tags = {"cohort.state": finish["state"], "cohort.reason": finish["reason"] or "", **self._policy_tag(finish)}
         set_tags(client, self._run_id(), {**tags, "cohort.summary": json.dumps(strict(summary))})
         client.set_terminated(self._run_id(), STATUS[finish["state"]], end_time=finish["time"])
-        self.identity.synced = finish["state"] != "paused"  # a paused run has an attempt to come, perhaps begun by now
+        self.identity.synced = finish["state"] != "paused"  # a paused run has another attempt, perhaps begun by now
         self.identity.save(self.directory)
 
     def _policy_tag(self, finish: Mapping[str, Any]) -> dict[str, str]:
-        """Where the final policy is, from the runs folder, so that a copied folder tells the truth too."""
+        """The path of the final policy relative to the runs folder, so that it also holds in a copied folder."""
         kept = self.identity.spec.get("checkpoints", {}).get("finished")
         if kept is None:
             kept = "weights" if self.identity.parent_run_id is None else "nothing"
@@ -426,14 +426,14 @@ class Copier:
 
 
 def _datasets(identity: Identity) -> list[DatasetInput]:
-    """The splits of the run's task: its name, and a digest of its settings and of the files or commits that are read.
+    """The splits of the run's task: its name, and a digest of its settings and of the files or commits that it reads.
 
-    No row is copied. The splits may share files, which the digests of all count.
+    No row is copied. Splits may share files; then each digest covers them.
     """
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
     task, found = identity.spec.get("task"), []
-    if task is None:  # a run of several stages names its tasks with each
+    if task is None:  # a run of several stages has tasks in each stage
         return []
     reads = {source: files for source, files in identity.inputs.items() if not source.startswith("model ")}
     for split in ("train", "validation", "test") if identity.spec["steps"] else ("validation", "test"):

@@ -1,8 +1,8 @@
-"""The app that `cohort ui` serves: MLflow's own, whose start page first gives the browser the views of the studies.
+"""The app that `cohort ui` serves: MLflow's own, with a start page that first stores the studies' views in the browser.
 
-MLflow keeps how a table and its charts look in the browser alone, by the number of the experiment. A link to a saved
-view would show it too, below a warning. What a user changes stays until the study's own view changes. MLflow finds this
-app by its entry point `mlflow.app`.
+MLflow keeps the look of a table and its charts only in the browser, under the experiment's number. A link to a saved
+view would also show it, but with a warning. A user's changes stay until the study's view changes. MLflow finds this app
+by its entry point `mlflow.app`.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 from flask import Response
 from mlflow import MlflowClient
 from mlflow.server import app as pages
-from mlflow.server.fastapi_app import app  # noqa: F401  # which serves `pages`
+from mlflow.server.fastapi_app import app  # noqa: F401  # it serves `pages`
 
 from cohort.harness.tracking.mlflow_view import read_view
 
@@ -40,7 +40,7 @@ _SCRIPT = """<script>
 
 
 def page(index: str, views: list[dict[str, Any]]) -> str:
-    """MLflow's start page with the views in it, as data that no text in them can leave."""
+    """MLflow's start page with the views as data, escaped so that no text in them can run as code."""
     return index.replace("<head>", "<head>" + _SCRIPT.replace("VIEWS", json.dumps(views).replace("<", "\\u003c")), 1)
 
 

@@ -1,4 +1,4 @@
-"""The MLflow store of a runs folder: checks it, connects to it and finds its runs.
+"""Checks the MLflow store of a runs folder, connects to it and finds its runs.
 
 Only the `mlflow_*` modules import mlflow, inside functions because the import takes seconds.
 """
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 MIN_FREE_BYTES = 100_000_000
 MAX_PARAM = 6000  # characters of a parameter
-LOCK_SECONDS = 60.0  # how long a start waits for another process to unlock the store
+LOCK_SECONDS = 60.0  # how long a command waits at its start for another process to unlock the store
 NOTE = "mlflow.note.content"
 SUMMARY, SYSTEM = "summary/", "system/"
 TRAINING_PAGES = "workflowType=machine_learning"  # the UI has others, for chat agents
@@ -50,7 +50,7 @@ STATUS: Mapping[TrialState, str] = {
 _ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # outages are waited for here; MLflow's own 7 tries block for minutes
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # `patiently` waits for outages; MLflow's own 7 tries block for minutes
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
@@ -63,7 +63,7 @@ log = logging.getLogger(__name__)
 def check_runs_folder(runs: Path, min_free_bytes: int = MIN_FREE_BYTES, *, only_read: bool = False) -> None:
     """Raise ValueError if results cannot be written to `runs`, or if another version wrote there.
 
-    Writes nothing that stays; the folder need not exist yet. With `only_read` it may be the copy of another one.
+    Leaves nothing behind; the folder need not exist yet. With `only_read` it may be a copied runs folder.
     """
     if not is_server(remote_uri()):
         check_spelling(runs)
@@ -97,7 +97,7 @@ def check_runs_folder(runs: Path, min_free_bytes: int = MIN_FREE_BYTES, *, only_
 
 
 def import_mlflow() -> None:
-    """Load MLflow, without its telemetry and without its messages on creating a store."""
+    """Load MLflow, without its telemetry and without the messages that it prints when it creates a store."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # its errors are raised too
@@ -127,10 +127,11 @@ def existing_store(runs: Path) -> MlflowClient | None:
 
 
 def own_store(runs: Path, scratch: Path) -> str:
-    """The address of a store that names the artifacts of this runs folder: its own one, or a copy in `scratch`.
+    """The address of a store whose artifact paths are in this runs folder: its own store, or a corrected copy in
+    `scratch`.
 
-    A copied or moved runs folder names those of its old place. Its store stays as it is: the folder may be the same one
-    mounted under another name, with a study at work in it.
+    The store of a copied or moved runs folder still has the old paths. It is not changed: the folder may be the same
+    one mounted under another name, with a study running in it.
     """
     if remote_uri() is not None:
         return tracking_uri(runs)
@@ -235,7 +236,7 @@ def set_tags(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> None
 
 
 def log_params(client: MlflowClient, run_id: str, settings: Mapping[str, Any], known: Mapping[str, str] = {}) -> None:
-    """Log nested settings as parameters; `known` ones stay, for MLflow changes none."""
+    """Log nested settings as parameters; skips `known` ones, because MLflow refuses changes."""
     from mlflow.entities import Param
 
     params = [Param(key, storable(str(value))[:MAX_PARAM]) for key, value in _flatten(settings) if key not in known]
@@ -268,7 +269,7 @@ def log_folder(client: MlflowClient, runs: Path, run: Run, folder: Path, name: s
     place = _artifacts(runs, run)
     if place is None:
         client.log_artifacts(run.info.run_id, str(folder), name)
-    else:  # MLflow would write where the store says, which may be in the folder that this one was copied from
+    else:  # MLflow would write to the path in the store, which may be in the folder that this one was copied from
         shutil.copytree(folder, place / name, dirs_exist_ok=True)
 
 
@@ -281,7 +282,8 @@ def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 def _artifacts(runs: Path, run: Run) -> Path | None:
-    """The folder of a run's artifacts: the one in this runs folder, also if it is a copy of that which the store names.
+    """The folder of a run's artifacts in this runs folder, even if the store has the path in the folder it was copied
+    from.
 
     None if a server keeps them.
     """
@@ -315,7 +317,7 @@ def from_stored(value: float) -> float:
 
 
 def _check_file(runs: Path, only_read: bool) -> None:
-    """ValueError if mlflow.db is no store, has another schema, or belongs to a runs folder that was moved."""
+    """ValueError if mlflow.db is not a store, has another schema, or belongs to a runs folder that was moved."""
     store = runs.resolve() / "mlflow.db"
     if not store.exists():
         return
@@ -347,11 +349,11 @@ def _check_file(runs: Path, only_read: bool) -> None:
 def _look_into(store: Path) -> tuple[list[str], list[str]]:
     """The schema revisions and artifact folders of a store that can be written; waits while it is locked.
 
-    sqlite3.DatabaseError for what is no store, or is still locked after LOCK_SECONDS.
+    sqlite3.DatabaseError for a file that is not a store, or is still locked after LOCK_SECONDS.
     """
     deadline, said = time.monotonic() + LOCK_SECONDS, False
     while True:
-        try:  # for writing: a transaction that a kill left half done is rolled back by its next reader
+        try:  # opened for writing: the next reader rolls back a transaction that a kill left half done
             with closing(sqlite3.connect(f"file:{quote(str(store))}?mode=rw", timeout=0.5, uri=True)) as database:
                 database.execute("BEGIN IMMEDIATE")
                 revisions = [row[0] for row in database.execute("SELECT version_num FROM alembic_version")]
@@ -375,17 +377,17 @@ def _holders(store: Path) -> str:
         with suppress(psutil.Error, OSError):
             if process.pid != os.getpid() and any(Path(file.path) == store for file in process.open_files()):
                 found.append(f"process {process.pid} ({process.name()})")
-    return ", ".join(found) or "another process (such as another cohort, or a tool that shows databases)"
+    return ", ".join(found) or "another process (such as another cohort, or a database viewer)"
 
 
 def _elsewhere(place: str, runs: Path) -> Path | None:
-    """The artifact folder of the runs folder that the store was made in, if `place` is in another one than this."""
+    """The artifact folder of the runs folder in which the store was made, if `place` is not in this runs folder."""
     folder = Path(unquote(urlsplit(place).path)).parent
     return folder if folder.name == "mlartifacts" and folder != runs.resolve() / "mlartifacts" else None
 
 
 def _schema_version() -> str:
-    """The schema revision that the installed MLflow reads and writes, by the text of its migrations."""
+    """The schema revision of the installed MLflow, read from the text of its migrations."""
     spec = find_spec("mlflow")
     assert spec is not None and spec.origin is not None
     folder = Path(spec.origin).parent / "store" / "db_migrations" / "versions"
@@ -399,7 +401,7 @@ def _schema_version() -> str:
 
 
 def _create_store(store: Path) -> None:
-    """Make an empty store beside its place and move it there, so that a crash cannot leave half a schema."""
+    """Make an empty store under another name and rename it, so that a crash cannot leave half a schema."""
     from mlflow import MlflowClient
 
     for leftover in store.parent.glob("mlflow.db.new*"):

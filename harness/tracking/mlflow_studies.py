@@ -1,4 +1,4 @@
-"""Studies in the MLflow store: a parent run with its trials as children, written here and read back as records."""
+"""Writes studies to the MLflow store as a parent run with its trials as children, and reads them back as records."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ CONTROL = "cohort.control"  # a tag by which users ask for something
 
 @patient
 def open_study(runs: Path, study: StudySpec, command: str, inputs: Inputs = NO_INPUTS) -> str:
-    """The id of the study's parent run, now up to date; the same one as long as its folder stays.
+    """The id of the study's parent run, after updating it; it stays the same as long as the study's folder exists.
 
-    An empty command leaves the one that started the study.
+    An empty `command` keeps the recorded command, which started the study.
     """
     client = connect(runs)
     file = _study_run_file(runs, study.name)
@@ -125,7 +125,7 @@ def study_run_id(runs: Path, name: str) -> str:
 
 @patient
 def log_found(runs: Path, run_id: str, file: str, document: Mapping[str, Any]) -> None:
-    """Attach what a study's searches (`search.json`) or first seeds (`seeds.json`) have found to its parent run, for
+    """Attach the findings of a study's searches (`search.json`) or first seeds (`seeds.json`) to its parent run, for
     `read_study`."""
     connect(runs).log_dict(run_id, {"format": FORMAT, **document}, file)
 
@@ -139,9 +139,9 @@ def close_study(runs: Path, run_id: str, state: TrialState, stopped: Sequence[st
 
 
 def take_requests(runs: Path, run_id: str) -> list[tuple[str | None, str]]:
-    """(arm, text) of every tag `cohort.control` that a user has set on the study's run (arm None) or on a trial's.
+    """(arm, text) of every tag `cohort.control` that a user has set on the study's run (arm None) or on a trial's run.
 
-    The tags are gone afterwards.
+    Deletes the tags.
     """
     client = connect(runs)
     experiment = client.get_run(run_id).info.experiment_id
@@ -155,10 +155,10 @@ def take_requests(runs: Path, run_id: str) -> list[tuple[str | None, str]]:
 
 @patient
 def log_failures(runs: Path, run_id: str, failures: Mapping[str, tuple[Mapping[str, str], str]]) -> None:
-    """Record trials as failed that the study knows to have failed: name -> tags and reason.
+    """Record trials that the study counts as failed: name -> tags and reason.
 
-    A trial whose files cannot be read, or whose workers all died, could not record that itself. A result that stands
-    in the store stays there.
+    A trial whose files cannot be read, or whose workers all died, could not record that itself. A result already in the
+    store stays.
     """
     if not failures:
         return
@@ -187,8 +187,8 @@ def log_report(
 ) -> None:
     """Attach a written report to the study's parent run, and the answer to the note that the UI shows there.
 
-    `means` are its numbers by arm and metric, a table of the run; `colors` those of the arms in its figures, which the
-    trials' runs take over.
+    `means` are its numbers by arm and metric, shown as a table of the run; `colors` are the arms' colours in its
+    figures, which the trials' runs get too.
     """
     client = connect(runs)
     parent = newest_parent(client, name)
@@ -212,11 +212,11 @@ def log_report(
 
 @patient
 def read_study(runs: Path, name: str, by_files: ByFiles | None = None) -> StudyRecord:
-    """The study rebuilt from the MLflow store: one record for each (arm, seed) that has begun.
+    """The study as rebuilt from the MLflow store: one record for each (arm, seed) that has begun.
 
-    If an (arm, seed) has several MLflow runs, the newest complete one counts, or else the newest. Of a trial that
-    `by_files` reads from elsewhere the store's numbers are not asked for: that takes a query for each metric.
-    ValueError for a study that the store does not have.
+    If an (arm, seed) has several MLflow runs, the newest complete one counts, or else the newest. For a trial that
+    `by_files` reads from elsewhere, the store's metrics are not queried, which saves one query per metric. ValueError
+    for a study that the store does not have.
     """
     client = existing_store(runs)
     parent = newest_parent(client, name) if client else None
@@ -232,7 +232,7 @@ def read_study(runs: Path, name: str, by_files: ByFiles | None = None) -> StudyR
     spec = document["spec"]
     trials = _trial_runs(client, parent.info.experiment_id, parent.info.run_id)
     search = artifact(client, runs, parent, "search.json")
-    arms = document["arms"] or sorted({arm for arm, _ in trials})  # those of a search are numbered
+    arms = document["arms"] or sorted({arm for arm, _ in trials})  # the arms of a search are numbered
     seeds, two_stage = spec["seeds"], None
     if isinstance(seeds, Mapping):
         two_stage = {**seeds, **(artifact(client, runs, parent, "seeds.json") or {})}
@@ -241,7 +241,7 @@ def read_study(runs: Path, name: str, by_files: ByFiles | None = None) -> StudyR
     wanted = [(arm, seed) for arm in arms for seed in seeds]
     found = {key: _trial_record(client, runs, trials[key], by_files) for key in wanted if key in trials}
     for arm in (search or {}).get("arms", []):
-        if arm["state"] == "pruned":  # no mean over fewer seeds than the others have
+        if arm["state"] == "pruned":  # every mean is over the same number of seeds
             for key, trial in found.items():
                 if key[0] == arm["label"] and trial.state == "complete":
                     found[key] = dataclasses.replace(trial, state="pruned", reason=arm["reason"])
@@ -282,8 +282,8 @@ def list_studies(runs: Path, by: Literal["name", "start"] = "name") -> list[str]
 def study_url(runs: Path, name: str, address: str) -> str:
     """The page of a study's trials on the MLflow server at `address`.
 
-    The pages of `cohort ui` know the study's view. On another server they are sorted by the study's metric, best first:
-    sorted by date they would be hidden behind their parent run.
+    The pages of `cohort ui` know the study's view. On another server the trials are sorted by the study's metric, best
+    first: sorted by date, the parent run would hide them.
     """
     client = connect(runs)
     parent = newest_parent(client, name)
@@ -374,7 +374,7 @@ def _exploratory(
 
 
 def _probes(client: MlflowClient, runs: Path, trials: Sequence[TrialRecord], inputs: Inputs) -> list[Mapping[str, Any]]:
-    """What probes have found on the task and a model that trials start from, the newest first."""
+    """The results of probes on the task with a model that trials start from, the newest first."""
     experiment = client.get_experiment_by_name(PROBE)
     if experiment is None:
         return []
@@ -390,7 +390,8 @@ def _probes(client: MlflowClient, runs: Path, trials: Sequence[TrialRecord], inp
 
 
 def _start(spec: Mapping[str, Any]) -> list[Any]:
-    """What decides the model that a run starts from, apart from the content of files, and the name of its task."""
+    """The settings that decide the model that a run starts from (not the content of files), and the name of its
+    task."""
     cold = [spec["task"], spec["prompt"]] if spec["cold_start"]["steps"] else []
     return [spec["model"], spec["task"]["name"], spec["cold_start"], *cold]
 

@@ -1,9 +1,9 @@
-"""Sampled rollouts as MLflow traces, so that one reads them in its UI, filtered by run, step, correctness and reward.
+"""Stores sampled rollouts as MLflow traces, so that its UI shows them filtered by run, step, correctness and reward.
 
-A trace is one completion: the prompt as input, the completion as output, its graded properties as assessments. Ids are
-a hash of run, step, split and place, so that a trace that is sent twice is stored once. The client is that of MLflow's
-own exporter (mlflow.tracing.client): a trace with its assessments is one request, about a tenth of the cost of the
-public functions, which also want an open span.
+A trace is one completion: the prompt as input, the completion as output, its graded properties as assessments. An id is
+a hash of run, step, split and position, so that a trace sent twice is stored once. The client is the one of MLflow's
+own exporter (mlflow.tracing.client): it sends a trace with its assessments in one request, at about a tenth of the cost
+of the public functions, which also need an open span.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEFAULT_TRACES = 4
 _BATCH = 32
 _PREVIEW = 1000  # characters that MLflow keeps for its tables
 _Row = Mapping[str, Any]  # a SampleRow of the event file
-_Place = tuple[int, str, int]  # step, split, number of the row there
+_Place = tuple[int, str, int]  # step, split, number of the row
 
 
 def traces_per_split() -> int:
@@ -38,7 +38,7 @@ def traces_per_split() -> int:
 
 
 class TraceWriter:
-    """Writes the traces of one run; `known` holds the ids of those that the store has with their text."""
+    """Writes the traces of one run; `known` holds the ids of the traces whose text the store has."""
 
     def __init__(self, uri: str, experiment_id: str, run_id: str, tags: Mapping[str, str]) -> None:
         from mlflow.tracing.constant import TraceTagKey
@@ -48,7 +48,7 @@ class TraceWriter:
         self.known = {t.trace_id for t in traces if TraceTagKey.SPANS_LOCATION in t.tags}
 
     def write(self, rows: Mapping[_Place, tuple[_Row, int]]) -> None:
-        """Store the rollouts (row, milliseconds since 1970) that are not known, in batches."""
+        """Store the rollouts (row, milliseconds since 1970) that are not in `known`, in batches."""
         from mlflow.tracing.client import TracingClient
 
         new = {place: item for place, item in rows.items() if _trace_id(self.run_id, place) not in self.known}
@@ -138,7 +138,7 @@ class TraceWriter:
 
 
 def delete_traces(uri: str, experiment_id: str, run_id: str) -> None:
-    """Remove the traces of a run that is replaced."""
+    """Delete the traces of a run that is being replaced."""
     from mlflow.tracing.client import TracingClient
 
     ids = [trace.trace_id for trace in _traces_of(uri, experiment_id, run_id)]
@@ -184,5 +184,5 @@ def _base64(hexadecimal: str) -> str:
 
 
 def storable(text: str) -> str:
-    """The text without lone surrogates and NUL, which databases refuse."""
+    """The text without lone surrogates and NUL characters, which databases refuse."""
     return text.encode("utf-8", "replace").decode().replace("\x00", "\N{REPLACEMENT CHARACTER}")

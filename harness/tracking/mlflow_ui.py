@@ -20,7 +20,7 @@ from cohort.harness.tracking.mlflow_store import TRAINING_PAGES, check_runs_fold
 
 log = logging.getLogger(__name__)
 APP = "cohort"  # the entry point of `mlflow_page`
-START_SECONDS = 120.0  # how long a server may take to answer
+START_SECONDS = 120.0  # how long a server may take to start
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class UIServer:
 
     address: str
     process: subprocess.Popen[bytes]
-    scratch: tempfile.TemporaryDirectory[str] | None = None  # goes with the server
+    scratch: tempfile.TemporaryDirectory[str] | None = None  # deleted with the server
 
     @property
     def url(self) -> str:
@@ -61,10 +61,10 @@ class UIServer:
 
 
 def serve_ui(runs: Path, port: int, should_stop: Callable[[], bool] = lambda: False) -> UIServer:
-    """A server of the MLflow pages of `runs` on 127.0.0.1 that answers already; an empty store is created if needed.
+    """A server of the MLflow pages of `runs` on 127.0.0.1, once it answers; creates an empty store if needed.
 
-    Of a copied or moved runs folder it shows the store as it is now. ValueError if the port is in use, RuntimeError
-    with the server's last words if it does not come up, KeyboardInterrupt if `should_stop()` turned true before.
+    For a copied or moved runs folder it shows the store as it is now. ValueError if the port is in use, RuntimeError
+    with the end of the server's output if it does not start, KeyboardInterrupt if `should_stop()` turns true first.
     """
     check_port(port)
     check_runs_folder(runs, only_read=True)
@@ -85,20 +85,20 @@ def start_server(
     proxied: bool = False,
     views: bool = False,
 ) -> UIServer:
-    """An `mlflow server` over the database at `uri`, on 127.0.0.1, that answers already; errors as of `serve_ui`.
+    """An `mlflow server` for the database at `uri`, on 127.0.0.1, once it answers; same errors as `serve_ui`.
 
-    `proxied` artifacts are written and read through the server, as from another machine. With `views` the pages show
-    studies as `mlflow_page` says.
+    With `proxied`, artifacts are written and read through the server, as from another machine. With `views`, the pages
+    show studies as described in `mlflow_page`.
     """
     place = artifacts.resolve().as_uri()
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--default-artifact-root", "mlflow-artifacts:/" if proxied else place, "--artifacts-destination", place]
-    if views and entry_points(group="mlflow.app", name=APP):  # an editable install may be older than the entry point
+    if views and entry_points(group="mlflow.app", name=APP):  # an editable install may predate the entry point
         command += ["--app-name", APP]
     environment = {
         **os.environ,
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-        "MLFLOW_BACKEND_STORE_URI": uri,  # here, because other users can read the arguments of a process
+        "MLFLOW_BACKEND_STORE_URI": uri,  # in the environment, because other users can read the arguments of a process
     }
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(

@@ -1,7 +1,7 @@
-"""How MLflow's pages show a study: the columns of its table of runs, its first charts, its arms as groups with colours.
+"""Decides how MLflow shows a study: the columns of its table of runs, its first charts, its arms as coloured groups.
 
-MLflow has no setting for this. A view is what its UI writes when a user saves one (version 3.17): a tag of the
-experiment. Every server lists it in the menu "Views"; the pages of `cohort ui` open with it (`mlflow_page.py`).
+MLflow has no setting for this, so the view is written as its UI saves one (version 3.17): as a tag of the experiment.
+Every server lists it in the menu "Views"; the pages of `cohort ui` open with it (`mlflow_page.py`).
 """
 
 import json
@@ -23,7 +23,7 @@ def view_tags(metric: str, factors: Sequence[str], colors: Mapping[str, str]) ->
 
 
 def color_tag(colors: Mapping[str, str]) -> tuple[str, str]:
-    """The experiment's tag with the colours; arms whose colours would not fit get some of MLflow's."""
+    """The experiment's tag with the colours; arms whose colours do not fit get MLflow's own colours."""
     found = dict(colors)
     while len(text := json.dumps(found)) > MAX_TAG:
         found = dict(list(found.items())[: len(found) // 2])
@@ -43,7 +43,7 @@ def read_view(tags: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]] 
 
 
 def _view(metric: str, factors: Sequence[str]) -> dict[str, Any]:
-    """Best first, in groups of an arm; the metric's curves are the first chart, the others follow."""
+    """The view: runs grouped by arm, best first, with the metric's curves as the first chart."""
     columns = ["tags.`cohort.state`", *(f"params.`{path}`" for path in factors), "params.`seed`"]
     columns += [f"metrics.`{key}`" for key in dict.fromkeys([metric, "summary/test_accuracy"])]
     area = metric.rpartition("/")[0]

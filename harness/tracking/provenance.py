@@ -24,7 +24,7 @@ def versions() -> Mapping[str, str]:
 
 @functools.cache
 def uncommitted_diff(limit: int = MAX_DIFF) -> str:
-    """Changes of tracked files since the commit of `versions()`, cut at `limit` characters; empty without any."""
+    """Changes of tracked files since the commit of `versions()`, cut at `limit` characters; empty without changes."""
     if not _git_commit().endswith("-dirty"):
         return ""
     text = _git("diff", "--no-ext-diff", "HEAD").stdout
@@ -33,7 +33,8 @@ def uncommitted_diff(limit: int = MAX_DIFF) -> str:
 
 
 def _git_commit() -> str:
-    """The commit of the checkout that this file is in, `-dirty` with uncommitted changes; `unknown` outside of one."""
+    """The commit of the checkout that holds this file, with `-dirty` for uncommitted changes; `unknown` without a
+    checkout."""
     try:
         top, commit = _git("rev-parse", "--show-toplevel"), _git("rev-parse", "--verify", "HEAD")
         if commit.returncode or Path(top.stdout.strip()) != ROOT:

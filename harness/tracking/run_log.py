@@ -1,4 +1,4 @@
-"""Keeps the results of a run: its own event file is authoritative, MLflow a copy for browsing and reports.
+"""Keeps the results of a run: its own event file is authoritative, and MLflow is a copy for browsing and reports.
 
 A run appends to `events.jsonl` in its folder (`events.py`), each event flushed at once. A thread copies the events to
 MLflow in batches, so that a slow or absent store never holds up training; the next attempt or `replay` copies the rest.
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 def read_result(directory: Path) -> dict[str, Any] | None:
     """`result.json` of an ended run (state, reason, summary, metrics: the last value of each), or None.
 
-    ValueError for a file that no run wrote.
+    ValueError if a run cannot have written the file.
     """
     file = directory / "result.json"
     if not file.exists():
@@ -56,7 +56,7 @@ def read_result(directory: Path) -> dict[str, Any] | None:
 def read_progress(directory: Path) -> dict[str, Any]:
     """`progress.json`: phase, done, total, step, accuracy, tokens_per_second, seconds.
 
-    Empty before the start, and if it cannot be read: only views depend on it.
+    Empty before the start, and for an unreadable file, because only progress views read it.
     """
     file = directory / "progress.json"
     try:
@@ -70,8 +70,8 @@ def read_progress(directory: Path) -> dict[str, Any]:
 class RunLog:
     """The `RunLogger` of one run: the event file first, MLflow second.
 
-    Trouble with the store never reaches the training run; `finish` waits for the copy, at most `drain_seconds`, and
-    warns if it is incomplete.
+    Errors of the store never reach the training run; `finish` waits for the copy, at most `drain_seconds`, and warns if
+    it is incomplete.
     """
 
     drain_seconds = 60.0
@@ -89,12 +89,12 @@ class RunLog:
         tags: Mapping[str, str] = {},
         on_progress: Callable[[Mapping[str, Any]], None] = lambda progress: None,
     ) -> Self:
-        """The log of a new run, or of one that continues in the same folder as the same MLflow run.
+        """The log of a new run, or of a continued run, which keeps its folder and its MLflow run.
 
         `on_progress` gets the content of `progress.json` at every change.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        for folder in directory.parents:  # a folder whose name is not on disk is lost with all its files
+        for folder in directory.parents:  # a power cut loses a folder whose name is not on disk
             if folder.is_relative_to(runs):
                 sync(folder)
         (directory / "result.json").unlink(missing_ok=True)
@@ -118,8 +118,8 @@ class RunLog:
         self._progress: dict[str, Any] = {"phase": "", "done": 0, "total": 0, "step": 0}
         self._progress_written = -math.inf
         self._steps_pending = 0
-        self._num_events = 0  # in the file, starts apart
-        self.resumed_at = 0  # training step from which this attempt goes on
+        self._num_events = 0  # number of events in the file, without the `start` events
+        self.resumed_at = 0  # training step from which this attempt continues
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -139,17 +139,17 @@ class RunLog:
         return self._progress["step"]
 
     def inputs(self, inputs: Inputs) -> None:
-        """Record what the run reads; comes before `resume`."""
+        """Record the run's inputs; call before `resume`."""
         self._copier.identity.inputs = dict(inputs)
         self._copier.identity.save(self.directory)
 
     def prompt(self, text: str) -> None:
-        """Record the first prompt as the policy reads it; comes before `resume`."""
+        """Record the first prompt as the policy reads it; call before `resume`."""
         self._copier.identity.prompt = text
         self._copier.identity.save(self.directory)
 
     def resume(self, step: int) -> None:
-        """Keep the events up to `step` (none for -1) and go on from there; comes before anything is logged."""
+        """Keep the events up to `step` (none for -1) and continue from there; call before logging anything."""
         assert self._file is None, "resume() comes before the first event"
         kept = [e for e in read_events(self._path) if e["type"] == "start" or e.get("step", math.inf) <= step]
         write_text(self._path, "".join(event_line(event) for event in kept))
@@ -205,12 +205,13 @@ class RunLog:
         self._append({"type": "kept", "step": step, "file": file, "sha256": digest})
 
     def finish(self, state: TrialState, reason: str | None, summary: Mapping[str, float]) -> None:
-        """Record how the run ended, wait until MLflow has everything, and close. A paused one goes on soon: no wait."""
+        """Record how the run ended, wait until MLflow has everything, and close. A paused run continues soon, so it
+        does not wait."""
         end = {"state": state, "reason": reason, "summary": {key: float(value) for key, value in summary.items()}}
         try:
             self._append({"type": "finish", **end})
             self._closed = True
-            self.sync()  # a result that is on disk has all its events there
+            self.sync()  # the events must be on disk before the result
             write_json(self.directory / "result.json", {**end, "metrics": self.latest})
             sync(self.directory)
             self._write_progress(now=True)
@@ -220,7 +221,7 @@ class RunLog:
                 self._file.close()
 
     def close(self) -> None:
-        """End the log; a run that did not `finish` counts as stopped, one that did not `resume` stays as it was."""
+        """Close the log; without `finish` the run counts as stopped, without `resume` it stays as it was."""
         if not self._closed and self._file is not None:
             self.finish("stopped", "ended by an error or an interrupt", {})
 
@@ -229,7 +230,7 @@ class RunLog:
             self.resume(-1)
         assert self._file is not None
         event["time"] = time.time_ns() // 1_000_000
-        self._closed = True  # unless this is written: nothing may follow half a line
+        self._closed = True  # cleared only after the write: nothing may follow half a line
         self._file.write(event_line(summed(event)))
         self._file.flush()
         self._closed = False
@@ -254,7 +255,7 @@ class RunLog:
 
 
 def _num_events(events: Iterable[Mapping[str, Any]]) -> int:
-    """How many of these belong to a step of the run."""
+    """The number of these events that belong to a step of the run."""
     return sum("step" in event for event in events)
 
 
@@ -262,13 +263,13 @@ def _num_events(events: Iterable[Mapping[str, Any]]) -> int:
 def replay(runs: Path, directory: Path, parent_run_id: str | None) -> str | None:
     """Copy the events of the run in `directory` that MLflow lacks; cheap if none are missing.
 
-    Why nothing was copied, if the files of the run cannot be read. Raises MLflow's own error if the store cannot be
-    written.
+    Returns the reason if the run's files cannot be read and so nothing was copied. Raises MLflow's own error if the
+    store cannot be written.
     """
     try:
         identity, events = Identity.load(directory), read_events(directory / EVENTS)
     except (OSError, ValueError) as error:
-        log.warning("a trial is not copied to MLflow: %s", error)
+        log.warning("a trial was not copied to MLflow: %s", error)
         return str(error)
     if identity is None or not events:
         return None

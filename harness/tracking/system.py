@@ -8,7 +8,7 @@ import psutil
 
 
 class SystemSampler:
-    """Gives `system/...` metrics; percentages are means since the last sample. About 0.1 ms without a GPU."""
+    """Measures `system/...` metrics; percentages are means since the last sample. Takes about 0.1 ms without a GPU."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
@@ -23,12 +23,12 @@ class SystemSampler:
             "system/memory_bytes": float(self._process.memory_info().rss),
             "system/machine_memory_percent": psutil.virtual_memory().percent,
         }
-        torch = sys.modules.get("torch")  # never loaded for this: a run without it has no GPU
+        torch = sys.modules.get("torch")  # torch is never loaded for this: a run without torch uses no GPU
         return found | (_gpu(torch) if torch is not None else {})
 
 
 def _gpu(torch: Any) -> dict[str, float]:
-    """Bytes in use on the run's device by all its processes, and its load if nvidia-ml-py is installed."""
+    """Bytes in use on the run's device by all processes, and its load if nvidia-ml-py is installed."""
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return {}
     free, total = torch.cuda.mem_get_info()

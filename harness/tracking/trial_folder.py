@@ -1,4 +1,4 @@
-"""Reads a trial back from the files of its folder, which are the truth wherever they are."""
+"""Reads a trial back from the files of its folder, which are authoritative wherever the folder is."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,9 +12,10 @@ from cohort.harness.types import SampleRow, TrialRecord
 
 
 def read_trial(directory: Path, known: TrialRecord) -> TrialRecord:
-    """The trial with all that its folder says of it; `known` as it is if it has no folder here.
+    """The trial as its folder records it; `known` unchanged if it has no folder here.
 
-    State, reason and factors stay: the study decides on them. ValueError for files that no run wrote.
+    State, reason and factors are kept from `known`, because the study decides them. ValueError for files that a run
+    cannot have written.
     """
     identity, events = Identity.load(directory), read_events(directory / EVENTS)
     if identity is None or not events:
