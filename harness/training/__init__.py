@@ -1,1 +1,1 @@
-"""One run: the loop and all that a step calls."""
+"""One run: the training loop and everything that a step calls."""

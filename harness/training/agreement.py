@@ -1,8 +1,8 @@
-"""Whether the ways to a token's log-prob agree before the first step: the one that the engine states, and the learner's
-with every row read whole and with shared prompts.
+"""Checks before the first step that the engine's log-probs and the learner's agree, the learner's with every row read
+whole and with shared prompts.
 
-The model's own forward pass over each row alone, without padding, is the definition: what a model does to its logits
-is in it. A few tokens are enough, as a wrong scale, mask or position shows on almost every one.
+The reference is the model's own forward pass over each row alone, without padding, which includes whatever the model
+does to its logits. A few tokens are enough, because a wrong scale, mask or position shows on almost every token.
 """
 
 import logging
@@ -23,11 +23,11 @@ from cohort.harness.training.run import Run
 from cohort.harness.training.weight_sync import BOUNDS, precision
 from cohort.harness.types import Batch, InvalidRun, Prompt
 
-# Nats, in float32 between paths over the same weights, up to so many parameters. Rounding alone reached 7e-6 on small
+# Nats, in float32 between paths over the same weights, up to this many parameters. Rounding alone reached 7e-6 on small
 # models of 52 architectures, 1.4e-5 with 16 layers and 53 million parameters, 5e-5 with 24 layers and 372 million.
 BOUND, SMALL = 1e-4, 100_000_000
 NUM_PROMPTS, NUM_SAMPLES, MAX_TOKENS = 4, 2, 16
-NOISE = 2**32  # added to the step: no rollout of a run has the noise of these
+NOISE = 2**32  # added to the step, so that no rollout of a run shares this noise
 
 log = logging.getLogger(__name__)
 
@@ -54,9 +54,10 @@ def check_length(spec: RunSpec) -> None:
 
 @torch.no_grad()
 def check_agreement(run: Run, prompts: Sequence[Prompt], step: int) -> dict[str, float]:
-    """`mismatch/at_start`, the largest difference (nats) among those that stay in use; none for a fake engine.
+    """`mismatch/at_start`, the largest difference (nats) of the paths that stay in use; empty for a fake engine.
 
-    InvalidRun if engine or learner differ by more than rounding. If shared prompts alone do, they are given up.
+    InvalidRun if engine or learner differ by more than rounding. If only the path with shared prompts differs, it is
+    switched off.
     """
     spec, engine, learner, policy = run.spec, run.engine, run.learner, run.learner.policy
     if not engine.samples_policy:
@@ -88,7 +89,7 @@ def check_agreement(run: Run, prompts: Sequence[Prompt], step: int) -> dict[str,
     shared = float((shared_BT - own_BT).abs().max())
     learner.shares_prompts = shared <= bound
     if not learner.shares_prompts:
-        log.warning("every completion reads its prompt anew, which is slower: shared ones are %.3g nats off", shared)
+        log.warning("completions do not share their prompt, which is slower: shared ones are %.3g nats off", shared)
     used = [float(engine_off.max()), float(learner_off.max()), *([shared] if learner.shares_prompts else [])]
     return {"mismatch/at_start": max(used)}
 
@@ -106,7 +107,7 @@ def own_logprobs(model: nn.Module, batch: Batch, temperature: float) -> Tensor:
 
 
 def _check(who: str, off_BT: Tensor, batch: Batch, bound: float, fix: str) -> None:
-    """InvalidRun if one of the differences (nats) is above the bound or no number."""
+    """InvalidRun if one of the differences (nats) is above the bound or NaN."""
     if not float(off_BT.max()) <= bound:
         row, column = divmod(int(off_BT.nan_to_num(torch.inf).argmax()), off_BT.shape[1])
         token = column - int(batch.completion_mask_BT[row].int().argmax())

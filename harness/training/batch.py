@@ -1,4 +1,4 @@
-"""Turns a step's rollouts into the learner's batch, and measures them."""
+"""Turns a step's rollouts into the learner's batch, and computes their metrics."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,8 +18,8 @@ def collate(
 ) -> Batch:
     """The rows of all groups, right-padded to the longest; rewards [P][G].
 
-    `earned` holds for each row {completion token: reward}, where rewards are not all earned by the last token; `greedy`
-    the reward [P] of each prompt's greedy completion, where one is drawn.
+    `earned` holds {completion token: reward} for each row, if tokens other than the last earn rewards; `greedy` holds
+    the reward [P] of each prompt's greedy completion, if one is drawn.
     """
     rows = [(g.prompt_token_ids, r) for g in groups for r in g.rollouts]
     tokens = pad_right([prompt + r.token_ids for prompt, r in rows], torch.int64)
@@ -44,7 +44,8 @@ def collate(
 
 
 def rollout_metrics(graded: Sequence[GradedGroup], rewards: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Metrics of the sampled completions, gold included: for the reader, not for the algorithm; rewards [P][G]."""
+    """Metrics of the sampled completions, including those that need gold: for the reader, not for the algorithm;
+    rewards [P][G]."""
     rewards_PG = torch.tensor(rewards, dtype=torch.float32)
     scores = [score for group in graded for score in group.scores or ()]
     return {

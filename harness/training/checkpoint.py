@@ -1,9 +1,9 @@
 """Saves and resumes everything a run needs: policy, critic, optimisers, counters and the summary so far.
 
-A checkpoint is a folder `step-<n>` whose `policy/` loads with transformers as it is, or with peft where the run trains
-an adapter: then it holds the adapter alone. It is published whole;
-`state.json` carries the hash of every file, and a torn or altered checkpoint is passed over for the one before it.
-Sampling noise and prompt order are functions of (seed, step), so there is no random state to save.
+A checkpoint is a folder `step-<n>`. Its `policy/` loads with transformers, or with peft if the run trains an adapter
+(then it holds only the adapter). A checkpoint appears whole or not at all; `state.json` has the hash of every file, and
+a torn or altered checkpoint is skipped for the one before it. Sampling noise and prompt order are functions of (seed,
+step), so there is no random state to save.
 """
 
 import math
@@ -32,7 +32,7 @@ STATE = "state.json"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on disk; `progress` is the JSON-like mapping it was saved with."""
+    """A complete checkpoint on disk; `progress` is the JSON-like mapping that was saved with it."""
 
     folder: Path
     step: int
@@ -82,7 +82,7 @@ def latest_checkpoint(
     inputs: Inputs = NO_INPUTS,
     usable: Callable[[Checkpoint], bool] = lambda checkpoint: True,
 ) -> Checkpoint | None:
-    """The newest intact and usable checkpoint, or None. ValueError where it belongs to another run, or to one of other
+    """The newest intact and usable checkpoint, or None. ValueError if it belongs to another run or to one with other
     inputs."""
     for folder in sorted(directory.glob("step-*"), reverse=True):
         state = read_manifest(folder, STATE)
@@ -100,9 +100,10 @@ def latest_checkpoint(
 
 
 def fork_run(source: Path, target: Path, spec: RunSpec, parent: RunSpec) -> int:
-    """The step of the newest checkpoint of the run in `source`, from which `spec` now continues in `target`; 0 without.
+    """The step of the newest checkpoint of the run in `source`, from which `spec` now continues in `target`; 0 if there
+    is none.
 
-    The run in `source` may go on meanwhile. What it logged up to that step comes along.
+    The run in `source` may continue meanwhile. Its log up to that step is copied too.
     """
     for _ in range(10):  # it deletes its oldest checkpoint whenever it has written a new one
         for folder in sorted((source / CHECKPOINTS).glob("step-*"), reverse=True):
@@ -118,7 +119,7 @@ def fork_run(source: Path, target: Path, spec: RunSpec, parent: RunSpec) -> int:
                     facts = {"step": state["step"], "inputs": state["inputs"], "progress": progress}
                     write_manifest(copy, STATE, known=state["files"], spec_digest=spec.digest(), **facts)
             except OSError:
-                if folder.exists():  # no fault of the run in `source`
+                if folder.exists():  # not the fault of the run in `source`
                     raise
                 continue
             kept = [e for e in read_events(source / EVENTS) if e.get("step", math.inf) <= state["step"]]

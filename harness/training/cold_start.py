@@ -1,8 +1,9 @@
-"""The supervised warm start that all arms of a study share: worked solutions, cross-entropy on the completion tokens.
+"""Trains the supervised warm start that all arms of a study share: cross-entropy on the completion tokens of worked
+solutions.
 
 The result is cached under a hash of everything that it depends on (content of model and data, task, settings, seed), as
-a folder that transformers loads; a second process that wants the same one waits for the first. A folder that is torn or
-altered is made again.
+a folder that transformers loads. A second process that needs the same one waits for the first. A torn or altered folder
+is made again.
 """
 
 import logging
@@ -37,8 +38,8 @@ def start_policy(
 ) -> tuple[nn.Module, TextCodec]:
     """The policy (on the CPU, float32) and codec that the run starts from, warm-started if the spec says so.
 
-    Warm starts are kept under `cache/cold-start`. `on_progress` hears of a phase: that this process makes one, or that
-    it waits for another one that does.
+    Warm starts are kept under `cache/cold-start`. `on_progress` is told whether this process trains one or waits for
+    another process that does.
     """
     seed = spec.cold_start.seed
     codec = load_codec(spec.model, spec.prompt)
@@ -64,7 +65,7 @@ def start_policy(
 
 @contextmanager
 def _held(lock: FileLock, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Hold a lock; `on_wait` is called every second for which another process has it, and may raise."""
+    """Hold a lock; `on_wait` is called every second while another process holds it, and may raise."""
     while not lock.is_locked:
         try:
             lock.acquire(timeout=WAIT_SECONDS)
@@ -93,7 +94,7 @@ def _key(spec: RunSpec, inputs: Inputs) -> str:
 
 
 def _inputs(spec: RunSpec) -> Inputs:
-    """What the cold start is made of."""
+    """The inputs of the cold start."""
     return digested({**model_sources(spec.model), **spec.task.inputs("train")})
 
 
@@ -138,8 +139,8 @@ def fit_demonstrations(
 
 
 def _batches(demonstrations: Sequence[Demonstration], settings: ColdStart) -> Iterator[list[Demonstration]]:
-    """`steps` batches, each pass over the data in a new order that depends on the seed alone."""
-    random = np.random.default_rng(settings.seed)  # without a name: one would change every start that was measured
+    """`steps` batches; each pass over the data has a new order, which depends only on the seed."""
+    random = np.random.default_rng(settings.seed)  # without a stream name: adding one would change every measured start
     order: list[int] = []
     for _ in range(settings.steps):
         while len(order) < settings.batch_size:

@@ -1,11 +1,11 @@
-"""How well a policy knows the very words of problems: the trace of a benchmark that it was trained on.
+"""Measures how well a policy knows the exact words of problems, a sign that it was trained on the benchmark.
 
-Two looks at each question, as bare text, without template or chat:
-- Completion: the policy reads its first part and continues greedily, for as many words as were held back (partial
-  prompts, arXiv:2507.10532, which holds back 40 %). Exact match and ROUGE-L (Lin 2004) say how close that comes.
-- Likelihood: its mean log-prob per token, minus that of variants with other numbers, or with other words.
-No single score says that a policy has seen a question: people's numbers are likelier than random ones, and common
-phrases complete themselves. Scores are compared with those of other questions of the same kind.
+Two tests of each question, as plain text without a prompt or chat template:
+- Completion: the policy reads the first part and continues greedily for as many words as were held back (partial
+  prompts, arXiv:2507.10532, which holds back 40 %). Exact match and ROUGE-L (Lin 2004) compare the two.
+- Likelihood: the mean log-prob per token, minus that of variants with other numbers or other words. No single score
+proves that a policy has seen a question: numbers that people choose are likelier than random ones, and common phrases
+are easy to complete. So scores are compared with those of other questions of the same kind.
 """
 
 import math
@@ -32,10 +32,10 @@ from cohort.harness.training.evaluate import PROMPTS_AT_ONCE
 from cohort.harness.training.run import build_engine
 from cohort.harness.types import Prompt, PromptFormat, Sampling
 
-HELD_BACK_WORDS = 200  # at most; the rest of a longer question is not asked for
+HELD_BACK_WORDS = 200  # at most; the rest of a longer question is not tested
 _WORD = re.compile(r"\w+|[^\w\s]")
 _NUMBER = re.compile(r"[0-9]+")
-# Meaning need not stay the same: what counts is that every question is treated alike.
+# The meaning may change, as long as every question is treated alike.
 _OTHER_WORDS = {
     "how many": "what number of", "how much": "what amount of", "what is": "state", "what are": "state",
     "find": "determine", "determine": "find", "compute": "calculate", "calculate": "compute", "evaluate": "compute",
@@ -51,10 +51,10 @@ _PHRASE = re.compile(rf"\b({'|'.join(sorted(_OTHER_WORDS, key=len, reverse=True)
 
 @dataclass(frozen=True)
 class Knowledge:
-    """What a policy knows of one question.
+    """The scores of one question.
 
-    `renumbered` and `reworded` are differences of mean log-probs in nats per token, above 0 where the question itself
-    is the likelier text. A score is NaN where the question is too short, has no number, or has no known word.
+    `renumbered` and `reworded` are differences of mean log-probs in nats per token, above 0 if the question itself is
+    the likelier text. A score is NaN if the question is too short, has no number, or has no known word.
     """
 
     prompt_id: str
@@ -77,7 +77,7 @@ def knowledge(
     num_variants: int = 4,
     on_progress: Callable[[str, int, int], None] = lambda phase, done, total: None,
 ) -> dict[str, Knowledge]:
-    """What a policy on the device of the spec knows of every question (id -> text) that is not too long for it."""
+    """The scores of every question (id -> text) that is not too long for the policy, on the spec's device."""
     codec = TextCodec(codec.tokenizer, PromptFormat(format="plain"))
     questions = {key: text for key, text in questions.items() if _fits(text, policy, codec)}
     with closing(build_engine(spec, policy, codec)) as engine:
@@ -151,7 +151,7 @@ def mean_logprobs(
     spec: RunSpec,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, float]:
-    """Text -> mean log-prob of its tokens in nats, the first one apart; NaN for a text of one token."""
+    """Text -> mean log-prob (nats) of its tokens after the first; NaN for a text of one token."""
     device = resolve_device(spec.device)
     found: dict[str, float] = {}
     for batch in _batches({text: codec.encode(text) for text in texts}, microbatch_tokens(spec.optimizer, device)):
@@ -165,7 +165,7 @@ def mean_logprobs(
 
 
 def _batches(rows: Mapping[str, Sequence[int]], max_tokens: int) -> Iterator[dict[str, Sequence[int]]]:
-    """The rows, short ones first, as many at once as make `max_tokens` with their padding, and one at least."""
+    """Batches of rows, short ones first, each of at most `max_tokens` with padding, but at least one row."""
     batch: dict[str, Sequence[int]] = {}
     for text, row in sorted(rows.items(), key=lambda item: len(item[1])):
         if batch and len(row) * (len(batch) + 1) > max_tokens:
@@ -177,7 +177,8 @@ def _batches(rows: Mapping[str, Sequence[int]], max_tokens: int) -> Iterator[dic
 
 
 def parted(question: str, fraction: float) -> tuple[str, str]:
-    """The first `fraction` of the characters, back to the end of a word if there is one, and what is held back."""
+    """The first `fraction` of the characters, cut back to the end of a word if possible, and the rest, which is held
+    back."""
     cut = max(1, round(fraction * len(question)))
     start = question[:cut]
     if question[cut : cut + 1].strip():  # inside a word, or before one
@@ -186,18 +187,19 @@ def parted(question: str, fraction: float) -> tuple[str, str]:
 
 
 def words(text: str) -> list[str]:
-    """Words, numbers and single other characters, in small letters."""
+    """Words, numbers and other single characters, in lower case."""
     return _WORD.findall(text.lower())
 
 
 def _first_words(text: str, count: int) -> str:
-    """The text up to the end of so many of its words."""
+    """The text up to the end of its first `count` words."""
     ends = [match.end() for _, match in zip(range(count), _WORD.finditer(text), strict=False)]
     return text[: ends[-1]] if ends else ""
 
 
 def rouge_l(found: Sequence[str], wanted: Sequence[str]) -> float:
-    """The F1 of the longest common subsequence of two lists of words (Lin 2004, section 3); NaN if none are wanted."""
+    """The F1 of the longest common subsequence of two lists of words (Lin 2004, section 3); NaN if the second is
+    empty."""
     if not wanted:
         return math.nan
     lengths = [0] * (len(wanted) + 1)
@@ -211,7 +213,7 @@ def rouge_l(found: Sequence[str], wanted: Sequence[str]) -> float:
 
 
 def renumbered(text: str, random: np.random.Generator) -> str:
-    """The text with every number replaced by another of as many digits, equal ones by equal ones."""
+    """The text with every number replaced by another with as many digits; equal numbers get equal replacements."""
     others: dict[str, str] = {}
     for number in _NUMBER.findall(text):
         if number not in others:
@@ -221,7 +223,7 @@ def renumbered(text: str, random: np.random.Generator) -> str:
 
 
 def reworded(text: str) -> str:
-    """The text with words and phrases of a fixed list replaced by others."""
+    """The text with the words and phrases of a fixed list replaced by others."""
 
     def other(match: re.Match[str]) -> str:
         found = _OTHER_WORDS[match[0].lower()]
@@ -231,6 +233,6 @@ def reworded(text: str) -> str:
 
 
 def _fits(question: str, policy: nn.Module, codec: TextCodec) -> bool:
-    """Whether the policy reads the question, and a variant of up to twice its length, as it reads shorter texts."""
+    """Whether the policy can read the question, and a variant of up to twice its length, like shorter texts."""
     limit, count = length_limit(policy.config), len(codec.encode(question))
     return count > 1 and (limit is None or 2 * count < limit)

@@ -1,10 +1,10 @@
-"""Decides what completions earn in a control arm, whose run differs in nothing else.
+"""Decides the rewards of a control arm, whose run differs in nothing else.
 
 A control asks whether an effect needs the reward at all: random rewards alone have raised accuracy (Shao et al. 2025,
-arXiv:2506.10947), and a grader that accepts too much is learnt by any reward. `random` is a fair coin for each
-completion, keyed by (seed, step, prompt, sample) like the noise of its sampling; `format_only` the task's format score;
-`inverted` 1 for a wrong answer; `shuffled_gold` correctness by the gold answer of another problem. The first two see no
-correctness. `frozen` pays the run's own rewards to a policy that stands still (see the learner).
+arXiv:2506.10947), and any reward teaches a policy to exploit a grader that accepts too much. `random` is a fair coin
+for each completion, keyed by (seed, step, prompt, sample) like the noise of its sampling; `format_only` the task's
+format score; `inverted` 1 for a wrong answer; `shuffled_gold` correctness by the gold answer of another problem. The
+first two see no correctness. `frozen` pays the run's own rewards to a policy that stands still (see the learner).
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ def control_rewards(
     step: int,
     first: int = 0,
 ) -> list[list[float]]:
-    """[P][G] what the control pays in training step `step`; `prompts` are those of the split, `first` is the number of
-    a group's first sample."""
+    """[P][G] rewards of the control in training step `step`; `prompts` is the whole split, `first` the number of a
+    group's first sample."""
     if spec.control == "random":
         return [_coins(spec.seed, step, group, first) for group in graded]
     if spec.control == "format_only":

@@ -1,7 +1,7 @@
-"""Estimates the disk that runs need, and refuses runs that it cannot hold.
+"""Estimates the disk space that runs need, and refuses runs that do not fit.
 
-Counted are checkpoints (weights or adapter, two moments of AdamW for all that is trained, the critic), what stays of
-them when a run has ended, and cold starts that do not exist yet; not events, rollouts and reports, which are small.
+It counts checkpoints (weights or adapter, two AdamW moments of all trained weights, the critic), the files that an
+ended run keeps, and cold starts that do not exist yet. It leaves out events, rollouts and reports, which are small.
 """
 
 import shutil
@@ -20,8 +20,8 @@ from cohort.harness.training.finished import CHECKPOINTS, Finished
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes of a checkpoint, of all that a run has at most (the next is written before the oldest goes), of what stays
-    when it has ended, and of a cold start (0: none)."""
+    """Bytes of one checkpoint, of a run's checkpoints at their peak (the next is written before the oldest is deleted),
+    of those that an ended run keeps, and of a cold start (0: none)."""
 
     checkpoint: int
     running: int
@@ -31,17 +31,18 @@ class Disk:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that runs still need on a disk, and those that it has free."""
+    """Bytes that runs still need on a disk, and its free bytes."""
 
     needed: int
     free: int
 
 
 def estimate_disk(spec: RunSpec, finished: Finished) -> Disk | None:
-    """The disk of a run that by default keeps `finished`; None for a model that cannot be counted. Reads no weights."""
+    """The disk space of a run that by default keeps `finished`; None if the model's size cannot be computed. Reads no
+    weights."""
     try:
         saved = saved_bytes(Shape.of(spec, model_config(spec.model), rows=1, prompt_tokens=1))
-    except Exception:  # as for an estimate of memory: such a model may train well
+    except Exception:  # as in the memory estimate: such a model may still train
         return None
     reference = saved.model if spec.kl.refresh_reference_every and spec.lora is None else 0
     checkpoint = saved.policy * (1 + spec.staleness) + saved.learner + reference
@@ -53,9 +54,9 @@ def estimate_disk(spec: RunSpec, finished: Finished) -> Disk | None:
 
 
 def disk_need(runs: Path, left: Sequence[tuple[RunSpec, Path]], at_once: int, finished: Finished) -> Need | None:
-    """What runs still need in their folders, `at_once` of them at a time; None if one cannot be counted.
+    """The disk that runs still need in their folders, `at_once` of them at a time; None if one cannot be estimated.
 
-    What is there already, of checkpoints and cold starts, is not needed again.
+    Checkpoints and cold starts that exist already are not counted again.
     """
     known: dict[int, Disk] = {}  # the seeds of an arm share a spec
     starts: dict[str, int] = {}
@@ -75,7 +76,7 @@ def disk_need(runs: Path, left: Sequence[tuple[RunSpec, Path]], at_once: int, fi
 
 
 def check_disk(runs: Path, left: Sequence[tuple[RunSpec, Path]], at_once: int, finished: Finished) -> Need | None:
-    """`disk_need`; SpecError if it is more than the disk of the runs folder has free."""
+    """`disk_need`; SpecError if it exceeds the free space of the runs folder's disk."""
     need = disk_need(runs, left, at_once, finished)
     if need is not None and need.needed > need.free:
         who = "the run" if len(left) == 1 else f"{len(left)} runs, {min(at_once, len(left))} at a time,"
@@ -88,5 +89,5 @@ def check_disk(runs: Path, left: Sequence[tuple[RunSpec, Path]], at_once: int, f
 
 
 def _size(folders: Iterable[Path]) -> int:
-    """Bytes of all files in folders that may be absent."""
+    """Bytes of all files in folders, which need not exist."""
     return sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())

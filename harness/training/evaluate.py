@@ -1,7 +1,8 @@
-"""Held-out accuracy: greedy, mean over samples, pass@k and maj@k, on a fixed set of problems, overall and by tag.
+"""Measures held-out accuracy on a fixed set of problems, overall and by tag: greedy, mean over samples, pass@k and
+maj@k.
 
-Problems are sampled and graded a part at a time and their completions dropped, so that memory holds a few thousand of
-them, or those of a single problem, however many there are in all.
+Problems are sampled and graded in parts, and a part's completions are dropped afterwards, so that memory never holds
+more than a few thousand completions, or those of a single problem.
 """
 
 import math
@@ -27,15 +28,15 @@ from cohort.harness.training.grading import completion_rows, grade, groups_of, s
 from cohort.harness.training.kept import Completions, completions_file
 from cohort.harness.types import EvaluationResult, GradedGroup, Group, Prompt, SampleRow, Sampling, Split
 
-NO_LIMIT = 0  # of tokens, for completions that were cut long ago: only rewards ask for it
-PROMPTS_AT_ONCE = 64  # for an engine that holds a whole batch in memory; progress is told after each part
-SAMPLES_AT_ONCE = 64  # of a problem, for the same engine
+NO_LIMIT = 0  # of tokens, for completions that were cut long ago: only rewards use it
+PROMPTS_AT_ONCE = 64  # for an engine that holds a whole batch in memory; progress is reported after each part
+SAMPLES_AT_ONCE = 64  # of one problem, for the same engine
 ROWS_AT_ONCE = 8192  # completions in memory, unless a single problem has more
 
 
 @dataclass(frozen=True, slots=True)
 class ProblemScore:
-    """All that the metrics of a split need of one problem.
+    """The counts of one problem that the metrics of a split need.
 
     majority    chance that a majority vote of its samples is right
     credit      sum of the samples' scores, None without partial credit; `format` that of their format scores
@@ -66,14 +67,15 @@ def evaluate_run(
 ) -> EvaluationResult:
     """Accuracy on the first problems of a split: one greedy completion and k samples for each.
 
-    The same problems every time, so that arms and steps can be compared problem by problem. `num_shown` rollouts at
-    most come with it for the reader. Problems that are kept already are not sampled again; the others are kept too.
+    The problems are the same every time, so that arms and steps can be compared problem by problem. The result includes
+    at most `num_shown` rollouts for the reader. Problems already in `kept` are not sampled again; the others are added
+    to it.
     """
     settings, num_samples = spec.evaluation, spec.evaluation.samples_of(split)
     prompts = spec.task.prompts(split)[: settings.num_test_prompts if split == "test" else settings.num_prompts]
     places = {prompt.id: place for place, prompt in enumerate(prompts)}
     scores: dict[str, ProblemScore] = {}
-    shown: dict[tuple[int, int], SampleRow] = {}  # by sample, then problem
+    shown: dict[tuple[int, int], SampleRow] = {}  # ordered by sample, then by problem
     drawn: list[tuple[int, Sequence[int]]] = []
 
     def score(groups: Sequence[Group], greedy: Sequence[Group]) -> None:
@@ -104,7 +106,7 @@ def evaluate_run(
 
 
 def evaluate_again(task: Task, rows: Sequence[Mapping[str, Any]], split: Split) -> EvaluationResult:
-    """The result of `evaluate_run`, from the completions that it kept, graded anew; without samples."""
+    """The result of `evaluate_run`, from its kept completions graded again; without samples."""
     groups, greedy_groups = groups_of(rows, "samples"), groups_of(rows, "greedy")
     graded, greedy = (grade(task, part, NO_LIMIT) for part in (groups, greedy_groups))
     scores = [problem_score(*both) for both in zip(graded, greedy, strict=True)]
@@ -120,10 +122,10 @@ def _result(split: Split, prompts: Sequence[Prompt], scores: Sequence[ProblemSco
 def _sampled(
     spec: RunSpec, engine: RolloutEngine, prompts: Sequence[Prompt], num_samples: int | None, step: int
 ) -> list[Group]:
-    """So many samples of each prompt, or the greedy completion.
+    """`count` samples of each prompt, or the greedy completion.
 
-    An engine that holds what it is given is asked for a few at a time, from the second time on with a seed of its own:
-    its noise is keyed by the number of a sample in its call.
+    An engine that holds its whole batch in memory gets a few samples per call. Calls after the first have their own
+    seed, because the noise is keyed by a sample's number in its call.
     """
     temperature = 0.0 if num_samples is None else spec.evaluation.temperature
     sampling = Sampling(temperature=temperature, max_tokens=spec.max_tokens, stop=spec.sampling.stop)
@@ -141,7 +143,7 @@ def _sampled(
 
 
 def problem_score(graded: GradedGroup, greedy: GradedGroup) -> ProblemScore:
-    """The kept record of a problem's samples and its greedy completion."""
+    """The record of a problem, from its samples and its greedy completion."""
     return ProblemScore(
         prompt_id=graded.prompt_id,
         num_samples=len(graded.completions),
@@ -157,7 +159,7 @@ def problem_score(graded: GradedGroup, greedy: GradedGroup) -> ProblemScore:
 
 
 def breakdown(prompts: Sequence[Prompt], scores: Sequence[ProblemScore]) -> dict[str, dict[str, dict[str, float]]]:
-    """Tag name -> tag value -> accuracy, greedy_accuracy and num_prompts of the problems that carry it, sorted."""
+    """Tag name -> tag value -> accuracy, greedy_accuracy and num_prompts of the problems with that tag, sorted."""
     found: dict[tuple[str, str], list[ProblemScore]] = defaultdict(list)
     for prompt, score in zip(prompts, scores, strict=True):
         for tag in prompt.tags:
@@ -205,12 +207,12 @@ def sample_metrics(scores: Sequence[ProblemScore]) -> dict[str, float]:
 
 
 def _share(scores: Sequence[ProblemScore], name: str) -> float:
-    """The mean over all samples of a quantity whose sums the scores hold."""
+    """The mean over all samples of a quantity that the scores hold as sums."""
     return float(sum(getattr(score, name) for score in scores)) / sum(score.num_samples for score in scores)
 
 
 def intervals(result: EvaluationResult) -> dict[str, tuple[float, float]]:
-    """The 95 % interval of each accuracy of an evaluation; its problems are the sample."""
+    """The 95 % interval of each accuracy of an evaluation over its problems."""
     keys = ["greedy_accuracy", "accuracy", *(key for key in result.metrics if "_at_" in key)]
     count = int(result.metrics["num_prompts"])
     return {key: wilson_interval(result.metrics[key], count) for key in keys}
@@ -248,15 +250,15 @@ def logged_evaluation(
     charge: Callable[[Lengths], Mapping[str, float]] = lambda drawn: {},
     area: str = "",
 ) -> EvaluationResult:
-    """Evaluate the engine's policy and log it and what it is charged, as metrics of an area: by default the split's
-    name; `start` for test problems before training. Of test problems each fraction is logged too.
+    """Evaluate the engine's policy and log the result and its cost as metrics of an area: by default the split's name,
+    or `start` for test problems before training. For test problems, each problem's fractions are logged too.
 
-    All completions are kept in the run's folder, so that the numbers can be verified.
+    The run's folder keeps all completions, so that the numbers can be verified.
     """
     area = area or split
     kept = Completions(directory / completions_file(area, step)) if ranks.rank() == 0 else None
     if kept is not None:
-        kept.clear()  # of an attempt that was killed here, and whose weights may differ
+        kept.clear()  # of an attempt that was killed here, whose weights may differ
     result = evaluate_run(spec, engine, split, step, lambda n, total: log.progress(split, n, total), kept=kept)
     if kept is not None:
         log.kept(step, completions_file(area, step), sha256(kept.file))

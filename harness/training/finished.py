@@ -1,4 +1,4 @@
-"""What is left of a run's checkpoints once its result stands."""
+"""Decides which checkpoints stay after a run has its result."""
 
 import logging
 import shutil
@@ -11,10 +11,9 @@ log = logging.getLogger(__name__)
 
 
 def drop_checkpoints(directory: Path, keep: Finished) -> None:
-    """Delete the checkpoints in a run's folder, all but the newest policy where the weights are kept.
+    """Delete the checkpoints in a run's folder, except the newest policy if the weights are kept.
 
-    Comes after the run's result is on disk, for good. A kill in between leaves files that nobody reads; the next call
-    deletes them.
+    Call it when the final result is on disk. A kill in between leaves unused files, which the next call deletes.
     """
     folder = directory / CHECKPOINTS
     if not folder.is_dir():
@@ -30,5 +29,5 @@ def drop_checkpoints(directory: Path, keep: Finished) -> None:
             for file in newest.iterdir():
                 if file.name != "policy":
                     file.unlink()
-    except OSError as error:  # the result stands without it
+    except OSError as error:  # the result is valid without it
         log.warning("checkpoints that are no longer needed stay in '%s': %s", folder, error)

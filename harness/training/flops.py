@@ -1,12 +1,13 @@
-"""Counts the floating-point operations of a run, by formula, from the shape of its model and the tokens that it reads.
+"""Counts the floating-point operations of a run by formula, from the model's shape and the tokens that it reads.
 
-A weight matrix takes 2 operations per weight and token; attention takes 4 D per layer, head and pair of a token and a
-key that it reads (Kaplan et al. 2020, arXiv:2001.08361, table 1; Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
-The gradient of a product takes two products more: one for its input and one for its weights, which frozen ones save.
+A weight matrix takes 2 operations per weight and token; attention takes 4 D per layer, head and (token, key) pair
+(Kaplan et al. 2020, arXiv:2001.08361, table 1; Chowdhery et al. 2022, arXiv:2204.02311, appendix B). The gradient of a
+product takes two more products: one for its input and one for its weights, which frozen weights save.
 
-Counted as the passes are made: a prompt is prefilled once, and read once for all its rows, the language-model head runs
-on completion tokens alone, and gradient checkpointing reads twice. A mask saves nothing, as in PyTorch's
-FlopCounterMode. Not counted: padding, what is no product (norms, softmax, optimiser), checks of engine and weights.
+Passes are counted as they run: a prompt is prefilled once and read once for all its rows, the language-model head runs
+only on completion tokens, and gradient checkpointing computes layers twice. A mask saves nothing, as in PyTorch's
+FlopCounterMode. Not counted: padding, operations that are not matrix products (norms, softmax, optimiser), checks of
+engine and weights.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import RunSpec
 from cohort.harness.types import Group
 
-Lengths = Sequence[tuple[int, Sequence[int]]]  # of each prompt its tokens, and those of each of its completions
+Lengths = Sequence[tuple[int, Sequence[int]]]  # for each prompt, its tokens and those of each of its completions
 _KEYS = re.compile(r"k_proj|v_proj|c_attn|qkv|query_key_value")  # weights that make keys and values
-_INPUT = re.compile(f"q_proj|{_KEYS.pattern}")  # those that read what a layer gets
+_INPUT = re.compile(f"q_proj|{_KEYS.pattern}")  # those that read a layer's input
 _END = re.compile(
     r"down_proj|fc2|mlp\.c_proj|dense_4h_to_h"
-)  # whose products are not computed again: nothing needs them
+)  # whose products are not computed again, because nothing needs them
 
 
 @dataclass(frozen=True)
 class Work:
-    """What passes read: tokens, pairs of a token and a key, and tokens that reach the language-model head."""
+    """Counts of what passes read: tokens, (token, key) pairs, and tokens that reach the language-model head."""
 
     tokens: float = 0.0
     pairs: float = 0.0
@@ -125,12 +126,12 @@ class Costs:
         return self.gradient * work.tokens + 2 * self.pair * work.pairs + self.head_gradient * work.headed
 
     def backward_keys(self, work: Work) -> float:
-        """The gradient of a pass over prompts, which begins at the keys and values of its last layer."""
+        """Operations of the gradient of a pass over prompts, which begins at the keys and values of the last layer."""
         return self.keys_gradient * work.tokens + 2 * self.pair * (1 - 1 / self.depth) * work.pairs
 
 
 def check_countable(spec: RunSpec) -> None:
-    """SpecError for a run that operations end, on a model whose operations are not counted. Reads no weights."""
+    """SpecError if `max_flops` is set for a model whose operations cannot be counted. Reads no weights."""
     if spec.max_flops is None:
         return
     import_generation()
@@ -148,12 +149,12 @@ def lengths(groups: Sequence[Group]) -> Lengths:
 
 
 def sampled(costs: Costs, drawn: Lengths) -> float:
-    """Operations that draw these completions: each prompt is read once, each token but the last of a row once more."""
+    """Operations to sample these completions: each prompt is read once, and each completion token but the last once."""
     work = Work()
     for prompt, completions in drawn:
         work += Work(prompt, prompt**2, 1)
         for count in completions:
-            steps = count - 1  # token i reads the prompt, the i before it and itself
+            steps = count - 1  # token i reads the prompt, the i tokens before it, and itself
             work += Work(steps, steps * prompt + steps * count / 2, steps)
     return costs.forward(work)
 
@@ -167,10 +168,10 @@ def scored(costs: Costs, rows: Lengths, *, share: bool, headed: bool = True) -> 
 def learned(
     costs: Costs, rows: Lengths, spec: RunSpec, *, share: bool, headed: bool = True, batch_tokens: int = 0
 ) -> float:
-    """Operations of all updates on these rows with their gradients, in micro-batches of so many padded tokens.
+    """Operations of all updates on these rows with gradients, in micro-batches of `max_tokens` padded tokens.
 
-    The minibatches of several are drawn at random: P prompts of G rows each, B in all, leave m rows
-    P (1 - C(B - G, m) / C(B, m)) prompts on average.
+    Several minibatches are drawn at random: P prompts of G rows each, B in all, leave m rows P (1 - C(B - G, m) / C(B,
+    m)) prompts on average.
     """
     epochs, parts = spec.optimizer.num_inner_epochs, spec.optimizer.num_minibatches
     size = sum(len(completions) for _, completions in rows)
@@ -189,7 +190,7 @@ def learned(
 
 
 def fitted(costs: Costs, rows: Lengths) -> float:
-    """Operations of reading these demonstrations once in a cold start, which trains all weights."""
+    """Operations of one pass over these demonstrations in a cold start, which trains all weights."""
     base = replace(costs, token=costs.token - costs.adapter)
     return 3 * base.forward(sum(_read(rows, False, True), Work()))
 
@@ -205,8 +206,9 @@ def stepped(
     share: bool,
     batch_tokens: int,
 ) -> dict[str, float]:
-    """Operations of a training step by what they are for. Scoring is what is read without gradient: old and reference
-    log-probs, values, and what rewards ask of the policy; `reads_old` says whether old log-probs are the learner's own.
+    """Operations of a training step by purpose. Scoring is every pass without gradient: old and reference log-probs,
+    values, and the passes that rewards ask of the policy; `reads_old` says whether the learner computes the old
+    log-probs.
     """
     algorithm, base = spec.algorithm, replace(costs, token=costs.token - costs.adapter)
     scoring = scored(costs, trained, share=share) if reads_old else 0.0
@@ -221,7 +223,7 @@ def stepped(
 
 
 def _read(rows: Lengths, share: bool, headed: bool) -> tuple[Work, Work]:
-    """What a pass reads of prompts, apart from their rows if these `share` them, and of the rows."""
+    """The counts of a pass over prompts (separate only if the rows `share` them) and over the rows."""
     prompts, completions = Work(), Work()
     share = share and any(len(counts) > 1 for _, counts in rows) and min(prompt for prompt, _ in rows) > 1
     for prompt, counts in rows:

@@ -1,12 +1,12 @@
-"""Decides when a run's result must not be used: bounds on the metrics of a step, each for a number of steps.
+"""Decides when a run is invalid: a metric of its steps stays out of bounds for a number of steps.
 
-The bounds are the section `gates` of a run's spec; a non-finite loss or gradient ends a run whatever they say (the
-learner finds it). A gate counts steps in a row, and its counts are part of a checkpoint's progress, so that a resumed
-run ends at the step at which an uninterrupted one does.
+The bounds are the section `gates` of a run's spec; a non-finite loss or gradient always ends a run (the learner checks
+it). A gate counts steps in a row, and its counts are part of a checkpoint's progress, so that a resumed run ends at the
+same step as an uninterrupted one.
 
-The defaults pass all of 119 runs on arithmetic (six shipped studies, 30 to 150 steps each), which had at most 3
-steps in a row with more than 90 % of the groups without an advantage (self-consistency from the strong start), an
-answered share of at least 0.92 times that of the start, an entropy down to 0.004 nats per token at 91 % test accuracy.
+All of 119 runs on arithmetic (six shipped studies, 30 to 150 steps each) pass the defaults. In them, at most 3 steps in
+a row had more than 90 % of the groups without an advantage (self-consistency from the strong start), the answered share
+was at least 0.92 times that of the start, and the entropy fell to 0.004 nats per token at 91 % test accuracy.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,13 +20,13 @@ from cohort.harness.spec.run import Gates, RunSpec
 from cohort.harness.training import ranks
 from cohort.harness.types import Batch, InvalidRun
 
-LEAST_GRADIENT = 1e-6  # norm below which AdamW's own epsilon (1e-8 per weight) makes an update vanish
+LEAST_GRADIENT = 1e-6  # gradient norm below which AdamW's epsilon (1e-8 per weight) makes the update vanish
 SAMPLED = 4096
 
 
 @dataclass
 class GateState:
-    """The gates' memory between steps, as JSON holds it; `counts` are steps in a row out of bounds, by gate."""
+    """The gates' state between steps, JSON-like; `counts` are steps in a row out of bounds, by gate."""
 
     counts: dict[str, int] = field(default_factory=dict)
     lowest_reward: float | None = None
@@ -36,13 +36,13 @@ class GateState:
 
 # By its name in the section `gates`: the metric, the side of the bound that breaks it, and the meaning of a break.
 _GATES = {
-    "mismatch_kl": ("mismatch/kl", "above", "the engine samples another policy than the one that is trained"),
+    "mismatch_kl": ("mismatch/kl", "above", "the engine samples from another policy than the one in training"),
     "stuck_groups": (
-        "train/stuck_groups", "above", "the rewards tell no completions of a prompt apart, so that nothing is learnt",
+        "train/stuck_groups", "above", "all completions of a prompt get equal rewards, so nothing is learnt",
     ),
     "weights_changed": (
         "policy/weights_changed", "below",
-        "the optimiser steps with a gradient and the weights stay; raise optimizer.learning_rate or use float32",
+        "the optimiser has a gradient but the weights do not change; raise optimizer.learning_rate or use float32",
     ),
     "entropy": ("policy/entropy", "below", "the policy has lost its entropy"),
     "answered": ("train/answered", "below", "completions no longer state an answer ({start:.3g} did at the start)"),
@@ -51,8 +51,8 @@ _LEARNT = ("stuck_groups", "entropy", "answered")
 
 
 def gates_of(spec: RunSpec) -> Gates:
-    """The gates of a run. The effect of a control on learning is its result, so no gate on learning may end
-    it; a control whose policy stands still measures no changed weights."""
+    """The gates of a run. A control arm has no gates on learning, because its effect on learning is its result; a
+    control with a frozen policy has no gate on changed weights."""
     return spec.gates if spec.control is None else spec.gates.model_copy(update=dict.fromkeys(_LEARNT))
 
 
@@ -71,7 +71,7 @@ def check_gates(settings: Gates, state: GateState, metrics: Mapping[str, float],
             continue
         if name == "answered":
             bound *= state.answered_at_start
-        broken = value < bound if side == "below" else not value <= bound  # a mismatch that is no number breaks it
+        broken = value < bound if side == "below" else not value <= bound  # a NaN mismatch breaks the bound
         state.counts[name] = state.counts.get(name, 0) + 1 if broken else 0
         if state.counts[name] >= steps:
             row = f"{steps} steps in a row" if steps > 1 else "a step"
@@ -82,11 +82,11 @@ def check_gates(settings: Gates, state: GateState, metrics: Mapping[str, float],
 
 
 def group_metrics(batch: Batch, state: GateState) -> dict[str, float]:
-    """Shares of the batch's groups: `train/zero_advantage_groups` with no advantage on any token, and of these
-    `train/stuck_groups`, whose reward is not the best that the run has seen.
+    """Shares of the batch's groups: `train/zero_advantage_groups` have no advantage on any token; `train/stuck_groups`
+    are those among them whose reward is not the best that the run has seen.
 
-    A group that earns the best reward throughout is solved, not stuck: where a run ends with all groups solved (or, by
-    votes, unanimous) there is nothing left to learn. As long as all rewards of a run are equal, none counts as best.
+    A group in which every completion earns the best reward is solved, not stuck: a run whose groups are all solved (or,
+    with votes, unanimous) has nothing left to learn. As long as all rewards of a run are equal, none counts as best.
     """
     assert batch.advantages_BT is not None
     rewards_PG = batch.rewards_PG
@@ -102,7 +102,7 @@ def group_metrics(batch: Batch, state: GateState) -> dict[str, float]:
 
 
 def weight_sample(policy: nn.Module) -> list[Tensor]:
-    """Copies of at most `SAMPLED` weights of each trained tensor, always the same ones."""
+    """Copies of at most `SAMPLED` weights of each trained tensor, the same ones every time."""
     trained = [local(p.detach()).flatten() for p in policy.parameters() if p.requires_grad]
     return [p[:: p.numel() // SAMPLED | 1].clone() for p in trained]  # an odd stride visits all columns of a matrix
 
@@ -110,9 +110,9 @@ def weight_sample(policy: nn.Module) -> list[Tensor]:
 def weights_metric(
     policy: nn.Module, before: Sequence[Tensor], *, gradient_norm: float, rate: float
 ) -> dict[str, float]:
-    """`policy/weights_changed`: the share of the sampled weights that an update changed at all.
+    """`policy/weights_changed`: the share of the sampled weights that an update changed.
 
-    Nothing where an update had nothing to do: a learning rate of 0, or no gradient to speak of (`LEAST_GRADIENT`).
+    Empty if the update had no effect to expect: the learning rate is 0 or the gradient norm is below `LEAST_GRADIENT`.
     """
     if not rate > 0 or not gradient_norm > LEAST_GRADIENT:
         return {}

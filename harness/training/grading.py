@@ -1,10 +1,10 @@
 """Grades rollouts: answers, their equivalence classes and correctness. The only reader of `Prompt.gold`.
 
-Both use the task's own equality, never that of strings. Answers are compared with one representative of each class, so
-G completions of a prompt cost one extraction each, one comparison with gold per class, and those between the classes,
-of which a task decides most by what it learnt from the first (`tasks._symbolic`).
-An answer must also be one (`Task.is_answered`): a restatement of the question is wrong although it equals gold, and has
-no class, so that no majority of restatements becomes a target.
+Classes and correctness use the task's own equality, never string equality. Each answer is compared with one
+representative of each class. So G completions of a prompt cost one extraction each, one comparison with gold per class,
+and the comparisons between classes, most of which a task decides from cached facts (`tasks._symbolic`). An answer must
+also count as one (`Task.is_answered`): a restatement of the question is wrong although it equals gold, and has no
+class, so that a majority of restatements cannot become a target.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,13 +19,13 @@ from cohort.harness.types import GradedGroup, Group, Prompt, Rollout, SampleRow,
 
 GROUP_OVERRUNS = 2  # comparisons of a group that may run into their time limit, or slow ones that take as much; no
 # other of it is made then
-OVERRUNS = 8  # of groups that are graded together, a step's or an evaluation's; then each group has one
+OVERRUNS = 8  # for groups graded together, in a step or an evaluation; after that, each group has one
 
 
 def grade(task: Task, groups: Sequence[Group], max_tokens: int) -> list[GradedGroup]:
     """One graded group per group, in order, with correctness; an unanswered completion has no class and is wrong.
 
-    `max_tokens` is the limit that the completions were sampled under.
+    `max_tokens` is the limit under which the completions were sampled.
     """
     graded: list[GradedGroup] = []
     left: float = OVERRUNS
@@ -40,9 +40,9 @@ def grade(task: Task, groups: Sequence[Group], max_tokens: int) -> list[GradedGr
 def grade_by_other_gold(
     task: Task, groups: Sequence[Group], prompts: Sequence[Prompt], seed: int, max_tokens: int
 ) -> list[GradedGroup]:
-    """`grade` against the gold answer of another one of `prompts`, the whole split, always the same for a seed.
+    """`grade` against the gold answer of another prompt of the split (`prompts`), fixed by the seed.
 
-    That answer may equal the prompt's own: answers are as frequent as they were.
+    That answer may equal the prompt's own: the frequency of each answer is kept.
     """
     order = generator("shuffled gold", seed).permutation(len(prompts))
     other = {prompts[i].id: prompts[j].gold for i, j in zip(order, np.roll(order, 1), strict=True)}
@@ -50,7 +50,7 @@ def grade_by_other_gold(
 
 
 def problem_rows(prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
-    """Problems as they are shown to a reader: id, prompt, gold answer, tags."""
+    """Problems as shown to a reader: id, prompt, gold answer, tags."""
     return [{"id": p.id, "prompt": p.text, "gold": p.gold, "tags": dict(p.tags)} for p in prompts]
 
 
@@ -66,7 +66,7 @@ def completion_rows(groups: Sequence[Group], greedy: Sequence[Group]) -> list[di
 
 
 def groups_of(rows: Sequence[Mapping[str, Any]], name: str) -> list[Group]:
-    """The groups that `completion_rows` wrote under `name`, with as many tokens, none of them known.
+    """The groups that `completion_rows` wrote under `name`, with the right number of tokens but unknown token ids.
 
     ValueError, KeyError or TypeError for a row that it did not write.
     """
@@ -85,7 +85,7 @@ def group_of(rows: Sequence[Mapping[str, Any]]) -> Group:
 
 
 def _read(text: Any, length: Any, end: Any) -> Rollout:
-    token_ids: Any = range(int(length))  # no memory, whatever length a file states
+    token_ids: Any = range(int(length))  # takes no memory, whatever length the file states
     return Rollout(str(text), token_ids, (), end)
 
 
@@ -103,11 +103,11 @@ def sample_rows(
     split: Split,
     limit: int | None = None,
 ) -> list[SampleRow]:
-    """Every rollout, group by group; with a `limit` so many at most, for a reader: the first one of each prompt, then
-    the second ones, and so on.
+    """Every rollout, group by group. With a `limit`, at most that many for a reader: the first of each prompt, then the
+    second, and so on.
 
-    `graded` carries correctness; `rewards` is None where none were assigned (an evaluation); `parts` holds each reward
-    by name, before its weight.
+    `graded` carries correctness; `rewards` is None in an evaluation; `parts` holds each reward by name, before its
+    weight.
     """
     assert len(graded) == len(groups)
     assert rewards is None or len(rewards) == len(groups)

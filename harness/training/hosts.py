@@ -1,9 +1,9 @@
-"""The hosts of a trial: the first opens a door, the others come in and start their share of the trial's processes.
+"""Connects the hosts of a trial: the first opens a door, and the others join and start their share of the processes.
 
-A door is a file in the runs folder, where only the user of all hosts can read it: an address, and a secret that is made
-for this attempt. Both sides prove to know it before a word is said (`multiprocessing.connection`), so that nothing of a
-stranger is unpickled. What follows is not encrypted, and what the processes of a trial tell each other is not even
-signed: the network between the hosts is trusted. A door is shut when all have come.
+A door is a file in the runs folder that only its user can read. It holds an address and a secret made for this attempt.
+Both sides prove that they know the secret before any message (`multiprocessing.connection`), so that nothing from a
+stranger is unpickled. Later messages are not encrypted, and those between the trial's processes are not even signed:
+the network between the hosts is trusted. The door is removed when all hosts have joined.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from cohort.harness.tracking.provenance import versions
 
 DOOR = "door.json"
 POLL_SECONDS = 0.1
-GREETING_SECONDS = 10  # for a proof
+GREETING_SECONDS = 10  # for the proof of the secret
 WAIT_SECONDS = 600.0  # for all hosts
 KEEPALIVE = {
     "TCP_KEEPIDLE": 15,
@@ -52,21 +52,21 @@ class Share:
     """What a host needs to know to start its processes."""
 
     ranks: Sequence[int]
-    kind: str  # of its devices: cpu, cuda
+    kind: str  # kind of its devices: cpu or cuda
     environment: Mapping[str, str]
-    folder: str  # from which relative paths count
+    folder: str  # the base of relative paths
 
 
 @dataclass
 class Guest:
-    """Another host, as the first one sees it; it speaks of deaths alone."""
+    """Another host, as the first one sees it; it reports only processes that died."""
 
     name: str
     control: Connection
     ranks: dict[int, Connection] = field(default_factory=dict)
 
     def loss(self) -> str | None:
-        """What it has lost, in words, if anything."""
+        """A sentence about what it has lost, or None."""
         try:
             if not self.control.poll():
                 return None
@@ -81,7 +81,7 @@ class Guest:
 
 
 class Door:
-    """Where the hosts of a trial come in."""
+    """The address at which the hosts of a trial join."""
 
     def __init__(self, server: socket.socket, folder: Path, secret: str):
         self.folder = folder
@@ -90,9 +90,9 @@ class Door:
         server.settimeout(POLL_SECONDS)
 
     def wait(self, shares: Sequence[Share], should_stop: Callable[[], bool]) -> list[Guest] | None:
-        """A guest for each share, with a connection to each of its processes; None if asked to stop before.
+        """A guest for each share, with a connection to each of its processes; None if asked to stop first.
 
-        ChildProcessError if they do not come, or leave before all are there.
+        ChildProcessError if hosts do not join, or leave before all have joined.
         """
         guests: list[Guest] = []
         deadline, told = time.monotonic() + WAIT_SECONDS, False
@@ -115,7 +115,7 @@ class Door:
                 log.warning("waiting for %d more hosts: `cohort join --runs RUNS` there", len(shares) - len(guests))
                 told = True
         for guest in guests[len(shares) :]:
-            guest.close()  # it waits for another trial
+            guest.close()  # it goes back to waiting for a trial
         guests = guests[: len(shares)]
         for guest, share in zip(guests, shares, strict=True):
             guest.control.send(share)
@@ -131,7 +131,7 @@ class Door:
         return guests
 
     def _arrivals(self) -> Iterator[tuple[Connection, str, Any]]:
-        """Who has come, with name and first words; waits a moment for more."""
+        """The connections that arrived, with host name and first message; waits a moment for more."""
         with suppress(TimeoutError):
             client, (name, *_) = self._server.accept()
             threading.Thread(target=self._greet, args=(client, name), daemon=True).start()
@@ -146,7 +146,7 @@ class Door:
             log.warning("%s knocked without the secret of this trial (%s)", name, type(error).__name__)
 
     def _refusal(self, words: Any, kind: str, count: int) -> str | None:
-        """Why a host cannot join to run so many processes on devices of that kind, or None."""
+        """Why a host cannot run `count` processes on devices of that kind, or None."""
         if not (self.folder / words["proof"]).exists():
             return f"all hosts must share the runs folder, this one has another '{self.folder}'; mount the same one"
         theirs, ours = words["versions"], dict(versions())
@@ -161,7 +161,7 @@ class Door:
 
 @contextmanager
 def open_door(place: Hosts, cache: Path, directory: Path) -> Iterator[Door]:
-    """The door of the trial in `directory`. ValueError if `place` is no address of this host."""
+    """The door of the trial in `directory`. ValueError if `place` is not an address of this host."""
     folder = doors(cache, place.group) / sha256(str(directory.resolve()).encode()).hexdigest()[:16]
     shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was killed
     folder.mkdir(parents=True, mode=0o700)
@@ -183,14 +183,14 @@ def open_door(place: Hosts, cache: Path, directory: Path) -> Iterator[Door]:
 
 
 def doors(cache: Path, group: str) -> Path:
-    """The folder of the doors that a group of hosts looks at."""
+    """The folder in which a group of hosts looks for doors."""
     return cache.resolve() / "hosts" / group
 
 
 def join(runs: Path, group: str, should_stop: Callable[[], bool]) -> None:
-    """Come in where a trial of the runs folder waits for hosts, and again for the next, until asked to stop.
+    """Join a trial of the runs folder that waits for hosts, then the next one, until asked to stop.
 
-    ValueError if a trial cannot have this host.
+    ValueError if this host cannot run a trial's share.
     """
     tried: set[str] = set()
     while not should_stop():
@@ -219,7 +219,7 @@ def _take_part(door: Mapping[str, Any], should_stop: Callable[[], bool]) -> None
         AssertionError,
         EOFError,
         OSError,
-    ) as error:  # a killed attempt's door, or a late knock
+    ) as error:  # the door of a killed attempt, or this host is too late
         log.warning("nobody opens at %s:%s (%s)", door["address"], door["port"], type(error).__name__)
         return
     words = {"proof": proof.name, "versions": dict(versions()), "cuda": len(usable_gpus()), "cpu": usable_cores()}
@@ -236,7 +236,7 @@ def _take_part(door: Mapping[str, Any], should_stop: Callable[[], bool]) -> None
 
 
 def _run_share(share: Share, control: Connection, door: Mapping[str, Any], address: str) -> None:
-    """Start the processes of a share, and tell of those that die; leave none behind when the first host is gone."""
+    """Start the processes of a share and report those that die; end them all when the first host is gone."""
     environment = {**os.environ, **share.environment, **interfaces(address)}
     folder = share.folder if Path(share.folder).is_dir() else None
     processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -257,7 +257,7 @@ def _run_share(share: Share, control: Connection, door: Mapping[str, Any], addre
 
 
 def start_rank(connection: Connection, environment: Mapping[str, str], folder: str | None = None) -> Any:
-    """A process of a trial, which has that end of a connection."""
+    """A process of a trial that holds one end of a connection."""
     return subprocess.Popen(
         rank_command(connection.fileno()), env=environment, pass_fds=[connection.fileno()], cwd=folder,
         stdin=subprocess.DEVNULL, start_new_session=True,
@@ -269,12 +269,12 @@ def rank_command(descriptor: int) -> list[str]:
 
 
 def gpu_environments(kind: str, count: int) -> list[dict[str, str]]:
-    """What gives each process of this host its own GPU, if the devices are GPUs."""
+    """For each process of this host, the environment that gives it its own GPU; empty on CPUs."""
     return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in usable_gpus()[:count]] if kind == "cuda" else [{}] * count
 
 
 def interfaces(address: str) -> dict[str, str]:
-    """The network interface by which processes of several hosts talk: that of the address, unless the user says so."""
+    """The network interface between processes of several hosts: the user's choice, or that of the address."""
     name = interface(address)
     return {variable: os.environ.get(variable, name) for variable in INTERFACES if name}
 
@@ -295,7 +295,7 @@ def how_it_ended(code: int) -> str:
 
 
 def _reached(door: Mapping[str, Any]) -> tuple[Connection, str]:
-    """A connection to the first host, and the address that this one has in it."""
+    """A connection to the first host, and this host's address in it."""
     client = socket.create_connection((door["address"], door["port"]), timeout=GREETING_SECONDS)
     client.settimeout(None)
     address, *_ = client.getsockname()
@@ -303,9 +303,9 @@ def _reached(door: Mapping[str, Any]) -> tuple[Connection, str]:
 
 
 def _proven(client: socket.socket, secret: str, steps: Sequence[Callable[[Connection, bytes], None]]) -> Connection:
-    """A connection whose other end knows the secret, and is noticed when its host goes away.
+    """A connection whose other end has proved the secret, with keep-alive to notice when its host is gone.
 
-    AuthenticationError, EOFError or OSError where it does not, or says nothing.
+    AuthenticationError, EOFError or OSError if it does not know the secret or does not answer.
     """
     with client:
         connection = Connection(os.dup(client.fileno()))
@@ -326,13 +326,13 @@ def _proven(client: socket.socket, secret: str, steps: Sequence[Callable[[Connec
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
-        prog="python -m cohort.harness.training.hosts", description="A host that joins trials."
+        prog="python -m cohort.harness.training.hosts", description="Runs this host's processes of a trial."
     )
     parser.add_argument("runs", type=Path)
     parser.add_argument("--group", default="")
-    parser.add_argument("--parent", type=int, required=True, help="process id: when it dies, this one ends too")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the parent; this process ends with it")
     options = parser.parse_args()
-    from cohort.harness.training import hosts  # what is sent belongs to the module by its name
+    from cohort.harness.training import hosts  # pickled objects must belong to the module under its import name
 
     hosts.watch_parent(options.parent)
     with stop_on_signals() as stop:

@@ -1,8 +1,8 @@
-"""The completions that a run keeps in its folder, from which its accuracies follow again.
+"""Keeps a run's completions in its folder, so that its accuracies can be recomputed.
 
-`completions/<area>-<step>.jsonl` has the problems of an evaluation, one a line, with all completions that they
-received; `rollouts/step-<step>.jsonl` the whole batch of a training step, one rollout a line. The run's events hold the
-SHA-256 of both.
+`completions/<area>-<step>.jsonl` has one problem of an evaluation per line, with all its completions;
+`rollouts/step-<step>.jsonl` has the whole batch of a training step, one rollout per line. The run's events hold the
+SHA-256 of each file.
 """
 
 import hashlib
@@ -19,7 +19,8 @@ from cohort.harness.types import Group
 
 
 class Completions:
-    """The problems of an evaluation with all their completions, in a growing file: a killed evaluation goes on."""
+    """The problems of an evaluation with all their completions, in a growing file, so that a killed evaluation can
+    continue."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -28,9 +29,9 @@ class Completions:
         self.file.unlink(missing_ok=True)
 
     def read(self) -> Iterator[tuple[Group, Group]]:
-        """Samples and greedy completion of each problem, one at a time; a torn last line, of a kill, is cut off.
+        """Samples and greedy completion of each problem, one at a time; a last line torn by a kill is cut off.
 
-        ValueError that names the line for anything that no evaluation writes.
+        ValueError, with the line's number, if an evaluation cannot have written the line.
         """
         if not self.file.exists():
             return
@@ -70,7 +71,7 @@ def completions_file(area: str, step: int) -> str:
 
 
 def keep_rows(directory: Path, log: RunLogger, step: int, file: str, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write a file of a run's folder as JSON Lines; it is on disk before the event that has its hash."""
+    """Write a file of a run's folder as JSON Lines; it is on disk before the event with its hash."""
     text = _lines(rows)
     path = directory / file
     path.parent.mkdir(parents=True, exist_ok=True)

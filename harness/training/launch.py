@@ -1,9 +1,9 @@
-"""Runs a trial in this process, or in one process per device, whose parent starts them, keeps the log and ends them.
+"""Runs a trial in this process, or in one process per device, which the parent starts, logs and ends.
 
 Every process (rank) runs the one training loop. Rank 0 makes all decisions and calls the parent's log, and asks the
 parent whether to stop. The first result, or the first error of any rank, ends them all; a rank that dies ends the
-attempt, and the next one goes on from the last checkpoint. Ranks find each other by a file; where they have several
-hosts (`hosts.py`), these share it.
+attempt, and the next one continues from the last checkpoint. Ranks find each other through a file, which all hosts
+share if there are several (`hosts.py`).
 """
 
 import os
@@ -50,12 +50,12 @@ from cohort.harness.training.run import OWN_MODELS, Models, RunResult
 from cohort.harness.types import Inputs
 
 POLL_SECONDS = 0.5
-PATIENCE = timedelta(days=7)  # of a rank with the others: a dead one is the parent's to notice
+PATIENCE = timedelta(days=7)  # of a rank waiting for the others: the parent notices dead ranks earlier
 
 
 @dataclass(frozen=True)
 class Job:
-    """A rank's part of a trial: arguments of `harness.training.loop.train`, its place, and where all meet."""
+    """A rank's part of a trial: arguments of `harness.training.loop.train`, its rank, and where the ranks meet."""
 
     spec: dict[str, Any]
     directory: Path
@@ -75,7 +75,7 @@ def train(
     should_stop: Callable[[], bool] = lambda: False,
     models: Models = OWN_MODELS,
 ) -> RunResult:
-    """As `harness.training.loop.train`, on `spec.devices` devices. ChildProcessError if a process of them dies."""
+    """Like `harness.training.loop.train`, on `spec.devices` devices. ChildProcessError if one of the processes dies."""
     if spec.devices == 1:
         return loop.train(spec, directory, log, cache=cache, should_stop=should_stop, models=models)
     calls = {"should_stop": should_stop}
@@ -94,8 +94,8 @@ def train(
 def _gathered(
     spec: RunSpec, directory: Path, cache: Path, should_stop: Callable[[], bool]
 ) -> Iterator[tuple[Path, list[dict[str, str]], list[Guest] | None]]:
-    """Where ranks meet, what differs from this process's environment for each that is to start here, and the other
-    hosts; None if asked to stop before they came."""
+    """Where the ranks meet, the changed environment variables of each rank that starts here, and the other hosts; None
+    if asked to stop before they joined."""
     place, kind = hosts(), resolve_device(spec.device).type
     here, *elsewhere = shares = place.shares(spec.devices)
     common = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // max(shares)))}
@@ -117,14 +117,14 @@ def _gathered(
 
 
 def loopback() -> str:
-    """The interface by which the processes of one host reach each other and nobody else does."""
+    """The interface over which the processes of one host reach each other, closed to other machines."""
     return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
 
 
 class _Ranks:
-    """The processes of a trial, as seen by their parent; a context that leaves none behind.
+    """The processes of a trial, as seen by their parent; a context manager that ends them all.
 
-    They may be killed once rank 0 has told its result: what the trial keeps is on disk by then.
+    They may be killed once rank 0 has sent its result: all that the trial keeps is on disk by then.
     """
 
     def __init__(self, jobs: Sequence[Job], environments: Sequence[dict[str, str]], guests: Sequence[Guest] = ()):
@@ -148,7 +148,7 @@ class _Ranks:
             process.wait()
 
     def result(self, call: Callable[..., Any]) -> RunResult:
-        """The result that decides; `call` answers (name, *arguments) for rank 0. Raises what a rank raised."""
+        """The first result; `call` answers (name, *arguments) for rank 0. Raises the first error of any rank."""
         first, *_ = at_work = list(self._ranks)
         controls = [guest.control for guest in self.guests]
         while True:
@@ -163,15 +163,15 @@ class _Ranks:
                 if kind == "call":
                     connection.send(call(*said))
                 elif isinstance(said, Exception):
-                    raise self._loss() or said  # it may have come from losing sight of the dead
+                    raise self._loss() or said  # the error may follow from the death of another rank
                 elif connection is first or said.state == "invalid":
                     return said
                 else:
                     at_work.remove(connection)
 
     def _loss(self) -> ChildProcessError | None:
-        """The death of a rank, if one has died: a rank that could say how it ended, ends with status 0."""
-        time.sleep(POLL_SECONDS)  # the dead are seen by the others before they are by the system
+        """The error for a rank that died, or None: a rank that reported its own end exits with status 0."""
+        time.sleep(POLL_SECONDS)  # other ranks notice a death before the system reports it
         codes = [process.poll() for process in self.processes.values()]
         all_ranks = f"of the trial's {len(self._ranks)}"
         lost = [f"process {rank} {all_ranks} {how_it_ended(code)}" for rank, code in enumerate(codes) if code]
@@ -182,7 +182,7 @@ class _Ranks:
 
 
 class _Caller:
-    """A `RunLogger` whose calls the parent answers. On ranks other than 0 nothing is said."""
+    """A `RunLogger` whose calls the parent answers. Ranks other than 0 send nothing."""
 
     def __init__(self, connection: Connection, is_first: bool):
         self._connection, self._is_first = connection, is_first
@@ -198,7 +198,7 @@ class _Caller:
 
 
 def run_rank(connection: Connection) -> None:
-    """Run a job, and tell the parent its result or its error."""
+    """Run a job, and send the parent its result or its error."""
     job: Job = connection.recv()
     spec = parse_run(job.spec, "a trial's own settings")
     backend = "cpu:gloo,cuda:nccl" if resolve_device(spec.device).type == "cuda" else "gloo"
@@ -214,12 +214,12 @@ def run_rank(connection: Connection) -> None:
         end = error
     try:
         connection.send(("end", end))
-    except Exception:  # an error of a library that cannot be sent
+    except Exception:  # a library's error that cannot be pickled
         connection.send(("end", RuntimeError(f"{type(end).__name__}: {end}")))
 
 
 def _check_same_sight(spec: RunSpec, job: Job) -> None:
-    """SpecError where ranks do not see the same checkpoints, models and data: their hosts have different files."""
+    """SpecError if ranks do not see the same checkpoints, models and data, because their hosts have different files."""
     checkpoints = sorted(folder.name for folder in (job.directory / CHECKPOINTS).glob("step-*"))
     seen = {"checkpoints": checkpoints, "inputs": run_inputs([spec], job.cache)}
     first = ranks.same(lambda: seen)
@@ -234,7 +234,7 @@ def _check_same_sight(spec: RunSpec, job: Job) -> None:
 
 
 if __name__ == "__main__":
-    from cohort.harness.training import launch  # what is sent belongs to the module by its name
+    from cohort.harness.training import launch  # pickled objects must belong to the module under its import name
 
     watch_parent(int(sys.argv[2]))
     launch.run_rank(Connection(int(sys.argv[1])))

@@ -1,8 +1,8 @@
 """Owns every parameter of a run: policy, frozen reference, critic and their optimisers.
 
-An update makes mu passes over a batch in minibatches; each minibatch is split into length-sorted micro-batches under
-a token budget. Because the weight of every token is fixed on the minibatch (`loss_weight_BT`), the gradient does not
-depend on that split.
+An update makes mu passes over a batch in minibatches; each minibatch is split into length-sorted micro-batches under a
+token budget. Because the weight of every token is fixed on the minibatch (`loss_weight_BT`), the gradient does not
+depend on the split.
 """
 
 from collections import defaultdict, deque
@@ -49,12 +49,12 @@ class Learner:
 
     def __init__(self, spec: RunSpec, policy: nn.Module):
         self.spec = spec
-        self.algorithm = spec.algorithm  # with the KL weight of the step; what a run needs is spec.algorithm's to say
+        self.algorithm = spec.algorithm  # with the KL weight of the step; spec.algorithm decides what a run needs
         self.policy = policy
         self.adapted = has_adapter(policy)
         if self.adapted and spec.autocast:
             hold_frozen_products(policy, torch.bfloat16)
-        self.shares_prompts = True  # until `training.agreement` finds that this model's log-probs suffer
+        self.shares_prompts = True  # until `training.agreement` finds that this changes the model's log-probs
         needs_copy = spec.algorithm.needs_reference and not self.adapted
         self.reference = deepcopy(policy).requires_grad_(False) if needs_copy else None
         self.critic = Critic(policy, shared=spec.algorithm.shares_trunk) if spec.algorithm.needs_critic else None
@@ -67,9 +67,9 @@ class Learner:
             self.optimizers["critic"] = self._adamw(self.critic, spec.optimizer.critic_learning_rate)
 
     def annotate(self, batch: Batch, *, sampler_is_exact: bool) -> Batch:
-        """The batch with old and reference log-probs and values, each only where the objective reads it.
+        """The batch with old and reference log-probs and values, each only if the objective reads it.
 
-        The spec's algorithm decides, so a KL weight that a schedule takes to 0 changes neither needs nor metrics.
+        The spec's algorithm decides, so a schedule that lowers the KL weight to 0 changes neither passes nor metrics.
         With `sampler_is_exact` the engine's log-probs serve as old log-probs, which saves a forward pass.
         """
         with torch.no_grad():
@@ -83,11 +83,11 @@ class Learner:
         return batch
 
     def correct(self, batch: Batch, *, sampler_is_exact: bool) -> tuple[Batch, dict[str, float]]:
-        """The batch with the importance weights that the spec asks for, where the engine's log-probs are not exact."""
+        """The batch with the importance weights of the spec, if the engine's log-probs are not exact."""
         return correct_mismatch(batch, self.spec.mismatch) if self._corrects(sampler_is_exact) else (batch, {})
 
     def scores_old(self, sampler_is_exact: bool) -> bool:
-        """Whether `annotate` takes a forward pass for old log-probs."""
+        """Whether `annotate` needs a forward pass for old log-probs."""
         return self._reads_old(sampler_is_exact) and not sampler_is_exact
 
     def _reads_old(self, sampler_is_exact: bool) -> bool:
@@ -99,7 +99,8 @@ class Learner:
 
     @contextmanager
     def older_weights(self) -> Iterator[None]:
-        """The policy has the weights of `staleness` training steps ago, or of the start, and then its own again."""
+        """Inside the context the policy has the weights of `staleness` training steps ago (at most back to the
+        start)."""
         if not self.older:
             yield
             return
@@ -111,7 +112,7 @@ class Learner:
             self._set_trained(now)
 
     def keep_weights(self) -> None:
-        """Keep the weights as they are before an update, as far as later steps sample from them."""
+        """Keep the weights before an update, if later steps sample from them."""
         if self.spec.staleness:
             self.older.append(self._trained_weights())
 
@@ -126,7 +127,7 @@ class Learner:
     def begin_step(self, step: int, kl_beta: float | None) -> dict[str, float]:
         """Set rates, KL weight (None: as it is) and reference for training step `step`.
 
-        Returns those that are not constant, as metrics.
+        Returns the ones that vary over the run, as metrics.
         """
         metrics: dict[str, float] = {}
         settings = self.spec.optimizer
@@ -146,9 +147,9 @@ class Learner:
         return metrics
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
-        """mu passes over the batch; metrics are means over the optimiser steps, except that `mismatch/` is the first
-        step's (the policy is still the sampler's) and `policy/ratio_max` the largest. `staleness/` stands for it where
-        older weights have sampled. InvalidRun on a non-finite value.
+        """Make mu passes over the batch. Metrics are means over the optimiser steps, except that `mismatch/` is from
+        the first step (the policy is still the sampler's) and `policy/ratio_max` is the largest. If older weights
+        sampled, `staleness/` replaces `mismatch/`. InvalidRun on a non-finite value.
         """
         steps: list[dict[str, float]] = []
         weights = weight_sample(self.policy)
@@ -163,13 +164,13 @@ class Learner:
         return metrics | weights_metric(self.policy, weights, gradient_norm=metrics["policy/grad_norm"], rate=rate)
 
     def weights(self, *, merged: bool) -> Mapping[str, Tensor]:
-        """The policy's state; `merged`: whole and with its adapter added, for an engine with a copy of its own."""
+        """The policy's state. `merged`: gathered, with its adapter merged, for an engine that has its own copy."""
         return merged_weights(self.policy) if merged else self.policy.state_dict()
 
     def state(self) -> dict[str, Any]:
-        """Optimiser states, critic and adapter: all that a resumed run needs besides the policy's own folder.
+        """Optimiser states, critic and adapter: everything that a resumed run needs besides the policy's folder.
 
-        Whole, wherever the parameters are; on ranks other than 0 without numbers.
+        Gathered from all ranks; ranks other than 0 get no tensors.
         """
         state: dict[str, Any] = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
         if self.critic is not None:
@@ -184,7 +185,7 @@ class Learner:
         return kept(state)
 
     def load_state(self, policy: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Continue from a saved policy and `state()`; ValueError where they do not fit this model."""
+        """Continue from a saved policy and `state()`; ValueError if they do not fit this model."""
         try:
             if self.adapted:
                 load_adapter(self.policy, spread(self.policy, state["adapter"]))
@@ -203,20 +204,21 @@ class Learner:
             raise ValueError(f"the checkpoint does not fit this run's model and algorithm: {error}") from error
 
     def _optimizer_step(self, minibatch: Batch, *, first: bool) -> dict[str, float]:
-        """One optimiser step on a minibatch whose loss weights are set; `first`: the policy is still the sampler's."""
-        sums: dict[str, Any] = defaultdict(float)  # on the device, read once: every look waits for a GPU
+        """Make one optimiser step on a minibatch whose loss weights are set; `first`: the policy is still the
+        sampler's."""
+        sums: dict[str, Any] = defaultdict(float)  # on the device, read once, because every read waits for a GPU
         ratios: dict[str, list[Tensor]] = defaultdict(list)
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
         self._train_mode(self.spec.gradient_checkpointing)
         is_on_policy = self.spec.updates_per_step == 1 and not self.spec.staleness
-        behind = "staleness" if self.spec.staleness else "mismatch"  # what sets the sampler's log-probs apart
+        behind = "staleness" if self.spec.staleness else "mismatch"  # why the sampler's log-probs differ
         prompts = [self._prompt_states(trunk, minibatch) for trunk in self._trunks()]
         for rows in self._rows_by_length(minibatch):
             micro = minibatch.rows(rows)
             with mixed_precision(micro.tokens_BT.device, self.spec.autocast):
                 output = self._output(micro, [states and states.rows(rows) for states in prompts])
-            if is_on_policy:  # the ratio is 1 exactly, with its gradient
+            if is_on_policy:  # the ratio is exactly 1, and still has its gradient
                 micro = micro.replace(old_logprobs_BT=output.logprobs_BT.detach())
             loss, metrics = self.algorithm.loss(micro, output)
             loss.backward()
@@ -249,18 +251,19 @@ class Learner:
         return totals
 
     def _train_mode(self, on: bool) -> None:
-        """transformers recomputes activations in training mode only, which changes nothing else: no dropout."""
+        """transformers recomputes activations only in training mode, which changes nothing else because there is no
+        dropout."""
         for module in (self.policy, self.critic):
             if module is not None:
                 module.train(on)
 
     def _trunks(self) -> list[nn.Module]:
-        """The networks that read tokens: the policy, and a critic's own backbone."""
+        """The networks that read tokens: the policy, and a critic's separate backbone."""
         own = None if self.critic is None else self.critic.backbone
         return [self.policy] if own is None else [self.policy, own]
 
     def _output(self, micro: Batch, prompts: Sequence[PromptStates | None]) -> PolicyOutput:
-        """Scores of a micro-batch, with its prompts as each trunk reads them."""
+        """Scores of a micro-batch, given its prompts as each trunk reads them."""
         tokens, mask = micro.tokens_BT, micro.completion_mask_BT
         hidden = completion_states(self.policy, tokens, mask, prompts[0])
         logprobs, entropy = token_logprobs(
@@ -273,7 +276,7 @@ class Learner:
         )
         if self.critic is None:
             return PolicyOutput(logprobs, entropy)
-        if self.critic.backbone is not None:  # after the log-probs, so that their temporaries do not meet its states
+        if self.critic.backbone is not None:  # after the log-probs, whose temporaries are freed by now
             hidden = completion_states(self.critic.backbone, tokens, mask, prompts[1])
         values = self.critic(mask, hidden)
         return PolicyOutput(logprobs, entropy, values)
@@ -295,7 +298,7 @@ class Learner:
 
     @torch.no_grad()
     def token_means(self, batch: Batch, distribution: Distribution) -> Tensor:
-        """[B]: that quantity of the policy's next token (nats), its mean over the tokens of each completion."""
+        """[B]: the mean of a quantity of the policy's next-token distribution (nats) over each completion's tokens."""
         temperature = self.spec.sampling.temperature
 
         def forward(part: Batch, prompts: PromptStates | None) -> Tensor:
@@ -319,7 +322,7 @@ class Learner:
     def _forward_rows(
         self, batch: Batch, forward: Callable[[Batch, PromptStates | None], Tensor], model: nn.Module
     ) -> Tensor:
-        """[B, T] from a function of (micro-batch, its prompts as `model` reads them), in the batch's own row order."""
+        """[B, T] in the batch's row order, from a function of (micro-batch, its prompts as `model` reads them)."""
         prompts = self._prompt_states(model, batch)
         result = torch.empty(0)
         for rows in self._rows_by_length(batch):
@@ -332,13 +335,13 @@ class Learner:
         return ranks.summed(result)
 
     def _prompt_states(self, model: nn.Module, batch: Batch) -> PromptStates | None:
-        if not self.shares_prompts or is_sharded(model):  # their backward pass begins outside of a model's hooks
+        if not self.shares_prompts or is_sharded(model):  # their backward pass begins outside a model's hooks
             return None
         with mixed_precision(batch.tokens_BT.device, self.spec.autocast):
             return prompt_states(model, batch.tokens_BT, batch.completion_mask_BT)
 
     def _minibatches(self, batch: Batch, step: int, epoch: int) -> Iterator[Batch]:
-        """Row subsets of equal size with their loss weights; drawn anew each pass, keyed by (seed, step, epoch)."""
+        """Row subsets of equal size with their loss weights; drawn again in each pass, keyed by (seed, step, epoch)."""
         count = self.spec.optimizer.num_minibatches
         order = np.arange(len(batch))
         if count > 1:
@@ -350,7 +353,7 @@ class Learner:
     def _rows_by_length(self, batch: Batch) -> list[Tensor]:
         """Indices of this rank's rows, longest first, each part within the token budget once padded to its longest row.
 
-        There are as many parts on every rank: a pass of one waits for those of all.
+        Every rank has the same number of parts, because the ranks' passes wait for each other.
         """
         budget = microbatch_tokens(self.spec.optimizer, batch.tokens_BT.device)
         order = torch.argsort(batch.lengths_B, descending=True, stable=True)[ranks.rank() :: ranks.world_size()]
@@ -387,9 +390,9 @@ class Learner:
 def correct_mismatch(batch: Batch, settings: Mismatch) -> tuple[Batch, dict[str, float]]:
     """The batch with advantages times the importance weights learner / engine, and metrics of the weights.
 
-    The policy term of an objective that is linear in its advantages is thereby weighed, and its KL left as it is.
-    Truncated: weights above the bound count as the bound (truncated importance sampling); masked: those outside
-    [1 / bound, bound] count as 0. The weight of a completion is the product over its tokens.
+    This weights the policy term of an objective that is linear in its advantages, and leaves its KL term as it is.
+    Truncated: weights above the bound become the bound (truncated importance sampling). Masked: weights outside [1 /
+    bound, bound] become 0. The weight of a completion is the product over its tokens.
     """
     assert batch.old_logprobs_BT is not None and batch.advantages_BT is not None
     mask = batch.completion_mask_BT
@@ -422,7 +425,8 @@ def explained_variance(batch: Batch) -> float:
 
 
 def _spread_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimiser's saved state with each moment where its parameter is; rates and decay stay those of its run."""
+    """An optimiser's saved state with each moment placed (device, sharding) like its parameter; rates and decay are
+    this run's."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def moved(place: int, value: Tensor) -> Tensor:

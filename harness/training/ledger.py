@@ -1,8 +1,8 @@
-"""The known costs of a run so far: operations, seconds of cores or GPUs, energy.
+"""Keeps the known costs of a run: operations, core or GPU seconds, energy.
 
-Energy is what the machine counts: of the run's GPUs (NVML), or of the processor's packages (RAPL, Linux powercap), of
-which a run is charged the share that it has of the time in which the machine's cores were busy. A machine that counts
-none, or runs that take turns in one process, have none.
+Energy comes from the machine's counters: of the run's GPUs (NVML), or of the processor packages (RAPL, Linux powercap),
+shared out by the run's part of the time in which the machine's cores were busy. There is no energy without such
+counters, or for runs that take turns in one process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cohort.harness.types import Demonstration, Group
 
 POWERCAP = Path("/sys/class/powercap")
 TRAINING = ("sampling", "scoring", "learning")
-_SEEN = 512  # demonstrations whose mean length counts for all
+_SEEN = 512  # number of demonstrations whose mean length stands for all
 
 
 @dataclass
@@ -38,21 +38,21 @@ class Ledger:
 
     spec: RunSpec
     costs: flops.Costs | None  # None where operations are not counted
-    energy: Callable[[], float | None]  # joules since it was asked last
+    energy: Callable[[], float | None]  # joules since its last call
     spent: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, spec: RunSpec, policy: nn.Module, *, is_alone: bool) -> Ledger:
         try:
             costs = flops.Costs.of(policy)
-        except Exception:  # a model that cannot be counted fails in ways of its own, and may train well
+        except Exception:  # counting fails in many ways for an unusual model, which may still train well
             costs = None
         device = resolve_device(spec.device)
         return cls(spec, costs, energy_meter(device) if is_alone else _unknown)
 
     def resume(self, spent: Mapping[str, float] | None, seconds: float) -> None:
-        """Go on from what a checkpoint says, after so many seconds. One from before there were ledgers says nothing,
-        and what is not known from the beginning stays unknown."""
+        """Continue from a checkpoint's costs, after `seconds`. A checkpoint older than this file has none, and a cost
+        not known from the beginning stays unknown."""
         self.spent = dict(spent or {})
         if spent is None:
             self.costs = None
@@ -61,7 +61,7 @@ class Ledger:
             self.energy = _unknown
 
     def start(self, codec: TextCodec, demonstrations: Callable[[], Any]) -> dict[str, float]:
-        """Charge the cold start, if there is one; the metrics of it."""
+        """Charge the cold start, if there is one; returns its metrics."""
         settings = self.spec.cold_start
         if settings.steps and self.costs is not None:
             few: list[Demonstration] = list(demonstrations()[:_SEEN])
@@ -73,24 +73,24 @@ class Ledger:
     def step(
         self, drawn: Sequence[Group], greedy: Sequence[Group], trained: Sequence[Group], *, reads_old: bool, share: bool
     ) -> dict[str, float]:
-        """Charge a training step; the metrics of all steps so far. `flops.stepped` says what the arguments are."""
+        """Charge a training step; returns the metrics of all steps so far. For the arguments see `flops.stepped`."""
         if self.costs is not None:
             rows = [flops.lengths(groups) for groups in (drawn, greedy, trained)]
             tokens = microbatch_tokens(self.spec.optimizer, resolve_device(self.spec.device))
-            share &= self.spec.devices == 1  # spread models read every row whole
+            share &= self.spec.devices == 1  # sharded models read every row whole
             self._add(
                 flops.stepped(self.costs, self.spec, *rows, reads_old=reads_old, share=share, batch_tokens=tokens)
             )
         return self.metrics()
 
     def evaluation(self, lengths: flops.Lengths) -> dict[str, float]:
-        """Charge an evaluation; the metrics of all of them so far."""
+        """Charge an evaluation; returns the metrics of all evaluations so far."""
         if self.costs is not None:
             self._add({"evaluation": flops.sampled(self.costs, lengths)})
         return self.metrics()
 
     def time(self, seconds: float) -> None:
-        """Charge time of the run, on all its devices, and the energy since this was called last."""
+        """Charge time of the run, on all its devices, and the energy since the last call."""
         self._charge_seconds(seconds)
         used = ranks.shared(range(ranks.world_size()), lambda _: [self.energy()])
         if None in used:
@@ -115,7 +115,7 @@ class Ledger:
         return self.spec.max_flops is not None and self.training >= self.spec.max_flops
 
     def metrics(self) -> dict[str, float]:
-        """`flops/<name>`, and `flops/train`, which evaluations and cold start are no part of."""
+        """`flops/<name>`, and `flops/train`, which excludes evaluations and the cold start."""
         found = {k.replace("_", "/", 1): v for k, v in self.spent.items() if k.startswith("flops_")}
         return found | ({"flops/train": self.training} if "flops_learning" in self.spent else {})
 
@@ -132,7 +132,7 @@ def _unknown() -> float | None:
 
 
 def energy_meter(device: torch.device, folder: Path = POWERCAP) -> Callable[[], float | None]:
-    """Joules since the last call that this process is charged; None where the machine does not tell."""
+    """Joules charged to this process since the last call; None if the machine has no counter."""
     if device.type == "cuda":
         return _since(partial(_gpu_joules, device))
     packages = [file for file in sorted(folder.glob("intel-rapl:?")) if _text(file / "name").startswith("package")]
@@ -148,7 +148,7 @@ def energy_meter(device: torch.device, folder: Path = POWERCAP) -> Callable[[], 
 
 
 def _since(count: Callable[[], float | None], modulo: float = math.inf) -> Callable[[], float | None]:
-    """What a counter that begins anew at `modulo` has added since the last call; None if it does not tell."""
+    """The increase since the last call of a counter that wraps at `modulo`; None if it cannot be read."""
     before = count()
 
     def added() -> float | None:
@@ -161,13 +161,13 @@ def _since(count: Callable[[], float | None], modulo: float = math.inf) -> Calla
 
 
 def _busy() -> float:
-    """Seconds in which the machine's cores have worked, summed over them."""
+    """Busy seconds of the machine's cores, summed over cores."""
     times = psutil.cpu_times()
     return sum(times[:]) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)
 
 
 def _own_seconds() -> float:
-    """Those of this process and its children."""
+    """Busy seconds of this process and its children."""
     own = psutil.Process()
     found = 0.0
     for process in (own, *own.children(recursive=True)):
@@ -178,7 +178,7 @@ def _own_seconds() -> float:
 
 
 def _text(file: Path) -> str:
-    """The content of a file; empty where it is not there or not to be read, as counters mostly are for root alone."""
+    """The content of a file; empty if it is missing or unreadable (usually only root can read these counters)."""
     try:
         return file.read_text().strip()
     except OSError:
@@ -196,7 +196,7 @@ def _package_range(package: Path) -> float:
 
 
 def _gpu_joules(device: torch.device) -> float | None:
-    """What the GPU has used since its driver was loaded, by whomever; None without NVML or such a counter."""
+    """Energy that the GPU has used since its driver was loaded, by all processes; None without NVML or the counter."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

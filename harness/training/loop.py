@@ -42,10 +42,10 @@ def train(
 ) -> RunResult:
     """Run `spec` in `directory`, or resume it from the last checkpoint there.
 
-    Ends "complete", "invalid" with a reason, or "stopped" after the step during which `should_stop()` turned true; a
-    cold start that was not done by then begins anew next time. Cold starts are cached in `cache`. Bad settings raise
-    ValueError before any model is loaded, and so does data or a model that is not what the run began with. `models` are
-    those that the run shares with others.
+    It ends "complete", "invalid" with a reason, or "stopped" after the step in which `should_stop()` turned true; an
+    unfinished cold start begins again next time. Cold starts are cached in `cache`. Bad settings, and data or a model
+    that changed since the run began, raise ValueError before any model is loaded. `models` are the ones that the run
+    shares with others.
     """
     inputs = run_inputs([spec], cache)
     log.inputs(inputs)
@@ -95,7 +95,7 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
         metrics["memory/peak_bytes"] = run.totals.peak_memory_bytes
         run.log.metrics(step, metrics)
         run.log.progress("train", step, spec.steps)
-        check_gates(gates_of(spec), run.gates, metrics, step)  # of metrics that all ranks share
+        check_gates(gates_of(spec), run.gates, metrics, step)  # decided from metrics that all ranks share
         is_last = step == spec.steps or run.ledger.is_spent
         if step % spec.evaluation.every == 0 or is_last:
             run.log.samples(rows)
@@ -110,7 +110,7 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
 
 
 def _evaluate(run: Run, split: Split, step: int, area: str = "") -> None:
-    """Evaluate, log, and keep the accuracies that the summary needs."""
+    """Evaluate, log, and store the accuracies that the summary needs."""
     start = run.models.now()
     place = (run.directory, run.log)
     result = logged_evaluation(run.spec, run.engine, *place, split, step, run.ledger.evaluation, area)

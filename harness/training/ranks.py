@@ -1,6 +1,6 @@
-"""The processes of one trial, one per device: the rank of this one, and the messages between them.
+"""Gives this process its rank among the processes of a trial (one per device), and the messages between them.
 
-A process alone is rank 0 of 1, for which every function here is the identity. All ranks call them in the same order.
+A single process is rank 0 of 1, and every function here is then the identity. All ranks call them in the same order.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ def rank() -> int:
 
 
 def same(decide: Callable[[], T]) -> T:
-    """What rank 0 decides, on every rank; the others do not decide."""
+    """The decision of rank 0, on every rank; only rank 0 computes it."""
     if world_size() == 1:
         return decide()
     told = [decide() if rank() == 0 else None]
@@ -43,7 +43,7 @@ def shared(items: Sequence[T], work: Callable[[Sequence[T]], Sequence[R]]) -> li
 
 
 def one_by_one(work: Callable[[], T]) -> T:
-    """The rank's own result; rank 0 does its work before the others, for which it may leave something in a cache."""
+    """The rank's own result; rank 0 works first, so that the others can use what it leaves in a cache."""
     if rank() > 0:
         dist.barrier()
     result = work()
@@ -53,12 +53,12 @@ def one_by_one(work: Callable[[], T]) -> T:
 
 
 def summed(values: Tensor) -> Tensor:
-    """The sum over the ranks."""
+    """The sum over all ranks."""
     return _reduced(values, dist.ReduceOp.SUM)
 
 
 def largest(values: Tensor) -> Tensor:
-    """The largest over the ranks."""
+    """The largest over all ranks."""
     return _reduced(values, dist.ReduceOp.MAX)
 
 
@@ -70,5 +70,5 @@ def _reduced(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
 
 
 def most(count: int, device: torch.device) -> int:
-    """The largest count of the ranks."""
+    """The largest count over all ranks."""
     return count if world_size() == 1 else int(largest(torch.tensor(count, device=device)))

@@ -1,4 +1,4 @@
-"""One run in progress: its models, costs and accuracies, and how they are built or resumed."""
+"""Builds or resumes a run in progress: its models, costs and accuracies."""
 
 import time
 from collections.abc import Callable
@@ -68,14 +68,14 @@ class Clock:
 
 
 class Models:
-    """Where a run gets its models and its time: this one makes them anew, and the whole process works for the run."""
+    """Gives a run its models and its time: here it loads its own models and has the whole process for itself."""
 
     is_alone = True
 
     def policy(
         self, spec: RunSpec, cache: Path, on_progress: Callable[[str, int, int], None]
     ) -> tuple[nn.Module, TextCodec]:
-        """The policy to train, on its device and in its precision, with its adapter; and the codec."""
+        """The policy to train (on its device, in its precision, with its adapter) and the codec."""
         policy, codec = ranks.one_by_one(lambda: start_policy(spec, cache, on_progress))
         policy = placed(policy, spec)
         if spec.lora is not None:
@@ -86,7 +86,7 @@ class Models:
         return build_engine(spec, policy, codec)
 
     def now(self) -> float:
-        """Seconds of work for the run so far, from any zero."""
+        """Seconds of work for the run so far, from an arbitrary zero."""
         return time.perf_counter()
 
 
@@ -106,8 +106,8 @@ class Run:
     models: Models = OWN_MODELS
     memory_before: int = 0  # bytes in use before the models were loaded
     inputs: Inputs = field(default_factory=dict)  # what it reads
-    base: Base | None = None  # of its adapter
-    probe: Probe | None = None  # of the engine's weights, in the last step
+    base: Base | None = None  # seed of its adapter
+    probe: Probe | None = None  # of the engine's weights in the last step
     totals: Totals = field(default_factory=Totals)
     accuracies: dict[str, float] = field(default_factory=dict)
     kl_beta: float = 0.0  # of the next step, where it is adaptive
@@ -118,14 +118,14 @@ class Run:
         self.ledger = Ledger.of(self.spec, self.learner.policy, is_alone=self.models.is_alone)
 
     def save(self, step: int) -> None:
-        """Write the checkpoint of training step `step`, which `prepare` continues from with any number of devices."""
+        """Write the checkpoint of training step `step`; `prepare` can continue from it with any number of devices."""
         progress = {
             "totals": vars(self.totals),
             "accuracies": self.accuracies,
             "kl_beta": self.kl_beta,
             "gates": vars(self.gates),
             "ledger": self.ledger.spent,
-            "num_events": self.log.sync(),  # on disk before the checkpoint that relies on them
+            "num_events": self.log.sync(),  # must be on disk before the checkpoint that relies on them
         }
         learner_state, weights = self.learner.state(), saved_weights(self.learner.policy)  # gathered by all ranks
         if ranks.rank() == 0:
@@ -158,7 +158,7 @@ def first_prompt(spec: RunSpec, split: Split) -> str:
 
 
 class StoppedEarly(Exception):
-    """Asked to stop where no checkpoint can be written: in a cold start, a sampling or a fine-tuning."""
+    """Asked to stop during work that has no checkpoints: a cold start, sampling or fine-tuning."""
 
 
 def build_engine(spec: RunSpec, policy: nn.Module, codec: TextCodec) -> RolloutEngine:
@@ -169,7 +169,7 @@ def build_engine(spec: RunSpec, policy: nn.Module, codec: TextCodec) -> RolloutE
 
 def placed(policy: nn.Module, spec: RunSpec) -> nn.Module:
     """The policy on the run's device and in its precision."""
-    if ranks.world_size() == 1:  # else the learner moves it, a part at a time
+    if ranks.world_size() == 1:  # otherwise the learner moves it, one part at a time
         policy = policy.to(resolve_device(spec.device))
     return policy.to(dtype=getattr(torch, spec.dtype))
 
@@ -182,7 +182,7 @@ def prepare(
     should_stop: Callable[[], bool],
     models: Models = OWN_MODELS,
 ) -> tuple[Run, int]:
-    """The run with its models loaded, and the number of training steps already done."""
+    """The run with its models loaded, and the number of finished training steps."""
     reset_peak_memory()
     memory_before = resident_bytes()
     inputs = run_inputs([spec], cache)
@@ -222,8 +222,8 @@ def prepare(
 def run_facts(run: Run) -> dict[str, float]:
     """Metrics known before the first step.
 
-    `memory/estimate_bytes` compares with the measured `memory/peak_bytes`: both count the bytes in use before the run.
-    `data/skipped_rows_<split>` is there where the task left out bad rows.
+    Compare `memory/estimate_bytes` with the measured `memory/peak_bytes`: both include the bytes in use before the run.
+    `data/skipped_rows_<split>` appears if the task left out bad rows.
     """
     spec, facts = run.spec, {}
     needed, _ = estimate_run(spec) if spec.steps and run.models.is_alone else (None, None)

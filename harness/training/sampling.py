@@ -1,12 +1,12 @@
-"""The groups of a training step: sampled, graded, scored, and chosen where there are more than it trains on.
+"""Samples, grades and scores the groups of a training step, and chooses among them if it needs fewer.
 
 Dynamic sampling is DAPO's (arXiv:2503.14476, eq. 11 and section 3.2): a group of equal rewards has no advantages, so
-further prompts are sampled until enough groups have unequal rewards. Departures: a group must have unequal rewards,
-while the paper's must be neither all right nor all wrong, so that it works without labels; the number of batches is
-bounded, and groups of equal rewards fill a step whose budget is spent, because minibatches have a fixed size. Further
-prompts are drawn for this step alone: a later step may meet them again.
+further prompts are sampled until enough groups have unequal rewards. Departures: the condition is unequal rewards, so
+that it works without labels (the paper's is neither all right nor all wrong); the number of batches is bounded, and
+groups of equal rewards then fill the step, because minibatches have a fixed size. Further prompts are drawn only for
+this step: a later step may draw them again.
 
-Prompts are a function of (seed, step), so that arms which share a seed draw the same.
+Prompts are a function of (seed, step), so that arms with the same seed draw the same prompts.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from cohort.harness.types import GradedGroup, Group, Prompt
 
 
 def sample_groups(run: Run, prompts: Sequence[Prompt], step: int, clock: Clock) -> tuple[Drawn, Probe | None]:
-    """The groups of a step, graded and scored, and the engine's own scores of a few of them before the update.
+    """The groups of a step, graded and scored, and the engine's own scores of a few completions before the update.
 
-    With dynamic sampling further batches of prompts follow, until enough groups have unequal rewards or the budget is
-    spent. The engine sleeps afterwards; before the last grading, since rewards may need the device.
+    Dynamic sampling adds batches of prompts until enough groups have unequal rewards or the budget is spent. The engine
+    sleeps before the last grading, because rewards may need the device.
     """
     spec = run.spec
     budget, count = spec.dynamic_sampling.max_batches, spec.prompts_per_step
@@ -73,7 +73,7 @@ def _generate(run: Run, step: int, prompts: Sequence[Prompt]) -> list[Group]:
 
 
 def _generate_greedy(run: Run, step: int, prompts: Sequence[Prompt]) -> list[Group]:
-    """Groups of one: what the policy would say without noise, under the limits of the step's other completions."""
+    """Groups of one greedy completion, under the same limits as the step's other completions."""
     spec = run.spec
     sampling = spec.sampling_with_limit().model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0})
     return run.engine.generate(prompts, 1, sampling, seed=spec.seed, step=step)
@@ -87,7 +87,7 @@ def _instead(
     step: int,
     first: int = 0,
 ) -> list[list[float]] | None:
-    """What a control pays instead of the run's rewards; None where those are paid."""
+    """The control's rewards, which replace the run's; None without such a control."""
     if run.spec.control in (None, "frozen"):
         return None
     pairs = list(zip(groups, graded, strict=True))
@@ -97,10 +97,10 @@ def _instead(
 
 
 def graded_groups(run: Run, groups: Sequence[Group]) -> list[GradedGroup]:
-    """The groups as the run's rewards see them, with the means over tokens that these ask for.
+    """The groups as the run's rewards see them, with the token means that the rewards need.
 
-    Those are the learner's, whatever the engine: of the policy that sampled, up to what the engine rounds, or of the
-    newest one where older weights have sampled.
+    The learner computes these means, with any engine: from the policy that sampled (up to the engine's rounding), or
+    from the newest policy if older weights sampled.
     """
     spec = run.spec
     graded = ranks.shared(groups, lambda part: grade(spec.task, part, spec.max_tokens))
@@ -120,7 +120,7 @@ def graded_groups(run: Run, groups: Sequence[Group]) -> list[GradedGroup]:
 
 
 def _rest(run: Run, groups: Sequence[Group]) -> Probe | None:
-    """Ask the engine for the scores that the check of its next weights needs, then let it sleep."""
+    """Get the engine's scores that the check of its next weights needs, then let it sleep."""
     run.probe = probe(run.engine, run.learner.policy, groups, run.probe)
     run.engine.sleep()
     return run.probe
@@ -141,7 +141,7 @@ def further_prompts(
 ) -> list[Prompt]:
     """At most `count` prompts whose ids are not among `drawn`, in an order keyed by (seed, step, attempt).
 
-    A prompt that was drawn in this step would get the same completions again, whose noise its id decides.
+    A prompt drawn twice in a step would get the same completions again, because its id decides the noise.
     """
     order, before = generator("further prompts", seed, step, attempt).permutation(len(prompts)), set(drawn)
     return [prompts[i] for i in order if prompts[i].id not in before][:count]
@@ -166,7 +166,7 @@ class Drawn:
         graded: Sequence[GradedGroup],
         instead: Sequence[list[float]] | None = None,
     ) -> Drawn:
-        """These and one more batch of groups, which earns `rewards`, or what a control pays `instead`."""
+        """These and one more batch of groups, paid by `rewards` or by a control (`instead`)."""
         scores, all_graded = score(rewards, graded, instead), (*self.graded, *graded)
         if self.groups:
             scores = self.scores.then(rewards, scores, all_graded)
@@ -181,14 +181,14 @@ class Drawn:
         graded: Sequence[GradedGroup],
         instead: Sequence[list[float]] | None = None,
     ) -> Drawn:
-        """These and the greedy completions of the batch added last, each of which earns `rewards` on its own, or what a
-        control pays `instead`."""
+        """These and the greedy completions of the batch added last, each paid alone by `rewards` or by a control
+        (`instead`)."""
         earned = [total for (total,) in score(rewards, graded, instead).totals]
         return replace(self, greedy=(*self.greedy, *groups), greedy_rewards=(*self.greedy_rewards, *earned))
 
     def with_metrics(self, count: int) -> Drawn:
-        """With counts of dynamic sampling for a step of `count` groups: `sampling/batches`, `sampling/kept_groups`
-        (unequal rewards) and `sampling/filled_groups`, which fill the step."""
+        """These with the metrics of dynamic sampling for a step of `count` groups: `sampling/batches`,
+        `sampling/kept_groups` (unequal rewards) and `sampling/filled_groups` (equal rewards, to fill the step)."""
         kept = min(self.num_kept, count)
         counts = {"batches": self.num_batches, "kept_groups": kept, "filled_groups": count - kept}
         return replace(self, metrics={f"sampling/{name}": float(value) for name, value in counts.items()})
@@ -199,7 +199,7 @@ class Drawn:
         return sum(not _equal(row) for row in self.scores.totals)
 
     def trained_on(self, count: int) -> Drawn:
-        """The `count` groups of the batch, in order: the first with unequal rewards, then the first others."""
+        """The `count` groups of the batch, in order: first those with unequal rewards, then others as needed."""
         if len(self.groups) == count:
             return self
         index = sorted(range(len(self.groups)), key=lambda p: (_equal(self.scores.totals[p]), p))[:count]

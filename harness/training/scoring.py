@@ -1,7 +1,7 @@
-"""Pays a step's completions: the weighted sum of the run's rewards, each at the token that earned it.
+"""Computes a step's rewards: the weighted sum of the run's rewards, each at the token that earned it.
 
-A reward that does not see gold gets a group without correctness, so that label leakage fails loudly. Outcome rewards
-are earned by the last token of a completion, those of a `StepReward` by the token that ends the step.
+A reward that does not see gold gets a group without correctness, so that label leakage fails loudly. The last token of
+a completion earns outcome rewards; the token that ends a step earns those of a `StepReward`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Scores:
     """Rewards of P groups of G completions.
 
     totals    [P][G] sum of all weighted rewards, those of steps included
-    outcomes  [P][G] the part that the whole completion earned; None where no outcome is rewarded
-    steps     [P][G] (character, weighted value) of each rewarded step; None where no steps are rewarded
+    outcomes  [P][G] the part that the whole completion earned; None if no outcome is rewarded
+    steps     [P][G] (character, weighted value) of each rewarded step; None if no steps are rewarded
     parts     reward name -> [P][G] values before the weight
     metrics   `reward/<name>` (mean before the weight) and the rewards' own metrics
     """
@@ -37,7 +37,7 @@ class Scores:
     metrics: dict[str, float]
 
     def pick(self, index: Sequence[int]) -> Scores:
-        """Those of the groups at `index`; the metrics stay those of all."""
+        """The rewards of the groups at `index`; the metrics stay those of all groups."""
         outcomes, steps = self.outcomes, self.steps
         return Scores(
             [self.totals[p] for p in index],
@@ -48,7 +48,7 @@ class Scores:
         )
 
     def then(self, rewards: Mapping[str, Reward], other: Scores, graded: Sequence[GradedGroup]) -> Scores:
-        """These and `other` after them, both by `rewards`; `graded` are the groups of both."""
+        """These followed by `other`, both paid by `rewards`; `graded` holds the groups of both."""
         parts = {name: [*values, *other.parts[name]] for name, values in self.parts.items()}
         return Scores(
             [*self.totals, *other.totals],
@@ -64,7 +64,7 @@ def score(
 ) -> Scores:
     """The rewards of each completion; `graded` carries correctness.
 
-    In a control arm the completions earn what stands in `instead` [P][G], and the rewards are measured only.
+    In a control arm the completions earn `instead` [P][G], and the rewards are only measured.
     """
     seen = {True: graded, False: [group.blind() for group in graded]}
     parts = {n: [_scored(n, reward, group) for group in seen[reward.sees_gold]] for n, reward in rewards.items()}
@@ -89,7 +89,7 @@ def score(
 def events(
     groups: Sequence[Group], scores: Scores, tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[int, float]] | None:
-    """For each of the P * G rows {completion token: reward earned there}; None where only outcomes are rewarded."""
+    """For each of the P * G rows {completion token: reward earned there}; None if only outcomes are rewarded."""
     if scores.steps is None:
         return None
     rows: list[dict[int, float]] = []
@@ -105,7 +105,7 @@ def events(
 
 
 def token_at(rollout: Rollout, character: int, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The first completion token by which at least `character` characters of the text are written."""
+    """The first completion token at which the text has at least `character` characters."""
     ids = list(rollout.token_ids)
     return bisect.bisect_left(
         range(1, len(ids)), character, key=lambda n: len(tokenizer.decode(ids[:n], skip_special_tokens=True))
@@ -113,7 +113,7 @@ def token_at(rollout: Rollout, character: int, tokenizer: PreTrainedTokenizerBas
 
 
 def _scored(name: str, reward: Reward, group: GradedGroup) -> list[float]:
-    """A reward's values of a group; ValueError, which says whose fault it is, without one for each completion."""
+    """A reward's values for a group; ValueError, which names the reward, unless there is one for each completion."""
     values, count = reward.score(group), len(group.completions)
     if len(values) != count or any(value is None for value in values):
         place, got = inspect.getfile(type(reward)), f"{len(values)}" if len(values) != count else "None among them"

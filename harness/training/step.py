@@ -1,4 +1,4 @@
-"""One training step, a straight line from prompts to new weights."""
+"""Runs one training step, from prompts to new weights."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from cohort.harness.types import Group, Prompt, SampleRow
 
 
 def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str, float], list[SampleRow]]:
-    """One step, from prompts to new weights: its metrics and a few of its rollouts."""
+    """The metrics and a few of the rollouts of one step, from prompts to new weights."""
     spec, learner, engine, clock = run.spec, run.learner, run.engine, Clock(run.models.now)
     unparsable = _num_unparsable(run)
     drawn, before = sample_groups(run, prompts, step, clock)  # generate, grade, score
@@ -70,13 +70,13 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
 
 
 def _num_unparsable(run: Run) -> int | None:
-    """Comparisons without a verdict so far, of all ranks."""
+    """The number of comparisons without a verdict so far, over all ranks."""
     counted = ranks.shared(range(ranks.world_size()), lambda _: [run.spec.task.num_unparsable()])
     return None if None in counted else sum(filter(None, counted))
 
 
 def _merged(*parts: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of all parts. ValueError where two give the same one: one of them would be lost."""
+    """The metrics of all parts. ValueError if two parts have the same metric, because one would be lost."""
     merged: dict[str, float] = {}
     for part in parts:
         if both := merged.keys() & part.keys():
@@ -86,7 +86,7 @@ def _merged(*parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def _charge(run: Run, groups: Sequence[Group], clock: Clock) -> dict[str, float]:
-    """Add a step's costs, all that was generated, to the run's totals, and tell them."""
+    """Add a step's costs (everything generated) to the run's totals; returns the totals as metrics."""
     generated = sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
     totals = run.totals
     totals.rollouts += sum(len(group.rollouts) for group in groups)
@@ -101,7 +101,7 @@ def _charge(run: Run, groups: Sequence[Group], clock: Clock) -> dict[str, float]
 
 
 def _kl_beta(run: Run, step: int) -> float | None:
-    """The KL weight of a step; None where it is the algorithm's own throughout."""
+    """The KL weight of a step; None if it is always the algorithm's own."""
     settings = run.spec.kl
     if settings.schedule == "adaptive":
         return run.kl_beta

@@ -1,10 +1,11 @@
-"""Runs that train adapters on one frozen model, in one process and on one engine: they take turns and sample together.
+"""Trains several runs' adapters on one frozen model, in one process and with one engine: runs take turns and sample
+together.
 
-Each run is the one training loop in a thread of its own. One thread works at a time, in the order of the runs, so that
-nothing else has to be safe for threads and a repetition does the same in the same order. A run that wants samples waits
-until all others want some too, or have ended; calls with equal sampling settings are one batch then, the calls of the
-run that is least far in any case. A run ends, diverges or resumes by itself. What it samples differs from what it would
-sample alone by floating-point rounding.
+Each run is the training loop in its own thread. One thread works at a time, in the order of the runs, so that no other
+code must be thread-safe and a repetition does the same in the same order. A run that wants samples waits until all
+other runs want some too or have ended. Then the call of the run that is least far, and all calls with equal sampling
+settings, become one batch. A run ends, diverges or resumes by itself. Its samples differ from those of the run alone
+only by floating-point rounding.
 """
 
 import contextvars
@@ -26,16 +27,17 @@ from cohort.harness.training.cold_start import start_policy
 from cohort.harness.training.run import Models, placed
 from cohort.harness.types import Call, Group, Prompt, Sampling
 
-JOIN_SECONDS = 0.5  # how often the main thread looks up, which then runs the handlers of signals
+JOIN_SECONDS = 0.5  # how often the main thread wakes up, so that signal handlers run
 R = TypeVar("R")
 
 
 class Together(Generic[R]):
-    """Runs `works`, each with the models that it gets here; they belong to `specs`, which share all that they must."""
+    """Runs `works`, each with the models that it gets here; they belong to `specs`, which agree in all shared
+    settings."""
 
     def __init__(self, specs: Sequence[RunSpec], works: Sequence[Callable[[Models], R]]):
         self.specs, self._works = specs, works
-        self.versions = [0] * len(specs)  # training steps that made the weights of each
+        self.versions = [0] * len(specs)  # of each run's weights: the number of training steps
         self._policies: list[nn.Module] = []
         self._change = threading.Condition()
         self._turn: int | None = 0
@@ -45,7 +47,7 @@ class Together(Generic[R]):
         self._seconds, self._since = [0.0] * len(specs), time.perf_counter()
 
     def results(self) -> list[R]:
-        """What each of the works returns; when all have ended, the first error is raised if there is one."""
+        """What each of the works returns; raises the first error, if any, when all have ended."""
         threads = [
             threading.Thread(target=contextvars.copy_context().run, args=(self._work, seat), daemon=True)
             for seat in range(len(self.specs))
@@ -66,7 +68,7 @@ class Together(Generic[R]):
     def policy(
         self, seat: int, cache: Path, on_progress: Callable[[str, int, int], None]
     ) -> tuple[nn.Module, TextCodec]:
-        """The policy of a run, and the codec; the first to ask has the models loaded for all."""
+        """The policy of a run, and the codec; the first call loads the models for all runs."""
         if not self._policies:
             spec = self.specs[0]
             base, self.codec = start_policy(spec, cache, on_progress)
@@ -79,7 +81,7 @@ class Together(Generic[R]):
         return self._policies[seat], self.codec
 
     def now(self, seat: int) -> float:
-        """Seconds of work for a run whose turn it is: its own turns, and its share, by tokens, of common batches."""
+        """Seconds of work for the run whose turn it is: its own turns, and its share (by tokens) of common batches."""
         return self._seconds[seat] + time.perf_counter() - self._since
 
     def sample(self, seat: int, call: Call, sampling: Sampling) -> list[Group]:
@@ -111,17 +113,18 @@ class Together(Generic[R]):
         self._since = time.perf_counter()
 
     def _pass_on(self) -> None:
-        """Give the turn to the first run that can go on; where all wait for samples, those come first."""
+        """Give the turn to the first run that can continue; if all wait for samples, sample first."""
         idle = self._ends.keys() | self._waiting.keys()
         if len(idle) == len(self.specs) and self._waiting:
             self._sample()
             idle = self._ends.keys() | self._waiting.keys()
-        give_back_freed_memory()  # the next run would allocate beside it
+        give_back_freed_memory()  # otherwise the next run would allocate more beside it
         self._turn = next((seat for seat in range(len(self.specs)) if seat not in idle), None)
         self._change.notify_all()
 
     def _sample(self) -> None:
-        """Sample for the run that is least far, an evaluation before a step, and for all who sample in the same way."""
+        """Sample for the run that is least far (evaluations before steps) and for all runs with the same sampling
+        settings."""
         since = time.perf_counter()
         first = min(self._waiting, key=lambda seat: (self.versions[seat], self._waiting[seat][1].temperature, seat))
         sampling = self._waiting[first][1]
@@ -165,7 +168,7 @@ class _Seat(Models):
 
 
 class _SeatEngine(RolloutEngine):
-    """The common engine as one of the runs sees it; it neither sleeps nor closes before the last of them."""
+    """The common engine as one of the runs sees it; it sleeps or closes only with the last run."""
 
     def __init__(self, together: Together[Any], seat: int):
         self._together, self._seat, self._engine = together, seat, together.engine

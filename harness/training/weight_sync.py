@@ -1,11 +1,11 @@
-"""Whether the engine took over the learner's weights: a few tokens scored by both, before and after an update.
+"""Checks that the engine took over the learner's weights: both score a few tokens before and after an update.
 
-Two signs of stale weights, each INVALID. The scores disagree over a bound; or the learner's scores moved and the
-engine's did not move with them, which shows even an update that is smaller than the bound.
+Two signs of stale weights make a run INVALID: the scores differ by more than a bound; or the learner's scores moved and
+the engine's did not, which shows even updates smaller than the bound.
 
-The learner scores without autocast and TF32: what they round away is the very move that shows a stale engine. An
-engine of lower precision hides a small update among its own rounding, but does not stand still, since a few weights
-that round the other way change all its scores; one with the old weights repeats them to the bit.
+The learner scores without autocast and TF32, because their rounding would hide the move that shows a stale engine. An
+engine of lower precision hides a small update in its own rounding, but its scores still change, because a few weights
+that round the other way change all of them; an engine with the old weights repeats its scores to the bit.
 
 Measured with vLLM 0.32 on a CPU beside a float32 learner, `tiny` after its cold start, 10 (1e-8: 20) GRPO steps of 128
 rollouts at each learning rate, 4 rows of at most 32 tokens; the largest difference in nats, from the best to the worst
@@ -21,10 +21,11 @@ step. `tf32`: transformers with attention and linear layers rounded to 10 bits, 
 | bfloat16 | 1e-6 | 0.03 to 0.15   | 0.04 to 0.16      | 8 to 45                                          | 10 of 10  |
 | bfloat16 | 1e-8 | 0.03 to 0.15   | 0.04 to 0.19      | 0 to 2300                                        | see below |
 
-A stale engine moved by 0 in all of them. At 1e-8 one update moves no token by `SEEN`, and an engine in step may stand
-still too; the probe then goes on over further steps, and a stale engine was noticed 3 to 11 updates later. Scored with
-autocast, the learner would jitter by 0.02 to 0.07 nats at 1e-6 and a float32 engine in step move 0.02 times as far.
-With weights in bfloat16 (no float32 ones beside them) a missed update is noticed where it moved a token by 0.1 nats.
+A stale engine moved by 0 in all of them. At 1e-8 one update moves no token by `SEEN`, and the scores of an engine in
+step may not move either; the probe then continues over further steps, and a stale engine was noticed 3 to 11 updates
+later. Scored with autocast, the learner would jitter by 0.02 to 0.07 nats at 1e-6 and a float32 engine in step move
+0.02 times as far. With weights in bfloat16 (without a float32 copy) a missed update is noticed if it moved a token by
+0.1 nats.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,8 +45,8 @@ from cohort.harness.training.learner import Learner
 from cohort.harness.types import Group, InvalidRun
 
 # Nats, by the coarser precision of engine and learner. float32: 50 times the largest difference of an engine in step;
-# tf32 and bfloat16: 9 and 7 times, as GPUs and larger models were not measured. A run whose first probe differs by more
-# than a tenth of that has TIMES_USUAL times as much.
+# tf32 and bfloat16: 9 and 7 times, as GPUs and larger models were not measured. If a run's first probe differs by more
+# than a tenth of the bound, its bound is TIMES_USUAL times that difference.
 BOUNDS: dict[Precision, float] = {"float32": 1e-3, "tf32": 0.1, "bfloat16": 1.0}
 TIMES_USUAL = 10
 # Where the learner moved by more than SEEN (nats, by its precision) on a token, an engine in step moved at least 0.67
@@ -77,10 +78,10 @@ def probe(
     num_rows: int = 4,
     max_tokens: int = 32,
 ) -> Probe | None:
-    """The scores of engine and learner, before an update, for the first tokens of a few of the step's completions.
+    """The scores of engine and learner before an update, for the first tokens of a few of the step's completions.
 
-    None for an engine that shares the learner's weights. The step's `last` probe goes on while the learner's scores
-    have not moved far enough from it to show whether the engine's move along.
+    None for an engine that shares the learner's weights. The `last` step's probe is used again while the learner's
+    scores have not moved far enough from it to show whether the engine's move too.
     """
     if last is not None and not _has_moved(policy, last.learner, _learner_scores(policy, last.rows)):
         return last
@@ -95,7 +96,7 @@ def probe(
 
 
 def precision(policy: nn.Module) -> Precision:
-    """The precision of the policy's products where there is no autocast."""
+    """The precision of the policy's matrix products without autocast."""
     weight = next(policy.parameters())
     if weight.dtype == torch.bfloat16:
         return "bfloat16"
@@ -103,16 +104,16 @@ def precision(policy: nn.Module) -> Precision:
 
 
 def load_weights(engine: RolloutEngine, learner: Learner, version: int, before: Probe | None) -> dict[str, float]:
-    """Give the engine the learner's weights; `mismatch/after_sync` where it has weights of its own."""
+    """Give the engine the learner's weights; returns `mismatch/after_sync` if it has its own copy of the weights."""
     engine.load_weights(learner.weights(merged=not engine.exact_logprobs), version)
     return {} if before is None else {"mismatch/after_sync": check_sync(engine, learner.policy, before)}
 
 
 def check_sync(engine: RolloutEngine, policy: nn.Module, before: Probe, *, bound: float | None = None) -> float:
-    """The largest difference (nats) between engine and learner on the rows of `before`, now that the engine was given
-    new weights. InvalidRun where the engine's weights are stale.
+    """The largest difference (nats) between engine and learner on the rows of `before`, after the engine got new
+    weights. InvalidRun if the engine's weights are stale.
 
-    `bound` is by default that of the coarser precision, or TIMES_USUAL times the usual difference if that is more.
+    By default `bound` is that of the coarser precision, or TIMES_USUAL times the usual difference if that is larger.
     """
     scores = engine.score(before.rows)
     assert scores is not None, "it gave scores before"
@@ -136,7 +137,7 @@ def check_sync(engine: RolloutEngine, policy: nn.Module, before: Probe, *, bound
 
 
 def _has_moved(policy: nn.Module, before: np.ndarray, now: np.ndarray) -> bool:
-    """Whether the learner's scores moved so far that those of an engine in step cannot have stood still."""
+    """Whether the learner's scores moved so far that the scores of an engine in step must have moved too."""
     return bool(np.abs(now - before).max() > SEEN[precision(policy)])
 
 
