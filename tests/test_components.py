@@ -57,7 +57,7 @@ def test_add_one_in_has_the_base_run_and_an_arm_with_each_component_alone():
     }
 
 
-CLIP = "binds only when a batch gets more than one update, or is older than the policy: else the ratio is 1; raise"
+CLIP = "has an effect only if a batch gets several updates or is older than the policy, otherwise the ratio is 1; raise"
 
 
 @pytest.mark.parametrize("design", ["leave_one_out", "add_one_in"])
@@ -65,11 +65,15 @@ CLIP = "binds only when a batch gets more than one update, or is older than the 
     ("components", "run", "words"),
     [
         (PARTS, {"optimizer": {}}, f"component 'high' cannot matter: algorithm.clip_epsilon_high {CLIP}"),
-        ({**PARTS, "same": {"steps": 100}}, {}, "component 'same' cannot matter: steps is 100 without it too"),
+        (
+            {**PARTS, "same": {"steps": 100}},
+            {},
+            "component 'same' cannot matter: steps is 100 without the component too",
+        ),
         (
             {**PARTS, "both": {"optimizer.learning_rate": 1e-3, "optimizer.beta1": 0.9}},
             {},
-            "component 'both' cannot matter: optimizer.beta1 is 0.9 without it too",
+            "component 'both' cannot matter: optimizer.beta1 is 0.9 without the component too",
         ),
         ({"more": {"algorithm.clip_epsilon": 0.1, "optimizer.num_inner_epochs": 2}}, {"optimizer": {}}, ""),
         (
@@ -80,7 +84,7 @@ CLIP = "binds only when a batch gets more than one update, or is older than the 
         (
             {"a": {"algorithm.kl_beta": 0.1}, "b": {"algorithm": {"name": "grpo"}}},
             {},
-            "components must set different settings",
+            "components must not share a setting",
         ),
         ({"a": {}}, {}, "components must set something, got nothing in 'a'"),
         ({"a": {"algorithm.kl_bta": 0.1}}, {}, "did you mean 'kl_beta'?"),

@@ -255,9 +255,12 @@ def test_a_comparison_gets_control_arms_of_its_first_algorithm_on_each_task():
         (lambda: compared("random,random"), "--controls must be distinct names"),
         (lambda: compared("random", tune=2), "compare.controls must be empty with tuning"),
         (lambda: compared("inverted", algorithms="grpo_self_consistency,grpo"), "control must be random, format_only"),
-        (lambda: compared(None, sets=["control=random"]), "the baseline must be no control, got 'grpo'"),
-        (lambda: a_study(arms={"r": {"control": "random"}, "plain": {}}), "the baseline must be no control, got 'r'"),
-        (lambda: a_study(factors={"control": [None, "frozen"]}, baseline="control=frozen"), "must be no control"),
+        (lambda: compared(None, sets=["control=random"]), "the baseline must not be a control, got 'grpo'"),
+        (
+            lambda: a_study(arms={"r": {"control": "random"}, "plain": {}}),
+            "the baseline must not be a control, got 'r'",
+        ),
+        (lambda: a_study(factors={"control": [None, "frozen"]}, baseline="control=frozen"), "must not be a control"),
         (
             lambda: a_study(
                 design="search",

@@ -398,7 +398,7 @@ def test_arms_that_are_the_same_run_are_refused():
         ({"seeds": [0, 0]}, "seeds must be distinct and >= 0, got [0, 0]"),
         ({"seeds": [-1]}, "seeds must be distinct and >= 0, got [-1]"),
         ({"seeds": []}, "seeds"),
-        ({"factors": {"seed": [0, 1]}}, "'seed' is a replicate, never a factor"),
+        ({"factors": {"seed": [0, 1]}}, "'seed' cannot be a factor, because seeds are replicates"),
         ({"factors": {"steps": []}}, "factor 'steps' has no levels"),
         ({"factors": {"steps": [1, 2, 1]}}, "factor 'steps' names a level twice: [1, 2, 1]"),
         ({"factors": {"sampling": [{"top_k": 1}]}}, "levels of factor 'sampling' must be plain values"),
@@ -488,7 +488,7 @@ LAUGHS = "a: &a [lol, lol]\n" + "".join(
 CHAIN = f"a0: &a0 {'[' * 40 + ']' * 40}\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 900))
 MERGES = "a0: &a0 {k: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{f'*a{i - 1}, ' * 9}]}}\n" for i in range(1, 20))
 TOO_MANY, TOO_DEEP = "must have at most 20,000 values, with every alias", "must be nested at most 50 deep, got more"
-ITSELF, TOO_LONG = "an alias must not stand inside of what it names", "must have at most 500,000 bytes, got more"
+ITSELF, TOO_LONG = "an alias must not be inside the value that it names", "must have at most 500,000 bytes, got more"
 HOSTILE_YAML = {
     "laughs": (LAUGHS, f"line 5: {TOO_MANY}"),
     "merged laughs": (MERGES, TOO_MANY),
@@ -504,10 +504,10 @@ HOSTILE_YAML = {
     "digits": ("steps: 1" + "0" * 5000, "line 1: a whole number must be from -2^53 to 2^53 (9007199254740992)"),
     "hex digits": ("steps: 0x" + "f" * 20_000, "(20,002 characters); use a smaller one"),
     "base 60": ("steps: " + "1:" * 9000 + "1", "(18,001 characters); use a smaller one"),
-    "base 60 with a point": ("kl: " + "1:" * 9000 + "1.5", "must be what its tag says, got 1:1:1"),
-    "an untrue tag": ("steps: !!int many", "line 1: must be what its tag says, got many"),
-    "an empty tag": ("steps: !!int ''", "must be what its tag says"),
-    "a tag of truth": ("a: 1\nautocast: !!bool maybe", "line 2: must be what its tag says, got maybe"),
+    "base 60 with a point": ("kl: " + "1:" * 9000 + "1.5", "must match its YAML tag, got 1:1:1"),
+    "an untrue tag": ("steps: !!int many", "line 1: must match its YAML tag, got many"),
+    "an empty tag": ("steps: !!int ''", "must match its YAML tag"),
+    "a tag of truth": ("a: 1\nautocast: !!bool maybe", "line 2: must match its YAML tag, got maybe"),
     "bytes": ("model: !!binary aGk=", "could not determine a constructor for the tag 'tag:yaml.org,2002:binary'"),
     "a set": ("model: !!set {a, b}", "could not determine a constructor"),
     "code": ("model: !!python/object/apply:os.system ['true']", "could not determine a constructor"),

@@ -1,7 +1,7 @@
-"""Decides the arms of a study of components: all of them and each left out, or none of them and each alone.
+"""Decides the arms of a study of components: all components and each one left out, or none and each one alone.
 
-A component is a name for the settings that make it. One that provably cannot change a run is refused with the reason:
-its effect would be 0 by construction, and a rank among others would hide that.
+A component is a name for a set of settings. A component that provably cannot change a run is refused with the reason:
+its effect is 0 by construction, and a rank among others would hide that.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from cohort.harness.types import component_arm
 Components = Mapping[str, Mapping[str, Any]]  # name -> dotted path of a run -> value
 REFERENCE: dict[str, str] = {"leave_one_out": "all", "add_one_in": "none"}  # design -> label of its baseline
 
-# Settings of algorithms that bind where the policy has moved away from the one that sampled.
+# Settings of algorithms that have an effect only once the policy differs from the one that sampled.
 _CLIPS = {
     "clip_epsilon", "clip_epsilon_high", "ratio_bound", "clip_log_ratio", "weight_max", "value_clip", "divergence_bound"
 }  # fmt: skip
@@ -23,14 +23,14 @@ _CLIPS = {
 def component_arms(design: str, components: Components) -> dict[str, dict[str, Any]]:
     """Label -> overrides of the n + 1 arms, the reference first.
 
-    ValueError if two components set the same: with both on, the order would decide.
+    ValueError if two components set the same setting: with both on, their order would decide its value.
     """
     for (one, mine), (other, theirs) in combinations(components.items(), 2):
         both = [
             path for path in mine for held in theirs if f"{path}.".startswith(f"{held}.") or held.startswith(f"{path}.")
         ]
         if both:
-            raise ValueError(f"components must set different settings, got {both[0]} in '{one}' and in '{other}'")
+            raise ValueError(f"components must not share a setting, got {both[0]} in '{one}' and in '{other}'")
     if design == "add_one_in":
         chosen = {component_arm(design, name): [name] for name in components}
     else:
@@ -43,23 +43,23 @@ def component_arms(design: str, components: Components) -> dict[str, dict[str, A
 
 
 def why_inert(component: Mapping[str, Any], on: RunSpec, off: RunSpec) -> str:
-    """Why a component's setting cannot matter between a run with it and the same run without; empty if it can."""
+    """Why a component's setting cannot change a run; empty if it can."""
     with_it, without = on.model_dump(mode="json"), off.model_dump(mode="json")
     for path in component:
         value = _at(with_it, path)
         if value == _at(without, path):
-            return f"{path} is {value} without it too"
+            return f"{path} is {value} without the component too"
         section, _, key = path.rpartition(".")
         if section == "algorithm" and key in _CLIPS and _never_moves(on) and _never_moves(off):
             return (
-                f"{path} binds only when a batch gets more than one update, or is older than the policy: else the "
+                f"{path} has an effect only if a batch gets several updates or is older than the policy, otherwise the "
                 "ratio is 1; raise optimizer.num_minibatches, optimizer.num_inner_epochs or staleness"
             )
     return ""
 
 
 def _never_moves(spec: RunSpec) -> bool:
-    """Whether every update is of the policy that sampled: one a batch, of rollouts that are not older."""
+    """Whether every update is on-policy: one update per batch, and no staleness."""
     return spec.updates_per_step == 1 and not spec.staleness
 
 

@@ -1,4 +1,4 @@
-"""The message for a wrong file or override: file, key, rule, value and the nearest valid key."""
+"""Writes the message for a wrong file or override: file, key, rule, value and the nearest valid key."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar, get_args, get_origin
@@ -17,7 +17,7 @@ class SpecError(ValueError):
 
 
 def parsed(model: type[S], raw: Any, where: str) -> S:
-    """The section that a mapping describes; SpecError naming `where`, key, rule and value otherwise."""
+    """The section that a mapping describes; otherwise SpecError with `where`, key, rule and value."""
     try:
         return model.model_validate(raw)
     except ValidationError as error:
@@ -25,7 +25,7 @@ def parsed(model: type[S], raw: Any, where: str) -> S:
 
 
 def did_you_mean(word: str, known: Sequence[str], cutoff: float = 0.5) -> str:
-    """The question for the known word most like `word`, as the start of a sentence; empty if none is close."""
+    """The question "did you mean ...?" with the known word closest to `word`; empty if none is close."""
     near = plugins.nearest(word, list(known), cutoff)
     return f"did you mean '{near}'? " if near else ""
 
@@ -75,7 +75,7 @@ def _class_at(model: type[Section], raw: Mapping[str, Any], keys: Sequence[str])
         annotation = owner.model_fields[key].annotation
         if get_origin(annotation) is Annotated:
             annotation = get_args(annotation)[0]
-        while get_origin(annotation) is dict:  # its next key is a name that the user chose
+        while get_origin(annotation) is dict:  # the next key is a name that the user chose
             annotation = get_args(annotation)[1]
             next(names, None)
         section = paths.section_of(annotation)
@@ -90,7 +90,7 @@ def _is_run(model: type[Section]) -> bool:
 
 
 def _elsewhere(model: type[Section], raw: Mapping[str, Any], key: str) -> str:
-    """The question for the full path of a setting of that name in another section; empty if there is none."""
+    """The question with the full path of a setting of that name in another section; empty if there is none."""
     found = [path for path, _ in paths.settings(model, raw) if path.rpartition(".")[2] == key]
     return f"did you mean '{found[0]}'? " if found else ""
 

@@ -1,4 +1,4 @@
-"""Runs and studies by name or file, with overrides applied."""
+"""Loads runs and studies by name or file, with overrides applied."""
 
 import importlib.resources
 import os
@@ -13,9 +13,10 @@ from cohort.harness.spec.study import StudySpec, parse_study
 
 
 def runs_of(name_or_path: str, overrides: Sequence[str] = ()) -> dict[str, RunSpec]:
-    """The runs that a file describes: one by its algorithm's name, or those of a study by the labels of its arms."""
+    """The runs that a file describes: a single run under its algorithm's name, or a study's runs under their arms'
+    labels."""
     path = Path(name_or_path)
-    raw = read_yaml(path) if path.is_file() else None  # any other name is a shipped study's
+    raw = read_yaml(path) if path.is_file() else None  # any other name means a shipped study
     if isinstance(raw, Mapping) and "run" not in raw:
         run = load_run(name_or_path, overrides)
         return {run.algorithm.name: run}
@@ -26,8 +27,8 @@ def runs_of(name_or_path: str, overrides: Sequence[str] = ()) -> dict[str, RunSp
 def load_study(name_or_path: str, overrides: Sequence[str] = ()) -> StudySpec:
     """A study by shipped name or file path, with `path=value` overrides applied.
 
-    An override whose first word is a field of StudySpec (`seeds=[0,1]`, `metric=...`) changes the study, any other
-    the base run (`steps=20`, `task.path=...`).
+    An override whose first word is a field of StudySpec (`seeds=[0,1]`, `metric=...`) changes the study; any other
+    changes the base run (`steps=20`, `task.path=...`).
     """
     path = _study_file(name_or_path)
     raw = read_yaml(path)

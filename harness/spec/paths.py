@@ -1,4 +1,4 @@
-"""Every setting by its full path, as files and `--set` name it."""
+"""Lists every setting by its full path, as files and `--set` name it."""
 
 from collections.abc import Iterator, Mapping
 from types import UnionType
@@ -11,9 +11,9 @@ from cohort.harness.types import Section
 
 
 def settings(model: type[Section], raw: Mapping[str, Any] | None = None) -> Iterator[tuple[str, FieldInfo]]:
-    """The full path and the field of every setting of a section, those of sections within it included.
+    """The full path and the field of every setting of a section, including nested sections.
 
-    Plugins (task, algorithm, engine) count with the settings of those that `raw` names, and else as one setting.
+    A plugin (task, algorithm, engine) that `raw` names counts with its settings, otherwise as one setting.
     """
     for key, field in model.model_fields.items():
         node = raw.get(key) if isinstance(raw, Mapping) else None

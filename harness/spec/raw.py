@@ -1,4 +1,4 @@
-"""Settings before they are validated: YAML text and `path=value` overrides."""
+"""Reads settings before they are validated: YAML text and `path=value` overrides."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ import yaml
 from cohort.harness.spec.errors import SpecError
 
 MAX_BYTES, MAX_NODES, MAX_DEPTH = 500_000, 20_000, 50  # of a file; nodes and depth with every alias written out
-MAX_INTEGER = 2**53  # doubles, and with them MLflow and every reader of JSON in JavaScript, round larger ones
+MAX_INTEGER = 2**53  # doubles (and so MLflow and JSON in JavaScript) round larger ones
 _KINDS = ("null", "bool", "int", "float", "str", "seq", "map", "merge")
 _TAGS = {None, *(f"tag:yaml.org,2002:{kind}" for kind in _KINDS)}
 
@@ -33,8 +33,8 @@ def parse_overrides(items: Sequence[str]) -> dict[str, Any]:
 def with_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any], whole: Sequence[str] = ()) -> dict[str, Any]:
     """A deep copy of `raw` with each dotted path set.
 
-    `whole` names mappings whose keys may hold dots: the rest of a path below one of them is one key. A plain value with
-    a path below it becomes the mapping that it stands for. A number for a reward changes only its weight.
+    `whole` names mappings whose keys may contain dots: the rest of a path below them is one key. A plain value with a
+    path below it becomes the mapping that it stands for. A number for a reward changes only its weight.
     """
     result = deepcopy(dict(raw))
     for dotted, value in overrides.items():
@@ -56,13 +56,13 @@ def with_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any], whole: 
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is an int or a float, but no bool."""
+    """Whether a value is an int or a float, and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def read_yaml(path: Path) -> Any:
-    """The content of a YAML (or JSON) file; SpecError for a file that is missing, malformed, too large, or has a key
-    twice."""
+    """The content of a YAML (or JSON) file; SpecError for a file that is missing, malformed or too large, or repeats a
+    key."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
@@ -84,7 +84,7 @@ def _keys(dotted: str, whole: Sequence[str]) -> list[str]:
 
 
 def _mapping(value: Any, path: Sequence[str]) -> dict[str, Any] | None:
-    """The mapping that a value is or stands for: text names a plugin, a number in `rewards` is a weight."""
+    """The mapping that a value stands for: text names a plugin, a number in `rewards` is a weight."""
     if isinstance(value, str):
         return {"name": value}
     if len(path) == 2 and path[0] == "rewards" and is_number(value):
@@ -101,15 +101,15 @@ def _parse_yaml(text: str) -> Any:
 
 
 def _words(error: Exception) -> str:
-    """What is wrong, in one line, with the line of the file."""
+    """The error in one line, with the line number in the file."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return " ".join(str(error).split())
     return f"line {error.problem_mark.line + 1}: {error.problem}"
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, but for JSON-like values alone: a date is text, and sets and bytes are errors. It refuses
-    what is small to read and large to hold, and two equal keys, of which PyYAML takes the last."""
+    """PyYAML's safe loader, restricted to JSON-like values: a date is text, and sets and bytes are errors. It refuses
+    small files that expand to large values, and repeated keys, of which PyYAML would take the last."""
 
     yaml_constructors: ClassVar[Any] = {
         tag: make for tag, make in yaml.SafeLoader.yaml_constructors.items() if tag in _TAGS
@@ -122,7 +122,7 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth = self._deepest = self._num_nodes = 0
-        self._extents: dict[yaml.Node, tuple[int, int]] = {}  # of a finished node: its nodes, its levels
+        self._extents: dict[yaml.Node, tuple[int, int]] = {}  # of a finished node: the number of its nodes and levels
 
     def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
         is_alias = self.check_event(yaml.AliasEvent)
@@ -133,7 +133,7 @@ class _Loader(yaml.SafeLoader):
         self._depth = depth
         if node is not None and is_alias:
             if node not in self._extents:
-                raise _marked("an alias must not stand inside of what it names", mark)
+                raise _marked("an alias must not be inside the value that it names", mark)
             num_nodes, levels = self._extents[node]
             self._reach(num_nodes - 1, depth + levels, mark)
         elif node is not None:
@@ -142,7 +142,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def _reach(self, num_nodes: int, depth: int, mark: yaml.Mark) -> None:
-        """Count so many nodes down to a depth. YAMLError beyond the limits."""
+        """Add to the count of nodes and check the depth. YAMLError beyond the limits."""
         self._num_nodes += num_nodes
         self._deepest = max(self._deepest, depth)
         if self._num_nodes > MAX_NODES:
@@ -165,8 +165,8 @@ class _Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        except (ValueError, LookupError, ArithmeticError):  # of a tag such as !!int, or of digits beyond any number
-            raise _marked(f"must be what its tag says, got {_short(node)}", node.start_mark) from None
+        except (ValueError, LookupError, ArithmeticError):  # from a tag such as !!int, or a number with too many digits
+            raise _marked(f"must match its YAML tag, got {_short(node)}", node.start_mark) from None
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         if len(node.value) > 100 or abs(value := super().construct_yaml_int(node)) > MAX_INTEGER:

@@ -1,7 +1,7 @@
-"""The settings of a training run: a validated, frozen, serialisable value; every setting is written in one place.
+"""The settings of a training run as a validated, frozen, serialisable value; every setting is defined in one place.
 
-Settings of a plugin (algorithm, task, engine, reward) are fields of the plugin's own class, so a file is checked
-against the classes that it names.
+A plugin's settings (algorithm, task, engine, reward) are fields of its own class, so a file is checked against the
+classes that it names.
 """
 
 from collections.abc import Mapping
@@ -30,38 +30,44 @@ Control = Literal["random", "format_only", "inverted", "shuffled_gold", "frozen"
 class ColdStart(Section):
     """Supervised warm start on the task's worked solutions, shared by every arm and seed (AdamW, constant rate)."""
 
-    steps: int = Field(default=0, ge=0, description="optimiser steps; 0 starts from the model as it is")
-    batch_size: int = Field(default=32, ge=1, description="worked solutions of each step")
+    steps: int = Field(default=0, ge=0, description="optimiser steps; 0: no cold start")
+    batch_size: int = Field(default=32, ge=1, description="worked solutions per optimiser step")
     learning_rate: float = Field(default=3e-3, gt=0, description="of AdamW, constant")
-    seed: int = Field(default=0, ge=0, le=MAX_INTEGER, description="data order and, for `tiny`, initial weights")
+    seed: int = Field(
+        default=0, ge=0, le=MAX_INTEGER, description="seed of the data order and, for `tiny`, of the initial weights"
+    )
 
 
 class Optimizer(Section):
-    """AdamW for the policy (and, separately, the critic) and the number of updates that a batch receives."""
+    """AdamW for the policy (and separately for the critic), and the number of updates per batch."""
 
     learning_rate: float = Field(default=1e-4, gt=0, description="of the policy")
-    critic_learning_rate: float = Field(default=3e-4, gt=0, description="of the critic, where the algorithm has one")
+    critic_learning_rate: float = Field(
+        default=3e-4, gt=0, description="learning rate of the critic, if the algorithm has one"
+    )
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="of both learning rates after the warm-up; linear and cosine end at 0"
+        default="constant", description="course of both learning rates after the warm-up; linear and cosine end at 0"
     )
     warmup_steps: int = Field(default=0, ge=0, description="training steps over which the rates rise linearly")
-    weight_decay: float = Field(default=0.0, ge=0, description="decoupled from the gradient (AdamW)")
-    beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the mean of gradients")
-    beta2: float = Field(default=0.999, ge=0, lt=1, description="decay of the mean of their squares")
+    weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay (AdamW)")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the mean of the gradients")
+    beta2: float = Field(default=0.999, ge=0, lt=1, description="decay of the mean of the squared gradients")
     max_grad_norm: float = Field(default=1.0, gt=0, description="gradient clipping by global norm")
     num_inner_epochs: int = Field(default=1, ge=1, description="mu: passes over each batch of rollouts")
     num_minibatches: int = Field(default=1, ge=1, description="optimiser steps per pass; divides rollouts_per_step")
     tokens_per_microbatch: int | None = Field(
-        default=None, ge=1, description="padded tokens in one forward: memory and speed; by default 1024, 8192 on a GPU"
+        default=None,
+        ge=1,
+        description="padded tokens in one forward pass; affects memory and speed; by default 1024, or 8192 on a GPU",
     )
 
 
 class DynamicSampling(Section):
     """Replace groups of equal rewards by groups of further prompts, within a budget (DAPO, arXiv:2503.14476, eq. 11);
-    replaced groups are charged like all others."""
+    the costs of replaced groups count too."""
 
     max_batches: int = Field(
-        default=1, ge=1, description="batches of prompts_per_step prompts that a step may sample; 1: none is replaced"
+        default=1, ge=1, description="most batches of prompts that a step may sample; 1: no group is replaced"
     )
 
 
@@ -69,14 +75,19 @@ class KLControl(Section):
     """How `algorithm.kl_beta` and the reference change over a run."""
 
     schedule: Literal["constant", "cosine", "adaptive"] = Field(
-        default="constant", description="cosine: from kl_beta down; adaptive: towards a target KL"
+        default="constant",
+        description="of algorithm.kl_beta; cosine: falls to final_scale; adaptive: follows a target KL",
     )
-    hold: float = Field(default=0.1, ge=0, lt=1, description="cosine: share of the steps before it falls")
-    end: float = Field(default=0.8, gt=0, le=1, description="cosine: share of the steps after which it stays")
-    final_scale: float = Field(default=0.0, ge=0, description="cosine: share of kl_beta that is left at the end")
-    target: float | None = Field(default=None, gt=0, description="adaptive: KL to the reference in nats per token")
+    hold: float = Field(default=0.1, ge=0, lt=1, description="cosine: fraction of the steps before kl_beta falls")
+    end: float = Field(
+        default=0.8, gt=0, le=1, description="cosine: fraction of the steps after which kl_beta stays constant"
+    )
+    final_scale: float = Field(default=0.0, ge=0, description="cosine: final kl_beta as a fraction of the initial one")
+    target: float | None = Field(
+        default=None, gt=0, description="adaptive: target KL to the reference, in nats per token"
+    )
     refresh_reference_every: int = Field(
-        default=0, ge=0, description="training steps after which the policy becomes the reference; 0: never"
+        default=0, ge=0, description="copy the policy to the reference every so many training steps; 0: never"
     )
 
     @model_validator(mode="after")
@@ -89,21 +100,25 @@ class KLControl(Section):
 
 
 class Mismatch(Section):
-    """The correction where the engine's probabilities differ from the learner's."""
+    """The correction for differences between the engine's and the learner's probabilities."""
 
     correction: Literal["none", "truncated", "masked"] = Field(
-        default="none", description="importance weights, cut at the bound, or 0 outside [1 / bound, bound]"
+        default="none",
+        description="importance weights: truncated at the bound, or masked (0) outside [1 / bound, bound]",
     )
     level: Literal["token", "sequence"] = Field(default="token", description="one weight per token, or per completion")
     bound: float = Field(default=2.0, gt=1, description="of the weights")
 
 
 class LoRA(Section):
-    """Train low-rank adapters instead of all weights (arXiv:2106.09685); the reference is the model without them."""
+    """Train low-rank adapters instead of all weights (arXiv:2106.09685); the reference is the model without
+    adapters."""
 
-    rank: int = Field(default=16, ge=1, description="of each adapter's two matrices")
+    rank: int = Field(default=16, ge=1, description="rank of each adapter's two matrices")
     alpha: float = Field(default=32.0, gt=0, description="the update is scaled by alpha / rank")
-    targets: tuple[str, ...] = Field(default=(), description="names of layers; by default all linear ones but the head")
+    targets: tuple[str, ...] = Field(
+        default=(), description="names of the adapted layers; by default all linear layers except the head"
+    )
 
 
 class Evaluation(Section):
@@ -114,66 +129,81 @@ class Evaluation(Section):
     )
     num_prompts: int = Field(default=256, ge=1, description="validation problems; all when the split has fewer")
     num_test_prompts: int = Field(default=512, ge=1, description="test problems; all when the split has fewer")
-    num_samples: int = Field(default=4, ge=1, description="k samples per problem for accuracy, pass@k and maj@k")
+    num_samples: int = Field(default=4, ge=1, description="samples per problem (k) for accuracy, pass@k and maj@k")
     num_test_samples: int | None = Field(
         default=None,
         ge=1,
         exclude_if=lambda value: value is None,  # runs from before the setting keep their digest
-        description="the same for test problems, if it differs",
+        description="samples per test problem; by default num_samples",
     )
     test_at_start: bool = Field(
         default=False,
         exclude_if=lambda value: not value,  # likewise
-        description="score the test problems before training too, for curves of pass@k before and after",
+        description="also evaluate the test problems before training, for curves of pass@k before and after",
     )
-    temperature: float = Field(default=1.0, gt=0, description="of the k samples; the greedy one has none")
+    temperature: float = Field(
+        default=1.0, gt=0, description="sampling temperature of the k samples; the greedy completion has none"
+    )
 
     def samples_of(self, split: str) -> int:
-        """Samples of each problem of a split."""
+        """Samples per problem of a split."""
         return self.num_test_samples or self.num_samples if split == "test" else self.num_samples
 
 
 class Checkpoints(Section):
-    """The files that a run keeps: enough to resume, and whole batches of rollouts to read, regrade or rank."""
+    """The files that a run keeps: checkpoints to resume from, and whole batches of rollouts to read, regrade or
+    rank."""
 
     every: int = Field(default=20, ge=1, description="training steps between checkpoints")
-    keep: int = Field(default=2, ge=1, description="newest checkpoints that stay while the run lasts")
+    keep: int = Field(default=2, ge=1, description="number of newest checkpoints to keep during the run")
     finished: Literal["nothing", "weights"] | None = Field(
         default=None,
-        description="what stays when the run has ended; by default nothing of a study's trial, else the weights",
+        description="what to keep when the run has ended; by default nothing in a study, the weights otherwise",
     )
     rollouts_every: int = Field(
-        default=20, ge=0, description="training steps between batches kept in rollouts/; the first is; 0: none"
+        default=20,
+        ge=0,
+        description="training steps between batches kept in rollouts/, from the first step on; 0: none",
     )
 
 
 class Gates(Section):
-    """Bounds on the measurements of every step: a run beyond one ends INVALID; null turns one off. A non-finite loss or
-    gradient ends a run in any case."""
+    """Bounds on the metrics of every step: a run that breaks a bound ends INVALID; null turns a bound off. A non-finite
+    loss or gradient always ends a run."""
 
     mismatch_kl: float | None = Field(
-        default=0.1, gt=0, description="nats per token between engine and learner, in any step"
+        default=0.1, gt=0, description="highest KL between engine and learner, in nats per token, in any step"
     )
     stuck_groups: float | None = Field(
-        default=0.98, ge=0, lt=1, description="share of groups without any advantage that do not earn the best reward"
+        default=0.98,
+        ge=0,
+        lt=1,
+        description="highest share of groups with no advantage and not the best reward",
     )
-    stuck_groups_steps: int = Field(default=20, ge=1, description="steps in a row with more of them")
+    stuck_groups_steps: int = Field(default=20, ge=1, description="steps in a row above stuck_groups that end the run")
     weights_changed: float | None = Field(
-        default=0.001, gt=0, le=1, description="share of the weights that an update with a gradient changes at all"
+        default=0.001, gt=0, le=1, description="lowest share of the weights that an update with a gradient changes"
     )
-    weights_changed_steps: int = Field(default=5, ge=1, description="such steps in a row that change fewer")
+    weights_changed_steps: int = Field(
+        default=5, ge=1, description="such steps in a row below weights_changed that end the run"
+    )
     entropy: float | None = Field(
-        default=None, ge=0, description="nats per token; off, because a task that is solved has little entropy left"
+        default=None,
+        ge=0,
+        description="lowest entropy in nats per token; off by default, because a solved task leaves little entropy",
     )
-    entropy_steps: int = Field(default=20, ge=1, description="steps in a row with less")
+    entropy_steps: int = Field(default=20, ge=1, description="steps in a row below entropy that end the run")
     answered: float | None = Field(
-        default=0.25, ge=0, le=1, description="answered completions, as a share of those of the first step"
+        default=0.25,
+        ge=0,
+        le=1,
+        description="lowest share of answered completions, relative to the share in the first step",
     )
-    answered_steps: int = Field(default=20, ge=1, description="steps in a row with fewer")
+    answered_steps: int = Field(default=20, ge=1, description="steps in a row below answered that end the run")
 
 
 def _plugin(kind: plugins.Kind, value: Any) -> Any:
-    """A plugin's settings from a name, from a mapping with a name, or as they are."""
+    """A plugin's settings from a name or a mapping with a name; settings objects pass unchanged."""
     if isinstance(value, Section):
         return value
     fields = {"name": value} if isinstance(value, str) else value
@@ -183,7 +213,7 @@ def _plugin(kind: plugins.Kind, value: Any) -> Any:
 
 
 def _reward(name: str, settings: Any) -> Reward:
-    """A reward from its weight, from a mapping of its settings, or as it is."""
+    """A reward from its weight or a mapping of its settings; reward objects pass unchanged."""
     if isinstance(settings, Reward):
         return settings
     cls = plugins.load("reward", name)
@@ -198,17 +228,18 @@ def _reward(name: str, settings: Any) -> Reward:
 
 
 class RunSpec(Section):
-    """One training run, complete: two runs with equal specs give equal results on one machine."""
+    """All settings of one training run: runs with equal specs give equal results on one machine."""
 
     model: str = Field(default="tiny", min_length=1, description="'tiny', a Hub id or a local folder")
     task: SerializeAsAny[Task] = Field(description="its name, or a mapping of name and settings")
     algorithm: SerializeAsAny[Algorithm] = Field(description="its name, or a mapping of name and settings")
     rewards: dict[str, SerializeAsAny[Reward]] = Field(
-        default_factory=dict, description="name -> weight, or settings; added to the algorithm's own reward"
+        default_factory=dict,
+        description="name -> weight, or a mapping of settings; added to the algorithm's own reward",
     )
     engine: SerializeAsAny[RolloutEngine.Settings] = Field(
         default="transformers",  # pyright: ignore
-        description="what samples: its name, or a mapping of name and settings",
+        description="rollout engine: its name, or a mapping of name and settings",
     )
     prompt: PromptFormat = PromptFormat()
     sampling: Sampling = Sampling()
@@ -217,45 +248,53 @@ class RunSpec(Section):
     optimizer: Optimizer = Optimizer()
     kl: KLControl = KLControl()
     mismatch: Mismatch = Mismatch()
-    lora: LoRA | None = Field(default=None, description="low-rank adapters; none by default")
+    lora: LoRA | None = Field(
+        default=None, description="low-rank adapters; by default none, and all weights are trained"
+    )
     evaluation: Evaluation = Evaluation()
     checkpoints: Checkpoints = Checkpoints()
     gates: Gates = Gates()
     control: Control | None = Field(
         default=None,
         exclude_if=lambda value: value is None,  # runs from before the setting keep their digest
-        description="what completions earn instead of the rewards, which are measured only (random, format_only, "
-        "inverted, shuffled_gold), or a policy that stands still (frozen); none by default",
+        description="control arm: rewards that replace the run's own, which are then only measured (random, "
+        "format_only, inverted, shuffled_gold), or a policy that does not learn (frozen); by default no control",
     )
     rollouts_per_step: int = Field(
-        default=128, ge=1, le=1_000_000, description="completions sampled in a step; algorithm.group_size divides it"
+        default=128,
+        ge=1,
+        le=1_000_000,
+        description="completions sampled per training step; algorithm.group_size must divide it",
     )
     staleness: int = Field(
         default=0,
         ge=0,
         exclude_if=lambda value: not value,  # likewise
-        description="training steps by which the weights that sample are behind those that learn; old log-probs are "
+        description="training steps by which the sampling weights lag; old log-probs are "
         "the sampler's, or the learner's with a mismatch.correction",
     )
-    steps: int = Field(default=100, ge=0, description="training steps; 0 evaluates the start alone")
+    steps: int = Field(default=100, ge=0, description="training steps; 0: only evaluate the start")
     max_flops: float | None = Field(
         default=None,
         gt=0,
         exclude_if=lambda value: value is None,  # likewise
-        description="operations of training after which the run ends, if `steps` have not ended it before; those of "
-        "evaluations and of the cold start do not count",
+        description="training operations after which the run ends, even before `steps`; operations of "
+        "evaluations and the cold start do not count; by default no limit",
     )
     seed: int = Field(
-        default=0, ge=0, le=MAX_INTEGER, description="of all noise; in a study its `seeds` take the place of this"
+        default=0, ge=0, le=MAX_INTEGER, description="seed of all randomness; a study sets it from its `seeds`"
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda where there is one")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda if available, otherwise cpu")
     dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="of weights and optimiser too: bfloat16 saves memory and loses small updates"
+        default="float32",
+        description="precision of weights and optimiser; bfloat16 saves memory but loses small updates",
     )
     autocast: bool = Field(default=False, description="forward passes in bfloat16 over float32 weights and optimiser")
-    gradient_checkpointing: bool = Field(default=False, description="less memory for a second forward pass")
+    gradient_checkpointing: bool = Field(
+        default=False, description="recompute activations in the backward pass: less memory, more time"
+    )
     devices: int = Field(
-        default=1, ge=1, description="GPUs (on a CPU: processes) that share the run: weights are spread over them"
+        default=1, ge=1, description="GPUs (on a CPU: processes) over which the run's weights and rows are split"
     )
 
     plugin_fields: ClassVar[tuple[plugins.Kind, ...]] = ("task", "algorithm", "engine")
@@ -268,9 +307,9 @@ class RunSpec(Section):
     @field_validator("rewards", mode="before")
     @classmethod
     def _rewards(cls, value: Any, info: ValidationInfo) -> Any:
-        """The rewards that are given and the algorithm's own, unless it is given too, in the order of their names.
+        """The given rewards, plus the algorithm's own unless it is among them, ordered by name.
 
-        `algorithm` is declared before `rewards`, so it has been validated; it is absent if it was refused.
+        `algorithm` is declared before `rewards`, so it is validated by now; it is absent if it was refused.
         """
         if not isinstance(value, Mapping):
             raise ValueError(f"rewards must be a mapping of names to weights or settings, got {value!r}")
@@ -355,7 +394,7 @@ class RunSpec(Section):
 
     @property
     def max_tokens(self) -> int:
-        """The completion limit: the sampling's own, or else the task's."""
+        """The completion limit in tokens: of the sampling section, or else of the task."""
         return self.sampling.max_tokens or self.task.max_completion_tokens
 
     @property
@@ -368,12 +407,13 @@ class RunSpec(Section):
         return self.sampling.model_copy(update={"max_tokens": self.max_tokens})
 
     def digest(self) -> str:
-        """A stable hash (16 hex digits) of every setting but the number of devices, which a resumed run may change."""
+        """A stable hash (16 hex digits) of every setting except the number of devices, which a resumed run may
+        change."""
         return digest(self.model_dump(mode="json", exclude={"devices"}))
 
 
 def _must_accept(algorithm: Algorithm, *, kl_beta: float) -> None:
-    """ValueError if the KL weight at which a schedule ends is out of the algorithm's own range."""
+    """ValueError if a schedule's final KL weight is outside the algorithm's range."""
     try:
         type(algorithm).model_validate({**algorithm.model_dump(), "kl_beta": kl_beta})
     except ValidationError as error:
@@ -392,12 +432,12 @@ def _must_divide(name: str, value: int, rollouts: int, of: str = "rollouts_per_s
 
 
 def parse_run(raw: Mapping[str, Any], where: str) -> RunSpec:
-    """The run that a mapping describes; SpecError naming `where`, key, rule and value otherwise."""
+    """The run that a mapping describes; otherwise SpecError with `where`, key, rule and value."""
     return parsed(RunSpec, raw, where)
 
 
 def get_path(spec: Section | Mapping[str, Any], dotted: str) -> Scalar:
-    """The value of a dotted path of a RunSpec or its JSON, of a reward its weight; None without such a setting."""
+    """The value at a dotted path of a RunSpec or its JSON (a reward's weight for a reward); None if there is none."""
     value: Any = spec
     for key in dotted.split("."):
         value = value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)

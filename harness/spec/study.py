@@ -1,4 +1,4 @@
-"""A study: the question, its arms and seeds, and the design that turns factors into arms."""
+"""The settings of a study: the question, its arms and seeds, and the design that turns factors into arms."""
 
 import itertools
 import math
@@ -25,10 +25,10 @@ MAX_ARMS = 10_000
 
 @dataclass(frozen=True)
 class Arm:
-    """One setting under comparison: a readable label, the dotted overrides that make it, its level of each factor.
+    """One arm of a comparison: a readable label, its dotted overrides, and its level of each factor.
 
-    `spec` is its validated run, whose seed means nothing. Only final arms enter the comparison: those of phase "tuning"
-    choose settings, and an "exploratory" one is the clone of another, made while the study ran.
+    `spec` is its validated run, whose seed is ignored. Only final arms enter the comparison: "tuning" arms choose
+    settings, and an "exploratory" arm is a clone of another arm, made while the study ran.
     """
 
     label: str
@@ -44,29 +44,31 @@ class Arm:
 
     @property
     def short_label(self) -> str:
-        """The label for a narrow column: a long one that names the level of every factor loses their names."""
+        """The label for a narrow column: a long label with the level of every factor loses the factors' names."""
         names_all = self.label == ", ".join(_describe(path, level) for path, level in self.levels.items())
         return ", ".join(map(_value, self.levels.values())) if names_all and len(self.label) > 20 else self.label
 
     def run_spec(self, seed: int) -> RunSpec:
-        """The complete run of one trial. The study has validated its seeds."""
+        """The complete run of one trial. The study has already validated its seeds."""
         return self.spec.model_copy(update={"seed": seed})
 
 
 class Dimension(Section):
-    """The values that a search may give to one setting: choices, or a range (of whole numbers if both ends are)."""
+    """The values that a search may give to one setting: choices, or a range (of integers if both ends are)."""
 
     low: int | float | None = None
     high: int | float | None = None
-    log: bool = Field(default=False, description="equal ratios are equally likely, not equal differences")
-    step: int | float | None = Field(default=None, gt=0, description="distance between the values of a range")
+    log: bool = Field(default=False, description="sample the range on a logarithmic scale")
+    step: int | float | None = Field(
+        default=None, gt=0, description="distance between the values of a range; by default any value (of integers: 1)"
+    )
     choices: list[Scalar] | None = Field(default=None, min_length=1)
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
         if self.choices is not None:
             if {self.low, self.high, self.step} != {None} or self.log:
-                raise ValueError("choices must stand alone, without low, high, log and step")
+                raise ValueError("choices cannot be combined with low, high, log or step")
             if any(choice in self.choices[:i] for i, choice in enumerate(self.choices)):
                 raise ValueError(f"choices must be distinct, got {self.choices}")
             return self
@@ -79,7 +81,9 @@ class Dimension(Section):
         if self.step is not None:
             count = (self.high - self.low) / self.step
             if self.whole and not isinstance(self.step, int):
-                raise ValueError(f"step must be whole between whole ends, got {self.step}; write low as {self.low}.0")
+                raise ValueError(
+                    f"step must be an integer if low and high are, got {self.step}; write low as {self.low}.0"
+                )
             if not math.isclose(count, round(count), abs_tol=1e-9) or round(count) < 1:
                 last = self.low + max(math.floor(count + 1e-9), 1) * self.step
                 raise ValueError(f"step must lead from low to high, got {self.step} for {self.high}; use high {last:g}")
@@ -100,7 +104,7 @@ class Dimension(Section):
         return round((self.high - self.low) / (self.step or 1)) + 1
 
     def points(self) -> list[Scalar] | None:
-        """Every value; None if they are infinitely many. Not for a large `size`."""
+        """Every value; None if there are infinitely many. Do not call it for a large `size`."""
         if self.choices is not None:
             return list(self.choices)
         assert self.low is not None
@@ -109,7 +113,7 @@ class Dimension(Section):
         return [self.low + i * (self.step or 1) for i in range(int(self.size))]
 
     def probes(self) -> list[Scalar]:
-        """The values that are checked before a study starts: all of a few, both ends of many."""
+        """The values that are checked before a study starts: all if there are few, otherwise both ends."""
         few = self.size <= 64 or self.choices is not None
         return (self.points() if few else None) or [self.low, self.high]
 
@@ -123,22 +127,27 @@ class Search(Section):
     """A search over settings by one of Optuna's samplers; the value of an arm is its mean over all seeds."""
 
     space: Space = Field(min_length=1)
-    trials: int = Field(ge=1, description="arms; each is run with every seed; may be raised later")
+    trials: int = Field(ge=1, description="number of arms; each runs with every seed; may be raised later")
     sampler: SamplerName = Field(default="tpe", description="of Optuna")
-    pruner: PrunerName = Field(default="none", description="stops arms that are behind; seeds of an arm run in order")
+    pruner: PrunerName = Field(
+        default="none",
+        description="Optuna pruner that stops arms which fall behind; the seeds of an arm then run in order",
+    )
     objectives: dict[str, Direction] = Field(
         default_factory=dict, description="metric -> direction; by default the study's metric, maximised"
     )
-    startup: int = Field(default=5, ge=1, description="arms drawn at random before the sampler learns from results")
-    population: int = Field(default=8, ge=2, description="nsga2: arms of a generation")
+    startup: int = Field(default=5, ge=1, description="random arms before the sampler uses results")
+    population: int = Field(default=8, ge=2, description="nsga2: arms per generation")
 
     @model_validator(mode="after")
     def _searchable(self) -> Self:
         if "seed" in self.space:
-            raise ValueError("'seed' is a replicate, never searched; list seeds under 'seeds'")
+            raise ValueError("'seed' cannot be searched, because seeds are replicates; list seeds under 'seeds'")
         size = math.prod(dimension.size for dimension in self.space.values())
         if self.trials > size:
-            raise ValueError(f"search.trials must be at most the points of the space ({size:g}), got {self.trials}")
+            raise ValueError(
+                f"search.trials must be at most the number of points of the space ({size:g}), got {self.trials}"
+            )
         if self.pruner != "none" and len(self.objectives) > 1:
             raise ValueError(f"search.pruner must be none with several objectives, got {self.pruner}")
         fixed = [path for path in ("steps", "evaluation.every") if path in self.space]
@@ -152,11 +161,11 @@ class Tuning(Section):
 
     space: Space = Field(default_factory=dict)
     spaces: dict[str, Space] = Field(
-        default_factory=dict, description="algorithm -> what is searched for it beside 'space'"
+        default_factory=dict, description="algorithm -> further dimensions of its search, in addition to 'space'"
     )
-    trials: int = Field(ge=1, description="arms of each search")
+    trials: int = Field(ge=1, description="number of arms of each search")
     seeds: list[Annotated[int, Field(ge=0, le=MAX_INTEGER)]] = Field(
-        min_length=1, description="must differ from the study's seeds"
+        min_length=1, description="seeds of the tuning arms; must differ from the study's seeds"
     )
     sampler: SamplerName = Field(default="tpe", description="of Optuna")
     pruner: PrunerName = Field(default="none", description="as in search")
@@ -173,13 +182,16 @@ class Tuning(Section):
 
 
 class Comparison(Section):
-    """Algorithms x tasks; each is a name, or a mapping of a name and settings, on top of the run's own."""
+    """Algorithms x tasks; each is a name, or a mapping of a name and settings, which override those of the run."""
 
-    algorithms: list[str | dict[str, Any]] = Field(min_length=1, description="names, or settings with a name")
+    algorithms: list[str | dict[str, Any]] = Field(
+        min_length=1, description="names, or mappings of a name and settings"
+    )
     tasks: list[str | dict[str, Any]] = Field(min_length=1, description="likewise")
     tuning: Tuning | None = None
     controls: list[Control] = Field(
-        default_factory=list, description="control arms of the first algorithm on each task, beside the comparison"
+        default_factory=list,
+        description="control arms of the first algorithm on each task; they are not part of the comparison",
     )
 
     @model_validator(mode="after")
@@ -193,7 +205,9 @@ class Comparison(Section):
         names = [_plugin_name(item, "") for item in self.algorithms]
         if self.tuning is not None:
             if self.controls:
-                raise ValueError("compare.controls must be empty with tuning, whose settings are not known beforehand")
+                raise ValueError(
+                    "compare.controls must be empty with tuning, because the tuned settings are not known beforehand"
+                )
             for name in self.tuning.spaces:
                 if name not in names:
                     raise ValueError(f"compare.tuning.spaces must name compared algorithms, got '{name}'")
@@ -206,7 +220,7 @@ class Comparison(Section):
 class SearchPlan:
     """One search of a study: its name ("" for the only one), base, space, objectives, and the seeds of every arm.
 
-    The best arm runs with the `final_seeds` too, if there are any, as the final arm called `name`.
+    The best arm also runs with the `final_seeds`, if there are any, as the final arm called `name`.
     """
 
     name: str
@@ -226,11 +240,16 @@ def _plugin_name(item: str | Mapping[str, Any], where: str) -> str:
 
 
 class TwoStage(Section):
-    """Seeds 0, 1, ...: the `first` of them say how many it takes (see `harness/study/two_stage.py`)."""
+    """Seeds 0, 1, ...: the results of the `first` seeds decide how many are needed (see
+    `harness/study/two_stage.py`)."""
 
-    first: int = Field(ge=3, description="with fewer their spread is hardly known, and most studies need the most")
-    half_width: float = Field(gt=0, description="of the 95 % interval, in the unit of the metric: 0.02 is 2 points")
-    at_most: int = Field(le=1000, description="seeds of an arm, whatever the first ones say")
+    first: int = Field(
+        ge=3, description="seeds of the first stage; a few estimate the spread badly, and then often all of at_most run"
+    )
+    half_width: float = Field(
+        gt=0, description="half-width of the 95 % interval to reach, in the metric's unit: 0.02 is 2 points"
+    )
+    at_most: int = Field(le=1000, description="most seeds of an arm")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -239,7 +258,7 @@ class TwoStage(Section):
         return self
 
 
-# (Tags that start so are no part of the place that an error names.)
+# (An error's path leaves out tags that start with "function-".)
 _Seeds = Annotated[
     Annotated[TwoStage, Tag("function-two-stage")] | Annotated[list[int], Field(min_length=1), Tag("function-list")],
     Discriminator(lambda raw: f"function-{'two-stage' if isinstance(raw, Mapping | TwoStage) else 'list'}"),
@@ -250,15 +269,15 @@ class StudySpec(Section):
     """A question, the base run, the settings that vary, and the seeds that replicate each arm.
 
     `factors` maps a dotted RunSpec path to its levels; `arms` maps a label to several overrides at once. `grid` takes
-    every combination (of arms and factors), `one_at_a_time` the base run and each level on its own, `compare` every
-    algorithm on every task, `leave_one_out` and `add_one_in` all `components` and each left out, or none and each
-    alone; a `search` finds its arms while it runs. The run section is kept as written.
+    every combination of arms and factors, `one_at_a_time` the base run and each level alone, `compare` every algorithm
+    on every task, `leave_one_out` all `components` and each one left out, `add_one_in` none and each one alone; a
+    `search` finds its arms while it runs. The run section is kept as written.
 
-    A study expands itself once, on first use, into arms that hold their validated runs. `model_copy` would keep these
-    arms: to change a study, change its mapping and parse it.
+    A study expands itself once, on first use, into arms with their validated runs. `model_copy` would keep these arms,
+    so to change a study, change its mapping and parse it again.
     """
 
-    dotted_keys: ClassVar[tuple[str, ...]] = (  # mappings with dots in their keys
+    dotted_keys: ClassVar[tuple[str, ...]] = (  # mappings whose keys contain dots
         "factors",
         "arms",
         "components",
@@ -266,26 +285,38 @@ class StudySpec(Section):
         "compare.tuning.space",
     )
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80, description="by default that of the file")
-    question: str = Field(min_length=1, description="what the study is to answer, in one sentence")
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        max_length=80,
+        description="name of the study; by default that of the file",
+    )
+    question: str = Field(min_length=1, description="the question that the study answers, in one sentence")
     run: dict[str, Any] = Field(description="settings of the run that all arms share; see `cohort list settings`")
     factors: dict[str, list[Any]] = Field(default_factory=dict, description="full path of a setting -> its levels")
     arms: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="label -> settings by their full path; with factors every combination"
+        default_factory=dict,
+        description="label -> settings by their full path; combined with every level of the factors",
     )
-    components: dict[str, dict[str, Any]] = Field(default_factory=dict, description="name -> settings that make it")
-    seeds: _Seeds = Field(default=[0, 1, 2], description="a list, or what decides how many while the study runs")
+    components: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="name of the component -> its settings by their full path"
+    )
+    seeds: _Seeds = Field(
+        default=[0, 1, 2],
+        description="a list, or first, half_width and at_most: the number is decided while the study runs",
+    )
     design: Literal["grid", "one_at_a_time", "leave_one_out", "add_one_in", "search", "compare"] = Field(
-        default="grid", description="how arms follow from the rest: see docs/studies.md"
+        default="grid", description="how the arms follow from the other settings: see docs/studies.md"
     )
     search: Search | None = None
     compare: Comparison | None = None
     interleave: int | None = Field(
-        default=None, ge=1, description="training steps after which a trial makes way for one with fewer steps"
+        default=None,
+        ge=1,
+        description="training steps after which a trial pauses for one with fewer steps done; by default never",
     )
-    metric: str = Field(default="validation/accuracy", description="metric of a run that arms are compared by")
+    metric: str = Field(default="validation/accuracy", description="metric by which arms are compared")
     baseline: str | None = Field(
-        default=None, description="arm label that the others are compared with; the first by default"
+        default=None, description="label of the arm that the others are compared with; by default the first arm"
     )
 
     @field_validator("factors", mode="before")
@@ -329,7 +360,7 @@ class StudySpec(Section):
                 raise ValueError(f"components must set something, got nothing in '{empty[0]}'")
             component_arms(self.design, self.components)
         if self.design == "search" and self.baseline is not None:
-            raise ValueError("the arms of a search have no names beforehand; leave 'baseline' out")
+            raise ValueError("a search has no arm names beforehand; leave 'baseline' out")
         if self.search is not None and self.metric not in self.objectives():
             raise ValueError(f"search.objectives must contain the study's metric, {self.metric}")
         if self._is_searched:
@@ -351,7 +382,7 @@ class StudySpec(Section):
                     raise ValueError(f"labels of {kind} must be Unicode without NUL, got {label!a}; leave it out")
         for path, levels in self.factors.items():
             if path == "seed":
-                raise ValueError("'seed' is a replicate, never a factor; list seeds under 'seeds'")
+                raise ValueError("'seed' cannot be a factor, because seeds are replicates; list seeds under 'seeds'")
             if not levels:
                 raise ValueError(f"factor '{path}' has no levels; list at least one")
             if any(isinstance(level, list | dict) for level in levels):
@@ -364,27 +395,27 @@ class StudySpec(Section):
 
     @property
     def first_seeds(self) -> list[int]:
-        """The seeds that every arm runs: all that are listed, or those of the first stage."""
+        """The seeds that every arm runs: all listed seeds, or those of the first stage."""
         return list(range(self.seeds.first)) if isinstance(self.seeds, TwoStage) else self.seeds
 
     @property
     def most_seeds(self) -> int:
-        """The number of seeds that an arm may run in the end."""
+        """The largest number of seeds that an arm may run."""
         return self.seeds.at_most if isinstance(self.seeds, TwoStage) else len(self.seeds)
 
     def objectives(self) -> dict[str, Direction]:
-        """The metrics that decide between arms, each with its direction: for most studies the metric, maximised."""
+        """The metrics that decide between arms, with their directions: for most studies just the metric, maximised."""
         return (self.search.objectives if self.search else {}) or {self.metric: "maximize"}
 
     def design_arms(self) -> list[Arm]:
-        """Every arm that is known before the study runs, in order, the baseline among them; none of a search.
+        """Every arm that is known before the study runs, in order, including the baseline; empty for a search.
 
-        SpecError for an arm that is no valid run.
+        SpecError if an arm is not a valid run.
         """
         return [] if self._is_searched else list(self._known)
 
     def searches(self) -> list[SearchPlan]:
-        """The searches that the study makes: one, one for each algorithm and task of a tuned comparison, or none."""
+        """The searches of the study: none, one, or one for each algorithm and task of a tuned comparison."""
         objectives, seeds = self.objectives(), tuple(self.first_seeds)
         if self.search is not None:
             return [SearchPlan("", base, self.search, objectives, seeds) for base in self._known]
@@ -395,35 +426,35 @@ class StudySpec(Section):
         return [SearchPlan(base.label, base, search, objectives, tuned, seeds) for base, search in found]
 
     def arm_labels(self) -> list[str]:
-        """Labels of the arms that are compared in the end, as far as they are known before the study runs."""
+        """Labels of the compared arms, as far as they are known before the study runs."""
         return [] if self.search is not None else [arm.label for arm in self._known]
 
     def arm_colors(self) -> dict[str, str]:
-        """The colour of each known arm on pages, as the report gives it until there are results."""
+        """The colour of each known arm on pages, as in a report without results."""
         labels = self.arm_labels()
         if len(labels) <= len(PALETTE):
-            return dict(zip(labels, PALETTE))  # noqa: B905  # there are as many colours or more
+            return dict(zip(labels, PALETTE))  # noqa: B905  # there may be more colours than arms
         return dict.fromkeys(labels, GREY) | {self.baseline or labels[0]: PALETTE[0]}
 
     def checked_arms(self) -> list[Arm]:
-        """Arms whose validity stands for all: those of the design, or of each search its base and single changes."""
+        """The arms to validate: those of the design, and for each search its base and the base with single changes."""
         return list(self._probes if self._is_searched else self._known)
 
     def changed(self, base: Arm, label: str, point: Mapping[str, Any]) -> Arm:
-        """An arm with other values. SpecError for values that give no valid run."""
+        """An arm with other values. SpecError if the values do not give a valid run."""
         overrides, levels = {**base.overrides, **point}, {**base.levels, **point}
         return replace(base, label=label, overrides=overrides, levels=levels, spec=self._parse(overrides))
 
     @property
     def devices(self) -> int:
-        """The most devices that a trial takes, which each worker has for all its trials."""
+        """The largest number of devices of a trial; every worker has as many."""
         return max(arm.spec.devices for arm in self.checked_arms())
 
     def digest(self) -> str:
         """A stable hash of the runs of every arm: it must not change between resumes.
 
-        A study may gain seeds. A search may not, because its seeds have judged its arms; it may gain trials. What
-        decides the number of seeds may not change either.
+        A study may gain seeds. A search may not, because its arms were judged on its seeds, but it may gain trials. The
+        settings that decide the number of seeds may not change either.
         """
         known = {arm.label: arm.run_spec(0).model_dump(mode="json") for arm in self.design_arms()}
         for plan in self.searches():
@@ -489,7 +520,7 @@ class StudySpec(Section):
             arm = Arm(label, overrides, levels, spec)
             same = label_of.get(arm.digest)
             if same is not None and self.design == "one_at_a_time":
-                continue  # this level is the base run's own
+                continue  # the base run has this level
             if (same is not None and not self.components) or label in arms:
                 raise SpecError(f"study '{self.name}': arms '{same or label}' and '{label}' are the same; remove one")
             label_of[arm.digest] = label
@@ -502,7 +533,7 @@ class StudySpec(Section):
         return list(arms.values())
 
     def _compared(self) -> list[Arm]:
-        """Every algorithm on every task of a comparison; a label leaves out what all have in common."""
+        """Every algorithm on every task of a comparison; labels leave out what all arms have in common."""
         assert self.compare is not None
         several = {"algorithm": len(self.compare.algorithms) > 1, "task": len(self.compare.tasks) > 1}
         arms = []
@@ -527,7 +558,7 @@ class StudySpec(Section):
 
 
 def parse_study(raw: Mapping[str, Any], where: str) -> StudySpec:
-    """The study that a mapping describes, every arm of it validated; SpecError otherwise."""
+    """The study that a mapping describes, with every arm validated; otherwise SpecError."""
     study = parsed(StudySpec, raw, where)
     controlled = [arm for arm in study.checked_arms() if arm.spec.control is not None]
     if controlled and study.searches():
@@ -536,7 +567,9 @@ def parse_study(raw: Mapping[str, Any], where: str) -> StudySpec:
     for arm in controlled:
         if arm.label == (study.baseline or labels[0]):
             fix = "name another arm with baseline"
-            raise SpecError(f"{where}: the baseline must be no control, got '{arm.label}' ({arm.spec.control}); {fix}")
+            raise SpecError(
+                f"{where}: the baseline must not be a control, got '{arm.label}' ({arm.spec.control}); {fix}"
+            )
     return study
 
 
