@@ -119,7 +119,7 @@ def test_a_study_is_loaded_from_a_path(tmp_path: Path):
     [
         (lambda: cohort.load_study("group_sise"), "did you mean 'group_size'"),
         (lambda: cohort.run("group_sise"), "did you mean 'group_size'"),
-        (lambda: cohort.run("group_size", workers=0), "--workers must be a number from 1 on"),
+        (lambda: cohort.run("group_size", workers=0), "--workers must be a number of at least 1"),
         (lambda: cohort.load_study("group_size").with_set(stepz=3), "did you mean 'steps'"),
         (lambda: cohort.load_study("group_size").with_set(steps=object()), "'steps' must be made of numbers, text"),
         (lambda: cohort.load_study("group_size").with_set(**{"algorithm.group_size": 2}), "the study varies it"),

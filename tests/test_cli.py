@@ -131,8 +131,8 @@ def test_the_commands_are_the_documented_ones():
         ([*TRAIN, *sets("model=./nowhere")], "'./nowhere', which is no folder"),
         (["train", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
         (["compare", "--algorithms", "ppo,grpoo", "--task", "arithmetic"], "did you mean 'grpo'?"),
-        (["compare", "--algorithms", "ppo,ppo", "--task", "arithmetic"], "distinct names with commas between"),
-        (["compare", "--algorithms", "ppo,", "--task", "arithmetic"], "distinct names with commas between"),
+        (["compare", "--algorithms", "ppo,ppo", "--task", "arithmetic"], "distinct names separated by commas"),
+        (["compare", "--algorithms", "ppo,", "--task", "arithmetic"], "distinct names separated by commas"),
         (["compare", "--algorithms", "ppo", "--task", "gsm9k"], "did you mean 'gsm8k'?"),
         (["compare", "--algorithms", "ppo", "--task", "gsm8k", *sets("task.path=./nowhere")], "./nowhere"),
         (["compare", "--algorithms", "ppo", "--task", "arithmetic", "--seeds", "0,x"], "--seeds must be integers"),
@@ -590,7 +590,7 @@ def test_a_study_with_an_invalid_trial_goes_on_is_reported_and_ends_with_exit_co
     assert cohort.json()["budget"] == {"trials": 2, "rollouts": 32}  # 2 arms x 2 steps x 8
 
     assert cohort("study", "run", "rates") == 1  # as it was started, wherever its file is
-    assert "Going on with 'rates'" in cohort.err
+    assert "Continuing 'rates'" in cohort.err
     assert f"Reproduce: cohort study run {file} --seeds 0 --set task.num_train=64" in cohort.out
 
     Path(found["report"]).unlink()

@@ -136,7 +136,7 @@ def test_the_command_line_shows_a_dry_run_and_refuses_bad_options(tmp_path: Path
     assert all(arm["peak_bytes"] > 0 for arm in document["memory"].values())
     assert not (tmp_path / "new").exists()
     for options, message in (
-        (["--workers", "-1"], "--workers must be a number from 1 on, or auto"),
+        (["--workers", "-1"], "--workers must be a number of at least 1, or auto"),
         (["--launcher", "pbs"], "--launcher must be local, ray or slurm"),
         (["--ray-address", "x:1"], "add --launcher ray"),
         (["--storage", "mysql://me:s3cret@db/x"], "--storage must be a URL as postgresql://"),

@@ -254,7 +254,7 @@ def test_what_does_not_fit_on_the_disk_is_refused_before_it_starts(tmp_path, mon
 def test_doctor_states_the_disk_of_each_arm_and_refuses_what_does_not_fit(capsys, monkeypatch):
     arms = ["--run", "quickstart", "--set", "checkpoints.every=1", "--set", "checkpoints.keep=100"]
     assert cohort("doctor", *arms) == 0
-    assert re.search(r"Checkpoints of a run take at most, in MiB: grpo \d+, ppo \d+, ", capsys.readouterr().out)
+    assert re.search(r"Largest disk use of a run's checkpoints, MiB: grpo \d+, ppo \d+, ", capsys.readouterr().out)
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: Usage(10**9, 0, 10**7))
     assert cohort("doctor", *arms) == 2
     assert "grpo: the run must fit on the disk of" in " ".join(capsys.readouterr().err.split())

@@ -299,8 +299,8 @@ def test_on_ray_a_trial_that_no_node_can_hold_has_several_and_goes_on_when_one_i
 @pytest.mark.parametrize(
     ("words", "refusal"),
     [
-        (["train", "--hosts", "2"], "--hosts N, from 2 on, and --listen ADDRESS belong together"),
-        (["train", "--listen", "127.0.0.1"], "--hosts N, from 2 on, and --listen ADDRESS belong together"),
+        (["train", "--hosts", "2"], "--hosts N (at least 2) and --listen ADDRESS belong together"),
+        (["train", "--listen", "127.0.0.1"], "--hosts N (at least 2) and --listen ADDRESS belong together"),
         (["train", "--hosts", "2", "--listen", ":1"], "--listen must be ADDRESS or ADDRESS:PORT, got ':1'"),
         (["study", "run", "quickstart", "--hosts", "2", "--listen", "127.0.0.1", "--launcher", "ray"], "leave it out"),
     ],

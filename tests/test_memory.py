@@ -266,7 +266,7 @@ def test_an_unknown_shape_is_refused_with_a_near_name():
 
 
 def test_algorithms_to_measure_are_distinct():
-    with pytest.raises(SpecError, match="distinct names, as ppo,grpo, got 'ppo,ppo'"):
+    with pytest.raises(SpecError, match="distinct names, such as ppo,grpo, got 'ppo,ppo'"):
         measure("tiny", ["ppo", "ppo"])
 
 

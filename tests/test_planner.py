@@ -169,8 +169,8 @@ def test_arms_that_differ_in_their_steps_alone_are_measured_once():
     [
         (["quickstart", "--hours", "0"], "--hours must be a number above 0, got 0"),
         (["quickstart", "--flops", "nan"], "--flops must be a number above 0, got nan"),
-        (["quickstart", "--hours", "1", "--power", "0.02"], "three questions, got --hours and --power; ask one"),
-        (["quickstart", "--power", "0.02"], "--power needs a spread over seeds"),
+        (["quickstart", "--hours", "1", "--power", "0.02"], "can be given, got --hours and --power; leave one out"),
+        (["quickstart", "--power", "0.02"], "--power needs the spread over seeds"),
         (["search_quickstart", "--hours", "1"], "--hours must be left out for a study that searches"),
     ],
 )

@@ -315,7 +315,7 @@ SLURM = ["--launcher", "slurm", "--workers", "2"]
         ([*SLURM, "--slurm-partition", "nowhere"], "invalid partition specified: nowhere"),
         ([*SLURM, "--slurm-time", "soon"], "--slurm-time must be a time limit"),
         (["--launcher", "slurm"], "needs --workers N"),
-        (["--slurm-gpus", "2"], "--slurm-gpus is for jobs of SLURM; add --launcher slurm"),
+        (["--slurm-gpus", "2"], "--slurm-gpus is an option for SLURM jobs; add --launcher slurm"),
         ([*SLURM, "--workers", "0"], "leave one of them out"),
         (["--launcher", "pbs"], "--launcher must be local, ray or slurm, got 'pbs'"),
     ],

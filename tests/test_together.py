@@ -285,7 +285,7 @@ def test_a_study_says_which_trials_share_and_what_that_saves(tmp_path, capsys):
     assert found.saved_bytes is not None and found.saved_bytes > 0
     show_dry_run(a_study(tmp_path), tmp_path, 2, None, None, as_json=False)
     words = " ".join(capsys.readouterr().out.split())
-    assert "4 trials share one model and one engine, 2 at a time in each worker (grpo, rloo)" in words
+    assert "4 trials share one model and engine, 2 at a time in each worker (grpo, rloo)" in words
     assert dry_run(a_study(tmp_path), tmp_path, workers=2, together=False)["together"] == []
 
 

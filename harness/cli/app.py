@@ -1,4 +1,4 @@
-"""The command line `cohort ...`: reads arguments, calls the harness, turns outcomes into text and exit codes.
+"""Runs the command line `cohort ...`: reads arguments, calls the harness, turns outcomes into text and exit codes.
 
 Exit codes: 0 every trial is valid; 1 some are not; 2 bad input, with a message instead of a traceback (unless
 COHORT_TRACEBACK is set); 130 after Ctrl-C. Results go to stdout, progress and errors to stderr. Commands import slow
@@ -21,12 +21,12 @@ except KeyboardInterrupt:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command that the arguments (by default those of the process) name; ends with SystemExit."""
+    """Run the command that the arguments (by default the process's own) name; ends with SystemExit."""
     from cohort.harness.stop import acknowledged
 
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # None where it is closed
-            stream.reconfigure(errors="backslashreplace")  # a question in Greek is shown on an ASCII terminal too
+        if isinstance(stream, TextIOWrapper):  # None if it is closed
+            stream.reconfigure(errors="backslashreplace")  # so that Greek letters do not fail on an ASCII terminal
     with acknowledged(lambda words: print(words, file=sys.stderr, flush=True)):  # above the bars, if there are any
         try:
             app(args=None if arguments is None else list(arguments), prog_name="cohort")

@@ -1,4 +1,5 @@
-"""The groups of commands; `command` puts a function into one, with examples below its help and errors as exit codes."""
+"""Defines the groups of commands; `command` adds a function to one, with examples below its help and errors as exit
+codes."""
 
 import functools
 import os
@@ -62,7 +63,9 @@ def command(group: typer.Typer, name: str, *examples: str) -> Callable[[Callable
 
                 runs = Path(kwargs.get("runs", "."))
                 shown = disk_full(error, runs) or damaged_store(error, runs) or error
-                bad = isinstance(shown, ValueError | OSError)  # bad input; a model, disk or network out of reach
+                bad = isinstance(
+                    shown, ValueError | OSError
+                )  # bad input, or a model, disk or network that cannot be reached
                 plugin = raised_by(shown)
                 code = 2 if isinstance(shown, ValueError) and not plugin else 1
                 if not (bad or plugin) or os.environ.get("COHORT_TRACEBACK"):

@@ -29,12 +29,12 @@ TINY_COLD_START = 400
 )
 def compare(
     algorithms: Annotated[str, typer.Option(metavar="A,B,...", help="Algorithms; the first is the baseline.")],
-    task: Annotated[str, typer.Option(metavar="A,B,...", help="Tasks by name; every algorithm learns each.")],
+    task: Annotated[str, typer.Option(metavar="A,B,...", help="Tasks by name; every algorithm trains on each.")],
     model: Annotated[str, typer.Option(help="'tiny', a Hub id or a local folder.")] = "tiny",
     seeds: options.Seeds = None,
     steps: Annotated[int | None, typer.Option(min=0, metavar="N", help="Training steps of each trial.")] = None,
     tune: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="First tune each learning rate, with N settings each.")
+        int | None, typer.Option(min=1, metavar="N", help="First tune each algorithm's learning rate, with N trials.")
     ] = None,
     controls: Annotated[
         str | None,
@@ -54,11 +54,11 @@ def compare(
 
     The model 'tiny' gets a supervised cold start of 400 steps (--set cold_start.steps=N for another). With --tune each
     algorithm first gets the same search over its learning rate (a fifth to five times the run's own), judged on the
-    validation split with a seed of its own; a study file can search more. --controls adds arms of the first algorithm
-    with another reward (or none: frozen), and the report says which gains they reproduce.
+    validation split with a separate seed; a study file can search more settings. --controls adds arms of the first
+    algorithm with another reward (or no learning: frozen), and the report says which gains they reproduce.
 
-    Any other model gets learning rates of its size (1e-6; 1e-5 with --set lora.rank=N and for a critic) and, on a GPU,
-    autocast and the engine vllm if it is installed. One line names them before the run; --set overrides them.
+    Any other model gets lower learning rates (1e-6; 1e-5 with --set lora.rank=N and for a critic) and, on a GPU,
+    autocast and the engine vllm if it is installed. A line lists these settings before the run; --set overrides them.
     """
     options.use_store(tracking_uri)
     sets = [*options.data_path(path), *(sets or ()), *scale_settings(model, sets)]
@@ -83,7 +83,7 @@ def comparison(
     interleave: int | None = None,
     controls: str | None = None,
 ) -> StudySpec:
-    """The study that `cohort compare` runs: one arm for each algorithm and task, all else equal."""
+    """The study that `cohort compare` runs: one arm for each algorithm and task, with all else equal."""
     from cohort.harness.spec.raw import parse_overrides, with_overrides
     from cohort.harness.spec.run import Optimizer
     from cohort.harness.spec.study import parse_study
@@ -118,5 +118,5 @@ def comparison(
 def _distinct(option: str, text: str, example: str) -> list[str]:
     names = [word.strip() for word in text.split(",")]
     if len(set(names)) != len(names) or not all(names):
-        raise ValueError(f"{option} must be distinct names with commas between, as {example}, got '{text}'")
+        raise ValueError(f"{option} must be distinct names separated by commas, such as {example}, got '{text}'")
     return names

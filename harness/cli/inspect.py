@@ -25,15 +25,20 @@ if TYPE_CHECKING:
     "cohort grade --task math --cases runs/train/my-run/rollouts/step-000041.jsonl --grader all",
 )
 def grade(
-    task: Annotated[str, typer.Option(help="Task by name: its equality decides.")],
-    cases: Annotated[Path, typer.Option(metavar="FILE.jsonl", help="Rows with gold, completion, optionally label.")],
+    task: Annotated[str, typer.Option(help="Task by name; its equality decides what is correct.")],
+    cases: Annotated[
+        Path, typer.Option(metavar="FILE.jsonl", help="JSON Lines with gold, completion and optionally label.")
+    ],
     grader: Annotated[str, typer.Option(help="strict (what rewards use), lenient, math_verify, or all.")] = "strict",
-    show: Annotated[int, typer.Option(min=0, metavar="N", help="Verdicts shown; disagreements come first.")] = 20,
+    show: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Number of verdicts to show, disagreements first.")
+    ] = 20,
     workers: Annotated[int, typer.Option(min=1, metavar="N", help="Processes for symbolic comparison.")] = 1,
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
-    """Grade stored completions: verdict and extracted answer of each row, agreement with labels, rows per second."""
+    """Grade stored completions: show each row's verdict and extracted answer, agreement with labels, and rows per
+    second."""
     from cohort.harness.cli.regrade import graders, read_cases, regrade
     from cohort.harness.spec.load import load_run
 
@@ -60,7 +65,7 @@ def task_show(
     count: Annotated[int, typer.Option("-n", min=0, metavar="N", help="Problems shown.")] = 3,
     split: Annotated[str, typer.Option(help="train, validation or test.")] = "test",
     path: DataPath = None,
-    model: Annotated[str | None, typer.Option(help="Show texts exactly as this model reads them.")] = None,
+    model: Annotated[str | None, typer.Option(help="Show the texts exactly as this model reads them.")] = None,
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
@@ -107,7 +112,7 @@ def _or_reason(read: Callable[[], Any]) -> Any:
 
 
 def _encode(document: dict[str, Any], model: str, prompt: PromptFormat) -> None:
-    """Replace each text by what the model reads, and add its length in tokens and the tokens that end a completion."""
+    """Replace each text by the model's input, and add its length in tokens and the tokens that end a completion."""
     from cohort.harness.policy.text import load_codec
 
     codec = load_codec(model, prompt)

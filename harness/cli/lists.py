@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from cohort.harness.plugins import Kind
 
-Plugin = Annotated[str | None, typer.Argument(metavar="[NAME]", help="One of them, in full.")]
+Plugin = Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show only this one, in full.")]
 LISTS = {"algorithm": "algorithms", "task": "tasks", "engine": "engines", "rewards": "rewards"}  # field -> its list
 SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
@@ -56,9 +56,9 @@ def list_settings(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List every setting of a run by its full path, with default and range; `study` lists those of a study file.
+    """List every setting of a run by its full path, with default and range; `study` lists the settings of a study file.
 
-    The settings of algorithms, tasks, engines and rewards are in lists of their own.
+    Algorithms, tasks, engines and rewards have their own lists (`cohort list algorithms`, ...).
     """
     from cohort.harness.spec import paths
     from cohort.harness.spec.errors import did_you_mean
@@ -91,14 +91,14 @@ def list_settings(
 
 @command(list_app, "studies", "cohort list studies")
 def list_studies(runs: Runs = RUNS, as_json: Json = False) -> None:
-    """List the shipped studies and those in the runs folder (as `cohort study list`)."""
+    """List the shipped studies and those in the runs folder (same as `cohort study list`)."""
     study_list(runs, as_json)
 
 
 def _show_plugins(
     kind: Kind, name: str | None, as_json: bool, facts: Sequence[str] = (), tables: Sequence[str] = ()
 ) -> None:
-    """`facts` are class attributes for the first table, `tables` mappings that each get a table of their own."""
+    """Print plugins. `facts` are class attributes for the first table; each mapping of `tables` gets its own table."""
     from cohort.harness import plugins
 
     if name is not None:
@@ -125,7 +125,7 @@ def _show_plugins(
 
 
 def _describe(kind: Kind, name: str, facts: Sequence[str]) -> dict[str, Any]:
-    """A plugin as its class and its module tell: summary, facts (class attributes), settings."""
+    """A plugin as its class and module describe it: summary, facts (class attributes), settings."""
     from cohort.harness import plugins
 
     cls: Any = plugins.load(kind, name)

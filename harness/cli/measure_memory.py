@@ -1,4 +1,4 @@
-"""`cohort memory`: peak memory and seconds of training steps on a random model of a known shape."""
+"""Measures peak memory and seconds of training steps on a random model of a known shape, for `cohort memory`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from cohort.harness.types import Prompt
 
 
-# Public configurations, written down here so that nothing is downloaded.
+# Public configurations, copied here so that nothing is downloaded.
 SIZES = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
          "intermediate_size", "vocab_size", "tie_word_embeddings")  # fmt: skip
 SHAPES = {
@@ -47,7 +47,7 @@ SHAPES = {
 
 
 def shape(name: str) -> PretrainedConfig:
-    """A configuration by the name of a public model (`SHAPES`), `tiny`, or a folder with a config.json."""
+    """The configuration of a public model (`SHAPES`), of `tiny`, or of a folder with a config.json."""
     if name in SHAPES:
         from transformers import AutoConfig
 
@@ -77,12 +77,12 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Peak memory and seconds of training steps on a randomly initialised model of that shape, downloading nothing.
 
-    Of each algorithm: bytes at the peak beyond those before the model was built, their estimate by component, seconds
-    per step by phase, and `with_ratios`. Each runs in a process of its own, on the same weights and prompts; every
-    prompt and every completion has exactly the tokens asked for. SpecError for settings that cannot run or fit.
+    For each algorithm: peak bytes above those before the model was built, their estimate by component, seconds per step
+    by phase, and `with_ratios`. Each runs in its own process, on the same weights and prompts; every prompt and
+    completion has exactly the requested number of tokens. SpecError for settings that cannot run or fit.
     """
     if len(set(algorithms)) != len(algorithms) or not all(algorithms):
-        raise SpecError(f"--algorithms must be distinct names, as ppo,grpo, got '{','.join(algorithms)}'")
+        raise SpecError(f"--algorithms must be distinct names, such as ppo,grpo, got '{','.join(algorithms)}'")
     config = shape(name)
     base = {
         "task": "arithmetic",
@@ -111,7 +111,7 @@ def measure(
 
 
 def _save_random_model(folder: Path, config: PretrainedConfig, dtype: str) -> None:
-    """A folder that a run loads: weights drawn with seed 0, and the built-in tokenizer, whose ids are below 100."""
+    """A folder that a run can load: random weights of seed 0, and the built-in tokenizer, whose ids are below 100."""
     from transformers import AutoModelForCausalLM
 
     from cohort.harness.policy.model import save_model
@@ -143,26 +143,26 @@ def _in_fresh_process(folder: Path, spec: RunSpec, prompt_tokens: int) -> tuple[
 
 
 def _measure_here(folder: Path) -> None:
-    """Train in this process as the task file in `folder` says, and write time and memory beside it."""
+    """Train in this process with the task file in `folder`, and write time and memory beside it."""
     from cohort.harness.memory.usage import peak_memory, reset_peak_memory
 
     task = json.loads((folder / "task.json").read_text())
     spec, count = parse_run(task["spec"], "cohort memory"), task["prompt_tokens"]
     prompts = [replace(p, text=p.text.rjust(count, "1")[-count:]) for p in spec.task.prompts("train")]
     small = spec.model_copy(update={"model": TINY, "rollouts_per_step": spec.algorithm.group_size, "steps": 1})
-    _train_here(small, prompts, folder / "warm")  # libraries that load on first use are not the run's memory
+    _train_here(small, prompts, folder / "warm")  # libraries that load on first use do not count as the run's memory
     reset_peak_memory()
     before = resident_bytes()
     steps = _train_here(spec, prompts, folder / "run")
     peak = peak_memory() - before
-    timed = steps[1:] or steps  # the first one warms up
+    timed = steps[1:] or steps  # the first step warms up
     phases = [name for name in steps[0] if name.startswith("seconds/")]
     seconds = {name.removeprefix("seconds/"): statistics.median(step[name] for step in timed) for name in phases}
     (folder / "result.json").write_text(json.dumps({"peak_bytes": peak, "seconds": seconds}))
 
 
 def _train_here(spec: RunSpec, prompts: Sequence[Prompt], folder: Path) -> list[dict[str, float]]:
-    """The metrics of the run's steps; no token ends a completion, so that all are equally long."""
+    """The metrics of the run's steps; no token ends a completion, so that all have equal length."""
     from cohort.harness.engines.transformers import TransformersEngine
     from cohort.harness.training.run import prepare
     from cohort.harness.training.step import train_step
@@ -178,7 +178,7 @@ def _train_here(spec: RunSpec, prompts: Sequence[Prompt], folder: Path) -> list[
 
 
 class _NoLog:
-    """A RunLogger that forgets."""
+    """A RunLogger that stores nothing."""
 
     def forget(self, *values: Any) -> None: ...
 
@@ -186,7 +186,7 @@ class _NoLog:
 
 
 def with_ratios(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each measurement with the sum of its estimate, and its ratios to the first one's memory and time."""
+    """Each measurement with the sum of its estimate, and its memory and time relative to the first."""
     first = results[0]
     return [
         {

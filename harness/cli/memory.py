@@ -24,15 +24,15 @@ def memory(
     algorithms: Annotated[str, typer.Option(metavar="A,B,...", help="Algorithms; ratios are to the first.")],
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Training steps; the first is not timed.")] = 3,
     rollouts: Annotated[int, typer.Option(min=1, metavar="N", help="Completions per step.")] = 32,
-    prompt_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of each prompt.")] = 64,
-    max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of each completion.")] = 128,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16, of weights and optimiser too.")] = "float32",
+    prompt_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens per prompt.")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens per completion.")] = 128,
+    dtype: Annotated[str, typer.Option(help="Of weights and optimiser: float32 or bfloat16.")] = "float32",
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
     """Measure memory and time of training steps on a random model of a known shape; nothing is downloaded.
 
-    Each algorithm runs in a process of its own, on completions of equal length.
+    Each algorithm runs in its own process, on completions of equal length.
     """
     from cohort.harness.cli.measure_memory import measure
     from cohort.harness.console.progress import phase_bar

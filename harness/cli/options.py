@@ -1,4 +1,4 @@
-"""Options that several commands share, and the readers of their text."""
+"""Defines the options that several commands share, and reads their text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RUNS = Path("runs")
 
 
 def warn_of_password(context: typer.Context, option: typer.CallbackParam, url: str | None) -> str | None:
-    """The same URL; says on stderr what hides a password that the arguments of this process show to everyone."""
+    """The same URL; warns on stderr if it has a password, because every user can see the arguments of this process."""
     from cohort.harness.addresses import hides
     from cohort.harness.console import terminal
 
@@ -35,7 +35,10 @@ def warn_of_password(context: typer.Context, option: typer.CallbackParam, url: s
 
 
 Runs = Annotated[
-    Path, typer.Option("--runs", envvar="COHORT_RUNS", metavar="DIR", help="Folder of results, caches, MLflow store.")
+    Path,
+    typer.Option(
+        "--runs", envvar="COHORT_RUNS", metavar="DIR", help="Folder for results, caches and the MLflow store."
+    ),
 ]
 TrackingUri = Annotated[
     str | None,
@@ -48,17 +51,18 @@ TrackingUri = Annotated[
     ),
 ]
 Sets = Annotated[
-    list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Override a setting, as steps=20; repeatable.")
+    list[str] | None,
+    typer.Option("--set", metavar="PATH=VALUE", help="Override a setting, such as steps=20; repeatable."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
-Seeds = Annotated[str | None, typer.Option(metavar="0,1,2", help="Replicates of each arm.")]
+Seeds = Annotated[str | None, typer.Option(metavar="0,1,2", help="Seeds of each arm, such as 0,1,2.")]
 Name = Annotated[str | None, typer.Option(metavar="NAME", help="Keep the results under another name.")]
 Workers = Annotated[
     str, typer.Option(metavar="N|auto", help="Trials at a time; auto: one per GPU, or else one per core.")
 ]
 Interleave = Annotated[
     int | None,
-    typer.Option(min=1, metavar="STEPS", help="Training steps after which a trial makes way for one with fewer steps."),
+    typer.Option(min=1, metavar="STEPS", help="Training steps after which a trial pauses for one with fewer steps."),
 ]
 Started = Annotated[str, typer.Argument(metavar="STUDY", help="Name of a study in the runs folder.")]
 Arm = Annotated[str, typer.Argument(metavar="ARM", help="Label of an arm, as `cohort study status` shows it.")]
@@ -68,38 +72,38 @@ Storage = Annotated[
         envvar="COHORT_STORAGE",
         metavar="URL",
         callback=warn_of_password,
-        help="postgresql://... for hosts without a common disk; else files. Without its password, that of ~/.pgpass "
-        "counts, or it is asked for.",
+        help="postgresql://... for hosts without a common disk; by default files. A password not in the URL comes from "
+        "~/.pgpass, or you are asked for it.",
     ),
 ]
-Hosts = Annotated[int, typer.Option(min=1, metavar="N", help="Hosts for the devices of a trial, with --listen.")]
+Hosts = Annotated[int, typer.Option(min=1, metavar="N", help="Number of hosts of a trial; needs --listen.")]
 Listen = Annotated[
     str | None,
-    typer.Option(metavar="ADDRESS[:PORT]", help="Address of this host for the others; they run `cohort join`."),
+    typer.Option(metavar="ADDRESS[:PORT]", help="This host's address for the others, which run `cohort join`."),
 ]
 DataPath = Annotated[
-    str | None, typer.Option("--path", metavar="PATH", help="The task's data: a Hub id, a local file or folder.")
+    str | None, typer.Option("--path", metavar="PATH", help="The task's data: a Hub id, or a local file or folder.")
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check and estimate; run and write nothing.")]
-Study = Annotated[str, typer.Argument(metavar="STUDY", help="Name of a shipped study, or a file.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check and estimate only; run and write nothing.")]
+Study = Annotated[str, typer.Argument(metavar="STUDY", help="Name of a shipped study, or a study file.")]
 
 
 def num_workers(text: str) -> int | None:
-    """The number that --workers gives; None for auto."""
+    """The number of --workers; None for auto."""
     if text == "auto":
         return None
     if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"--workers must be a number from 1 on, or auto, got '{text}'")
+        raise ValueError(f"--workers must be a number of at least 1, or auto, got '{text}'")
     return int(text)
 
 
 def spread(count: int, listen: str | None) -> None:
-    """Let the trials of this command have so many hosts, of which this one listens."""
+    """Let the trials of this command run on this many hosts; this host listens for the others."""
     from cohort.harness.addresses import split_url
     from cohort.harness.machine import Hosts
 
     if (count > 1) != bool(listen):
-        raise ValueError("--hosts N, from 2 on, and --listen ADDRESS belong together; give both or neither")
+        raise ValueError("--hosts N (at least 2) and --listen ADDRESS belong together; give both or neither")
     if listen:
         place = split_url(f"//{listen}")
         if place is None or not place.hostname:
@@ -108,14 +112,14 @@ def spread(count: int, listen: str | None) -> None:
 
 
 def use_store(tracking_uri: str | None) -> None:
-    """Keep the results of this command in that MLflow store; without one, in that of the runs folder."""
+    """Keep the results of this command in that MLflow store; by default in that of the runs folder."""
     from cohort.harness.tracking import mlflow_address
 
     mlflow_address.use(tracking_uri)
 
 
 def with_password(storage: str | None) -> str | None:
-    """The storage's URL, with the password that its server wants and that only the person at the terminal knows."""
+    """The storage's URL, with the password asked for at the terminal if the server needs one."""
     if not storage or not sys.stdin.isatty():
         return storage
     from cohort.harness.addresses import shown
@@ -146,11 +150,11 @@ def integers(text: str) -> list[int]:
     try:
         return [int(word) for word in text.split(",")]
     except ValueError:
-        raise ValueError(f"--seeds must be integers with commas between, as 0,1,2, got '{text}'") from None
+        raise ValueError(f"--seeds must be integers separated by commas, such as 0,1,2, got '{text}'") from None
 
 
 def shell(command: str, options: Mapping[str, Any]) -> str:
-    """The shell command that does this again; a list repeats its option, None leaves it out."""
+    """The shell command that repeats this one; a list repeats its option, None leaves it out."""
     words = []
     for option, value in options.items():
         for item in value if isinstance(value, list) else [value]:

@@ -28,17 +28,18 @@ if TYPE_CHECKING:
 )
 def study_plan(
     study: options.Study,
-    hours: Annotated[float | None, typer.Option(metavar="H", help="From start to report.")] = None,
+    hours: Annotated[float | None, typer.Option(metavar="H", help="Hours from the start to the report.")] = None,
     flops: Annotated[
-        float | None, typer.Option(metavar="F", help="Operations of all trials, evaluations included.")
+        float | None, typer.Option(metavar="F", help="Operations of all trials, including evaluations.")
     ] = None,
     power: Annotated[
-        float | None, typer.Option(metavar="D", help="A difference to find with probability 0.8: 0.02 is 2 points.")
+        float | None, typer.Option(metavar="D", help="Difference to detect with probability 0.8; 0.02 is 2 points.")
     ] = None,
     spread: Annotated[
         float | None,
         typer.Option(
-            metavar="S", help="Standard deviation over seeds of a difference; by default that of complete trials."
+            metavar="S",
+            help="Standard deviation of a difference over seeds; by default estimated from complete trials.",
         ),
     ] = None,
     workers: options.Workers = "auto",
@@ -48,8 +49,8 @@ def study_plan(
 ) -> None:
     """Measure a few steps of a study, then predict its cost and propose steps and seeds.
 
-    Without --hours, --flops and --power it prints the cost of the study as it is. It measures the study itself, cut to
-    10 steps of each arm, and keeps only the cold starts that the study needs.
+    Without --hours, --flops and --power it prints the cost of the study as it is. It runs the study itself, cut to 10
+    steps per arm, and keeps only the cold starts, which the study needs.
     """
     from cohort.harness.cli.study import _load_study, write_report
     from cohort.harness.study import planner
@@ -59,16 +60,18 @@ def study_plan(
         if value is not None and not (math.isfinite(value) and value > 0):
             raise ValueError(f"{name} must be a number above 0, got {value:g}")
     if len(given := [name for name in ("--hours", "--flops", "--power") if limits[name] is not None]) > 1:
-        raise ValueError(f"--hours, --flops and --power are three questions, got {' and '.join(given)}; ask one")
+        raise ValueError(
+            f"only one of --hours, --flops and --power can be given, got {' and '.join(given)}; leave one out"
+        )
     spec, count, runs = _load_study(study, sets, None), options.num_workers(workers), runs.resolve()
     if given and spec.searches():
         raise ValueError(
-            f"{given[0]} must be left out for a study that searches or tunes: its file says how many trials"
+            f"{given[0]} must be left out for a study that searches or tunes: its file sets the number of trials"
         )
     known = planner.Spread(spread, "as given") if spread is not None else planner.spread_of(spec, runs)
     if power is not None and known is None:
         raise ValueError(
-            "--power needs a spread over seeds, and no two seeds of these arms are complete in the runs folder; give "
+            "--power needs the spread over seeds, but the runs folder has no two complete seeds of these arms; give "
             "--spread, such as 0.02"
         )
     measured = planner.calibrate(spec, runs, count, write_report)
@@ -89,14 +92,14 @@ def study_plan(
     headers = ["", "steps", "seeds", "trials", "time", "hours of cores or GPUs", "operations", "detectable difference"]
     terminal.show_table(f"{spec.name}: {' '.join(spec.question.split())}", headers, rows, numeric=headers[1:])
     if known is None:
-        terminal.say("The detectable difference needs a spread over seeds: run two seeds, or give --spread.")
+        terminal.say("The detectable difference needs the spread over seeds: run two seeds, or give --spread.")
     else:
         spread_text = _difference(known.deviation, spec.metric)
-        terminal.say(f"Found with probability 0.8, if differences vary by {spread_text} over seeds ({known.source}).")
+        terminal.say(f"Detected with probability 0.8, given a spread of {spread_text} over seeds ({known.source}).")
     if not given:
         return
     if best is None:
-        terminal.say("No number of seeds from 2 on fits.")
+        terminal.say("Not even 2 seeds fit.")
         raise typer.Exit(1)
     change = "" if best.steps is None or best.factor == 1 else f" --set steps={best.steps}"
     seeds = ",".join(map(str, range(best.seeds)))

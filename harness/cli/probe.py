@@ -27,23 +27,28 @@ def contamination(
     task: Annotated[str, typer.Option(help="Task by name.")],
     split: Annotated[str, typer.Option(help="Split to probe: train, validation or test.")] = "test",
     reference: Annotated[
-        str, typer.Option(metavar="SPLIT|PATH", help="Problems that the model has seen no less than those probed.")
+        str,
+        typer.Option(
+            metavar="SPLIT|PATH",
+            help="Problems to compare with, as likely to be known from training as the probed ones.",
+        ),
     ] = "validation",
     path: options.DataPath = None,
-    problems: Annotated[int, typer.Option(min=2, metavar="N", help="Problems of each set, at most.")] = 500,
-    fraction: Annotated[float, typer.Option(metavar="X", help="Part of a question that the model reads.")] = 0.6,
-    seed: Annotated[int, typer.Option(min=0, max=2**53, metavar="N", help="Of variants and permutations.")] = 0,
+    problems: Annotated[int, typer.Option(min=2, metavar="N", help="Most problems of each set.")] = 500,
+    fraction: Annotated[float, typer.Option(metavar="X", help="Fraction of a question that the model reads.")] = 0.6,
+    seed: Annotated[int, typer.Option(min=0, max=2**53, metavar="N", help="Seed of variants and permutations.")] = 0,
     sets: options.Sets = None,
     name: options.Name = None,
     runs: options.Runs = options.RUNS,
     tracking_uri: options.TrackingUri = None,
     as_json: options.Json = False,
 ) -> None:
-    """Test whether a model knows the problems of a benchmark better than others of their kind.
+    """Test whether a model knows the problems of a benchmark better than other problems of the same kind.
 
-    It completes questions from their first part, and weighs each against variants with other numbers or words. Both
-    are compared with a reference by permutation tests, corrected together (Holm). Everything goes to
-    RUNS/probes/NAME and to MLflow's experiment `probe`; reports of studies of the same model and task show it.
+    The model completes questions from their first part, and its log-probs of each question are compared with those of
+    variants with other numbers or words. Permutation tests compare both scores with a reference (Holm-corrected).
+    Results go to RUNS/probes/NAME and to MLflow's experiment `probe`; reports of studies with the same model and task
+    show them.
     """
     from cohort.harness.console.progress import phase_bar
     from cohort.harness.inputs import digest

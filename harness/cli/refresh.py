@@ -1,4 +1,4 @@
-"""Writes the report of a running study again now and then, in a child process that takes little of the machine."""
+"""Rewrites the report of a running study from time to time, in a child process with low priority."""
 
 import os
 import subprocess
@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Self
 
 EVERY_SECONDS = 480.0
-SHARE = 0.02  # of the time, at most
+SHARE = 0.02  # largest share of the time
 CODE = "import os; os.nice(19); from cohort.harness.cli.app import main; main()"
 
 
 class Refresher:
-    """Starts a new rendering when it is due; at the end it leaves none behind, for the last report is the study's."""
+    """Starts a new rendering when it is due; ends it at the end, because the study writes the last report."""
 
     def __init__(
         self, name: str, runs: Path, command: Sequence[str] | None = None, clock: Callable[[], float] = time.monotonic
@@ -34,7 +34,7 @@ class Refresher:
             self._child.wait()
 
     def tick(self) -> None:
-        """Look after the rendering; called again and again while the study runs."""
+        """Start or finish a rendering if it is time; called repeatedly while the study runs."""
         now = self._clock()
         if self._child is not None and self._child.poll() is not None:
             self._child = None

@@ -1,7 +1,8 @@
-"""Grades stored completions: one verdict per row and grader, the rows on which graders disagree, and their speed.
+"""Grades stored completions: gives a verdict per row and grader, the rows on which graders disagree, and the graders'
+speed.
 
-`strict` is the task's own grader, which rewards and evaluations use; `lenient` also takes an answer that is not marked
-as the final one; a task may add graders of other libraries. A row has `gold` and `completion`, and optionally `label`
+`strict` is the task's own grader, which rewards and evaluations use; `lenient` also accepts an answer that is not
+marked as final; a task may add graders of other libraries. A row has `gold` and `completion`, and optionally `label`
 (or `correct`, as the rollouts that a run keeps have): whether the completion is right.
 """
 
@@ -21,7 +22,7 @@ _LABELS = {True: True, False: False, "true": True, "false": False, "1": True, "0
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A completion and its gold answer; `label` says whether it is right, None if nobody has said."""
+    """A completion and its gold answer; `label` says whether it is right, None if unknown."""
 
     expected: str
     completion: str
@@ -41,7 +42,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Summary:
-    """One grader over all cases; fractions, None without labels. The wrong verdicts are counted by their kind."""
+    """The results of one grader over all cases: fractions (None without labels), and wrong verdicts counted by kind."""
 
     correct: float
     answered: float
@@ -76,7 +77,7 @@ def graders(task: Task) -> dict[str, Callable[[str, str], Grade]]:
 
 
 def read_cases(file: Path) -> list[Case]:
-    """The cases of a JSON Lines file. ValueError with line, field and rule for a row that is none."""
+    """The cases of a JSON Lines file. ValueError with line, field and rule for a row that is not a case."""
     cases: list[Case] = []
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
@@ -88,7 +89,7 @@ def read_cases(file: Path) -> list[Case]:
 
 
 def regrade(task: Task, cases: Sequence[Case], names: Sequence[str], workers: int = 1) -> Regraded:
-    """Every case by every named grader. ValueError for a grader that the task does not have."""
+    """The verdicts of every named grader on every case. ValueError for a grader that the task does not have."""
     known = graders(task)
     for name in names:
         if name not in known:
@@ -98,7 +99,7 @@ def regrade(task: Task, cases: Sequence[Case], names: Sequence[str], workers: in
     seconds: dict[str, float] = {}
     with ThreadPoolExecutor(workers) as pool:
         for name in names:
-            known[name](cases[0].completion, golds[0])  # a grader may have to start a process first
+            known[name](cases[0].completion, golds[0])  # a grader may have to start a process before its first verdict
             start = time.perf_counter()
             grades[name] = list(pool.map(known[name], [case.completion for case in cases], golds))
             seconds[name] = time.perf_counter() - start

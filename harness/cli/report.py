@@ -20,9 +20,9 @@ def report(
     runs: Runs = RUNS,
     tracking_uri: TrackingUri = None,
 ) -> None:
-    """Write a study's report again, from the MLflow store alone; several studies of one task give one report.
+    """Write a study's report again, from its files and the MLflow store; several studies of one task give one report.
 
-    That of several lies in RUNS/reports, its arms named `study: arm`.
+    A report of several studies goes to RUNS/reports, with arms named `study: arm`.
     """
     from cohort.harness.console.progress import phase_bar
 

@@ -24,17 +24,19 @@ def reward_model_train(
     model: Annotated[str, typer.Option(help="Model to start from: 'tiny', a Hub id, a model folder or a run.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="New folder for the reward model.")],
     by: Annotated[
-        str, typer.Option(help="Value that ranks completions: reward, correct, or one of the rewards.")
+        str, typer.Option(help="Value that ranks completions: reward, correct, or a reward's name.")
     ] = "reward",
     epochs: Annotated[int, typer.Option(min=1, metavar="N", help="Passes over the pairs.")] = 3,
     batch: Annotated[int, typer.Option(min=1, metavar="N", help="Prompts per optimiser step.")] = 16,
     learning_rate: Annotated[float, typer.Option(min=0.0, metavar="RATE", help="Of AdamW, constant.")] = 1e-4,
-    seed: Annotated[int, typer.Option(min=0, max=2**53, metavar="N", help="Data order and initial head.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**53, metavar="N", help="Seed of the data order and the initial head.")
+    ] = 0,
     as_json: Json = False,
 ) -> None:
     """Fit a Bradley-Terry reward model on ranked rollouts (RLHF's second step).
 
-    Use it with --set rewards.reward_model.path=DIR.
+    Train with it: --set rewards.reward_model.path=DIR.
     """
     from cohort.harness.console.progress import phase_bar
     from cohort.harness.policy.bradley_terry import train_reward_model

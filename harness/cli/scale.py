@@ -1,9 +1,9 @@
-"""Which settings a command chooses by itself for a model other than the built-in one; --set wins over each.
+"""Chooses the settings of a command for a model other than the built-in one; --set overrides each of them.
 
-They join the command's own --set options, so that the study and the command that reproduces it name them and mean the
-same on every machine. Rates: 1e-6 is what full fine-tuning of such models with RL takes (arXiv:2402.03300, section
-4.2), an adapter takes ten times that, and a critic on top of a trained model 1e-5. On a GPU forward passes run in
-bfloat16 and vLLM samples, if it is installed. Not chosen: TF32, since autocast leaves no product of float32 worth it.
+They are added to the command's --set options, so that the study and the command that reproduces it name them and mean
+the same on every machine. Learning rates: 1e-6 is usual for full RL fine-tuning of such models (arXiv:2402.03300,
+section 4.2), ten times that for an adapter, and 1e-5 for a critic on a trained model. On a GPU, forward passes run in
+bfloat16 and vLLM samples, if it is installed. TF32 is not chosen, because autocast leaves few float32 products.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 
 def scale_settings(model: str, sets: Sequence[str] | None, *, trains: bool = True) -> list[str]:
-    """Settings as `path=value` for a command on this model, none that `sets` has settled; said in one line on stderr.
+    """Settings as `path=value` for a command on this model, except those in `sets`; prints them in one line on stderr.
 
-    Without `trains` only those that say how the model is run.
+    Without `trains`, only the settings of how the model runs.
     """
     from cohort.harness.console import terminal
     from cohort.harness.spec.raw import parse_overrides, with_overrides
@@ -37,7 +37,7 @@ def scale_settings(model: str, sets: Sequence[str] | None, *, trains: bool = Tru
 
 
 def _is_built_in(model: str) -> bool:
-    """Whether a model is `tiny`, or a saved one of its shape."""
+    """Whether a model is `tiny` or a saved model of its shape."""
     config = Path(model).expanduser() / "config.json"
     if not config.is_file():
         return model == "tiny"
@@ -48,7 +48,7 @@ def _is_built_in(model: str) -> bool:
 
 
 def _device_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """How a GPU runs a model; nothing without one."""
+    """The settings for running a model on a GPU; empty without one."""
     from importlib.util import find_spec
 
     import torch

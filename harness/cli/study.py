@@ -49,7 +49,7 @@ def study_run(
         str,
         typer.Option(
             metavar="N|auto",
-            help="Trials at a time; auto: one per GPU, or else one per core. 0 starts it for `cohort study work`.",
+            help="Trials at a time; auto: one per GPU, or else one per core. 0: only set up the study.",
         ),
     ] = "auto",
     sets: options.Sets = None,
@@ -61,59 +61,64 @@ def study_run(
     listen: options.Listen = None,
     launcher: Annotated[str, typer.Option(metavar="local|ray|slurm", help="Where the workers run.")] = "local",
     ray_address: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="A running cluster; else RAY_ADDRESS, else one made here.")
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Address of a running cluster; by default RAY_ADDRESS, or else a new one on this machine.",
+        ),
     ] = None,
-    ray_cpus: Annotated[float, typer.Option(min=0, metavar="N", help="Cores of each worker.")] = 1,
+    ray_cpus: Annotated[float, typer.Option(min=0, metavar="N", help="Cores per worker.")] = 1,
     ray_gpus: Annotated[
-        float | None, typer.Option(min=0, metavar="N", help="GPUs of each worker; 1 if the cluster has any.")
+        float | None, typer.Option(min=0, metavar="N", help="GPUs per worker; by default 1 if the cluster has any.")
     ] = None,
-    slurm_partition: Annotated[str | None, typer.Option(metavar="NAME", help="Partition of the jobs.")] = None,
+    slurm_partition: Annotated[str | None, typer.Option(metavar="NAME", help="SLURM partition of the jobs.")] = None,
     slurm_time: Annotated[
-        str | None, typer.Option(metavar="TIME", help="After which a job is queued again; by default 4:00:00.")
+        str | None,
+        typer.Option(metavar="TIME", help="Time limit of a job, after which it is queued again; by default 4:00:00."),
     ] = None,
-    slurm_cpus: Annotated[int | None, typer.Option(min=1, metavar="N", help="Cores of each job.")] = None,
+    slurm_cpus: Annotated[int | None, typer.Option(min=1, metavar="N", help="Cores per job.")] = None,
     slurm_gpus: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="GPUs of each job; by default those of a trial.")
+        int | None, typer.Option(min=0, metavar="N", help="GPUs per job; by default as many as a trial has.")
     ] = None,
     slurm_set: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Another option of sbatch, as account=lab; repeatable."),
+        typer.Option(metavar="NAME=VALUE", help="Another option of sbatch, such as account=lab; repeatable."),
     ] = None,
     together: Annotated[
         bool | None,
-        typer.Option("--together/--apart", help="Let LoRA trials share one model, or not; by default if possible."),
+        typer.Option("--together/--apart", help="Let LoRA trials share one model in memory; by default if possible."),
     ] = None,
     dry_run: options.DryRun = False,
     runs: options.Runs = options.RUNS,
     tracking_uri: options.TrackingUri = None,
     as_json: options.Json = False,
 ) -> None:
-    """Run every arm with every seed, once, then write the report; the same command continues a stopped study.
+    """Run every arm once with every seed, then write the report; the same command continues a stopped study.
 
-    Without --set, --seeds and --name a study of the runs folder goes on with the settings that it was started with.
+    Without --set, --seeds and --name, a study in the runs folder continues with the settings that it was started with.
 
-    Hosts that share only a database run the same command with the same --storage; each takes trials that are free.
-    A trial whose host died starts anew on another one that has no copy of its folder; it ends the same.
+    Hosts that share only a database run the same command with the same --storage; each takes waiting trials. If a host
+    dies, another host starts its trial from the beginning (it has no copy of the folder); the result is the same.
     """
-    terminal.say_if_slow("Checking the settings, models, data and room of the study ...")
+    terminal.say_if_slow("Checking the study's settings, models, data, memory and disk ...")
     options.use_store(tracking_uri)
     options.spread(hosts, listen)
     started = None if name or sets or seeds else started_study(study, runs, interleave)
     if started is not None:
-        terminal.say(f"Going on with '{study}' of {runs} as it was started.", stderr=True)
+        terminal.say(f"Continuing '{study}' of {runs} with the settings that it was started with.", stderr=True)
     spec = started or _load_study(study, sets, seeds, name, interleave)
     count = None if workers == "0" else options.num_workers(workers)
     on_ray = {"--ray-cpus": f"{ray_cpus:g}", "--ray-gpus": ray_gpus}
     on_slurm = {"--slurm-partition": slurm_partition, "--slurm-time": slurm_time, "--slurm-cpus": slurm_cpus,
                 "--slurm-gpus": slurm_gpus, "--slurm-set": slurm_set}  # fmt: skip
     if launcher != "slurm" and (odd := next((key for key, value in on_slurm.items() if value is not None), None)):
-        raise ValueError(f"{odd} is for jobs of SLURM; add --launcher slurm")
+        raise ValueError(f"{odd} is an option for SLURM jobs; add --launcher slurm")
     cluster = _slurm(spec, on_slurm) if launcher == "slurm" else _cluster(launcher, ray_address, ray_cpus, ray_gpus)
     if cluster and workers == "0":
         raise ValueError("--workers 0 starts no worker, so --launcher has nothing to do; leave one of them out")
     if cluster and listen:
         raise ValueError(
-            "--listen is for --launcher local, on Ray a trial gets as many nodes as it needs; leave it out"
+            "--listen is only for --launcher local, because Ray gives a trial the nodes that it needs; leave it out"
         )
     storage = options.with_password(storage)
     if dry_run:
@@ -141,10 +146,11 @@ def study_work(
     tracking_uri: options.TrackingUri = None,
     as_json: options.Json = False,
 ) -> None:
-    """Run trials of a started study, one at a time, until none is left: one worker, for schedulers of your own.
+    """Run trials of a started study, one at a time, until none is left: one worker, for your own scheduler.
 
-    `cohort study run STUDY --workers 0` starts a study without working on it, and the same without --workers writes the
-    report at the end. SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 end the step, write a checkpoint and return the trial.
+    `cohort study run STUDY --workers 0` sets up a study without running trials; without --workers the command writes
+    the report at the end. On SIGINT, SIGTERM, SIGUSR1 or SIGUSR2 the worker finishes its step, writes a checkpoint and
+    returns the trial to the queue.
 
     Exit code 0 when no trial is left, 75 after SIGUSR1 or SIGUSR2 (the scheduler should start it again), 130 after the
     other two.
@@ -163,9 +169,9 @@ def study_work(
         ended = ", ".join(f"{count} {state}" for state, count in counts.items())
         if status.finished:
             how = f"cohort study run {shlex.quote(study)} --runs {shlex.quote(str(runs))}"
-            terminal.say(f"No trial of '{study}' is left: {ended}. For its report: {how}")
+            terminal.say(f"No trial of '{study}' is left: {ended}. To write its report: {how}")
         elif done.signals:
-            terminal.say(f"Asked to stop; what this worker ran waits for another one. '{study}': {ended}.")
+            terminal.say(f"Stopped on request; another worker can continue its trial. '{study}': {ended}.")
         else:
             terminal.say(f"No trial of '{study}' is left for this worker; others run the rest: {ended}.")
     if done.signals and not status.finished:
@@ -198,7 +204,7 @@ def study_list(runs: options.Runs = options.RUNS, as_json: options.Json = False)
 
 @command(study_app, "show", "cohort study show quickstart", "cohort study show my_study.yaml --set steps=20 --json")
 def study_show(
-    study: Annotated[str, typer.Argument(metavar="STUDY", help="A shipped study, a file, or a started study.")],
+    study: Annotated[str, typer.Argument(metavar="STUDY", help="A shipped study, a study file, or a started study.")],
     sets: options.Sets = None,
     seeds: options.Seeds = None,
     runs: options.Runs = options.RUNS,
@@ -234,7 +240,7 @@ def study_status(
 ) -> None:
     """Show the progress of each trial of a study, its cost so far and the time left.
 
-    Exit code 0 only when all trials are complete, those of stopped arms apart.
+    Exit code 0 only if all trials are complete, except those of stopped arms.
     """
     from cohort.harness.study.estimates import cost, remaining_seconds
     from cohort.harness.study.queue import open_queue
@@ -250,15 +256,15 @@ def study_status(
         studies.show_logs(status, runs)
         terminal.say(f"Cost so far: {studies.cost_text(spent)}")
         if not status.finished:
-            terminal.say(f"Time left with the workers at work: {terminal.duration(remaining)}")
+            terminal.say(f"Time left with the current workers: {terminal.duration(remaining)}")
     raise typer.Exit(0 if status.finished and status.all_valid else 1)
 
 
 @command(study_app, "watch", "cohort study watch quickstart", "cohort study watch group_size --runs /data/runs")
 def study_watch(study: options.Started, storage: options.Storage = None, runs: options.Runs = options.RUNS) -> None:
-    """Show a study while it runs, one line for each arm; Ctrl-C leaves it. It changes nothing.
+    """Show a running study, one line per arm, until Ctrl-C. It changes nothing.
 
-    Prints once where stdout is no terminal, and when nothing is left to run.
+    Prints only once if stdout is not a terminal or nothing is left to run.
     """
     from cohort.harness.console.watch import watch
     from cohort.harness.study.queue import open_queue
@@ -272,14 +278,18 @@ def study_watch(study: options.Started, storage: options.Storage = None, runs: o
 def study_stop(
     study: options.Started, arm: options.Arm, storage: options.Storage = None, runs: options.Runs = options.RUNS
 ) -> None:
-    """Stop an arm while its study runs: each of its trials ends its step and writes a checkpoint.
+    """Stop an arm while its study runs: each of its trials finishes its step and writes a checkpoint.
 
-    Its trials wait until `cohort study resume`, and the study ends without them.
+    The trials then wait for `cohort study resume`, and the study ends without them.
     """
     from cohort.harness.study.control import stop_arm
 
     new = stop_arm(study, runs, arm, options.with_password(storage))
-    words = "stops: its trials end their step, write a checkpoint, and wait for" if new else "is stopped already; see"
+    words = (
+        "stops: its trials finish their step and write a checkpoint. To continue it"
+        if new
+        else "is already stopped. To continue it"
+    )
     terminal.say(f"{arm} {words}: cohort study resume {shlex.quote(study)} {shlex.quote(arm)}")
 
 
@@ -291,8 +301,8 @@ def study_resume(
     from cohort.harness.study.control import resume_arm
 
     new = resume_arm(study, runs, arm, options.with_password(storage))
-    words = "goes on as soon as a worker is free" if new else "was not stopped, so nothing changed"
-    terminal.say(f"{arm} {words}. If the study has ended, start it again with the command that began it.")
+    words = "continues as soon as a worker is free" if new else "was not stopped, so nothing changed"
+    terminal.say(f"{arm} {words}. If the study has ended, run its command again.")
 
 
 @command(
@@ -313,7 +323,7 @@ def study_clone(
 ) -> None:
     """Add an exploratory arm to a study while it runs: another arm with other settings, and all its seeds.
 
-    Its choice followed results, so the report shows it apart, and no comparison or test includes it.
+    It was chosen after seeing results, so the report shows it separately, and no comparison or test includes it.
     """
     from cohort.harness.spec.raw import parse_overrides
     from cohort.harness.study.control import clone_arm
@@ -321,11 +331,11 @@ def study_clone(
     clone = clone_arm(study, runs, arm, parse_overrides(sets or ()), warm=warm, storage=options.with_password(storage))
     left = ", ".join(f"seed {seed} from step {step}" for seed, step in zip(clone.seeds, clone.steps, strict=True))
     terminal.say(f"New arm: {clone.label}{f' ({left})' if warm else ''}")
-    terminal.say("It runs as soon as a worker is free. If the study has ended, start it again.")
+    terminal.say("It runs as soon as a worker is free. If the study has ended, run its command again.")
 
 
 def start_for_others(study: StudySpec, runs: Path, command: str, storage: str | None, as_json: bool) -> None:
-    """Start a study that workers of other commands run."""
+    """Set up a study whose trials the workers of other commands run."""
     from cohort.harness.study.runner import start_study
 
     start_study(study, runs, command=command, storage=storage)
@@ -333,7 +343,7 @@ def start_for_others(study: StudySpec, runs: Path, command: str, storage: str | 
     if as_json:
         terminal.print_json({"study": study.name, "work": how})
     else:
-        terminal.say(f"'{study.name}' is started. Its workers, as many as you like: {how}")
+        terminal.say(f"'{study.name}' is set up. Start any number of workers with: {how}")
 
 
 def run_to_report(
@@ -348,8 +358,8 @@ def run_to_report(
 ) -> tuple[StudyStatus, StudyRecord, Any]:
     """How far a study has come, its record and its ReportFiles, after a run that shows its progress.
 
-    The number of workers joins the command: the threads of each follow from it, and the last bits from those. An empty
-    command leaves the one that started the study. KeyboardInterrupt if the study was asked to stop.
+    The recorded command includes the number of workers, because it sets their threads, which affect the last bits of
+    results. An empty command keeps the recorded one. KeyboardInterrupt if the study was asked to stop.
     """
     from cohort.harness.console.progress import phase_bar, study_view
     from cohort.harness.policy.device import resolve_device
@@ -403,8 +413,8 @@ def run_and_report(
     elsewhere = ran_elsewhere(study, status, record)
     if elsewhere:
         terminal.say(
-            f"This host's MLflow store lacks {elsewhere} of {len(status.trials)} trials, and so does its report: other "
-            "hosts ran them. `cohort study status` shows all of them.",
+            f"This host's MLflow store and report lack {elsewhere} of {len(status.trials)} trials, because other "
+            "hosts ran them. `cohort study status` shows all trials.",
             stderr=True,
         )
     if as_json:
@@ -419,13 +429,13 @@ def run_and_report(
         terminal.say(f"Browse: cohort ui --runs {shlex.quote(str(runs))}")
         terminal.say(f"Reproduce: {record.command}")
         if len(threads := {number for trial in record.trials for number in trial.threads}) > 1:
-            terminal.say(f"Not all had as many workers: a trial had {' or '.join(sorted(threads))} threads.")
-    unreadable = any(trial.state == "failed" for trial in record.trials)  # though the queue may know it as complete
+            terminal.say(f"The number of workers changed: a trial had {' or '.join(sorted(threads))} threads.")
+    unreadable = any(trial.state == "failed" for trial in record.trials)  # although the queue may count it as complete
     raise typer.Exit(0 if status.all_valid and not unreadable else 1)
 
 
 def say_without_result(status: StudyStatus, runs: Path) -> None:
-    """Name every trial that is not complete, with the reason and its logs."""
+    """Print every trial that is not complete, with the reason and its logs."""
     for trial in status.trials:
         if trial.state != "complete":
             reason = f" ({trial.reason})" if trial.reason else ""
@@ -434,8 +444,8 @@ def say_without_result(status: StudyStatus, runs: Path) -> None:
 
 
 def ran_elsewhere(study: StudySpec, status: StudyStatus, record: StudyRecord) -> int:
-    """Number of compared trials that are neither in the record nor in a folder here, and were not stopped; trials of a
-    tuning only choose."""
+    """Number of compared trials that are neither in the record nor in a folder here, and were not stopped; tuning
+    trials do not count."""
     compared, known = study.arm_labels(), {(trial.arm, trial.seed) for trial in record.trials}
     return len(
         [
@@ -450,13 +460,13 @@ def ran_elsewhere(study: StudySpec, status: StudyStatus, record: StudyRecord) ->
 
 
 def write_report(name: str, runs: Path) -> tuple[StudyRecord, Any]:
-    """(StudyRecord, ReportFiles) of a study, as `read_record` finds it."""
+    """(StudyRecord, ReportFiles) of a study, as `read_record` reads it."""
     record = read_record(name, runs)
     return record, keep_report(record, runs)
 
 
 def read_record(name: str, runs: Path) -> StudyRecord:
-    """A study by the files of its trials where they are here, and by the MLflow store."""
+    """A study's record, from its trials' files if they are here, and from the MLflow store."""
     from cohort.harness.evidence.record import by_its_files
     from cohort.harness.tracking.mlflow_studies import read_study
 
@@ -464,7 +474,7 @@ def read_record(name: str, runs: Path) -> StudyRecord:
 
 
 def keep_report(record: StudyRecord, runs: Path) -> Any:
-    """The ReportFiles of a study: `cohort verify` finds it as it is now, and its MLflow run gets the report too."""
+    """The ReportFiles of a study. The record is kept for `cohort verify`, and the MLflow run gets the report too."""
     from cohort.harness.evidence.record import write_evidence
     from cohort.harness.tracking.mlflow_studies import log_report
 
@@ -502,7 +512,7 @@ def _cluster(launcher: str, address: str | None, num_cpus: float, num_gpus: floa
 
 
 def _slurm(study: StudySpec, given: Mapping[str, Any]) -> Slurm:
-    """What the jobs of a study ask for. ValueError for what sbatch would not take, or without submitit."""
+    """The resources of a study's jobs. ValueError for options that sbatch would refuse, or without submitit."""
     from cohort.harness.study.slurm import Slurm, check_submitit, sbatch_parameters, time_limit
 
     check_submitit()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cohort.harness.training.run import RunResult
     from cohort.harness.types import EvaluationResult
 
-EXIT_CODE = {"complete": 0, "stopped": 130}  # of a run; 1 for any other state
+EXIT_CODE = {"complete": 0, "stopped": 130}  # by a run's state; 1 for any other
 
 
 @command(
@@ -35,10 +35,12 @@ EXIT_CODE = {"complete": 0, "stopped": 130}  # of a run; 1 for any other state
     "cohort train my_pipeline.yaml --set stages.polish.steps=20",
 )
 def train(
-    spec: Annotated[Path | None, typer.Argument(metavar="SPEC.yaml", help="Run file; without it, --set alone.")] = None,
+    spec: Annotated[
+        Path | None, typer.Argument(metavar="SPEC.yaml", help="Run file; without one, defaults and --set.")
+    ] = None,
     sets: options.Sets = None,
     devices: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="GPUs (or processes, without a GPU) for the run.")
+        int | None, typer.Option(min=1, metavar="N", help="GPUs of the run (processes on a machine without GPU).")
     ] = None,
     hosts: options.Hosts = 1,
     listen: options.Listen = None,
@@ -47,7 +49,8 @@ def train(
     tracking_uri: options.TrackingUri = None,
     as_json: options.Json = False,
 ) -> None:
-    """Train once, in RUNS/train/NAME; the same command resumes. A file with `stages` runs them one after another."""
+    """Train one run in RUNS/train/NAME; the same command resumes it. A file with `stages` runs them one after
+    another."""
     from cohort.harness.spec.load import load_run
     from cohort.harness.spec.raw import read_yaml
 
@@ -58,7 +61,7 @@ def train(
         return _train_pipeline(spec, sets, name, runs, as_json)
     run = load_run(None if spec is None else str(spec), sets)
     name = options.checked_name(name or f"{run.task.name}-{run.algorithm.name}-seed{run.seed}-{run.digest()[:8]}")
-    from cohort.harness.runs.single import train_once  # after the checks: it takes seconds
+    from cohort.harness.runs.single import train_once  # after the checks, because it takes seconds
 
     with _watched() as watch:
         result = train_once(run, runs, name, watch)
@@ -70,7 +73,7 @@ def train(
 
 @contextmanager
 def _watched() -> Iterator[Watch]:
-    """Show on stderr how far a run is."""
+    """Show a run's progress on stderr."""
     from cohort.harness.console.progress import study_view
     from cohort.harness.runs.single import Watch
 
@@ -79,7 +82,7 @@ def _watched() -> Iterator[Watch]:
 
 
 def _train_pipeline(spec: Path, sets: list[str] | None, name: str | None, runs: Path, as_json: bool) -> None:
-    """Run a file's stages; the exit code is that of one run."""
+    """Run a file's stages; exit codes are those of a single run."""
     from cohort.harness.inputs import digest
     from cohort.harness.runs.pipeline import train_pipeline
     from cohort.harness.runs.stages import load_pipeline
@@ -100,7 +103,7 @@ def _train_pipeline(spec: Path, sets: list[str] | None, name: str | None, runs: 
 
 
 def _end(name: str, runs: Path, result: RunResult, as_json: bool, **more: Any) -> NoReturn:
-    """Show how a run ended, `more` with --json only; the exit code says it too."""
+    """Show how a run ended (`more` only with --json), and exit with the code for it."""
     directory = runs / "train" / name
     if as_json:
         terminal.print_json({"name": name, "directory": directory, **vars(result), **more})
@@ -122,7 +125,7 @@ def evaluate(
     task: Annotated[str, typer.Option(help="Task by name.")],
     split: Annotated[str, typer.Option(help="train, validation or test.")] = "test",
     path: options.DataPath = None,
-    samples: Annotated[int | None, typer.Option(min=1, metavar="K", help="Samples of each problem.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, metavar="K", help="Samples per problem (K).")] = None,
     sets: options.Sets = None,
     name: options.Name = None,
     runs: options.Runs = options.RUNS,
@@ -131,10 +134,10 @@ def evaluate(
 ) -> None:
     """Measure held-out accuracy: greedy, mean of K samples, pass@k and majority of K, with 95 % intervals.
 
-    With 16 samples and more --json has every pass@k and Cover@tau with intervals over the problems. Metrics and the
-    first completions, graded, go to MLflow's experiment `evaluate`; all completions go to RUNS/evaluate/NAME, where the
-    same command continues after a kill. On a GPU a model other than `tiny` runs with autocast and, if it is installed,
-    the engine vllm; a line names these choices, and --set overrides them.
+    With 16 or more samples, --json has every pass@k and Cover@tau with intervals over the problems. Metrics and the
+    first graded completions go to MLflow's experiment `evaluate`; all completions go to RUNS/evaluate/NAME, and the
+    same command continues there after a kill. On a GPU, a model other than `tiny` runs with autocast and, if it is
+    installed, the engine vllm; a line lists these settings, and --set overrides them.
     """
     from cohort.harness.types import InvalidRun
 
@@ -170,12 +173,12 @@ def evaluated(
     name: str | None,
     runs: Path,
 ) -> tuple[RunSpec, Path, EvaluationResult]:
-    """The run that an evaluation stands for, the folder of its completions, its result; shows how far it is."""
+    """The run spec of an evaluation, the folder of its completions, and its result; shows progress."""
     from cohort.harness.console.progress import phase_bar
 
     part = options.checked_split(split)
     extra = [] if samples is None else [f"evaluation.num_samples={samples}"]
-    with phase_bar(f"{model} on {task}") as show:  # before what takes seconds to import
+    with phase_bar(f"{model} on {task}") as show:  # before imports that take seconds
         from cohort.harness.runs.single import evaluate_once, model_folder
         from cohort.harness.spec.load import load_run
 

@@ -22,12 +22,12 @@ def ui(
 ) -> None:
     """Serve the MLflow pages of the runs folder on 127.0.0.1 until Ctrl-C.
 
-    With --tracking-uri of an MLflow server, show the addresses of its pages instead: it serves them itself.
+    With the --tracking-uri of an MLflow server, print the addresses of its pages instead.
     """
     from cohort.harness.stop import stop_on_signals
 
     use_store(tracking_uri)
-    # A flag, for an exception that a signal raises is lost in a library's callback.
+    # A flag, because an exception from a signal handler is lost in a library's callback.
     with stop_on_signals(words=STOPPING) as should_stop:
         ending = _serve_pages(runs, port, browser, should_stop)
     if ending is not None and not should_stop():
@@ -36,13 +36,13 @@ def ui(
 
 
 def _serve_pages(runs: Path, port: int, browser: bool, should_stop: Callable[[], bool]) -> str | None:
-    """Serve the pages until `should_stop()`; why they ended before, or None."""
+    """Serve the pages until `should_stop()`; returns why they ended earlier, or None."""
     from cohort.harness.tracking.mlflow_address import is_server, remote_uri
     from cohort.harness.tracking.mlflow_store import TRAINING_PAGES
     from cohort.harness.tracking.mlflow_ui import serve_ui
 
     address = remote_uri()
-    if address is not None and is_server(address):  # which serves its pages already
+    if address is not None and is_server(address):  # which serves its own pages
         _show_pages(runs, address, browser, lambda: False, f"{address}/#/experiments?{TRAINING_PAGES}")
         return None
     try:
@@ -57,7 +57,7 @@ def _serve_pages(runs: Path, port: int, browser: bool, should_stop: Callable[[],
 
 
 def _show_pages(runs: Path, address: str, browser: bool, should_stop: Callable[[], bool], page: str) -> None:
-    """Print the page of every study, the newest last, and open that one (without a study: `page`)."""
+    """Print the address of every study's page, the newest last, and open the newest (without studies: `page`)."""
     from cohort.harness.tracking.mlflow_studies import list_studies, study_url
 
     names = list_studies(runs, by="start")

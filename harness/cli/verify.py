@@ -28,15 +28,15 @@ _SHOWN = 50
 )
 def verify(
     study: Annotated[
-        str, typer.Argument(metavar="STUDY", help="A study in the runs folder, the folder of one, or a capsule (.zip).")
+        str, typer.Argument(metavar="STUDY", help="A study in the runs folder, a study's folder, or a capsule (.zip).")
     ],
     runs: Runs = RUNS,
     as_json: Json = False,
 ) -> None:
-    """Derive every number of a study's report and results.csv again from its stored completions and events.
+    """Recompute every number of a study's report and results.csv from its stored completions and events.
 
-    Completions are graded again. Exit code 0 if all numbers follow; otherwise 1, with each cell that does not. It needs
-    the study's folder alone, changes nothing, and asks neither the MLflow store nor the machine that ran the study.
+    Completions are graded again. Exit code 0 if all numbers match; otherwise 1, with a list of the cells that do not.
+    It needs only the study's folder, not the MLflow store or the machine that ran the study, and changes nothing.
     """
     from cohort.harness.evidence.capsule import altered, unpacked
     from cohort.harness.evidence.findings import Place
@@ -53,7 +53,7 @@ def verify(
             for name, hashes in altered(place, folder).items():
                 Place(findings).compare_hash(name, *hashes)
     else:
-        raise ValueError(f"'{study}' is neither a study in '{runs}' nor a study's folder nor a capsule")
+        raise ValueError(f"'{study}' is not a study in '{runs}', a study's folder or a capsule")
     if as_json:
         terminal.print_json({"study": record.name, "verified": findings.is_verified, **vars(findings)})
     else:
@@ -67,7 +67,7 @@ def study_export(
     file: Annotated[Path, typer.Argument(metavar="FILE.zip", help="The capsule to write; it must not exist.")],
     runs: Runs = RUNS,
 ) -> None:
-    """Write a capsule: spec, versions, events, completions, report, tables and hashes of a study in one zip file.
+    """Write a capsule: one zip file with a study's spec, versions, events, completions, report, tables and hashes.
 
     `cohort verify FILE.zip` verifies it on any machine.
     """
@@ -81,14 +81,14 @@ def study_export(
 
 
 def _show(record: StudyRecord, findings: Findings) -> None:
-    """Print what was compared with what, and every mismatch."""
+    """Print the comparisons that were made, and every mismatch."""
     numbers = findings.numbers
     terminal.say(f"{record.name}: {len(record.trials)} trials")
     terminal.say(f"{findings.completions:,} completions graded again; {numbers['completions']:,} accuracies, verdicts "
                  "and lengths compared with them")  # fmt: skip
     terminal.say(f"{numbers['events']:,} numbers of results compared with the events")
     terminal.say(f"{numbers['report']:,} cells and pages of the report written again and compared")
-    terminal.say(f"{findings.alone:,} values that nothing else confirms (losses, rewards, seconds, memory): their "
+    terminal.say(f"{findings.alone:,} values that cannot be recomputed (losses, rewards, seconds, memory): their "
                  "lines compared with checksums")  # fmt: skip
     terminal.say(f"{findings.files:,} files compared with their SHA-256")
     for note in findings.notes:

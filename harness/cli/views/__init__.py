@@ -1,1 +1,1 @@
-"""Results on a terminal: one file per subject."""
+"""Prints results on a terminal: one file per subject."""

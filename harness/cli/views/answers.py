@@ -1,4 +1,4 @@
-"""Problems and completions on a terminal: tasks, evaluations, grades, samples."""
+"""Prints problems and completions on a terminal: tasks, evaluations, grades, samples."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def show_grades(title: str, result: Regraded, count: int) -> None:
 
 
 def show_task(document: Mapping[str, Any]) -> None:
-    """Print a task's settings, sizes, problems and one worked solution; line breaks stay."""
+    """Print a task's settings, sizes, problems and one worked solution, with their line breaks."""
     show_table(
         f"Task {document['task']}", ["setting", "value"], [(k, repr(v)) for k, v in document["settings"].items()]
     )
@@ -92,7 +92,7 @@ def show_task(document: Mapping[str, Any]) -> None:
 
 
 def show_samples(rows: Sequence[SampleRow]) -> None:
-    """Print completions as a model wrote them, shortened and harmless."""
+    """Print completions as a model wrote them, shortened and without control characters."""
     cells = [(_shortened(r.prompt), _shortened(r.completion), r.answer, r.gold, _yes(r.correct)) for r in rows]
     show_table("Samples", ["prompt", "completion", "answer", "gold", "correct"], cells)
 

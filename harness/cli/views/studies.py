@@ -1,4 +1,4 @@
-"""Studies on a terminal: plan, status, accuracies."""
+"""Prints studies on a terminal: plan, status, accuracies."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def show_results(record: StudyRecord) -> None:
 
 
 def show_status(status: StudyStatus) -> None:
-    """Print how far each trial of a study is."""
+    """Print the progress of each trial of a study."""
     headers = ["arm", "seed", "state", "phase", "done", "accuracy", "time", "note"]
     rows = []
     for t in status.trials:
@@ -68,19 +68,19 @@ def show_status(status: StudyStatus) -> None:
 
 
 def show_logs(status: StudyStatus, runs: Path) -> None:
-    """Say where the tracebacks of failed trials are, if there are any."""
+    """Print the path of the failed trials' tracebacks, if there are any."""
     if any(trial.state == "failed" for trial in status.trials):
-        say(f"What failed, with tracebacks: {runs / 'studies' / status.name / 'logs'}/worker-*.log")
+        say(f"Tracebacks of failed trials: {runs / 'studies' / status.name / 'logs'}/worker-*.log")
 
 
 def cost_text(cost: Mapping[str, float]) -> str:
-    """Time of trials and of GPUs, and generated tokens, in one line."""
+    """One line with the time of trials and of GPUs, and the generated tokens."""
     gpu = f", {duration(cost['gpu_seconds'])} of them with a GPU" if cost["gpu_seconds"] else ""
     return f"{duration(cost['trial_seconds'])} of trials{gpu}; {cost['generated_tokens']:,.0f} tokens in ended trials"
 
 
 def show_dry_run(name: str, question: str, document: Mapping[str, Any]) -> None:
-    """Print the plan and the needs of a study, from `harness.study.runner.dry_run`."""
+    """Print a study's plan and budget, from `harness.study.runner.dry_run`."""
     memory = document["memory"]
     rows = []
     for arm in document["arms"]:
@@ -101,7 +101,7 @@ def show_dry_run(name: str, question: str, document: Mapping[str, Any]) -> None:
         f"{document['rollouts']:,} rollouts, at most {tokens:,} generated tokens of training."
     )
     if document["seconds"] is None:
-        say("Time: unknown, for this runs folder has no complete trial of the same shape for every arm.")
+        say("Time: unknown, because this runs folder has no complete trial of the same shape for every arm.")
     else:
         took, workers = duration(document["seconds"]), document["workers"]
         if least is not None:
@@ -109,12 +109,12 @@ def show_dry_run(name: str, question: str, document: Mapping[str, Any]) -> None:
         say(f"Time: about {took} with {workers} workers, from {document['measured']} trials of the same shape.")
     if (disk := document["disk"]) is not None:
         needed, free = mebibytes(disk["needed"]), mebibytes(disk["free"])
-        say(f"Disk: about {needed} MiB for checkpoints, cold starts and what stays of them; {free} MiB are free.")
+        say(f"Disk: about {needed} MiB for checkpoints, cold starts and kept weights; {free} MiB are free.")
     for found in document["together"]:
         arms = ", ".join(dict.fromkeys(arm for arm, _ in found["trials"]))
         saved = "" if found["saved_bytes"] is None else f" {mebibytes(found['saved_bytes'])} MiB of memory and"
         say(
-            f"Together: {len(found['trials'])} trials share one model and one engine, {found['at_once']} at a time in "
+            f"Together: {len(found['trials'])} trials share one model and engine, {found['at_once']} at a time in "
             f"each worker ({arms}); that saves{saved} {found['saved_loads']} loads of the model."
         )
     for words in document["not_checked"]:
