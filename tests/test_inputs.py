@@ -159,7 +159,7 @@ def test_a_study_started_without_a_record_goes_on_with_a_warning(data, runs, cap
     storage.write_document({key: value for key, value in document.items() if key not in ("inputs", "format")})
     with caplog.at_level(logging.WARNING):
         assert start(a_study(data), runs).finished
-    assert caplog.text.count("did not record what it reads") == 1
+    assert caplog.text.count("has no record of its inputs") == 1
     assert f"data {data} (main, train)" in (storage.read_document() or {})["inputs"]
 
 

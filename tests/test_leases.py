@@ -93,7 +93,7 @@ def test_the_status_says_that_a_worker_elsewhere_was_not_seen_alive_yet(tmp_path
     lease, watcher = claimed_elsewhere(tmp_path), Machine(tmp_path)
     (trial,) = watcher.queue.status().trials
     assert (trial.state, trial.reason) == (
-        "running", "no sign of life yet from its worker on another machine; after 60 s the study takes it over"
+        "running", "no heartbeat yet from its worker on another machine; after 60 s another worker takes over"
     )  # fmt: skip
     watcher.pass_time()
     os.utime(lease, (1.0, 1.0))  # a heartbeat, by a clock of its own

@@ -197,7 +197,7 @@ def test_a_second_interrupt_ends_at_once_and_leaves_no_worker(runs: Path, monkey
     assert not living_workers()
     status = study_status("sizes", runs)
     assert status.counts() == {"stopped": 2, "waiting": 2}
-    assert status.trials[0].reason == "its worker died; the study continues it when it is started again"
+    assert status.trials[0].reason == "its worker died; starting the study again continues this trial"
 
 
 def endings() -> StudySpec:
@@ -432,7 +432,7 @@ def test_a_trial_that_keeps_killing_its_worker_fails_with_a_reason(runs: Path):
     (trial,) = queue.status().trials
     assert (trial.state, trial.reason) == (
         "failed",
-        "the worker died 10 times at step 3, the last time without saying why",
+        "the worker died 10 times at step 3, the last time without an error",
     )
 
 

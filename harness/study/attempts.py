@@ -1,4 +1,4 @@
-"""The attempts at every (arm, seed) of a study, as the trials of its Optuna study record them."""
+"""Reads the attempts at every (arm, seed) of a study from the trials of its Optuna study."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -10,16 +10,18 @@ from cohort.harness.study.plan import Key
 
 
 class Attempts:
-    """The attempts at each (arm, seed), kept between reads: an update looks at new trials and at those that ran."""
+    """The attempts at each (arm, seed), kept between reads: an update reads only new trials and those that were
+    running."""
 
     def __init__(self) -> None:
         self.size = 0  # trials seen
         self.by_key: dict[Key, list[FrozenTrial]] = {}  # in the order of the attempts
-        self._places: dict[int, tuple[Key, int]] = {}  # of unfinished attempts: number -> key, position in its list
+        self._places: dict[int, tuple[Key, int]] = {}  # unfinished attempts: number -> key, position in its list
         self._retry_below = 0
 
     def update(self, trials: Sequence[FrozenTrial], retry_below: int) -> None:
-        """Take in all trials of the Optuna study, in their order; failures with a number below `retry_below` wait."""
+        """Take in all trials of the Optuna study, in order; failures with a number below `retry_below` count as
+        waiting."""
         self._retry_below = retry_below
         for number, (key, position) in list(self._places.items()):
             self.by_key[key][position] = trials[number]
@@ -39,7 +41,7 @@ class Attempts:
         return self.by_key[key][-1] if key in self.by_key else None
 
     def state(self, key: Key) -> str:
-        """waiting, running, complete, pruned, invalid, failed, lost, stopped or paused, as the last attempt says."""
+        """waiting, running, complete, pruned, invalid, failed, lost, stopped or paused, by the last attempt."""
         last = self.last(key)
         if last is None:
             return "waiting"
@@ -47,7 +49,7 @@ class Attempts:
         return "waiting" if state == "failed" and last.number < self._retry_below else state
 
     def end(self, key: Key) -> Mapping[str, Any]:
-        """The end of the last attempt: state, reason, summary and (of a complete one) values; empty before its end."""
+        """The end of the last attempt: state, reason, summary and (if complete) values; empty before its end."""
         last = self.last(key)
         return {} if last is None else _end(last)
 
@@ -56,13 +58,13 @@ class Attempts:
         return int(self.end(key).get("summary", {}).get("step", 0))
 
     def running(self) -> dict[Key, int]:
-        """The number of the last attempt at each trial where that attempt runs."""
+        """The number of the running attempt at each trial that has one."""
         keys = (key for key, _ in self._places.values() if self.state(key) == "running")
         return {key: self.by_key[key][-1].number for key in keys}
 
     def num_stuck(self, key: Key, step: int) -> int:
-        """How many attempts in a row lost their worker without progress: the last one, which reached `step`, and those
-        before it that had already reached as much."""
+        """Number of attempts in a row that lost their worker without progress: the last one, which reached `step`, and
+        those before it that had reached that step too."""
         earlier = itertools.takewhile(
             lambda trial: _state(trial) == "lost" and _end(trial).get("summary", {}).get("step", 0) >= step,
             reversed(self.by_key[key][:-1]),
@@ -75,5 +77,5 @@ def _end(trial: FrozenTrial) -> Mapping[str, Any]:
 
 
 def _state(trial: FrozenTrial) -> str:
-    """waiting, running, complete, pruned, or what `result` says of a FAIL."""
+    """waiting, running, complete, pruned, or the attribute `result` of a FAIL."""
     return _end(trial).get("state", "lost") if trial.state == TrialState.FAIL else trial.state.name.lower()

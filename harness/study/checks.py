@@ -1,4 +1,4 @@
-"""The checks of a study before it writes or runs anything."""
+"""Checks a study before it writes or runs anything."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COSTS = (
 
 
 def missing_here(specs: Iterable[RunSpec]) -> list[str]:
-    """Everything that the runs need and this machine lacks, in words: a device, a model, data, an engine."""
+    """Everything that the runs need and this machine lacks, as text: a device, a model, data, an engine."""
     from cohort.harness.policy.device import resolve_device
     from cohort.harness.policy.model import check_model
 
@@ -53,7 +53,7 @@ def missing_here(specs: Iterable[RunSpec]) -> list[str]:
                 missing[f"{subject}: {' '.join(str(error).split())}"] = None
         check_model(spec.model)
         if not _is_local(spec.model):
-            missing[f"model '{spec.model}': it is not on this machine, so neither it nor its memory was checked"] = None
+            missing[f"model '{spec.model}': not on this machine, so the model and its memory were not checked"] = None
     return list(missing)
 
 
@@ -88,7 +88,7 @@ def check_study(study: StudySpec, runs: Path, workers: int | None, execute: str,
 
 
 def num_copies(study: StudySpec, spec: RunSpec, workers: int | None, trials: int) -> int:
-    """Number of workers of this machine that share a device when they run such a spec."""
+    """Number of workers of this machine that share a device when they run this spec."""
     from cohort.harness.policy.device import resolve_device
 
     at_once = min(workers or default_workers(study.devices), trials)
@@ -98,8 +98,8 @@ def num_copies(study: StudySpec, spec: RunSpec, workers: int | None, trials: int
 
 
 def trials_together(plan: Plan, workers: int | None, together: bool | None, *, here: bool = True) -> dict[str, Shared]:
-    """The trials that train together on one model; none where that was refused, or where a cluster places workers whose
-    number it does not know. SpecError if it was asked for and cannot be."""
+    """The trials that train together on one model; none if the user refused, or if a cluster places an unknown number
+    of workers. SpecError if the user asked for it and it is impossible."""
     if together:
         check_together(plan)
     count = workers or (default_workers(plan.study.devices) if here else None)
@@ -110,16 +110,16 @@ def trials_together(plan: Plan, workers: int | None, together: bool | None, *, h
 
 
 def check_room(queue: Queue, workers: int | None, *, here: bool = True) -> Need | None:
-    """The disk that the trials still need where the workers of this study write; None if it is unknown.
+    """The disk that the trials still need for this study's workers; None if unknown.
 
-    SpecError if it is not free. Without `here` a cluster says how many trials run at a time. Hosts that share a
-    database share the trials as well, so this one counts those that it runs at a time.
+    SpecError if it is not free. Without `here`, the cluster decides how many trials run at a time. Hosts that share a
+    database share the trials too, so this host counts only those that it runs at a time.
     """
     from cohort.harness.training.disk import check_disk
 
     plan, trials = queue.plan, queue.status().trials
     left = [(plan.arms[t.arm].spec, t.directory) for t in trials if t.state not in FINAL]
-    for search in plan.study.searches()[:1]:  # a trial that nobody has asked for yet counts as its base run
+    for search in plan.study.searches()[:1]:  # a trial that a search has not proposed yet counts as its base run
         to_come = sum(count for _, count in planned(plan.study)) - len(trials)
         left += [(search.base.spec, plan.folder / "trials" / "to come")] * to_come
     if queue.seeds_record() is None:  # as many seeds as there may be
@@ -134,7 +134,7 @@ def check_room(queue: Queue, workers: int | None, *, here: bool = True) -> Need 
 
 
 def check_metrics(study: StudySpec, specs: Sequence[RunSpec]) -> None:
-    """SpecError for a metric that no evaluation gives, or an objective of a search that no run logs."""
+    """SpecError for a metric that no evaluation computes, or an objective of a search that no run logs."""
     from cohort.harness.training.evaluate import metric_names
 
     for spec in specs:
@@ -151,9 +151,9 @@ def check_metrics(study: StudySpec, specs: Sequence[RunSpec]) -> None:
 
 
 def check_unchanged(study: StudySpec, digest: str, storage: Storage) -> Inputs | None:
-    """What the study was started to read, if it was started; None if it was without a record of that.
+    """The recorded inputs of a started study (empty if it was not started); None if it has no such record.
 
-    SpecError if it was started with other settings, or with seeds that it lacks now.
+    SpecError if it was started with other settings, or with seeds that it no longer has.
     """
     started = storage.read_document()
     if started is None:

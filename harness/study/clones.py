@@ -1,4 +1,5 @@
-"""Clones: arms that a user makes from others while a study runs. They are exploratory, and reports show them apart."""
+"""Describes clones: arms that a user makes from others while a study runs. They are exploratory; reports show them
+separately."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,9 +8,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Clone:
-    """A clone as the queue's record keeps it: the arm that it was made from, what it changes there, and its seeds.
+    """A clone in the queue's record: its parent arm, its changes, and its seeds.
 
-    `steps` has for each seed the training step at which it leaves its parent; 0 where it starts from the beginning.
+    `steps` has for each seed the training step at which it leaves its parent; 0 if it starts from the beginning.
     """
 
     label: str

@@ -1,7 +1,7 @@
-"""Requests of a user to the arms of a running study, from elsewhere: stop, go on, clone.
+"""Handles a user's requests to the arms of a running study: stop, resume, clone.
 
-The queue's record keeps it, so it reaches every worker within a step, outlives any of them, and counts when the study
-is started again. All is checked before anything is written.
+A request is stored in the queue's record, so it reaches every worker within a step, survives any worker, and still
+holds when the study is started again. Everything is checked before anything is written.
 """
 
 import json
@@ -22,16 +22,17 @@ from cohort.harness.study.worker import EXECUTE
 from cohort.harness.tracking.run_log import read_result
 from cohort.harness.types import FINAL
 
-START = ("model", "prompt", "dtype", "lora", "cold_start")  # settings that decide what a run starts from
+START = ("model", "prompt", "dtype", "lora", "cold_start")  # settings that decide the start of a run
 
 
 def stop_arm(name: str, runs: Path, arm: str, storage: str | None = None) -> bool:
-    """Ask the trials of an arm to stop, each after its step and with a checkpoint; whether that is new."""
+    """Ask the trials of an arm to stop, each after its step and with a checkpoint; returns whether this changed
+    anything."""
     return _hold(name, runs, arm, storage, held=True)
 
 
 def resume_arm(name: str, runs: Path, arm: str, storage: str | None = None) -> bool:
-    """Let the trials of a stopped arm go on; whether that is new."""
+    """Let the trials of a stopped arm continue; returns whether this changed anything."""
     return _hold(name, runs, arm, storage, held=False)
 
 
@@ -45,9 +46,9 @@ def clone_arm(
     storage: str | None = None,
     execute: str = EXECUTE,
 ) -> Clone:
-    """Add an exploratory arm: another one with other settings, and all its seeds.
+    """Add an exploratory arm: an existing arm with other settings, and all its seeds.
 
-    `warm`: each trial starts from the newest checkpoint of its parent's, where that has one, not from the beginning.
+    `warm`: each trial starts from its parent's newest checkpoint instead of the beginning, if there is one.
     """
     queue = _queue(name, runs, parent, storage)
     plan = queue.plan
@@ -77,7 +78,7 @@ def _queue(name: str, runs: Path, arm: str, storage: str | None) -> Queue:
     queue = open_queue(name, runs.resolve(), storage)
     if queue.plan.study.searches():
         raise SpecError(f"arms can be stopped and cloned only if a design names them; '{name}' is a search, whose "
-                        "sampler and pruner choose them; stop it whole with Ctrl-C, or give it a pruner")  # fmt: skip
+                        "sampler and pruner choose them; stop all with Ctrl-C, or give it a pruner")  # fmt: skip
     arms = list(dict.fromkeys(trial.arm for trial in queue.status().trials))
     if arm not in arms:
         hint = did_you_mean(arm, arms)
@@ -86,7 +87,7 @@ def _queue(name: str, runs: Path, arm: str, storage: str | None) -> Queue:
 
 
 def _checked(plan: Plan, parent: str, label: str, changes: Mapping[str, Any], execute: str) -> RunSpec:
-    """The run of a clone, checked as those of all arms are. SpecError if it cannot run in this study."""
+    """The run of a clone, with the same checks as every arm. SpecError if it cannot run in this study."""
     if "seed" in changes:
         raise SpecError("a clone has the seeds of its parent, so 'seed' cannot be set; leave it out")
     spec = plan.study.changed(plan.arms[parent], label, changes).spec
@@ -100,9 +101,9 @@ def _checked(plan: Plan, parent: str, label: str, changes: Mapping[str, Any], ex
 
 
 def _forked(queue: Queue, clone: Clone, spec: RunSpec) -> list[int]:
-    """The step of each trial's first checkpoint, now copied from its parent; 0 where the parent has none yet.
+    """The step of each trial's first checkpoint, which is now copied from its parent; 0 if the parent has none yet.
 
-    SpecError, with nothing left behind, if a checkpoint is gone or does not fit.
+    SpecError if a checkpoint is missing or does not fit; then nothing is left behind.
     """
     from cohort.harness.training.checkpoint import fork_run  # loads torch
 
@@ -120,7 +121,7 @@ def _forked(queue: Queue, clone: Clone, spec: RunSpec) -> list[int]:
     try:
         for seed, target in targets.items():
             source = plan.directory((clone.parent, seed))
-            shutil.rmtree(target, ignore_errors=True)  # of a command that was killed
+            shutil.rmtree(target, ignore_errors=True)  # left by a command that was killed
             step = fork_run(source, target, plan.spec((clone.label, seed)), parent)
             if not step and (trials[seed].state in FINAL or read_result(source) is not None):
                 _refuse(clone, seed, "those of a trial that has ended are deleted: stop an arm before its end to keep "

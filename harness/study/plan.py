@@ -1,4 +1,4 @@
-"""The trials of a study: every (arm, seed), its validated run and its folder."""
+"""Lists the trials of a study: every (arm, seed), its validated run and its folder."""
 
 import json
 import re
@@ -18,23 +18,23 @@ Key = tuple[str, int]  # arm label, seed
 
 
 class Plan:
-    """The trials of a study in the order in which they run: all arms with the first seed, then with the next, so an
-    unfinished study is balanced. The arms of a search come later, one by one, each with all its seeds, and so do seeds
-    that the first ones ask for."""
+    """The trials of a study in the order in which they run: all arms with the first seed, then all with the next, so
+    that an unfinished study is balanced. Arms of a search are added later, one by one, each with all its seeds; so are
+    seeds that the first stage asks for."""
 
     def __init__(self, study: StudySpec, runs: Path, inputs: Inputs = NO_INPUTS) -> None:
         self.study, self.runs = study, runs
-        self.inputs = inputs  # what its trials must find where they read, as far as that is recorded
+        self.inputs = inputs  # the inputs that its trials must find, as far as they are recorded
         self.folder = runs / "studies" / study.name
         self.arms: dict[str, Arm] = {arm.label: arm for arm in study.design_arms()}
         self.clones: dict[str, Clone] = {}
-        self.seeds: list[int] = []  # of the arms of the design
+        self.seeds: list[int] = []  # seeds of the arms of the design
         self.keys: list[Key] = []
         self.take(study.first_seeds)
         self._searched: dict[str, list[int]] = {}  # arm label, of a search or a clone -> seeds
 
     def take(self, seeds: Sequence[int]) -> None:
-        """Run the arms of the design with these seeds too."""
+        """Also run the arms of the design with these seeds."""
         new = [seed for seed in seeds if seed not in self.seeds]
         self.seeds += new
         self.keys += [(arm.label, seed) for seed in new for arm in self.study.design_arms()]
@@ -48,7 +48,7 @@ class Plan:
             known += [seed for seed in seeds if seed not in known]
 
     def add_clones(self, clones: Sequence[Clone]) -> None:
-        """Add the exploratory arms that were made from others while the study ran."""
+        """Add the exploratory arms that were cloned from others while the study ran."""
         for clone in clones:
             if clone.label not in self.clones:
                 arm = self.study.changed(self.arms[clone.parent], clone.label, clone.changes)
@@ -69,7 +69,7 @@ class Plan:
         return f"{key[0]} | seed {key[1]}"
 
     def run_name(self, key: Key) -> str:
-        """The name of a trial's MLflow run, whose column is narrow."""
+        """The name of a trial's MLflow run, short because its column is narrow."""
         return self.title((self.arms[key[0]].short_label, key[1]))
 
     def tags(self, key: Key) -> dict[str, str]:
@@ -88,7 +88,7 @@ class Plan:
         }  # fmt: skip
 
     def parameters(self, key: Key) -> dict[str, Any]:
-        levels = {} if key[0] in self._searched else self.arms[key[0]].levels  # a search and a clone record theirs
+        levels = {} if key[0] in self._searched else self.arms[key[0]].levels  # a search and a clone record their own
         return {**levels, "seed": key[1]}
 
     def distributions(self) -> dict[str, BaseDistribution]:

@@ -1,11 +1,11 @@
-"""Predicts what a study takes from a short calibration, and proposes the steps and seeds that a budget buys.
+"""Predicts the cost of a study from a short calibration, and proposes the steps and seeds that fit a budget.
 
-The calibration is the study itself, cut to a few steps of each arm, with as many workers and threads, in a folder of
-its own: what workers, models, evaluations and report take is measured, not assumed. A trial then takes
+The calibration is the study itself, cut to a few steps of each arm, with the same numbers of workers and threads, in
+its own folder. So the costs of workers, models, evaluations and report are measured, not assumed. A trial then takes
 
     steps x (seconds of a step) + problems evaluated x (seconds of one) + rest
 
-and trials go, in their order, to the worker that is free first (Graham 1969, doi:10.1137/0117039).
+and trials go in order to the first free worker (Graham 1969, doi:10.1137/0117039).
 """
 
 import heapq
@@ -39,16 +39,16 @@ from cohort.harness.tracking import mlflow_address
 from cohort.harness.tracking.events import EVENTS, RunHistory, read_events
 from cohort.harness.tracking.mlflow_store import connect
 
-STEPS = 10  # of a calibration; the first is not timed
+STEPS = 10  # steps of a calibration; the first is not timed
 MOST_SEEDS = 200
-FACTORS = (0.25, 0.5, 1.0, 2.0)  # of the study's own steps
-LEAST_SEEDS = 3  # below, a spread is hardly known
+FACTORS = (0.25, 0.5, 1.0, 2.0)  # fractions of the study's own steps
+LEAST_SEEDS = 3  # with fewer seeds the spread is hardly known
 Paced = Mapping[str, "Pace"]  # arm label -> its pace
 
 
 @dataclass(frozen=True)
 class Pace:
-    """What a training step of an arm takes, and one evaluated problem: seconds, and operations where they are known."""
+    """The cost of a training step of an arm and of one evaluated problem: seconds, and operations if known."""
 
     step: float
     problem: float
@@ -58,14 +58,15 @@ class Pace:
     num_test: int
 
     def steps(self, spec: RunSpec, factor: float = 1.0) -> int:
-        """Training steps of a run, which its operations may end before."""
+        """Training steps of a run, which its limit of operations may end early."""
         steps = round(factor * spec.steps)
         if spec.max_flops is None or not self.flops_step:
             return steps
         return min(steps, math.ceil(spec.max_flops / self.flops_step))
 
     def problems(self, spec: RunSpec, factor: float = 1.0) -> int:
-        """Problems that a run evaluates: validation at the start, every so many steps and at the end, and the test."""
+        """Number of problems that a run evaluates: validation at the start, at intervals and at the end, and the test
+        split."""
         steps = self.steps(spec, factor)
         return (1 + math.ceil(steps / spec.evaluation.every)) * self.num_validation + self.num_test
 
@@ -78,24 +79,24 @@ class Pace:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The measurements of a cut study: the pace of each arm, and the seconds beside training that a worker needs until
-    its first trial is through, that each further trial needs, and that the end needs, the report included."""
+    """The measurements of a cut study: the pace of each arm, and the seconds besides training of a worker's first
+    trial, of each further trial, and of the end (including the report)."""
 
     paces: Paced
     first: float
     further: float
     end: float
-    seconds: float  # that the calibration has taken itself
+    seconds: float  # duration of the calibration itself
     workers: int
 
 
 @dataclass(frozen=True)
 class Option:
-    """What so many seeds with so many times the steps take. `units` are core- or GPU-seconds of trials; `detectable` is
-    None where the spread is not known."""
+    """The cost of a number of seeds and steps. `units` are core- or GPU-seconds of trials; `detectable` is None if the
+    spread is unknown."""
 
     factor: float
-    steps: int | None  # None where the arms differ in it
+    steps: int | None  # None if the arms differ in it
     seeds: int
     trials: int
     seconds: float
@@ -107,9 +108,10 @@ class Option:
 def calibrate(
     study: StudySpec, runs: Path, workers: int | None, write_report: Callable[[str, Path], object]
 ) -> Calibration:
-    """Measure a study. Cold starts are made first, in the cache of the runs folder, where the study then finds them.
+    """Measure a study. It trains the cold starts first, in the cache of the runs folder, where the study will find
+    them.
 
-    SpecError if an arm does not get through its few steps.
+    SpecError if an arm does not finish its few steps.
     """
     began, size = time.monotonic(), workers or default_workers(study.devices)
     arms = [arm for arm, _ in planned(study)]
@@ -124,7 +126,7 @@ def calibrate(
         bad = next((trial for trial in status.trials if trial.state != "complete"), None)
         if bad is not None:
             raise SpecError(
-                f"arm '{bad.arm}' of study '{study.name}' must get through {STEPS} steps to be measured, got "
+                f"arm '{bad.arm}' of study '{study.name}' must complete {STEPS} steps to be measured, got "
                 f"{bad.state}: {bad.reason}"
             )
         write_report(cut.name, scratch)
@@ -133,7 +135,7 @@ def calibrate(
         trials = [_measured(trial.arm, trial.directory, specs[trial.arm]) for trial in status.trials]
     trials.sort(key=lambda one: one.ended)
     first, further, last_of = [], [], {}
-    for one in trials:  # each worker's, one after the other
+    for one in trials:  # for each worker, its trials in order
         extra = one.ended - last_of.get(one.worker, since) - one.pace.seconds(specs[one.arm])
         (further if one.worker in last_of else first).append(max(0.0, extra))
         last_of[one.worker] = one.ended
@@ -143,10 +145,11 @@ def calibrate(
 
 
 def predict(study: StudySpec, measured: Calibration, seeds: int, factor: float = 1.0) -> tuple[float, float, float]:
-    """(seconds from start to report, seconds of all trials, operations) of a study with so many seeds of each arm."""
+    """(seconds from start to report, seconds of all trials, operations) of a study with `num_seeds` seeds of each
+    arm."""
     arms = list(planned(study))
     trials = [(arm.label, arm.spec) for arm, _ in arms] * seeds
-    if study.searches():  # whose number of trials its file says
+    if study.searches():  # its file sets the number of trials
         trials = [(arm.label, arm.spec) for arm, count in arms for _ in range(count)]
     free = [0.0] * min(measured.workers, len(trials))
     taken = flops = 0.0
@@ -161,15 +164,15 @@ def predict(study: StudySpec, measured: Calibration, seeds: int, factor: float =
 
 @dataclass(frozen=True)
 class Spread:
-    """The standard deviation over seeds of what an interval is for, and how it is known."""
+    """The standard deviation over seeds of the estimated quantity, and its source."""
 
     deviation: float
     source: str
 
 
 def spread_of(study: StudySpec, runs: Path) -> Spread | None:
-    """The largest spread of a difference to the baseline in complete trials of the runs folder whose settings, but for
-    steps and seeds, are those of the study's arms; None without two seeds of both. Of one arm it is its own spread."""
+    """The largest spread of a difference to the baseline, over complete trials of the runs folder with the settings of
+    the study's arms (except steps and seeds); None without two seeds of both arms. A single arm has its own spread."""
     scores: dict[str, dict[int, float]] = {}
     arms = [arm for arm in study.design_arms() if arm.spec.control is None]
     label_of = {_alike(arm.spec.model_dump(mode="json")): arm.label for arm in arms}
@@ -181,7 +184,7 @@ def spread_of(study: StudySpec, runs: Path) -> Spread | None:
             if label is not None and result["state"] == "complete":
                 scores.setdefault(label, {})[spec["seed"]] = float(result["metrics"][metric])
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # half written or damaged: a plan can do without it
+            continue  # half written or damaged: the plan does not need it
     baseline = study.baseline or next((arm.label for arm in arms), "")
     own, found = scores.get(baseline, {}), []
     for label in scores if len(arms) == 1 else scores.keys() - {baseline}:
@@ -200,7 +203,7 @@ Detectable = Callable[[float, float, float], float]  # standard error, degrees o
 def option(
     study: StudySpec, measured: Calibration, seeds: int, factor: float, spread: Spread | None, detectable: Detectable
 ) -> Option:
-    """What a study of so many seeds, with so many times its steps, takes and finds."""
+    """The cost of a study with that many seeds and steps, and the difference that it can detect."""
     seconds, taken, flops = predict(study, measured, seeds, factor)
     arms = [arm for arm, _ in planned(study)]
     steps = {round(factor * arm.spec.steps) for arm in arms}
@@ -226,8 +229,8 @@ def options_within(
     flops: float | None = None,
     power: float | None = None,
 ) -> list[Option]:
-    """For each number of steps the most seeds within the hours or operations, or the fewest that find a difference of
-    `power` with probability 0.8; empty if none do."""
+    """For each number of steps, the most seeds within the hours or operations, or the fewest that detect a difference
+    of `power` with probability 0.8; empty if no number does."""
     found = []
     for factor in FACTORS if power is None else (1.0,):
         best: Option | None = None
@@ -246,14 +249,15 @@ def options_within(
 
 
 def proposed(options: Sequence[Option]) -> Option | None:
-    """The study's own steps if the budget buys enough seeds of them, else the most steps of which it does."""
+    """The proposal with the study's own steps if the budget allows enough seeds, else with the most steps for which it
+    does."""
     enough = [one for one in options if one.seeds >= LEAST_SEEDS and one.factor <= 1]
     return max(enough or options, key=lambda one: one.factor if enough else one.seeds, default=None)
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """A trial of a calibration: its pace, the process that ran it, and when it ended (seconds since 1970)."""
+    """A trial of a calibration: its pace, the process that ran it, and its end (seconds since 1970)."""
 
     arm: str
     pace: Pace
@@ -290,8 +294,8 @@ def _mean(paces: Sequence[Pace]) -> Pace:
 
 
 def _cut(study: StudySpec, arms: Sequence[Arm], workers: int) -> tuple[StudySpec, dict[str, str]]:
-    """The study with a few steps, and for each arm the arm of it that stands for it: those that differ in the number of
-    steps alone are one. Every worker gets two trials, so that what a first one takes is known apart."""
+    """The study cut to a few steps, and for each arm the cut arm that represents it (arms that differ only in steps
+    share one). Every worker gets two trials, so that the extra cost of a first trial is known."""
     names: dict[str, str] = {}  # digest -> arm of the cut study
     settings, name_of = {}, {}
     for arm in arms:
@@ -309,9 +313,10 @@ def _cut(study: StudySpec, arms: Sequence[Arm], workers: int) -> tuple[StudySpec
 
 @contextmanager
 def _scratch(runs: Path) -> Iterator[Path]:
-    """A runs folder for a while, with the cache of this one; it has an MLflow store beforehand if this one has."""
+    """A temporary runs folder with the cache of this one, and with an MLflow store from the start if this one has a
+    store."""
     (runs / "cache").mkdir(parents=True, exist_ok=True)
-    known = os.environ.pop(mlflow_address.TRACKING_URI, None)  # a server hears nothing of it
+    known = os.environ.pop(mlflow_address.TRACKING_URI, None)  # nothing is sent to a server
     try:
         with tempfile.TemporaryDirectory(prefix="plan-", dir=runs / "cache") as folder:
             scratch = Path(folder)
@@ -325,7 +330,8 @@ def _scratch(runs: Path) -> Iterator[Path]:
 
 
 def _make_starts(specs: Iterable[RunSpec], cache: Path, workers: int) -> None:
-    """Make the cold starts that the cache lacks, with as many threads as a worker has, on which last bits depend."""
+    """Train the cold starts that the cache lacks, with a worker's number of threads, because the last bits depend on
+    it."""
     import torch
 
     from cohort.harness.training.cold_start import start_name, start_policy
@@ -340,12 +346,12 @@ def _make_starts(specs: Iterable[RunSpec], cache: Path, workers: int) -> None:
 
 
 def _alike(spec: Mapping[str, Any]) -> str:
-    """A hash of settings that a spread may be carried over: all but seed, steps and devices."""
+    """A hash of the settings that must agree to reuse a spread: all but seed, steps and devices."""
     return digest({key: value for key, value in spec.items() if key not in ("seed", "steps", "max_flops", "devices")})
 
 
 def _units(spec: RunSpec, workers: int) -> int:
-    """GPUs of a trial, or else cores."""
+    """Number of GPUs of a trial, or else of cores."""
     from cohort.harness.policy.device import resolve_device
 
     on_gpu = resolve_device(spec.device).type == "cuda"

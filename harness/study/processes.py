@@ -1,4 +1,5 @@
-"""The worker processes of a study: started with their share of the cores, replaced when they die, stopped together."""
+"""Runs the worker processes of a study: starts them with their share of the cores, replaces dead ones, stops all
+together."""
 
 import itertools
 import logging
@@ -19,13 +20,13 @@ from cohort.harness.machine import usable_cores, usable_gpus
 from cohort.harness.stop import LEAVE, StopRequest, interrupt, stop_on_signals
 
 POLL_SECONDS = 0.5
-MAX_CRASHES, MAX_KILLS = 3, 20  # workers that an error, or a signal, may end before any claims a trial
-HOME = str(Path(__file__).absolute().parents[3])  # a worker runs this code from any working directory
+MAX_CRASHES, MAX_KILLS = 3, 20  # number of workers that may die before any claims a trial
+HOME = str(Path(__file__).absolute().parents[3])  # a worker imports this code from any working directory
 log = logging.getLogger(__name__)
 
 
 def worker_command(module: str, arguments: Sequence[str]) -> list[str]:
-    """The command of a worker process; the word `{parent}` in it stands for the id of the process that starts it."""
+    """The command of a worker process; `{parent}` in it stands for the id of the process that starts it."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
@@ -35,17 +36,17 @@ def with_parent(command: Sequence[str]) -> list[str]:
 
 
 def at_once_on(act: Callable[[int], None]) -> Callable[[int], None]:
-    """What a second signal does where a scheduler repeats them, or tells both a process and its child: only SIGINT
-    means that someone is in a hurry."""
+    """Handle a second signal under a scheduler, which may repeat signals or send them to a process and its child: only
+    a second SIGINT stops at once."""
     return lambda number: act(number) if number == signal.SIGINT else None
 
 
 class WorkersCrash(ChildProcessError, RuntimeError):
-    """Workers end before they can start a trial; the message holds the last words of one."""
+    """Workers end before they can start a trial; the message has the last output of one."""
 
 
 class Pool(ABC):
-    """The workers of a study on any machine: a signal stops them together, and too many crashes end the study."""
+    """The workers of a study on any machine: a signal stops all of them, and too many crashes end the study."""
 
     size: int
 
@@ -57,12 +58,12 @@ class Pool(ABC):
 
     @abstractmethod
     def fill(self, wanted: int, waiting: int = 0) -> None:
-        """Start workers until there are as many as fit and are wanted. Of the trials that are left, so many wait."""
+        """Start as many workers as fit and are needed; `waiting` of the `left` trials wait."""
 
     @abstractmethod
     def collect(self, claims: int | None) -> int:
-        """Number of living workers; WorkersCrash if they keep dying before they can claim a trial, DiskFull once one
-        has met a full disk.
+        """Number of living workers. WorkersCrash if they keep dying before they claim a trial, DiskFull if one met a
+        full disk.
 
         `claims` is the number of attempts so far, None if the storage does not answer.
         """
@@ -75,9 +76,10 @@ class Pool(ABC):
 
     @contextmanager
     def signals(self, *, scheduled: bool = False) -> Iterator[StopRequest]:
-        """Stop on SIGINT and SIGTERM, at once on the second; leave no worker behind, whatever happens.
+        """Stop on SIGINT and SIGTERM (at once on a second one), and always leave no worker behind.
 
-        `scheduled`: a scheduler sends them, and LEAVE: it repeats them, so that only a second SIGINT is in a hurry.
+        `scheduled`: a scheduler sends these signals and LEAVE, and may repeat them, so only a second SIGINT stops at
+        once.
         """
         rules: dict[str, Any] = {"on_second": at_once_on(interrupt), "also": LEAVE} if scheduled else {}
         try:
@@ -91,15 +93,15 @@ class Pool(ABC):
         return self._stop.is_set()
 
     def rest(self, seconds: float) -> None:
-        """Wait so long, or until a signal asks to stop; at least for POLL_SECONDS."""
+        """Wait for `seconds` (at least POLL_SECONDS), or until a signal asks to stop."""
         time.sleep(POLL_SECONDS)
         if not self.stopping:
             self._stop.wait(seconds - POLL_SECONDS)
 
     def _note_end(self, worker: str, code: int, words: str) -> None:
-        """Take note of a worker's exit status (a signal is negative) and last words.
+        """Record a worker's exit status (negative for a signal) and last output.
 
-        DiskFull if it met a full disk, WorkersCrash if too many have ended before any could claim a trial.
+        DiskFull if it met a full disk, WorkersCrash if too many ended before any claimed a trial.
         """
         if not code:
             return
@@ -108,7 +110,7 @@ class Pool(ABC):
         how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
         log.warning("%s %s:\n%s", worker, how, words)
         self._ended_early["killed" if code < 0 else "crashed"] += 1
-        most_kills = MAX_KILLS + self.size  # a host that dies takes all its workers along
+        most_kills = MAX_KILLS + self.size  # a host that dies ends all its workers
         if self._ended_early["crashed"] >= MAX_CRASHES or self._ended_early["killed"] >= most_kills:
             words = f"workers end before they can start a trial; the last one {how}:\n{words}\n({worker})"
             raise WorkersCrash(words)
@@ -150,7 +152,7 @@ class WorkerPool(Pool):
             process.wait()
 
     def fill(self, wanted: int, waiting: int = 0) -> None:
-        # The threads of a worker depend on `size` alone, so a continued trial sums in the same order.
+        # A worker's threads depend only on `size`, so that a continued trial sums in the same order.
         free = (slot for slot in itertools.count() if slot not in self._alive)
         while len(self._alive) < min(self.size, wanted) and not self.stopping:
             slot = next(free)
@@ -165,7 +167,7 @@ class WorkerPool(Pool):
             del self._alive[slot]
             file = self._log_file(slot)
             words = "\n".join(file.read_text(errors="replace").splitlines()[-20:])
-            self._note_end(f"worker {slot} (all it said is in {file})", code, words)
+            self._note_end(f"worker {slot} (its full output is in {file})", code, words)
         return len(self._alive)
 
     def _start(self, slot: int) -> subprocess.Popen[bytes]:
@@ -193,5 +195,5 @@ class WorkerPool(Pool):
 
 
 def default_workers(devices: int = 1) -> int:
-    """One worker per GPU, or else one per core; of trials on several devices, one per so many."""
+    """One worker per GPU, or else per core; with several devices per trial, one per that many."""
     return max(1, (len(usable_gpus()) or usable_cores()) // devices)

@@ -1,15 +1,15 @@
-"""The queue of a study: it hands every (arm, seed) to exactly one worker, and on to another when that one dies.
+"""The queue of a study: it gives every (arm, seed) to exactly one worker, and to another one if that worker dies.
 
 Optuna's storage is the record: one Optuna trial is one attempt at an (arm, seed), made when a worker claims it
-(`attempts.py`). Which trials wait follows from the plan and the record, so nothing is put in a queue. Operations happen
-under one lock, and the worker of a claimed trial renews its lease (`storage/`): Optuna's own `ask()` may hand one trial
-to two workers, and its journal knows no heartbeat. A trial whose worker is gone is claimed again and continues from the
-checkpoints in its folder.
+(`attempts.py`). The waiting trials follow from the plan and the record, so nothing is enqueued. Operations run under
+one lock, and the worker of a claimed trial renews its lease (`storage/`), because Optuna's own `ask()` may give one
+trial to two workers and its journal has no heartbeat. A trial whose worker is gone is claimed again and continues from
+the checkpoints in its folder.
 
 An attempt ends COMPLETE with the study's metric as value, or PRUNED with its arm, or FAIL. The attribute `result` of a
 FAIL says more: "invalid" (the result must not be used; never repeated), "failed" (a crash; repeated when the study is
-started again), "stopped" (asked to stop), "paused" (made way for another trial) or "lost" (its worker died); the last
-three are repeated at once. `search.py` decides which arms a search runs, `control.py` keeps what users ask meanwhile.
+started again), "stopped" (asked to stop), "paused" (for another trial) or "lost" (its worker died); the last three are
+repeated at once. `search.py` decides the arms of a search, `control.py` handles users' requests.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from cohort.harness.study.storage.files import GRACE_SECONDS, LocalStorage
 from cohort.harness.study.two_stage import decide, on_test_split
 from cohort.harness.types import ENDED, FINAL, TrialState
 
-MAX_LOST = 10  # attempts in a row at a trial that may lose their worker without progress
+MAX_LOST = 10  # how many attempts in a row may lose their worker without progress
 SEEDS = "seeds"  # attribute of the Optuna study: the decision on the number of seeds, which never changes
 RETRY_BELOW = "retry_failed_below"  # attribute of the Optuna study: failed attempts with lower numbers are repeated
 STOPPED, CLONES = "stopped", "clones"  # attributes too: labels of arms that were asked to stop, clones as mappings
-HELD = "stopped on request; `cohort study resume` lets it go on"
+HELD = "stopped on request; `cohort study resume` continues it"
 P = ParamSpec("P")
 R = TypeVar("R")
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Claim:
     key: Key
     number: int  # of the Optuna trial
     lease: Lease
-    stuck: bool = False  # it has lost several workers without progress, so it may take others with it
+    stuck: bool = False  # it has lost several workers without progress, so it may crash others too
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Outcome:
 
 
 def _translated(method: Callable[Concatenate[Queue, P], R]) -> Callable[Concatenate[Queue, P], R]:
-    """The method, with errors of the storage's connection as StorageUnavailable."""
+    """The method, which raises StorageUnavailable for connection errors of the storage."""
 
     @functools.wraps(method)
     def run(queue: Queue, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -81,9 +81,9 @@ def _translated(method: Callable[Concatenate[Queue, P], R]) -> Callable[Concaten
 
 
 class Queue:
-    """The Optuna study behind a plan. The last attempt at an (arm, seed) says where it stands.
+    """The Optuna study behind a plan. The last attempt at an (arm, seed) decides its state.
 
-    Operations raise StorageUnavailable while the storage cannot be reached; they can be called again then.
+    Operations raise StorageUnavailable while the storage cannot be reached, and can be called again.
     """
 
     def __init__(self, plan: Plan, storage: Storage | None = None) -> None:
@@ -103,7 +103,7 @@ class Queue:
 
     @_translated
     def claim(self) -> Claim | None:
-        """The next waiting trial, ours alone from now on; None if none waits."""
+        """Claim and return the next waiting trial; None if none waits."""
         with self.storage.lock():
             attempts = self._read()
             self._end_lost(attempts)
@@ -116,7 +116,7 @@ class Queue:
 
     @_translated
     def claim_with(self, first: Claim, at_most: int) -> list[Claim]:
-        """Further waiting trials, `at_most` so many, that can share a model with a claimed one."""
+        """Claim and return up to `at_most` more waiting trials that can share a model with a claimed one."""
         common, claims = sharing_key(self.plan.spec(first.key)), []
         if first.stuck:
             return []
@@ -145,7 +145,7 @@ class Queue:
             self._advance(self._read())
 
     def report(self, key: Key, step: int, value: float) -> str | None:
-        """Note a validation of a running trial; why a search gives its arm up now, or None."""
+        """Record a validation of a running trial; returns why a search gives its arm up now, or None."""
         with self.storage.lock():
             return self._searches.report(*key, step, value)
 
@@ -156,7 +156,7 @@ class Queue:
 
     @_translated
     def gives_way(self, key: Key, step: int) -> bool:
-        """Whether a trial that waits has come less far than `key`, which has done `step` steps."""
+        """Whether a waiting trial has done fewer steps than `key`, which has done `step`."""
         attempts = self._read()
         return any(k != key and self._waits(k, attempts) and attempts.step(k) < step for k in self.plan.keys)
 
@@ -183,12 +183,12 @@ class Queue:
         return self._searches.prunes()
 
     def search_record(self) -> dict[str, Any]:
-        """What the study's searches have found so far: see `search_record.py`."""
+        """The findings of the study's searches so far: see `search_record.py`."""
         return self._searches.record(self._read())
 
     @_translated
     def seeds_record(self) -> dict[str, Any] | None:
-        """What the first seeds have decided: see `two_stage.py`; None before, and for a study that lists its seeds."""
+        """The decision of the first seeds: see `two_stage.py`; None before it, and for a study that lists its seeds."""
         self._read()
         return self._decided
 
@@ -213,7 +213,7 @@ class Queue:
     def status(self) -> StudyStatus:
         attempts = self._read()
         dead = self._dead(attempts)
-        if dead:  # or just ended: a worker gives its lease up after it has recorded the end
+        if dead:  # or just ended: a worker records the end before it gives up its lease
             attempts = self._read()
         reporting = [key for key in self.plan.keys if attempts.state(key) not in ("waiting", "complete")]
         shown = self.storage.progress([self.plan.directory(key) for key in reporting])
@@ -227,8 +227,8 @@ class Queue:
         return Searches(self.plan.study, self.storage.optuna)
 
     def _advance(self, attempts: Attempts) -> None:
-        """Let the searches go on: they record arms that have ended, and more of their seeds join the plan. If the first
-        seeds have ended for good, they decide how many there are, once."""
+        """Advance the searches: record ended arms, and add more of their seeds to the plan. If the first seeds have all
+        ended, decide the number of seeds, once."""
         self._searches.advance(attempts)
         self.plan.add(self._searches.arms())
         states = self._undecided(attempts)
@@ -238,7 +238,7 @@ class Queue:
             self._read()
 
     def _undecided(self, attempts: Attempts) -> dict[Key, str]:
-        """The state of each trial that the number of seeds waits for; empty if it is known."""
+        """The state of each trial that the decision on the number of seeds waits for; empty if it is decided."""
         study = self.plan.study
         if not isinstance(study.seeds, TwoStage) or self._decided is not None:
             return {}
@@ -256,7 +256,7 @@ class Queue:
         study = self.plan.study
         if isinstance(study.seeds, TwoStage):
             states = self._undecided(attempts)
-            # a failed trial is repeated by the next start, and one that was stopped may be resumed: then it is decided
+            # the next start repeats a failed trial, and a stopped one may be resumed: decide after that
             waits = not any(s == "failed" or (k[0] in self._held and s not in ENDED) for k, s in states.items())
             more = study.most_seeds - len(study.first_seeds)
             return more * len(study.design_arms()) if states and waits else 0
@@ -272,7 +272,7 @@ class Queue:
             return optuna.create_study(**place, sampler=RandomSampler(0), direction="maximize", load_if_exists=True)
 
     def _read(self) -> Attempts:
-        """The record of all attempts, brought up to date."""
+        """The up-to-date record of all attempts."""
         if "_study" in self.__dict__ or self.storage.exists():
             trials, attributes = self._study.get_trials(deepcopy=False), self._attributes()
             self._attempts.update(trials, attributes.get(RETRY_BELOW, 0))
@@ -284,7 +284,7 @@ class Queue:
         return self._attempts
 
     def _attributes(self) -> Mapping[str, Any]:
-        """The attributes of the Optuna study; of a journal only what is new is read."""
+        """The attributes of the Optuna study; from a journal it reads only new entries."""
         return self._study._storage.get_study_user_attrs(self._study._study_id)
 
     def _waits(self, key: Key, attempts: Attempts) -> bool:
@@ -292,10 +292,10 @@ class Queue:
         return key[0] not in self._held and attempts.state(key) not in ("running", *ENDED)
 
     def _next(self, attempts: Attempts) -> Key | None:
-        """The trial to run next: one in progress, or else the first of the plan that was never begun, or else one that
-        failed or loses its workers without progress. Of several, the one begun longest ago.
+        """The trial to run next: one in progress, or else the first one of the plan that was never begun, or else one
+        that failed or loses its workers without progress. Among several, the one begun longest ago.
 
-        Interleaved, those never begun come first, and of those in progress the one that has come least far.
+        If interleaved, trials never begun come first, then the one in progress with the fewest steps.
         """
         in_progress: dict[int, Key] = {}
         again: dict[int, Key] = {}
@@ -339,14 +339,14 @@ class Queue:
         return storage.get_trial_number_from_id(storage.create_new_trial(study, template_trial=trial))
 
     def _dead(self, attempts: Attempts) -> set[int]:
-        """Numbers of the running attempts at the plan's trials whose worker is gone."""
+        """Numbers of the plan's running attempts whose worker is gone."""
         running = attempts.running().items()
         directories = {self.plan.directory(key): number for key, number in running if key in self.plan}
         held = self.storage.held(directories)
         return {number for directory, number in directories.items() if directory not in held}
 
     def _end_lost(self, attempts: Attempts) -> None:
-        """Record that attempts have lost their worker. They are repeated, unless too many have made no progress."""
+        """Record that attempts have lost their worker. They are repeated, unless too many made no progress."""
         dead = self._dead(attempts)
         for key in [key for key, number in attempts.running().items() if number in dead]:
             directory, last = self.plan.directory(key), attempts.last(key)
@@ -355,14 +355,14 @@ class Queue:
             lost = attempts.num_stuck(key, step)
             outcome = Outcome("lost", summary={"step": step})
             if lost >= MAX_LOST:
-                reason = f"the worker died {lost} times at step {step}, the last time without saying why"
+                reason = f"the worker died {lost} times at step {step}, the last time without an error"
                 outcome = Outcome("failed", reason)
             self._tell(last, outcome)
         if dead:
             self._read()
 
     def _tell(self, trial: FrozenTrial, outcome: Outcome) -> None:
-        """Record an attempt's end. The attribute comes first: a COMPLETE trial takes none."""
+        """Record an attempt's end. The attribute is set first, because a COMPLETE trial accepts none."""
         result: dict[str, Any] = {"state": outcome.state, "reason": outcome.reason, "summary": dict(outcome.summary)}
         if outcome.state == "complete":
             names = list(self.plan.study.objectives())
@@ -389,14 +389,14 @@ class Queue:
         end = attempts.end(key) if state != "waiting" else {}
         reason, summary = end.get("reason"), end.get("summary", {})
         if state == "lost" or (state == "running" and last is not None and last.number in dead):
-            state, reason = "stopped", "its worker died; the study continues it when it is started again"
+            state, reason = "stopped", "its worker died; starting the study again continues this trial"
         held = key[0] in self._held and state not in ENDED
         if held and state != "running":
             state, reason = "stopped", HELD
         directory = self.plan.directory(key)
         if state == "running" and directory in silent:
             wait = f"{GRACE_SECONDS:.0f} s"
-            reason = f"no sign of life yet from its worker on another machine; after {wait} the study takes it over"
+            reason = f"no heartbeat yet from its worker on another machine; after {wait} another worker takes over"
         shown = progress.get(directory, {})
         return TrialStatus(
             *key,
@@ -422,7 +422,7 @@ def _clones(attributes: Mapping[str, Any]) -> list[Clone]:
 def open_storage(folder: Path, name: str, url: str | None = None) -> Storage:
     """The storage of the study `name`, whose folder on this host is `folder`; connects to nothing yet.
 
-    ValueError for a URL that is not a PostgreSQL one, or without its driver.
+    ValueError for a URL that is not PostgreSQL's, or if its driver is missing.
     """
     if not url:
         return LocalStorage(folder)
@@ -432,7 +432,7 @@ def open_storage(folder: Path, name: str, url: str | None = None) -> Storage:
 
 
 def open_queue(name: str, runs: Path, url: str | None, hint: str = "") -> Queue:
-    """The queue of a started study. SpecError for an unknown one, which ends with the hint."""
+    """The queue of a started study. SpecError, which ends with `hint`, for an unknown study."""
     folder = runs / "studies"
     storage = open_storage(folder / name, name, url)
     document = storage.read_document()

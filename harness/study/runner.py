@@ -1,4 +1,4 @@
-"""Runs a study: every (arm, seed) exactly once, by worker processes that may die at any moment.
+"""Runs a study: every (arm, seed) exactly once, in worker processes that may die at any moment.
 
 `queue.py` records who runs which trial and how it ended; `processes.py` starts the workers. A study is checked before
 it writes anything.
@@ -35,7 +35,7 @@ from cohort.harness.tracking.mlflow_studies import close_study, log_failures, lo
 from cohort.harness.tracking.run_log import replay
 from cohort.harness.types import Inputs, TrialState
 
-REQUEST_SECONDS = 10.0  # between two looks at the tags of the MLflow runs
+REQUEST_SECONDS = 10.0  # between two reads of the MLflow runs' tags
 
 
 def run_study(
@@ -50,7 +50,7 @@ def run_study(
     cluster: Cluster | Slurm | None = None,
     together: bool | None = None,
 ) -> StudyStatus:
-    """Run the trials that the study still lacks with `workers` processes; how far it has come.
+    """Run the study's missing trials with `workers` processes; returns the study's progress.
 
     Ctrl-C (or SIGTERM) lets each worker finish its step and write a checkpoint; a second one stops at once. Bad input
     raises ValueError before anything is written. `execute` names the function that runs a trial (`module:function`,
@@ -87,7 +87,7 @@ def run_study(
 def start_study(
     study: StudySpec, runs: Path, *, command: str, execute: str = EXECUTE, storage: str | None = None
 ) -> None:
-    """Write the study down as `run_study` does, after the same checks, for workers that others start (`work.py`)."""
+    """Set the study up like `run_study`, with the same checks, for workers that others start (`work.py`)."""
     queue = _reachable_queue(study, runs, storage)
     inputs, _ = _checked(queue, None, execute, here=False, together=False)
     _opened(queue, command, inputs)
@@ -96,11 +96,11 @@ def start_study(
 def _checked(
     queue: Queue, workers: int | None, execute: str, *, here: bool, together: bool | None
 ) -> tuple[Inputs, dict[str, Shared]]:
-    """What the study reads, and its trials that share a model; ValueError for a study that cannot run."""
+    """The study's inputs, and its trials that share a model; ValueError for a study that cannot run."""
     study, runs = queue.plan.study, queue.plan.runs
     known = check_unchanged(study, study.digest(), queue.storage)
     if known is None:
-        log.warning("study '%s' did not record what it reads when it was started; it does so from now on", study.name)
+        log.warning("study '%s' has no record of its inputs from its start; they are recorded from now on", study.name)
     with expecting(known or {}):
         check_study(study, runs, workers, execute, here=here)
         sets: dict[str, Shared] = {}
@@ -111,7 +111,7 @@ def _checked(
 
 
 def _opened(queue: Queue, command: str, inputs: Inputs) -> str:
-    """The id of the parent run of the study, which is now written down; what has failed so far may be claimed again."""
+    """Write the study to the storage and let failed trials be claimed again; returns the id of its parent run."""
     plan, digest = queue.plan, queue.plan.study.digest()
     with queue.storage.lock():
         check_same(check_unchanged(plan.study, digest, queue.storage) or {}, inputs)
@@ -124,7 +124,7 @@ def _opened(queue: Queue, command: str, inputs: Inputs) -> str:
 
 
 def _ending(status: StudyStatus) -> TrialState:
-    """How the study's parent run ends: one without any result that counts has failed."""
+    """The end state of the study's parent run: failed if no trial has a valid result."""
     if not status.finished:
         return "stopped"
     without = [trial for trial in status.trials if trial.state in ("failed", "invalid")]
@@ -132,7 +132,7 @@ def _ending(status: StudyStatus) -> TrialState:
 
 
 def study_status(name: str, runs: Path, storage: str | None = None) -> StudyStatus:
-    """How far the study in the runs folder, or in the storage, has come. ValueError for an unknown one."""
+    """The progress of the study in the runs folder or in the storage. ValueError for an unknown one."""
     return open_queue(name, runs.resolve(), storage).status()
 
 
@@ -145,7 +145,7 @@ def dry_run(
     storage: str | None = None,
     together: bool | None = None,
 ) -> dict[str, Any]:
-    """The budget of `run_study`, after all the checks that it makes; writes nothing.
+    """The budget of `run_study`, after the same checks; writes nothing.
 
     Adds to `estimates.budget`: `memory`, the estimate of each arm that can be estimated here; `disk`, the bytes that
     are still needed and free; `together`, the trials that share a model; `not_checked`, everything that only the
@@ -198,7 +198,7 @@ def _pool(
     cluster: Cluster | Slurm | None,
     together: Mapping[str, int],
 ) -> Iterator[Pool]:
-    """The workers to be, of this machine or of a cluster. No process has the storage's password in its arguments."""
+    """The pool of workers, on this machine or a cluster. No process has the storage's password in its arguments."""
     arguments = [name, "--runs", str(plan.runs), "--parent", "{parent}", "--execute", execute]
     arguments += ["--together", json.dumps(together)]
     environment = {STORAGE: storage or "", TRACKING_URI: remote_uri() or ""}
@@ -222,15 +222,15 @@ def _pool(
 
 @contextmanager
 def _requests_heard(name: str, runs: Path, storage: str | None, run_id: str) -> Iterator[None]:
-    """Meanwhile a thread does what users ask in MLflow, off the way of the workers."""
+    """Inside the context, a thread handles the users' requests in MLflow, independent of the workers."""
     ended = threading.Event()
 
     def listen() -> None:
         while not ended.wait(REQUEST_SECONDS):
             try:
                 take_up_requests(name, runs, storage, run_id)
-            except Exception as error:  # a store that does not answer is asked again
-                log.warning("requests in MLflow are not heard now: %s", error)
+            except Exception as error:  # tries again if the store does not answer
+                log.warning("requests in MLflow cannot be read now: %s", error)
 
     threading.Thread(target=listen, name="requests", daemon=True).start()
     try:
@@ -240,7 +240,7 @@ def _requests_heard(name: str, runs: Path, storage: str | None, run_id: str) -> 
 
 
 def take_up_requests(name: str, runs: Path, storage: str | None, run_id: str) -> None:
-    """Do what the tag `cohort.control` of a run in MLflow asks for its arm: stop, resume, or clone [--warm] PATH=VALUE.
+    """Carry out the tag `cohort.control` of a run in MLflow for its arm: stop, resume, or clone [--warm] PATH=VALUE.
 
     The study's run speaks for all arms, and cannot be cloned.
     """

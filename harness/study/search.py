@@ -1,16 +1,15 @@
-"""Searches of a study: which arm comes next, when an arm is given up, and which arm is the best in the end.
+"""Decides the searches of a study: which arm comes next, when an arm is given up, and which arm is the best.
 
 Each search is an Optuna study in the storage of the queue, beside the queue's own. One Optuna trial is one arm, and its
-value is the mean over all seeds of the arm: seeds are replicates and never searched. A worker that has nothing else to
-do asks for a new arm. The sampler is made afresh for every arm, with a seed from the search's name and the arm's
-number, so its proposal depends on the recorded arms alone: a search with one worker is reproducible, and a killed one
-goes on as if nothing had happened. A point that is no valid run, or the same run as an earlier arm, is refused and
-counts for nothing.
+value is the mean over all seeds of the arm: seeds are replicates and never searched. An idle worker asks for a new arm.
+Every arm gets a new sampler, with a seed from the search's name and the arm's number, so its proposal depends only on
+the recorded arms: a search with one worker is reproducible, and a killed search continues unchanged. A point that is
+not a valid run, or repeats an earlier arm's run, is refused and does not count.
 
-An arm ends COMPLETE when all its seeds are, FAIL when one is invalid, PRUNED when it is behind. It stays RUNNING while
-one of its seeds has crashed, because a restart of the study tries crashed trials again. Pruning follows the running
-mean over the seeds of an arm at equal steps: seeds run in order, and the value at step s of the third is the mean of
-three values at step s. The queue holds its lock for every function here that writes.
+An arm ends COMPLETE when all its seeds are complete, FAIL when one is invalid, PRUNED when it falls behind. It stays
+RUNNING if one of its seeds has crashed, because a restart of the study repeats crashed trials. Pruning follows the
+running mean over the seeds of an arm at equal steps: seeds run in order, and the value at step s of the third is the
+mean of three values at step s. The queue holds its lock for every function here that writes.
 """
 
 import hashlib
@@ -39,8 +38,8 @@ from cohort.harness.types import ENDED, short_path
 
 LIVE = ("waiting", "running", "stopped", "paused", "lost")
 ENDED_BADLY = tuple(state for state in ENDED if state != "complete")
-MAX_LISTED = 100_000  # points of a space that are listed to find an untried one
-REPEATED = "the same run as arm"  # how the reason begins for which a repeated point is refused
+MAX_LISTED = 100_000  # largest space whose points are listed to find an untried one
+REPEATED = "the same run as arm"  # how the reason for refusing a repeated point begins
 
 
 class Searches:
@@ -50,7 +49,7 @@ class Searches:
         self._searches = [ArmSearch(study, plan, storage) for plan in study.searches()]
 
     def create(self) -> None:
-        """Make the Optuna studies that are not there yet."""
+        """Create the missing Optuna studies."""
         for search in self._searches:
             search.create()
 
@@ -59,7 +58,7 @@ class Searches:
         return [found for search in self._searches for found in search.arms()]
 
     def advance(self, attempts: Attempts) -> None:
-        """Record the arms that have ended and hand out the next seeds of the others. Repeating it changes nothing."""
+        """Record ended arms and hand out the next seeds of the others. Idempotent."""
         for search in self._searches:
             search.advance(attempts)
 
@@ -76,7 +75,7 @@ class Searches:
         return sum(search.to_come(attempts) for search in self._searches)
 
     def report(self, label: str, seed: int, step: int, value: float) -> str | None:
-        """Note a validation of an arm; why the arm is given up now, or None."""
+        """Record a validation of an arm; returns why the arm is given up now, or None."""
         for search in self._searches:
             if (trial := search.running(label)) is not None:
                 return search.report(trial, seed, step, value)
@@ -146,7 +145,7 @@ class ArmSearch:
                 continue
             seeds = list(self.plan.seeds[:1] if self.plan.search.pruner != "none" else self.plan.seeds)
             self._set(trial, "seeds", seeds)
-            self._set(trial, "arm", label)  # last: without it the trial counts for nothing
+            self._set(trial, "arm", label)  # set last: without it the trial does not count
             self._arms[label] = arm
             return label, seeds[0]
         return None
@@ -175,7 +174,7 @@ class ArmSearch:
         mean = statistics.fmean(values)
         self.storage.set_trial_intermediate_value(trial._trial_id, at, mean)
         if at >= num_seeds * num_steps:
-            return None  # all of the arm is paid for
+            return None  # the whole arm has been computed
         pruner = _new_pruner(self.plan)
         if not pruner.prune(self._load(pruner=pruner), self.storage.get_trial(trial._trial_id)):
             return None
@@ -189,7 +188,7 @@ class ArmSearch:
         return search_record(self._load(), self.plan, attempts)
 
     def _advance(self, trial: FrozenTrial, attempts: Attempts) -> None:
-        """Record the end of an arm, or hand out its next seed, if all seeds that it has have ended."""
+        """If all its seeds have ended, record the end of an arm or hand out its next seed."""
         if "arm" not in trial.user_attrs:
             self._end(trial, TrialState.FAIL, "its worker died before it was handed out")
             return
@@ -211,7 +210,7 @@ class ArmSearch:
             self._set(trial, "seeds", list(self.plan.seeds[: len(keys) + 1]))
 
     def _settled(self, attempts: Attempts) -> bool:
-        """Whether no arm is due, runs or can go on before the study is started again."""
+        """Whether no arm is due, running, or able to continue before the study is started again."""
         for trial in self._unended():
             states = {attempts.state(key) for key in keys_of(trial)}
             if "failed" not in states or not states.isdisjoint(LIVE):
@@ -229,7 +228,7 @@ class ArmSearch:
         return not refused or next(self._untried(), None) is not None
 
     def _propose(self) -> FrozenTrial:
-        """A new trial at the sampler's point, or at a random untried one after the sampler has repeated itself."""
+        """A new trial at the sampler's point, or at a random untried point if the sampler repeats itself."""
         number = len(self.handed_out()) + len(self._refused())
         seed = int.from_bytes(hashlib.sha256(f"{self.name}/{number}".encode()).digest()[:4], "big")
         if not any(trial.user_attrs.get("refused", "").startswith(REPEATED) for trial in self._trials()[-1:]):
@@ -275,7 +274,7 @@ class ArmSearch:
         return [trial for trial in self._trials() if "refused" in trial.user_attrs]
 
     def _untried(self) -> Iterator[dict[str, Any]]:
-        """The points of the space that were not tried; one empty point for a space that is too large to list."""
+        """The untried points of the space; one empty point if the space is too large to list."""
         space, tried = self.plan.search.space, [trial.params for trial in self._trials()]
         if math.prod(dimension.size for dimension in space.values()) > MAX_LISTED:
             yield {}

@@ -1,4 +1,4 @@
-"""Which trials can train together in one process (`harness.training.together`), and how many of them fit."""
+"""Decides which trials train together in one process (`harness.training.together`), and how many fit."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ class Shared:
 
 
 def sharing_key(spec: RunSpec) -> str | None:
-    """A hash of what runs have in common that can share a model and an engine; None for one that shares with nobody."""
+    """A hash that is equal for runs which can share a model and an engine; None for a run that cannot share."""
     if spec.lora is None or spec.devices > 1 or spec.staleness or not spec.steps:
         return None
     return _key(spec.model_dump_json(include=set(COMMON)), spec.lora.rank, spec.lora.targets, spec.engine.name)
@@ -90,4 +90,4 @@ def check_together(plan: Plan) -> None:
         why = "they must have lora, devices=1, staleness=0 and an engine that serves adapters (transformers, vllm)"
         if len(able) > 1:
             why = f"all differ in one of {', '.join(COMMON)}, lora.rank and lora.targets"
-        raise SpecError(f"--together needs two trials that can share a model, got none: {why}; leave it out")
+        raise SpecError(f"--together needs two trials that can share a model, but {why}; leave it out")

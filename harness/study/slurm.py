@@ -2,9 +2,9 @@
 
 A job runs what `cohort study work` runs, so it takes trials until none is left, and a trial cannot tell who started it.
 submitit asks SLURM for SIGUSR2 some time before a job is ended. The worker then finishes its step, writes a checkpoint
-and returns its trial; after that submitit's handler asks for the job to be queued again, which takes its allocation
-away: nothing is left to be saved. SIGTERM, of `scancel` or of a preemption that sends no other signal, does the same,
-but what becomes of the job is left to SLURM. Jobs outlive the command that submitted them.
+and returns its trial; then submitit's handler requeues the job, which ends its allocation; everything is saved by then.
+SIGTERM, from `scancel` or a preemption that sends no other signal, does the same, but SLURM decides what happens to the
+job. Jobs outlive the command that submitted them.
 
 submitit pickles a job into the study's folder; whoever may write there could run code in it, so the folder of the jobs
 is the user's alone. submitit is imported when a study asks for it.
@@ -33,7 +33,7 @@ from cohort.harness.study.work import work
 from cohort.harness.study.worker import STORAGE
 
 COMMANDS = ("sbatch", "srun", "sacct", "scancel", "scontrol")
-SIGNAL_SECONDS = 120  # before SLURM ends a job; a step and a checkpoint have to fit
+SIGNAL_SECONDS = 120  # before SLURM ends a job: time for a step and a checkpoint
 LEAST_MINUTES = 5
 REFRESH_SECONDS = 15  # between two calls of sacct
 HELD_SECONDS = 600.0  # how long a job that was sent SIGTERM waits for SLURM to end it, or to queue it again
@@ -97,12 +97,12 @@ class SlurmPool(Pool):
         self._environment = {**environment, "PYTHONPATH": paths}
         self._jobs: list[Any] = []
         self._enough = False  # a job has ended because it found no trial to take
-        self._ending = False  # no trial is left
+        self._ending = False  # no trial remains
 
     def fill(self, wanted: int, waiting: int = 0) -> None:
         self._enough = self._enough and not waiting
         if not wanted and not self._ending:
-            self._tell("--state=PENDING")  # they are not needed any more, and may wait for days
+            self._tell("--state=PENDING")  # they are no longer needed, and might wait for days
         self._ending = not wanted
         missing = min(self.size, wanted) - len(self._jobs)
         if missing > 0 and not self._enough and not self.stopping:
@@ -111,7 +111,7 @@ class SlurmPool(Pool):
     def collect(self, claims: int | None) -> int:
         self._note_claims(claims)
         if self._jobs:
-            self._folder.chmod(0o700)  # a disk that is shared looks again what is in it
+            self._folder.chmod(0o700)  # makes a shared disk refresh its listing
         for job in list(self._jobs):
             state = job.state.partition(" ")[0]
             if not job.paths.result_pickle.exists() and state not in ENDED:
@@ -120,13 +120,13 @@ class SlurmPool(Pool):
             code, words = (0, "") if state == "CANCELLED" else _end(job, state)
             if state == "CANCELLED" and not (self.stopping or self._ending):
                 self.size -= 1
-                log.warning("job %s was cancelled; the study goes on with %d jobs", job.job_id, self.size)
+                log.warning("job %s was cancelled; the study continues with %d jobs", job.job_id, self.size)
                 if not self.size:
                     self._stop.set()
             self._enough = self._enough or not code
             for file in (job.paths.submitted_pickle, job.paths.result_pickle):
                 file.unlink(missing_ok=True)
-            self._note_end(f"job {job.job_id} (all it said is in {job.paths.stdout})", code, words)
+            self._note_end(f"job {job.job_id} (its full output is in {job.paths.stdout})", code, words)
         return len(self._jobs)
 
     def _ask_to_stop(self) -> None:
@@ -229,9 +229,7 @@ def time_limit(text: str) -> int:
     days, dash, rest = text.rpartition("-")
     parts = rest.split(":")
     if not all(re.fullmatch(r"[0-9]{1,6}", part) for part in ([days] if dash else []) + parts) or len(parts) > 3:
-        raise SpecError(
-            f"--slurm-time must be a time limit as sbatch takes it (90, 4:00:00, 1-12, 1-12:30:00), got '{text}'"
-        )
+        raise SpecError(f"--slurm-time must be a time limit of sbatch (90, 4:00:00, 1-12, 1-12:30:00), got '{text}'")
     numbers = [int(part) for part in parts]
     hours, minutes, seconds = [*numbers, 0, 0][:3] if dash or len(numbers) == 3 else [0, *numbers, 0][:3]
     total = 1440 * int(days or 0) + 60 * hours + minutes + seconds // 60
@@ -249,7 +247,9 @@ def sbatch_parameters(texts: list[str]) -> dict[str, str | bool]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not re.fullmatch(r"[a-z][a-z0-9-]*", name) or "\n" in value:
-            raise SpecError(f"--slurm-set must be an option of sbatch without its dashes, as account=lab, got '{text}'")
+            raise SpecError(
+                f"--slurm-set must be an option of sbatch without its dashes, such as account=lab, got '{text}'"
+            )
         if name in OURS:
             raise SpecError(f"--slurm-set must leave {', '.join(OURS)} to Cohort, got '{text}'; leave it out")
         found[name] = value if equals else True
@@ -257,7 +257,7 @@ def sbatch_parameters(texts: list[str]) -> dict[str, str | bool]:
 
 
 def _end(job: Any, state: str) -> tuple[int, str]:
-    """The exit status and the last words of a job that has ended."""
+    """The exit status and the last output of a job that has ended."""
     from submitit.core.utils import FailedJobError, UncompletedJobError
 
     if job.paths.result_pickle.exists():

@@ -1,4 +1,4 @@
-"""How far each trial of a study has come."""
+"""The progress of each trial of a study."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class TrialStatus:
 
     @property
     def is_open(self) -> bool:
-        """Whether something will still happen to it."""
+        """Whether the trial may still change."""
         return self.state == "running" or (self.state not in ENDED and not self.held)
 
 
@@ -51,8 +51,8 @@ class StudyStatus:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is left to run; failed trials are tried again when the study is started again, and those of a
-        stopped arm when it is resumed."""
+        """Whether nothing is left to run; a restart of the study repeats failed trials, and resuming a stopped arm its
+        trials."""
         return not self.to_come and not any(trial.is_open for trial in self.trials)
 
     @property

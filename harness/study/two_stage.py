@@ -1,4 +1,4 @@
-"""How many seeds a study takes if its first ones decide: the two-stage procedure of Stein.
+"""Decides the number of seeds of a study from its first seeds, by Stein's two-stage procedure.
 
 The first n0 seeds give the standard deviation s of what an interval is for: of the difference of each arm to the
 baseline on the same seeds, or of the only arm. It asks for n = max(n0, ceil((t s / h)^2)) seeds, where t is the 97.5 %

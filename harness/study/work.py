@@ -1,7 +1,7 @@
 """Keeps the workers of a pool at work, or a single worker that a scheduler's job or a cluster's pod runs.
 
 The single one starts the same worker process as the local launcher, restarts it when it dies, and ends when no trial is
-left that it could take. It leaves trials that others run to whoever started those.
+left that it could take. It ignores trials that other workers run.
 """
 
 import json
@@ -21,12 +21,12 @@ from cohort.harness.study.worker import EXECUTE, MAX_WAIT_SECONDS, MODULE, STORA
 from cohort.harness.tracking.mlflow_address import TRACKING_URI, remote_uri
 
 HINT = "; `cohort study run NAME --workers 0` starts one for workers like this one"
-PATIENCE_SECONDS = 90.0  # longer than the lease of a worker that died lasts: its trial is taken over first
+PATIENCE_SECONDS = 90.0  # longer than the lease of a dead worker, so that its trial can be taken over
 
 
 @dataclass(frozen=True)
 class Work:
-    """How far the study had come at the end of the worker, and which signals had asked it to stop."""
+    """The study's progress at the end of the worker, and the signals that asked it to stop."""
 
     status: StudyStatus
     signals: Sequence[int]
@@ -67,11 +67,11 @@ def watch(
     *,
     leaves: bool = False,
 ) -> StudyStatus:
-    """Keep workers at work and the caller informed until nothing is left to do; how far the study has come.
+    """Keep the workers running and the caller informed until nothing is left to do; returns the study's progress.
 
-    `on_seeds` is called once when the number of seeds is decided, or was before. A storage that does not answer stops
-    nothing: the workers go on, and are watched again when it answers. A pool that `leaves` starts no worker again for
-    trials that others run.
+    `on_seeds` is called once when the number of seeds is decided, or was before. If the storage does not answer, the
+    workers continue, and are watched again when it answers. A pool that `leaves` does not restart workers for trials
+    that others run.
     """
     decided, begun = None, False
     while True:
@@ -83,7 +83,7 @@ def watch(
         except StorageUnavailable as error:
             if not pool.collect(None) and pool.stopping:
                 raise
-            log.warning("%s; the workers go on", error)
+            log.warning("%s; the workers continue", error)
             pool.rest(MAX_WAIT_SECONDS)
             continue
         open_trials = [trial for trial in status.trials if trial.is_open]

@@ -60,8 +60,8 @@ def worker_main(
 
     `together` says of trials that share a model, by their key, how many train at a time.
 
-    A worker that has used a GPU ends after its trial; its pool starts another. One that has found all trials taken for
-    `patience` seconds ends too, if no more can come.
+    A worker that has used a GPU ends after its trial, and its pool starts another. A worker also ends if all trials
+    have been taken for `patience` seconds and no more can come.
 
     `parent` is the id of the study's own process: when that dies, the worker stops after its current step. The worker
     waits for a storage that it cannot reach, also with the result of a trial.
@@ -134,7 +134,7 @@ def _run_claim(claim: Claim, queue: Queue, run_trial: Callable[..., Any], stop: 
     try:
         outcome = _outcome(claim, queue, run_trial, stop)
     except Exception as error:  # most often a file of the trial's folder: the other trials can do without it
-        if (full := disk_full(error, queue.plan.runs)) is not None:  # no fault of the arm
+        if (full := disk_full(error, queue.plan.runs)) is not None:  # not the arm's fault
             with suppress(OSError):  # without this record the trial counts as lost, which is repeated too
                 queue.finish(claim, Outcome("stopped", str(full)))
             raise full from None
@@ -188,7 +188,7 @@ def _failure(error: Exception) -> Outcome:
 
 
 def _uses_a_gpu() -> bool:
-    torch = sys.modules.get("torch")  # never loaded for this
+    torch = sys.modules.get("torch")  # torch is never imported for this
     return torch is not None and torch.cuda.is_initialized()
 
 
@@ -252,13 +252,13 @@ class _Turn:
         return every is not None and step > self._log.resumed_at and step % every == 0
 
     def _asks(self, question: Callable[[], bool]) -> bool:
-        """The storage's answer; no while it gives none, for a run never waits for it."""
+        """The storage's answer; False while it gives none, because a run never waits for it."""
         if time.monotonic() - self._unreached < UNREACHED_SECONDS:
             return False
         try:
             return question()
         except StorageUnavailable as error:
-            log.warning("%s; the run goes on", error)
+            log.warning("%s; the run continues", error)
             self._unreached = time.monotonic()
             return False
 
@@ -308,12 +308,19 @@ def _watch_parent(parent: int, stop: StopRequest) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description="A worker of a started study.")
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description="Runs trials of a started study.")
     parser.add_argument("name")
     parser.add_argument("--runs", type=Path, required=True)
     parser.add_argument("--parent", type=int, help="process id of the study's own process")
-    parser.add_argument("--together", type=json.loads, default={}, help="JSON: trials at a time, by what they share")
-    parser.add_argument("--patience", type=float, default=math.inf, help="seconds to wait for trials that others have")
+    parser.add_argument(
+        "--together",
+        type=json.loads,
+        default={},
+        help="JSON: how many trials that share a model train at a time, by key",
+    )
+    parser.add_argument(
+        "--patience", type=float, default=math.inf, help="seconds to wait for trials that other workers hold"
+    )
     parser.add_argument("--execute", default=EXECUTE, help=argparse.SUPPRESS)
     options = vars(parser.parse_args())
     sys.exit(worker_main(**options, storage=os.environ.get(STORAGE)))

@@ -27,9 +27,9 @@ class StorageUnavailable(ConnectionError):
 
 
 class Lease(ABC):
-    """The right of this process to run a trial, renewed from a thread, whatever the connection does.
+    """The right of this process to run a trial, renewed by a thread even if the connection fails.
 
-    The process ends at once if another one has taken over: two writers in one folder would spoil the run.
+    The process ends at once if another one has taken over, because two writers in one folder would corrupt the run.
     """
 
     def __init__(self, words: str, beat_seconds: float) -> None:
@@ -60,7 +60,7 @@ class Lease(ABC):
                     ours = self._renew()
             except OSError as error:  # the storage, or the shared disk, does not answer
                 if reached:
-                    log.warning("%s; the run goes on", error)
+                    log.warning("%s; the run continues", error)
                 reached = False
                 continue
             if not ours:
@@ -71,7 +71,7 @@ class Lease(ABC):
 
 @lru_cache(maxsize=1)
 def machine() -> str:
-    """A name that only processes share which see each other's ids: those of one boot and one container.
+    """A name that two processes share only if they see each other's ids: the same boot and container.
 
     Host names do not tell machines apart. Where the system has no such name, each process has its own.
     """
@@ -110,7 +110,7 @@ class Storage(ABC):
         """StorageUnavailable if it cannot be used; writes nothing."""
 
     def errors(self) -> AbstractContextManager[None]:
-        """Turns the loss of a connection inside into StorageUnavailable: the same can be asked again."""
+        """Turns a lost connection inside it into StorageUnavailable; the operation can then be repeated."""
         return nullcontext()
 
     @abstractmethod
@@ -135,7 +135,7 @@ class Storage(ABC):
         """The trials' folders whose lease a living worker holds."""
 
     def silent(self, directories: Collection[Path]) -> set[Path]:
-        """Those among them that count as held though their worker was not seen alive, as it is on another machine."""
+        """The held ones whose worker was not seen alive, because it is on another machine."""
         return set()
 
     @abstractmethod
