@@ -129,7 +129,7 @@ def test_a_model_with_recurrent_states_trains_and_its_slow_sampling_is_said(tmp_
     assert step == 0
     assert difference < 1e-4
     assert all(value < 1e-6 for _, value in log.history("mismatch/kl"))
-    assert "reads the whole row for every token of a mamba" in caplog.text
+    assert "reads the whole row again for every token of a mamba" in caplog.text
 
 
 def test_lengths_end_where_angles_change_for_the_whole_text_or_positions_run_out():

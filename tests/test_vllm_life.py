@@ -119,7 +119,7 @@ def test_an_engine_that_cannot_wake_to_close_leaves_the_runs_own_end_to_be_told(
     monkeypatch.setattr(llm, "memory_is_full", True)
     engine.close()
     assert "shutdown" not in fake.calls
-    assert "vLLM did not stop in order" in caplog.text
+    assert "vLLM did not stop cleanly" in caplog.text
 
 
 @pytest.mark.parametrize(

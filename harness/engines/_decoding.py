@@ -1,6 +1,7 @@
-"""Decodes a batch token by token, and draws each token: apart from the engine, whose settings are read without torch.
+"""Decodes a batch token by token and draws each token; a file of its own, because the engine's settings are read
+without torch.
 
-Rows that have ended leave the batch. The noise of a token is a hash of its place, never of the batch.
+Ended rows leave the batch. A token's noise is a hash of its position, and does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class LibraryDecoder:
 
 
 class RereadingDecoder:
-    """Decodes one batch of any model by reading every row from its start for each token, which is slow."""
+    """Decodes one batch of any model by reading every row again for each token, which is slow."""
 
     def __init__(self, model: nn.Module, capacity: int):
         """`capacity` is the number of tokens, prompt and completion, that a row can have."""
@@ -211,7 +212,7 @@ def _draw(logits: Tensor, sampling: Sampling, noise: Tensor) -> tuple[Tensor, Te
 
 
 def _fill_holes(running: Tensor) -> Tensor:
-    """The lines that still run: those of the tail move into the places of ended ones, the others stay."""
+    """The lines that still run: lines from the tail fill the places of ended ones, the others stay."""
     lines = running.nonzero()[:, 0]
     count = len(lines)
     keep = torch.arange(count, device=lines.device)

@@ -1,4 +1,5 @@
-"""A key-value cache that writes in place: apart from its engine, whose settings are read without transformers."""
+"""A key-value cache that writes in place; a file of its own, because the engine's settings are read without
+transformers."""
 
 import torch
 from torch import Tensor, nn
@@ -6,7 +7,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 
 def preallocated_cache(model: nn.Module, capacity: int) -> DynamicCache:
-    """The model's own cache; layers that would concatenate every token make way for some of fixed capacity."""
+    """The model's own cache, in which layers of fixed capacity replace those that would concatenate every token."""
     cache = DynamicCache(config=model.config)  # pyright: ignore
     cache.layers = [_PreallocatedLayer(capacity) if type(x) is DynamicLayer else x for x in cache.layers]
     return cache

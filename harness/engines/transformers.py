@@ -37,7 +37,7 @@ class TransformersEngine(RolloutEngine):
     class Settings(RolloutEngine.Settings):
         name: Literal["transformers"] = "transformers"
         max_batch_rows: int = Field(
-            default=512, ge=1, description="completions decoded at once; memory only, no effect"
+            default=512, ge=1, description="completions decoded at once; affects only memory and speed"
         )
 
     def __init__(
@@ -57,7 +57,9 @@ class TransformersEngine(RolloutEngine):
         self.keeps_states = keeps_keys_and_values(policy)
         if not self.keeps_states:
             kind = policy.config.model_type  # pyright: ignore
-            log.warning("engine transformers reads the whole row for every token of a %s; engine=vllm is faster", kind)
+            log.warning(
+                "engine transformers reads the whole row again for every token of a %s; engine=vllm is faster", kind
+            )
 
     @classmethod
     def on_base(cls, settings: Settings, base: nn.Module, codec: TextCodec, policies: Sequence[nn.Module]) -> Self:

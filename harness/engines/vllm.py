@@ -60,12 +60,13 @@ class VLLMEngine(RolloutEngine):
     class Settings(RolloutEngine.Settings):
         name: Literal["vllm"] = "vllm"
         dtype: Literal["float32", "bfloat16"] | None = Field(
-            default=None, description="of vLLM's own weights; by default bfloat16 under autocast, or else the policy's"
+            default=None,
+            description="precision of vLLM's weights; by default bfloat16 with autocast, or else the policy's",
         )
         max_model_len: int | None = Field(
             default=None,
             ge=2,
-            description="prompt plus completion tokens, and one to spare; the model's own by default",
+            description="must exceed prompt plus completion tokens; by default the model's own limit",
         )
         gpu_memory_utilization: float = Field(
             default=0.4, gt=0, le=1, description="fraction of each GPU's memory that vLLM may fill; GPU only"
@@ -73,7 +74,7 @@ class VLLMEngine(RolloutEngine):
         tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs that share one copy of the model")
         cpu_cache_gib: float = Field(default=1.0, gt=0, description="key-value cache in GiB; CPU only")
         enforce_eager: bool = Field(
-            default=False, description="no CUDA graphs: slower, starts sooner; always so on CPU"
+            default=False, description="use no CUDA graphs: slower, but starts sooner; always on a CPU"
         )
         sleep: bool = Field(default=True, description="free vLLM's GPU memory while the learner works; GPU only")
 
@@ -175,7 +176,7 @@ class VLLMEngine(RolloutEngine):
         self._forget_prefixes()
 
     def load_adapter(self, policy: int) -> None:
-        """As `load_weights`, of one adapter; vLLM reads it from a folder."""
+        """Like `load_weights`, for one adapter; vLLM reads it from a folder."""
         self._check_open()
         model: Any = self.adapters[policy]
         with tempfile.TemporaryDirectory(prefix="cohort-vllm-") as folder, _process_state_kept():
@@ -219,7 +220,7 @@ class VLLMEngine(RolloutEngine):
                     self.llm.wake_up()
                 self.llm.llm_engine.engine_core.shutdown()
         except Exception:  # of a run that is out of memory, say, whose own end is what must be told
-            log.warning("vLLM did not stop in order; its memory is free when this process ends", exc_info=True)
+            log.warning("vLLM did not stop cleanly; its memory is freed when this process ends", exc_info=True)
         del self.llm
         gc.collect()
         UNMAPPED.set(0)
@@ -340,7 +341,7 @@ def _start_with_adapters(
 def _start(settings: VLLMEngine.Settings, folder: Path, dtype: str, **more: Any) -> Any:
     """vLLM with the shape, and unless `more` says otherwise the weights, that `folder` describes, in this process."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its warnings are about the settings below, all meant
-    os.environ["VLLM_NO_USAGE_STATS"] = "1"  # or vLLM reports this machine to its makers
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"  # otherwise vLLM sends usage statistics
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are handed over in memory
     on_gpu = _on_gpu()
     place: dict[str, Any] = {"kv_cache_memory_bytes": int(settings.cpu_cache_gib * GIB)}
