@@ -1,4 +1,4 @@
-"""The group-relative algorithms compare each answer with the other answers to the same prompt."""
+"""Settings and objectives of algorithms that compare each answer with the other answers to the same prompt."""
 
 from collections.abc import Mapping
 from typing import ClassVar, Literal
@@ -19,9 +19,12 @@ class GroupStandardised(SurrogateLoss):
         **SurrogateLoss.objective,
     }
 
-    std_floor: float = Field(default=1e-4, gt=0, description="added to the standard deviation")
+    std_floor: float = Field(
+        default=1e-4, gt=0, description="constant added to the standard deviation in the denominator"
+    )
     std_over: Literal["group", "batch"] = Field(
-        default="group", description="rewards whose standard deviation divides: the group's, or those of all groups"
+        default="group",
+        description="standard deviation to divide by: of the group's rewards, or of all groups' rewards",
     )
 
     def normalised(self, rewards_PG: Tensor, mask_PG: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Parts that a policy loss is put together from: the clip of the ratio, the KL in the loss, sums over tokens."""
+"""The parts of a policy loss: the clip of the ratio, the KL in the loss, sums over tokens."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -19,16 +19,18 @@ from cohort.harness.types import Batch, PolicyOutput, Tensor
 
 
 class Clip(Algorithm):
-    """Settings of a clip of the ratio; what the ratio is of, an algorithm says."""
+    """Settings of a clip of the ratio; the algorithm decides what the ratio is taken over."""
 
-    clip_epsilon: float = Field(0.2, gt=0, lt=1, description="binds only when a batch gets more than one update")
+    clip_epsilon: float = Field(
+        0.2, gt=0, lt=1, description="how far the ratio may fall below 1; binds from the 2nd update of a batch"
+    )
     clip_epsilon_high: float | None = Field(
         default=None, gt=0, description="how far the ratio may rise above 1; by default clip_epsilon"
     )
     ratio_bound: float | None = Field(
         default=None,
         gt=1,
-        description="highest ratio that counts where the advantage is negative (dual or two-sided clip); null: none",
+        description="bound of the ratio for negative advantages (dual or two-sided clip); null: no bound",
     )
 
     @model_validator(mode="after")
@@ -50,7 +52,7 @@ class Clip(Algorithm):
 
 
 class SurrogateLoss(Algorithm):
-    """A loss per token with a KL penalty in the loss (arXiv:2402.03300, eq. 3-4); a subclass gives the former."""
+    """A per-token loss, given by a subclass, plus a KL penalty (arXiv:2402.03300, eq. 3-4)."""
 
     objective: ClassVar[Mapping[str, str]] = {
         "aggregation": "mean over a row's tokens, then over rows",
@@ -62,12 +64,12 @@ class SurrogateLoss(Algorithm):
     kl_beta: float = Field(0.0, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none")
     kl_estimator: KLEstimator = Field(
         default="k3",
-        description="per-token estimate of that KL; gradients: k2 of KL(policy, reference), k3 of KL(reference, "
-        "policy), k1 none in expectation",
+        description="per-token KL estimator; its gradient is that of: k2, KL(policy, reference); k3, KL(reference, "
+        "policy); k1, none in expectation",
     )
     kl_importance_weighted: bool = Field(
         default=False,
-        description="multiply that estimate by the token's ratio, with its gradient (DeepSeek-V3.2, arXiv:2512.02556): "
+        description="multiply the estimate by the token's ratio, with its gradient (DeepSeek-V3.2, arXiv:2512.02556): "
         "k1 and k3 then have the gradient of KL(policy, reference), off policy too",
     )
 
@@ -114,7 +116,7 @@ class SummedLoss(SurrogateLoss):
     loss_denominator: float = Field(
         default=128.0,
         gt=0,
-        description="tokens by which the sum over a completion is divided; in Dr. GRPO's paper the token limit",
+        description="constant (tokens) that divides the sum over a completion; in Dr. GRPO's paper the token limit",
     )
 
     def token_weights(self, batch: Batch) -> Tensor:

@@ -1,4 +1,4 @@
-"""Credit goes to answers that beat their group; a token is left out once its probability itself has moved too far.
+"""Credit goes to answers that beat their group; a token is masked once its probability has moved too far.
 
 Divergence proximal policy optimization: Qi et al. 2026 (DPPO, arXiv:2602.04879), eq. 12: ratio * A on every token, but
 0 where the update would push further (A > 0 and ratio > 1, or A < 0 and ratio < 1) and the divergence from the sampling
@@ -37,10 +37,14 @@ class DPPO(SummedLoss):
 
     name: Literal["dppo"] = "dppo"
     divergence: Literal["tv", "kl"] = Field(
-        default="tv", description="of the token's own probability: |p - old|, or KL"
+        default="tv", description="divergence of the token's own probability: |p - old| (tv), or KL (kl)"
     )
-    divergence_bound: float = Field(default=0.15, gt=0, description="largest one (kl: nats; the paper has 0.05 there)")
-    weight_max: float | None = Field(default=None, ge=1, description="highest ratio that counts as weight; null: any")
+    divergence_bound: float = Field(
+        default=0.15, gt=0, description="largest divergence (for kl in nats, where the paper has 0.05)"
+    )
+    weight_max: float | None = Field(
+        default=None, ge=1, description="upper bound of the ratio as weight; null: no bound"
+    )
 
     def advantages(self, batch: Batch) -> Batch:
         return batch.replace(advantages_BT=group_advantages(batch, group_centred))

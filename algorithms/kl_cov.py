@@ -1,13 +1,13 @@
-"""Credit goes to answers that beat their group; the few tokens that would cost most entropy are held where they are.
+"""Credit goes to answers that beat their group; the few tokens that would cost most entropy pay for moving.
 
 KL-Cov: Cui et al. 2025 ("The entropy mechanism", arXiv:2505.22617): entropy falls with the covariance of log-prob and
-advantage. A token's share is (log-prob - mean) * (A - mean), over all tokens; the tokens with the largest ones pay a
-penalty on how far they have moved, the others have GRPO's surrogate without clip. Mean over all tokens, as verl; the
-share is 0.002 for the paper's 7B model (0.0002 for 32B, and by default in verl) and the penalty weighs 1. As in verl's
-code, which follows the authors', the penalty is |log-ratio|, not a KL: it and its gradient are 0 until the policy has
-moved, so with one update per batch nothing is held. Departures: tokens are chosen once, by the sampling policy's
-log-probs over the whole batch, where verl chooses in each micro-batch by the current ones, so that the loss would
-depend on its split; a token without positive covariance is never held.
+advantage. A token's covariance is (log-prob - mean) * (A - mean), over all tokens. The tokens with the largest
+covariance pay a penalty on how far they have moved; the others have GRPO's surrogate without clip. Mean over all
+tokens, as verl; the share is 0.002 for the paper's 7B model (0.0002 for 32B, and by default in verl) and the penalty
+weighs 1. As in verl's code, which follows the authors', the penalty is |log-ratio|, not a KL: it and its gradient are 0
+until the policy has moved, so with one update per batch nothing is held. Departures: tokens are chosen once, by the
+sampling policy's log-probs over the whole batch, where verl chooses in each micro-batch by the current ones, so that
+the loss would depend on its split; a token without positive covariance is never held.
 """
 
 from collections.abc import Mapping
@@ -31,9 +31,12 @@ class KLCov(GroupStandardised):
 
     name: Literal["kl_cov"] = "kl_cov"
     covariance_share: float = Field(
-        default=0.002, gt=0, le=1, description="largest share of tokens that pay, at least one"
+        default=0.002,
+        gt=0,
+        le=1,
+        description="share of the tokens that pay the penalty, those with the largest covariance; at least one token",
     )
-    penalty: float = Field(default=1.0, ge=0, description="weight of |log-ratio| of those tokens, per nat")
+    penalty: float = Field(default=1.0, ge=0, description="weight of |log-ratio| (nats) on these tokens")
 
     @property
     def needs_old_logprobs(self) -> bool:

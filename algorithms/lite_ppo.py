@@ -1,4 +1,4 @@
-"""Credit goes to answers that beat their group, on one scale for the whole batch and equally to every token of it.
+"""Credit goes to answers that beat their group, on one scale for the whole batch and equally to every token.
 
 Lite PPO: Liu et al. 2025 ("Tricks or Traps?", arXiv:2508.08221): of all tricks only two, on PPO's clipped loss without
 a critic: rewards less the mean of their group, divided by the standard deviation of the batch's rewards, and the mean
@@ -30,7 +30,8 @@ class LitePPO(GroupRelative):
     name: Literal["lite_ppo"] = "lite_ppo"
     kl_beta: float = Field(0.0, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none")
     std_over: Literal["group", "batch"] = Field(
-        default="batch", description="rewards whose standard deviation divides: the group's, or those of all groups"
+        default="batch",
+        description="standard deviation to divide by: of the group's rewards, or of all groups' rewards",
     )
 
     def loss_weights(self, completion_mask_BT: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Credit goes to the best answer of a group against the worst; the others, and groups without a difference, get none.
+"""Credit goes to the best answer of a group and against the worst; other answers, and groups of equal rewards, get
+none.
 
 Direct Preference Optimization: Rafailov et al. 2023 (arXiv:2305.18290), eq. 7, on pairs that the policy itself has just
 sampled: -log sigmoid(kl_beta * (d_best - d_worst)), d = a completion's log-prob minus the reference's. Ties: the first
@@ -39,7 +40,9 @@ class OnlineDPO(Algorithm):
 
     name: Literal["online_dpo"] = "online_dpo"
     kl_beta: float = Field(
-        default=0.1, gt=0, description="DPO's beta: weight of the KL to the frozen reference in what it solves for"
+        default=0.1,
+        gt=0,
+        description="DPO's beta: weight of the KL to the frozen reference in the objective that DPO solves",
     )
 
     @property

@@ -2,7 +2,7 @@
 
 Proximal Policy Optimization (Schulman et al. 2017, arXiv:1707.06347, eq. 7) with GAE (arXiv:1506.02438) as in RLHF
 (Ouyang et al. 2022, arXiv:2203.02155): an outcome is paid on the last token and a step at its end; the reward of each
-token includes a KL penalty to the frozen reference ; advantages are whitened over the batch's tokens; the value loss is
+token includes a KL penalty to the frozen reference; advantages are whitened over the batch's tokens; the value loss is
 clipped. The critic (zero head, own optimiser) is a separate network that starts as the policy or, with `critic:
 shared`, a head on the policy's hidden states, whose trunk follows eq. 9: policy loss + value_loss_weight * value loss.
 Losses are means over all tokens of a minibatch. A completion cut by the token limit is terminal, like any other.
@@ -35,14 +35,20 @@ class PPO(Clip):
 
     name: Literal["ppo"] = "ppo"
     kl_beta: float = Field(0.01, ge=0, description="weight of the KL to the frozen reference, in the reward; 0: none")
-    kl_estimator: KLEstimator = Field(default="k1", description="per-token estimate of that KL")
+    kl_estimator: KLEstimator = Field(default="k1", description="per-token KL estimator")
     gamma: float = Field(default=1.0, ge=0, le=1, description="discount per token")
-    gae_lambda: float = Field(default=1.0, ge=0, le=1, description="1: Monte-Carlo returns minus values")
-    whiten_advantages: bool = Field(default=True, description="mean 0 and variance 1 over the tokens of a batch")
+    gae_lambda: float = Field(default=1.0, ge=0, le=1, description="GAE's lambda; 1: Monte-Carlo returns minus values")
+    whiten_advantages: bool = Field(
+        default=True, description="normalise advantages to mean 0 and variance 1 over the tokens of a batch"
+    )
     value_clip: float = Field(0.2, gt=0, description="how far a value may move from the rollout's in the value loss")
     entropy_bonus: float = Field(0.0, ge=0, description="weight of the mean token entropy, added to the objective")
-    critic: Literal["separate", "shared"] = Field("separate", description="own network, or a head on the policy's")
-    value_loss_weight: float = Field(1.0, gt=0, description="of half the squared error; matters for a shared trunk")
+    critic: Literal["separate", "shared"] = Field(
+        "separate", description="separate network, or a head on the policy's hidden states"
+    )
+    value_loss_weight: float = Field(
+        1.0, gt=0, description="weight of the value loss (half the squared error); matters only for critic=shared"
+    )
 
     @property
     def needs_old_logprobs(self) -> bool:

@@ -34,10 +34,14 @@ class ReinforcePlusPlus(Clip):
 
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
     kl_beta: float = Field(default=0.01, ge=0, description="weight of the KL to the frozen reference; 0: none")
-    kl_estimator: KLEstimator = Field(default="k1", description="per-token estimate of that KL; in the loss take k2")
-    kl_placement: Literal["reward", "loss"] = Field(default="reward", description="where the KL is subtracted or added")
-    gamma: float = Field(default=1.0, ge=0, le=1, description="discount per token of the reward to go")
-    baseline: Literal["none", "group"] = Field(default="none", description="group: the mean reward of the group")
+    kl_estimator: KLEstimator = Field(default="k1", description="per-token KL estimator; use k2 with kl_placement=loss")
+    kl_placement: Literal["reward", "loss"] = Field(
+        default="reward", description="subtract the KL from each token's reward, or add it to the loss"
+    )
+    gamma: float = Field(default=1.0, ge=0, le=1, description="discount per token in the reward to go")
+    baseline: Literal["none", "group"] = Field(
+        default="none", description="group: first subtract the group's mean reward"
+    )
 
     @model_validator(mode="after")
     def _a_group_has_others(self) -> Self:

@@ -1,4 +1,4 @@
-"""Credit goes to answers that beat the one that the policy gives without noise; no critic, and no group is needed.
+"""Credit goes to answers that beat the policy's greedy answer; needs no critic and no group.
 
 ReMax: Li et al. 2023 (arXiv:2310.10505), algorithm 1: REINFORCE with the reward of the greedy answer to the same prompt
 as its baseline, which depends on no sampled answer and so leaves the gradient without bias. The greedy answer costs one

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class BadRow(ValueError):
-    """A row is no problem; the message names the field and the rule."""
+    """A row is not a problem; the message names the field and the rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,22 @@ class DatasetTask(QuestionTask):
 
     path: str = Field(min_length=1, description="Hub id, or a local file or folder")
     config: str | None = Field(None, description="Hub configuration, or subfolder; by default `default`, or else all")
-    test_path: str | None = Field(default=None, min_length=1, description="where the test split is, if elsewhere")
-    validation_fraction: float = Field(default=0.05, gt=0, lt=1, description="share of train that becomes validation")
-    on_bad_row: Literal["error", "skip"] = Field("error", description="skipped rows are counted and logged")
+    test_path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Hub id, or a local file or folder of the test split, if it is not in path",
+    )
+    validation_fraction: float = Field(
+        default=0.05, gt=0, lt=1, description="share of the training problems that becomes the validation split"
+    )
+    on_bad_row: Literal["error", "skip"] = Field(
+        "error", description="raise an error for a bad row, or skip it (skipped rows are counted and logged)"
+    )
     answer_format: AnswerFormat = Field("hash", description="how the prompt and the worked solutions ask for answers")
-    shots: int = Field(default=0, ge=0, le=32, description="worked examples before the question")
+    shots: int = Field(default=0, ge=0, le=32, description="number of worked examples before the question")
     template: str = Field(
-        "", description="the prompt; {question} stands for the problem; by default the answer format's own"
+        "",
+        description="prompt, in which {question} stands for the problem; by default that of the answer format",
     )
 
     @abstractmethod

@@ -1,1 +1,1 @@
-"""Rewards, one file each; `_`-prefixed files are shared helpers."""
+"""The rewards, one file each; `_`-prefixed files are shared helpers."""

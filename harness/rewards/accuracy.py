@@ -1,7 +1,7 @@
 """1 for a completion whose final answer equals the gold answer under the task's own equality, else 0.
 
-With `partial` a completion earns what the task's verifier gives its answer, from 0 to 1. What counts as correct
-everywhere else stays a score of exactly 1.
+With `partial`, a completion earns the score of the task's verifier, from 0 to 1. Everywhere else, correct still means a
+score of exactly 1.
 """
 
 from typing import ClassVar

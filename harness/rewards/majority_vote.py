@@ -25,26 +25,26 @@ Classes = Sequence[int | None]
 
 
 class MajorityVote(Reward):
-    """One value for an answer of a class with the most votes, another for every other completion (TTRL)."""
+    """One value for the answers with the most votes, another for every other completion (TTRL)."""
 
-    majority_reward: float = Field(default=1.0, description="for an answer of a class with the most votes")
-    minority_reward: float = Field(default=-0.1, description="for any other completion")
+    majority_reward: float = Field(default=1.0, description="value for an answer with the most votes")
+    minority_reward: float = Field(default=-0.1, description="value for any other completion")
     soft: bool = Field(
         default=False,
         exclude_if=lambda value: not value,  # runs from before the setting keep their digest
-        description="for an answer by its share of the voters instead: from minority_reward to majority_reward",
+        description="pay an answer by its share of the votes, from minority_reward to majority_reward",
     )
     min_share: float = Field(
         default=0.0,
         ge=0,
         le=1,
         exclude_if=lambda value: not value,
-        description="share of the voters that the majority must have; below it all get minority_reward",
+        description="least share of the votes for a majority; below it all get minority_reward",
     )
     held_out: bool = Field(
         default=False,
         exclude_if=lambda value: not value,
-        description="each half of the group is judged by the votes of the other half",
+        description="judge each half of the group by the votes of the other half",
     )
 
     def score(self, group: GradedGroup) -> list[float]:

@@ -1,4 +1,4 @@
-"""Credit for every written calculation that is right: a verifiable stand-in for a process reward model.
+"""Credit for every correct calculation in the text: a verifiable substitute for a process reward model.
 
 DeepSeekMath, Shao et al. 2024 (arXiv:2402.03300, section 4.1.3) scores the steps of a completion and turns the scores
 into per-token advantages. Here a step is a calculation such as `48/2=24` or `<<48/2=24>>`, and its score says whether
@@ -18,8 +18,8 @@ from cohort.harness.types import GradedGroup
 class Process(StepReward):
     """One value for a calculation that holds and another for one that does not, each at its end."""
 
-    right: float = Field(default=1.0, description="for a calculation that holds")
-    wrong: float = Field(default=0.0, description="for one that does not")
+    right: float = Field(default=1.0, description="value for a correct calculation")
+    wrong: float = Field(default=0.0, description="value for a wrong calculation")
 
     def steps(self, group: GradedGroup) -> list[list[tuple[int, float]]]:
         return [

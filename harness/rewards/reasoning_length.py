@@ -14,7 +14,9 @@ class ReasoningLength(Reward):
     """min(characters of reasoning / saturation, 1) if the answer format holds, else 0."""
 
     weight: float = Field(default=0.01, description="factor in the sum of all rewards; 0: measured, never rewarded")
-    saturation_chars: int = Field(default=1000, ge=1, description="characters beyond which more reasoning pays no more")
+    saturation_chars: int = Field(
+        default=1000, ge=1, description="characters of reasoning at which the reward reaches 1"
+    )
 
     def score(self, group: GradedGroup) -> list[float]:
         return [

@@ -1,4 +1,4 @@
-"""A penalty for saying the same again: minus the share of a completion's n-grams that occurred before in it.
+"""A penalty for repetition: minus the share of a completion's n-grams that occurred in it before.
 
 This is the measure of Yeo et al. 2025 (arXiv:2502.03373, section 5.1) on words and symbols, over the whole completion
 and not token by token. A completion shorter than one n-gram repeats nothing.
@@ -17,7 +17,7 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 class Repetition(Reward):
     """0 without a repeated n-gram, down to almost -1 if all are the same."""
 
-    ngram: int = Field(default=8, ge=1, description="words and symbols in an n-gram")
+    ngram: int = Field(default=8, ge=1, description="n: words and symbols per n-gram")
 
     def score(self, group: GradedGroup) -> list[float]:
         return [-repeated_fraction(text, self.ngram) for text in group.completions]

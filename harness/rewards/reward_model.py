@@ -12,10 +12,10 @@ from cohort.harness.types import GradedGroup, Sources
 
 
 class RewardModel(Reward):
-    """The score of a `AutoModelForSequenceClassification` with one label."""
+    """The score of an `AutoModelForSequenceClassification` with one label."""
 
     path: str = Field(min_length=1, description="Hub id, or a local folder")
-    batch_rows: int = Field(default=32, ge=1, description="completions scored at once; memory only, no effect")
+    batch_rows: int = Field(default=32, ge=1, description="completions scored at once; affects only memory")
 
     def score(self, group: GradedGroup) -> list[float]:
         from cohort.harness.policy.bradley_terry import load_scorer

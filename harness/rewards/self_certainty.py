@@ -1,4 +1,4 @@
-"""How far a completion's tokens are from chance, in the policy's own eyes; the gold answer is never seen.
+"""How far the policy's next-token distributions are from uniform over a completion; the gold answer is never seen.
 
 Intuitor, Zhao et al. 2025 (arXiv:2505.19590, eq. 3): the mean over the tokens of a completion of KL(uniform || policy),
 over the whole vocabulary, under the policy that is trained. Departures: the distribution is that of the sampling
