@@ -1,4 +1,4 @@
-"""Whether an error says that a disk is full, or that MLflow's store on it is damaged, and the sentence for it."""
+"""Recognises errors of a full disk or a damaged MLflow store, and writes the message for them."""
 
 import errno
 import shutil
@@ -58,5 +58,5 @@ def full(folder: Path) -> DiskFull:
     free = shutil.disk_usage(folder).free
     return DiskFull(
         f"a disk is full, or a quota used up ('{folder}' has {free:,} bytes free); free some space, then the same "
-        "command continues from the last checkpoints: nothing that was finished is lost"
+        "command continues from the last checkpoints; no finished result is lost"
     )

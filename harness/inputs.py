@@ -1,4 +1,4 @@
-"""What a run reads, as part of its identity: the hash of every file, and the commit of a Hub repository.
+"""Records a run's inputs as part of its identity: the hash of every file, and the commit of a Hub repository.
 
 A task, a model and a reward name their sources. A process may be told what it has to find there: it then asks the Hub
 for that commit, and whatever reads a source compares afterwards, so that what was read is what the record says.
@@ -20,7 +20,7 @@ _expected: ContextVar[Inputs] = ContextVar("expected", default=NO_INPUTS)  # run
 
 
 class InputsChanged(ValueError):
-    """A source is not what the run was started with; the message names the file, both hashes and a fix."""
+    """A source has changed since the run was started; the message names the file, both hashes and a fix."""
 
 
 def digested(sources: Sources, notes: Path | None = None) -> Inputs:
@@ -68,7 +68,7 @@ def check_same(then: Inputs, now: Inputs) -> None:
                 kind = "revision" if name == REVISION else "SHA-256"
                 what = source if name == REVISION else f"'{name}' of {source}"
                 raise InputsChanged(
-                    f"what a started run reads cannot change, for its results would mix: the {kind} of {what} was "
+                    f"the inputs of a started run cannot change, or its results would mix: the {kind} of {what} was "
                     f"{old[:16]} and is {new[:16]}; restore it, or start anew with another name (--name NAME)"
                 )
 

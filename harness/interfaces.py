@@ -1,4 +1,4 @@
-"""The contracts of what a user can replace: algorithm, reward, task and rollout engine.
+"""The contracts of the parts that a user can replace: algorithm, reward, task and rollout engine.
 
 A plugin is one file with one public class. Algorithms, rewards and tasks are frozen values whose fields are the
 settings of their section in a spec; an engine has state, so its settings are a class of their own (`Settings`).
@@ -57,7 +57,7 @@ class Algorithm(Section, ABC):
 
     name: str
     group_size: int = Field(default=8, ge=1, description="completions sampled per prompt")
-    kl_beta: float = Field(default=0.0, ge=0, description="weight of the KL to the frozen reference; 0: none")
+    kl_beta: float = Field(default=0.0, ge=0, description="weight of the KL to the frozen reference; 0: no KL")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """ValueError for a method that is newer than `objective`, which may no longer say what the class computes.
@@ -116,7 +116,7 @@ class Algorithm(Section, ABC):
 
 
 class Reward(Section, ABC):
-    """The worth of the completions of a group, as a pure function of the graded group.
+    """Values of a group's completions, as a pure function of the graded group.
 
     A subclass lives in the file of its name and declares its settings as fields. A reward without `sees_gold` gets a
     group with `correct` None. One with a `distribution` finds the mean of that quantity over the tokens of each
@@ -126,7 +126,7 @@ class Reward(Section, ABC):
     sees_gold: ClassVar[bool] = False
     distribution: ClassVar[Distribution | None] = None
 
-    weight: float = Field(default=1.0, description="factor in the sum of all rewards; 0: measured, never rewarded")
+    weight: float = Field(default=1.0, description="factor in the sum of all rewards; 0: only measured")
 
     @abstractmethod
     def score(self, group: GradedGroup) -> list[float]:
@@ -235,7 +235,7 @@ class Task(Section, ABC):
         return None
 
     def is_answered(self, answer: str, question: str, gold: str | None) -> bool:
-        """Whether an extracted answer that equals `gold` answers the question (a prompt) and does not restate it.
+        """Whether an extracted answer that equals `gold` answers the question (a prompt) instead of restating it.
 
         An answer that restates it is not correct. Without gold, for a vote: whether the answer may vote. Bounded like
         `extract`.
@@ -243,11 +243,11 @@ class Task(Section, ABC):
         return True
 
     def score(self, answer: str, gold: str) -> float:
-        """The worth of an extracted answer, from 0 to 1, which is what `equivalent` says of 1. Bounded like that."""
+        """The score of an extracted answer, from 0 to 1; 1 exactly if `equivalent`. Bounded like `equivalent`."""
         return float(self.equivalent(answer, gold))
 
     def allow_overruns(self, count: float | None) -> float:
-        """Let so many of this thread's next comparisons run into their time limit; those after them have no verdict.
+        """Let this many of the thread's next comparisons exceed their time limit; later ones get no verdict.
 
         A slow comparison within the limit may count as a part. None lifts the bound. Returns how many of the overruns
         allowed last are left; 0 if comparisons have no limit.
@@ -356,16 +356,16 @@ class RunLogger(Protocol):
     """Receives the reports of a training run; `harness.tracking.run_log.RunLog` is the real one."""
 
     def inputs(self, inputs: Inputs) -> None:
-        """Record the files and commits that the run reads; comes before `resume`."""
+        """Record the files and commits that the run reads; call before `resume`."""
 
     def prompt(self, text: str) -> None:
-        """Record the first prompt of the run exactly as the policy reads it; comes before `resume`."""
+        """Record the first prompt of the run exactly as the policy reads it; call before `resume`."""
 
     def resume(self, step: int) -> None:
         """Forget everything logged for training steps after `step`: the run continues from there."""
 
     def sync(self) -> int:
-        """Put everything logged on disk; how much that is, for `holds`. Comes before the checkpoint of a step."""
+        """Write everything logged to disk; returns its amount, for `holds`. Call it before a step's checkpoint."""
         ...
 
     def holds(self, step: int, num_events: int) -> bool:
@@ -373,7 +373,7 @@ class RunLogger(Protocol):
         ...
 
     def progress(self, phase: str, done: int, total: int) -> None:
-        """Tell a watching user the progress of a phase ("cold start", "train", "validation", "test")."""
+        """Report the progress of a phase ("cold start", "train", "validation", "test")."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Record metrics (`area/quantity`, finite or NaN) of a training step."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 SLICE_SECONDS = 0.1
-LEAVE = (signal.SIGUSR1, signal.SIGUSR2)  # a scheduler says that it wants the machine back
+LEAVE = (signal.SIGUSR1, signal.SIGUSR2)  # signals by which a scheduler asks for the machine back
 STEP = "Stopping: each run finishes its step and writes a checkpoint; Ctrl-C again stops at once."
 _open: list[str] = []  # what a signal does to those that stop in an orderly way, the innermost last
 
@@ -34,7 +34,7 @@ class StopRequest:
         return self._made
 
     def wait(self, seconds: float) -> bool:
-        """Whether it is made, after at most so many seconds."""
+        """Whether it is made, after waiting at most `seconds`."""
         end = time.monotonic() + seconds
         while not self._made and (left := end - time.monotonic()) > 0:
             time.sleep(min(SLICE_SECONDS, left))

@@ -23,7 +23,7 @@ else:
 Split = Literal["train", "validation", "test"]
 FinishReason = Literal["stop", "length"]
 TrialState = Literal["running", "complete", "invalid", "failed", "stopped", "paused", "pruned"]
-FINAL = ("complete", "invalid", "pruned")  # a result that stands: the run is never repeated
+FINAL = ("complete", "invalid", "pruned")  # final results: such a run is never repeated
 ENDED = (*FINAL, "failed")  # nothing more happens unless the study is started again
 Sources = Mapping[str, Mapping[str, Path | str]]  # what is read: source -> name -> file here, or text for one
 Inputs = Mapping[str, Mapping[str, str]]  # the same with the SHA-256 of each file
@@ -40,7 +40,7 @@ class Section(BaseModel):
 
 
 class Sampling(Section):
-    """How completions are drawn during training.
+    """How completions are sampled during training.
 
     A cut (`top_p`, `top_k`) biases training: log-probs are those of the uncut distribution, from which the tokens were
     not drawn, so neither the ratio nor the gradient allows for the cut.
@@ -48,38 +48,45 @@ class Sampling(Section):
 
     temperature: float = Field(default=1.0, ge=0, description="0 is greedy")
     top_p: float = Field(
-        default=1.0, gt=0, le=1, description="1 keeps all tokens; below it training is biased, as log-probs are uncut"
+        default=1.0,
+        gt=0,
+        le=1,
+        description="nucleus sampling; 1: all tokens; less biases training, because log-probs ignore the cut",
     )
     top_k: int = Field(
-        default=0, ge=0, description="0 keeps all tokens; above it training is biased, as log-probs are uncut"
+        default=0,
+        ge=0,
+        description="sample from the k likeliest tokens; 0: all; else biases training, as log-probs ignore the cut",
     )
-    max_tokens: int | None = Field(default=None, ge=1, description="completion limit; by default the task's own")
+    max_tokens: int | None = Field(
+        default=None, ge=1, description="limit of a completion in tokens; by default the task's"
+    )
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        default=(), description="texts that end a completion, evaluations included; kept in it"
+        default=(), description="texts that end a completion, also in evaluations; the completion keeps them"
     )
 
 
 class PromptFormat(Section):
-    """How a policy reads the text of a prompt, worked examples included: one user message of a chat, or as it is."""
+    """How a policy reads a prompt with its worked examples: as one user message of a chat, or as plain text."""
 
     format: Literal["auto", "chat", "plain"] = Field(
         default="auto", description="chat: through the model's chat template; auto: chat if it has one, else plain"
     )
-    system: str | None = Field(default=None, description="system message; by default what the template says itself")
+    system: str | None = Field(default=None, description="system message; by default the template's own")
     template_arguments: dict[str, bool | int | float | str] = Field(
-        default_factory=dict, description="what the chat template is told, such as enable_thinking: false"
+        default_factory=dict, description="arguments of the chat template, such as enable_thinking: false"
     )
 
     @property
     def needs_template(self) -> bool:
-        """Whether something is asked for that only a chat template can do."""
+        """Whether a setting needs a chat template."""
         return self.format == "chat" or self.system is not None or bool(self.template_arguments)
 
     @model_validator(mode="after")
     def _plain_is_alone(self) -> Self:
         if self.format == "plain" and self.needs_template:
             raise ValueError(
-                "prompt.system and prompt.template_arguments belong to a chat template, got prompt.format=plain; leave "
+                "prompt.system and prompt.template_arguments need a chat template, got prompt.format=plain; leave "
                 "them out or use prompt.format=chat"
             )
         return self

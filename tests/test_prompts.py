@@ -55,7 +55,7 @@ def test_settings_from_a_file_or_a_command_keep_their_types():
 
 @pytest.mark.parametrize("wish", [{"system": "Be brief."}, {"template_arguments": {"enable_thinking": False}}])
 def test_what_only_a_template_can_do_is_refused_in_plain_prompts(wish):
-    with pytest.raises(SpecError, match=r"prompt\.template_arguments belong to a chat template, got "):
+    with pytest.raises(SpecError, match=r"prompt\.template_arguments need a chat template, got "):
         make_spec(prompt={"format": "plain", **wish})
 
 
