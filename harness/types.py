@@ -46,7 +46,7 @@ class Sampling(Section):
     not drawn, so neither the ratio nor the gradient allows for the cut.
     """
 
-    temperature: float = Field(default=1.0, ge=0, description="0 is greedy")
+    temperature: float = Field(default=1.0, ge=0, description="sampling temperature; 0: greedy")
     top_p: float = Field(
         default=1.0,
         gt=0,

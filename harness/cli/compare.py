@@ -34,7 +34,7 @@ def compare(
     seeds: options.Seeds = None,
     steps: Annotated[int | None, typer.Option(min=0, metavar="N", help="Training steps of each trial.")] = None,
     tune: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="First tune each algorithm's learning rate, with N trials.")
+        int | None, typer.Option(min=1, metavar="N", help="First tune each algorithm's learning rate over N settings.")
     ] = None,
     controls: Annotated[
         str | None,

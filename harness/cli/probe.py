@@ -30,7 +30,7 @@ def contamination(
         str,
         typer.Option(
             metavar="SPLIT|PATH",
-            help="Problems to compare with, as likely to be known from training as the probed ones.",
+            help="Problems of the same kind to compare with, best ones that no model has seen.",
         ),
     ] = "validation",
     path: options.DataPath = None,

@@ -32,7 +32,7 @@ class ColdStart(Section):
 
     steps: int = Field(default=0, ge=0, description="optimiser steps; 0: no cold start")
     batch_size: int = Field(default=32, ge=1, description="worked solutions per optimiser step")
-    learning_rate: float = Field(default=3e-3, gt=0, description="of AdamW, constant")
+    learning_rate: float = Field(default=3e-3, gt=0, description="learning rate of AdamW, constant")
     seed: int = Field(
         default=0, ge=0, le=MAX_INTEGER, description="seed of the data order and, for `tiny`, of the initial weights"
     )
@@ -41,7 +41,7 @@ class ColdStart(Section):
 class Optimizer(Section):
     """AdamW for the policy (and separately for the critic), and the number of updates per batch."""
 
-    learning_rate: float = Field(default=1e-4, gt=0, description="of the policy")
+    learning_rate: float = Field(default=1e-4, gt=0, description="learning rate of the policy")
     critic_learning_rate: float = Field(
         default=3e-4, gt=0, description="learning rate of the critic, if the algorithm has one"
     )
@@ -76,7 +76,7 @@ class KLControl(Section):
 
     schedule: Literal["constant", "cosine", "adaptive"] = Field(
         default="constant",
-        description="of algorithm.kl_beta; cosine: falls to final_scale; adaptive: follows a target KL",
+        description="course of algorithm.kl_beta; cosine: falls to final_scale; adaptive: follows a target KL",
     )
     hold: float = Field(default=0.1, ge=0, lt=1, description="cosine: fraction of the steps before kl_beta falls")
     end: float = Field(
@@ -107,7 +107,7 @@ class Mismatch(Section):
         description="importance weights: truncated at the bound, or masked (0) outside [1 / bound, bound]",
     )
     level: Literal["token", "sequence"] = Field(default="token", description="one weight per token, or per completion")
-    bound: float = Field(default=2.0, gt=1, description="of the weights")
+    bound: float = Field(default=2.0, gt=1, description="bound of the importance weights")
 
 
 class LoRA(Section):
@@ -158,7 +158,7 @@ class Checkpoints(Section):
     keep: int = Field(default=2, ge=1, description="number of newest checkpoints to keep during the run")
     finished: Literal["nothing", "weights"] | None = Field(
         default=None,
-        description="what to keep when the run has ended; by default nothing in a study, the weights otherwise",
+        description="nothing or weights: kept when the run has ended; by default nothing in a study, else the weights",
     )
     rollouts_every: int = Field(
         default=20,
@@ -231,8 +231,8 @@ class RunSpec(Section):
     """All settings of one training run: runs with equal specs give equal results on one machine."""
 
     model: str = Field(default="tiny", min_length=1, description="'tiny', a Hub id or a local folder")
-    task: SerializeAsAny[Task] = Field(description="its name, or a mapping of name and settings")
-    algorithm: SerializeAsAny[Algorithm] = Field(description="its name, or a mapping of name and settings")
+    task: SerializeAsAny[Task] = Field(description="task: its name, or a mapping of name and settings")
+    algorithm: SerializeAsAny[Algorithm] = Field(description="algorithm: its name, or a mapping of name and settings")
     rewards: dict[str, SerializeAsAny[Reward]] = Field(
         default_factory=dict,
         description="name -> weight, or a mapping of settings; added to the algorithm's own reward",

@@ -128,7 +128,7 @@ class Search(Section):
 
     space: Space = Field(min_length=1)
     trials: int = Field(ge=1, description="number of arms; each runs with every seed; may be raised later")
-    sampler: SamplerName = Field(default="tpe", description="of Optuna")
+    sampler: SamplerName = Field(default="tpe", description="Optuna sampler")
     pruner: PrunerName = Field(
         default="none",
         description="Optuna pruner that stops arms which fall behind; the seeds of an arm then run in order",
@@ -167,7 +167,7 @@ class Tuning(Section):
     seeds: list[Annotated[int, Field(ge=0, le=MAX_INTEGER)]] = Field(
         min_length=1, description="seeds of the tuning arms; must differ from the study's seeds"
     )
-    sampler: SamplerName = Field(default="tpe", description="of Optuna")
+    sampler: SamplerName = Field(default="tpe", description="Optuna sampler")
     pruner: PrunerName = Field(default="none", description="as in search")
     startup: int = Field(default=5, ge=1, description="as in search")
     population: int = Field(default=8, ge=2, description="as in search")
@@ -187,7 +187,7 @@ class Comparison(Section):
     algorithms: list[str | dict[str, Any]] = Field(
         min_length=1, description="names, or mappings of a name and settings"
     )
-    tasks: list[str | dict[str, Any]] = Field(min_length=1, description="likewise")
+    tasks: list[str | dict[str, Any]] = Field(min_length=1, description="names, or mappings of a name and settings")
     tuning: Tuning | None = None
     controls: list[Control] = Field(
         default_factory=list,
