@@ -224,7 +224,7 @@ def test_a_saved_model_folder_that_is_torn_is_refused_by_name(tmp_path, data):
     assert run_inputs([spec], tmp_path)
     weights = tmp_path / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"model' is torn or altered: it is not what its manifest\.json says"):
+    with pytest.raises(ValueError, match=r"model' is torn or altered: it does not match its manifest\.json"):
         run_inputs([spec], tmp_path)
 
 

@@ -1,8 +1,8 @@
 """Counts the parameters of a run and the bytes that one pass keeps for its backward pass, on models without storage.
 
-The pass runs on PyTorch's fake tensors, which have shape, type and device and no numbers; autograd's hooks see every
-tensor that it saves. Distinct storages count, parameters apart. The fake tensors are those of a CPU, whatever the
-run's device: those of a GPU would start a CUDA context in a process that only estimates.
+The pass runs on PyTorch's fake tensors, which have shape, type and device but no numbers; autograd's hooks see every
+saved tensor. Distinct storages count, except parameters. The fake tensors are always on the CPU, because fake GPU
+tensors would start a CUDA context in a process that only estimates.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Saved:
 
 @lru_cache(maxsize=64)
 def saved_bytes(shape: Shape) -> Saved:
-    """What a checkpoint holds. Raises whatever a model raises that cannot be built."""
+    """The sizes of a checkpoint's parts. Raises the model's own error if it cannot be built."""
     policy, critic = _models(shape)
     model = [p for name, p in policy.named_parameters() if ".lora_" not in name]
     trained = _bytes(p for p in policy.parameters() if p.requires_grad)
@@ -127,8 +127,8 @@ def saved_bytes(shape: Shape) -> Saved:
 
 @lru_cache(maxsize=64)  # arms of a study often share their shape
 def count(shape: Shape) -> Counts:
-    """The counts of a shape. Raises whatever a model raises that cannot be built or run without numbers."""
-    if shape.prompts:  # arms often differ in nothing else
+    """The counts of a shape. Raises the model's own error if it cannot be built or run without numbers."""
+    if shape.prompts:  # arms often differ only in this
         alone, (policy, _) = count(replace(shape, prompts=0)), _models(shape)
         return replace(alone, shared=_shared_pass(shape, policy) if can_share_prompts(policy) else 0)
     policy, critic = _models(shape)
@@ -274,7 +274,7 @@ def _watched(models: nn.Module) -> Iterator[Kept]:
 
 
 def _passing_cache(policy: Any, kept: Kept) -> Any:
-    """A cache that hands on keys and values. Without any cache the library reads the numbers of positions."""
+    """A cache that passes keys and values through. Without a cache the library reads the positions' values."""
     from transformers.cache_utils import DynamicCache
 
     class PassingCache(DynamicCache):

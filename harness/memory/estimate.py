@@ -2,10 +2,10 @@
 
 Parameters, the bytes that a pass keeps for its backward pass and a sampler's cache are counted (`memory.count`). The
 worst moment of a pass adds 3 x 4 bytes per logit of a chunk, a layer that is computed again, or a gradient of the head;
-without autograd's other temporaries that is within 2 % of the peak of a pass. Gradients count as if they were always
-there, as they are from the second micro-batch on. Not counted: the cold start, libraries, CUDA context, intermediates
-of the prefill, and bytes that the allocator holds and nobody uses. With glibc the last is up to 60 % of the peak (it
-keeps blocks below 32 MiB), so `measure` has those of 1 MiB and more given back, as CUDA's allocator would.
+without autograd's other temporaries that is within 2 % of the peak of a pass. Gradients always count, because they
+exist from the second micro-batch on. Not counted: the cold start, libraries, CUDA context, intermediates of the
+prefill, and unused bytes that the allocator holds. With glibc the last are up to 60 % of the peak (it keeps blocks
+below 32 MiB), so `measure` makes it give back blocks of 1 MiB and more, like CUDA's allocator.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def estimate(
 ) -> dict[str, int]:
     """Bytes by component that a run on a model of this shape needs; 0 for a component that it lacks. Reads no weights.
 
-    Of several devices they are the bytes on each: weights, gradients and moments are spread, and `gathered` holds the
-    layers that a pass has whole. Of runs that train `together` they are the bytes of all: the frozen weights are there
-    once, and one of them learns at a time. Every completion is taken to reach its limit, every prompt to have
-    `prompt_tokens`. `activations` and `kv_cache` with `sampling` are never there at once: see `peak_bytes`. Raises what
-    `count` raises, ValueError for a mixture of experts, and SpecError for an engine whose share of a GPU cannot hold
-    the model.
+    With several devices they are the bytes per device: weights, gradients and moments are sharded, and `gathered` holds
+    the layers that a pass has whole. For runs that train `together` they are the bytes of all runs: the frozen weights
+    exist once, and one run learns at a time. Every completion counts with its full limit, every prompt with
+    `prompt_tokens`. `activations` never coincide with `kv_cache` and `sampling`: see `peak_bytes`. Raises the errors of
+    `count`, ValueError for a mixture of experts, and SpecError for an engine whose share of a GPU cannot hold the
+    model.
     """
     if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         raise ValueError(f"the {config.model_type} is a mixture of experts")  # its passes depend on the tokens
@@ -91,7 +91,7 @@ def _gathered(spec: RunSpec, counts: Counts, own_trunk: bool) -> int:
 
 
 def peak_bytes(components: Mapping[str, int]) -> int:
-    """The most that the components need at one time: a step first samples, then learns."""
+    """The peak of the components: a step first samples, then learns."""
     in_turn = ("activations", "kv_cache", "sampling")
     steady = sum(v for k, v in components.items() if k not in in_turn)
     sampling = components["kv_cache"] + components["sampling"]
@@ -99,7 +99,7 @@ def peak_bytes(components: Mapping[str, int]) -> int:
 
 
 def estimate_run(spec: RunSpec, together: int = 1) -> tuple[dict[str, int] | None, str | None]:
-    """(estimate, None), or (None, why there is none): no way to count the model, or its shape is out of reach.
+    """(estimate, None), or (None, reason) if the model cannot be counted or its shape cannot be read.
 
     SpecError for an engine that cannot hold the model.
     """
@@ -107,7 +107,7 @@ def estimate_run(spec: RunSpec, together: int = 1) -> tuple[dict[str, int] | Non
         return estimate(spec, model_config(spec.model), longest_prompt(spec), together=together), None
     except SpecError:
         raise
-    except Exception as error:  # a model that cannot be counted fails in ways of its own, and may train well
+    except Exception as error:  # counting fails in many ways for an unusual model, which may still train well
         return None, (str(error) or type(error).__name__).splitlines()[0]
 
 
@@ -122,7 +122,7 @@ def model_config(name: str) -> PretrainedConfig:
 
 
 def longest_prompt(spec: RunSpec) -> int:
-    """Tokens of the longest training prompt, looked for among the 16 with most characters."""
+    """Tokens of the longest of the 16 training prompts with most characters."""
     texts = sorted((p.text for p in spec.task.prompts("train")), key=len)[-16:]
     codec = load_codec(spec.model, spec.prompt)
     return max(len(codec.encode(text)) for text in texts)

@@ -45,7 +45,7 @@ def peak_memory() -> int:
 
 
 def reset_peak_memory() -> None:
-    """Start the peak anew, so that runs of one worker do not inherit each other's."""
+    """Reset the peak, so that a run does not inherit that of an earlier run of its worker."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -58,7 +58,7 @@ def reset_peak_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Give the system what was freed and is in use by nobody; glibc keeps it otherwise, fragmented. Else nothing."""
+    """Return freed memory to the system, which glibc would keep, fragmented. Without glibc it does nothing."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

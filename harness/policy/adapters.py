@@ -1,9 +1,9 @@
-"""Several adapters on one frozen model: policies that share its weights, and a model whose rows each have one of them.
+"""Puts several adapters on one frozen model: policies that share its weights, and a model in which each row uses one
+adapter.
 
-A policy is a copy of the model's modules around the very same weights, so that what trains one adapter knows nothing of
-the others. Sampling goes through a copy of its own, in which every line of a batch gets the low-rank term of its
-policy: the product with the frozen weights is computed once for all lines (Punica, arXiv:2310.18547, without its
-kernels).
+A policy is a copy of the model's modules around the same weights, so that training one adapter does not involve the
+others. Sampling uses a separate copy, in which every line of a batch gets the low-rank term of its policy, and the
+product with the frozen weights is computed once for all lines (Punica, arXiv:2310.18547, without its kernels).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def around_frozen(model: M) -> M:
 
 
 def policies_on(base: nn.Module, adapters: Sequence[tuple[LoRA, int]]) -> list[nn.Module]:
-    """A policy for each (settings, seed) of an adapter, all on the weights of `base`, which are frozen from now on."""
+    """A policy for each (settings, seed) of an adapter, all on the weights of `base`, which it freezes."""
     base.requires_grad_(False)
     policies = []
     for settings, seed in adapters:
@@ -56,14 +56,14 @@ class AdapterRows:
             setattr(self.model.get_submodule(parent), child, layer)
 
     def use(self, policy_of_line: Tensor) -> None:
-        """The next passes have so many lines, each of the policy with this number."""
+        """Set the policy, by its number, of every line of the next passes."""
         numbers = policy_of_line.unique().tolist()
         self._lines.clear()
         self._lines += [(n, (policy_of_line == n).nonzero()[:, 0] if len(numbers) > 1 else None) for n in numbers]
 
 
 class _AdaptedRows(nn.Module):
-    """A frozen linear layer, with the low-rank terms of several adapters on the lines that are theirs."""
+    """A frozen linear layer that adds to each line the low-rank term of its adapter."""
 
     def __init__(self, base_layer: nn.Module, layers: Sequence[Any], lines: list[tuple[int, Tensor | None]]):
         super().__init__()
@@ -82,7 +82,7 @@ class _AdaptedRows(nn.Module):
 
 
 class AdapterDecoder:
-    """A decoder of the transformers engine over an `AdapterRows.model`: it says which line has which adapter."""
+    """A decoder of the transformers engine over an `AdapterRows.model`, which it tells the adapter of each line."""
 
     def __init__(self, decoder: Any, rows: AdapterRows, policy_of_prompt: Tensor):
         self._decoder, self._rows, self._policies = decoder, rows, policy_of_prompt

@@ -1,10 +1,9 @@
-"""A reward model from ranked rollouts: Bradley-Terry, the second step of RLHF.
+"""Fits a Bradley-Terry reward model on ranked rollouts, the second step of RLHF.
 
-Ouyang et al. 2022 (arXiv:2203.02155, eq. 1): for two completions of one prompt, of which the first is ranked higher,
-the loss is -log sigmoid(score(first) - score(second)), averaged over all such pairs of the prompt, then over prompts.
-Rollouts come from the `rollouts/` folder that a run keeps. Completions of equal rank make no pair; prompts are split
-into training and held-out ones by a stable hash, so no prompt is in both. Dropout, where the model has it, is on during
-the fit and follows its seed.
+Ouyang et al. 2022 (arXiv:2203.02155, eq. 1): for two completions of one prompt, the first ranked higher, the loss is
+-log sigmoid(score(first) - score(second)), averaged over all such pairs of the prompt, then over prompts. Rollouts come
+from the `rollouts/` folder that a run keeps. Completions of equal rank make no pair; a stable hash of the prompt splits
+training from held-out prompts. Dropout, if the model has any, is on during the fit and follows its seed.
 """
 
 import hashlib
@@ -39,7 +38,7 @@ HELD_OUT = 0.1  # share of prompts that the fit never sees
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """Distinct completions of one prompt with the values by which they are ranked, not all equal."""
+    """Distinct completions of one prompt with the values that rank them, not all equal."""
 
     prompt: str
     completions: tuple[str, ...]
@@ -48,7 +47,7 @@ class Ranked:
 
 @dataclass(frozen=True)
 class RewardModelFit:
-    """What a fit measured: counts, and how often the higher-ranked completion of a pair scores higher (fractions)."""
+    """The results of a fit: counts, and how often the higher-ranked completion of a pair scores higher (fractions)."""
 
     num_prompts: int
     num_pairs: int
@@ -92,7 +91,7 @@ def load_scorer(path: str) -> Scorer:
 
 @lru_cache(maxsize=2)
 def _load_scorer(path: str, version: str) -> Scorer:
-    """The same, kept by what has to be found there."""
+    """The same, cached by the inputs that it must find."""
     model, tokenizer = load_classifier(path)
     return Scorer(model.to(resolve_device("auto")).eval().requires_grad_(False), tokenizer)
 
@@ -194,7 +193,7 @@ def read_ranked(sources: Sequence[Path], by: str) -> tuple[list[Ranked], int]:
 
 
 def rollout_files(sources: Sequence[Path]) -> list[Path]:
-    """The rollout files that paths name: a file itself, of a folder those in it or in its `rollouts/`."""
+    """The rollout files of paths: a file itself, or the files in a folder or in its `rollouts/`."""
     files: list[Path] = []
     for source in sources:
         found = [source] if source.is_file() else sorted({*source.glob("*.jsonl"), *source.glob("rollouts/*.jsonl")})
@@ -231,7 +230,7 @@ def _fit(
     seed: int,
     on_progress: Callable[[int, int], None],
 ) -> float:
-    """Train in place; the mean loss of the last pass."""
+    """Train in place; returns the mean loss of the last pass."""
     optimizer = torch.optim.AdamW(scorer.model.parameters(), lr=learning_rate, weight_decay=0.0)
     total = epochs * -(-len(train) // prompts_per_batch)
     done, losses = 0, []

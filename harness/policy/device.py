@@ -1,10 +1,10 @@
-"""The device of a run, bfloat16 autocast on it, and what of its memory is there in fact."""
+"""Decides the device of a run, bfloat16 autocast on it, and how much of its memory is really in use."""
 
 import torch
 
 
 def resolve_device(device: str) -> torch.device:
-    """The device of a run; ValueError if CUDA is asked for and absent."""
+    """The device of a run; ValueError if the spec asks for CUDA and there is none."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
@@ -20,11 +20,10 @@ def mixed_precision(device: torch.device, enabled: bool) -> torch.autocast:
 
 
 class Unmapped:
-    """Bytes that torch's CUDA allocator counts as allocated although no memory stands behind them, and the peak of the
-    others.
+    """Bytes that torch's CUDA allocator counts although they are unmapped, and the peak of the bytes that are mapped.
 
-    vLLM allocates through a memory pool of torch's allocator. When it sleeps it unmaps the memory of its tensors, and
-    torch, which does not see that, goes on counting them.
+    vLLM allocates through a memory pool of torch's allocator. When it sleeps it unmaps the memory of its tensors, but
+    torch does not see that and still counts them.
     """
 
     def __init__(self) -> None:
@@ -40,7 +39,7 @@ class Unmapped:
         torch.cuda.reset_peak_memory_stats()
 
     def set(self, count: int) -> None:
-        """So many bytes are unmapped from now on."""
+        """Set the number of unmapped bytes."""
         if not torch.cuda.is_available():
             return
         self._peak = self.peak()

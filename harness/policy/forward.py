@@ -1,4 +1,4 @@
-"""Log-probs, values and hidden states of a batch: the one place where logits are shifted onto tokens.
+"""Computes log-probs, values and hidden states of a batch; the only place where logits are shifted onto tokens.
 
 Column t of every `_BT` tensor describes token t of its row; the logits that produced it stand in column t - 1.
 """
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from cohort.harness.policy.fused_llama import Fused
 
 
-CHUNK = 4096  # completion tokens that go through the language-model head at once, at most
+CHUNK = 4096  # most completion tokens that go through the language-model head at once
 LOGITS_BYTES = 2**28  # of their logits in float32, at most; log-probs and entropies take three times as much again
-KEPT_BYTES = 2**30  # of a pass's logits for its backward pass; what would be more is computed again there
-_COUNT_COLUMNS = ("mpt", "gpt_neo")  # distances in columns of the cache, which has gaps behind shorter prompts
+KEPT_BYTES = 2**30  # most bytes of logits that a pass keeps for its backward pass; more is computed again there
+_COUNT_COLUMNS = ("mpt", "gpt_neo")  # models that count distances in cache columns, where shorter prompts leave gaps
 
 
 def microbatch_tokens(settings: Optimizer, device: torch.device) -> int:
@@ -46,7 +46,7 @@ def hidden_states(model: nn.Module, tokens_BT: Tensor) -> Tensor:
 
 
 def backbone(model: nn.Module) -> Any:
-    """The part of a causal language model that turns token ids into hidden states; a backbone's is itself."""
+    """The part of a causal language model that turns token ids into hidden states; a backbone is its own."""
     found: Any = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model  # pyright: ignore
     parts = (part for part in model.children() if hasattr(part, "get_decoder"))
     return found if found is not model else next(parts, model)
@@ -55,7 +55,7 @@ def backbone(model: nn.Module) -> Any:
 def output_logits(model: nn.Module, hidden_NH: Tensor) -> Tensor:
     """[N, V] logits of last hidden states by the model's own forward pass: with its scale, its soft cap, its bias.
 
-    The pass meets the states where it would have its backbone compute them.
+    The states replace the output of the model's backbone in that pass.
     """
     body, calls = backbone(model), 0
 
@@ -76,7 +76,7 @@ def output_logits(model: nn.Module, hidden_NH: Tensor) -> Tensor:
 
 
 class _States(tuple[Tensor]):
-    """What a backbone returns: hidden states, and None for all else that a forward pass may look for."""
+    """The output of a backbone: hidden states, and None for any other field that a forward pass may read."""
 
     @property
     def last_hidden_state(self) -> Tensor:
@@ -87,9 +87,9 @@ class _States(tuple[Tensor]):
 
 
 def keeps_keys_and_values(model: nn.Module) -> bool:
-    """Whether a cache of keys and values, some perhaps of a window only, is all that a model knows of earlier tokens.
+    """Whether the model keeps nothing of earlier tokens but keys and values (some perhaps only of a window).
 
-    False for recurrent states (Mamba, linear attention), for caches of a kind of their own, and for none.
+    False for recurrent states (Mamba, linear attention), for custom caches, and for models without a cache.
     """
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -180,7 +180,7 @@ def chunk_tokens(vocabulary: int) -> int:
 
 
 def is_recomputed(tokens: int, vocabulary: int) -> bool:
-    """Whether the logits of a pass over so many completion tokens are computed again for its backward pass."""
+    """Whether the backward pass of a pass over that many completion tokens computes the logits again."""
     return 4 * tokens * vocabulary > KEPT_BYTES
 
 
@@ -244,7 +244,7 @@ class Lean:
 
 
 def can_share_prompts(model: nn.Module) -> bool:
-    """Whether rows of one prompt may read its keys and values from one place: no windows, no distances in columns."""
+    """Whether rows of one prompt may share its keys and values: no windows, no distances in cache columns."""
     from transformers.cache_utils import DynamicCache, DynamicLayer  # seconds to import, and objectives do without
 
     if model.config.model_type in _COUNT_COLUMNS or not keeps_keys_and_values(model):  # pyright: ignore
@@ -253,7 +253,7 @@ def can_share_prompts(model: nn.Module) -> bool:
 
 
 def prompt_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor) -> PromptStates | None:
-    """The shared states of the rows' prompts, or None if no prompt is shared or the model keeps other states."""
+    """The shared states of the rows' prompts, or None if no rows share a prompt or the model keeps other states."""
     from transformers.cache_utils import DynamicCache
 
     if model.training and getattr(backbone(model), "gradient_checkpointing", False):
@@ -282,7 +282,7 @@ def prompt_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor) -> Promp
 
 
 def _send(computed: list[tuple[Tensor, Tensor]]) -> None:
-    """Send the gradients that leaves have gathered to the tensors that they stand for."""
+    """Pass the gradients of the leaves on to the tensors that they stand for."""
     reached = [(x, leaf.grad) for x, leaf in computed if leaf.grad is not None]
     if reached:
         torch.autograd.backward([x for x, _ in reached], [gradient for _, gradient in reached])

@@ -1,9 +1,9 @@
-"""The arithmetic of plain Llama-shaped models over fused weights, for models whose cost is the library's overhead.
+"""Computes plain Llama-shaped models with fused weights, for small models whose cost is the library's overhead.
 
 Llama, Qwen2 and Qwen3 without anything unusual (`recognised`): RMSNorm, rotary positions, grouped-query attention,
-SwiGLU. Three rewritings, all exact but for rounding: query, key and value (gate and up) are one product; the weight
-of a norm and the scale of attention are multiplied into the product that follows; the rows of queries and keys are
-reordered so that the two numbers which a rotation mixes stand side by side, and one complex product rotates.
+SwiGLU. Three rewritings, all exact up to rounding: query, key and value (and gate and up) are one product; a norm's
+weight and the attention scale are multiplied into the next product; the rows of queries and keys are reordered so that
+the two numbers mixed by a rotation are adjacent, and one complex product rotates them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Fused:
-    """A model's weights as this module computes with them; they follow the model's parameters only when made anew."""
+    """A model's fused weights; make them again after the model's parameters change."""
 
     shape: Shape
     embedding: Tensor
@@ -72,7 +72,7 @@ class Fused:
 
 
 def recognised(model: nn.Module) -> bool:
-    """Whether a model, or a backbone alone, is of a class and configuration that this module is known to equal.
+    """Whether this module is known to equal a model (or backbone) of that class and configuration.
 
     Both halves of a pair answer alike: a backbone is as large as with the head that its policy has.
     """

@@ -1,4 +1,4 @@
-"""Imports of transformers, without the parts that nothing here needs."""
+"""Imports transformers without the parts that nothing here needs."""
 
 import sys
 from importlib import import_module
@@ -8,8 +8,8 @@ from typing import Any
 def import_generation() -> None:
     """Import transformers' generation and losses without scikit-learn and SciPy.
 
-    Only assisted decoding uses the one, and only losses of object detection the other. Importing them costs 0.9 s and
-    103 MB, and 0.3 s; they are installed for the importances of searches, for MLflow and for reports.
+    Only assisted decoding uses scikit-learn, and only losses of object detection use SciPy. Importing them costs 0.9 s
+    and 103 MB, and 0.3 s; they are installed for the importances of searches, for MLflow and for reports.
     """
     if "transformers.generation.candidate_generator" in sys.modules:
         return
@@ -26,7 +26,7 @@ def import_generation() -> None:
 
 
 def no_progress_bars() -> None:
-    """Keep transformers from drawing one for every checkpoint; they would break into our own."""
+    """Turn off transformers' progress bar for every checkpoint, which would break up our own bars."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

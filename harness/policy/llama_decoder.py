@@ -1,4 +1,4 @@
-"""Decodes with the models that `fused_llama` recognises: a straight line over fused weights and one cache.
+"""Decodes with the models that `fused_llama` recognises, over fused weights and one cache.
 
 The cache holds the keys and values of all layers in one tensor, so that rows enter and leave it in one operation.
 Attention of a single token is two batched products, which on a CPU take a third of the library's fused kernel.
@@ -15,7 +15,7 @@ from cohort.harness.policy.fused_llama import Fused, Layer, Shape, fuse, normali
 
 
 class LeanDecoder:
-    """Decodes one batch under `torch.inference_mode`; weights are those that the model has when this is made."""
+    """Decodes one batch under `torch.inference_mode`, with the model's weights at the time of construction."""
 
     def __init__(self, model: nn.Module, capacity: int):
         """`capacity` is the number of tokens, prompt and completion, that a row can have."""

@@ -1,8 +1,8 @@
-"""Low-rank adapters on a policy's linear layers, which alone are trained (LoRA, Hu et al. 2021, arXiv:2106.09685).
+"""Adds low-rank adapters to a policy's linear layers and trains only them (LoRA, Hu et al. 2021, arXiv:2106.09685).
 
-The adapter starts as the identity and lives inside the model, whose class and methods stay as they are (peft). With it
-off the model is the reference; with it merged the weights have the model's own names, as an engine wants them. It is
-saved as peft saves it, without the model.
+The adapter starts as the identity and lives inside the model, whose class and methods stay as they are (peft). With the
+adapter off, the model is the reference; with it merged, the weights have the model's own names, which engines expect.
+It is saved in peft's format, without the model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 ADAPTER = "default"
-WEIGHTS, PREFIX = "adapter_model.safetensors", "base_model.model."  # peft's file, and how its names begin
+WEIGHTS, PREFIX = "adapter_model.safetensors", "base_model.model."  # peft's file, and the prefix of its names
 
 
 def add_adapter(policy: nn.Module, settings: LoRA, seed: int) -> None:
@@ -55,8 +55,8 @@ def add_adapter(policy: nn.Module, settings: LoRA, seed: int) -> None:
 def hold_frozen_products(policy: nn.Module, dtype: torch.dtype) -> None:
     """Keep the frozen weights of matrix products in the precision in which autocast computes them, in place.
 
-    The products are the same bit for bit, and nothing is cast in every pass. What other operations read stays: norms,
-    embeddings, and a head that is tied to them.
+    The products are bit for bit the same, without a cast in every pass. Weights of other operations stay: norms,
+    embeddings, and a head tied to them.
     """
     read = {id(m.weight) for m in policy.modules() if isinstance(m, nn.Embedding)}
     for module in policy.modules():
@@ -77,7 +77,7 @@ def has_adapter(model: nn.Module) -> bool:
 
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
-    """The model as it was before it got an adapter."""
+    """Inside the context the model computes as without its adapter."""
     layers = [layer for _, layer in adapted_layers(model)]
     for layer in layers:
         layer.enable_adapters(False)

@@ -1,4 +1,4 @@
-"""Which policy a run starts from: a Hub id, a local folder, or the built-in `tiny`; checked, loaded, saved."""
+"""Checks, loads and saves the policy that a run starts from: a Hub id, a local folder, or the built-in `tiny`."""
 
 from __future__ import annotations
 
@@ -69,10 +69,11 @@ def check_model(name: str, setting: str = "model") -> None:
 
 
 def length_limit(config: Any) -> int | None:
-    """Tokens of a text, completion included, up to which a model reads it as any shorter one; None if there is no end.
+    """Most tokens of a text, including the completion, for which the model reads positions unchanged; None if
+    unlimited.
 
-    Rotary angles of the kinds `dynamic` and `longrope` change with the length of the text, those of earlier tokens
-    too; a table of positions ends.
+    Rotary angles of the kinds `dynamic` and `longrope` change with the length of the text, even for earlier tokens; a
+    table of positions ends.
     """
     config = config.get_text_config(decoder=True)
     ropes: Any = getattr(config, "rope_parameters", None)
@@ -116,7 +117,7 @@ def load_policy(name: str, *, seed: int, dtype: torch.dtype = torch.float32) -> 
 
 
 def on_base(name: str, seed: int, load: Callable[[str, int], M]) -> M:
-    """What `load(name, seed)` gives for a model; for an adapter its base so loaded, with the adapter merged.
+    """The result of `load(name, seed)` for a model; for an adapter, its base loaded that way with the adapter merged.
 
     InputsChanged if the base is not the one that the adapter was trained on.
     """
@@ -145,9 +146,9 @@ def _load_policy(name: str, seed: int) -> nn.Module:
 
 
 def saved_weights(model: nn.Module) -> dict[str, Tensor] | None:
-    """The weights to save where they are not simply the model's own: an adapter alone, spread ones gathered.
+    """The weights to save if they are not simply the model's own: only the adapter, or gathered sharded weights.
 
-    On the CPU of rank 0; all ranks ask at once.
+    They are on the CPU of rank 0; all ranks must call it together.
     """
     if has_adapter(model):
         return kept(adapter_weights(model))
@@ -183,7 +184,7 @@ def save_model(
 
 
 def local_or_hub(name: str) -> dict[str, str]:
-    """The model as transformers takes it: a folder's path with `~` expanded, or else the Hub id and its commit."""
+    """The model's name for transformers: a folder's path with `~` expanded, or else the Hub id and its commit."""
     path = Path(name).expanduser()
     where = {"pretrained_model_name_or_path": str(path) if path.is_dir() else name}
     return where | ({"revision": commit} if (commit := pinned(name)) else {})

@@ -1,9 +1,8 @@
-"""A model whose parameters are spread over the processes of a trial (FSDP2, `torch.distributed.fsdp.fully_shard`).
+"""Shards a model's parameters over the processes of a trial (FSDP2, `torch.distributed.fsdp.fully_shard`).
 
-Layers are groups of their own, gathered for their pass and let go after it. Embeddings, norm and head are one group,
-the root's. The head and the backbone are called on their own here, so both run inside a method of the root
-(`under_hooks`) that gathers its group. A tensor that is spread is a DTensor; a model that is not is left as it is by
-every function.
+Each layer is a group, gathered for its pass and freed afterwards. Embeddings, norm and head form the root's group. Head
+and backbone are called separately here, so both run inside a method of the root (`under_hooks`) that gathers its group.
+A sharded tensor is a DTensor; every function leaves an unsharded model as it is.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def shard(module: nn.Module, device: torch.device) -> None:
-    """Spread a module's parameters over the devices of all processes, in place, a group at a time.
+    """Shard a module's parameters over the devices of all processes, in place, one group at a time.
 
     Gradients are summed over the processes: the loss of a row has its weight in the whole minibatch.
     """
@@ -32,7 +31,7 @@ def shard(module: nn.Module, device: torch.device) -> None:
     for part in (*layers(module), module):
         fully_shard(part, mesh=mesh)
     for part in _groups(module):
-        part.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sums
+        part.set_force_sum_reduction_for_comms(True)  # gloo does not support scaled sums
         part.set_gradient_divide_factor(1.0)
     run: Any = types.MethodType(lambda self, function, *args, **named: function(*args, **named), module)
     module.run = run
@@ -55,14 +54,14 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def class_name(module: nn.Module) -> str:
-    """The name of a module's class; one that is spread has a class of its own, named after it."""
+    """The name of a module's original class; sharding gives a module a new class, named after it."""
     return type(module).__name__.removeprefix("FSDP" if is_sharded(module) else "")
 
 
 def under_hooks(function: F) -> F:
-    """The function of a model, its first argument, run inside the model's own forward hooks if it is spread.
+    """The function, whose first argument is a model, run inside the model's forward hooks if it is sharded.
 
-    The root's group stays for a backward pass; without one it is let go here.
+    The root's group stays gathered for a backward pass; without one it is freed here.
     """
 
     @wraps(function)
@@ -79,7 +78,7 @@ def under_hooks(function: F) -> F:
 
 @contextmanager
 def whole(module: nn.Module) -> Iterator[None]:
-    """Every process has all parameters within: passes need no other process, and may differ in number."""
+    """Inside the context every process has all parameters, so passes need no other process and may differ in number."""
     groups = _groups(module) if is_sharded(module) else []
     for group in groups:
         group.set_reshard_after_forward(False, recurse=False)
@@ -98,12 +97,12 @@ def full(value: Tensor) -> Tensor:
 
 
 def local(value: Tensor) -> Tensor:
-    """The part of a tensor that this process has."""
+    """This process's part of a tensor."""
     return value.to_local() if is_spread(value) else value  # pyright: ignore
 
 
 def spread_like(own: Tensor, value: Tensor) -> Tensor:
-    """A whole tensor as `own` is: spread over the processes as it is, on its device."""
+    """A whole tensor placed like `own`: with the same sharding and device."""
     if not is_spread(own):
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -119,7 +118,7 @@ def is_spread(value: Any) -> bool:
 
 
 def spread(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole weights as the module's own state has them."""
+    """Whole weights placed like the module's own state."""
     own = module.state_dict()
     return {name: spread_like(own[name], value) if name in own else value for name, value in weights.items()}
 
@@ -140,7 +139,7 @@ def kept(tree: Any) -> Any:
 
 
 def second_names(module: nn.Module) -> set[str]:
-    """Names of tied parameters that have another name too. Where tensors are gathered, nothing else shows that."""
+    """The second names of tied parameters, which gathered tensors no longer show."""
     names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     return names - {name for name, _ in module.named_parameters()}
 

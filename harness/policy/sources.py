@@ -1,4 +1,4 @@
-"""What a model is read from: the files of its folder, or the commit of its Hub repository."""
+"""Finds the source of a model: the files of its folder, or the commit of its Hub repository."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,13 @@ from cohort.harness.files import MANIFEST, read_manifest
 from cohort.harness.inputs import REVISION, digested, expected, verify
 from cohort.harness.types import Inputs, Sources
 
-SUFFIXES = (".json", ".jinja", ".model", ".safetensors", ".txt")  # of what transformers reads: weights, tokenizer, ...
+SUFFIXES = (
+    ".json",
+    ".jinja",
+    ".model",
+    ".safetensors",
+    ".txt",
+)  # file patterns that transformers reads: weights, tokenizer, ...
 
 BASE = "base"  # in the manifest of a folder with an adapter
 ADAPTER_CONFIG = "adapter_config.json"  # as peft calls it
@@ -31,7 +37,7 @@ class Base:
 
 
 def base_of(name: str) -> Base | None:
-    """The base of a model folder that holds an adapter alone; None for any other model."""
+    """The base of a model folder that holds only an adapter; None for any other model."""
     folder = Path(name).expanduser()
     fields = _manifest(folder).get(BASE) if (folder / ADAPTER_CONFIG).is_file() else None
     return None if fields is None else Base(**fields)
@@ -40,7 +46,7 @@ def base_of(name: str) -> Base | None:
 def model_sources(name: str) -> Sources:
     """The source of a model by its name in a spec; empty for `tiny` and for a Hub id that cannot be reached.
 
-    That of an adapter's base comes too. ValueError for a folder that is not what was saved there.
+    Includes the source of an adapter's base. ValueError for a folder that has changed since it was saved.
     """
     source, folder = source_name(name), Path(name).expanduser()
     if folder.is_dir():
@@ -54,7 +60,7 @@ def model_sources(name: str) -> Sources:
         return {}
     from huggingface_hub import hf_hub_download
 
-    try:  # asks no server about a commit that is in its cache
+    try:  # a commit in the cache needs no request to a server
         config = hf_hub_download(name, "config.json", revision=pinned(name))
     except (OSError, ValueError):
         return {}
@@ -62,13 +68,13 @@ def model_sources(name: str) -> Sources:
 
 
 def _manifest(folder: Path) -> Mapping[str, Any]:
-    """The manifest of a model folder, empty without one. ValueError if the folder is not what it says."""
+    """The manifest of a model folder, empty without one. ValueError if the folder does not match it."""
     if not (folder / MANIFEST).is_file():
         return {}
     found = read_manifest(folder)
     if found is None:
         raise ValueError(
-            f"model folder '{folder}' is torn or altered: it is not what its {MANIFEST} says; make it or copy it "
+            f"model folder '{folder}' is torn or altered: it does not match its {MANIFEST}; make it or copy it "
             f"again, or delete {MANIFEST} if you changed it on purpose"
         )
     return found

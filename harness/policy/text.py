@@ -1,7 +1,7 @@
-"""How a policy reads prompts and ends completions: its tokenizer under the `prompt` settings; rollouts from token ids.
+"""Decides how a policy reads prompts and ends completions: tokenizer, `prompt` settings, rollouts from token ids.
 
-Whatever encodes a text for a policy does it with a `TextCodec`, so that sampling, the cold start, limits and what is
-shown cannot differ.
+All texts for a policy are encoded with a `TextCodec`, so that sampling, the cold start, limits and displays cannot
+differ.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Row = tuple[Sequence[int], Sequence[float], bool]  # token ids, their log-probs (nats), whether the text ended
-TODAY = datetime(2024, 7, 26)  # for templates that state today's date: a prompt is the same on every day
+TODAY = datetime(2024, 7, 26)  # for templates that contain today's date, so that a prompt is the same every day
 AUTO = PromptFormat()
 QUESTION, ANSWER = "zquestionz", "zanswerz"  # no template has these words, and none is likely to change them
 
@@ -42,8 +42,9 @@ def check_prompts(model: str, settings: PromptFormat) -> None:
 class TextCodec:
     """Prompts and completions as the token ids that one policy reads and writes.
 
-    `turn_end` is the token that closes an answer in the model's chat template. It ends a completion of a plain prompt
-    too: what follows it is no answer. ValueError for settings that need a template which is not there or fails.
+    `turn_end` is the token that closes an answer in the model's chat template. It also ends a completion of a plain
+    prompt, because nothing after it belongs to the answer. ValueError for settings that need a missing or failing
+    template.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: PromptFormat = AUTO):
@@ -99,10 +100,10 @@ class TextCodec:
                 messages,
                 tokenize=False,
                 add_generation_prompt=len(turns) == 1,
-                strftime_now=TODAY.strftime,  # goes before the one that transformers gives to every template
+                strftime_now=TODAY.strftime,  # takes precedence over the one that transformers gives to every template
                 **self.settings.template_arguments,  # pyright: ignore
             )
-        except Exception as error:  # a template is a program of others, which fails in any way
+        except Exception as error:  # a template is foreign code, which may raise anything
             reason = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
             raise self._refusal(f"fails ({reason})") from None
         return str(rendered)
@@ -128,7 +129,7 @@ class TextCodec:
         except ValueError:
             if self.is_chat:
                 raise
-            return None  # a plain prompt does without the template
+            return None  # a plain prompt does not need the template
         ids: Any = self.tokenizer(after, add_special_tokens=False)["input_ids"] if answer else []
         known = self.tokenizer.added_tokens_decoder
         return next((i for i in ids if i in known and i != self.tokenizer.unk_token_id), None)
