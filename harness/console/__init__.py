@@ -1,1 +1,1 @@
-"""Text, tables and progress on a terminal; nothing below imports it."""
+"""Prints text, tables and progress on a terminal; no lower room imports it."""

@@ -1,6 +1,6 @@
 """Shows a running study: bars in a terminal or a notebook, else lines that keep a log file readable.
 
-Without a terminal a study reports one line per change of a trial's state, and a heartbeat now and then.
+Without a terminal a study prints one line per change of a trial's state, and a heartbeat from time to time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Pace:
 
 
 class StudyTracker:
-    """Remembers the progress of each trial across phases: an evaluation does not hide the training steps."""
+    """Remembers the progress of each trial across phases, so that an evaluation does not hide the training steps."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -65,7 +65,7 @@ class StudyTracker:
         return done / total if phase == "train" and total else 0.0
 
     def study_fraction(self, status: StudyStatus) -> float:
-        """Share of all training steps that are done, those of trials to come included."""
+        """Share of all training steps that are done, including those of future trials."""
         return sum(map(self.fraction, status.trials)) / max(len(status.trials) + status.to_come, 1)
 
     def remaining(self, trial: TrialStatus) -> float | None:
@@ -176,7 +176,7 @@ class LineView:
             key = (trial.arm, trial.seed)
             self._tracker.remaining(trial)
             if trial.state in ("waiting", "paused"):
-                continue  # a trial that takes turns is told of once
+                continue  # a trial that takes turns is reported once
             if trial.state != self._states.get(key, "waiting"):
                 reason = f" ({trial.reason})" if trial.reason else ""
                 accuracy = "" if trial.accuracy is None else f", accuracy {percent(trial.accuracy)}"

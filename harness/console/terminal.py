@@ -46,7 +46,8 @@ def say(text: object, *, style: str = "", stderr: bool = False) -> None:
 
 
 def say_if_slow(words: str) -> None:
-    """Say on stderr what is being done, unless something else is said within `SLOW_SECONDS`, as a quick error."""
+    """Print on stderr what is being done, unless something else (such as a quick error) is printed within
+    `SLOW_SECONDS`."""
     hush()
     timer = threading.Timer(SLOW_SECONDS, say, [words], {"stderr": True})
     timer.daemon = True
@@ -55,7 +56,7 @@ def say_if_slow(words: str) -> None:
 
 
 def hush() -> None:
-    """Do not say what `say_if_slow` was to say."""
+    """Cancel the text of `say_if_slow`."""
     while _soon:
         _soon.pop().cancel()
 
@@ -94,7 +95,7 @@ def percent(value: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds as a person says them: `45 s`, `3 min 05 s`, `2 h 10 min`; `-` if unknown."""
+    """Seconds in words: `45 s`, `3 min 05 s`, `2 h 10 min`; `-` if unknown."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
     whole = round(seconds)

@@ -28,7 +28,7 @@ BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 
 
 def watch(read: Callable[[], StudyStatus], metric: str, clock: Callable[[], float] = time.monotonic) -> None:
-    """Show what `read` says of the study until nothing is left to run; once where stdout is no terminal."""
+    """Show the study (from `read`) until nothing is left to run; only once if stdout is not a terminal."""
     screen, page = console(), Page(metric, clock)
     status = read()
     if not screen.is_terminal or status.finished:
@@ -75,7 +75,7 @@ class Page:
         return [Text(step), Text(value), Text(spark([curve[at] for at in sorted(curve)])), state, Text(left)]
 
     def _curve(self, events: Path) -> tuple[dict[int, float], int]:
-        """Step -> value of the metric, and the last step; nothing for a trial of another host, or of torn events."""
+        """Step -> value of the metric, and the last step; empty for a trial of another host or with torn events."""
         try:
             stat = events.stat()
             mark = (stat.st_mtime_ns, stat.st_size)
@@ -94,7 +94,7 @@ class Page:
 
 
 def mean_curve(curves: Sequence[dict[int, float]]) -> dict[int, float]:
-    """Step -> mean over the trials that have come so far."""
+    """Step -> mean over the trials that reached it."""
     steps = dict.fromkeys(step for curve in curves for step in curve)
     return {step: fmean(curve[step] for curve in curves if step in curve) for step in steps}
 

@@ -1,1 +1,1 @@
-"""Whether a study's numbers follow again from what its runs have kept, and the capsule that carries all of that."""
+"""Recomputes a study's numbers from the files that its runs keep, and packs these files into a capsule."""

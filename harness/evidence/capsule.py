@@ -1,7 +1,8 @@
-"""A capsule: one zip file with all that verifies a study, and `manifest.json` with the SHA-256 of every file in it.
+"""Packs and unpacks capsules: one zip file with everything that verifies a study, and `manifest.json` with each file's
+SHA-256.
 
-A capsule may come from anybody, so its names, sizes and kinds are looked at before anything is unpacked, into a
-temporary folder that is gone afterwards. Nothing in it is run.
+A capsule may come from anybody, so its names, sizes and file types are checked before it is unpacked into a temporary
+folder, which is deleted afterwards. Nothing in it is run.
 """
 
 import json
@@ -29,7 +30,7 @@ _PART = re.compile(r"[^\\:\x00-\x1f/]+")
 
 
 def export_capsule(folder: Path, target: Path) -> int:
-    """Write the capsule of the study in a folder; the number of its files. ValueError if it would not be whole."""
+    """Write the capsule of the study in a folder; returns the number of its files. ValueError if files are missing."""
     if target.suffix != ".zip":
         raise ValueError(f"a capsule must be a file that ends with .zip, got '{target}'")
     if target.exists():
@@ -64,8 +65,8 @@ def export_capsule(folder: Path, target: Path) -> int:
 def unpacked(file: Path) -> Iterator[Path]:
     """The study's folder of a capsule, for as long as the context lasts.
 
-    ValueError for a file that is no capsule, or has not exactly the files of its manifest. What they hold is for
-    `verify_study` to say; the manifest is compared by `altered`.
+    ValueError for a file that is not a capsule, or does not have exactly the files of its manifest. `verify_study`
+    checks their content, `altered` their hashes.
     """
     try:
         with zipfile.ZipFile(file) as capsule, tempfile.TemporaryDirectory(prefix="cohort-capsule-") as scratch:

@@ -1,4 +1,5 @@
-"""What a verification has found: mismatches by cell, what is lacking, and how many numbers rest on what."""
+"""Collects the findings of a verification: mismatches by cell, missing evidence, and how many numbers were compared
+with what."""
 
 import math
 from collections import Counter
@@ -11,7 +12,8 @@ TOLERANCE = 1e-9  # relative: another machine may round a mean differently
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A cell that does not follow: `place` is a column, metric or line of a file; arm and seed only of a trial's."""
+    """A cell that does not match: `place` is a column, metric or line of a file; arm and seed only for a trial's
+    cell."""
 
     arm: str | None
     seed: int | None
@@ -28,7 +30,7 @@ class Mismatch:
 
 @dataclass
 class Findings:
-    """`numbers` counts what was compared by what it was derived from; `alone` the values from which nothing follows."""
+    """`numbers` counts the compared values by their source; `alone` counts values that cannot be recomputed."""
 
     mismatches: list[Mismatch] = field(default_factory=list)
     lacks: list[str] = field(default_factory=list)
@@ -45,7 +47,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Place:
-    """Where comparisons are made: all of a study, or one trial."""
+    """The scope of comparisons: the whole study, or one trial."""
 
     findings: Findings
     arm: str | None = None

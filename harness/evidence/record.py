@@ -1,8 +1,8 @@
-"""What a study's report is written from: the files of its trials, and `evidence.json` with the rest of the record and
-the SHA-256 of every file at that time.
+"""Keeps the input of a study's report: the files of its trials, and `evidence.json` with the rest of the record and the
+SHA-256 of every file at that time.
 
-The tracking store knows more than the folder (command, versions, states of trials, those of other hosts). With that
-kept beside them, the report follows from the study's folder alone, wherever it is copied to.
+The tracking store knows more than the folder (command, versions, trials' states, trials of other hosts).
+`evidence.json` keeps that, so that the report follows from the study's folder alone, wherever it is copied.
 """
 
 import dataclasses
@@ -45,19 +45,19 @@ class Evidence:
 
 
 def from_files(record: StudyRecord, folder: Path) -> StudyRecord:
-    """The record with what the trials' files say, where they are in the study's folder and can be read."""
+    """The record completed from the trials' files, if they are in the study's folder and readable."""
     return _each_trial(record, partial(by_its_files, folder))
 
 
 def by_its_files(folder: Path, trial: TrialRecord) -> TrialRecord:
-    """The trial with what its files say; itself if they are not in the study's folder or cannot be read."""
+    """The trial completed from its files; unchanged if they are not in the study's folder or unreadable."""
     with suppress(ValueError, KeyError, TypeError, AttributeError):
         return read_trial(trial_folder(folder, trial), trial)
     return trial
 
 
 def write_evidence(folder: Path, record: StudyRecord) -> None:
-    """Keep what the report in the folder was written from: a record that `from_files` gave."""
+    """Keep the record (of `from_files`) from which the report in the folder was written."""
     trials = [*record.trials, *(trial for arm in record.exploratory for trial in arm.trials)]
     here = {trial.trial for trial in trials if (trial_folder(folder, trial) / EVENTS).exists()}
     names = ["study.json", "search.json", "seeds.json"]
@@ -78,7 +78,7 @@ def write_evidence(folder: Path, record: StudyRecord) -> None:
 
 
 def read_evidence(folder: Path) -> Evidence:
-    """What `write_evidence` wrote. ValueError for anything else."""
+    """The content that `write_evidence` wrote. ValueError for anything else."""
     file = folder / EVIDENCE
     document = read_json(file)
     content = {key: value for key, value in document.items() if key != "sum"}
@@ -101,7 +101,7 @@ def read_evidence(folder: Path) -> Evidence:
 
 
 def trial_folder(folder: Path, trial: TrialRecord) -> Path:
-    """The folder of a trial's files. ValueError for a name that would lie elsewhere."""
+    """The folder of a trial's files. ValueError for a name that leads elsewhere."""
     if not trial.trial or Path(trial.trial).name != trial.trial or "\\" in trial.trial:
         raise ValueError(f"{folder / EVIDENCE}: a trial's name must be that of a folder, got {trial.trial!r:.80}")
     return folder / "trials" / trial.trial
@@ -113,7 +113,7 @@ def writing_versions() -> dict[str, str]:
 
 
 def _trial(fields: Mapping[str, Any]) -> TrialRecord:
-    """A trial as the file has it; what its own files hold is empty."""
+    """A trial as stored in the file, without the content of its own files."""
     empty = {"spec": {}, "history": {}, "summary": {}, "per_problem": {}, "samples": []}
     trial = TrialRecord(**{**empty, **fields})
     history = {key: [(int(step), float(value)) for step, value in series] for key, series in trial.history.items()}

@@ -1,4 +1,4 @@
-"""Verifies a study from its folder alone: its trials, what its search found, and its report, which is written anew."""
+"""Verifies a study from its folder alone: its trials, its search's findings, and its report, which it writes again."""
 
 import csv
 import re
@@ -21,9 +21,9 @@ _PARTS = re.compile(r"[^\\:\x00]+")
 
 
 def verify_study(folder: Path, write_report: WriteReport) -> tuple[StudyRecord, Findings]:
-    """The study's record, and what does not follow again from the files in its folder. Writes nothing there.
+    """The study's record, and everything that does not follow from the files in its folder. Writes nothing there.
 
-    ValueError for a folder that is no study's, has no results or was never sealed.
+    ValueError for a folder that is not a study's, has no results or no evidence.
     """
     evidence = open_evidence(folder)
     findings = Findings()
@@ -72,7 +72,7 @@ def open_evidence(folder: Path) -> Evidence:
 
 
 def _check_search(record: StudyRecord, place: Place) -> None:
-    """Hold the values that a search judged its arms by against the metrics of their trials."""
+    """Compare the values by which a search judged its arms with the metrics of their trials."""
     trials = {(trial.arm, trial.seed): trial for trial in record.trials}
     for arm in (record.search or {}).get("arms", []):
         for seed, values in arm.get("seeds", {}).items():
@@ -90,7 +90,7 @@ def _check_search(record: StudyRecord, place: Place) -> None:
 def _check_report(
     folder: Path, record: StudyRecord, evidence: Evidence, place: Place, write_report: WriteReport
 ) -> None:
-    """Write the report anew and compare the table cell by cell, the text line by line, figures whole."""
+    """Write the report again and compare the table cell by cell, the text line by line, figures whole."""
     with TemporaryDirectory(prefix="cohort-verify-") as scratch:
         try:
             write_report(record, Path(scratch), ("svg",))

@@ -1,8 +1,9 @@
-"""Verifies one trial: grades its completions anew and holds what the run has logged against them and against itself.
+"""Verifies one trial: grades its completions again and compares the run's log with them and with itself.
 
-From completions follow all metrics of its evaluations, each test problem's score, the verdict of every rollout shown or
-kept, and accuracy and length of the training steps whose batch was kept. From events follows `result.json`. Losses,
-rewards, seconds and memory follow from nothing that is kept: the sum of their line says whether they are as written.
+Completions determine all metrics of the evaluations, each test problem's score, the verdict of every rollout shown or
+kept, and accuracy and length of the training steps whose batch was kept. Events determine `result.json`. Losses,
+rewards, seconds and memory cannot be recomputed from kept files; the checksum of their line shows whether they are
+unchanged.
 """
 
 import json
@@ -37,7 +38,7 @@ _BAD_ROW = (ValueError, KeyError, TypeError, IndexError, AttributeError, Overflo
 
 
 def check_trial(directory: Path, trial: TrialRecord, place: Place) -> None:
-    """Compare everything that a trial's folder holds. Errors of many kinds for files that no run wrote."""
+    """Compare everything in a trial's folder. Raises errors of many kinds for files that a run cannot have written."""
     name = f"trials/{trial.trial}"
     _check_lines(directory / EVENTS, f"{name}/{EVENTS}", place)
     try:
@@ -70,7 +71,7 @@ def _task(settings: Mapping[str, Any]) -> Task:
 
 
 def _check_lines(file: Path, name: str, place: Place) -> None:
-    """Hold every line of an event file against its sum."""
+    """Compare every line of an event file with its checksum."""
     unsummed = 0
     content = file.read_bytes().partition(b"\0")[0]
     for number, line in enumerate(content.split(b"\n")[:-1], 1):
@@ -88,7 +89,7 @@ def _check_lines(file: Path, name: str, place: Place) -> None:
 def _check_result(
     file: str, trial: TrialRecord, history: RunHistory, result: Mapping[str, Any] | None, place: Place
 ) -> None:
-    """Hold `result.json` against the events, and the summary in them against the metrics."""
+    """Compare `result.json` with the events, and their summary with the metrics."""
     end = history.finish[0] if history.finish else None
     if trial.state == "complete" and (end is None or result is None):
         return place.differs(file, "state", trial.state, None)
@@ -101,7 +102,7 @@ def _check_result(
             place.compare("events", file, f"{name}/{key}", result[name].get(key), derived.get(key))
     place.compare("events", file, "state", result["state"], end["state"])
     place.compare("events", file, "reason", result["reason"], end["reason"])
-    if trial.state not in ("pruned", "failed"):  # which the study may have decided afterwards
+    if trial.state not in ("pruned", "failed"):  # the study may have decided it afterwards
         place.compare("events", "evidence.json", "state", trial.state, end["state"])
     last = {key: metrics[metric] for key, metric in _LAST.items() if metric in metrics}
     if steps := history.history.get("validation/accuracy"):
@@ -111,7 +112,7 @@ def _check_result(
 
 
 class _Completions:
-    """The completions of a trial, against what the run has logged of them."""
+    """Compares the completions of a trial with the run's log."""
 
     def __init__(
         self, directory: Path, name: str, task: Task, group_size: int, history: RunHistory, place: Place
@@ -125,7 +126,7 @@ class _Completions:
         return metric in self._followed
 
     def files(self) -> None:
-        """Hold the kept files against the hashes in the events."""
+        """Compare the kept files with the hashes in the events."""
         for file, (_, digest) in self._history.kept.items():
             if not _KEPT.fullmatch(file):
                 self._place.differs(f"{self._name}/{EVENTS}", "kept", file, "a file of the run")
@@ -135,7 +136,7 @@ class _Completions:
                 self._place.compare_hash(f"{self._name}/{file}", digest, sha256(self._directory / file))
 
     def evaluations(self) -> None:
-        """Derive the metrics of every evaluation, and the score of every test problem."""
+        """Recompute the metrics of every evaluation, and the score of every test problem."""
         for area, split in _AREAS.items():
             lacking = 0
             for step in sorted(self._history.history.get(f"{area}/accuracy", {})):
@@ -167,7 +168,7 @@ class _Completions:
                 self._place.compare("completions", file, f"{name}/{prompt}", known.get(prompt), scores.get(prompt))
 
     def batches(self) -> None:
-        """Derive the verdicts of every kept training batch, and what its step logged of them."""
+        """Recompute the verdicts of every kept training batch, and the metrics that its step logged."""
         size = self._group_size
         for file, (step, _) in self._history.kept.items():
             rows = self._rows(file) if file.startswith("rollouts/") else None
@@ -189,7 +190,7 @@ class _Completions:
                 self._place.compare("completions", f"{self._name}/{EVENTS}", f"{key} at step {step}", stored, value)
 
     def samples(self) -> None:
-        """Derive the verdict of every rollout that was logged for the reader."""
+        """Recompute the verdict of every rollout that was logged for the reader."""
         rows = self._history.rows()
         try:
             graded = grade(self._task, [group_of([row]) for row in rows], NO_LIMIT)
@@ -208,7 +209,7 @@ class _Completions:
             self._place.compare("completions", f"{self._name}/{file}", f"correct, {at}", row["correct"], correct)
 
     def _rows(self, file: str) -> list[dict[str, Any]] | None:
-        """The rows of a kept file; None if the run has kept none, empty for one that is gone or cannot be read."""
+        """The rows of a kept file; None if the run kept none, empty if it is missing or unreadable."""
         if file not in self._history.kept:
             return None
         path = self._directory / file

@@ -1,4 +1,4 @@
-"""One probe of what a model knows of a benchmark's questions, as `cohort probe contamination` does it."""
+"""Runs one probe of a model's knowledge of a benchmark's questions, for `cohort probe contamination`."""
 
 import dataclasses
 import math
@@ -32,7 +32,8 @@ Judge = Callable[[Mapping[str, Sequence[float]], Mapping[str, Sequence[float]], 
 
 @dataclass(frozen=True)
 class ProbeSettings:
-    """What is probed. `reference` is another split of the task, or a source whose test split has fresh problems."""
+    """The settings of a probe. `reference` is another split of the task, or a source whose test split has fresh
+    problems."""
 
     split: Split = "test"
     reference: str = "validation"
@@ -61,7 +62,7 @@ def probe_once(
     judge: Judge,
     on_progress: OnProgress = lambda phase, done, total: None,
 ) -> dict[str, Any]:
-    """What the policy that the spec starts from knows of the questions; `judge` turns the scores into findings.
+    """The probe of the policy that the spec starts from; `judge` turns the scores into findings.
 
     It goes to `probe.json` in `runs/probes/name` and to MLflow's experiment `probe`. ValueError, before a model loads,
     for problems or a folder that cannot be used; the settings are checked.

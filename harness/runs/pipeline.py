@@ -1,12 +1,12 @@
-"""Runs stages one after another; each is a run of its own and starts from the policy of the one before.
+"""Runs stages one after another; each is a separate run that starts from the policy of the stage before.
 
 The recipe of DeepSeek-R1 (arXiv:2501.12948, section 2.3): a supervised cold start, reinforcement learning, rejection
 sampling (fine-tuning on the model's own correct answers), reinforcement learning with other rewards. The cold start
 belongs to the first stage. Departures: the task decides which answers are correct, and no model filters them; the
-fine-tuning goes on from the sampling policy, or with `restart` from the first one, as in the paper.
+fine-tuning starts from the sampling policy, or with `restart` from the first one, as in the paper.
 
-A stage has a folder (`stages/<number>-<name>`), events and an MLflow run, child of the pipeline's. One that is complete
-is not run again; reinforcement learning continues from its checkpoint, a fine-tuning from the answers it has kept.
+A stage has a folder (`stages/<number>-<name>`), events and an MLflow run, child of the pipeline's. A complete stage is
+not run again; reinforcement learning continues from its checkpoint, fine-tuning from its kept answers.
 """
 
 import json
@@ -51,7 +51,7 @@ class StageResult:
 def train_pipeline(
     stages: Sequence[Stage], runs: Path, name: str, watch: Watch = UNWATCHED
 ) -> tuple[RunResult, list[StageResult]]:
-    """Run the stages that are left in `runs/train/name`; the result of all, and that of each that began.
+    """Run the remaining stages in `runs/train/name`; returns the pipeline's result and that of each stage that began.
 
     ValueError, before any model loads, if a stage cannot run or if the folder has something else.
     """
@@ -83,7 +83,7 @@ def train_pipeline(
                 run = partial(run_logged, execute, spec, runs, folder, f"{name}/{stage.name}", should_stop, watch)
                 result = ended_result(folder, spec) or run(parent_run_id=parent, tags=_tags(stage, name))
                 results.append(StageResult(stage.name, stage.kind, folder, result))
-                if result.state == "complete":  # a stage that goes on later would contradict what was logged
+                if result.state == "complete":  # a stage that continues later would contradict the logged values
                     log.metrics(number, _stage_metrics(result))
                 if result.state != "complete" or should_stop():
                     break
@@ -101,7 +101,8 @@ def _tags(stage: Stage, pipeline: str) -> dict[str, str]:
 
 
 def _parent_run(log: RunLog) -> str | None:
-    """The id of the pipeline's MLflow run; None if the store does not answer: the stages then stand on their own."""
+    """The id of the pipeline's MLflow run; None if the store does not answer, and then the stages have no parent
+    run."""
     deadline = time.monotonic() + PARENT_SECONDS
     while log.run_id is None and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -40,8 +40,8 @@ def rejection_sampling(
 ) -> RunResult:
     """Sample from `spec.model`, keep correct answers, fine-tune on them, evaluate; leaves `directory/policy`.
 
-    With `rejection.restart` the policy that `start` begins with is fine-tuned instead. Fine-tuning is in float32 and of
-    all weights.
+    With `rejection.restart` the policy of `start` is fine-tuned instead. Fine-tuning is in float32 and trains all
+    weights.
     """
     inputs = run_inputs([spec, start] if stage.rejection.restart else [spec], cache)
     log.inputs(inputs)
@@ -122,7 +122,7 @@ def kept_answers(
     settings: Rejection,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[list[Demonstration], dict[str, float]]:
-    """The answers to fine-tune on and what they cost, sampled or, by a later attempt, read from `kept.jsonl`.
+    """The answers to fine-tune on and their costs: sampled, or read from `kept.jsonl` by a later attempt.
 
     Metrics are counts `rejection/prompts`, `samples`, `correct`, `duplicates` (correct, but like one before it),
     `kept`, and the shares `acceptance` (kept of samples) and `covered` (prompts with one kept).
@@ -165,7 +165,7 @@ def kept_answers(
 
 
 def correct_answers(group: Group, graded: GradedGroup) -> list[str]:
-    """The texts of the correct completions, in order, without those that the token limit cut: they do not end there."""
+    """The texts of the correct completions, in order, without those cut by the token limit."""
     assert graded.correct is not None
     rows = zip(group.rollouts, graded.correct, graded.truncated, strict=True)
     return [rollout.text for rollout, correct, truncated in rows if correct and not truncated]

@@ -1,4 +1,4 @@
-"""One run or one evaluation outside a study, as `cohort train` and `cohort evaluate` do them."""
+"""Runs one training run or one evaluation outside a study, for `cohort train` and `cohort evaluate`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -35,7 +35,7 @@ OnProgress = Callable[[str, int, int], None]  # phase, done, total
 
 @dataclass(frozen=True)
 class Watch:
-    """The call that a run makes for a watcher, with its progress."""
+    """The function that a run calls with its progress."""
 
     on_status: Callable[[StudyStatus], None] = lambda status: None
 
@@ -58,7 +58,7 @@ def train_once(spec: RunSpec, runs: Path, name: str, watch: Watch = UNWATCHED) -
         if not has_ended(directory):
             check_disk(runs, [(spec, directory)], 1, "weights")
         with own_folder(directory, spec), stop_on_signals() as should_stop:
-            run_inputs([spec], runs / "cache")  # they may have changed since a run that has ended, too
+            run_inputs([spec], runs / "cache")  # checked for an ended run too, because they may have changed
             if (ended := ended_result(directory, spec)) is not None:
                 replay(runs, directory, None)
                 return ended
@@ -124,7 +124,7 @@ def model_folder(model: str) -> str:
 
 
 def ended_result(directory: Path, spec: RunSpec) -> RunResult | None:
-    """The result of a run that has ended in its folder for good; None if there is something left to do.
+    """The final result of the run in a folder; None if it has not ended for good.
 
     Deletes the checkpoints that a killed attempt had no time to delete.
     """
@@ -135,7 +135,7 @@ def ended_result(directory: Path, spec: RunSpec) -> RunResult | None:
 
 
 def has_ended(directory: Path) -> bool:
-    """Whether the run in a folder has a result that stands."""
+    """Whether the run in a folder has a final result."""
     ended = read_result(directory)
     return ended is not None and ended["state"] in FINAL
 
@@ -179,13 +179,13 @@ def run_logged(
 
 
 def recorded_inputs(directory: Path) -> Inputs:
-    """What the run in a folder reads, as it has recorded it."""
+    """The recorded inputs of the run in a folder."""
     file = directory / "run.json"
     return read_json(file).get("inputs", {}) if file.exists() else {}
 
 
 def _status(name: str, seed: int, directory: Path, progress: Mapping[str, Any]) -> StudyStatus:
-    """A run in progress as a study of one trial: a view of studies can show it."""
+    """A run in progress as a study of one trial, so that views of studies can show it."""
     trial = TrialStatus(
         arm=name, seed=seed, state="running", reason=None, phase=progress["phase"] or "loading", done=progress["done"],
         total=progress["total"], accuracy=progress.get("accuracy"), tokens_per_second=progress.get("tokens_per_second"),

@@ -1,4 +1,4 @@
-"""Reads a file of stages; each is a run of its own and starts from the policy of the one before."""
+"""Reads a file of stages; each is a separate run that starts from the policy of the stage before."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ Kind = Literal["train", "rejection_sampling"]
 
 
 class Rejection(Section):
-    """Which of its own answers a policy is fine-tuned on."""
+    """Decides which of its own answers a policy is fine-tuned on."""
 
     num_prompts: int = Field(default=512, ge=1, description="training problems; all when there are fewer")
     num_samples: int = Field(default=8, ge=1, description="completions of each")
@@ -43,7 +43,7 @@ class Stage:
 
 
 def load_pipeline(path: Path, overrides: Sequence[str] = ()) -> list[Stage]:
-    """The stages of a file, every one validated; SpecError otherwise.
+    """The stages of a file, each validated; otherwise SpecError.
 
     `overrides` are `path=value`, of all stages, or of one as `stages.<name>.<path>=value`.
     """
