@@ -1,11 +1,11 @@
-"""Decides what a study's trials say: each arm's estimate, the comparisons, the gaps, the grid.
+"""Computes the results of a study: each arm's estimate, the comparisons, the gaps, the grid.
 
 Trials that do not count are listed with their reason. Arms are compared with the baseline over the seeds that both
 completed and the same test problems, because equal seeds share prompts, noise and initial weights (common random
 numbers). The p-values that an answer may state form one Holm family: the comparisons with the baseline and the effects
-of the grid. The arms of a search have no baseline and form no grid: the best of many against an arbitrary one is no
-test. Control arms enter nothing of all this: each is compared, on its own, with the arms that share its task and
-its start.
+of the grid. The arms of a search have no baseline and form no grid, because comparing the best of many with an
+arbitrary arm is not a valid test. Control arms are kept out of all this: each is compared separately with the arms that
+share its task and its start.
 """
 
 import math
@@ -150,7 +150,7 @@ class Comparison:
     @cached_property
     def sign_flip_p(self) -> float:
         """Exact and free of normality, but never below 2 / 2^seeds; NaN with 1 seed or more than 16, and if the spread
-        of the differences has decided how many there are: other signs would have led to another number."""
+        of the differences decided the number of seeds, because other signs would have led to another number."""
         has_exact = self.first is None and 2 <= len(self.differences) <= statistics.EXACT_SIGN_FLIPS
         return statistics.sign_flip_test(list(self.differences.values())) if has_exact else math.nan
 
@@ -201,7 +201,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Contrast:
-    """A weighted sum of arms over the seeds that all of them completed; `interval` is the one that reports state."""
+    """A weighted sum of arms over the seeds that all of them completed; `interval` is the one stated in reports."""
 
     differences: Mapping[int, float]
     interval: Interval | None
@@ -247,9 +247,9 @@ class Grid:
 
 @dataclass(frozen=True)
 class Analysis:
-    """All numbers of a report. `comparisons` holds every arm but the baseline that can be compared with it.
+    """All numbers of a report. `comparisons` holds every arm that can be compared with the baseline.
 
-    `controls` apart, nothing here knows of control arms, `record` included.
+    Only `controls` includes control arms; even `record` leaves them out.
     """
 
     record: StudyRecord
@@ -350,7 +350,7 @@ def marginal(analysis: Analysis, levels: Mapping[str, Any]) -> Contrast | None:
 
 
 def held_out_accuracies(analysis: Analysis) -> dict[str, dict[str, tuple[float, Interval | None]]]:
-    """Metric -> arm -> (mean, interval) of every accuracy that trials have logged on the test split.
+    """Metric -> arm -> (mean, interval) of every logged accuracy on the test split.
 
     The outcome has the arm's stated interval, the others have Student's over seeds. An arm stands under a metric that
     all of its usable trials have.
@@ -386,7 +386,7 @@ def _labels(record: StudyRecord) -> list[str]:
 def _control(
     label: str, control: str, record: StudyRecord, arms: Sequence[ArmSummary], outcome: Outcome, rng: Generator
 ) -> ControlArm:
-    """A control arm beside the arms of its study; `record` is the whole one."""
+    """A control arm with the arms to compare it with; `record` includes all arms."""
     alone, specs = with_arms(record, {label}), arm_specs(record.trials)
     usable = usable_trials(alone, outcome)
     summary = _summarise(label, alone, outcome, usable, rng)
@@ -443,7 +443,8 @@ def _bounded(interval: Interval | None, outcome: Outcome, least: float = 0.0, mo
 
 
 def _exact_at_ends(interval: Interval | None, num_problems: int) -> Interval | None:
-    """The same interval, or the exact one of a fraction whose seeds are all 0 or all 1: no spread to estimate."""
+    """The same interval, or the exact one of a fraction if all seeds are 0 or all are 1 and there is no spread to
+    estimate."""
     if interval is None or interval.error > 0 or interval.estimate not in (0.0, 1.0) or not num_problems:
         return interval
     return statistics.exact_interval(interval.estimate, num_problems)

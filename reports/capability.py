@@ -1,11 +1,12 @@
-"""Decides what many samples of each test problem say: pass@k for every k, Cover@tau, and the k at which curves cross.
+"""Computes results from many samples of each test problem: pass@k for every k, Cover@tau, and the k at which curves
+cross.
 
 pass@k is the unbiased estimate of Chen et al. (2021, arXiv:2107.03374). Cover@tau is the share of problems that a
 policy solves with a probability of at least tau (Dragoi et al. 2025, arXiv:2510.08325); its estimate takes the fraction
 of right samples for that probability. No estimate from finitely many samples is free of bias, because a step is no
 polynomial; with n samples the bias is of the order of 1 / n where problems lie near tau.
 
-Before training is the evaluation that `evaluation.test_at_start` asks for, after training that of every run.
+"Before training" is the evaluation of `evaluation.test_at_start`, "after training" the final one of every run.
 """
 
 import csv
@@ -25,7 +26,7 @@ from cohort.reports.trials import num_first, usable_trials
 
 MIN_SAMPLES = 16  # of each problem; with fewer there is no curve to speak of
 TAUS = (0.1, 0.25, 0.5, 0.75, 0.9)
-FEWEST_PROBLEMS = 5  # that two arms must differ by, before a difference counts as shown
+FEWEST_PROBLEMS = 5  # by which two arms must differ before a difference counts as shown
 
 
 @dataclass(frozen=True)

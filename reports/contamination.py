@@ -1,10 +1,10 @@
-"""Decides whether a model knows the problems of a benchmark better than others of their kind.
+"""Decides whether a model knows the problems of a benchmark better than other problems of the same kind.
 
 A probe scores every problem alone, those probed and those of a reference. If the model has seen neither, or both as
 often, and both come from one source by chance, the scores of both are exchangeable, whatever the score is: then the
-one-sided permutation test of their means is exact, for a weak model and a strong one. That a problem and its own
-variants were exchangeable would be wrong: the numbers and words that people choose are likelier than others, to a model
-that has never seen the problem. Holm's correction spans the probes.
+one-sided permutation test of their means is exact, for a weak model and a strong one. A problem and its own variants
+are not exchangeable: the numbers and words that people choose are likelier than others even to a model that has never
+seen the problem. Holm's correction spans the probes.
 """
 
 import math

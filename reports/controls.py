@@ -1,9 +1,9 @@
 """Decides which effects of a study its controls leave unexplained.
 
-An arm has an effect if it gains detectably from its start, or is detectably above the baseline. A control reproduces
-it if the arm is not detectably above the control, or if the control itself gains. No p-value here is corrected, for
-none supports a claim alone: a control that reproduces by luck makes a reader careful, and an arm that stays above each
-of its controls has passed every one of these tests.
+An arm has an effect if it gains detectably from its start, or is detectably above the baseline. A control reproduces it
+if the arm is not detectably above the control, or if the control itself gains. The p-values here are not corrected,
+because none supports a claim alone: a control that reproduces an effect by luck only makes a reader careful, and an arm
+that stays above all its controls has passed every test.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Decides whether several studies may be read as one, and joins them: same task, same test problems.
+"""Decides whether several studies can be joined into one (same task and test problems), and joins them.
 
 Arms keep their trials and are named `study: arm`; they are compared with the first study's baseline. Settings of the
 task and of the evaluation must be equal, because they define accuracy. All other settings may differ. Each difference
@@ -71,7 +71,8 @@ def _label(record: StudyRecord, arm: str) -> str:
 
 
 def _check_seeds(records: Sequence[StudyRecord]) -> None:
-    """Tests between studies of which one let its spread decide the number of its seeds would not be exact."""
+    """ValueError if a study's own spread decided its number of seeds, because tests between studies would not be
+    exact."""
     for record in records:
         if record.two_stage is not None:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Decides what a report shows: the numbers of every section as text, and which rollouts and figures stand in it."""
+"""Decides the content of a report: the numbers of every section as text, and its rollouts and figures."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +60,7 @@ def page_values(
     capable: Capabilities | None,
     scaled: Scalings | None,
 ) -> dict[str, Any]:
-    """What the templates read."""
+    """The values that the templates read."""
     record = analysis.record
     return {
         "record": record,
@@ -110,7 +110,7 @@ def _facts(analysis: Analysis) -> list[str]:
 
 
 def _threads(record: StudyRecord) -> str:
-    """How many threads the trials had, for a reader who repeats them; empty if no trial tells."""
+    """The trials' numbers of threads, needed to repeat them exactly; empty if unknown."""
     known = sorted({number for trial in record.trials for number in trial.threads})
     if not known:
         return ""
@@ -120,7 +120,7 @@ def _threads(record: StudyRecord) -> str:
 
 
 def _search(analysis: Analysis) -> dict[str, Any] | None:
-    """What a search did, as text: its objectives, and every arm with parameters, values and state."""
+    """A search as text: its objectives, and every arm with parameters, values and state."""
     search = analysis.record.search
     if search is None:
         return None
@@ -144,7 +144,7 @@ def _search(analysis: Analysis) -> dict[str, Any] | None:
 
 
 def _components(analysis: Analysis) -> list[dict[str, Any]]:
-    """What the page says of each component, as text, the one that adds most first."""
+    """Each component as text, the one that adds most first."""
     metric = analysis.outcome.name
     return [
         {
@@ -159,7 +159,7 @@ def _components(analysis: Analysis) -> list[dict[str, Any]]:
 
 
 def _controls(analysis: Analysis) -> dict[str, Any]:
-    """What the page says of the control arms, as text: their results, and what each says of the other arms."""
+    """The control arms as text: their results, and their verdicts on the other arms."""
     metric = analysis.outcome.name
     arms = [(MEANINGS.get(one.control, one.control), one.summary, one.gaps) for one in analysis.controls]
     if arms:
@@ -192,14 +192,14 @@ def _controls(analysis: Analysis) -> dict[str, Any]:
 
 
 def _probe(document: Mapping[str, Any]) -> dict[str, Any]:
-    """What the page says of a probe, its texts shortened."""
+    """A probe as text, with long texts shortened."""
     found = contamination.summary(document)
     examples = [{key: _shorten(one[key]) for key in ("start", "continuation")} for one in found["examples"]]
     return {**found, "examples": examples}
 
 
 def _exploratory(analysis: Analysis) -> list[dict[str, str]]:
-    """What the page says of each clone, as text; nothing else of the report knows them."""
+    """Each clone as text; no other part of the report includes clones."""
     metric, rows = analysis.outcome.name, []
     for arm in analysis.record.exploratory:
         scores = [value for one in arm.trials if one.state == "complete" and (value := score(one, metric)) is not None]
@@ -218,7 +218,7 @@ def _exploratory(analysis: Analysis) -> list[dict[str, str]]:
 
 
 def _costs(analysis: Analysis) -> dict[str, Any]:
-    """What the page says of each arm's ledger, as text: names of the columns that any arm knows, and a row of each."""
+    """The arms' costs as text: names of the columns that any arm has, and a row per arm."""
     arms = [*analysis.arms, *(control.summary for control in analysis.controls)]
     columns = {f"flops_{name}": (title, wording.operations) for name, title in FLOPS.items()} | {
         "core_seconds": ("Core-hours", _hours),
@@ -240,7 +240,7 @@ def _hours(seconds: float | None) -> str:
 
 
 def _capability(capable: Capabilities | None) -> dict[str, Any] | None:
-    """What the page says of pass@k, Cover@tau and crossings, as text."""
+    """pass@k, Cover@tau and crossings as text."""
     if capable is None:
         return None
     curves = [*((f"before training: {one.label}", one) for one in capable.before), *capable.after.items()]
@@ -271,7 +271,7 @@ def _crossing(found: Crossover) -> dict[str, str]:
 
 
 def _scaling(analysis: Analysis, scaled: Scalings | None) -> dict[str, Any] | None:
-    """What the page says of the fitted curves, as text: each arm's, how it differs from the baseline's, refusals."""
+    """The fitted curves as text: each arm's, its difference from the baseline's, and refusals."""
     if scaled is None:
         return None
     metric, shifts = analysis.record.metric, {shift.arm: shift for shift in scaled.shifts}
@@ -303,7 +303,7 @@ def _range(interval: Interval, write: Callable[[float], str]) -> str:
 
 
 def _checked(error: Interval | None, metric: str) -> tuple[str, str]:
-    """What the first half of compute says of the second."""
+    """The prediction of the second half of compute from the first half, as text."""
     if error is None:
         return "the first half identifies no curve", ""
     held = "holds" if error.low <= 0 <= error.high else "fails"
@@ -339,7 +339,7 @@ def _at_k(metric: str) -> str:
 
 
 def _row(arm: ArmSummary, analysis: Analysis) -> dict[str, Any]:
-    """What the tables say of an arm, as text; intervals that are not known are empty."""
+    """An arm's table cells as text; unknown intervals are empty."""
     metric = analysis.outcome.name
     comparison = analysis.comparison(arm.label)
     costs = arm.costs
@@ -367,7 +367,7 @@ def _row(arm: ArmSummary, analysis: Analysis) -> dict[str, Any]:
 
 
 def _compared(comparison: Comparison, metric: str) -> dict[str, Any]:
-    """What the tables say of a comparison with the baseline, as text."""
+    """The table cells of a comparison with the baseline, as text."""
     mcnemar, improvement = comparison.mcnemar, comparison.improvement
     is_testable = not math.isnan(comparison.detectable)
     return {

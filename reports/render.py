@@ -1,4 +1,4 @@
-"""Decides how a report is written: one self-contained HTML page, `results.csv`, Markdown and the figures.
+"""Writes a report: one self-contained HTML page, `results.csv`, Markdown and the figures.
 
 The page needs no script and no network: styles and figures are inline, and its content security policy forbids the
 rest. The template engine escapes all text of models, study files and error messages. Before that, characters that a
@@ -96,7 +96,7 @@ def results_csv(record: StudyRecord) -> str:
 def results_table(record: StudyRecord) -> tuple[list[str], list[list[Any]]]:
     """Columns, and one row per trial, whatever its state; a number that a trial did not reach is None.
 
-    If the first seeds decide how many there are, each row has its stage and what they decide by.
+    If the first seeds decide the number of seeds, each row has its stage, half_width and at_most.
     """
     staged = ("stage", "half_width", "at_most") if record.two_stage is not None else ()
     known = tuple(name for name in _LEDGER if any(name in trial.summary for trial in record.trials))
@@ -161,7 +161,7 @@ def _typeset(text: str) -> str:
 
 
 def _mark_limits(text: str) -> Markup:
-    """A sentence, escaped, whose intervals do not break and stand back behind their estimates."""
+    """An escaped sentence whose intervals do not break and are less prominent than their estimates."""
     safe = str(escape(_typeset(text)))
     return Markup(re.sub(r"\[[\d.\u2212, +]+\]", r'<span class="limits">\g<0></span>', safe))
 

@@ -1,4 +1,4 @@
-"""Decides how sure a study may be: intervals, paired differences and tests for few seeds.
+"""Computes the certainty of a study: intervals, paired differences and tests for few seeds.
 
 Notation: S seeds, N test problems, K samples of each problem. `scores_S` holds one number per seed. `scores_SN` holds,
 per seed and problem, the fraction of the K samples that were right. The only randomness is that of the
@@ -13,8 +13,8 @@ The percentile bootstrap cannot work with 3 seeds: its interval ends at the lowe
 the truth in 1 - 2 / 2^3 = 75 % of studies. The Student t interval over seeds covers 95 % for these very problems
 (normal seeds, measured 95.1, 94.8 and 94.9 %), but not for new problems, which all seeds share. Reports therefore state
 the wider of the two-way and the Student t interval. Where the scores of single problems are not known, they state
-Student's over seeds. The bootstrap is shown beside it. The same holds for paired differences. The bootstrap of the
-probability of improvement is a point if two arms do not overlap, so reports state Newcombe's interval.
+Student's over seeds. The bootstrap is shown in addition. The same holds for paired differences. The bootstrap interval
+of the probability of improvement is a single point if two arms do not overlap, so reports state Newcombe's interval.
 """
 
 from __future__ import annotations
@@ -293,8 +293,9 @@ def majority_verdicts(scores_SN: ArrayLike) -> NDArray[np.bool_]:
 def mcnemar_test(right_N: ArrayLike, baseline_right_N: ArrayLike) -> McNemar:
     """The exact test of paired verdicts (McNemar 1947): problems that both or neither get right say nothing.
 
-    It speaks about these very models on new problems. Training with another seed moves many verdicts at once, and the
-    test takes that for evidence, so it must not decide whether one algorithm is better than another.
+    It generalises over problems, not over seeds: it is about these trained models on new problems. Training with
+    another seed changes many verdicts at once, which the test takes for evidence, so it must not decide whether one
+    algorithm is better than another.
     """
     arm, baseline = np.asarray(right_N, dtype=bool), np.asarray(baseline_right_N, dtype=bool)
     only_arm = int(np.count_nonzero(arm & ~baseline))

@@ -1,4 +1,4 @@
-"""Decides what the page's main table holds as a file or in a paper, and how a cell of any table is written."""
+"""Writes the page's main table as a file or for a paper, and the cells of any table."""
 
 import csv
 import io
@@ -120,7 +120,7 @@ def arm_means(analysis: Analysis) -> list[dict[str, Any]]:
 
 
 def data_uri(table: str) -> str:
-    """The table as an address that holds it, so that a page sent alone still has it."""
+    """The table as a data URL, so that a page sent without its files still has it."""
     return f"data:text/csv;charset=utf-8;base64,{b64encode(table.encode()).decode()}"
 
 

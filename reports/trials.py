@@ -1,4 +1,4 @@
-"""Decides which trials of a record count, and by which number they are compared.
+"""Decides which trials of a record count, and which metric compares them.
 
 Only complete trials count. A metric of the validation split guides tuning; the test split is scored once, at the end,
 so it decides if it is known.
@@ -60,7 +60,7 @@ def usable_trials(record: StudyRecord, outcome: Outcome) -> dict[tuple[str, int]
 
 
 def num_first(record: StudyRecord, seeds: Collection[int]) -> int | None:
-    """How many of these seeds, which rise, have decided how many there are; None if the study lists its seeds."""
+    """How many of these seeds (ascending) decided the number of seeds; None if the study lists its seeds."""
     return None if record.two_stage is None else sum(seed < record.two_stage["first"] for seed in seeds)
 
 
@@ -70,7 +70,7 @@ def controls_of(record: StudyRecord) -> dict[str, str]:
 
 
 def with_arms(record: StudyRecord, arms: Collection[str]) -> StudyRecord:
-    """The record as if the study had these arms only."""
+    """The record restricted to these arms."""
     kept = replace(
         record,
         arms=[arm for arm in record.arms if arm in arms],
@@ -80,7 +80,7 @@ def with_arms(record: StudyRecord, arms: Collection[str]) -> StudyRecord:
 
 
 def search_of(record: StudyRecord) -> Mapping[str, Any] | None:
-    """What a study's own search found; None for other designs."""
+    """The findings of a study's own search; None for other designs."""
     return record.search if record.search is not None and "tuning" not in record.search else None
 
 

@@ -1,1 +1,1 @@
-"""How a report's results are drawn: each figure answers one question, says so in its title and names its own lines."""
+"""Draws a report's results: each figure answers one question, states it in its title and names its own lines."""

@@ -1,4 +1,4 @@
-"""Decides how the parts of a chart look: rows and lines with their names, units, ticks, labels that must fit."""
+"""Decides the look of a chart's parts: rows and lines with their names, units, ticks, and labels that must fit."""
 
 import math
 import re

@@ -1,1 +1,1 @@
-"""How a report's numbers become words; sentences are plain text, and whoever writes a page escapes them."""
+"""Turns a report's numbers into sentences; they are plain text, which the writer of a page must escape."""

@@ -1,4 +1,4 @@
-"""Decides how a study's answer reads: one sentence with its uncertainty and what is missing from it."""
+"""Writes a study's answer: one sentence with its uncertainty and what is missing."""
 
 import math
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ def progress(analysis: Analysis) -> str:
 
 
 def _search_finding(analysis: Analysis, search: Mapping[str, Any]) -> str:
-    """What a search found; its best arm is chosen for its luck too, so it is compared with no other."""
+    """The findings of a search; luck helped to choose its best arm, so it is not compared with the others."""
     complete = [arm for arm in search["arms"] if arm["state"] == "complete"]
     if not complete:
         return "No arm of the search is complete"
@@ -201,7 +201,7 @@ def _nothing_detected(analysis: Analysis, baseline: ArmSummary) -> str:
 
 
 def _detectable(analysis: Analysis) -> str:
-    """After a study that detected nothing: what it could have detected."""
+    """The smallest difference that a study without detections could have detected."""
     sizes = [comparison.detectable for comparison in analysis.comparisons if not math.isnan(comparison.detectable)]
     if not sizes or any(comparison.is_detected for comparison in analysis.comparisons):
         return ""

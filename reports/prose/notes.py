@@ -1,4 +1,5 @@
-"""Decides what a reader must know before comparing: how intervals are made, what the runs share, what limits them."""
+"""Writes what a reader must know before comparing: how intervals are computed, what the runs share, what limits
+them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -108,7 +109,7 @@ def _join_note(analysis: Analysis) -> _Note | None:
 
 
 def _seeds_note(analysis: Analysis) -> _Note | None:
-    """Why there are as many seeds as there are, if the first ones have decided it."""
+    """The reason for the number of seeds, if the first seeds decided it."""
     stage, metric = analysis.record.two_stage, analysis.outcome.name
     if stage is None:
         return None
