@@ -1,4 +1,4 @@
-"""What `import cohort` can do: the functions behind `cohort study run`, `cohort report` and `cohort evaluate`.
+"""The functions of `import cohort`, which do what `cohort study run`, `cohort report` and `cohort evaluate` do.
 
 Bad input is a ValueError before any model loads. The environment variables of the command line count here too:
 COHORT_RUNS, COHORT_TRACKING_URI, COHORT_STORAGE.
@@ -26,7 +26,7 @@ from cohort.harness.stop import acknowledged
 if TYPE_CHECKING:
     from cohort._result import Evaluation, Result
 
-# What transformers draws its bars with asks every notebook without ipywidgets to install them; it draws none here.
+# tqdm.auto, which transformers uses, asks notebooks without ipywidgets to install them; no bars are drawn here.
 warnings.filterwarnings("ignore", "IProgress not found")
 
 
@@ -69,9 +69,9 @@ def load_study(name_or_path: str | Path) -> Study:
 def run(study: Study | str | Path, *, workers: int | None = None, runs: str | Path | None = None) -> "Result":
     """Run every arm with every seed, once, and write the report, as `cohort study run` does; the study's result.
 
-    Blocks until nothing is left to run, and shows how far it is. Ctrl-C (or the interrupt of a notebook) lets each
-    trial finish its step and write a checkpoint, then raises KeyboardInterrupt; the same call continues. A trial that
-    fails or becomes invalid is named and does not stop the others.
+    Blocks until nothing is left to run, and shows progress. Ctrl-C (or the interrupt of a notebook) lets each trial
+    finish its step and write a checkpoint, then raises KeyboardInterrupt; the same call continues. A trial that fails
+    or becomes invalid is named and does not stop the others.
 
         study    from `load_study`, or a name or path; by the name alone, a study of the runs folder continues with the
                  settings that it was started with

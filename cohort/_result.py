@@ -1,4 +1,4 @@
-"""What a study or an evaluation has found, as pandas frames, figures, LaTeX and the report's page.
+"""The results of a study or an evaluation, as pandas frames, figures, LaTeX and the report's page.
 
 Every number is the report's own. Text of models and files is as the report shows it: characters that cannot be
 printed are written as escapes, so that no frame harms a terminal. Clones made while a study ran are not in the frames.
@@ -51,7 +51,7 @@ class Result:
 
     @property
     def answer(self) -> str:
-        """What the report answers, in one sentence or a few."""
+        """The report's answer, in one or a few sentences."""
         return answer(self._analysis)
 
     @cached_property
@@ -172,9 +172,9 @@ class Result:
     def figure(self, name: str = "final") -> Figure:
         """A figure of the report by its name, to be saved: `result.figure("differences").savefig("figure.pdf")`.
 
-        `final` has the outcome of each arm, `differences` what lies between each and the baseline, `learning_steps`
-        the metric against training steps. Another name is answered with all that this study has: they are those of
-        the files in report/figures.
+        `final` has the outcome of each arm, `differences` each arm minus the baseline, `learning_steps` the metric
+        against training steps. The error for an unknown name lists all figures of this study, which are the files in
+        report/figures.
         """
         if name not in self._drawings:
             known = list(self._drawings)
@@ -272,7 +272,7 @@ def _samples(rows: Sequence[tuple[tuple[Any, ...], SampleRow]]) -> pd.DataFrame:
 
 
 def _frame(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> pd.DataFrame:
-    """A frame whose numbers are numbers: a column of which nothing is known is NaN, unless it is that of answers."""
+    """A frame with numeric columns as numbers: a column without any value is NaN, except the column of answers."""
     frame = pd.DataFrame(list(map(tuple, rows)), columns=list(columns))
     unknown = set(columns if rows else ()).intersection(frame.columns[frame.isna().all()]) - {"answer"}
     return frame.astype(dict.fromkeys(unknown, float))

@@ -1,4 +1,4 @@
-r"""Whether two LaTeX expressions are equal, by math-verify 0.9.0 and sympy; only `tasks._child` imports it.
+r"""Decides whether two LaTeX expressions are equal, with math-verify 0.9.0 and sympy; only `tasks._child` imports it.
 
 Departures from math-verify: variables that differ in case differ, `i` is the imaginary unit, tuples and matrices are
 compared entry by entry, a tuple may state a column vector, and chains of inequalities may be read from either end.

@@ -1,4 +1,4 @@
-"""A task whose completions state their answers in a format: it finds, scores and compares them."""
+"""A task whose completions state their answers in a format; finds, scores and compares these answers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The child process of `tasks._symbolic`: it answers one question per line of its input, by `tasks._algebra`.
 
 It ends when its input closes or its parent is gone. It announces each stage of a question in one byte, and the kernel
-ends it when a stage overruns its limits. After an answer it tells what the question took and the values of both texts.
+ends it when a stage overruns its limits. After an answer it reports the question's processor time and the values of
+both texts.
 """
 
 import json

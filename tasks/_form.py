@@ -1,4 +1,5 @@
-"""Whether an expression is worked out: which operations it leaves to the reader, beside those of the gold answer.
+"""Decides whether an expression is worked out: whether it leaves operations to the reader that the gold answer does
+not.
 
 A fraction need not be reduced nor a root simplified, because graders differ there; a product may keep a common factor.
 """

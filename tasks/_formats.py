@@ -1,4 +1,4 @@
-r"""How a completion states its final answer: `#### 42`, `\boxed{42}` or `<think>...</think><answer>42</answer>`.
+r"""Finds and writes a completion's final answer: `#### 42`, `\boxed{42}` or `<think>...</think><answer>42</answer>`.
 
 The formats are those of GSM8K (arXiv:2110.14168), MATH (arXiv:2103.03874) and DeepSeek-R1 (arXiv:2501.12948). An
 explicit marker is unambiguous, so a reader accepts all of them and tries the configured one first; `score` measures

@@ -1,4 +1,4 @@
-r"""When two LaTeX answers are equal as mathematics: the cheap decisions first, computer algebra for the rest.
+r"""Decides when two LaTeX answers are mathematically equal: cheap rules first, computer algebra for the rest.
 
 Numbers are compared as exact rationals (`tasks._numbers`), words and multiple-choice letters as text, numerals with a
 base (`52_8`) and times or ratios (`12:30`) as written. Where an answer has an inequality, `or` joins conditions;
@@ -6,7 +6,7 @@ commas, `and` and any other `or` make a list. The rest goes to the checker (`tas
 judge some of it too generously or too strictly, so decimals become exact fractions first, and a set equals no tuple and
 no interval.
 
-An answer must also be worked out (`is_answered`): `513^2-487^2` equals 26000 and does not answer what it is.
+An answer must also be worked out (`is_answered`): `513^2-487^2` equals 26000 but is not an answer to its value.
 """
 
 import re

@@ -1,4 +1,4 @@
-r"""The number that a text states: an exact rational, or None if it states none, several, or one too large.
+r"""Reads the number that a text states: an exact rational, or None if it states none, several, or one too large.
 
 It may have signs, thousands separators, decimals, fractions, mixed numbers, repeating decimals, scientific notation,
 LaTeX and Markdown wrapping, currency, percent signs, units, scale words (`3 million`), full-width and other Unicode

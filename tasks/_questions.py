@@ -1,4 +1,4 @@
-"""What the parent and the child process of `tasks._symbolic` say to each other."""
+"""The messages between the parent and the child process of `tasks._symbolic`."""
 
 from typing import Literal
 
