@@ -79,7 +79,7 @@ CLIP = "has an effect only if a batch gets several updates or is older than the 
         (
             {"a": {"steps": 5}, "b": {"steps": 6}},
             {},
-            "must set different settings, got steps in 'a' and in 'b'",
+            "must not share a setting, got steps in 'a' and in 'b'",
         ),
         (
             {"a": {"algorithm.kl_beta": 0.1}, "b": {"algorithm": {"name": "grpo"}}},

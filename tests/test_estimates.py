@@ -123,7 +123,7 @@ def test_a_dry_run_writes_nothing_and_refuses_what_a_run_refuses(tmp_path: Path)
 def test_a_dry_run_says_what_this_machine_cannot_check(tmp_path: Path):
     study = load_study("quickstart", ["model=nobody/no-such-model-1B", "task.path=/nowhere", "task.name=gsm8k"])
     words = "\n".join(dry_run(study, tmp_path / "new", workers=1)["not_checked"])
-    assert "model 'nobody/no-such-model-1B': it is not on this machine" in words
+    assert "model 'nobody/no-such-model-1B': not on this machine" in words
     assert "data of task 'gsm8k'" in words
 
 
