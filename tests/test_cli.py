@@ -112,7 +112,7 @@ def test_every_command_explains_itself_with_an_example(command: tuple[str, ...],
 
 
 def test_the_commands_are_the_documented_ones():
-    expected = "train compare join evaluate report ui doctor study-run study-list study-show study-status"
+    expected = "train compare join evaluate register report ui doctor study-run study-list study-show study-status"
     expected += " study-work study-plan study-watch study-stop study-resume study-clone study-export verify"
     expected += " list-algorithms list-tasks list-rewards list-engines list-studies list-settings"
     expected += " grade task-show reward-model-train probe-contamination memory"
@@ -161,6 +161,7 @@ def test_bad_input_is_a_message_and_exit_code_2_and_writes_nothing(
 STORED = {
     ("train",): ["--set", "task=arithmetic", "--set", "algorithm=grpo"],
     ("evaluate",): ["tiny", "--task", "arithmetic"],
+    ("register",): ["runs/train/one", "--name", "one"],
     ("probe", "contamination"): ["tiny", "--task", "arithmetic"],
     ("compare",): ["--algorithms", "ppo", "--task", "arithmetic"],
     ("study", "run"): ["quickstart"],

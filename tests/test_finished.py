@@ -18,7 +18,7 @@ from cohort.harness.files import write_json
 from cohort.harness.policy.lora import add_adapter
 from cohort.harness.policy.sources import Base
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
-from cohort.harness.runs.single import model_folder, train_once
+from cohort.harness.runs.single import train_once
 from cohort.harness.runs.stages import load_pipeline
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study
@@ -29,7 +29,7 @@ from cohort.harness.training import disk
 from cohort.harness.training.checkpoint import save_checkpoint
 from cohort.harness.training.cold_start import start_name
 from cohort.harness.training.disk import check_disk, disk_need, estimate_disk
-from cohort.harness.training.finished import drop_checkpoints
+from cohort.harness.training.finished import drop_checkpoints, model_folder
 from cohort.harness.training.learner import Learner
 
 RUN = {"task": "arithmetic", "algorithm": {"name": "grpo", "group_size": 2}, "rollouts_per_step": 8}

@@ -24,6 +24,7 @@ from fake_trials import a_study
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Trace
 
+from cohort.harness.cli import app
 from cohort.harness.evidence.record import by_its_files, from_files
 from cohort.harness.files import file_lock, read_json
 from cohort.harness.spec.run import RunSpec, parse_run
@@ -31,8 +32,9 @@ from cohort.harness.study.plan import Plan
 from cohort.harness.tracking import mlflow_copy, mlflow_store
 from cohort.harness.tracking.events import EVENTS, read_events
 from cohort.harness.tracking.mlflow_address import tracking_uri
+from cohort.harness.tracking.mlflow_models import register_policy
 from cohort.harness.tracking.mlflow_page import page
-from cohort.harness.tracking.mlflow_store import check_runs_folder
+from cohort.harness.tracking.mlflow_store import check_runs_folder, own_store
 from cohort.harness.tracking.mlflow_studies import (
     close_study,
     list_studies,
@@ -466,6 +468,55 @@ def test_a_moved_runs_folder_can_be_read_but_not_written(runs: Path):
         check_runs_folder(moved)
 
 
+@pytest.mark.attack("A copied runs folder")
+def test_pages_of_a_copied_folder_lead_to_its_files_when_the_original_is_gone(runs: Path):
+    parent = open_study(runs, a_study(), "command")
+    log = log_trial(runs, parent, "group_size=2", 0, "complete")
+    policy = log.directory / "checkpoints" / "step-00000001" / "policy"
+    policy.mkdir(parents=True)
+    assert register_policy(runs, log.directory, policy, "sizes") == 1
+    copy, scratch = runs.parent / "a copy", runs.parent / "scratch"
+    shutil.copytree(runs, copy)
+    shutil.rmtree(runs)
+    scratch.mkdir()
+    client = MlflowClient(own_store(copy, scratch))
+    assert "seed: 0" in Path(client.download_artifacts(str(log.run_id), "config.yaml")).read_text()
+    assert client.get_metric_history(str(log.run_id), COLUMN)[-1].value == 0.5
+    found = client.get_model_version("sizes", "1")
+    there = (copy / policy.relative_to(runs)).as_uri()
+    assert (found.source, client.get_model_version_download_uri("sizes", "1")) == (there, there)
+
+
+def test_a_kept_policy_is_registered_once_with_its_arm_and_its_accuracy(runs: Path, capsys: pytest.CaptureFixture[str]):
+    log = log_trial(runs, open_study(runs, a_study(), "command"), "group_size=2", 0, "complete")
+    register = ["register", str(log.directory), "--name", "sizes", "--runs", str(runs)]
+    with pytest.raises(SystemExit, match="2"):
+        app.main(register)
+    assert "a trial of a study keeps them with checkpoints.finished=weights" in capsys.readouterr().err
+    policy = log.directory / "checkpoints" / "step-00000001" / "policy"
+    policy.mkdir(parents=True)
+    (policy / "config.json").write_text("{}")
+    for _ in range(2):
+        with pytest.raises(SystemExit, match="0"):
+            app.main(register)
+        assert capsys.readouterr().out == f"sizes, version 1: {policy}\n"
+    (found,) = MlflowClient(tracking_uri(runs)).search_model_versions("name = 'sizes'")
+    tags = {"cohort.study": "sizes", "cohort.arm": "group_size=2", "cohort.seed": "0", "cohort.state": "complete"}
+    assert (found.source, found.run_id, found.tags) == (policy.as_uri(), log.run_id, tags | {COLUMN: "0.5"})
+
+
+def test_a_run_that_goes_on_or_is_of_another_runs_folder_is_not_registered(runs: Path, tmp_path: Path):
+    with open_log(runs) as log:
+        log.metrics(1, {COLUMN: 0.5})
+    for directory in (log.directory, tmp_path):  # a stopped run, and none
+        with pytest.raises(ValueError, match="only a run that has ended"):
+            register_policy(runs, directory, directory, "a")
+    ended = log_trial(runs, open_study(runs, a_study(), "command"), "group_size=2", 0, "complete").directory
+    with pytest.raises(ValueError, match=r"must have the run of .*; name its runs folder with --runs"):
+        register_policy(tmp_path / "other", ended, ended, "a")
+    assert not (tmp_path / "other").exists()
+
+
 def test_the_report_and_its_answer_are_attached_to_the_study(runs: Path):
     parent = open_study(runs, a_study(), "command")
     (runs / "report").mkdir()
@@ -487,11 +538,19 @@ def test_the_view_of_a_study_has_its_columns_its_metric_first_and_its_arms_as_gr
     found = read_view(MlflowClient(tracking_uri(runs)).get_experiment("1").tags)
     assert found is not None
     view, colors = found
-    assert {"tags.`cohort.state`", "params.`algorithm.group_size`", "params.`seed`"} < set(view["selectedColumns"])
+    assert {"tags.`cohort.state`", "params.`algorithm.group_size`", "tags.`cohort.seed`"} < set(view["selectedColumns"])
+    assert view["columnOrder"] == ["attributes.`Run Name`", *view["selectedColumns"]] == list(view["columnWidths"])
+    assert view["columnWidths"]["attributes.`Run Name`"] > 250  # of MLflow's 190 a name gets half
     assert view["orderByKey"] == "metrics.`validation/accuracy`"
     assert view["compareRunCharts"][0]["metricKey"] == "validation/accuracy"
     assert view["groupBy"]["groupByKeys"] == [{"mode": "tag", "groupByData": "cohort.group"}]
-    assert colors == {"tag.cohort.group.group_size=2": PALETTE[0], "tag.cohort.group.group_size=4": PALETTE[1]}
+    arms = {"tag.cohort.group.group_size=2": PALETTE[0], "tag.cohort.group.group_size=4": PALETTE[1]}
+    assert colors == {"tag.cohort.group.study": GREY, **arms}  # of the parent run, and of the trials
+
+
+def test_the_parent_run_is_in_a_group_of_its_own(runs: Path):
+    parent = open_study(runs, a_study(), "command")
+    assert MlflowClient(tracking_uri(runs)).get_run(parent).data.tags["cohort.group"] == "study"
 
 
 def test_a_view_that_someone_changed_by_hand_is_none():
@@ -504,7 +563,7 @@ def test_a_label_cannot_leave_the_data_of_the_start_page(record_property: Callab
     tried = ["</script><script>alert(1)</script>", "<!--<script>", "\u2028'"]
     for label in tried:
         text = page("<html><head></head></html>", [{"id": "1", "view": {}, "colors": {label: GREY}}])
-        assert text.count("<") == 6  # of html, head and the script: each opened and closed
+        assert text.count("<") == 8  # of html, head, style and the script: each opened and closed
         assert "\u2028" not in text
     record_property("tried", len(tried))
 

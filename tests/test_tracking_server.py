@@ -26,6 +26,7 @@ from test_tracking import COLUMN, a_spec, a_study, in_file, in_store, log_trial,
 from cohort.harness.addresses import shown
 from cohort.harness.files import read_json
 from cohort.harness.tracking import mlflow_address
+from cohort.harness.tracking.mlflow_models import register_policy
 from cohort.harness.tracking.mlflow_store import check_runs_folder
 from cohort.harness.tracking.mlflow_studies import close_study, list_studies, log_report, open_study, read_study
 from cohort.harness.tracking.mlflow_ui import UIServer, start_server
@@ -106,6 +107,21 @@ def test_a_study_is_written_and_read_through_a_server_alone(
     note = MlflowClient(server.uri).get_run(parent).data.tags["mlflow.note.content"]
     assert note == "Do larger groups help?\n\nYes."
     assert not runs.exists()  # nothing was read from, or written to, a file beside the server
+
+
+def test_a_policy_is_registered_with_a_copy_that_the_server_keeps(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    use(server, monkeypatch)
+    log = log_trial(tmp_path, open_study(tmp_path, a_study(), "command"), "group_size=4", 0, "complete")
+    policy = log.directory / "checkpoints" / "step-00000001" / "policy"
+    policy.mkdir(parents=True)
+    (policy / "config.json").write_text("{}")
+    assert register_policy(tmp_path, log.directory, policy, "sizes") == 1
+    shutil.rmtree(log.directory)
+    client = MlflowClient(server.uri)
+    assert client.get_model_version("sizes", "1").source.endswith(f"{log.run_id}/artifacts/policy")
+    assert Path(client.download_artifacts(str(log.run_id), "policy/config.json", str(tmp_path))).read_text() == "{}"
 
 
 @pytest.mark.long

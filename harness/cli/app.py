@@ -15,7 +15,7 @@ try:
     # Each module registers its commands; `cohort --help` lists them in this order.
     # isort: off
     from cohort.harness.cli import train, join, probe, reward_model, compare, study, plan, report, verify  # noqa: F401
-    from cohort.harness.cli import inspect, ui, doctor, memory, lists  # noqa: F401
+    from cohort.harness.cli import inspect, ui, register, doctor, memory, lists  # noqa: F401
 except KeyboardInterrupt:
     raise SystemExit(130) from None
 

@@ -53,8 +53,8 @@ def contamination(
     from cohort.harness.console.progress import phase_bar
     from cohort.harness.inputs import digest
     from cohort.harness.runs.contamination import ProbeSettings, check_settings, probe_once
-    from cohort.harness.runs.single import model_folder
     from cohort.harness.spec.load import load_run
+    from cohort.harness.training.finished import model_folder
     from cohort.harness.types import InvalidRun
 
     options.use_store(tracking_uri)

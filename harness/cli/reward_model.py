@@ -40,7 +40,7 @@ def reward_model_train(
     """
     from cohort.harness.console.progress import phase_bar
     from cohort.harness.policy.bradley_terry import train_reward_model
-    from cohort.harness.runs.single import model_folder
+    from cohort.harness.training.finished import model_folder
 
     with phase_bar("reward model") as bar:
         fit = train_reward_model(

@@ -179,8 +179,9 @@ def evaluated(
     part = options.checked_split(split)
     extra = [] if samples is None else [f"evaluation.num_samples={samples}"]
     with phase_bar(f"{model} on {task}") as show:  # before imports that take seconds
-        from cohort.harness.runs.single import evaluate_once, model_folder
+        from cohort.harness.runs.single import evaluate_once
         from cohort.harness.spec.load import load_run
+        from cohort.harness.training.finished import model_folder
 
         defaults = {"model": model_folder(model), "task": task, "algorithm": "grpo"}
         scale = scale_settings(defaults["model"], sets, trains=False)

@@ -23,7 +23,7 @@ from cohort.harness.tracking.run_log import RunLog, read_result, replay
 from cohort.harness.training.cold_start import start_policy
 from cohort.harness.training.disk import check_disk
 from cohort.harness.training.evaluate import evaluate_run, evaluation_metrics
-from cohort.harness.training.finished import CHECKPOINTS, drop_checkpoints
+from cohort.harness.training.finished import drop_checkpoints
 from cohort.harness.training.kept import Completions
 from cohort.harness.training.launch import train
 from cohort.harness.training.run import RunResult, build_engine, first_prompt
@@ -105,22 +105,6 @@ def _evaluate(
     policy = policy.to(device=resolve_device(spec.device), dtype=getattr(torch, spec.dtype))
     with closing(build_engine(spec, policy, codec)) as engine:
         return evaluate_run(spec, engine, split, 0, partial(on_progress, split), MOST_SHOWN, kept)
-
-
-def model_folder(model: str) -> str:
-    """The policy's folder, if `model` is a checkpoint or the folder of a run; else `model`.
-
-    SpecError for a run that has kept no weights.
-    """
-    for folder in (Path(model), *sorted((Path(model) / CHECKPOINTS).glob("step-*"), reverse=True)):
-        if (folder / "policy" / "config.json").is_file():
-            return str(folder / "policy")
-    if (Path(model) / "run.json").is_file():
-        raise SpecError(
-            f"a run must have kept weights to be a model, '{model}' has none; a trial of a study keeps them with "
-            "checkpoints.finished=weights"
-        )
-    return model
 
 
 def ended_result(directory: Path, spec: RunSpec) -> RunResult | None:

@@ -54,7 +54,10 @@ _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
-_PLACES = (("experiments", "artifact_location"), ("runs", "artifact_uri"), ("trace_tags", "value"))  # of artifacts
+_PLACES = (  # of artifacts and registered policies
+    ("experiments", "artifact_location"), ("runs", "artifact_uri"), ("trace_tags", "value"),
+    ("model_versions", "source"), ("model_versions", "storage_location"),
+)  # fmt: skip
 _KEY = re.compile(r"[\w.:/ -]+", re.ASCII)  # names of parameters
 _LARGEST = sys.float_info.max  # how MLflow stores infinity
 log = logging.getLogger(__name__)
@@ -127,7 +130,7 @@ def existing_store(runs: Path) -> MlflowClient | None:
 
 
 def own_store(runs: Path, scratch: Path) -> str:
-    """The address of a store whose artifact paths are in this runs folder: its own store, or a corrected copy in
+    """The address of a store whose paths are in this runs folder: its own store, or a corrected copy in
     `scratch`.
 
     The store of a copied or moved runs folder still has the old paths. It is not changed: the folder may be the same
@@ -135,10 +138,10 @@ def own_store(runs: Path, scratch: Path) -> str:
     """
     if remote_uri() is not None:
         return tracking_uri(runs)
-    store, here = runs.resolve() / "mlflow.db", (runs.resolve() / "mlartifacts").as_uri()
+    store, here = runs.resolve() / "mlflow.db", runs.resolve().as_uri()
     with closing(sqlite3.connect(f"file:{quote(str(store))}?mode=ro", uri=True)) as database:
         places = [row[0] for row in database.execute("SELECT artifact_location FROM experiments")]
-        moved = {place.rpartition("/")[0] for place in places if _elsewhere(place, runs)}
+        moved = {place.rsplit("/", 2)[0] for place in places if _elsewhere(place, runs)}
         if not moved:
             return tracking_uri(runs)
         with closing(sqlite3.connect(scratch / "mlflow.db")) as copy, copy:

@@ -5,6 +5,8 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
+from cohort.harness.spec.errors import SpecError
+
 Finished = Literal["nothing", "weights"]
 CHECKPOINTS = "checkpoints"  # of a run's folder
 log = logging.getLogger(__name__)
@@ -31,3 +33,19 @@ def drop_checkpoints(directory: Path, keep: Finished) -> None:
                     file.unlink()
     except OSError as error:  # the result is valid without it
         log.warning("checkpoints that are no longer needed stay in '%s': %s", folder, error)
+
+
+def model_folder(model: str) -> str:
+    """The policy's folder, if `model` is a checkpoint or the folder of a run; else `model`.
+
+    SpecError for a run that has kept no weights.
+    """
+    for folder in (Path(model), *sorted((Path(model) / CHECKPOINTS).glob("step-*"), reverse=True)):
+        if (folder / "policy" / "config.json").is_file():
+            return str(folder / "policy")
+    if (Path(model) / "run.json").is_file():
+        raise SpecError(
+            f"a run must have kept weights to be a model, '{model}' has none; a trial of a study keeps them with "
+            "checkpoints.finished=weights"
+        )
+    return model

@@ -1,0 +1,46 @@
+"""The final policy of a run as a version of a model in MLflow's registry.
+
+The version names the run's own files: a policy may have gigabytes. Only a server, which can't read them, gets a copy.
+"""
+
+from pathlib import Path
+
+from cohort.harness.tracking.mlflow_address import is_server, patient, remote_uri, store_name
+from cohort.harness.tracking.mlflow_copy import Identity
+from cohort.harness.tracking.mlflow_store import active_run, existing_store
+from cohort.harness.tracking.run_log import read_result
+from cohort.harness.types import FINAL
+
+_TAGS = ("cohort.study", "cohort.arm", "cohort.seed", "cohort.state")
+_METRICS = ("validation/accuracy", "summary/test_accuracy")
+
+
+@patient
+def register_policy(runs: Path, directory: Path, policy: Path, name: str) -> int:
+    """The version of the registered model `name` that is the `policy` of the run in `directory`.
+
+    A run that is registered already keeps its version. ValueError for a run that has not ended, or that the store does
+    not have.
+    """
+    identity, ended = Identity.load(directory), read_result(directory)
+    if identity is None or ended is None or ended["state"] not in FINAL:
+        raise ValueError(
+            "only a run that has ended can be registered: RUN must be its folder, as RUNS/train/NAME or "
+            f"RUNS/studies/NAME/trials/TRIAL, got '{directory}'"
+        )
+    client = existing_store(runs)
+    run = active_run(client, identity.run_id) if client else None
+    if client is None or run is None:
+        raise ValueError(f"{store_name(runs)} must have the run of '{directory}'; name its runs folder with --runs")
+    if not client.search_registered_models(f"name = '{name}'"):
+        client.create_registered_model(name)
+    run_id = run.info.run_id
+    for known in client.search_model_versions(f"name = '{name}' and run_id = '{run_id}'"):
+        return int(known.version)
+    source = policy.resolve().as_uri()
+    if is_server(remote_uri()):
+        client.log_artifacts(run_id, str(policy), "policy")
+        source = f"{run.info.artifact_uri}/policy"
+    tags = {key: run.data.tags[key] for key in _TAGS if key in run.data.tags}
+    tags |= {key: f"{run.data.metrics[key]:.4g}" for key in _METRICS if key in run.data.metrics}
+    return int(client.create_model_version(name, source, run_id, tags).version)
