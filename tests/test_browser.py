@@ -96,8 +96,9 @@ def write_study(runs: Path) -> tuple[str, str]:
 
 def test_the_runs_table_of_a_study_shows_its_arms_and_its_metric(site: Site):
     page = study_url(site.runs, "sizes", "").removeprefix("/#")
-    text = site.text_with(page, "group_size=2 | seed 0", "group_size=4 | seed 0", "Group: group_size=2")
+    text = site.text_with(page, "group_size=2 | seed 0", "group_size=4 | seed 0", "Group: group_size=2", "Group: study")
     assert "sizes" in text  # the experiment has the study's name
+    assert "Additional runs" not in text
     assert "shared view" not in text
     chart = site.text_with(f"{page}&compareRunsMode=CHART", "Add chart", "group_size=4 (validation/accuracy)")
     before = re.split(r"validation\s+\(1\)", chart)[0]  # the section of the study's metric is the first
@@ -110,6 +111,8 @@ def test_the_bare_address_opens_the_newest_study(site: Site):
     site.chromium.get(site.address)
     browser.wait_for(site.text_if("group_size=4 | seed 0"), "the runs of the newest study", 90)
     assert "Latency" not in browser.text(site.chromium)
+    shown = "return [...document.querySelectorAll('button[data-assistant-ui]')].filter(one => one.offsetParent).length"
+    assert site.chromium.execute_script(shown) == 0
 
 
 @pytest.mark.attack("Hostile text on a page or in a file")

@@ -16,7 +16,12 @@ from mlflow.server.fastapi_app import app  # noqa: F401  # it serves `pages`
 
 from cohort.harness.tracking.mlflow_view import read_view
 
-_SCRIPT = """<script>
+# The list of runs is wide enough for their names (a browser keeps no width of it), and no button opens the assistant.
+_HEAD = """<style>
+  .react-resizable[style*="0 0 295px"] { min-width: 380px; }
+  button[data-assistant-ui] { display: none; }
+</style>
+<script>
 (() => {
   const views = VIEWS;
   const open = (location.hash.match(/^#\\/experiments\\/(\\d+)/) || [])[1];
@@ -25,7 +30,9 @@ _SCRIPT = """<script>
     for (const one of [...views, ...views.filter(({id}) => id === open)]) Object.assign(colors, one.colors);
     localStorage.setItem("experimentRunColors", JSON.stringify(colors));
     localStorage.setItem("mlflow.workflowType_v1", '"machine_learning"');
-    localStorage.setItem("mlflow.assistant.fab.autoOpenedOnFirstLoad_v1", "true");  // else it covers a quarter
+    for (const shown of ["mlflow.assistant.fab.autoOpenedOnFirstLoad", "mlflow.detectIssues.guidanceShown",
+                         "_mlflow_model_registry_promo_modal_dismissed"])  // advertisements that cover the pages
+      localStorage.setItem(`${shown}_v1`, "true");
     for (const {id, view} of views) {
       const text = JSON.stringify(view), known = `cohort-view-${id}`;
       if (localStorage.getItem(known) === text) continue;
@@ -41,7 +48,7 @@ _SCRIPT = """<script>
 
 def page(index: str, views: list[dict[str, Any]]) -> str:
     """MLflow's start page with the views as data, escaped so that no text in them can run as code."""
-    return index.replace("<head>", "<head>" + _SCRIPT.replace("VIEWS", json.dumps(views).replace("<", "\\u003c")), 1)
+    return index.replace("<head>", "<head>" + _HEAD.replace("VIEWS", json.dumps(views).replace("<", "\\u003c")), 1)
 
 
 def _views() -> list[dict[str, Any]]:

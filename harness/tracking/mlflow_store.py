@@ -130,8 +130,7 @@ def existing_store(runs: Path) -> MlflowClient | None:
 
 
 def own_store(runs: Path, scratch: Path) -> str:
-    """The address of a store whose paths are in this runs folder: its own store, or a corrected copy in
-    `scratch`.
+    """The address of a store whose paths are in this runs folder: its own, or a corrected copy in `scratch`.
 
     The store of a copied or moved runs folder still has the old paths. It is not changed: the folder may be the same
     one mounted under another name, with a study running in it.

@@ -37,7 +37,7 @@ from cohort.harness.tracking.mlflow_store import (
     source_tags,
 )
 from cohort.harness.tracking.mlflow_traces import storable
-from cohort.harness.tracking.mlflow_view import GROUP, RUN_COLOR, color_tag, view_tags
+from cohort.harness.tracking.mlflow_view import GROUP, RUN_COLOR, STUDY_GROUP, color_tag, view_tags
 from cohort.harness.tracking.provenance import versions
 from cohort.harness.tracking.trial_folder import sample_row
 from cohort.harness.types import (
@@ -108,6 +108,7 @@ def open_study(runs: Path, study: StudySpec, command: str, inputs: Inputs = NO_I
         run_id,
         {
             "cohort.state": "running",
+            GROUP: STUDY_GROUP,
             "cohort.command": command,
             "cohort.seeds": json.dumps(document["spec"]["seeds"]),
             NOTE: study.question,

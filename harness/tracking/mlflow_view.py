@@ -8,12 +8,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cohort.harness.types import GREY
+
 VIEW = "mlflow.sharedViewState.cohort"  # an experiment tag
 COLORS = "cohort.colors"  # an experiment tag: group -> colour
 RUN_COLOR = "mlflow.runColor"
 VIEW_NAME = "Arms"
 MAX_TAG = 20_000  # characters of an experiment's tag
 GROUP = "cohort.group"  # a tag of a trial's run: its arm, in few words
+STUDY_GROUP = "study"  # that of the parent run, which MLflow else shows as "Additional runs"
+NAME_COLUMN = "attributes.`Run Name`"
 
 
 def view_tags(metric: str, factors: Sequence[str], colors: Mapping[str, str]) -> dict[str, str]:
@@ -24,7 +28,7 @@ def view_tags(metric: str, factors: Sequence[str], colors: Mapping[str, str]) ->
 
 def color_tag(colors: Mapping[str, str]) -> tuple[str, str]:
     """The experiment's tag with the colours; arms whose colours do not fit get MLflow's own colours."""
-    found = dict(colors)
+    found = {STUDY_GROUP: GREY, **colors}
     while len(text := json.dumps(found)) > MAX_TAG:
         found = dict(list(found.items())[: len(found) // 2])
     return COLORS, text
@@ -44,10 +48,13 @@ def read_view(tags: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]] 
 
 def _view(metric: str, factors: Sequence[str]) -> dict[str, Any]:
     """The view: runs grouped by arm, best first, with the metric's curves as the first chart."""
-    columns = ["tags.`cohort.state`", *(f"params.`{path}`" for path in factors), "params.`seed`"]
+    columns = ["tags.`cohort.state`", "tags.`cohort.seed`"]  # MLflow shows the mean of a group's parameters
+    columns += [f"params.`{path}`" for path in factors]
     columns += [f"metrics.`{key}`" for key in dict.fromkeys([metric, "summary/test_accuracy"])]
+    order = [NAME_COLUMN, *columns]
+    widths = {NAME_COLUMN: 280} | {column: max(80, 24 + 7 * len(column.split("`")[1])) for column in columns}  # pixels
     area = metric.rpartition("/")[0]
-    section = {"uuid": "cohort", "name": area or "Model metrics", "display": True, "isReordered": True}
+    section = {"uuid": "cohort", "name": area or "Model metrics", "display": True, "isReordered": True, "columns": 2}
     chart = {
         "uuid": "cohort-metric", "type": "LINE", "metricSectionId": "cohort", "metricKey": metric,
         "displayName": metric, "deleted": False, "isGenerated": True, "runsCountToCompare": 10, "lineSmoothness": 0,
@@ -59,7 +66,7 @@ def _view(metric: str, factors: Sequence[str]) -> dict[str, Any]:
     return {
         "searchFilter": "", "orderByKey": f"metrics.`{metric}`", "orderByAsc": False, "startTime": "ALL",
         "lifecycleFilter": "Active", "datasetsFilter": [], "modelVersionFilter": "All Runs",
-        "selectedColumns": columns, "columnOrder": [], "columnWidths": {}, "runsExpanded": {}, "runsPinned": [],
+        "selectedColumns": columns, "columnOrder": order, "columnWidths": widths, "runsExpanded": {}, "runsPinned": [],
         "runsHidden": [], "runsVisibilityMap": {}, "runsHiddenMode": "FIRST_20_RUNS", "viewMaximized": False,
         "runListHidden": False, "isAccordionReordered": True, "useGroupedValuesInCharts": True,
         "hideEmptyCharts": True, "groupBy": group, "groupsExpanded": {}, "autoRefreshEnabled": True,
