@@ -505,16 +505,21 @@ def test_a_kept_policy_is_registered_once_with_its_arm_and_its_accuracy(runs: Pa
     assert (found.source, found.run_id, found.tags) == (policy.as_uri(), log.run_id, tags | {COLUMN: "0.5"})
 
 
-def test_a_run_that_goes_on_or_is_of_another_runs_folder_is_not_registered(runs: Path, tmp_path: Path):
+def test_a_run_that_goes_on_or_is_of_another_runs_folder_is_not_registered(
+    runs: Path, tmp_path: Path, empty_store: Path
+):
     with open_log(runs) as log:
         log.metrics(1, {COLUMN: 0.5})
     for directory in (log.directory, tmp_path):  # a stopped run, and none
         with pytest.raises(ValueError, match="only a run that has ended"):
             register_policy(runs, directory, directory, "a")
     ended = log_trial(runs, open_study(runs, a_study(), "command"), "group_size=2", 0, "complete").directory
-    with pytest.raises(ValueError, match=r"must have the run of .*; name its runs folder with --runs"):
-        register_policy(tmp_path / "other", ended, ended, "a")
-    assert not (tmp_path / "other").exists()
+    (tmp_path / "other").mkdir()
+    shutil.copy(empty_store, tmp_path / "other" / "mlflow.db")
+    for place in (tmp_path / "other", tmp_path / "none"):
+        with pytest.raises(ValueError, match=r"must have the run of .*; name its runs folder with --runs"):
+            register_policy(place, ended, ended, "a")
+    assert not (tmp_path / "none").exists()
 
 
 def test_the_report_and_its_answer_are_attached_to_the_study(runs: Path):
