@@ -34,8 +34,8 @@ def traced_only(monkeypatch):
     logging.getLogger("torch.__trace").handlers.clear()  # it tells the root's, which pytest has, all that is traced
 
 
-def spec_of(algorithm="grpo", **changes):
-    raw = {"task": "arithmetic", "algorithm": {"name": algorithm, "group_size": 2}, "rollouts_per_step": 8,
+def spec_of(name="grpo", **changes):
+    raw = {"task": "arithmetic", "algorithm": {"name": name, "group_size": 2}, "rollouts_per_step": 8,
            "optimizer": {"tokens_per_microbatch": 40}, "device": "cpu"}  # fmt: skip
     return parse_run({**raw, **changes}, "test")
 
