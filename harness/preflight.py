@@ -86,12 +86,15 @@ def run_inputs(specs: Sequence[RunSpec], cache: Path, splits: Sequence[Split] | 
 
 
 def _check_models(specs: Sequence[RunSpec]) -> None:
+    from cohort.harness.policy.compiled import check_compiler
     from cohort.harness.policy.device import resolve_device
     from cohort.harness.policy.model import check_model  # here: it loads torch, which workers of fakes do without
     from cohort.harness.policy.text import check_prompts
 
-    for device in dict.fromkeys(spec.device for spec in specs):
-        resolve_device(device)
+    for device, compiles in dict.fromkeys((spec.device, spec.torch_compile) for spec in specs):
+        place = resolve_device(device)
+        if compiles:
+            check_compiler(place)
     for model in dict.fromkeys(spec.model for spec in specs):
         check_model(model)
     for model, prompt in {(s.model, s.prompt.model_dump_json()): (s.model, s.prompt) for s in specs}.values():

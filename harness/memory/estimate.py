@@ -53,7 +53,8 @@ def estimate(
     fit = microbatch_tokens(spec.optimizer, device) // (prompt_tokens + spec.max_tokens)
     rows = spec.rollouts_per_step // spec.optimizer.num_minibatches // spec.devices
     alone = spec.devices == 1
-    is_shared = alone and spec.algorithm.group_size > 1 and not spec.gradient_checkpointing and prompt_tokens > 1
+    reads_whole = spec.gradient_checkpointing or spec.torch_compile
+    is_shared = alone and spec.algorithm.group_size > 1 and not reads_whole and prompt_tokens > 1
     prompts = min(rows, spec.prompts_per_step) if is_shared else 0
     shape = Shape.of(spec, config, min(rows, max(1, fit)), prompt_tokens, prompts)
     counts = count(shape)

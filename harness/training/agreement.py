@@ -68,16 +68,16 @@ def check_agreement(run: Run, prompts: Sequence[Prompt], step: int) -> dict[str,
     sampling = spec.sampling.model_copy(update={"max_tokens": min(MAX_TOKENS, spec.max_tokens)})
     chosen = prompts[:: max(1, len(prompts) // NUM_PROMPTS)][:NUM_PROMPTS]
     device = resolve_device(spec.device)
-    with mixed_precision(device, spec.autocast):
+    with mixed_precision(device, spec.autocast), torch.compiler.set_stance("force_eager"):
         key = {"seed": spec.seed, "step": NOISE + step}
         groups = ranks.shared(chosen, partial(engine.generate, group_size=NUM_SAMPLES, sampling=sampling, **key))
         batch = collate(groups, [[0.0] * NUM_SAMPLES for _ in groups]).to(device)
         own_BT = own_logprobs(policy, batch, sampling.temperature)
     policy.train(spec.gradient_checkpointing)  # as in an update
-    learner.shares_prompts = False
+    shares, learner.shares_prompts = learner.shares_prompts, False
     read_BT = learner.logprobs(policy, batch)
     policy.train(False)
-    learner.shares_prompts = True
+    learner.shares_prompts = shares
     shared_BT = learner.logprobs(policy, batch)
 
     name, other = spec.engine.name, "vllm" if spec.engine.name == "transformers" else "transformers"
@@ -87,8 +87,8 @@ def check_agreement(run: Run, prompts: Sequence[Prompt], step: int) -> dict[str,
     learner_off = (read_BT - own_BT).abs()
     _check("the learner", learner_off, batch, bound, "use another model")
     shared = float((shared_BT - own_BT).abs().max())
-    learner.shares_prompts = shared <= bound
-    if not learner.shares_prompts:
+    learner.shares_prompts &= shared <= bound
+    if shares and not learner.shares_prompts:
         log.warning("completions do not share their prompt, which is slower: shared ones are %.3g nats off", shared)
     used = [float(engine_off.max()), float(learner_off.max()), *([shared] if learner.shares_prompts else [])]
     return {"mismatch/at_start": max(used)}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from cohort.harness.interfaces import Distribution
+from cohort.harness.policy.compiled import compile_layers
 from cohort.harness.policy.device import mixed_precision, resolve_device
 from cohort.harness.policy.forward import (
     Critic,
@@ -54,10 +55,14 @@ class Learner:
         self.adapted = has_adapter(policy)
         if self.adapted and spec.autocast:
             hold_frozen_products(policy, torch.bfloat16)
-        self.shares_prompts = True  # until `training.agreement` finds that this changes the model's log-probs
+        self.shares_prompts = not spec.torch_compile  # nor if `training.agreement` finds that it changes log-probs
         needs_copy = spec.algorithm.needs_reference and not self.adapted
         self.reference = deepcopy(policy).requires_grad_(False) if needs_copy else None
         self.critic = Critic(policy, shared=spec.algorithm.shares_trunk) if spec.algorithm.needs_critic else None
+        if spec.torch_compile:
+            for trunk in (*self._trunks(), self.reference):
+                if trunk is not None:
+                    compile_layers(trunk)
         if ranks.world_size() > 1:
             self._shard()
         self.older: deque[dict[str, Tensor]] = deque(maxlen=spec.staleness)  # trained weights of the last steps
