@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cohort.harness.cli.commands import app, command
+from cohort.harness.cli.commands import app, command, uncollected
 from cohort.harness.cli.options import RUNS, Runs, TrackingUri, use_store
 from cohort.harness.cli.study import REPORTING, write_report
 from cohort.harness.console import terminal
@@ -27,7 +27,7 @@ def report(
     from cohort.harness.console.progress import phase_bar
 
     use_store(tracking_uri)
-    with phase_bar(f"report of {' and '.join(studies)}", REPORTING):
+    with uncollected(), phase_bar(f"report of {' and '.join(studies)}", REPORTING):
         files = write_report(studies[0], runs)[1] if len(studies) == 1 else _write_joined_report(studies, runs)
     terminal.say(files.answer)
     terminal.say(f"Report: {files.html}")

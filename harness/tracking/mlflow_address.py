@@ -49,11 +49,9 @@ def tracking_uri(runs: Path) -> str:
 
 def check_spelling(runs: Path) -> None:
     """ValueError if MLflow would write elsewhere: it turns paths into URLs, and some paths do not survive that."""
-    from sqlalchemy import make_url
-
     store = runs.resolve() / "mlflow.db"
-    as_url = make_url(f"sqlite:///{store}").database
-    if as_url != str(store) or unquote(urlsplit(store.as_uri()).path) != str(store):
+    as_database = unquote(str(store).partition("?")[0])  # as SQLAlchemy reads its URL
+    if as_database != str(store) or unquote(urlsplit(store.as_uri()).path) != str(store):
         raise ValueError(
             "the path of the runs folder must not have '?', '%' before two hexadecimal digits or bytes that are not "
             f"UTF-8, for MLflow reads it as a URL, got '{ascii(str(runs))[1:-1]}'; choose another with --runs or "
