@@ -25,8 +25,10 @@ def report(
     A report of several studies goes to RUNS/reports, with arms named `study: arm`.
     """
     from cohort.harness.console.progress import phase_bar
+    from cohort.harness.tracking.mlflow_address import check_remote
 
     use_store(tracking_uri)
+    check_remote()
     with uncollected(), phase_bar(f"report of {' and '.join(studies)}", REPORTING):
         files = write_report(studies[0], runs)[1] if len(studies) == 1 else _write_joined_report(studies, runs)
     terminal.say(files.answer)
