@@ -8,7 +8,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,14 +89,25 @@ def write_manifest(
 
 def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, Any] | None:
     """What `write_manifest` wrote; None if the folder does not hold exactly the files that it names, as they were."""
-    try:
+    with suppress(ValueError):
+        return whole_manifest(folder, name)
+    return None
+
+
+def whole_manifest(folder: Path, name: str = MANIFEST) -> dict[str, Any]:
+    """The same; ValueError that names the first file which is not as it was."""
+    file, digests = name, {}
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         manifest = json.loads((folder / name).read_text(encoding="utf-8"))
-        names = sorted({*manifest["files"], name})
-        whole = manifest["format"] == FORMAT and names == _names(folder)
-        whole = whole and all(sha256(folder / file) == digest for file, digest in manifest["files"].items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return manifest if whole else None
+        digests, here = {**manifest["files"]}, {*_names(folder)} - {name}
+        if manifest["format"] == FORMAT:
+            for file in sorted({*digests, *here}):
+                if file not in here or sha256(folder / file) != digests.get(file):
+                    break
+            else:
+                return manifest
+    words = "is torn, altered or missing" if file in (name, *digests) else "was added"
+    raise ValueError(f"'{folder / file}' {words}")
 
 
 def _names(folder: Path) -> list[str]:

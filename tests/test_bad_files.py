@@ -17,7 +17,7 @@ from fake_trials import a_study
 from typer.testing import CliRunner
 
 from cohort.harness.cli.app import app
-from cohort.harness.cli.study import write_report
+from cohort.harness.cli.study import read_record, write_report
 from cohort.harness.disk import EXIT_STATUS, DiskFull
 from cohort.harness.files import write_json
 from cohort.harness.spec.errors import SpecError
@@ -149,6 +149,49 @@ def test_half_a_line_and_the_zeros_of_a_power_cut_are_no_events(tmp_path: Path):
     for end in (b"", b'{"type"', b"\0" * 900, b'{"type"' + b"\0" * 50 + b"\n" + START, b"\0\n"):
         file.write_bytes(START + START + end)
         assert len(read_events(file)) == 2
+
+
+@pytest.mark.parametrize("end", [b'{"type":"metrics","st', b"\xff\xfe garbage", b"\0" * 40])
+@pytest.mark.attack("A damaged file in a trial's folder")
+def test_a_run_that_goes_on_after_half_a_line_says_so_and_keeps_the_whole_ones(
+    runs: Path, end: bytes, caplog: pytest.LogCaptureFixture
+):
+    (key, *_) = (plan := Plan(a_grid(), runs)).keys
+    folder = plan.directory(key)
+    folder.mkdir(parents=True)
+    line = b'{"type":"metrics","step":1,"values":{"a":0.5},"time":1}\n'
+    (folder / "events.jsonl").write_bytes(START + line + end)
+    with RunLog.open(runs, folder, plan.spec(key), experiment="sizes", run_name="run") as log:
+        log.resume(1)
+        assert log.latest == {"a": 0.5}
+    torn = (
+        f"{folder / 'events.jsonl'} ends in half a line, as a kill or power cut leaves it: that line is left out, and "
+    )
+    assert [r.message for r in caplog.records] == [f"{torn}the 2 whole ones before it count"]
+    assert (folder / "events.jsonl").read_bytes().startswith(START + line + b'{"type":"start"')
+
+
+@pytest.mark.attack("A damaged file in a trial's folder")
+def test_a_report_says_for_which_trial_it_takes_the_store_and_names_the_bad_line(
+    runs: Path, caplog: pytest.LogCaptureFixture
+):
+    study = a_study(factors={"algorithm.group_size": [2]}, seeds=[0])
+    parent = open_study(runs, study, "")
+    (key,) = (plan := Plan(study, runs)).keys
+    settings: dict[str, Any] = {"run_name": plan.title(key), "parent_run_id": parent, "tags": plan.tags(key)}
+    log = RunLog.open(runs, plan.directory(key), plan.spec(key), experiment="sizes", **settings)
+    log.metrics(0, {"validation/accuracy": 0.5})
+    log.finish("complete", None, {"accuracy_final": 0.5})
+    (whole,) = read_record("sizes", runs).trials
+    assert not caplog.records
+    file = plan.directory(key) / "events.jsonl"
+    first, *rest = file.read_bytes().split(b"\n")
+    file.write_bytes(b"\n".join([first, b"garbage", *rest]))
+    (trial,) = read_record("sizes", runs).trials
+    assert (trial.history, trial.summary) == (whole.history, whole.summary)
+    (said,) = [record.message for record in caplog.records]
+    assert said.startswith(f"the numbers of trial '{file.parent.name}' are those that MLflow has: {file} has no event")
+    assert "in line 2 (" in said and len(said.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

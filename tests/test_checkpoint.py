@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cohort.harness.policy.sources import model_sources
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
 from cohort.harness.training.checkpoint import latest_checkpoint, save_checkpoint
 
@@ -58,6 +59,36 @@ def test_a_torn_checkpoint_is_passed_over_for_the_one_before(tmp_path, file):
     checkpoint = latest_checkpoint(tmp_path, "abc")
     assert checkpoint is not None
     assert checkpoint.step == 1
+
+
+@pytest.mark.parametrize("steps", [(1, 2), (2,)])
+@pytest.mark.attack("A torn or altered checkpoint")
+def test_a_garbled_checkpoint_is_named_and_the_run_says_from_where_it_goes_on(tmp_path, steps, caplog):
+    for step in steps:
+        save(tmp_path, step)
+    weights = tmp_path / "step-00000002" / "policy" / "model.safetensors"
+    garbled = bytearray(weights.read_bytes())
+    garbled[-1] ^= 255
+    weights.write_bytes(garbled)
+    checkpoint = latest_checkpoint(tmp_path, "abc")
+    assert (checkpoint and checkpoint.step) == (1 if 1 in steps else None)
+    instead = "goes on from step 1" if 1 in steps else "starts anew"
+    assert [record.message for record in caplog.records] == [
+        f"a checkpoint must be as it was saved, but '{weights}' is torn, altered or missing; the run {instead}"
+    ]
+    with pytest.raises(
+        ValueError, match=rf"is torn or altered: .*'{weights}' is torn, altered or missing\); make it or"
+    ):
+        model_sources(str(weights.parent))  # as an evaluation reads it
+
+
+@pytest.mark.attack("A torn or altered checkpoint")
+def test_a_checkpoint_whose_events_are_lost_is_named(tmp_path, caplog):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    checkpoint = latest_checkpoint(tmp_path, "abc", usable=lambda found: found.step < 2)
+    assert checkpoint and checkpoint.step == 1
+    assert f"events.jsonl lacks events of '{tmp_path / 'step-00000002'}'; the run goes on from step 1" in caplog.text
 
 
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import shutil
@@ -29,6 +30,7 @@ from test_plugins import install
 
 from cohort import evaluate, load_study, open_result, run
 from cohort.harness.cli import app, doctor
+from cohort.harness.cli.commands import uncollected
 from cohort.harness.cli.compare import comparison
 from cohort.harness.cli.study import ran_elsewhere
 from cohort.harness.cli.views.answers import show_samples
@@ -813,6 +815,28 @@ def test_on_a_terminal_a_study_shows_a_bar_for_itself_and_each_running_trial():
     assert "accuracy 25.0 %" in text
     assert "1,234 tokens/s" in text
     assert "other" not in text
+
+
+def test_a_command_ends_without_taking_its_libraries_apart_after_all_else_is_done():
+    code = (
+        "from cohort.harness.cli.app import main; import atexit, threading, time\n"
+        "class Library:\n"
+        "    def __del__(self): print('taken apart')\n"
+        "library = Library()\n"
+        "atexit.register(print, 'closed')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.2), print('written'))).start()\n"
+        "main()"
+    )
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[1:] == ["written", "closed"]
+    assert subprocess.run([*command, "--nonsense"], capture_output=True, check=False).returncode == 2
+
+
+def test_cycles_are_collected_again_after_a_command_that_keeps_all():
+    with uncollected():
+        assert not gc.isenabled()
+    assert gc.isenabled()
 
 
 @pytest.mark.attack("Output that is no file or cannot hold the text")

@@ -22,15 +22,17 @@ import fake_trials
 import pytest
 from mlflow import MlflowClient
 from test_tracking import COLUMN, a_spec, a_study, in_file, in_store, log_trial, open_log
+from typer.testing import CliRunner
 
 from cohort.harness.addresses import shown
+from cohort.harness.cli.app import app
 from cohort.harness.files import read_json
-from cohort.harness.tracking import mlflow_address
+from cohort.harness.tracking import mlflow_address, mlflow_copy
 from cohort.harness.tracking.mlflow_models import register_policy
 from cohort.harness.tracking.mlflow_store import check_runs_folder
 from cohort.harness.tracking.mlflow_studies import close_study, list_studies, log_report, open_study, read_study
 from cohort.harness.tracking.mlflow_ui import UIServer, start_server
-from cohort.harness.tracking.run_log import RunLog
+from cohort.harness.tracking.run_log import RunLog, replay
 
 OUTAGE_SECONDS = float(os.environ.get("COHORT_OUTAGE_SECONDS", "3"))
 
@@ -264,6 +266,59 @@ def test_a_server_that_is_none_of_mlflows_is_refused_in_one_sentence_before_anyt
     assert "secret" not in str(e.value)
     assert len(str(e.value).splitlines()) == 1
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a server that takes calls and never answers; patience is short."""
+    monkeypatch.setattr(mlflow_address, "ANSWER_SECONDS", 0.4)
+    monkeypatch.setattr(mlflow_address, "SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(mlflow_copy, "SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(mlflow_address, "_chosen", None)  # which a command sets
+    with socket.create_server(("127.0.0.1", 0)) as place:
+        uri = f"http://127.0.0.1:{place.getsockname()[1]}"
+        monkeypatch.setenv(mlflow_address.TRACKING_URI, uri)
+        yield uri
+
+
+@pytest.mark.attack("Tracking server that takes calls and never answers")
+def test_a_command_says_that_it_waits_for_a_silent_server_and_refuses_it(
+    silent: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    shown = CliRunner().invoke(app, ["report", "sizes", "--runs", str(tmp_path / "runs")])
+    assert shown.exit_code == 2
+    refused = f"must name a store that answers, but {silent} does not (timed out); start it, or"
+    assert refused in shown.output
+    assert [r.message for r in caplog.records] == [f"waiting up to 0 s for the MLflow store at {silent} to answer"]
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.attack("Tracking server that takes calls and never answers")
+def test_a_run_goes_on_without_a_silent_server_says_so_once_and_loses_nothing(
+    silent: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    log = open_log(tmp_path)
+    log.drain_seconds = 1.0
+    log_batch(log, 0, 5)
+    wait_for(lambda: "does not answer" in caplog.text, 30)
+    slowest = 0.0
+    for step in range(6, 40):
+        start = time.perf_counter()
+        log_batch(log, step, step)
+        slowest = max(slowest, time.perf_counter() - start)
+    log.finish("complete", None, {})
+    log._copier.join()
+    store = f"the MLflow store at {silent}"
+    assert [r.message for r in caplog.records if "goes on" in r.message] == [
+        f"{store} does not answer (timed out); 'run' goes on, and what the store misses is copied when it returns"
+    ]
+    assert f"waiting up to 1 s for {store} to take all of" in caplog.text
+    assert "is copied when the same command runs again" in caplog.text
+    assert slowest < 1  # training never waited for the server
+    monkeypatch.delenv(mlflow_address.TRACKING_URI)
+    replay(tmp_path, log.directory, None)
+    assert in_store(tmp_path, str(read_json(log.directory / "run.json")["run_id"])) == in_file(log.directory)
+    assert len([key for key, *_ in in_file(log.directory) if not key.startswith("system/")]) == 2 * 40
 
 
 @pytest.mark.attack("Tracking address with a query")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cohort.harness.cli.commands import app, command
+from cohort.harness.cli.commands import app, command, uncollected
 from cohort.harness.cli.options import RUNS, Runs, TrackingUri, use_store
 from cohort.harness.cli.study import REPORTING, write_report
 from cohort.harness.console import terminal
@@ -25,9 +25,11 @@ def report(
     A report of several studies goes to RUNS/reports, with arms named `study: arm`.
     """
     from cohort.harness.console.progress import phase_bar
+    from cohort.harness.tracking.mlflow_address import check_remote
 
     use_store(tracking_uri)
-    with phase_bar(f"report of {' and '.join(studies)}", REPORTING):
+    check_remote()
+    with uncollected(), phase_bar(f"report of {' and '.join(studies)}", REPORTING):
         files = write_report(studies[0], runs)[1] if len(studies) == 1 else _write_joined_report(studies, runs)
     terminal.say(files.answer)
     terminal.say(f"Report: {files.html}")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cohort.harness.cli import options
-from cohort.harness.cli.commands import command, study_app
+from cohort.harness.cli.commands import command, study_app, uncollected
 from cohort.harness.cli.refresh import Refresher
 from cohort.harness.cli.views import studies
 from cohort.harness.console import terminal
@@ -528,6 +528,7 @@ def _slurm(study: StudySpec, given: Mapping[str, Any]) -> Slurm:
     )
 
 
+@uncollected()
 def show_dry_run(
     study: StudySpec, runs: Path, workers: int | None, storage: str | None, together: bool | None, as_json: bool
 ) -> None:

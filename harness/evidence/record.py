@@ -9,8 +9,8 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import logging
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ IN_FOLDER = (
     "threads",
 )  # if files are here
 _DRAWN_WITH = ("jinja2", "matplotlib", "scipy")
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +51,12 @@ def from_files(record: StudyRecord, folder: Path) -> StudyRecord:
 
 
 def by_its_files(folder: Path, trial: TrialRecord) -> TrialRecord:
-    """The trial completed from its files; unchanged if they are not in the study's folder or unreadable."""
-    with suppress(ValueError, KeyError, TypeError, AttributeError):
+    """The trial completed from its files; unchanged if they are not in the study's folder or unreadable (a warning)."""
+    try:
         return read_trial(trial_folder(folder, trial), trial)
-    return trial
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("the numbers of trial '%s' are those that MLflow has: %s", trial.trial, error)
+        return trial
 
 
 def write_evidence(folder: Path, record: StudyRecord) -> None:

@@ -17,7 +17,7 @@ from cohort.harness.evidence.findings import Place
 from cohort.harness.files import sha256
 from cohort.harness.interfaces import Task
 from cohort.harness.spec.errors import parsed
-from cohort.harness.tracking.events import EVENTS, RunHistory, is_as_written, read_events
+from cohort.harness.tracking.events import EVENTS, RunHistory, is_as_written, is_torn, read_events
 from cohort.harness.tracking.mlflow_copy import Identity
 from cohort.harness.tracking.mlflow_store import SYSTEM
 from cohort.harness.tracking.run_log import read_result
@@ -81,6 +81,8 @@ def _check_lines(file: Path, name: str, place: Place) -> None:
             found = re.match(rb'{"type":"(\w+)"(?:,"step":(\d+))?', line)
             of = "" if not found else f" ({b' of step '.join(filter(None, found.groups())).decode()})"
             place.differs(name, f"line {number}{of}", "the sum of another line", "its own sum")
+    if is_torn(file):
+        place.lacks(f"{EVENTS} ends in half a line, as a kill leaves it, which counts for nothing")
     if unsummed:
         place.lacks(f"{unsummed} lines of {EVENTS} have no sum (an earlier version ran it): a digit that changed in "
                     "them is found only where another number follows from it")  # fmt: skip

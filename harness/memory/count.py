@@ -129,8 +129,8 @@ def saved_bytes(shape: Shape) -> Saved:
 def count(shape: Shape) -> Counts:
     """The counts of a shape. Raises the model's own error if it cannot be built or run without numbers."""
     if shape.prompts:  # arms often differ only in this
-        alone, (policy, _) = count(replace(shape, prompts=0)), _models(shape)
-        return replace(alone, shared=_shared_pass(shape, policy) if can_share_prompts(policy) else 0)
+        trunk = replace(shape, needs_critic=False, shares_trunk=False, entropy_gradient=False)
+        return replace(count(replace(shape, prompts=0)), shared=_shared_pass(trunk))
     policy, critic = _models(shape)
     added = _added(policy, critic)
     head = policy.get_output_embeddings().weight
@@ -210,10 +210,17 @@ def _pass(shape: Shape, policy: nn.Module, critic: Critic | None) -> tuple[Kept,
     return trunk, with_logprobs - trunk.all, kept.all - with_logprobs
 
 
-def _shared_pass(shape: Shape, policy: nn.Module) -> int:
-    """The bytes that the trunk keeps of prompts that are read once, of two lengths, and of completions after them."""
+@lru_cache(maxsize=64)
+def _shared_pass(shape: Shape) -> int:
+    """The bytes that the trunk keeps of prompts that are read once, of two lengths, and of completions after them.
+
+    0 for a model that cannot share prompts.
+    """
     from transformers.cache_utils import DynamicCache
 
+    policy, _ = _models(shape)
+    if not can_share_prompts(policy):
+        return 0
     with FakeTensorMode():
         model: Any = deepcopy(policy, {id(x): _fake(x) for x in (*policy.parameters(), *policy.buffers())})
         read = shape.prompt_tokens - 1

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cohort.harness.files import MANIFEST, read_manifest
+from cohort.harness.files import MANIFEST, whole_manifest
 from cohort.harness.inputs import REVISION, digested, expected, verify
 from cohort.harness.types import Inputs, Sources
 
@@ -71,13 +71,13 @@ def _manifest(folder: Path) -> Mapping[str, Any]:
     """The manifest of a model folder, empty without one. ValueError if the folder does not match it."""
     if not (folder / MANIFEST).is_file():
         return {}
-    found = read_manifest(folder)
-    if found is None:
+    try:
+        return whole_manifest(folder)
+    except ValueError as error:
         raise ValueError(
-            f"model folder '{folder}' is torn or altered: it does not match its {MANIFEST}; make it or copy it "
-            f"again, or delete {MANIFEST} if you changed it on purpose"
-        )
-    return found
+            f"model folder '{folder}' is torn or altered: it does not match its {MANIFEST} ({error}); make it or copy "
+            f"it again, or delete {MANIFEST} if you changed it on purpose"
+        ) from None
 
 
 def pinned(name: str) -> str | None:

@@ -95,6 +95,12 @@ def read_events(file: Path) -> list[dict[str, Any]]:
     return events
 
 
+def is_torn(file: Path) -> bool:
+    """Whether something that is no whole line, or that a power cut lost, stands at the end of an event file."""
+    content = file.read_bytes() if file.exists() else b""
+    return b"\0" in content or not (content or b"\n").endswith(b"\n")
+
+
 def event_line(event: Mapping[str, Any]) -> str:
     return json.dumps(strict(event), separators=(",", ":")) + "\n"
 

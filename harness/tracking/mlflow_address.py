@@ -11,7 +11,8 @@ import socket
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +27,7 @@ TRACKING_URI = "COHORT_TRACKING_URI"
 PATIENCE_SECONDS = 300.0  # how long a command waits for a remote store to come back
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 20.0
 ANSWER_SECONDS = 10.0
+SILENT_SECONDS = 2.0  # after which a command says what it waits for
 _DRIVERS = {"postgresql": "psycopg2", "postgresql+psycopg2": "psycopg2", "postgresql+psycopg": "psycopg"}
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -49,11 +51,9 @@ def tracking_uri(runs: Path) -> str:
 
 def check_spelling(runs: Path) -> None:
     """ValueError if MLflow would write elsewhere: it turns paths into URLs, and some paths do not survive that."""
-    from sqlalchemy import make_url
-
     store = runs.resolve() / "mlflow.db"
-    as_url = make_url(f"sqlite:///{store}").database
-    if as_url != str(store) or unquote(urlsplit(store.as_uri()).path) != str(store):
+    as_database = unquote(str(store).partition("?")[0])  # as SQLAlchemy reads its URL
+    if as_database != str(store) or unquote(urlsplit(store.as_uri()).path) != str(store):
         raise ValueError(
             "the path of the runs folder must not have '?', '%' before two hexadecimal digits or bytes that are not "
             f"UTF-8, for MLflow reads it as a URL, got '{ascii(str(runs))[1:-1]}'; choose another with --runs or "
@@ -108,12 +108,21 @@ def check_remote() -> None:
             f"the tracking URI of a server must end with its host, port and path, got {shown(uri)}; leave out what "
             "follows its '?' or '#'"
         )
-    reason = (health(uri, ANSWER_SECONDS) or _refusal(uri, ANSWER_SECONDS)) if is_server(uri) else _listens(uri)
+    reason = (_awaited_health(uri) or _refusal(uri, ANSWER_SECONDS)) if is_server(uri) else _listens(uri)
     if reason is not None:
         raise ValueError(
             f"the tracking URI must name a store that answers, but {shown(uri)} does not ({reason}); start it, or "
             "leave out --tracking-uri to keep results in the runs folder"
         )
+
+
+def check_answers(*, aloud: bool = True) -> None:
+    """ConnectionError if there is an MLflow server and it does not answer now, a minute before MLflow would say so."""
+    uri = remote_uri()
+    if uri is not None and is_server(uri):
+        reason = _awaited_health(uri) if aloud else health(uri, ANSWER_SECONDS)
+        if reason is not None:
+            raise ConnectionError(reason)
 
 
 def is_outage(error: BaseException) -> bool:
@@ -155,6 +164,25 @@ def _give_up(call: RetryCallState) -> NoReturn:
 def health(uri: str, seconds: float) -> str | None:
     """Why the server at `uri` cannot be used now; None if it answers within `seconds`."""
     return _within(seconds, lambda: _health(uri, seconds))
+
+
+def _awaited_health(uri: str) -> str | None:
+    """The same for a person who waits for the answer."""
+    words = f"waiting up to {ANSWER_SECONDS:.0f} s for the MLflow store at {shown(uri)} to answer"
+    with said_after(SILENT_SECONDS, words):
+        return health(uri, ANSWER_SECONDS)
+
+
+@contextmanager
+def said_after(seconds: float, words: str) -> Iterator[None]:
+    """Say them unless what follows ends within so many seconds."""
+    timer = threading.Timer(seconds, log.warning, [words])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _health(uri: str, seconds: float) -> str | None:

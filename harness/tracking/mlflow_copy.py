@@ -11,6 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,15 @@ import yaml
 from cohort.harness.files import file_lock, read_json, strict, write_json
 from cohort.harness.inputs import digest, short
 from cohort.harness.tracking.events import EVENTS, RunHistory
-from cohort.harness.tracking.mlflow_address import is_outage, remote_uri, tracking_uri
+from cohort.harness.tracking.mlflow_address import (
+    SILENT_SECONDS,
+    check_answers,
+    is_outage,
+    remote_uri,
+    said_after,
+    store_name,
+    tracking_uri,
+)
 from cohort.harness.tracking.mlflow_store import (
     STATUS,
     SUMMARY,
@@ -156,13 +165,16 @@ class Copier:
         if drain_seconds is None:
             _paused[self.directory] = self
             return
-        self._thread.join(drain_seconds)
+        name, store = self.identity.run_name, store_name(self.runs)
+        words = f"waiting up to {drain_seconds:.0f} s for {store} to take all of '{name}'"
+        with said_after(SILENT_SECONDS, words) if remote_uri() else nullcontext():
+            self._thread.join(drain_seconds)
         if self._thread.is_alive():
             self._give_up.set()
             log.warning(
                 "MLflow has not received all of '%s' (%d values left; %s); everything is in %s and is copied when "
                 "the same command runs again",
-                self.identity.run_name, len(self._pending), self._error, self.directory / EVENTS,
+                name, len(self._pending), self._error, self.directory / EVENTS,
             )  # fmt: skip
 
     def join(self) -> None:
@@ -182,8 +194,14 @@ class Copier:
             if time.monotonic() - sampled >= SYSTEM_SECONDS:
                 self._system, sampled = sampler.sample(), time.monotonic()
             try:
+                check_answers(aloud=False)
                 self.flush()
             except Exception as error:  # kept, retried, and reported by stop(): training goes on without the store
+                if self._error is None and remote_uri() is not None and is_outage(error):
+                    log.warning(
+                        "%s does not answer (%s); '%s' goes on, and what the store misses is copied when it returns",
+                        store_name(self.runs), error, self.identity.run_name,
+                    )  # fmt: skip
                 self._error, self._client = error, None  # the stored values are read again: an answer may be lost
                 (self._give_up if last else self._stop).wait(retry)  # a new step does not shorten the wait
                 wait, retry = 0.0, min(2 * retry, LONGEST_RETRY_SECONDS)

@@ -27,7 +27,14 @@ import yaml
 
 from cohort.harness.files import file_lock, read_json, strict, write_text
 from cohort.harness.inputs import short
-from cohort.harness.tracking.mlflow_address import check_remote, check_spelling, is_server, remote_uri, tracking_uri
+from cohort.harness.tracking.mlflow_address import (
+    check_answers,
+    check_remote,
+    check_spelling,
+    is_server,
+    remote_uri,
+    tracking_uri,
+)
 from cohort.harness.tracking.mlflow_traces import storable, traces_per_split
 from cohort.harness.tracking.provenance import uncommitted_diff, versions
 from cohort.harness.types import Inputs, TrialState
@@ -110,11 +117,15 @@ def import_mlflow() -> None:
 
 
 def connect(runs: Path) -> MlflowClient:
-    """A client of the runs folder's store; creates the file if there is none."""
+    """A client of the runs folder's store; creates the file if there is none.
+
+    ConnectionError for a server that does not answer.
+    """
     import_mlflow()
     from mlflow import MlflowClient
 
     if (uri := remote_uri()) is not None:
+        check_answers()
         return MlflowClient(uri)
     uri, store = tracking_uri(runs), runs.resolve() / "mlflow.db"
     if not store.exists():

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self
 
 from cohort.harness.files import read_json, sync, write_json, write_text
-from cohort.harness.tracking.events import EVENTS, event_line, read_events, summed
+from cohort.harness.tracking.events import EVENTS, event_line, is_torn, read_events, summed
 from cohort.harness.tracking.mlflow_address import patient
 from cohort.harness.tracking.mlflow_copy import Copier, Identity
 from cohort.harness.tracking.mlflow_store import SYSTEM
@@ -151,7 +151,13 @@ class RunLog:
     def resume(self, step: int) -> None:
         """Keep the events up to `step` (none for -1) and continue from there; call before logging anything."""
         assert self._file is None, "resume() comes before the first event"
-        kept = [e for e in read_events(self._path) if e["type"] == "start" or e.get("step", math.inf) <= step]
+        events = read_events(self._path)
+        if is_torn(self._path):
+            log.warning(
+                "%s ends in half a line, as a kill or power cut leaves it: that line is left out, and the %d whole "
+                "ones before it count", self._path, len(events),
+            )  # fmt: skip
+        kept = [e for e in events if e["type"] == "start" or e.get("step", math.inf) <= step]
         write_text(self._path, "".join(event_line(event) for event in kept))
         self._file = self._path.open("a", encoding="utf-8")
         self._num_events = _num_events(kept)

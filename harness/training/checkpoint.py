@@ -6,9 +6,10 @@ a torn or altered checkpoint is skipped for the one before it. Sampling noise an
 step), so there is no random state to save.
 """
 
+import logging
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from cohort.harness.files import publish_folder, read_manifest, write_manifest, write_text
+from cohort.harness.files import publish_folder, read_manifest, whole_manifest, write_manifest, write_text
 from cohort.harness.inputs import check_same
 from cohort.harness.policy.model import save_model
 from cohort.harness.policy.sources import Base
@@ -28,6 +29,7 @@ from cohort.harness.training.finished import CHECKPOINTS
 from cohort.harness.types import NO_INPUTS, Inputs
 
 STATE = "state.json"
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,14 @@ def latest_checkpoint(
     inputs: Inputs = NO_INPUTS,
     usable: Callable[[Checkpoint], bool] = lambda checkpoint: True,
 ) -> Checkpoint | None:
-    """The newest intact and usable checkpoint, or None. ValueError if it belongs to another run or to one with other
-    inputs."""
+    """The newest intact and usable checkpoint, or None; a warning names each that is passed over. ValueError if it
+    belongs to another run or to one with other inputs."""
+    passed: list[str] = []
     for folder in sorted(directory.glob("step-*"), reverse=True):
-        state = read_manifest(folder, STATE)
-        if state is None:
+        try:
+            state = whole_manifest(folder, STATE)
+        except ValueError as error:
+            passed.append(str(error))
             continue
         if state["spec_digest"] != spec_digest:
             raise ValueError(
@@ -95,8 +100,16 @@ def latest_checkpoint(
         check_same(state.get("inputs", {}), inputs)
         checkpoint = Checkpoint(folder, state["step"], state["progress"])
         if usable(checkpoint):
+            _say_passed(passed, f"goes on from step {checkpoint.step}")
             return checkpoint
+        passed.append(f"{EVENTS} lacks events of '{folder}'")
+    _say_passed(passed, "starts anew")
     return None
+
+
+def _say_passed(reasons: Sequence[str], instead: str) -> None:
+    if reasons:
+        log.warning("a checkpoint must be as it was saved, but %s; the run %s", " and ".join(reasons), instead)
 
 
 def fork_run(source: Path, target: Path, spec: RunSpec, parent: RunSpec) -> int:
