@@ -108,6 +108,14 @@ def test_the_exact_interval_of_no_success_in_100_reaches_3_6_percent() -> None:
     assert (interval.low, interval.high) == (0.0, close(1 - 0.025**0.01))
 
 
+@pytest.mark.parametrize("problems", [1, 2, 7, 100, 1319])
+def test_the_exact_interval_agrees_with_scipy(problems: int) -> None:
+    for right in range(0, problems + 1, max(1, problems // 20)):
+        interval, theirs = ours.exact_interval(right / problems, problems), stats.binomtest(right, problems)
+        bounds = theirs.proportion_ci(0.95, "exact")
+        assert (interval.low, interval.high) == (close(bounds.low), close(bounds.high))
+
+
 def test_the_bootstrap_over_three_seeds_ends_at_the_lowest_and_the_highest() -> None:
     # all three draws are the lowest seed in 1 of 27 resamples, 3.7 %, more than the 2.5 % cut off
     interval = ours.bootstrap_interval([0.2, 0.5, 0.9], np.random.default_rng(0))
@@ -307,9 +315,10 @@ def test_arms_that_do_not_overlap_are_not_certain_to_differ() -> None:
     assert (bootstrap.low, bootstrap.high) == (1.0, 1.0)
 
 
-def test_the_interquartile_mean_agrees_with_sorting_and_cutting() -> None:
-    values = np.random.default_rng(0).normal(size=21)  # 5 of 21 are dropped at each end
-    assert ours.interquartile_mean(values) == close(np.sort(values)[5:16].mean())
+@pytest.mark.parametrize("count", [1, 3, 4, 8, 21])  # of 21 values 5 are dropped at each end
+def test_the_interquartile_mean_agrees_with_scipy(count: int) -> None:
+    values = np.random.default_rng(0).normal(size=count)
+    assert ours.interquartile_mean(values) == close(stats.trim_mean(values, 0.25))
 
 
 def test_the_interquartile_mean_drops_a_quarter_at_each_end() -> None:
