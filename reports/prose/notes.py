@@ -23,8 +23,8 @@ def interval_method(analysis: Analysis) -> str:
             "No arm has two complete seeds, so no interval and no test over seeds is possible; another seed "
             "could give another result."
         )
-    reach = "seeds and test problems" if analysis.outcome.per_problem else "seeds, for these test problems only"
-    text = f"Each interval by itself has 95 % coverage over {reach}"
+    reach = "seeds and test problems" if analysis.outcome.per_problem else "seeds (for these test problems only)"
+    text = f"Each interval by itself covers {reach} at 95 %"
     text += "; only p is corrected for the number of arms." if analysis.comparisons else "."
     if min(len(arm.scores) for arm in analysis.finished_arms) < 2:
         text += " An arm with one complete seed has no interval."
