@@ -50,7 +50,7 @@ def no_clip(batch: Batch) -> Tensor:
 
 
 def clipped_square(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """[B, T]: the squared error of a value, or of one held within `clip` of the rollout's if that errs more."""
+    """[B, T]: the squared error of a value, or of the value clipped to within `clip` of the rollout's if larger."""
     near = old_values + (values - old_values).clamp(-clip, clip)
     return ((values - returns) ** 2).maximum((near - returns) ** 2)
 

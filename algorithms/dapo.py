@@ -1,4 +1,4 @@
-"""Credit goes to answers that beat their group, equally to every token of the batch, with more room upwards.
+"""Credit goes to answers that beat their group, equally to every token of the batch, with a higher upper clip.
 
 Decoupled Clip and Dynamic sAmpling Policy Optimization: Yu et al. 2025 (arXiv:2503.14476). From the paper: eq. 9
 (GRPO's standardised advantage), eq. 10 (clip-higher: unlikely tokens may gain more probability than the symmetric clip

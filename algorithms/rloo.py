@@ -35,7 +35,7 @@ class RLOO(Algorithm):
 
     name: Literal["rloo"] = "rloo"
     clip_epsilon: float | None = Field(
-        default=None, gt=0, description="how far a completion's ratio may move from 1; null: as far as it does"
+        default=None, gt=0, description="how far a completion's ratio may move from 1; null: no bound"
     )
     kl_beta: float = Field(0.01, ge=0, description="weight of the KL to the frozen reference, in the reward; 0: none")
 

@@ -154,7 +154,7 @@ class Result:
         return _frame(*comparison_table(self._analysed(baseline)))
 
     def report(self) -> "Report":
-        """The study's page, which a notebook shows inline; written anew first, as `cohort report` does.
+        """The study's page, which a notebook shows inline; it is written again first, as by `cohort report`.
 
         A folder that was copied without its MLflow store is left as it is: its page is shown.
         """

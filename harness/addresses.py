@@ -1,7 +1,7 @@
-"""How messages name a database or a server: never with a password, however it is written.
+"""Names databases and servers in messages without their passwords, in whatever form a password is written.
 
-What stands before the last `@` is a user and a password, since people forget to write `@` as %40. A URL that cannot be
-read for certain is shown as its scheme alone, and an option that is not known to be harmless as `***`.
+Everything before the last `@` counts as user and password, because people forget to write `@` as %40. A URL that cannot
+be parsed for certain is shown as its scheme alone, and an option that is not known to be harmless as `***`.
 """
 
 import re
@@ -11,7 +11,7 @@ _HARMLESS = ("user", "host", "port", "dbname", "sslmode", "connect_timeout", "ap
 
 
 def split_url(url: str) -> SplitResult | None:
-    """The parts of a URL; None if it is none, as one whose port is no number."""
+    """The parts of a URL; None for an invalid URL, such as one whose port is not a number."""
     try:
         parts = urlsplit(url)
         _ = parts.port
@@ -42,7 +42,7 @@ def hides(url: str) -> bool:
 
 
 def without_secrets(text: str, url: str) -> str:
-    """What a driver says of a URL with at most one `@`, without what `shown` hides."""
+    """A driver's message about a URL with at most one `@`, without the parts that `shown` hides."""
     users = url.partition("://")[2].rpartition("@")[0]
     secrets = [users.partition(":")[2], *(value for _, value, hidden in _options(urlsplit(url)) if hidden)]
     for secret in sorted(filter(None, {*secrets, *map(unquote, secrets)}), key=len, reverse=True):

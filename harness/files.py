@@ -1,4 +1,5 @@
-"""Writes, locks and hashes files and folders, so that neither a reader nor a crash ever takes half of one for whole."""
+"""Writes, locks and hashes files and folders, so that no reader takes half a file for a complete one, even after a
+crash."""
 
 import hashlib
 import json
@@ -17,7 +18,7 @@ from filelock import FileLock
 
 FORMAT = 1  # of every JSON file of a runs folder
 MANIFEST = "manifest.json"
-LARGE = 2**26  # bytes of a file whose hash is worth a note on disk
+LARGE = 2**26  # bytes from which a file's hash is kept on disk
 SETTLED_SECONDS = 2.0  # a file that changed less long ago could change again within one tick of its clock
 _hashes: dict[tuple[str, int, int, int, int], str] = {}
 
@@ -34,7 +35,7 @@ def write_json(file: Path, document: Mapping[str, Any], *, sync: bool = True) ->
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A file that `write_json` wrote. ValueError for one of another format."""
+    """The document in a file that `write_json` wrote. ValueError for another format."""
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
@@ -61,7 +62,7 @@ def strict(value: Any) -> Any:
 
 @contextmanager
 def publish_folder(folder: Path) -> Iterator[Path]:
-    """A new folder to fill beside `folder`, synced and moved there at the end: a folder with that name is whole.
+    """A new folder to fill beside `folder`, synced and moved there at the end, so that `folder` is always complete.
 
     It replaces the old folder. One process at a time may publish the same folder; the next one removes the remains of a
     killed one.
@@ -88,14 +89,14 @@ def write_manifest(
 
 
 def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, Any] | None:
-    """What `write_manifest` wrote; None if the folder does not hold exactly the files that it names, as they were."""
+    """The manifest of a folder; None unless the folder holds exactly the files that it names, unchanged."""
     with suppress(ValueError):
         return whole_manifest(folder, name)
     return None
 
 
 def whole_manifest(folder: Path, name: str = MANIFEST) -> dict[str, Any]:
-    """The same; ValueError that names the first file which is not as it was."""
+    """The same; ValueError that names the first file that differs."""
     file, digests = name, {}
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         manifest = json.loads((folder / name).read_text(encoding="utf-8"))
@@ -131,7 +132,7 @@ def sha256(file: Path, notes: Path | None = None) -> str:
         with file.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         if _stamp(file) != stamp:
-            raise ValueError(f"'{file}' changes while it is read; wait until it is whole, then start again")
+            raise ValueError(f"'{file}' changes while it is read; wait until it is complete, then start again")
         if not settled:
             return digest
     _hashes[stamp] = digest
@@ -143,7 +144,7 @@ def sha256(file: Path, notes: Path | None = None) -> str:
 
 
 def _stamp(file: Path) -> tuple[str, int, int, int, int]:
-    """Where a file is, its inode, its size in bytes, and when its content and the file itself last changed (ns)."""
+    """The absolute path of a file, its inode, size in bytes, modification time and change time (ns)."""
     status = file.stat()
     return str(file.absolute()), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
@@ -179,7 +180,7 @@ def write_text(file: Path, text: str, *, sync: bool = True) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Delete what `write_text` left in a folder where its process was killed; not what a living process writes."""
+    """Delete the partial files that killed processes left in a folder (`write_text`), but not those of living ones."""
     for partial in folder.glob(".*.*"):
         pid = partial.name.rpartition(".")[2]
         if pid.isdecimal() and not psutil.pid_exists(int(pid)):

@@ -44,12 +44,12 @@ def expecting(inputs: Inputs) -> Iterator[None]:
 
 
 def expected(source: str) -> Mapping[str, str] | None:
-    """What has to be found in a source; None if nothing was said."""
+    """The content that a source must have; None if any content will do."""
     return _expected.get().get(source)
 
 
 def all_expected() -> Inputs:
-    """All that has to be found, for another process of the same run."""
+    """The content that every source must have, for another process of the same run."""
     return _expected.get()
 
 
@@ -69,7 +69,7 @@ def check_same(then: Inputs, now: Inputs) -> None:
                 what = source if name == REVISION else f"'{name}' of {source}"
                 raise InputsChanged(
                     f"the inputs of a started run cannot change, or its results would mix: the {kind} of {what} was "
-                    f"{old[:16]} and is {new[:16]}; restore it, or start anew with another name (--name NAME)"
+                    f"{old[:16]} and is {new[:16]}; restore it, or start again under another name (--name NAME)"
                 )
 
 

@@ -1,7 +1,7 @@
 """The contracts of the parts that a user can replace: algorithm, reward, task and rollout engine.
 
 A plugin is one file with one public class. Algorithms, rewards and tasks are frozen values whose fields are the
-settings of their section in a spec; an engine has state, so its settings are a class of their own (`Settings`).
+settings of their section in a spec; an engine has state, so its settings are a separate class (`Settings`).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Algorithm(Section, ABC):
 
     @property
     def shares_trunk(self) -> bool:
-        """Whether the critic is a head on the policy's hidden states, and not a network of its own."""
+        """Whether the critic is a head on the policy's hidden states instead of a separate network."""
         return False
 
     @abstractmethod
@@ -212,7 +212,7 @@ class Task(Section, ABC):
         return self.extract(completion)
 
     def format_score(self, completion: str) -> float:
-        """How well the completion keeps the answer format that the prompt asks for, from 0 to 1."""
+        """A score from 0 to 1 for how well the completion follows the answer format of its prompt."""
         return float(self.extract(completion) is not None)
 
     def reasoning(self, completion: str) -> str:
@@ -255,7 +255,7 @@ class Task(Section, ABC):
         return 0
 
     def use_processes(self, count: int) -> None:
-        """Let that many threads compare answers at once, if comparisons run in processes of their own."""
+        """Let that many threads compare answers at once, if comparisons run in separate processes."""
 
     def peer_graders(self) -> Mapping[str, Callable[[str, str], tuple[str | None, bool]]]:
         """Graders of other libraries, for comparison: name -> (completion, gold) -> (answer, whether it is right)."""
@@ -267,7 +267,7 @@ class Task(Section, ABC):
 
 
 class Codec(Protocol):
-    """How the policy of a run reads and writes text; `harness.policy.text.TextCodec` is the real one."""
+    """Encodes text for the policy of a run; the implementation is `harness.policy.text.TextCodec`."""
 
     tokenizer: PreTrainedTokenizerBase
 
@@ -337,13 +337,13 @@ class RolloutEngine(ABC):
         raise NotImplementedError
 
     def generate_each(self, calls: Sequence[Call], sampling: Sampling) -> list[list[Group]]:
-        """What `generate` gives for each call, from one batch."""
+        """The groups of `generate` for each call, sampled in one batch."""
         return [
             self.generate(call.prompts, call.group_size, sampling, seed=call.seed, step=call.step) for call in calls
         ]
 
     def load_adapter(self, policy: int) -> None:  # noqa: B027
-        """Sample from the adapter that the policy of this number has now."""
+        """Sample from the current adapter of the policy with this number."""
 
     def sleep(self) -> None:  # noqa: B027
         """Give the device's memory back while the learner works; `load_weights` precedes the next use."""
@@ -353,13 +353,13 @@ class RolloutEngine(ABC):
 
 
 class RunLogger(Protocol):
-    """Receives the reports of a training run; `harness.tracking.run_log.RunLog` is the real one."""
+    """Receives the reports of a training run; the implementation is `harness.tracking.run_log.RunLog`."""
 
     def inputs(self, inputs: Inputs) -> None:
         """Record the files and commits that the run reads; call before `resume`."""
 
     def prompt(self, text: str) -> None:
-        """Record the first prompt of the run exactly as the policy reads it; call before `resume`."""
+        """Record the run's first prompt exactly as the policy reads it; call before `resume`."""
 
     def resume(self, step: int) -> None:
         """Forget everything logged for training steps after `step`: the run continues from there."""
@@ -369,7 +369,7 @@ class RunLogger(Protocol):
         ...
 
     def holds(self, step: int, num_events: int) -> bool:
-        """Whether everything that `sync` had counted at `step` is still there; else no run continues from there."""
+        """Whether everything that `sync` had counted at `step` is still there; if not, no run continues from there."""
         ...
 
     def progress(self, phase: str, done: int, total: int) -> None:

@@ -15,7 +15,7 @@ HOSTS = "COHORT_HOSTS"  # environment variable, which workers inherit
 
 @dataclass(frozen=True)
 class Hosts:
-    """How many hosts share the devices of a trial, where the first one listens (0 is any free port), whom it lets in.
+    """The hosts that share a trial's devices; the first one listens at `address` and `port` (0: any free port).
 
     By default a trial has one host, and nothing listens.
     """
@@ -23,7 +23,7 @@ class Hosts:
     count: int = 1
     address: str = ""
     port: int = 0
-    group: str = ""  # those that join say it too
+    group: str = ""  # hosts that join must name the same group
 
     def shares(self, devices: int) -> list[int]:
         """The devices of a trial on each of its hosts."""
@@ -35,7 +35,7 @@ class Hosts:
 
 
 def hosts() -> Hosts:
-    """Over which hosts this process spreads its trials."""
+    """The hosts over which this process spreads its trials."""
     return Hosts(**json.loads(os.environ.get(HOSTS, "{}")))
 
 

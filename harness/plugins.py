@@ -2,7 +2,7 @@
 
 `algorithms/x.py`, `tasks/x.py`, `harness/rewards/x.py` and `harness/engines/x.py` each hold one public class; a third
 party declares the same under the entry-point groups `cohort.algorithms`, `cohort.tasks`, `cohort.rewards` and
-`cohort.engines`. Two classes of one name are refused, because a study would not say which of them it ran.
+`cohort.engines`. Two classes of one name are an error, because a study would not say which of them it ran.
 """
 
 import importlib
@@ -30,7 +30,7 @@ _PACKAGE = {
     "engine": "cohort.harness.engines",
 }
 _BASE: dict[str, type] = {"algorithm": Algorithm, "task": Task, "reward": Reward, "engine": RolloutEngine}
-_files_loaded: dict[str, tuple[str, bool]] = {}  # file of a plugin -> its name in words, whether a package brought it
+_files_loaded: dict[str, tuple[str, bool]] = {}  # file of a plugin -> its name in words, whether it is from a package
 
 
 def names(kind: Kind) -> list[str]:
@@ -66,9 +66,9 @@ def load(kind: Kind, name: str) -> type:
 
 
 def raised_by(error: BaseException) -> str | None:
-    """The sentence for an error that a plugin raised: the plugin, file, line and error; None if none did.
+    """A sentence with plugin, file, line and error, if a plugin raised it; otherwise None.
 
-    None too for an error that a plugin of Cohort itself raises to tell a user what is wrong.
+    Also None for an error by which a plugin of Cohort itself tells a user what is wrong.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename in _files_loaded:
@@ -104,7 +104,7 @@ def _package(point: EntryPoint) -> str:
 
 
 def _installed_plugin(point: EntryPoint, kind: Kind) -> type:
-    """The class of an entry point, which keeps the rules for a file of that name."""
+    """The class of an entry point, which must follow the rules for a plugin file of that name."""
     where = f"{kind} '{point.name}' of {_package(point)} ({point.value})"
     cls = _loaded(point.load, where, "install it again, or uninstall it")
     if not (isinstance(cls, type) and issubclass(cls, _BASE[kind])):
@@ -118,7 +118,7 @@ def _installed_plugin(point: EntryPoint, kind: Kind) -> type:
 
 
 def _loaded(load: Callable[[], T], where: str, fix: str) -> T:
-    """What `load` returns; ValueError, with the file and line of the plugin, if its code does not run."""
+    """The result of `load`; ValueError, with the file and line of the plugin, if its code does not run."""
     try:
         return load()
     except (ImportError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""The checks of runs before any of them starts: folder, devices, models, engines, rewards, data; and what they read."""
+"""Checks runs before any of them starts (folder, devices, models, engines, rewards, data) and finds their inputs."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ def check_inputs(
 
 
 def check_devices(specs: Sequence[RunSpec]) -> None:
-    """SpecError for a run on more devices than its hosts have, if all are as this one: GPUs, or else cores."""
+    """SpecError for a run on more devices (GPUs, or else cores) than its hosts have, assuming all are like this one."""
     from cohort.harness.policy.device import resolve_device
 
     place = hosts()
@@ -65,10 +65,10 @@ def check_devices(specs: Sequence[RunSpec]) -> None:
 
 
 def run_inputs(specs: Sequence[RunSpec], cache: Path, splits: Sequence[Split] | None = None) -> Inputs:
-    """What the runs read: models, rewards, and the data of the `splits`, by default all that a run reads.
+    """The inputs of the runs: models, rewards, and the data of the `splits`, by default of all that a run reads.
 
-    InputsChanged if it is not what is expected now, ValueError for a model folder that is torn. Hashes of large files
-    are kept in `cache`.
+    InputsChanged if they differ from the expected ones, ValueError for a torn model folder. Hashes of large files are
+    kept in `cache`.
     """
     sources: dict[str, Mapping[str, Path | str]] = {}
     read = {(spec.task.model_dump_json(), bool(spec.steps), bool(spec.cold_start.steps)): spec for spec in specs}

@@ -1,6 +1,6 @@
 """Exact rationals from text: decimals, and calculations with `+ - * /` and brackets. No `eval`, nothing is rounded.
 
-Each caller cuts its text into tokens by rules of its own, and so decides how strict it is.
+Each caller cuts its text into tokens by its own rules, and so decides how strict it is.
 """
 
 import operator

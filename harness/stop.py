@@ -47,7 +47,7 @@ def interrupt(number: int) -> None:
 
 @contextmanager
 def acknowledged(say: Callable[[str], None], leave: Callable[[int], object] = os._exit) -> Iterator[None]:
-    """Say of every SIGINT and SIGTERM what it does, from a thread of its own: at once, even while the main thread is in
+    """Report at once what every SIGINT and SIGTERM does, from a separate thread, even while the main thread is in
     an import or a long operation.
 
     What nobody stops in an orderly way ends by an exception in the main thread, and at the second signal in any case:

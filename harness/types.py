@@ -1,4 +1,4 @@
-"""The plain data that flows through a training step and out of a study.
+"""Defines the plain data of training steps and of finished studies.
 
 Axes: P prompts in a step, G samples per prompt, B = P * G rows, T padded token columns. Column t of a `_BT`
 tensor always describes token t of the row; `harness.policy.forward` is the one place where logits are shifted to match.
@@ -28,7 +28,7 @@ ENDED = (*FINAL, "failed")  # nothing more happens unless the study is started a
 Sources = Mapping[str, Mapping[str, Path | str]]  # what is read: source -> name -> file here, or text for one
 Inputs = Mapping[str, Mapping[str, str]]  # the same with the SHA-256 of each file
 NO_INPUTS: Inputs = {}
-# Colours of arms on every page, by Okabe and Ito (2008), and of those that are too many to be told apart by colour.
+# Colours of arms on every page (Okabe and Ito, 2008), and the one of all arms if they are too many to distinguish.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 GREY = "#b9bfc6"
 
@@ -40,7 +40,7 @@ class Section(BaseModel):
 
 
 class Sampling(Section):
-    """How completions are sampled during training.
+    """The settings for sampling completions during training.
 
     A cut (`top_p`, `top_k`) biases training: log-probs are those of the uncut distribution, from which the tokens were
     not drawn, so neither the ratio nor the gradient allows for the cut.
@@ -67,7 +67,7 @@ class Sampling(Section):
 
 
 class PromptFormat(Section):
-    """How a policy reads a prompt with its worked examples: as one user message of a chat, or as plain text."""
+    """The form of a prompt with its worked examples: one user message of a chat, or plain text."""
 
     format: Literal["auto", "chat", "plain"] = Field(
         default="auto", description="chat: through the model's chat template; auto: chat if it has one, else plain"
@@ -97,14 +97,14 @@ class InvalidRun(Exception):
 
 
 def component_arm(design: str, component: str) -> str:
-    """The label of the arm that tells what a component does in a design `leave_one_out` or `add_one_in`."""
+    """The label of a component's arm in a design `leave_one_out` or `add_one_in`."""
     return f"without {component}" if design == "leave_one_out" else f"only {component}"
 
 
 def short_path(dotted: str) -> str:
     """The short name of a dotted RunSpec path: `algorithm.kl_beta` -> `kl_beta`, `algorithm.name` -> `algorithm`.
 
-    `cold_start.steps` stays, because a run has `steps` of its own."""
+    `cold_start.steps` stays, because `steps` is a setting of the run."""
     head, _, tail = dotted.rpartition(".")
     if tail == "name" and head:
         return head
@@ -116,8 +116,8 @@ class Prompt:
     """One problem as the policy reads it.
 
     `id` is stable across runs and machines (a hash of the problem), `text` is already in the task's template, and
-    `gold` is the reference answer, which only `harness.training.grading` may read. `tags` are (name, value) pairs by
-    which an evaluation is broken down, such as ("level", "3").
+    `gold` is the reference answer, which only `harness.training.grading` may read. An evaluation is broken down by
+    `tags`, which are (name, value) pairs such as ("level", "3").
     """
 
     id: str
@@ -160,8 +160,8 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What an engine is asked to sample: a group for each prompt, with the noise of (seed, step), from the policy with
-    the number `policy` of those that share the engine."""
+    """A request to an engine: a group for each prompt, with the noise of (seed, step), from the policy with the number
+    `policy` among those that share the engine."""
 
     prompts: Sequence[Prompt]
     group_size: int
@@ -174,13 +174,13 @@ class Call:
 class GradedGroup:
     """A group as a reward may see it: everything but the gold answer.
 
-    All tuples have length G. `answers[i]` is the extracted answer or None; `classes[i]` numbers the equivalence
-    class of that answer under the task's own equality (None without one that answers); `correct` is None for a reward
-    that must not see the gold answer, so that label leakage fails loudly, and so is `scores`, the worth of each answer
-    from 0 to 1, which is None for a task without partial credit too. `format_scores[i]` in [0, 1] says how far
-    the completion keeps the task's answer format, `reasoning_chars[i]` how long its reasoning is; `max_tokens` is the
-    limit that cuts a completion. `token_means` has, for each `Reward.distribution` of the run's rewards, the mean of
-    that quantity (nats) over the tokens of each completion, under the policy at the sampling temperature.
+    All tuples have length G. `answers[i]` is the extracted answer or None; `classes[i]` numbers the equivalence class
+    of that answer under the task's own equality (None without an answer that counts). `correct` is None for a reward
+    that must not see the gold answer, so that label leakage fails loudly. `scores` is the score of each answer from 0
+    to 1; it is None for such a reward too, and for a task without partial credit. `format_scores[i]` in [0, 1] is the
+    score of the answer format, `reasoning_chars[i]` the length of the reasoning, `max_tokens` the limit of a
+    completion. `token_means` has, for each `Reward.distribution` of the run's rewards, the mean of that quantity (nats)
+    over the tokens of each completion, under the policy at the sampling temperature.
     """
 
     prompt_id: str
@@ -204,16 +204,16 @@ class GradedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """B rows of tokens with all that a loss needs; rows are right-padded, prompt first, then completion.
+    """B rows of tokens with all inputs of a loss; a row is prompt, completion, padding.
 
     tokens_BT            int64, 0 where padded
     completion_mask_BT   bool, True on completion tokens (EOS included)
     lengths_B            int64, prompt plus completion tokens of each row
     sampler_logprobs_BT  float32 nats, the engine's; 0 outside the completion
     rewards_B            float32, the sum of each row's rewards; `rewards_PG` is the group view of a whole batch
-    greedy_rewards_B     float32, the reward of the greedy completion of each row's prompt, or None where none is drawn
+    greedy_rewards_B     float32, the reward of the greedy completion of each row's prompt, or None if none is drawn
     step_rewards_BT, step_ends_BT      float32 and bool: every reward of a row at the token that earned it, that of
-                         the outcome at the last token; None where only the outcome is rewarded
+                         the outcome at the last token; None if only the outcome is rewarded
     group_size           G; rows p*G .. p*G+G-1 belong to prompt p (only until rows are selected)
     old_logprobs_BT, ref_logprobs_BT   float32 nats, or None where the objective needs none
     values_BT            float32, the critic's value of the state in which token t was chosen, or None
@@ -289,10 +289,10 @@ class PolicyOutput:
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """One rollout as it is shown to a reader (samples table, traces, report).
+    """One rollout as shown to a reader (samples table, traces, report).
 
-    `reward` is the weighted sum of all rewards, `rewards` each of them before its weight; None and empty where none
-    was assigned (an evaluation).
+    `reward` is the weighted sum of all rewards, `rewards` each of them before its weight; None and empty if none was
+    assigned (an evaluation).
     """
 
     step: int
@@ -320,8 +320,8 @@ class EvaluationResult:
     correct_counts  prompt id -> number of the n samples that are correct
     samples         rollouts for the reader
     breakdown       tag name -> tag value -> accuracy, greedy_accuracy and num_prompts; empty for a task without tags
-    drawn           tokens of each prompt and of its completions, k samples and the greedy one apart; none of a problem
-                    that was read back
+    drawn           tokens of each prompt and of its completions, k samples and the greedy one apart; without problems
+                    that were read back
     """
 
     split: Split
@@ -338,8 +338,8 @@ class TrialRecord:
 
     history     metric name (`area/quantity`) -> [(step, value), ...], steps rising
     summary     the numbers of results.csv: accuracy_initial, accuracy_final, test_accuracy (fractions), rollouts,
-                generated_tokens, optimizer_steps, seconds, peak_memory_bytes; absent where not reached
-    per_problem test prompt id -> fraction of its samples that were correct, at the end; empty where not reached
+                generated_tokens, optimizer_steps, seconds, peak_memory_bytes; absent if not reached
+    per_problem test prompt id -> fraction of its samples that were correct, at the end; empty if not reached
     factors     dotted path -> level of this arm, for every factor of the study
     threads     every number of threads that one of its workers had; the last bits depend on it
     start_per_problem  the same fractions before the first step; empty unless evaluation.test_at_start
@@ -373,7 +373,7 @@ class ExploratoryArm:
 
 @dataclass(frozen=True)
 class StudyRecord:
-    """All that a report needs, rebuilt from the tracking store alone.
+    """All data of a report, from the tracking store and, where they are on this machine, the trials' own files.
 
     spec      the study as a JSON-like mapping (keys of `harness.spec.study.StudySpec`)
     arms      arm labels in the study's order, the baseline being `baseline`
@@ -383,13 +383,13 @@ class StudyRecord:
     search    findings of a search (`search.json`), None for other designs: objectives; importances; arms, each with
               label, parameters, values and state; pareto, the labels of the arms that no other beats in every
               objective; best, that of a single objective. A tuned comparison has `tuning`: arm -> such findings
-    two_stage how the number of seeds is decided, None if they were listed: first (the seeds below it are those of the
+    two_stage the rule for the number of seeds, None if they were listed: first (the seeds below it are those of the
               first stage), half_width and at_most, and once it is decided the keys of `seeds.json`: metric; decided;
               comparisons, each with arm, seeds, deviation and asks; asked; seeds
     stopped   labels of the arms that a user has stopped
     exploratory  clones; neither `arms` nor `trials` has them
-    probes    what `cohort probe contamination` has found on a model that its trials start from, and on its task: name;
-              model; task; split; reference; findings, one for each probe; exact; exact_reference; examples
+    probes    results of `cohort probe contamination` for the task and a model that its trials start from: name; model;
+              task; split; reference; findings, one for each probe; exact; exact_reference; examples
     """
 
     name: str

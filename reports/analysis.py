@@ -470,7 +470,7 @@ def _costs(trials: Sequence[TrialRecord]) -> dict[str, float]:
 def _compare(
     arms: Sequence[ArmSummary], baseline: ArmSummary | None, record: StudyRecord, outcome: Outcome, rng: Generator
 ) -> list[Comparison]:
-    """Every arm that shares a seed with the baseline, each in a family of its own."""
+    """Every arm that shares a seed with the baseline, each in a separate family."""
     if baseline is None or not baseline.scores:
         return []
     resolution = 1 / baseline.num_problems if baseline.num_problems else 0.0

@@ -1,10 +1,10 @@
-"""Decides which factors of a complete grid matter: an analysis of variance whose random effects are seeds and problems.
+"""Tests the factors of a complete grid by an analysis of variance whose random effects are seeds and problems.
 
-An effect is tested twice, and the larger p counts, as for comparisons. The error is its interaction with the seeds
-(Fisher 1935), or, where the scores of single problems are known, that with the seeds plus that with the problems less
-the rest (the quasi-F of Clark 1973, doi:10.1016/S0022-5371(73)80014-3; Cornfield and Tukey 1956). Both errors are the
-effect's own instead of pooled over all effects, and their degrees of freedom shrink with Greenhouse and Geisser's
-(1959) epsilon, so the spread may differ between arms. For factors of two levels p is that of the contrast of arms.
+An effect is tested twice, and the larger p counts, as for comparisons. The error is the effect's interaction with the
+seeds (Fisher 1935) or, if the scores of single problems are known, its interaction with the seeds plus that with the
+problems minus the residual (the quasi-F of Clark 1973, doi:10.1016/S0022-5371(73)80014-3; Cornfield and Tukey 1956).
+Errors are not pooled over effects, and their degrees of freedom are multiplied by Greenhouse and Geisser's (1959)
+epsilon, so the spread may differ between arms. For factors of two levels p is that of the contrast of arms.
 """
 
 import itertools
@@ -21,10 +21,10 @@ from cohort.reports.statistics import Floats
 
 @dataclass(frozen=True)
 class Effect:
-    """One row of an analysis of variance; `f` and the size are those of the test with the larger p.
+    """One row of an analysis of variance; `f` and the effect size are those of the test with the larger p.
 
-    `partial_omega_squared` is the less biased effect size, at least 0. `p_adjusted` is Holm's over the family that the
-    effect stands in, NaN before that is known.
+    `partial_omega_squared` is the effect size, less biased than partial eta squared, at least 0. `p_adjusted` is Holm's
+    over the effect's family, NaN before that is known.
     """
 
     factors: tuple[str, ...]
@@ -45,10 +45,10 @@ def anova(
 ) -> list[Effect]:
     """Main effects and interactions of the grid.
 
-    `scores` has one axis per factor (its levels) and the seeds last, each of length at least 2; `cells` has one more,
-    the problems that each score is the mean over. The error counts at least as that of rounding scores to multiples of
-    `resolution` (resolution^2 / 12 a run); without one an effect without error has no p, as in `t_test`. If the `first`
-    seeds have decided how many there are, the error over seeds is theirs (Stein 1945).
+    `scores` has one axis per factor (its levels) and the seeds last, each of length at least 2; `cells` has one more
+    axis, the problems over which each score is the mean. The error is at least that of rounding scores to multiples of
+    `resolution` (resolution^2 / 12 per run); without one an effect without error has no p, as in `t_test`. If the
+    `first` seeds decided the number of seeds, the error over seeds is theirs (Stein 1945).
     """
     values = np.asarray(scores, dtype=float)
     if values.ndim != len(factors) + 1 or min(values.shape) < 2:
@@ -85,7 +85,7 @@ def _test(y: Floats, largest: float, resolution: float, first: int | None) -> tu
     grand = y.mean(axis=(1, 2), keepdims=True)
     seeds, problems = y.mean(axis=2, keepdims=True) - grand, y.mean(axis=1, keepdims=True) - grand
     squares = num_seeds * float((grand**2).sum())
-    nothing = 1e-24 * largest**2  # the computer's own rounding
+    nothing = 1e-24 * largest**2  # floating-point rounding
     mean_square = squares / df if squares / df > nothing else 0.0
 
     def against(error: Floats, parts: Sequence[tuple[Floats, int]]) -> tuple[float, float]:

@@ -3,8 +3,8 @@ cross.
 
 pass@k is the unbiased estimate of Chen et al. (2021, arXiv:2107.03374). Cover@tau is the share of problems that a
 policy solves with a probability of at least tau (Dragoi et al. 2025, arXiv:2510.08325); its estimate takes the fraction
-of right samples for that probability. No estimate from finitely many samples is free of bias, because a step is no
-polynomial; with n samples the bias is of the order of 1 / n where problems lie near tau.
+of right samples for that probability. No estimate from finitely many samples is unbiased, because a step is not a
+polynomial; with n samples the bias is of order 1 / n for problems near tau.
 
 "Before training" is the evaluation of `evaluation.test_at_start`, "after training" the final one of every run.
 """
@@ -24,16 +24,16 @@ from cohort.reports.analysis import Analysis
 from cohort.reports.statistics import Floats, Interval
 from cohort.reports.trials import num_first, usable_trials
 
-MIN_SAMPLES = 16  # of each problem; with fewer there is no curve to speak of
+MIN_SAMPLES = 16  # of each problem; fewer make no useful curve
 TAUS = (0.1, 0.25, 0.5, 0.75, 0.9)
-FEWEST_PROBLEMS = 5  # by which two arms must differ before a difference counts as shown
+FEWEST_PROBLEMS = 5  # a smaller difference between two arms does not count as shown
 
 
 @dataclass(frozen=True)
 class Capability:
-    """How many of its samples of each test problem a policy gets right, seeds by problems.
+    """The number of right samples of each test problem, seeds by problems.
 
-    first  number of seeds that have decided how many there are; None if none did
+    first  number of the seeds that decided the number of seeds; None if none did
     """
 
     label: str
@@ -59,10 +59,10 @@ class Capability:
 
 @dataclass(frozen=True)
 class Crossover:
-    """The k from which on pass@k of `other` is above that of `leader`, which leads at k = 1.
+    """The smallest k at which pass@k of `other` is above that of `leader`, which leads at smaller k.
 
-    k          the first such k in the means; None if there is none up to `most`, or if the two agree everywhere
-    low, high  limits of k; None where the lead is not shown on that side, so that k may lie beyond all that is measured
+    k          such a k in the means; None if there is none up to `most`, or if the two agree everywhere
+    low, high  limits of k; None if the lead is not shown on that side, so that k may lie outside the measured range
     """
 
     leader: str
@@ -75,7 +75,7 @@ class Crossover:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """The curves of each arm after training, and of the starts, whose labels name the arms that they belong to."""
+    """The curves of each arm after training, and of the starts, whose labels name their arms."""
 
     after: Mapping[str, Capability]
     before: Sequence[Capability]
@@ -94,7 +94,7 @@ def pass_table(num_samples: int) -> Floats:
 
 
 def capabilities(analysis: Analysis) -> Capabilities | None:
-    """What the report says of them; None unless an arm has enough samples of its test problems in all of its seeds."""
+    """The capabilities of a study; None unless an arm has enough samples of its test problems in all of its seeds."""
     after, starts = {}, []
     usable = usable_trials(analysis.record, analysis.outcome)
     for arm in analysis.finished_arms:
@@ -114,11 +114,10 @@ def capabilities(analysis: Analysis) -> Capabilities | None:
 
 
 def crossover(one: Capability, two: Capability) -> Crossover | None:
-    """Where the pass@k of two policies cross, over the seeds that both have; None if they share none or other problems.
+    """The crossing of two policies' pass@k, over their shared seeds; None without one, or with different problems.
 
-    Its limits invert a test: k lies beyond the last k at which the leader is shown to be ahead, and not beyond the
-    first at which the other is. Where curves truly cross, the 95 % interval of their paired difference leaves 0 out in
-    5 % of studies.
+    Its limits invert a test: k is above the last k at which the leader is shown to be ahead, and at most the first k at
+    which the other is. At a true crossing the 95 % interval of the paired difference excludes 0 in 5 % of studies.
     """
     seeds = sorted(set(one.seeds) & set(two.seeds))
     if not seeds or one.counts_SN.shape[1] != two.counts_SN.shape[1]:
@@ -138,7 +137,7 @@ def crossover(one: Capability, two: Capability) -> Crossover | None:
     at = int(turned[0])
 
     def shown(place: int) -> float:
-        """The sign of a difference that its interval shows, or 0."""
+        """The sign of the difference if its interval shows one, else 0."""
         cells = ones.passes(ks[place]) - twos.passes(ks[place])
         interval = statistics.paired_interval(cells, ones.first)
         few = abs(cells.mean()) * cells.shape[1] < FEWEST_PROBLEMS

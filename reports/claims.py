@@ -1,9 +1,9 @@
-"""Decides what a study says about published claims on GRPO: supported, contradicted, undecided, or not tested here.
+"""Decides published claims on GRPO from a study's results: supported, contradicted, undecided, or not tested here.
 
-A claim is tested only between arms that differ in its subject and in nothing else (up to seeds). Only a contrast over
-seeds supports or contradicts it, with a p-value below 0.05 after Holm's correction over the claims tested; a difference
-in the claimed direction that is not significant leaves it undecided. A verdict holds for the model, task and machine of
-the study, which are rarely those of the claim's source: the page says so.
+A claim is tested only between arms that differ in its subject and in nothing else (up to seeds). It is supported or
+contradicted only by a contrast over seeds with a p-value below 0.05 after Holm's correction over the claims tested;
+otherwise it stays undecided. A verdict holds for the model, task and machine of the study, which are rarely those of
+the claim's source: the page says so.
 """
 
 import json
@@ -43,7 +43,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class _Evidence:
-    """What was measured, and its verdict if the p-value stays below 0.05 after correction."""
+    """A measurement in words, and its verdict if the p-value stays below 0.05 after correction."""
 
     measured: str
     verdict: Verdict = "not tested"
@@ -81,10 +81,10 @@ def _memory(analysis: Analysis, trials: Trials) -> _Evidence:
         analysis.record, _per_seed(trials, lambda trial: _log(trial.summary.get("peak_memory_bytes"))), weights
     )
     if not found.differences:
-        return _Evidence("No shared seed of PPO and GRPO has a peak of memory.")
+        return _Evidence("No seed shared by PPO and GRPO has a recorded peak memory.")
     text = f"PPO's peak is {_ratio(found)} times that of GRPO"
     if any(trial.spec.get("model") == "tiny" for (arm, _), trial in trials.items() if arm in weights):
-        return _Evidence(f"{text}, but with the model tiny a peak is mostly the libraries'.")
+        return _Evidence(f"{text}, but with the model tiny the libraries take most of the peak.")
     return _against(found, math.log(MEMORY_RATIO), text)
 
 
@@ -92,14 +92,14 @@ def _time(analysis: Analysis, trials: Trials) -> _Evidence:
     """Seconds of GRPO's training steps over those of PPO's, against 0.65.
 
     Source: practitioners' guides, which report 35 to 50 % less; DeepSeekMath (arXiv:2402.03300) gives no figure. PPO's
-    critic is computed in the same way as the policy, so the ratio is the algorithms'.
+    critic is computed in the same way as the policy, so the ratio is due to the algorithms.
     """
     weights = _ppo_minus_grpo(trials)
     if not weights:
         return _Evidence(_NO_PAIR)
     found = contrast(analysis.record, _per_seed(trials, _log_seconds), weights)
     if not found.differences:
-        return _Evidence("No shared seed of PPO and GRPO has timed steps.")
+        return _Evidence("No seed shared by PPO and GRPO has timed steps.")
     text = f"A training step of GRPO takes {_ratio(found, inverse=True)} times as long as one of PPO"
     return _against(found, -math.log(1 - TIME_SAVED), text)
 
@@ -121,7 +121,7 @@ def _accuracy(analysis: Analysis, trials: Trials) -> _Evidence:
 
 
 def _group_size(analysis: Analysis, trials: Trials) -> _Evidence:
-    """How far below its own best validation accuracy a run ends, with G >= 8 against G < 8.
+    """The drop from a run's best to its final validation accuracy, with G >= 8 against G < 8.
 
     Source: a rule of thumb of practitioners' guides, and the default of TRL's trainer. "Stable" is made measurable
     here: a run that collapses ends below its best. An invalid run with G >= 8 forbids support.
@@ -137,7 +137,7 @@ def _group_size(analysis: Analysis, trials: Trials) -> _Evidence:
         analysis.record, _per_seed(trials, lambda trial: _drawdown(trial, analysis.record.metric)), weights
     )
     if not found.differences:
-        return _Evidence("No shared seed of such arms has a learning curve.")
+        return _Evidence("No seed shared by such arms has a learning curve.")
     text = (
         f"Runs with G >= {STABLE_GROUP} end {wording.points(found.estimate, analysis.record.metric, found.interval)} "
         f"{'further' if found.estimate >= 0 else 'less far'} below their own best than those with G < {STABLE_GROUP}"
@@ -180,11 +180,11 @@ def _kl_weight(analysis: Analysis, trials: Trials) -> _Evidence:
 
 
 def _hard_tasks(analysis: Analysis, trials: Trials) -> _Evidence:
-    """What the largest group gains over the smallest on the hardest problems, minus what it gains on the easiest.
+    """The gain of the largest group over the smallest on the hardest problems, minus that on the easiest.
 
     Source: practitioners' guides; the reason is that a group without any right answer teaches nothing (DAPO, Yu et al.
-    2025, arXiv:2503.14476, section 3.2). Difficulty is a tag of the task; hardest is the tag with the lowest mean.
-    Where scores of single problems are known, the luck of which problems carry the two tags counts as error too.
+    2025, arXiv:2503.14476, section 3.2). Difficulty is a tag of the task; hardest is the tag with the lowest mean. If
+    scores of single problems are known, the error includes the sampling of problems within the two tags.
     """
     pairs = []
     for found in _levels(trials, "algorithm.group_size").values():
@@ -195,7 +195,7 @@ def _hard_tasks(analysis: Analysis, trials: Trials) -> _Evidence:
         return _Evidence("No arms with two group sizes that differ in nothing else.")
     tags = _difficulty(trials, analysis.outcome.name)
     if tags is None:
-        return _Evidence("The task has no tags of difficulty.")
+        return _Evidence("The task has no difficulty tags.")
     easy, hard, shares = tags
     if analysis.outcome.per_problem and not shares:
         return _Evidence("The trials are too few, or the tags too overlapping, to tell how many problems are hard.")
@@ -206,7 +206,7 @@ def _hard_tasks(analysis: Analysis, trials: Trials) -> _Evidence:
 
     found = contrast(analysis.record, _per_seed(trials, gap), weights)
     if not found.differences:
-        return _Evidence("No shared seed of such arms has accuracy by difficulty.")
+        return _Evidence("No seed shared by such arms has accuracy by difficulty.")
     found = _over_problems(analysis, found, weights, shares)
     names = [metric.rpartition("accuracy_")[2].replace("_", " ") for metric in (hard, easy)]
     text = (
@@ -240,7 +240,7 @@ def _ppo_minus_grpo(trials: Trials) -> Weights:
 
 
 def _levels(trials: Trials, dotted: str) -> dict[str, list[tuple[float, str]]]:
-    """Settings of a run without the one at `dotted`, as text -> the values of that one and their arms."""
+    """Settings of a run without the one at `dotted`, as text -> that setting's values and their arms."""
     blocks: dict[str, list[tuple[float, str]]] = {}
     for arm, spec in arm_specs(trials.values()).items():
         value = setting(spec, dotted)
@@ -302,7 +302,7 @@ def _difficulty(trials: Trials, outcome: str) -> tuple[str, str, tuple[float, ..
 
 
 def _over_problems(analysis: Analysis, found: Contrast, weights: Weights, shares: Sequence[float]) -> Contrast:
-    """A contrast between two tags that carry these shares of the problems, with the error of new problems in it."""
+    """A contrast between two tags with these shares of the problems, its error including that of new problems."""
     cells = [
         weight * rows
         for arm, weight in weights.items()

@@ -1,6 +1,6 @@
 """Decides when the labels or the policy of a run collapsed.
 
-A series has collapsed at the first step from which on, to its end, it stays below half of the best value before.
+A series collapses at the first step from which it stays below half of its best earlier value to the end.
 """
 
 import math
@@ -11,8 +11,8 @@ from cohort.harness.types import TrialRecord
 from cohort.reports.analysis import Analysis
 from cohort.reports.statistics import Interval, t_interval
 
-# What may collapse: its metric, and the points over which it is averaged. Labels are those that a majority vote of each
-# group would give, whatever the run is paid by; a step has few groups.
+# Name -> (metric, number of points averaged). Labels are the majority answers of the groups, for any reward; they are
+# averaged because a step has few groups.
 _SERIES = {"labels": ("train/majority_accuracy", 10), "policy": ("validation/accuracy", 1)}
 
 
@@ -29,7 +29,7 @@ class Collapse:
 
 
 def collapses(analysis: Analysis) -> list[Collapse]:
-    """What collapsed in which arms, in the study's order; runs that ended invalid count, as a collapse may end one."""
+    """The collapses of each arm, in the study's order; includes invalid runs, because a collapse may end a run."""
     found = []
     for arm in analysis.arms:
         ended = [t for t in analysis.record.trials if t.arm == arm.label and t.state in ("complete", "invalid")]
@@ -45,7 +45,7 @@ def collapses(analysis: Analysis) -> list[Collapse]:
 def collapse_step(series: Sequence[tuple[int, float]], window: int = 1) -> int | None:
     """The step at which a series of (step, value) collapsed; None if it did not.
 
-    A value is the mean of the last `window` finite ones; before there are so many, nothing is known.
+    A value is the mean of the last `window` finite ones, from the first full window on.
     """
     known = [(step, value) for step, value in series if math.isfinite(value)]
     best, since = -math.inf, None

@@ -1,4 +1,4 @@
-"""Decides how a study of components ranks them: by what each adds, all others present or none of them."""
+"""Ranks the components of a study by their contribution, with all others present or with none of them."""
 
 from dataclasses import dataclass, replace
 
@@ -9,7 +9,7 @@ from cohort.reports.statistics import Interval
 
 @dataclass(frozen=True)
 class Component:
-    """What a component adds: all minus without it, or it alone minus none; the test is that of `comparison`."""
+    """The contribution of a component: all minus without it, or it alone minus none; tested by `comparison`."""
 
     name: str
     effect: float
@@ -18,7 +18,7 @@ class Component:
 
 
 def ranked_components(analysis: Analysis) -> list[Component]:
-    """The components whose arm can be compared with the baseline, the one that adds most first."""
+    """The components whose arm can be compared with the baseline, by falling contribution."""
     design, found = str(analysis.record.spec.get("design")), []
     if design not in ("leave_one_out", "add_one_in"):
         return []

@@ -1,10 +1,10 @@
 """Decides whether a model knows the problems of a benchmark better than other problems of the same kind.
 
-A probe scores every problem alone, those probed and those of a reference. If the model has seen neither, or both as
-often, and both come from one source by chance, the scores of both are exchangeable, whatever the score is: then the
+A probe scores each probed and each reference problem separately. If the model has seen neither set, or both equally
+often, and both are random samples of one source, their scores are exchangeable, whatever the score is: then the
 one-sided permutation test of their means is exact, for a weak model and a strong one. A problem and its own variants
 are not exchangeable: the numbers and words that people choose are likelier than others even to a model that has never
-seen the problem. Holm's correction spans the probes.
+seen the problem. Holm's correction covers the probes.
 """
 
 import math
@@ -25,14 +25,15 @@ MEANINGS = {
     "reworded": "Likelier than with other words, nats per token",
 }
 HEADERS = ("probe", "probed (problems)", "reference (problems)", "p", "p, Holm", "flags")
-Scores = Mapping[str, Sequence[float]]  # probe -> the score of each problem; NaN where it says nothing
+Scores = Mapping[str, Sequence[float]]  # probe -> the score of each problem; NaN without a score
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one probe found: mean scores, problems that have one, and p-values of the probed being known better.
+    """The result of one probe: mean scores, numbers of problems with a score, and p-values.
 
-    `p_reverse` is that of the reference being known better, uncorrected. NaN without problems.
+    The alternative of `p` and `p_adjusted` is that the model knows the probed problems better; that of `p_reverse`,
+    which is uncorrected, is that it knows the reference better. NaN without problems.
     """
 
     probe: str
@@ -63,7 +64,7 @@ def judge(probed: Scores, reference: Scores, rng: Generator) -> list[Finding]:
 
 
 def verdict(findings: Sequence[Finding], probed: str, reference: str) -> str:
-    """What the findings together say, in a sentence or two; `probed` and `reference` name the two sets."""
+    """The conclusion from all findings, in a sentence or two; `probed` and `reference` name the two sets."""
     if all(math.isnan(one.p) for one in findings):
         return "Not tested: no problem of one of the two sets has a score."
     flagged = [f"{one.probe} (p = {one.p_adjusted:.2g})" for one in findings if one.is_flagged]
@@ -72,14 +73,14 @@ def verdict(findings: Sequence[Finding], probed: str, reference: str) -> str:
     blind = [f"{one.probe} (p = {one.p_reverse:.2g})" for one in findings if one.p_reverse < LEVEL]
     if blind:
         return (
-            f"Not tested well: the model knows {reference} better than {probed}, by {listed(blind)}, which may hide "
-            "what it knows; take a reference that it cannot have seen."
+            f"Inconclusive: the model knows {reference} better than {probed}, by {listed(blind)}, which may hide "
+            "contamination; use a reference that it cannot have seen."
         )
     return "Not flagged, which does not prove that the model has never seen these problems."
 
 
 def summary(document: Mapping[str, Any]) -> dict[str, Any]:
-    """What is said of a probe (`probe.json`), as text: title, headers, rows, exact completions, verdict, examples."""
+    """A probe (`probe.json`) as text: title, headers, rows, exact completions, verdict, examples."""
     probed, reference = f"the {document['split']} problems", f"those of {document['reference']}"
     findings = [Finding(**one) for one in document["findings"]]
     rows = [

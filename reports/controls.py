@@ -2,8 +2,8 @@
 
 An arm has an effect if it gains detectably from its start, or is detectably above the baseline. A control reproduces it
 if the arm is not detectably above the control, or if the control itself gains. The p-values here are not corrected,
-because none supports a claim alone: a control that reproduces an effect by luck only makes a reader careful, and an arm
-that stays above all its controls has passed every test.
+because none supports a claim alone: a control that reproduces an effect by chance only makes a reader careful, and an
+arm that stays above all its controls has passed every test.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one control says of one arm; `reason` is why the arm's effect is unexplained, empty if it is not."""
+    """The verdict of one control on one arm, with the reason if the arm's effect is unexplained, else empty."""
 
     arm: str
     control: str

@@ -25,7 +25,7 @@ from cohort.reports.trials import score, search_of, setting, tuning_of, wanted_p
 
 _MOST_PROMPTS, _MOST_ARMS = 4, 4
 _MOST_CHARACTERS = 1600
-FLOPS = {  # what is counted of a run's operations -> its column
+FLOPS = {  # part of a run's operations -> its column
     "train": "Training", "sampling": "Sampling", "scoring": "Scoring", "learning": "Learning",
     "evaluation": "Evaluation", "cold_start": "Cold start",
 }  # fmt: skip
@@ -235,7 +235,7 @@ def _costs(analysis: Analysis) -> dict[str, Any]:
 
 
 def _hours(seconds: float | None) -> str:
-    """Hours of so many seconds, or watt-hours of so many joules."""
+    """Seconds as hours, or joules as watt-hours."""
     return "n/a" if seconds is None else f"{seconds / 3600:.3g}"
 
 
@@ -266,7 +266,7 @@ def _crossing(found: Crossover) -> dict[str, str]:
         return {"k": "none", "limits": "", "reading": f"no crossing up to k = {found.most}"}
     low, high = found.low or 1, found.high or f"> {found.most}"
     unsure = [name for name, limit in ((found.leader, found.low), (found.other, found.high)) if limit is None]
-    reading = f"not shown: luck may explain the lead of {' and of '.join(unsure)}" if unsure else "both leads are shown"
+    reading = f"not shown: it may be chance that leads {' and of '.join(unsure)}" if unsure else "both leads are shown"
     return {"k": str(found.k), "limits": f"[{low}, {high}]", "reading": reading}
 
 
@@ -313,7 +313,7 @@ def _checked(error: Interval | None, metric: str) -> tuple[str, str]:
 def _accuracies(analysis: Analysis, capable: Capabilities | None) -> dict[str, Any]:
     """Every accuracy of the test split, as text: the names of its metrics, and each arm's (value, limits) of them.
 
-    pass@k has tables of its own where it is a curve.
+    pass@k is in separate tables if there is a curve of it.
     """
     found = held_out_accuracies(analysis)
     if capable is not None:

@@ -48,7 +48,7 @@ _MARKDOWN = re.compile(r"[\\`*_{}#|!~$]|\[(?![-+.\d]+, [-+.\d]+\])|(?<=\])[(:\[]
 
 @dataclass(frozen=True)
 class ReportFiles:
-    """Where a report was written, and its answer in one sentence."""
+    """The files of a report, and its answer in one sentence."""
 
     html: Path
     csv: Path

@@ -1,14 +1,14 @@
-"""Decides how an arm's validation accuracy grows with compute: a saturating curve, or the reason why there is none.
+"""Fits an arm's validation accuracy against compute by a saturating curve, or gives the reason that there is none.
 
 The curve is ScaleRL's (Khatri et al. 2025, arXiv:2510.13786, eq. 1): R(C) = R_0 + (A - R_0) / (1 + (C_mid / C)^B). A is
-the ceiling, C_mid the compute at which half of the gain is reached, B how steep the rise is. R_0 is fitted too: the
-evaluation before training is measured with noise like any other. All seeds are fitted together by least squares.
+the ceiling, C_mid the compute that reaches half of the gain, B the steepness of the rise. R_0 is fitted too, because
+the evaluation before training is measured with noise like any other. All seeds are fitted together by least squares.
 
-Intervals are over seeds: the fit is a mean over seeds of what each says of it to first order (the influence function;
-Liang and Zeger 1986), so that Student's interval of these values is that of the parameter, C_mid and B as logarithms.
-The values also pair arms by seed, which tells a higher ceiling from a faster rise.
+Intervals are over seeds: to first order the fit is the mean over seeds of each seed's influence value (Liang and Zeger
+1986), so Student's interval of these values is that of the parameter, with C_mid and B as logarithms. The values also
+pair arms by seed, which distinguishes a higher ceiling from a faster rise.
 
-A curve is not stated where the data do not identify it (`_refusal`).
+No curve is stated if the data do not identify it (`_refusal`).
 """
 
 import math
@@ -29,7 +29,7 @@ from cohort.reports.trials import num_first, usable_trials
 COSTS = {"train/generated_tokens": "generated tokens", "seconds/total": "seconds"}
 FEWEST_POINTS = 8
 BENT = 0.01  # p below which a curve without a ceiling is ruled out
-LATEST = 0.75  # the share of compute that the interval of the midpoint stays below
+LATEST = 0.75  # share of the compute; the interval of the midpoint must end below it
 _A, _R0, _LOG_MID, _LOG_B = range(4)
 
 
@@ -38,9 +38,9 @@ class Scaling:
     """The fitted curve of an arm.
 
     ceiling, midpoint, exponent  A, C_mid and B with intervals over seeds
-    reached     share of the fitted gain that the end of training has reached
-    prediction  mean error over the second half of compute of the curve that the first half gives, with its interval;
-                None where the first half does not identify a curve
+    reached     share of the fitted gain at the end of training
+    prediction  mean error, over the second half of compute, of the curve fitted to the first half, with its interval;
+                None if the first half does not identify a curve
     """
 
     arm: str
@@ -66,7 +66,7 @@ class Shift:
 
 @dataclass(frozen=True)
 class Scalings:
-    """The curves of a study against `cost`; arm -> reason for those that have none."""
+    """The curves of a study against `cost`; `refused` maps an arm without a curve to the reason."""
 
     cost: str
     fits: Sequence[Scaling]
@@ -96,7 +96,7 @@ def scalings(analysis: Analysis) -> Scalings | None:
 def fit_trials(
     arm: str, trials: Sequence[TrialRecord], metric: str, cost: str, first: int | None = None
 ) -> Scaling | str:
-    """The curve of an arm's trials, or why there is none."""
+    """The curve of an arm's trials, or the reason that there is none."""
     costs_ST, scores_ST = _points(trials, metric, cost)
     fallen = [trial.seed for trial in trials if collapse_step(trial.history.get(metric, ())) is not None]
     if fallen:
@@ -133,12 +133,12 @@ def _share(parameters: Floats, costs: Floats) -> Floats:
 
 
 def _fit(costs_ST: Floats, scores_ST: Floats, first: int | None) -> tuple[Floats, Floats] | str:
-    """The parameters, and what each seed says of them; or why the data do not identify them."""
+    """The parameters and each seed's influence values, or the reason that the data do not identify them."""
     if len(scores_ST[:first]) < 2:
-        return "a single seed has no spread to tell how sure a curve is; run 2 or more"
+        return "a single seed gives no estimate of a curve's uncertainty; run 2 or more"
     if scores_ST.shape[1] < FEWEST_POINTS:
         return (
-            f"{scores_ST.shape[1]} evaluations that all seeds share are too few for four parameters; "
+            f"{scores_ST.shape[1]} evaluations shared by all seeds are too few for four parameters; "
             f"set evaluation.every for {FEWEST_POINTS} or more"
         )
     scale = float(costs_ST.max())
@@ -158,7 +158,7 @@ def _fit(costs_ST: Floats, scores_ST: Floats, first: int | None) -> tuple[Floats
 def _refusal(
     parameters: Floats, values_S4: Floats, costs_ST: Floats, scores_ST: Floats, first: int | None
 ) -> str | None:
-    """Why a fit says nothing of a ceiling; None if it does."""
+    """The reason that a fit does not identify a ceiling; None if it does."""
     gain = parameters[_A] - parameters[_R0]
     if gain <= 0:
         return "accuracy does not rise"
@@ -173,7 +173,7 @@ def _refusal(
 
 
 def _p_without_ceiling(costs_ST: Floats, scores_ST: Floats) -> float:
-    """The p of the F test of the power law R_0 + c C^d, the limit of a ceiling that moves away, on the mean curve."""
+    """The p of the F test of the power law R_0 + c C^d, the limit of an ever higher ceiling, on the mean curve."""
     costs, scores = costs_ST.mean(axis=0)[None], scores_ST.mean(axis=0)[None]
     powers = np.where(costs > 0, np.maximum(costs, 1e-300), 0.0)
 
@@ -188,7 +188,7 @@ def _p_without_ceiling(costs_ST: Floats, scores_ST: Floats) -> float:
 
 
 def _least_squares(costs_ST: Floats, scores_ST: Floats) -> tuple[Floats, float]:
-    """The best parameters from several starts, and the sum of squares that is left; costs are at most 1."""
+    """The best parameters from several starts, and their residual sum of squares; costs are at most 1."""
 
     def residuals(parameters: Floats) -> Floats:
         return (curve(parameters, costs_ST) - scores_ST).ravel()
@@ -227,7 +227,7 @@ def _prediction(costs_ST: Floats, scores_ST: Floats, first: int | None) -> Inter
 
 
 def _points(trials: Sequence[TrialRecord], metric: str, cost: str) -> tuple[Floats, Floats]:
-    """Compute spent and accuracy of each seed at the evaluations that all seeds share."""
+    """Compute and accuracy of each seed at the evaluations shared by all seeds."""
     series = [{s: v for s, v in trial.history.get(metric, ()) if math.isfinite(v)} for trial in trials]
     steps = sorted(set.intersection(*(set(one) for one in series)))
     spent = [np.array([(0.0, 0.0), *trial.history[cost]]) for trial in trials]

@@ -4,13 +4,13 @@ Notation: S seeds, N test problems, K samples of each problem. `scores_S` holds 
 per seed and problem, the fraction of the K samples that were right. The only randomness is that of the
 `numpy.random.Generator` that is passed in.
 
-Which interval. Seeds and problems are crossed random effects: every seed is scored on the same problems.
-`SIMULATED_COVERAGE` says how often each nominal 95 % interval encloses the accuracy of an arm on new seeds and new
+Choice of interval. Seeds and problems are crossed random effects: every seed is scored on the same problems.
+`SIMULATED_COVERAGE` says how often each nominal 95 % interval contains the accuracy of an arm on new seeds and new
 problems of the same kind (512 problems, 4 samples each, accuracy 71 %, seeds with a standard deviation of 2.5 points;
 4000 simulated studies; `tests/test_statistics.py` repeats them with fewer).
 
 The percentile bootstrap cannot work with 3 seeds: its interval ends at the lowest and the highest seed, which enclose
-the truth in 1 - 2 / 2^3 = 75 % of studies. The Student t interval over seeds covers 95 % for these very problems
+the truth in 1 - 2 / 2^3 = 75 % of studies. The Student t interval over seeds covers 95 % for these test problems
 (normal seeds, measured 95.1, 94.8 and 94.9 %), but not for new problems, which all seeds share. Reports therefore state
 the wider of the two-way and the Student t interval. Where the scores of single problems are not known, they state
 Student's over seeds. The bootstrap is shown in addition. The same holds for paired differences. The bootstrap interval
@@ -291,7 +291,7 @@ def permutation_test(values_N: ArrayLike, others_M: ArrayLike, rng: Generator, r
 
 
 def majority_verdicts(scores_SN: ArrayLike) -> NDArray[np.bool_]:
-    """Whether an arm gets each problem right: more than half of its samples over all seeds are right."""
+    """For each problem whether an arm solves it: more than half of its samples over all seeds are right."""
     return np.asarray(scores_SN, dtype=float).mean(axis=0) > 0.5
 
 
@@ -343,7 +343,7 @@ def improvement_interval(probability: float, num_seeds: int, num_baseline: int) 
         spread = 1 + runs * (1 - limit) / (2 - limit) + runs * limit / (1 + limit)
         return (limit - probability) ** 2 - z**2 * limit * (1 - limit) * spread / (num_seeds * num_baseline)
 
-    edge = 1e-9  # the equation has a root of its own at an estimate of 0 or 1
+    edge = 1e-9  # the equation has another root at an estimate of 0 or 1
     low = 0.0 if probability == 0 else _root(excess, edge, min(probability, 1 - edge))
     high = 1.0 if probability == 1 else _root(excess, max(probability, edge), 1 - edge)
     return Interval(probability, low, high)
@@ -403,7 +403,7 @@ def _root(function: Callable[[float], float], low: float, high: float) -> float:
 
 
 def _times_drawn(size: int, resamples: int, rng: Generator) -> Floats:
-    """How often each of `size` items is drawn in `size` draws with replacement, one row per resample."""
+    """The count of each of `size` items in `size` draws with replacement, one row per resample."""
     drawn = rng.integers(size, size=(resamples, size)) + size * np.arange(resamples)[:, None]
     return np.bincount(drawn.ravel(), minlength=resamples * size).reshape(resamples, size).astype(float)
 
@@ -414,7 +414,7 @@ def _t_interval(estimate: float, error: float, df: float) -> Interval:
 
 
 def _t_quantile(tail: float, df: float) -> float:
-    """What Student's t exceeds with probability `tail`. (The distributions of scipy.stats take milliseconds a call.)"""
+    """The value that Student's t exceeds with probability `tail`. (scipy.stats takes milliseconds per call.)"""
     return -float(special.stdtrit(df, tail))
 
 

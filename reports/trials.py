@@ -60,7 +60,7 @@ def usable_trials(record: StudyRecord, outcome: Outcome) -> dict[tuple[str, int]
 
 
 def num_first(record: StudyRecord, seeds: Collection[int]) -> int | None:
-    """How many of these seeds (ascending) decided the number of seeds; None if the study lists its seeds."""
+    """The number of these seeds (ascending) that decided the number of seeds; None if the study lists its seeds."""
     return None if record.two_stage is None else sum(seed < record.two_stage["first"] for seed in seeds)
 
 
@@ -104,7 +104,7 @@ def score(trial: TrialRecord, metric: str) -> float | None:
 
 
 def gain(trial: TrialRecord, metric: str) -> float | None:
-    """What a trial has added to a metric since before its first step; None if that is not known."""
+    """The change of a metric from before a trial's first step to its end; None if unknown."""
     series, last = trial.history.get(metric, ()), score(trial, metric)
     known = len(series) > 1 and series[0][0] == 0 and math.isfinite(series[0][1])
     return last - float(series[0][1]) if known and last is not None else None

@@ -43,7 +43,7 @@ parser.parse_expr_cached = _refuse  # pyright: ignore[reportAttributeAccessIssue
 
 
 def compare(first: str, second: str, begin: Callable[[bytes], None]) -> Verdict:
-    """Whether two expressions are equal in both directions of math-verify's comparison; `begin` announces a stage."""
+    """The verdict on whether two expressions are equal in both directions of math-verify; `begin` announces a stage."""
     begin(FIRST)
     one = _read(first)
     begin(SECOND)
@@ -60,7 +60,7 @@ def compare(first: str, second: str, begin: Callable[[bytes], None]) -> Verdict:
 
 
 def value(text: str) -> complex | None:
-    """A number that `compare` finds two texts different by, if theirs differ; None if it may look at more."""
+    """A number by which `compare` tells texts apart if theirs differ; None if it may use more than the number."""
     try:
         expression = _read(text)
         has_value = isinstance(expression, Expr) and not expression.find(_is_odd_root)  # a root has two meanings
@@ -94,7 +94,7 @@ def hasten() -> None:
 
 
 def compare_as_library(gold: str, completion: str, begin: Callable[[bytes], None]) -> Verdict:
-    """Whether a completion states the gold answer, by math-verify alone."""
+    """The verdict on whether a completion states the gold answer, by math-verify alone."""
     begin(FIRST)
     expected = math_verify.parse(rf"\boxed{{{gold}}}", parsing_timeout=0)
     begin(SECOND)

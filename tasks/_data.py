@@ -134,7 +134,7 @@ class DatasetTask(QuestionTask):
         return self.template.replace("{question}", problem.question)
 
     def _own(self, completion: str) -> str:
-        """The completion up to a next problem, with which base models go on after examples."""
+        """The completion up to a next problem, because base models continue with one after examples."""
         head = self.template.partition("{question}")[0].strip() if self.shots else ""
         return completion.partition(f"\n\n{head}")[0] if head else completion
 
@@ -189,14 +189,14 @@ def _split(task: DatasetTask, split: Split, version: str) -> tuple[Problem, ...]
 def _source(task: DatasetTask, split: SourceSplit, version: str) -> _Source:
     """The problems of a split of the source, without repeated questions, and for train without those of test.
 
-    ValueError if the source is not, or does not stay, what it has to be.
+    ValueError if the source differs from the expected one, or changes meanwhile.
     """
     path, _ = task.source(split)
     problems, num_rows, num_skipped = _read(task, path, _find(task, split).rows())
     sources = _sources(task, split)
     verify(sources)
     if digest(digested(sources)) != version:
-        raise ValueError(f"{path}: changes while it is read; wait until it is whole, then start again")
+        raise ValueError(f"{path}: changes while it is read; wait until it is complete, then start again")
     if not problems:
         filters = "; loosen its filters" if num_rows else ""
         raise ValueError(f"{path}: the {split} split has no usable problem among {num_rows} rows{filters}")
@@ -216,7 +216,7 @@ def _source(task: DatasetTask, split: SourceSplit, version: str) -> _Source:
 
 
 def _version(task: DatasetTask, split: SourceSplit) -> str:
-    """Stands for the content of what a split depends on: what is expected there, or else what there is."""
+    """A stand-in for the content of a split's sources: the expected content, or else the present one."""
     known = {name: expected(name) for name in (source_name(*task.source(part), part) for part in ("test", split))}
     return digest(digested(_sources(task, split)) if None in known.values() else known)
 

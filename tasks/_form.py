@@ -138,7 +138,7 @@ def _has_other_variable(term: Any) -> bool:
 
 
 def _num_factors(value: Any) -> int:
-    """How many sums with variables a product has, as often as each stands in it."""
+    """The number of sums with variables in a product, with repetition."""
     count = 0
     for part, sign in _factors(value) if isinstance(value, Mul | Pow) else ():
         base, power = (part.base, part.exp) if isinstance(part, Pow) else (part, Integer(1))

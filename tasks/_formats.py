@@ -40,7 +40,7 @@ def write(answer_format: AnswerFormat, reasoning: str, answer: str, *, separator
 
 
 def score(completion: str, answer_format: AnswerFormat) -> float:
-    """How far the completion keeps the format: 0, 0.5 or 1.
+    """The completion's score for the format: 0, 0.5 or 1.
 
     `####` and boxes score 1 with something in the marker. Tags score 1 for one `<think>` pair and then one `<answer>`
     pair that is not empty, with only white space around them, and 0.5 if at least one of the pairs is right.

@@ -1,6 +1,6 @@
-"""The arithmetic of `word_problems`: graphs of quantities with exact values, and what makes two of them equal.
+"""Draws the graphs of quantities with exact values behind `word_problems`, and decides when two are equal.
 
-The only source of chance is a function that gives uniform numbers in [0, 1).
+The only randomness is a function that returns uniform numbers in [0, 1).
 """
 
 import hashlib
@@ -32,7 +32,7 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of the numbers that a problem tells and of every value in it, which is positive."""
+    """The limits of a problem's numbers and of every value in it; values are positive."""
 
     min_number: int
     max_number: int
@@ -43,8 +43,8 @@ class Limits:
 def draw(depth: int, limits: Limits, uniform: Uniform) -> list[Quantity] | None:
     """A graph of `depth` operations, all of which its last quantity needs; None if the draw left the limits.
 
-    A quantity that nothing uses yet is loose. An operation takes at most two together, so with as many operations left
-    as there are loose quantities beyond one, each has to join two.
+    A quantity that nothing uses yet is loose. An operation joins at most two, so when the operations left equal the
+    loose quantities minus one, each has to join two.
     """
     graph: list[Quantity] = []
     loose: list[int] = []
@@ -71,7 +71,7 @@ def draw(depth: int, limits: Limits, uniform: Uniform) -> list[Quantity] | None:
 
 
 def _moves(left: int, num_loose: int, any_used: bool) -> list[str]:
-    """What the next of `left` operations may do, likelier moves more often."""
+    """The moves that the next of `left` operations may make; likelier ones occur several times."""
     if num_loose - 1 == left:
         return ["join"]
     moves = ["extend", "extend", "extend", "join fact"] if num_loose else ["extend fact"] * 3
@@ -91,7 +91,7 @@ def add(graph: Sequence[Quantity], limits: Limits, uniform: Uniform) -> Quantity
 
 
 def calculation(graph: Sequence[Quantity]) -> str:
-    """A name of the last quantity's calculation with its numbers: a hash, equal for equal ones.
+    """A hash of the last quantity's calculation with its numbers, equal for equal calculations.
 
     The operands of sums and products have no order.
     """

@@ -1,9 +1,9 @@
-"""Problems and scores of the package reasoning-gym, which a child process holds (`tasks._gym_child`).
+"""Gets problems and scores of the package reasoning-gym from a child process (`tasks._gym_child`).
 
-A generator or a verifier may take all time and memory on settings or answers that it was not made for. So the kernel
-limits the child's memory and the time of a question; a child that overruns is ended, and the next question starts
-another. An answer that is not scored within the limits scores 0. The child's hash seed is fixed, so that what a
-generator makes is the same in every process. POSIX only.
+A generator or a verifier may take unlimited time and memory on unusual settings or answers. So the kernel limits the
+child's memory and the time of a question; a child that overruns is ended, and the next question starts another. An
+answer that is not scored within the limits scores 0. The child's hash seed is fixed, so that a generator makes the same
+problems in every process. POSIX only.
 """
 
 import atexit
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class Part(NamedTuple):
-    """A stream of problems: those that the generator makes with this seed."""
+    """A stream of problems, made by the generator with this seed."""
 
     dataset: str
     settings: str  # JSON
@@ -45,7 +45,7 @@ class Part(NamedTuple):
 
 
 class Item(NamedTuple):
-    """One problem; `answer` is the generator's own, if it has one, and `fields` what the template asks for."""
+    """One problem, with the generator's own answer, if any, and the fields that the template names."""
 
     question: str
     answer: str | None
@@ -76,7 +76,7 @@ def gym() -> "Gym":
 
 @lru_cache(maxsize=64)
 def make(part: Part, keys: tuple[str, ...]) -> tuple[Item, ...]:
-    """All problems of a part. Refused for a generator, settings or keys that cannot be."""
+    """All problems of a part. Refused for an invalid generator, settings or keys."""
     items: list[Item] = []
     for first in range(0, part.size, MAKE_AT_ONCE):
         items += gym().make(part, first, min(first + MAKE_AT_ONCE, part.size), keys)
@@ -84,7 +84,7 @@ def make(part: Part, keys: tuple[str, ...]) -> tuple[Item, ...]:
 
 
 class Gym:
-    """Asks one child from any thread; a forked process starts a child of its own.
+    """Asks one child from any thread; a forked process starts a new child.
 
     cpu_seconds   limit of scoring one answer
     memory_bytes  address space of the child
@@ -100,7 +100,7 @@ class Gym:
         os.register_at_fork(after_in_child=self._forget_child)
 
     def make(self, part: Part, first: int, last: int, keys: Sequence[str]) -> list[Item]:
-        """The problems from `first` to before `last`. Refused, also for what takes too long."""
+        """The problems from `first` to before `last`. Refused for invalid settings, or if it takes too long."""
         with self._turn:
             reply, _ = self._ask("make", part, first, last, keys)
         if not reply or "items" not in reply:
@@ -138,7 +138,7 @@ class Gym:
             self._end_child()
 
     def _ask(self, *question: Any) -> tuple[dict[str, Any] | None, bool]:
-        """The child's reply, None if it came to its limits; and whether it would on any machine."""
+        """The child's reply, None if it reached its limits; and whether it would reach them on any machine."""
         child = self._child = self._child or self._start_child()
         assert child.stdin is not None
         reply = None
@@ -190,7 +190,7 @@ class Gym:
 
 
 class _Overruns(threading.local):
-    """How many answers of a thread may still overrun the limits; None: any number."""
+    """The number of answers of a thread that may still overrun the limits; None: any number."""
 
     left: float | None = None
 

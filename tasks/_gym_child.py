@@ -1,8 +1,8 @@
-"""The child process of `tasks._gym`: it holds the package reasoning-gym, makes its problems and scores answers to them.
+"""The child process of `tasks._gym`: it imports the package reasoning-gym, makes its problems and scores answers.
 
 Some verifiers evaluate the text of an answer as Python (`eval`, sympy's `parse_expr`). A completion is never evaluated:
-where the source of a verifier, or of what it imports from its package, could do so, an answer reaches it only if it is
-plain arithmetic or a plain list, and a generator whose own answers are more than that is refused.
+if the source of a verifier, or of its imports from the package, could do so, an answer reaches it only if it is plain
+arithmetic or a plain list, and a generator whose own answers are more than that is refused.
 
 It answers one line of JSON with another, and ends when its input closes or its parent is gone. The kernel ends it when
 making problems, or scoring an answer, overruns its limits.
@@ -26,7 +26,7 @@ from cohort.tasks._child import next_line
 PACKAGE = "reasoning_gym"
 MAKE_SECONDS = 60.0  # processor time for problems that are made at once
 PATIENCE = 4.0  # the clock's limit, as a multiple of that of processor time
-NO_MEMORY = 1  # how the child exits without
+NO_MEMORY = 1  # the child's exit status when it runs out of memory
 MAX_CHARS = 200  # of an answer to a verifier that could evaluate it
 
 # Neither holds a letter, so that there is no name, attribute or call of one; neither a power nor a repeated list.
@@ -62,14 +62,14 @@ def serve() -> None:
 
 
 def limit(cpu_seconds: float) -> None:
-    """Let the kernel end the process when it has spent so much from now on, or `PATIENCE` times as long; 0: never."""
+    """Let the kernel end the process after that much processor time, or `PATIENCE` times as long; 0: never."""
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # the default action of both signals ends the process
     signal.setitimer(signal.ITIMER_REAL, PATIENCE * cpu_seconds)
 
 
 def make(part: list[Any], first: int, last: int, keys: list[str]) -> dict[str, Any]:
-    """The items of a part from `first` to before `last`, each [question, own answer or None, values of `keys`]; or why
-    there are none, for `ReasoningGym` to put into words."""
+    """The items of a part from `first` to before `last`, each [question, own answer or None, values of `keys`]; or the
+    reason that there are none, which `ReasoningGym` puts into words."""
     dataset, settings, seed, size = part
     registered = _registered()
     if dataset not in registered:
@@ -96,7 +96,7 @@ def make(part: list[Any], first: int, last: int, keys: list[str]) -> dict[str, A
 
 
 def score(part: list[Any], index: int, answer: str, cpu_seconds: float) -> dict[str, float]:
-    """What the verifier gives for an answer to the item `index` of a part, from 0 to 1."""
+    """The verifier's score from 0 to 1 for an answer to the item `index` of a part."""
     if why_evaluated(part[0]) and not is_plain(answer):
         return {"score": 0.0}
     generator, item = _generator(*part), deepcopy(_item(*part, index))  # a verifier may change it
@@ -117,9 +117,9 @@ def is_plain(answer: str) -> bool:
 
 @cache
 def why_evaluated(dataset: str) -> str:
-    """What in the source of a generator could evaluate an answer; empty if nothing could.
+    """The call or import in the source of a generator that could evaluate an answer; empty if there is none.
 
-    Every function of sympy evaluates the text that it gets, so importing it is enough.
+    Every function of sympy evaluates text, so importing it is enough.
     """
     waiting, seen = [_registered()[dataset][0].__module__], set[str]()
     while waiting:
@@ -146,7 +146,7 @@ def _called(node: ast.Call) -> str:
 
 
 def _imported(module: str, tree: ast.Module) -> list[str]:
-    """Every module that may be meant by the imports of one; some are attributes of modules instead."""
+    """Every module that the imports of a module may name; some are attributes of modules instead."""
     is_package = str(sys.modules[module].__file__).endswith("__init__.py")
     names: list[str] = []
     for node in ast.walk(tree):
@@ -160,7 +160,7 @@ def _imported(module: str, tree: ast.Module) -> list[str]:
 
 
 def _registered() -> dict[str, Any]:
-    """Name -> (class, class of its settings) of every generator; `composite` makes others by name, so it is none."""
+    """Name -> (class, settings class) of every generator except `composite`, which makes others by name."""
     found = importlib.import_module(f"{PACKAGE}.factory").DATASETS
     return {name: classes for name, classes in found.items() if name != "composite"}
 

@@ -134,7 +134,7 @@ def _is_worked_out(text: str, gold: str) -> bool:
 
 
 def _symbols(text: str, without: tuple[str, ...] = ()) -> frozenset[tuple[str, int]]:
-    """How often each number, letter and function stands in a tidy text; the name that it gives to a value apart."""
+    """The count of each number, letter and function in a tidy text, leaving out the name that it gives to a value."""
     named = _NAMED.match(text)
     found = _SYMBOL.findall(text[named.end() :] if named else text)
     return frozenset(Counter(symbol for symbol in found if symbol not in _LAYOUT and symbol not in without).items())
@@ -201,7 +201,7 @@ def _brackets(text: str) -> str | None:
 
 
 def _depths(text: str, opening: str, closing: str) -> list[int]:
-    """How many brackets are open after each character."""
+    """The number of open brackets after each character."""
     return list(accumulate(1 if char in opening else -1 if char in closing else 0 for char in text))
 
 

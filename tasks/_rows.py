@@ -1,9 +1,9 @@
-"""The rows of a split, from a local file or folder, or from the Hugging Face Hub, read by `datasets`.
+"""Reads the rows of a split from a local file or folder, or from the Hugging Face Hub, with `datasets`.
 
 Local data is streamed: nothing is written, and no cache can be stale. In a folder the name of a file, or else of the
-nearest folder above it, has the word `train` or `test` (`train.jsonl`, `main/test-00000-of-00001.parquet`,
+nearest folder above it, contains the word `train` or `test` (`train.jsonl`, `main/test-00000-of-00001.parquet`,
 `train/algebra/1.json`). A folder that `save_to_disk` wrote works too. A single file is one split: `train` if its name
-has that word, otherwise `test`.
+contains that word, otherwise `test`.
 """
 
 import json
@@ -29,12 +29,12 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class MissingSplit(ValueError):
-    """The source is there, but has no such split."""
+    """The source exists, but has no such split."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Where the rows of a split are: names, the same on every machine, with the files here, or a Hub commit."""
+    """The place of a split's rows: names, the same on every machine, with the files here, or a Hub commit."""
 
     files: Mapping[str, Path | str]
     rows: Callable[[], Rows]
@@ -56,7 +56,7 @@ def find_rows(path: str, config: str | None, split: SourceSplit, train_words: tu
 
 
 def source_name(path: str, config: str | None, split: SourceSplit) -> str:
-    """The name of a split's source in the record of what a run reads."""
+    """The name of a split's source in the record of a run's inputs."""
     return f"data {path} ({f'{config}, ' if config else ''}{split})"
 
 
@@ -98,7 +98,7 @@ def _in_file(file: Path, split: SourceSplit, train_words: tuple[str, ...]) -> Fo
 
 
 def _saved_rows(folder: Path, split: SourceSplit, train_words: tuple[str, ...]) -> Rows:
-    """The rows of a folder by `save_to_disk`: of a `DatasetDict`, or of a `Dataset`, which is one split like a file."""
+    """The rows of a folder by `save_to_disk`: a `DatasetDict`, or a `Dataset`, which is one split like a file."""
     import datasets
 
     try:
@@ -123,7 +123,7 @@ def _missing_split(path: Path | str, split: SourceSplit, reason: str) -> Missing
 
 
 def _split_of(path: Path, train_words: tuple[str, ...]) -> SourceSplit | None:
-    """The split that is in the file's name, or else in that of the nearest folder above it."""
+    """The split named by the file, or else by the nearest folder above it."""
     if any(part.startswith(".") for part in path.parts):
         return None
     pattern = rf"(?:^|[-_. ])({'|'.join(train_words)}|test)(?:$|[-_. ])"
@@ -196,7 +196,7 @@ def _on_hub(path: str, config: str | None, split: SourceSplit, train_words: tupl
 
 @lru_cache(maxsize=4)
 def _load_from_hub(path: str, config: str | None, commit: str | None) -> dict[str, Any]:
-    """Configuration -> split -> rows. Without the Hub `datasets` takes the newest commit that it has, asked or not."""
+    """Configuration -> split -> rows. Offline, `datasets` takes its newest cached commit, even if asked for another."""
     import datasets
     from datasets.exceptions import DatasetNotFoundError
 

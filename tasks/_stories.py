@@ -1,4 +1,4 @@
-"""The words of `word_problems`: how each family of stories states facts, relations, asides and questions.
+"""Writes the stories of `word_problems`: each family's sentences for facts, relations, asides and questions.
 
 Nothing here computes an answer: a story tells the quantities that `tasks._graphs` has drawn.
 """
@@ -15,10 +15,10 @@ FamilyName = Literal["things", "prices", "animals", "cooking", "trips"]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Templates: {x} is what is told, {y} and {z} its sources, {n} and {m} numbers, {things} what is counted.
+    """Templates: {x} names the quantity told, {y} and {z} its sources, {n} and {m} are numbers, {things} the unit.
 
     {times} is `twice` or `n times`, {part} is `half` or `a third`. `both` and `gap` ask for a last operation whose
-    result has no name. The names of up to 26 quantities have an initial each.
+    result has no name. The names of up to 26 quantities have distinct initials.
     """
 
     names: Sequence[str]
@@ -28,7 +28,7 @@ class Family:
     asked: str
     both: str
     gap: str
-    asides: Sequence[str]  # of no use, whatever is asked
+    asides: Sequence[str]  # irrelevant to every question
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -161,7 +161,7 @@ def tell(
 ) -> tuple[str, list[str]]:
     """The text of a problem, which asks for the last quantity of the graph, and the lines of its worked solution.
 
-    A distractor is a quantity of no use, or something else with a number.
+    A distractor is an irrelevant quantity, or an aside with a number.
     """
     asks_operation = graph[-1].kind in ("both", "gap") and uniform() < 0.5  # and so the last quantity has no name
     told = list(graph[:-1] if asks_operation else graph)
@@ -193,7 +193,7 @@ def tell(
 
 
 def _work_out(labels: Sequence[str], graph: Sequence[Quantity], i: int) -> str:
-    """What is worked out, its formula in names and in numbers, and its value: `Ben: Ana+3=4+3=7`."""
+    """A line of the solution: the quantity, its formula in names and in numbers, its value: `Ben: Ana+3=4+3=7`."""
     numbers = [str(number) for number in graph[i].numbers]
     formula = [*(labels[source] for source in graph[i].sources), *numbers]
     figures = [*(spell(graph[source].value) for source in graph[i].sources), *numbers]

@@ -1,18 +1,18 @@
-"""Computer algebra in a child process that can be killed: whether two LaTeX expressions are equal.
+"""Decides whether two LaTeX expressions are equal, by computer algebra in a child process that can be killed.
 
-math-verify (github.com/huggingface/Math-Verify) compares with sympy, which can spend all time and memory on text such
-as `9^{9^9}`. So the kernel limits the child's memory, and the wall-clock and processor time of a question. The parent
-also kills a child that does not answer, and starts another for the next question. A stopped comparison is `unparsable`.
-Limits are the last resort: what would take long is refused by its size first (`tasks._values`), which does not depend
-on the machine.
+math-verify (github.com/huggingface/Math-Verify) compares with sympy, which can take unlimited time and memory on text
+such as `9^{9^9}`. So the kernel limits the child's memory, and the wall-clock and processor time of a question. The
+parent also kills a child that does not answer, and starts another for the next question. A stopped comparison is
+`unparsable`. Limits are the last resort: large expressions are refused first by their size (`tasks._values`), which
+does not depend on the machine.
 
-An answer that overran the limits, when it was read or as the larger of two, is not tried again: at once if it spent its
-processor time or memory, which it would on any machine, after the second time if the clock alone ran out, which may be
-a busy machine. A question that is answered, but slowly, keeps its verdict and is charged to what its thread may spend
-(`allow_overruns`), as the share of the limit that it took.
+An answer that overran the limits, when it was read or as the larger of two, is not tried again: after the first time if
+it spent its processor time or memory, as it would on any machine; after the second if only the clock ran out, because
+the machine may have been busy. A slow question that is answered keeps its verdict and is charged to its thread's
+allowance (`allow_overruns`), as the share of the limit that it took.
 
-Expressions whose values at a point differ are different. A child tells the values with its answer, so that of G
-different expressions each is compared with one other, and the rest of the G(G - 1)/2 pairs cost no question.
+Expressions whose values at a point differ are different. A child returns the values with its answer, so each of G
+different expressions is compared with one other, and the rest of the G(G - 1)/2 pairs cost no question.
 
 The first question starts the child, a fresh interpreter without the parent's threads and devices (`tasks._child`). A
 process has one child, or up to `set_num_children` for threads that ask at the same time. POSIX only.
@@ -40,10 +40,10 @@ START_SECONDS = 120.0  # importing sympy on a busy machine
 CACHED_VERDICTS = 16_384
 CACHED_OVERRUNS = 4096
 CACHED_VALUES = 16_384
-MAX_TRIES = 2  # of reading or comparing an answer, where a busy machine may have ended the first
+MAX_TRIES = 2  # of reading or comparing an answer, because a busy machine may have ended the first
 QUICK_SHARE = 0.1  # of the limit of processor time: a question within it is not charged
 QUESTIONS_PER_CHILD = 10_000  # then a fresh one: sympy's and antlr's caches only grow
-GRACE_SECONDS = 1.0  # the parent waits so much longer than the child's own limit
+GRACE_SECONDS = 1.0  # the parent waits this much longer than the child's own limit
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def library() -> Checker:
 
 
 def set_num_children(num_children: int) -> None:
-    """Let each checker work on so many questions at once, for as many threads that compare."""
+    """Let each checker work on that many questions at once, for as many comparing threads."""
     if num_children < 1:
         raise ValueError(f"num_children must be at least 1, got {num_children}")
     checker().set_num_children(num_children)
@@ -69,7 +69,7 @@ def set_num_children(num_children: int) -> None:
 
 
 class Checker:
-    """Answers questions from any thread, `num_children` at once; a forked process starts children of its own.
+    """Answers questions from any thread, `num_children` at once; a forked process starts new children.
 
     wall_seconds, cpu_seconds  limits of each stage of a question: read the first, read the second, compare
     memory_bytes               address space of a child
@@ -98,9 +98,9 @@ class Checker:
         os.register_at_fork(after_in_child=self._forget_children)
 
     def compare(self, first: str, second: str) -> Verdict:
-        """Whether two LaTeX expressions are equal in both directions of math-verify's one-sided comparison.
+        """The verdict on whether two LaTeX expressions are equal in both directions of math-verify's comparison.
 
-        With `library`: whether the second text, a completion, states the first, the gold answer.
+        With `library`: on whether the second text, a completion, states the first, the gold answer.
         """
         verdict = self._verdict((first, second) if first <= second or self.library else (second, first))
         with self._turn:
@@ -108,7 +108,7 @@ class Checker:
         return verdict
 
     def is_worked_out(self, answer: str, gold: str) -> bool:
-        """Whether an answer that equals the gold answer leaves no work that this does not leave."""
+        """Whether an answer that equals the gold answer leaves no work that the gold answer does not leave."""
         return self._verdict((answer, gold, _questions.WORKED_OUT)) == "equal"
 
     def allow_overruns(self, count: float | None) -> float:
@@ -121,7 +121,7 @@ class Checker:
         return left or 0
 
     def set_num_children(self, num_children: int) -> None:
-        """Work on so many questions at once from now on."""
+        """Set the number of questions that are worked on at once."""
         with self._turn:
             self._num_children = num_children
             while self._idle and self._num_busy + len(self._idle) > num_children:
@@ -152,7 +152,7 @@ class Checker:
         return "unparsable" if any(self._overran.get(text, 0) >= MAX_TRIES for text in pair) else None
 
     def _ask(self, pair: tuple[str, ...]) -> Verdict:
-        """The verdict of an idle child or a new one. The thread has its turn, and then passes it on."""
+        """The verdict of an idle child or a new one. The thread must have its turn, and passes it on at the end."""
         child = None
         reply = Reply(None)
         try:
@@ -223,23 +223,23 @@ def _remember(store: OrderedDict[Any, Any], key: Any, value: Any, limit: int) ->
 
 
 class _Overruns(threading.local):
-    """How many questions of a thread may still overrun the limits; None: any number."""
+    """The number of questions of a thread that may still overrun the limits; None: any number."""
 
     left: float | None = None
 
 
 class Reply(NamedTuple):
-    """What a child made of a question."""
+    """A child's reply to a question."""
 
-    verdict: Verdict | None  # None: it came to its limits
+    verdict: Verdict | None  # None: the child reached its limits
     stage: bytes = b""  # the last that it began
-    is_certain: bool = False  # whether it would come to them on any machine
+    is_certain: bool = False  # whether it would reach them on any machine
     cpu_seconds: float = 0.0
     values: tuple[complex | None, ...] = ()
 
 
 class _Child:
-    """A child process that has started. RuntimeError if it cannot start: no verdict would be true then."""
+    """A started child process. RuntimeError if it cannot start, because no verdict would be true then."""
 
     def __init__(self, limits: tuple[float, float, int], library: bool = False):
         self.num_questions = 0
@@ -285,7 +285,7 @@ class _Child:
                 pipe.close()
 
     def _spent_its_share(self) -> bool:
-        """Whether its processor time or memory ended it, and neither the clock nor a kill; it may also still run."""
+        """Whether its processor time or memory ended it, not the clock or a kill; False while it still runs."""
         try:
             code = self._process.wait(GRACE_SECONDS)
         except subprocess.TimeoutExpired:

@@ -1,6 +1,6 @@
-"""How large an expression is, and what it is worth at a point: counted before algebra spends time on it.
+"""Computes the size of an expression and its value at a point, before algebra spends time on it.
 
-Both depend on the expression alone, never on the machine, so they decide alike wherever a run goes on.
+Both depend only on the expression, never on the machine, so a run that continues elsewhere gets the same decisions.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ def num_digits(value: Any) -> float:
 
 
 def num_terms(value: Any) -> int:
-    """The terms of an expression if it were multiplied out; what is no sum, product or power adds up its parts."""
+    """The terms of an expression if it were multiplied out; other functions count the sum over their parts."""
     if not isinstance(value, Basic) or not value.args:
         return 1
     if isinstance(value, Pow) and value.exp.is_Integer:
@@ -44,7 +44,7 @@ def num_terms(value: Any) -> int:
 
 
 def surely_differ(first: Any, second: Any) -> bool:
-    """Whether two expressions have other values at a point that is the same for all; algebra decides the rest."""
+    """Whether two expressions have different values at one fixed point; algebra decides the rest."""
     value, other = _at_point(first), _at_point(second)
     if value is None or other is None:
         return False
@@ -52,7 +52,7 @@ def surely_differ(first: Any, second: Any) -> bool:
 
 
 def to_complex(value: Any) -> complex | None:
-    """The value at that point for a comparison in double precision, None if that could mistake it for another."""
+    """The value at that point for comparison in double precision, None if unknown or of an unsafe size."""
     value = _at_point(value)
     if value is None or not 1e-30 < abs(value) < 1e300:
         return None
@@ -74,7 +74,7 @@ def _log_size(value: Any) -> float:
 
 @lru_cache(maxsize=4096)
 def _at_point(value: Any) -> Any:
-    """The value where each variable is a number between 1 and 2 that its name gives; None if it cannot be told."""
+    """The value with each variable at a number from 1 to 2 that is a hash of its name; None if it is unknown."""
     if not all(isinstance(part, _ELEMENTARY) for part in sympy.preorder_traversal(value)):
         return None
     point = {symbol: _coordinate(symbol.name) for symbol in value.free_symbols}

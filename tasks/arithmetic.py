@@ -1,8 +1,8 @@
-"""Chains of additions and subtractions that are made on the spot: a task that needs no data and no download.
+"""Generates chains of additions and subtractions: a task without data and downloads.
 
 A prompt is `4+4+5+5-6=`, its worked solution `4+4=8;8+5=13;13+5=18;18-6=12#### 12` (or, by `answer_format`, with the
-answer in a box or in tags); the running total is never negative. No problem occurs twice. Every number of operands is
-equally frequent while problems of it are left; few short chains exist, so they are a smaller share. The hash of a
+answer in a box or in tags); the running total is never negative. No problem occurs twice. All numbers of operands are
+equally frequent as long as they have unused problems; few short chains exist, so their share is smaller. The hash of a
 problem decides its split.
 """
 
@@ -73,7 +73,7 @@ class Arithmetic(AnswerTask):
         return problems
 
 
-@lru_cache(maxsize=16)  # a worker asks anew for every run and turn
+@lru_cache(maxsize=16)  # a worker asks again for every run and turn
 def _prompts(task: Arithmetic, split: Split) -> tuple[Prompt, ...]:
     return tuple(
         Prompt(_data.stable_id(text), text, str(sum(operands)), (("operands", str(len(operands))),))
@@ -102,9 +102,9 @@ def _build(task: Arithmetic) -> dict[str, tuple[_Problem, ...]]:
 
 
 def _distinct(task: Arithmetic) -> Iterator[_Problem]:
-    """Distinct problems; a length that has hardly any left drops out, until no length is left.
+    """Distinct problems; a length with hardly any unused ones drops out, until no length is left.
 
-    The only source of chance is `Random.random`, whose sequence is the same in every version of Python.
+    The only randomness is `Random.random`, whose sequence is the same in every version of Python.
     """
     uniform = random.Random(0).random
     lengths = list(range(task.min_operands, task.max_operands + 1))

@@ -1,8 +1,8 @@
 r"""MATH (Hendrycks et al. 2021, arXiv:2103.03874): competition problems with a LaTeX answer.
 
 A row has `problem` and either `solution`, a worked one with the answer in `\boxed{...}`, or `answer`, or both.
-`tasks._latex` decides equality. A source with a test split alone serves evaluation; so does `test_path` beside another
-`path`. `math500` is this task with MATH-500 as its test split.
+`tasks._latex` decides equality. A source with only a test split serves for evaluation; so does `test_path` beside
+another `path`. `math500` is this task with MATH-500 as its test split.
 """
 
 import re
@@ -113,7 +113,7 @@ def _level(row: Row) -> int:
 
 
 def _tags(row: Row) -> tuple[tuple[str, str], ...]:
-    """The level and the subject that the row has."""
+    """The level and the subject of a row, if it has them."""
     level = _LEVEL.fullmatch(str(row.get("level") or "").strip())
     subject = _subject(str(row.get("subject") or row.get("type") or ""))
     found = ("level", level[1] if level and level[1] != "?" else ""), ("subject", subject)

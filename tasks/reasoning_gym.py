@@ -1,11 +1,11 @@
-"""Reasoning Gym (Stojanovski et al. 2025, arXiv:2505.24760): procedural problems, each with a verifier of its own.
+"""Reasoning Gym (Stojanovski et al. 2025, arXiv:2505.24760): procedural problems, each with its own verifier.
 
 The package makes the problems and scores answers from 0 to 1; a score of exactly 1 is correct, and the rest is partial
-credit. It runs in a child process (`tasks._gym`). A split is a stream of problems with a seed of its own; equal prompts
+credit. It runs in a child process (`tasks._gym`). A split is a stream of problems with its own seed; equal prompts
 count once, and those of test are left out of all other splits, those of validation out of train.
 
-A gold answer ends in the split and the number of its problem, such as `(8-6)*4 [test 17]`, by which the verifier finds
-the problem again. An answer of a completion never ends so: that part is cut off.
+A gold answer ends in the split and the number of its problem, such as `(8-6)*4 [test 17]`, so that the verifier finds
+the problem again. A completion's answer cannot end like this, because that part is cut off.
 """
 
 import json
@@ -59,7 +59,7 @@ class ReasoningGym(AnswerTask):
     answer_format: AnswerFormat = Field("think_answer", description="how prompts and demonstrations ask for answers")
     template: str = Field(
         "",
-        description="the prompt; {question}, or what the generator tells of a problem, such as {numbers} -> {target}; "
+        description="the prompt; {question}, or a generator's own fields, such as {numbers} -> {target}; "
         "by default the answer format's own",
     )
 
@@ -67,7 +67,7 @@ class ReasoningGym(AnswerTask):
     @classmethod
     def _leaves_the_streams_alone(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
         if taken := sorted({"seed", "size"} & value.keys()):
-            raise ValueError(f"settings must leave {taken[0]} to the splits; remove it, and set num_train and its kin")
+            raise ValueError(f"settings must leave {taken[0]} to the splits; remove it, and set num_train and the like")
         return value
 
     @field_validator("template")
@@ -92,7 +92,7 @@ class ReasoningGym(AnswerTask):
         ]
 
     def demonstrations(self) -> Sequence[Demonstration]:
-        """The generator's own answers to problems of a further stream; none if it has no answers of its own."""
+        """The generator's own answers to problems of a further stream; empty if it has no own answers."""
         return [
             Demonstration(text, _formats.write(self.answer_format, "", item.answer))
             for _, text, item in self._problems("demonstrations")
@@ -100,7 +100,7 @@ class ReasoningGym(AnswerTask):
         ]
 
     def read(self, text: str) -> str | None:
-        """The text without what would name a problem, and without space at its ends and the ends of its lines."""
+        """The text without a problem's tag, and without space at its ends and the ends of its lines."""
         if len(text) > MAX_ANSWER_CHARS:
             return None
         text = text.strip()
@@ -112,7 +112,7 @@ class ReasoningGym(AnswerTask):
         return _formats.last_resort_latex(completion)
 
     def equivalent(self, answer: str, other: str) -> bool:
-        """Of an answer and a gold answer: whether the verifier gives it a score of 1. Else whether the texts agree."""
+        """For an answer and a gold answer, whether the verifier's score is 1; otherwise whether the texts agree."""
         if _tag(answer):
             answer, other = other, answer
         return self.score(answer, other) == 1.0
@@ -159,7 +159,7 @@ class ReasoningGym(AnswerTask):
         return _gym.Part(self.dataset, json.dumps(self.settings, sort_keys=True), _SEEDS[part], size)
 
     def _why(self, reply: Mapping[str, Any]) -> str:
-        """The sentence that says why the package makes no problems."""
+        """A sentence with the reason that the package makes no problems."""
         if "unknown" in reply:
             near = get_close_matches(self.dataset, reply["unknown"], n=3)
             hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""

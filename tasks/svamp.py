@@ -1,4 +1,4 @@
-"""SVAMP (Patel et al. 2021, arXiv:2103.07191): short word problems that vary one another, with a number as the answer.
+"""SVAMP (Patel et al. 2021, arXiv:2103.07191): short word problems that are variations, with a number as the answer.
 
 A row has `Body` and `Question` (or `question_concat`), `Answer`, `Equation` such as `( 8.0 - 2.0 )`, and `Type`. The
 worked solution is the equation, one operation a line (`8 - 2 = 6`), if it can be read and gives the answer.
@@ -41,7 +41,7 @@ class SVAMP(DatasetTask):
 
 
 def _worked(equation: str) -> tuple[list[str], Fraction | None]:
-    """The operations of an equation in the order of their evaluation, and its value; no value if it is no equation."""
+    """The operations of an equation in the order of their evaluation, and its value; None for an invalid equation."""
     tokens = _TOKEN.findall(equation)
     if len(equation) > MAX_EQUATION_CHARS or "".join(tokens) != "".join(equation.split()):
         return [], None

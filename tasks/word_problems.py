@@ -1,13 +1,13 @@
-"""Grade-school problems in plain English that are made on the spot: names, things, facts of no use and worked steps.
+"""Generates grade-school problems in plain English, with irrelevant facts and worked steps.
 
 A problem is a graph of quantities (`tasks._graphs`). Each is a fact or one operation on earlier quantities, and several
 later ones may use it; `depth` counts the operations, and the answer needs every one. A story (`tasks._stories`) tells
-the graph and some facts of no use, and asks for the last quantity. A worked solution has one line for each operation,
+the graph and some irrelevant facts, and asks for the last quantity. A worked solution has one line for each operation,
 such as `Ben: Ana+3=4+3=7`. All values are exact.
 
-Two problems are the same if they have the same calculation with the same numbers: words, facts of no use and the order
-of what is added or multiplied do not count. None occurs twice in a split, and its hash decides the split. So no splits
-share a problem, however many are drawn, whatever the seed and whatever depths and families the test split has.
+Two problems are the same if they have the same calculation with the same numbers: words, irrelevant facts and the order
+of summands or factors do not count. None occurs twice in a split, and its hash decides the split. So no two splits
+share a problem, for any number of problems, any seed, and any depths and families of the test split.
 """
 
 import random
@@ -33,7 +33,7 @@ _SLACK = 4  # tokens beyond the longest correct solution
 
 
 class WordProblems(QuestionTask):
-    """Difficulty is the depth, the size of the numbers and the facts of no use; `test_` settings make the test another.
+    """Difficulty is depth, the size of the numbers and the irrelevant facts; `test_` settings change the test split.
 
     Every problem of the training split is a worked solution of the cold start.
     """
@@ -41,18 +41,22 @@ class WordProblems(QuestionTask):
     name: Literal["word_problems"] = "word_problems"
     min_depth: int = Field(default=2, ge=1, le=20, description="operations of the shortest problems")
     max_depth: int = Field(default=8, ge=1, le=20, description="operations of the longest problems")
-    test_min_depth: int | None = Field(default=None, ge=1, le=20, description="min_depth of the test split, if another")
-    test_max_depth: int | None = Field(default=None, ge=1, le=20, description="max_depth of the test split, if another")
+    test_min_depth: int | None = Field(
+        default=None, ge=1, le=20, description="min_depth of the test split; default: same"
+    )
+    test_max_depth: int | None = Field(
+        default=None, ge=1, le=20, description="max_depth of the test split; default: same"
+    )
     families: tuple[FamilyName, ...] = Field(
         get_args(FamilyName), min_length=1, description="what the stories are about"
     )
     test_families: tuple[FamilyName, ...] | None = Field(
-        default=None, min_length=1, description="families of the test split, if others"
+        default=None, min_length=1, description="families of the test split; default: same"
     )
     min_number: int = Field(default=2, ge=2, le=999, description="smallest number of a fact or a difference")
     max_number: int = Field(default=20, ge=2, le=999, description="largest number of a fact or a difference")
     max_value: int = Field(default=1000, ge=2, le=100_000, description="largest value on the way to an answer")
-    max_distractors: int = Field(default=2, ge=0, le=8, description="facts of no use in a problem, at most")
+    max_distractors: int = Field(default=2, ge=0, le=8, description="irrelevant facts in a problem, at most")
     fractions: bool = Field(default=False, description="values may be fractions where the family's things divide")
     shuffled: bool = Field(default=False, description="tell the quantities in any order, not as they are worked out")
     num_train: int = Field(default=8192, ge=1, le=100_000, description="training problems, at most")
@@ -123,9 +127,9 @@ def _drawn(task: WordProblems, split: Split) -> tuple[Problem, ...]:
 
 
 def draw(task: WordProblems, split: Split) -> Iterator[Problem]:
-    """Problems of a split until no depth has a new one, the same on every machine; their solutions are the steps alone.
+    """Problems of a split until no depth has a new one, the same on every machine; their solutions are only the steps.
 
-    The only source of chance is `Random.random`, whose sequence is the same in every version of Python.
+    The only randomness is `Random.random`, whose sequence is the same in every version of Python.
     """
     uniform = random.Random(f"{split} {task.seed}").random
     families = (task.test_families if split == "test" else None) or task.families

@@ -72,7 +72,7 @@ def test_a_garbled_checkpoint_is_named_and_the_run_says_from_where_it_goes_on(tm
     weights.write_bytes(garbled)
     checkpoint = latest_checkpoint(tmp_path, "abc")
     assert (checkpoint and checkpoint.step) == (1 if 1 in steps else None)
-    instead = "goes on from step 1" if 1 in steps else "starts anew"
+    instead = "continues from step 1" if 1 in steps else "starts again from the beginning"
     assert [record.message for record in caplog.records] == [
         f"a checkpoint must be as it was saved, but '{weights}' is torn, altered or missing; the run {instead}"
     ]
@@ -88,7 +88,7 @@ def test_a_checkpoint_whose_events_are_lost_is_named(tmp_path, caplog):
     save(tmp_path, 2)
     checkpoint = latest_checkpoint(tmp_path, "abc", usable=lambda found: found.step < 2)
     assert checkpoint and checkpoint.step == 1
-    assert f"events.jsonl lacks events of '{tmp_path / 'step-00000002'}'; the run goes on from step 1" in caplog.text
+    assert f"events.jsonl lacks events of '{tmp_path / 'step-00000002'}'; the run continues from step 1" in caplog.text
 
 
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path):

@@ -226,7 +226,7 @@ def test_larger_groups_for_harder_tasks_is_a_difference_of_differences() -> None
     # if arms differ by 0.6 either way on single problems, the gain may be the luck of 64: error 0.6 sqrt(2 / 64) = 0.11
     assert claims(tagged(0.2, arm_by_problem=0.6))[HARD_TASKS].verdict == "undecided"
     untagged = changed(record, lambda t: {"history": {k: v for k, v in t.history.items() if "level" not in k}})
-    assert claims(untagged)[HARD_TASKS].measured == "The task has no tags of difficulty."
+    assert claims(untagged)[HARD_TASKS].measured == "The task has no difficulty tags."
     overlapping = with_history(tagged(0.2), "test/accuracy_level_2", lambda t: [0.1 + 0.01 * t.seed])
     assert "to tell how many problems are hard" in claims(overlapping)[HARD_TASKS].measured
 

@@ -184,7 +184,7 @@ def test_the_verdict_names_the_probes_that_flag_and_proves_nothing_else():
         "Flagged: the model knows A better than B, by completion (p = 0.004)."
     )
     assert verdict([finding(0.2)], "A", "B").startswith("Not flagged, which does not prove")
-    assert verdict([finding(0.9, 0.001)], "A", "B").startswith("Not tested well: the model knows B better than A")
+    assert verdict([finding(0.9, 0.001)], "A", "B").startswith("Inconclusive: the model knows B better than A")
     assert verdict([finding(math.nan, math.nan)], "A", "B").startswith("Not tested: no problem")
 
 

@@ -110,7 +110,7 @@ def test_a_rank_that_is_killed_ends_the_attempt_and_the_next_one_goes_on_from_it
     killer = threading.Thread(target=kill)
     killer.start()
     with pytest.raises(
-        ChildProcessError, match=r"process [01] of the trial's 2 was killed by signal 9; the trial goes on"
+        ChildProcessError, match=r"process [01] of the trial's 2 was killed by signal 9; the trial continues"
     ):
         train(parse_run({**changes, "devices": 2}, "killed"), tmp_path / "run", log, cache=tmp_path)
     killer.join()

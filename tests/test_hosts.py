@@ -112,7 +112,7 @@ def test_two_hosts_do_what_one_does_though_a_process_is_killed_and_then_a_host(
                 victim(kill_host).kill()
 
             threading.Thread(target=kill, daemon=True).start()
-            with pytest.raises(ChildProcessError, match=rf"{words}.*; the trial goes on from its last checkpoint"):
+            with pytest.raises(ChildProcessError, match=rf"{words}.*; the trial continues from its last checkpoint"):
                 train(spec, runs / "run", log, cache=runs / "cache")
             assert ranks(psutil.Process()) == []
         result = train(spec, runs / "run", log, cache=runs / "cache")

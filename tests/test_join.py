@@ -86,7 +86,7 @@ def test_differences_between_base_runs_are_warned_about_but_not_what_a_study_var
     differing = dict(notes(analyse(joined, np.random.default_rng(0))))
     assert "steps (a: 10, b: 50)" in differing["Base runs differ between the studies"]
     same = dict(notes(analyse(join([study("a"), study("b")]), np.random.default_rng(0))))
-    assert "Studies that share all but their arms" in same
+    assert "Studies that differ only in their arms" in same
 
 
 def test_the_joined_report_keeps_the_study_of_every_trial(tmp_path: Any) -> None:

@@ -370,7 +370,7 @@ def test_shared_cold_start_budget_and_reward_scale_are_noted() -> None:
     assert "cold_start.seed 0" in found["One starting point"]
     assert found["Equal budgets"].startswith("All arms draw 128 rollouts per step for 100 steps.")
     assert "1 / -0.1 and 1 / 0" in found["Reward scale cancels"]
-    assert found["Rewards that are not accuracy"].startswith("grpo_self_consistency is rewarded for agreeing")
+    assert found["Rewards that are not accuracy"].startswith("grpo_self_consistency is rewarded for agreement")
 
 
 def test_completions_beyond_the_budget_of_a_step_are_told() -> None:
@@ -380,8 +380,8 @@ def test_completions_beyond_the_budget_of_a_step_are_told() -> None:
         for trial in study.trials
     ]
     told = topics(dataclasses.replace(study, trials=more))["Equal budgets"]
-    assert told.endswith("come on top: grpo drew 12.8k completions per run, ppo 14.4k.")
-    assert "come on top" not in topics(study)["Equal budgets"]
+    assert told.endswith("are extra: grpo drew 12.8k completions per run, ppo 14.4k.")
+    assert "are extra" not in topics(study)["Equal budgets"]
 
 
 def test_arms_that_are_paid_differently_are_told_apart_and_only_standardised_rewards_cancel() -> None:
@@ -663,7 +663,7 @@ def test_a_search_shows_importances_arms_front_and_what_it_pruned(tmp_path: Path
     assert not answer(analysis).startswith("Preliminary")
     page = read_page(write_report(record, tmp_path, formats=()).html.read_text(encoding="utf-8"))
     text = " ".join("".join(page.text).split())
-    assert "What the search found" in text
+    assert "Search results" in text
     assert any("Importance by fANOVA" in value for _, value in page.attributes)
     assert "kl_beta=0.1front" in text
     assert "algorithm.kl_beta = 0.162.50.625complete" in text
@@ -680,7 +680,7 @@ def test_a_search_opens_with_its_best_setting_and_compares_it_with_no_arm(tmp_pa
     # 62.5 % is the search's own mean of that arm; the test split, which chose nothing, has an interval
     assert text.startswith("The best of 2 complete arms has kl_beta = 0.1: 62.5 % validation accuracy and ")
     assert "importance by fANOVA: kl_beta 75 %" in text
-    assert "looks better than it is, so run it again with other seeds" in text
+    assert "is overestimated, so run it again with other seeds" in text
     assert not {"above", "below", "Holm"} & set(text.replace("-", " ").split())
     assert (analysis.baseline, list(analysis.comparisons), analysis.grid) == (None, [], None)
     files = write_report(searched("validation/accuracy"), tmp_path, formats=())
@@ -701,7 +701,7 @@ def test_a_search_with_too_few_arms_has_no_importances() -> None:
     unknown = {"method": None, "values": {}, "reason": "needs 4 complete arms, there are 2"}
     few = dataclasses.replace(record, search={**record.search, "importances": unknown})
     assert grid.importances(analysed(few)) == []
-    assert "which setting matters is not known (needs 4 complete arms, there are 2)" in answer(analysed(few))
+    assert "the importance of each setting is unknown (needs 4 complete arms, there are 2)" in answer(analysed(few))
 
 
 def test_a_tuned_comparison_says_what_tuning_chose_and_shows_its_trials(tmp_path: Path) -> None:
@@ -711,11 +711,11 @@ def test_a_tuned_comparison_says_what_tuning_chose_and_shows_its_trials(tmp_path
     assert "tuning chose the settings of ppo (kl_beta = 0.1) and grpo (kl_beta = 0.1)" in answer(analysed(record))
     files = write_report(record, tmp_path, formats=())
     text = " ".join("".join(read_page(files.html.read_text(encoding="utf-8")).text).split())
-    assert "What tuning chose" in text
+    assert "Settings chosen by tuning" in text
     assert text.count("kl_beta=0.1chosenalgorithm.kl_beta = 0.162.5complete") == 2
     assert text.count("algorithm.kl_beta = 0.2n/apruned") == 2
     assert "ppo: 3 settings, grpo: 3 settings" in topics(record)["Every arm was tuned"]
-    assert "## What tuning chose" in files.markdown.read_text(encoding="utf-8")
+    assert "## Settings chosen by tuning" in files.markdown.read_text(encoding="utf-8")
 
 
 def spaced(states: Sequence[str], direction: str = "maximize") -> StudyRecord:

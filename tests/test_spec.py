@@ -76,7 +76,7 @@ def test_an_unknown_key_is_refused_with_file_path_and_nearest_key(change: dict, 
     [
         (
             {"factors": {"algorithm": {"group_size": [4, 8]}}},
-            "factors must be named by their full path, got 'algorithm' with settings of its own; write "
+            "factors must be named by their full path, got 'algorithm' with nested settings; write "
             "'algorithm.group_size: [4, 8]'",
         ),
         ({"factors": {"steps": 4}}, "levels of factor 'steps' must be a list, got 4; write 'steps: [4]'"),

@@ -110,7 +110,7 @@ def test_a_stopped_run_resumes_bit_for_bit_with_its_older_weights(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"engine": "vllm"}, "staleness must be 0 with engine=vllm, which has weights of its own, got 2"),
+        ({"engine": "vllm"}, "staleness must be 0 with engine=vllm, which keeps separate weights, got 2"),
         ({"engine": "scripted"}, "staleness must be 0 with engine=scripted"),
         ({"devices": 2}, "staleness must be 0 with several devices, got 2; set devices=1"),
     ],

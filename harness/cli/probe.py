@@ -30,7 +30,7 @@ def contamination(
         str,
         typer.Option(
             metavar="SPLIT|PATH",
-            help="Problems of the same kind to compare with, best ones that no model has seen.",
+            help="Problems of the same kind to compare with, ideally ones that the model cannot have seen.",
         ),
     ] = "validation",
     path: options.DataPath = None,

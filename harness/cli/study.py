@@ -356,7 +356,7 @@ def run_to_report(
     cluster: Cluster | Slurm | None = None,
     together: bool | None = None,
 ) -> tuple[StudyStatus, StudyRecord, Any]:
-    """How far a study has come, its record and its ReportFiles, after a run that shows its progress.
+    """Run a study and show its progress; returns its status, its record and its ReportFiles.
 
     The recorded command includes the number of workers, because it sets their threads, which affect the last bits of
     results. An empty command keeps the recorded one. KeyboardInterrupt if the study was asked to stop.

@@ -1,4 +1,4 @@
-"""Decodes a batch token by token and draws each token; a file of its own, because the engine's settings are read
+"""Decodes a batch token by token and draws each token; a separate file, because the engine's settings are read
 without torch.
 
 Ended rows leave the batch. A token's noise is a hash of its position, and does not depend on the batch.
@@ -106,7 +106,7 @@ class LibraryDecoder:
         return self._forward(tokens, (mask.cumsum(-1) - 1).clamp(min=0))
 
     def expand(self, repeats: int | Tensor) -> None:
-        """Repeat every row so many times, in place of the row."""
+        """Replace every row by that many copies."""
         self.cache.batch_repeat_interleave(repeats)  # pyright: ignore
         self.mask = self.mask.repeat_interleave(repeats, dim=0)
 
@@ -148,7 +148,7 @@ class RereadingDecoder:
         return self._forward()
 
     def expand(self, repeats: int | Tensor) -> None:
-        """Repeat every row so many times, in place of the row."""
+        """Replace every row by that many copies."""
         self.rows = self.rows.repeat_interleave(repeats, dim=0)
         self.lengths = self.lengths.repeat_interleave(repeats, dim=0)
 

@@ -1,4 +1,4 @@
-"""A key-value cache that writes in place; a file of its own, because the engine's settings are read without
+"""A key-value cache that writes in place; a separate file, because the engine's settings are read without
 transformers."""
 
 import torch

@@ -2,7 +2,7 @@
 
 vLLM keeps its own copy of the weights, which every `load_weights` overwrites in full. It starts with random ones, from
 a folder with the model's config alone whose path depends on that config alone: vLLM keeps compiled graphs by the path
-of the model, so later starts find them. Each sample is a request of its own with a seed that hashes (seed, step,
+of the model, so later starts find them. Each sample is a separate request with a seed that hashes (seed, step,
 prompt id, sample), so a row depends on its batch only through floating-point rounding; prefix caching shares the
 common part of a group's prompts. The seeds are not the noise of the transformers engine: arms of a study share noise
 only among arms with this engine.

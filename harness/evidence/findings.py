@@ -36,7 +36,7 @@ class Findings:
     lacks: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     numbers: Counter[Basis] = field(default_factory=Counter)
-    completions: int = 0  # graded anew
+    completions: int = 0  # graded again
     files: int = 0  # whose hash was compared
     alone: int = 0
 

@@ -121,7 +121,7 @@ def _check_report(
                 place.differs(f"report/{name}", "", "another figure", "the figure of these numbers")
             else:
                 _compare_lines(f"report/{name}", _lines(stored / name), _lines(anew / name), place)
-    place.findings.notes.append("figures as PDF and PNG are compared by hash alone, those as SVG are drawn anew")
+    place.findings.notes.append("figures as PDF and PNG are compared by hash alone, SVG figures are redrawn")
 
 
 def _compare_table(stored: Path, derived: Path, place: Place) -> None:

@@ -99,7 +99,7 @@ def _load_scorer(path: str, version: str) -> Scorer:
 def load_classifier(name: str, seed: int | None = None) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     """A sequence classifier with one label on the CPU, float32; with a seed, a missing head is drawn from it.
 
-    Without a seed the model must have a head of its own: ValueError otherwise.
+    Without a seed the model must already have a head: ValueError otherwise.
     """
     import_generation()
     from transformers import AutoConfig, AutoModelForSequenceClassification, LlamaForSequenceClassification

@@ -1,8 +1,8 @@
 """The layers of a model compiled in place (`torch.compile`), one after another, so that all share what is compiled.
 
-A pass that reads or fills a cache is compiled anew for every layer and length, so samplers run layers as they are
-(`torch.compiler.set_stance`), and learners share no prompts. Lengths and numbers of rows are symbols from the start:
-what is left to compile are passes with and without gradient, of one row and of several, of policy, reference, critic.
+A pass that reads or fills a cache is compiled again for every layer and length, so samplers run uncompiled layers
+(`torch.compiler.set_stance`), and learners share no prompts. Lengths and numbers of rows are symbols from the start,
+so only passes with and without gradient, of one row and of several, of policy, reference and critic are compiled.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""How far a completion keeps the answer format that its prompt asks for, as the task measures it.
+"""Rewards a completion that follows the answer format of its prompt, by the task's format score.
 
 With `answer_format: think_answer` each of the two tag pairs is worth a half (DeepSeek-R1, arXiv:2501.12948, section
-2.2.2, names a format reward without figures); with `hash` and `boxed` the marker is there or not.
+2.2.2, names a format reward without figures); with `hash` and `boxed` the score is 1 with the marker, else 0.
 """
 
 from pydantic import Field

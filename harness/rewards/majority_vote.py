@@ -61,7 +61,7 @@ class MajorityVote(Reward):
         return scores
 
     def metrics(self, group: GradedGroup, scores: Sequence[float]) -> Mapping[str, float]:
-        """How right the voted label is, how clear the vote was, and how often it rewards a wrong completion.
+        """The accuracy of the voted label, the margin of the vote, and its rate of rewarded wrong completions.
 
         `vote/label_accuracy` is the share of winning classes that are correct (NaN without votes), `vote/margin` the
         votes of the first class minus those of the second, over G; `vote/false_positive_rate` is the share of wrong

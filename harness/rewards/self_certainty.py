@@ -1,4 +1,4 @@
-"""How far the policy's next-token distributions are from uniform over a completion; the gold answer is never seen.
+"""Rewards next-token distributions far from uniform, as a mean over a completion, without the gold answer.
 
 Intuitor, Zhao et al. 2025 (arXiv:2505.19590, eq. 3): the mean over the tokens of a completion of KL(uniform || policy),
 over the whole vocabulary, under the policy that is trained. Departures: the distribution is that of the sampling

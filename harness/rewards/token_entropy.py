@@ -1,4 +1,4 @@
-"""How sure the policy is of its next tokens over a completion; the gold answer is never seen.
+"""Rewards low entropy of the policy's next tokens, as a mean over a completion, without the gold answer.
 
 RENT, Prabhudesai et al. 2025 (arXiv:2505.22660, section 3): minus the entropy of the policy's next-token distribution,
 its mean over the tokens of a completion. It is the entropy of the whole distribution, not minus the log-probs of the

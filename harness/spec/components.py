@@ -43,7 +43,7 @@ def component_arms(design: str, components: Components) -> dict[str, dict[str, A
 
 
 def why_inert(component: Mapping[str, Any], on: RunSpec, off: RunSpec) -> str:
-    """Why a component's setting cannot change a run; empty if it can."""
+    """The reason that a component's setting cannot change a run; empty if it can."""
     with_it, without = on.model_dump(mode="json"), off.model_dump(mode="json")
     for path in component:
         value = _at(with_it, path)

@@ -72,7 +72,7 @@ class DynamicSampling(Section):
 
 
 class KLControl(Section):
-    """How `algorithm.kl_beta` and the reference change over a run."""
+    """The course of `algorithm.kl_beta` and of the reference over a run."""
 
     schedule: Literal["constant", "cosine", "adaptive"] = Field(
         default="constant",
@@ -87,7 +87,7 @@ class KLControl(Section):
         default=None, gt=0, description="adaptive: target KL to the reference, in nats per token"
     )
     refresh_reference_every: int = Field(
-        default=0, ge=0, description="copy the policy to the reference every so many training steps; 0: never"
+        default=0, ge=0, description="copy the policy to the reference every N training steps; 0: never"
     )
 
     @model_validator(mode="after")
@@ -376,7 +376,7 @@ class RunSpec(Section):
             raise ValueError(f"staleness must be 0 with several devices, got {self.staleness}; set devices=1")
         if self.staleness and not cast(type[RolloutEngine], plugins.load("engine", self.engine.name)).exact_logprobs:
             raise ValueError(
-                f"staleness must be 0 with engine={self.engine.name}, which has weights of its own, got "
+                f"staleness must be 0 with engine={self.engine.name}, which keeps separate weights, got "
                 f"{self.staleness}; use engine=transformers"
             )
         return self

@@ -60,7 +60,7 @@ class Dimension(Section):
     high: int | float | None = None
     log: bool = Field(default=False, description="sample the range on a logarithmic scale")
     step: int | float | None = Field(
-        default=None, gt=0, description="distance between the values of a range; by default any value (of integers: 1)"
+        default=None, gt=0, description="distance between the values of a range; default: 1 for integers, else none"
     )
     choices: list[Scalar] | None = Field(default=None, min_length=1)
 
@@ -326,7 +326,7 @@ class StudySpec(Section):
             if isinstance(levels, Mapping) and levels:
                 key, inner = next(iter(levels.items()))
                 raise ValueError(
-                    f"factors must be named by their full path, got '{path}' with settings of its own; write "
+                    f"factors must be named by their full path, got '{path}' with nested settings; write "
                     f"'{path}.{key}: {inner}'"
                 )
             if not isinstance(levels, list):

@@ -162,7 +162,7 @@ class Queue:
 
     @_translated
     def hold(self, arms: Set[str], held: bool) -> None:
-        """Ask arms to stop, or let them go on."""
+        """Ask arms to stop, or let them continue."""
         with self.storage.lock():
             before = set(self._attributes().get(STOPPED, ()))
             self._study.set_user_attr(STOPPED, sorted(before | arms if held else before - arms))

@@ -1,9 +1,9 @@
-"""The workers of a study as Ray tasks, each with its share of a cluster's cores and GPUs.
+"""Runs the workers of a study as Ray tasks, each with its share of a cluster's cores and GPUs.
 
-A task starts the same worker process as the local launcher, so a trial cannot tell who started it. Ray only places
-workers: the queue decides which trial runs where, and the leases bring back the trials of a node that dies. Where no
-node has the devices of a trial, its worker gets a placement group: a bundle for itself, and one for each other host
-that joins its trials (`training/hosts.py`). Ray is imported when a study asks for it.
+A task starts the same worker process as the local launcher, so trials run the same under both. Ray only places workers:
+the queue decides which trial runs where, and the leases return the trials of a node that dies. If no single node has
+the devices of a trial, its worker gets a placement group: a bundle for itself, and one for each other host that joins
+its trials (`training/hosts.py`). Ray is imported only for a study that uses it.
 """
 
 import importlib.util
@@ -40,10 +40,10 @@ def check_ray() -> None:
 
 
 def import_ray(address: str) -> Any:
-    """The module, made ready for a cluster on this machine if `address` is "local".
+    """The module `ray`, kept on the loopback interface if `address` is "local".
 
-    Ray replaces 127.0.0.1 by the address of a network interface, unless a variable says before its import that clusters
-    of several machines are not wanted. The variable is named after the systems where Ray does without them by default.
+    Ray replaces 127.0.0.1 by the address of a network interface, unless a variable turns off clusters of several
+    machines before its import. The variable is named after the systems where they are off by default.
     """
     check_ray()
     if address == "local":
@@ -55,7 +55,7 @@ def import_ray(address: str) -> Any:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The cluster that runs the workers, and the resources that each asks for.
+    """The cluster that runs the workers, and the resources of each worker.
 
     Without `address` it is the running cluster of RAY_ADDRESS, or else one on this machine for as long as the study
     runs. A worker asks for `num_cpus` for each device of its trials, and for `num_gpus`, by default one for each if the
@@ -69,7 +69,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Spread:
-    """The placement group of a worker whose trials span hosts, each host's demand, and what the others run."""
+    """The placement group of a worker whose trials span hosts, each host's resources, and the others' command."""
 
     group: Any
     count: int
@@ -113,7 +113,7 @@ class RayPool(Pool):
 
     @contextmanager
     def connected(self) -> Iterator[None]:
-        """A connection to the cluster, with the resources of each worker settled; ValueError if no worker fits."""
+        """Connect to the cluster and settle the resources of each worker; ValueError if no worker fits."""
         here = self._address == "local"
         paths = filter(None, [HOME, os.environ.get("PYTHONPATH")])
         options: dict[str, Any] = {
@@ -141,7 +141,7 @@ class RayPool(Pool):
         cpus, gpus = (sum(node.get(name, 0) for node in nodes) for name in ("CPU", "GPU"))
         if self._num_gpus is None:
             self._num_gpus = self._devices if gpus else 0
-        for hosts in range(1, self._devices + 1):  # the fewest on which one worker finds room
+        for hosts in range(1, self._devices + 1):  # the fewest on which one worker fits
             share = self._share(hosts)
             fit = [min((int(node.get(name, 0) / asked + 1e-9) for name, asked in share.items()), default=1)
                    for node in nodes]  # fmt: skip
@@ -160,14 +160,14 @@ class RayPool(Pool):
         self._run = self._ray.remote(num_cpus=num_cpus, num_gpus=num_gpus, max_retries=0)(run_worker)
 
     def _share(self, hosts: int) -> dict[str, float]:
-        """What a worker asks for on each of so many hosts."""
+        """The resources that a worker asks for on each host, if it has that many hosts."""
         part = math.ceil(self._devices / hosts) / self._devices
         gpus = (self._num_gpus or 0) * part
         share = {"CPU": self._num_cpus * part, "GPU": math.ceil(gpus) if gpus > 1 else gpus}
         return {name: asked for name, asked in share.items() if asked}
 
     def check_shared(self, runs: Path) -> None:
-        """SpecError if a node of the cluster cannot see the runs folder: it needs another kind of storage."""
+        """SpecError if a node of the cluster cannot see the runs folder, because it then needs another storage."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         runs.mkdir(parents=True, exist_ok=True)
@@ -220,7 +220,7 @@ class RayPool(Pool):
 
 
 class StopFlag:
-    """An actor that says whether the study was asked to stop."""
+    """An actor that holds whether the study was asked to stop."""
 
     def __init__(self) -> None:
         self._stop = False
@@ -240,10 +240,10 @@ def sees(file: str) -> bool:
 def run_worker(
     command: Sequence[str], environment: Mapping[str, str], logs: str, flag: Any, spread: Spread | None = None
 ) -> tuple[int, str]:
-    """The exit status and the last words of one worker process, run on this node to its end.
+    """Run one worker process on this node to its end; returns its exit status and the last lines of its output.
 
-    It has the GPUs that Ray gave this task (CUDA_VISIBLE_DEVICES), and stops after its step when the flag is set. Where
-    its trials have several hosts, it ends with the first of the others that fails.
+    It has the GPUs that Ray gave this task (CUDA_VISIBLE_DEVICES), and stops after its step when the flag is set. If
+    its trials have several hosts, it ends as soon as one of the others fails.
     """
     import ray
 
@@ -280,7 +280,7 @@ def run_worker(
 
 
 def _end(task: Any, ray: Any) -> tuple[int, str]:
-    """The exit status and the last words of a worker that has ended."""
+    """The exit status and the last lines of a worker that has ended."""
     try:
         return ray.get(task)
     except ray.exceptions.RayError as error:  # its node died, or Ray killed it

@@ -60,7 +60,7 @@ def shared(plan: Plan, workers: int, copies: int) -> dict[str, Shared]:
 
 
 def _most_that_fit(specs: Sequence[RunSpec], most: int, copies: int) -> int:
-    """How many of the runs can share a process, `most` at most, when `copies` such processes share a device."""
+    """The number of runs, up to `most`, that can share a process when `copies` such processes share a device."""
     from cohort.harness.memory.fit import check_memory
 
     while most > 1:
@@ -74,7 +74,7 @@ def _most_that_fit(specs: Sequence[RunSpec], most: int, copies: int) -> int:
 
 
 def _saved(specs: Mapping[str, RunSpec], at_once: int) -> int | None:
-    """Bytes that runs at a time need more when each has a model of its own."""
+    """Bytes that `at_once` runs save by sharing one model; None if a run cannot be estimated."""
     from cohort.harness.memory.estimate import estimate_run, peak_bytes
 
     needs = [(estimate_run(spec)[0], estimate_run(spec, at_once)[0]) for spec in specs.values()]

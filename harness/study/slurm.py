@@ -44,8 +44,8 @@ OURS = ("array", "chdir", "error", "job-name", "open-mode", "output", "parsable"
 
 @dataclass(frozen=True)
 class Slurm:
-    """What each job asks for. `parameters` are further ones of sbatch. Of submitit's executors "local" runs jobs as
-    processes of this machine."""
+    """The resources of each job. `parameters` are further ones of sbatch. Submitit's executor "local" runs jobs as
+    processes on this machine."""
 
     partition: str | None = None
     minutes: float = 240
@@ -58,7 +58,7 @@ class Slurm:
 
 @dataclass(frozen=True)
 class Job:
-    """What a job runs: a worker of the study."""
+    """The program of a job: a worker of the study."""
 
     name: str
     runs: Path

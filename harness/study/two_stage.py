@@ -33,7 +33,7 @@ def on_test_split(metric: str) -> str:
 
 
 def seeds_asked(deviation: float, num_seeds: int, half_width: float) -> float:
-    """The number of seeds for an interval of `half_width`, before it is rounded up, by so many seeds' deviation."""
+    """The unrounded number of seeds for an interval of `half_width`, from the deviation over `num_seeds` seeds."""
     from scipy import special  # here: a queue is opened often, and asks this once
 
     return (float(special.stdtrit(num_seeds - 1, (1 + LEVEL) / 2)) * deviation / half_width) ** 2

@@ -37,10 +37,10 @@ from cohort.harness.types import FINAL, TrialState
 
 MODULE = "cohort.harness.study.worker"
 EXECUTE = "cohort.harness.training.launch:train"
-ORPHAN_SECONDS = 120.0  # a worker whose parent died has so long to stop after its current step
+ORPHAN_SECONDS = 120.0  # how long a worker whose parent died may take to stop after its current step
 POLL_SECONDS = 0.5
 MAX_WAIT_SECONDS = 15.0  # between attempts to reach a storage
-UNREACHED_SECONDS = 60.0  # how long a run goes on without asking a storage again that did not answer
+UNREACHED_SECONDS = 60.0  # how long a run continues before it asks a storage again that did not answer
 STORAGE = "COHORT_STORAGE"  # environment variable with the storage's URL
 R = TypeVar("R")
 log = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ def _run_claim(claim: Claim, queue: Queue, run_trial: Callable[..., Any], stop: 
 
 
 def _outcome(claim: Claim, queue: Queue, run_trial: Callable[..., Any], stop: StopRequest) -> Outcome:
-    """How a trial ended that was run, or that a worker had ended which died just before it could record that."""
+    """The outcome of a trial: run now, or read if its last worker ended it and died before recording the outcome."""
     plan = queue.plan
     directory, objectives = plan.directory(claim.key), list(plan.study.objectives())
     ended = read_result(directory)
@@ -216,7 +216,7 @@ def _ensure_tracked(queue: Queue) -> None:
 
 
 class _Turn:
-    """Whether a claimed trial must stop after its step, and how that stop is recorded: `state` and `reason`."""
+    """Decides whether a claimed trial must stop after its step; `state` and `reason` record the stop."""
 
     def __init__(
         self, queue: Queue, claim: Claim, run_log: RunLog, judged: "_JudgedLog | None", stop: StopRequest

@@ -100,10 +100,10 @@ def latest_checkpoint(
         check_same(state.get("inputs", {}), inputs)
         checkpoint = Checkpoint(folder, state["step"], state["progress"])
         if usable(checkpoint):
-            _say_passed(passed, f"goes on from step {checkpoint.step}")
+            _say_passed(passed, f"continues from step {checkpoint.step}")
             return checkpoint
         passed.append(f"{EVENTS} lacks events of '{folder}'")
-    _say_passed(passed, "starts anew")
+    _say_passed(passed, "starts again from the beginning")
     return None
 
 

@@ -2,9 +2,9 @@
 
 Classes and correctness use the task's own equality, never string equality. Each answer is compared with one
 representative of each class. So G completions of a prompt cost one extraction each, one comparison with gold per class,
-and the comparisons between classes, most of which a task decides from cached facts (`tasks._symbolic`). An answer must
-also count as one (`Task.is_answered`): a restatement of the question is wrong although it equals gold, and has no
-class, so that a majority of restatements cannot become a target.
+and the comparisons between classes, most of which `tasks._symbolic` decides from cached values of the expressions. An
+answer must also count as one (`Task.is_answered`): a restatement of the question is wrong although it equals gold, and
+has no class, so that a majority of restatements cannot become a target.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,9 +17,9 @@ from cohort.harness.interfaces import Task
 from cohort.harness.streams import generator
 from cohort.harness.types import GradedGroup, Group, Prompt, Rollout, SampleRow, Split
 
-GROUP_OVERRUNS = 2  # comparisons of a group that may run into their time limit, or slow ones that take as much; no
-# other of it is made then
-OVERRUNS = 8  # for groups graded together, in a step or an evaluation; after that, each group has one
+GROUP_OVERRUNS = 2  # comparisons of a group that may reach their time limit (slow ones count in part); then no more
+# are made
+OVERRUNS = 8  # the same for groups graded together, in a step or an evaluation; after that, each group has one
 
 
 def grade(task: Task, groups: Sequence[Group], max_tokens: int) -> list[GradedGroup]:

@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Share:
-    """What a host needs to know to start its processes."""
+    """The data that a host needs to start its processes."""
 
     ranks: Sequence[int]
     kind: str  # kind of its devices: cpu or cuda
@@ -146,7 +146,7 @@ class Door:
             log.warning("%s knocked without the secret of this trial (%s)", name, type(error).__name__)
 
     def _refusal(self, words: Any, kind: str, count: int) -> str | None:
-        """Why a host cannot run `count` processes on devices of that kind, or None."""
+        """The reason that a host cannot run `count` processes on devices of that kind, or None if it can."""
         if not (self.folder / words["proof"]).exists():
             return f"all hosts must share the runs folder, this one has another '{self.folder}'; mount the same one"
         theirs, ours = words["versions"], dict(versions())

@@ -48,7 +48,7 @@ class Completions:
                 except (ValueError, KeyError, TypeError, RecursionError) as error:
                     raise ValueError(
                         f"{self.file} has no problem of an evaluation in line {number} ({type(error).__name__}: "
-                        f"{str(error)[:80]}); restore it from a copy, or delete it: the evaluation then starts anew"
+                        f"{str(error)[:80]}); restore it from a copy, or delete it to restart the evaluation"
                     ) from None
                 yield samples, greedy
 

@@ -94,8 +94,8 @@ def train(
 def _gathered(
     spec: RunSpec, directory: Path, cache: Path, should_stop: Callable[[], bool]
 ) -> Iterator[tuple[Path, list[dict[str, str]], list[Guest] | None]]:
-    """Where the ranks meet, the changed environment variables of each rank that starts here, and the other hosts; None
-    if asked to stop before they joined."""
+    """The folder where the ranks meet, the changed environment variables of each rank that starts here, and the other
+    hosts (None if asked to stop before they joined)."""
     place, kind = hosts(), resolve_device(spec.device).type
     here, *elsewhere = shares = place.shares(spec.devices)
     common = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // max(shares)))}
@@ -178,7 +178,7 @@ class _Ranks:
         lost += filter(None, [guest.loss() for guest in self.guests])
         if not lost:
             return None
-        return ChildProcessError(f"{lost[0]}; the trial goes on from its last checkpoint when it is started again")
+        return ChildProcessError(f"{lost[0]}; the trial continues from its last checkpoint when it is started again")
 
 
 class _Caller:

@@ -33,7 +33,7 @@ from cohort.harness.types import Inputs, Split, TrialState
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended; `summary` holds the columns of results.csv that the run reached."""
+    """The end of a run: state, reason, and in `summary` the columns of results.csv that the run reached."""
 
     state: TrialState
     reason: str | None

@@ -47,7 +47,7 @@ class Together(Generic[R]):
         self._seconds, self._since = [0.0] * len(specs), time.perf_counter()
 
     def results(self) -> list[R]:
-        """What each of the works returns; raises the first error, if any, when all have ended."""
+        """The results of the works, in order; raises the first error, if any, when all have ended."""
         threads = [
             threading.Thread(target=contextvars.copy_context().run, args=(self._work, seat), daemon=True)
             for seat in range(len(self.specs))

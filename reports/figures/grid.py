@@ -63,7 +63,7 @@ def heat_maps(analysis: Analysis) -> list[Drawing]:
 def difficulty_maps(analysis: Analysis) -> list[Drawing]:
     """Test accuracy by arm and by a tag whose values are numbers, such as depth or level: one map per such tag.
 
-    Arms go down; where a tag has too many values for that, they do, and there is no map for too many of both.
+    Rows are arms, or the values of a tag that has too many for columns; there is no map for too many of both.
     """
     trials = {(trial.arm, trial.seed): trial for trial in analysis.record.trials if trial.state == "complete"}
     arms = {arm.label: [trials[arm.label, seed] for seed in arm.scores] for arm in analysis.finished_arms}
@@ -111,7 +111,7 @@ def interactions(analysis: Analysis) -> list[Drawing]:
         others = f", averaged over the other {'factors' if num_others > 1 else 'factor'}" if num_others else ""
         caption = (
             f"{wording.capitalised(analysis.outcome.label)} with its 95 % interval{others}. "
-            "Parallel lines: the two can be chosen each on its own."
+            "Parallel lines show no interaction."
         )
         draw = _interaction(analysis, across, levels[across], lines, levels[lines])
         drawings.append(drawn(f"interaction_{number}", title, caption, draw, NARROW, 2.8))
@@ -119,7 +119,7 @@ def interactions(analysis: Analysis) -> list[Drawing]:
 
 
 def importances(analysis: Analysis) -> list[Drawing]:
-    """How much of a search's first objective each parameter explains; none for a search with too few arms."""
+    """The importance of each parameter for a search's first objective; empty for a search with too few arms."""
     search = analysis.record.search
     if search is None or "tuning" in search or not search["importances"]["values"]:
         return []
@@ -149,7 +149,7 @@ def _heat_map(
     levels: Sequence[Sequence[Any]],
     is_detected: bool,
 ) -> Draw:
-    """A cell per arm; noise has no colour, so the scale and its bar are there only if an effect `is_detected`."""
+    """A cell per arm; colour scale and bar appear only if an effect `is_detected`, because noise gets no colour."""
     metric = analysis.outcome.name
     means = [arm.mean for arm in analysis.finished_arms]
     low, high = min(means), max(means)  # one scale for all maps of a study
@@ -210,7 +210,7 @@ def _mean(trials: Sequence[TrialRecord], metric: str) -> float:
 
 
 def _shade(position: float, empty: bool = False) -> dict[str, Any]:
-    """How a patch shows a value at a position between the lowest and the highest."""
+    """The style of a patch for a value at a position between the lowest and the highest."""
     return {"color": EMPTY, "lw": 0} if empty else {"color": SHADE, "alpha": 0.08 + 0.84 * position, "lw": 0}
 
 

@@ -1,4 +1,4 @@
-"""Decides how settings are drawn beside what they led to: parallel coordinates, slices, the best of a search so far.
+"""Draws settings against their results: parallel coordinates, slices, the best value of a search so far.
 
 A grid shows the outcome of its arms, a search its first objective. Colour follows the value, except in a grid without
 a detected effect: noise has no colour.
@@ -51,7 +51,7 @@ class _Space:
 
     @property
     def alphas(self) -> list[float]:
-        """How strong the colour of each arm is: the better, the stronger."""
+        """The opacity of each arm's colour: better arms are stronger."""
         if not self.is_shaded:
             return [0.55] * len(self.parameters)
         values = [-value if self.is_minimized else value for value in self.values_M[self.metric]]
@@ -96,7 +96,7 @@ def slices(analysis: Analysis) -> list[Drawing]:
 
 
 def best_so_far(analysis: Analysis) -> list[Drawing]:
-    """The best value that a search, or each tuned arm's, had found after so many arms; none for several objectives."""
+    """The best value after each arm of a search, or of each tuned arm's search; empty for several objectives."""
     found = _searches(analysis)
     if not found or len(objectives := next(iter(found.values()))["objectives"]) > 1:
         return []

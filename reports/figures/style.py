@@ -156,7 +156,7 @@ def _saved(figure: Figure, suffix: str) -> bytes:
 
 
 def _inline(svg: str, name: str, description: str) -> str:
-    """The SVG element alone, sized by its page, with ids of its own and a description for screen readers."""
+    """The bare SVG element, sized by its page, with unique ids and a description for screen readers."""
     body = svg[svg.index("<svg") :].strip()
     body = re.sub(r' id="([^"]+)"', rf' id="{name}-\1"', body)
     body = re.sub(r'(href="|url\()#', rf"\1#{name}-", body)

@@ -43,7 +43,7 @@ def progress(analysis: Analysis) -> str:
 
 
 def _search_finding(analysis: Analysis, search: Mapping[str, Any]) -> str:
-    """The findings of a search; luck helped to choose its best arm, so it is not compared with the others."""
+    """The findings of a search; its best arm is not compared with the others, because the selection is biased."""
     complete = [arm for arm in search["arms"] if arm["state"] == "complete"]
     if not complete:
         return "No arm of the search is complete"
@@ -64,20 +64,20 @@ def _search_finding(analysis: Analysis, search: Mapping[str, Any]) -> str:
     return (
         f"The best of {count} has {wording.settings(best['parameters'])}: {value}{tested} "
         f"({wording.plural(len(analysis.record.seeds), 'seed')}); {_importances(search['importances'])}; the best of "
-        f"many looks better than it is, so {_AGAIN}"
+        f"many is overestimated, so {_AGAIN}"
     )
 
 
 def _importances(found: Mapping[str, Any]) -> str:
     if not found["values"]:
-        return f"which setting matters is not known ({found['reason']})"
+        return f"the importance of each setting is unknown ({found['reason']})"
     ranked = sorted(found["values"].items(), key=lambda item: -item[1])
     shares = [f"{short_path(path)} {100 * share:.0f} %" for path, share in ranked]
     return f"importance by {found['method']}: {', '.join(shares)}"
 
 
 def _tuned(analysis: Analysis) -> str:
-    """What tuning chose for each arm of a comparison."""
+    """The settings that tuning chose for each arm of a comparison."""
     chosen = [
         f"{cell} ({wording.settings(arm['parameters'])})"
         for cell, search in tuning_of(analysis.record).items()
@@ -88,7 +88,7 @@ def _tuned(analysis: Analysis) -> str:
 
 
 def _components(analysis: Analysis) -> str:
-    """What each component of a study of components adds, the largest first."""
+    """The contribution of each component, the largest first; empty for other designs."""
     metric = analysis.outcome.name
     ranked = []
     for one in ranked_components(analysis):
@@ -99,7 +99,7 @@ def _components(analysis: Analysis) -> str:
 
 
 def _unexplained(analysis: Analysis) -> str:
-    """The arms whose effect a control reproduces; nothing if there are none."""
+    """The arms whose effect a control reproduces; empty if there are none."""
     found = unexplained(verdicts(analysis)).items()
     arms = [f"{arm} (by {wording.listed(controls)})" for arm, controls in found]
     return f"the effect of {wording.listed(arms, len(arms))} is unexplained, as a control reproduces it" if arms else ""
@@ -140,7 +140,7 @@ def _is_any_effect_detected(analysis: Analysis) -> bool:
 
 
 def _grid_finding(analysis: Analysis) -> str:
-    """What each factor does over the whole grid, which has more seeds behind it than any one arm."""
+    """The effect of each factor over the whole grid, which averages over more runs than any one arm."""
     metric = analysis.outcome.name
     effects = [one for one in (analysis.grid.effects if analysis.grid else ()) if not math.isnan(one.p_adjusted)]
     if effects and not _is_any_effect_detected(analysis):
@@ -169,7 +169,7 @@ def _grid_finding(analysis: Analysis) -> str:
 
 
 def _interaction_finding(analysis: Analysis) -> str:
-    """Which factors depend on each other; nothing for a grid of one factor."""
+    """The detected interactions of factors; empty for a grid of one factor."""
     effects = [effect for effect in (analysis.grid.effects if analysis.grid else ()) if len(effect.factors) > 1]
     detected = [effect for effect in effects if effect.p_adjusted < ALPHA]
     if detected:

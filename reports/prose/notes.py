@@ -1,5 +1,4 @@
-"""Writes what a reader must know before comparing: how intervals are computed, what the runs share, what limits
-them."""
+"""Writes the notes on comparability: how intervals are computed, what the runs share, what limits a comparison."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,15 +16,15 @@ _Specs = Mapping[str, Mapping[str, Any]]  # arm -> settings of its runs
 
 
 def interval_method(analysis: Analysis) -> str:
-    """Which interval the report states, in a sentence or two."""
+    """A sentence or two on the interval that the report states."""
     most = max((len(arm.scores) for arm in analysis.finished_arms), default=0)
     if most < 2:
         return (
             "No arm has two complete seeds, so no interval and no test over seeds is possible; another seed "
-            "could come out differently."
+            "could give another result."
         )
-    reach = "seeds and test problems" if analysis.outcome.per_problem else "seeds, for these very problems"
-    text = f"Intervals cover {reach} at 95 %, each by itself"
+    reach = "seeds and test problems" if analysis.outcome.per_problem else "seeds (for these test problems only)"
+    text = f"Each interval by itself covers {reach} at 95 %"
     text += "; only p is corrected for the number of arms." if analysis.comparisons else "."
     if min(len(arm.scores) for arm in analysis.finished_arms) < 2:
         text += " An arm with one complete seed has no interval."
@@ -36,7 +35,7 @@ def interval_method(analysis: Analysis) -> str:
 
 
 def interval_reading(analysis: Analysis) -> str:
-    """How the stated interval is made, and what it does not cover."""
+    """The method of the stated interval, and its limits."""
     stage = analysis.record.two_stage
     seeds = "" if stage is None else f" The spread between seeds is that of the first {stage['first']} (Stein 1945)."
     if analysis.outcome.per_problem:
@@ -44,26 +43,26 @@ def interval_reading(analysis: Analysis) -> str:
             "The stated interval is the wider of two: the two-way t interval, in which seeds and problems are both "
             "random (Satterthwaite degrees of freedom), and Student's t interval over seeds. It holds for new seeds "
             "and new problems of the same kind, not for other tasks, models or cold starts. Student's interval and "
-            f"the bootstrap over seeds hold for new seeds on these very problems only.{seeds}"
+            f"the bootstrap over seeds hold for new seeds on these test problems only.{seeds}"
         )
     return (
         "The stated interval is Student's t interval over seeds. Scores of single problems are not known for this "
-        f"metric, so it holds for new seeds on these very problems, and is too narrow for new problems.{seeds}"
+        f"metric, so it holds for new seeds on these test problems, and is too narrow for new problems.{seeds}"
     )
 
 
 def accuracies_reading(analysis: Analysis) -> str:
-    """What the table of all accuracies holds, and what its intervals cover."""
+    """The definitions of the accuracies in the table of all accuracies, and of their intervals."""
     own = " The interval of the compared accuracy is the stated one;" if analysis.outcome.per_problem else ""
     return (
         "Greedy: one completion at temperature 0. pass@k: at least one of k samples is right. maj@k: the most frequent "
         f"answer of k is right.{own}{' the others are' if own else ' Intervals are'} Student's over seeds, for these "
-        "very problems, or exact if every seed is at 0 or 100 %."
+        "test problems only, or exact if every seed is at 0 or 100 %."
     )
 
 
 def notes(analysis: Analysis) -> list[_Note]:
-    """(topic, what makes the comparison fair or limits it), from the settings of the runs."""
+    """(topic, a reason that the comparison is fair or limited), from the settings of the runs."""
     specs = arm_specs(analysis.record.trials)
     if not specs:
         return [("Nothing has run", "The notes on comparability appear with the first trial.")]
@@ -89,16 +88,16 @@ def _values(specs: _Specs, dotted: str, default: object = None) -> dict[str, Any
 
 
 def _join_note(analysis: Analysis) -> _Note | None:
-    """What differs between the studies of a joined page besides their arms."""
+    """The differences between the studies of a joined page besides their arms."""
     record = analysis.record
     if not isinstance(record, JoinedStudy):
         return None
     studies = wording.listed(list(dict.fromkeys(record.studies.values())))
     if not record.warnings:
         return (
-            "Studies that share all but their arms",
-            f"{studies} have the same task, test problems, base run and versions, so their arms differ as those of one "
-            "study do. They were not planned together: p is corrected over all arms of this page.",
+            "Studies that differ only in their arms",
+            f"{studies} have the same task, test problems, base run and versions, so their arms differ only as those "
+            "of one study. They were not planned together: p is corrected over all arms of this page.",
         )
     shown = [
         f"{key} ({', '.join(f'{name}: {value}' for name, value in values.items())})"
@@ -133,7 +132,7 @@ def _seeds_note(analysis: Analysis) -> _Note | None:
         )
     lost = [one["arm"] for one in stage["comparisons"] if one["asks"] is None]
     if lost:
-        text += f" {wording.listed(lost)} completed fewer than two of them: no interval, and no say in the number."
+        text += f" {wording.listed(lost)} completed fewer than two of them: no interval, not counted for the number."
     if stage["asked"] > stage["at_most"]:
         text += f" The study allows {stage['at_most']} at most."
     compared = {one.arm: one.over_seeds for one in analysis.comparisons} or {
@@ -147,8 +146,8 @@ def _seeds_note(analysis: Analysis) -> _Note | None:
     elif reached:
         text += f" The width is reached: {wording.points(max(reached.values()), metric)} at most."
     text += (
-        f" Intervals and p take the spread between seeds from the first {first} alone, so they hold as if the "
-        "number of seeds had been fixed beforehand. Invalid trials are not replaced."
+        f" Intervals and p use the spread between the first {first} seeds only, so they are as valid as with a "
+        "number of seeds fixed beforehand. Invalid trials are not replaced."
     )
     if analysis.outcome.per_problem:
         text += " The stated intervals hold for new problems too and may be wider; more seeds do not change that."
@@ -202,8 +201,8 @@ def _reward_notes(specs: _Specs) -> list[_Note]:
     paid = {arm: _paid(rewards) for arm, rewards in _values(specs, "rewards", {}).items()}
     if blind := _label_free(specs):
         text = (
-            f"{wording.listed(blind)} {'is' if len(blind) == 1 else 'are'} rewarded for agreeing with the group or for "
-            "being sure, never for being right: a rising reward beside a falling accuracy is collapse. Mean reward "
+            f"{wording.listed(blind)} {'is' if len(blind) == 1 else 'are'} rewarded for agreement with the group or "
+            "for confidence, never for correctness: rising reward with falling accuracy is collapse. Mean reward "
             "cannot be compared between arms with different rewards."
         )
         found.append(("Rewards that are not accuracy", text))
@@ -216,7 +215,7 @@ def _reward_notes(specs: _Specs) -> list[_Note]:
 
 
 def _label_free(specs: _Specs) -> list[str]:
-    """The arms that are paid by the policy's own votes or confidence and not by gold."""
+    """The arms that are rewarded for the policy's own votes or confidence instead of gold answers."""
     paid = {arm: _paid(rewards) for arm, rewards in _values(specs, "rewards", {}).items()}
     return [arm for arm, names in paid.items() if LABEL_FREE & names.keys() and "accuracy" not in names]
 
@@ -230,8 +229,8 @@ def _collapse_note(analysis: Analysis, specs: _Specs) -> _Note | None:
         arms.setdefault(one.arm, []).append(_collapsed(one))
     shown = [f"{arm}: {', '.join(parts)}" for arm, parts in arms.items()] or ["none did"]
     text = (
-        "Labels (the majority's answer is right) or the policy (validation accuracy) have collapsed at the first step "
-        "from which on they stay below half of the best value before. "
+        "Labels (the majority's answer is right) or the policy (validation accuracy) collapse at the first step "
+        "from which they stay below half of their best earlier value. "
         f"{'; '.join(shown)}. Intervals are Student's, over the seeds that collapsed."
     )
     return "Collapse", text
@@ -244,7 +243,7 @@ def _collapsed(one: Collapse) -> str:
 
 
 def _paid(rewards: object) -> dict[str, float]:
-    """Name -> weight of the rewards that a run is paid by; empty if its record does not name them."""
+    """Name -> weight of a run's rewards; empty if its record does not name them."""
     if not isinstance(rewards, dict):
         return {}
     return {name: settings["weight"] for name, settings in rewards.items() if settings.get("weight")}
@@ -255,8 +254,8 @@ def _cold_start_note(specs: _Specs) -> _Note | None:
     if len({repr(start) for start in starts.values()}) > 1:
         return (
             "Arms start from different cold starts",
-            "cold_start differs between arms, and each was made once: the luck of each cold start is part of the "
-            "difference and not of the intervals.",
+            "cold_start differs between arms, and each was made once: its chance variation is part of the "
+            "differences, but the intervals do not cover it.",
         )
     first = next(iter(specs.values()))
     steps, seed = setting(first, "cold_start.steps", 0), setting(first, "cold_start.seed", 0)
@@ -268,7 +267,7 @@ def _cold_start_note(specs: _Specs) -> _Note | None:
     return (
         "One starting point",
         f"All arms and seeds start from {origin}. Intervals therefore cover the seeds of reinforcement learning only, "
-        "not the luck of the starting point.",
+        "not the choice of the starting point.",
     )
 
 
@@ -294,7 +293,7 @@ def _budget_note(analysis: Analysis, specs: _Specs) -> _Note:
         if len(set(drawn.values())) > 1:
             least, most = min(drawn, key=drawn.__getitem__), max(drawn, key=drawn.__getitem__)
             text += (
-                f" Greedy answers and dynamic sampling come on top: {least} drew {wording.quantity(drawn[least])} "
+                f" Greedy answers and dynamic sampling are extra: {least} drew {wording.quantity(drawn[least])} "
                 f"completions per run, {most} {wording.quantity(drawn[most])}."
             )
         return "Equal budgets", text
@@ -336,18 +335,18 @@ def _selection_note(analysis: Analysis) -> _Note | None:
     if len(analysis.finished_arms) < 3:
         return None
     if search_of(analysis.record) is not None:
-        test = " The test split played no part in that choice." if analysis.outcome.name.startswith("test/") else ""
+        test = " The choice did not use the test split." if analysis.outcome.name.startswith("test/") else ""
         return (
-            "The best of many looks better than it is",
-            f"The search picked among {len(analysis.finished_arms)} arms by {wording.spoken(analysis.record.metric)}, "
-            f"which favours luck.{test} No arm is a baseline and no p is stated: compare the best arm with the setting "
-            "that it would replace, with other seeds.",
+            "The best of many is overestimated",
+            f"The search chose among {len(analysis.finished_arms)} arms by {wording.spoken(analysis.record.metric)}, "
+            f"so its best value is biased upwards.{test} There is no baseline arm and no p: compare the best arm with "
+            "the setting that it would replace, with other seeds.",
         )
     return (
-        "The best of several looks better than it is",
-        f"Picking the highest of {len(analysis.finished_arms)} arms favours luck. Holm's correction keeps the chance "
-        f"of any false difference to the baseline below {100 * ALPHA:g} %; the winner's own estimate stays a little "
-        "high.",
+        "The best of several is overestimated",
+        f"The highest of {len(analysis.finished_arms)} means is biased upwards. Holm's correction keeps the chance "
+        f"of any false difference to the baseline below {100 * ALPHA:g} %, but does not remove this bias from the "
+        "highest mean.",
     )
 
 
@@ -360,7 +359,7 @@ def _tuning_note(analysis: Analysis) -> _Note | None:
     return (
         "Every arm was tuned",
         f"Each was tuned separately on the validation split ({each}), with seeds that the comparison does not use. "
-        "The luck of tuning is part of the differences and not of the intervals.",
+        "The chance variation of tuning is part of the differences, but the intervals do not cover it.",
     )
 
 
@@ -372,6 +371,6 @@ def _gap_note(analysis: Analysis) -> _Note | None:
     return (
         "Trials are left out",
         f"{wording.plural(len(broken), 'trial')} of {wording.listed(arms)} gave no usable result and "
-        f"{'is' if len(broken) == 1 else 'are'} never averaged in. If an arm breaks on the seeds on which it would do "
-        "badly, the remaining seeds flatter it.",
+        f"{'is' if len(broken) == 1 else 'are'} left out of all means. If an arm fails on the seeds on which it would "
+        "do badly, its mean over the remaining seeds is biased upwards.",
     )

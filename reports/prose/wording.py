@@ -67,7 +67,7 @@ def apart(value: float, metric: str, interval: Interval | None = None) -> str:
 
 
 def _is_level(value: float) -> bool:
-    """Whether a difference is nothing but the rounding of equal numbers."""
+    """Whether a difference is only rounding error."""
     return abs(value) < 1e-9
 
 
@@ -88,7 +88,7 @@ def p_equals(p: float) -> str:
 
 
 def quantity(count: float | None) -> str:
-    """A count as a reader takes it in: 812, 12.3k, 4.56M."""
+    """A count with three digits: 812, 12.3k, 4.56M."""
     if count is None or math.isnan(count):
         return "n/a"
     for size, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
@@ -125,7 +125,7 @@ def size(num_bytes: float | None) -> str:
 
 
 def plural(count: int, noun: str, many: str = "") -> str:
-    """`1 seed`, `2 seeds`; `many` is for a noun that takes more than an s."""
+    """`1 seed`, `2 seeds`; `many` is the plural of an irregular noun."""
     return f"{count} {noun}" if count == 1 else f"{count} {many or f'{noun}s'}"
 
 

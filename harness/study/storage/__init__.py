@@ -1,1 +1,1 @@
-"""Where a study's queue lives: files, or PostgreSQL."""
+"""Stores a study's queue in files or in PostgreSQL."""

@@ -1,7 +1,7 @@
-"""The place of a study's queue: Optuna's storage, one lock, the leases of running trials, and the study's document.
+"""Defines the storage of a study's queue: Optuna's storage, one lock, the leases of running trials, and a document.
 
 By default all four are files in the study's folder (`files.py`). With `--storage postgresql://...` they are in a
-database (`postgres.py`), and hosts without a common disk can share a study. Only `open_storage` knows which one it is.
+database (`postgres.py`), and hosts without a common disk can share a study. Only `open_storage` depends on the kind.
 """
 
 import logging
@@ -27,7 +27,7 @@ class StorageUnavailable(ConnectionError):
 
 
 class Lease(ABC):
-    """The right of this process to run a trial, renewed by a thread even if the connection fails.
+    """The right of this process to run a trial; a thread keeps renewing it, even after a failed connection.
 
     The process ends at once if another one has taken over, because two writers in one folder would corrupt the run.
     """
@@ -71,9 +71,9 @@ class Lease(ABC):
 
 @lru_cache(maxsize=1)
 def machine() -> str:
-    """A name that two processes share only if they see each other's ids: the same boot and container.
+    """A name that two processes share only if they see each other's process ids: the same boot and container.
 
-    Host names do not tell machines apart. Where the system has no such name, each process has its own.
+    Host names are not unique. On a system without such a name each process gets its own.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -88,7 +88,7 @@ def this_process() -> dict[str, Any]:
 
 
 def is_alive(host: str, pid: int, started: float) -> bool | None:
-    """Whether a process lives; None if it is of another machine, or if another process has got its id."""
+    """Whether a process is alive; None if it is on another machine, or if its id now belongs to another process."""
     if host != machine():
         return None
     try:
@@ -101,7 +101,7 @@ def is_alive(host: str, pid: int, started: float) -> bool | None:
 
 
 class Storage(ABC):
-    """The needs of one study's queue. A trial is known by the name of its folder."""
+    """The storage of one study's queue. The name of a trial's folder identifies the trial."""
 
     place: str  # in words, without a password
     document_place: str
@@ -128,14 +128,14 @@ class Storage(ABC):
 
     @abstractmethod
     def take_lease(self, directory: Path) -> Lease | None:
-        """The lease of the trial in `directory`, ours from now on; None if a living worker has it."""
+        """Take the lease of the trial in `directory`; None if a living worker has it."""
 
     @abstractmethod
     def held(self, directories: Collection[Path]) -> set[Path]:
         """The trials' folders whose lease a living worker holds."""
 
     def silent(self, directories: Collection[Path]) -> set[Path]:
-        """The held ones whose worker was not seen alive, because it is on another machine."""
+        """The held folders whose worker was not seen alive, because it is on another machine."""
         return set()
 
     @abstractmethod
@@ -144,7 +144,7 @@ class Storage(ABC):
 
     @abstractmethod
     def read_document(self) -> dict[str, Any] | None:
-        """The document of the study as it was started (digest and spec); None if it was not."""
+        """The document of the study from its start (digest and spec); None if it was never started."""
 
     @abstractmethod
     def write_document(self, document: Mapping[str, Any]) -> None: ...

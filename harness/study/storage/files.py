@@ -1,4 +1,4 @@
-"""The storage in files: Optuna's journal, a file lock, lease files and `study.json` in the study's folder."""
+"""Stores a queue in the study's folder: Optuna's journal, a file lock, lease files and `study.json`."""
 
 import os
 import time
@@ -19,7 +19,7 @@ from cohort.harness.tracking.run_log import read_progress
 
 BEAT_SECONDS = 2.0
 GRACE_SECONDS = 60.0  # how long a worker on another machine may be watched without a heartbeat
-LOOK_SECONDS = 15.0  # so much of the time between two looks counts: a watcher that slept has watched nothing
+LOOK_SECONDS = 15.0  # most seconds that count between two looks: a watcher that slept has watched nothing
 
 
 @dataclass
@@ -35,7 +35,7 @@ class _Watch:
 class LocalStorage(Storage):
     """Files in the study's folder, for the processes of one machine or of one shared disk.
 
-    `clock` gives seconds that only rise. It is the only clock that counts: no time of another machine is compared.
+    `clock` gives monotonic seconds. It is the only clock: times of other machines are never compared.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -80,7 +80,7 @@ class LocalStorage(Storage):
         """Whether a living worker holds the lease of a trial's folder.
 
         On this machine the process decides (a suspended one is alive). The heartbeats that this process sees decide for
-        another machine, if another process has got the process id, and for a lease that cannot be read.
+        another machine, for a process id that now belongs to another process, and for a lease that cannot be read.
         """
         file = directory / "lease"
         try:
@@ -125,12 +125,12 @@ class FileLease(Lease):
             return read_json(self._file)["token"] == self._token
         except FileNotFoundError:
             return False
-        except (ValueError, KeyError):  # torn by the disk, for a worker who takes over writes a whole one
+        except (ValueError, KeyError):  # torn by the disk, because a worker who takes over writes a complete one
             return True
 
 
 def _holder_lives(file: Path) -> bool | None:
-    """Whether the process that a lease names lives; None if only its heartbeats can tell."""
+    """Whether the process that a lease names is alive; None if only its heartbeats can tell."""
     try:
         holder = read_json(file)
         return is_alive(holder["host"], holder["pid"], holder["started"])

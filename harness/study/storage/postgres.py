@@ -1,14 +1,14 @@
-"""A study's queue in a PostgreSQL database, for hosts that share nothing else.
+"""Stores a queue in a PostgreSQL database, for hosts that share nothing else.
 
 Optuna's tables hold the attempts. Mutual exclusion is an advisory lock of the database session; the server frees it
 when the connection dies. Two more tables are `cohort_studies`, with the document of each study, and `cohort_leases`,
 with the worker of each running trial, the time of its last heartbeat and its progress. All times are the database's:
-the clocks of the hosts do not matter.
+the hosts' clocks do not matter.
 
 A lease ends when its worker's process is gone (seen from the same machine) or its last heartbeat is older than
-GRACE_SECONDS; a restart of the server gives every lease a new grace, since nobody could renew it. A worker that cannot
-reach the database goes on, and ends at once when it finds another's token in its lease. Taking a lease compares and
-swaps, so even two holders of the lock (one cut off, one new) cannot run one trial.
+GRACE_SECONDS; a restart of the server gives every lease a new grace period, because nobody could renew it. A worker
+that cannot reach the database continues, and ends at once when it finds another's token in its lease. Taking a lease is
+a compare-and-swap, so even two holders of the lock (one cut off, one new) cannot run one trial.
 """
 
 import json
@@ -49,7 +49,7 @@ SESSION = f"""SET lock_timeout = '{LOCK_SECONDS}s'; SET tcp_keepalives_idle = 10
 
 
 class PostgresStorage(Storage):
-    """The queue of one study in a database; the tables are made when the study is started."""
+    """The queue of one study in a database; starting the study creates the tables."""
 
     def __init__(self, study: str, url: str) -> None:
         self._study, self._url = study, _with_driver(url)
@@ -142,10 +142,10 @@ class PostgresStorage(Storage):
 
     @cached_property
     def _engine(self) -> sqlalchemy.Engine:
-        """Two connections at rest for each process: one for the lock, one for the operations under it.
+        """An engine with two idle connections per process: one for the lock, one for the operations under it.
 
-        No connection is tested before its use: that would be a round trip for every operation, and every operation can
-        be tried again.
+        No connection is tested before its use, because that would be a round trip for every operation, and every
+        operation can be repeated.
         """
         engine = sqlalchemy.create_engine(
             self._url, pool_size=2, max_overflow=3,
@@ -163,7 +163,7 @@ class PostgresStorage(Storage):
 
     @contextmanager
     def _locked(self, key: str) -> Iterator[None]:
-        """Hold an advisory lock of this database, on a connection of its own."""
+        """Hold an advisory lock of this database, on a separate connection."""
         name = {"key": f"cohort/{key}"}
         with self.errors(), self._engine.connect() as connection:
             connection.execute(sqlalchemy.text("SELECT pg_advisory_lock(hashtextextended(:key, 0))"), name)
@@ -176,7 +176,7 @@ class PostgresStorage(Storage):
                     connection.invalidate()  # the server frees the lock with the session
 
     def _leases(self, trials: Collection[str]) -> dict[str, Mapping[str, Any]]:
-        """The leases of the trials that ever had one; `fresh` if the last heartbeat is young enough."""
+        """The leases of the trials that ever had one; `fresh` if the last heartbeat is recent enough."""
         if not trials:
             return {}
         statement = """SELECT trial, token, host, pid, started, progress, clock_timestamp()
@@ -218,7 +218,7 @@ class PostgresLease(Lease):
 
 
 def ask_password(url: str, ask: Callable[[], str]) -> str:
-    """The URL with the password that `ask` returns, if its server wants one and neither it nor ~/.pgpass has it."""
+    """The URL with the password that `ask` returns, if its server needs one and neither URL nor ~/.pgpass has it."""
     try:
         PostgresStorage("", url).check()
     except StorageUnavailable as error:
@@ -228,7 +228,7 @@ def ask_password(url: str, ask: Callable[[], str]) -> str:
 
 
 def _with_driver(url: str) -> str:
-    """The URL as SQLAlchemy takes it. SpecError for a URL that cannot be parsed, or without the driver."""
+    """The URL in SQLAlchemy's form. SpecError for a URL that cannot be parsed, or without the driver."""
     try:
         parsed = sqlalchemy.make_url(re.sub(r"^postgres(ql)?(\+psycopg)?://", "postgresql+psycopg://", url))
     except (ArgumentError, ValueError):
