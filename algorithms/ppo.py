@@ -38,17 +38,11 @@ class PPO(Clip):
     kl_estimator: KLEstimator = Field(default="k1", description="per-token KL estimator")
     gamma: float = Field(default=1.0, ge=0, le=1, description="discount per token")
     gae_lambda: float = Field(default=1.0, ge=0, le=1, description="GAE's lambda; 1: Monte-Carlo returns minus values")
-    whiten_advantages: bool = Field(
-        default=True, description="normalise advantages to mean 0 and variance 1 over the tokens of a batch"
-    )
+    whiten_advantages: bool = Field(default=True, description="give a batch's advantages mean 0 and variance 1")
     value_clip: float = Field(0.2, gt=0, description="how far a value may move from the rollout's in the value loss")
     entropy_bonus: float = Field(0.0, ge=0, description="weight of the mean token entropy, added to the objective")
-    critic: Literal["separate", "shared"] = Field(
-        "separate", description="separate network, or a head on the policy's hidden states"
-    )
-    value_loss_weight: float = Field(
-        1.0, gt=0, description="weight of the value loss (half the squared error); matters only for critic=shared"
-    )
+    critic: Literal["separate", "shared"] = Field("separate", description="own network, or a head on the policy")
+    value_loss_weight: float = Field(1.0, gt=0, description="weight of half the squared error, for critic=shared")
 
     @property
     def needs_old_logprobs(self) -> bool:

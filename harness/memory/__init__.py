@@ -1,1 +1,1 @@
-"""How much memory a run needs and uses."""
+"""Estimates and measures the memory of a run."""

@@ -84,8 +84,8 @@ def _part(size: int, spec: RunSpec) -> int:
 
 
 def _gathered(spec: RunSpec, counts: Counts, own_trunk: bool) -> int:
-    """What a device has whole in a pass: the root's weights, a layer and the next one; and their gradients before they
-    are summed, of a root and a layer."""
+    """Bytes that a device holds unsharded in a pass: the weights of the root, a layer and the next one, and the gradients
+    of a root and a layer before they are summed."""
     roots = counts.root * (2 if own_trunk else 1)
     gradients = min(roots + counts.layer, counts.trainable)
     return roots + 2 * counts.layer + gradients
@@ -155,7 +155,7 @@ def _activation_bytes(spec: RunSpec, counts: Counts, shape: Shape, *, several: b
 
 
 def _engine_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch.device, together: int) -> dict[str, int]:
-    """What sampling needs: `kv_cache` and `sampling` while it lasts, `engine` all the time."""
+    """Bytes of sampling: `kv_cache` and `sampling` while it runs, `engine` all the time."""
     settings: Any = spec.engine
     needed = {"kv_cache": 0, "sampling": 0, "engine": 0}
     if settings.name == "transformers":

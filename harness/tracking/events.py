@@ -89,7 +89,7 @@ def read_events(file: Path) -> list[dict[str, Any]]:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"{file} has no event of a run in line {number} ({type(error).__name__}: {str(error)[:80]}); "
-                "restore it from a copy, or move its folder away: the run then starts anew"
+                "restore it from a copy, or move its folder away: the run then starts again from the beginning"
             ) from None
         events.append(event)
     return events

@@ -94,7 +94,7 @@ class Identity:
             return cls(**{key: value for key, value in fields.items() if key != "format"})
         except TypeError as error:
             raise ValueError(f"{file} names no run of MLflow ({error}); restore it from a copy, or move its folder "
-                             "away: the run then starts anew") from None  # fmt: skip
+                             "away: the run then starts again from the beginning") from None  # fmt: skip
 
     def save(self, directory: Path) -> None:
         write_json(directory / "run.json", dataclasses.asdict(self))
