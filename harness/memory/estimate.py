@@ -84,8 +84,8 @@ def _part(size: int, spec: RunSpec) -> int:
 
 
 def _gathered(spec: RunSpec, counts: Counts, own_trunk: bool) -> int:
-    """Bytes that a device holds unsharded in a pass: the weights of the root, a layer and the next one, and the gradients
-    of a root and a layer before they are summed."""
+    """Bytes that a device holds unsharded in a pass: weights of the root, a layer and the next one, and gradients of a
+    root and a layer before they are summed."""
     roots = counts.root * (2 if own_trunk else 1)
     gradients = min(roots + counts.layer, counts.trainable)
     return roots + 2 * counts.layer + gradients
