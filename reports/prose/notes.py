@@ -227,11 +227,11 @@ def _collapse_note(analysis: Analysis, specs: _Specs) -> _Note | None:
     arms: dict[str, list[str]] = {}
     for one in found:
         arms.setdefault(one.arm, []).append(_collapsed(one))
-    shown = [f"{arm}: {', '.join(parts)}" for arm, parts in arms.items()] or ["none did"]
+    shown = "; ".join(f"{arm}: {', '.join(parts)}" for arm, parts in arms.items())
     text = (
         "Labels (the majority's answer is right) or the policy (validation accuracy) collapse at the first step "
         "from which they stay below half of their best earlier value. "
-        f"{'; '.join(shown)}. Intervals are Student's, over the seeds that collapsed."
+        + (f"{shown}. Intervals are Student's, over the seeds that collapsed." if shown else "No arm collapsed.")
     )
     return "Collapse", text
 
