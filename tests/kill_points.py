@@ -14,7 +14,9 @@ from typing import Any
 import fake_trials
 from filelock import FileLock
 
-HARNESS = str(Path(__file__).resolve().parents[1] / "harness")
+import cohort.harness
+
+HARNESS = cohort.harness.__path__[0]
 KILLS = "KILLS"
 
 
