@@ -303,6 +303,11 @@ class RolloutEngine(ABC):
         def check(self, sampling: Sampling) -> None:
             """ValueError if the engine cannot run on this machine or sample like this, before any model loads."""
 
+        @property
+        def processes(self) -> int:
+            """Processes of a trial over which the engine splits its model; they must be given the same prompts."""
+            return 1
+
         def for_run(self, dtype: str, autocast: bool) -> Self:
             """These settings with those filled in that follow from the precision of a run."""
             return self

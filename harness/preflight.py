@@ -1,6 +1,7 @@
 """Checks runs before any of them starts (folder, devices, models, engines, rewards, data) and finds their inputs."""
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -44,8 +45,10 @@ def check_inputs(
 
 
 def check_devices(specs: Sequence[RunSpec]) -> None:
-    """SpecError for a run on more devices (GPUs, or else cores) than its hosts have, assuming all are like this one."""
+    """SpecError for a run on more devices (GPUs, or else cores) than its hosts have, assuming all are like this one, or
+    for devices that cannot share an engine."""
     from cohort.harness.policy.device import resolve_device
+    from cohort.harness.policy.model import model_config
 
     place = hosts()
     if place.count > 1 and interface(place.address) is None:
@@ -61,6 +64,18 @@ def check_devices(specs: Sequence[RunSpec]) -> None:
                 f"devices must be at most {available * place.count}, the {what} of {machine}, got {count}; lower "
                 "devices, or take more hosts (--hosts N --listen ADDRESS here and `cohort join` on each other one, or "
                 "a study with --launcher ray)"
+            )
+    for model, size, count in {(s.model, s.engine.processes, s.devices) for s in specs if s.engine.processes > 1}:
+        heads, shares = model_config(model).num_attention_heads, place.shares(count)
+        if heads % size:
+            raise SpecError(
+                f"engine.tensor_parallel_size must divide the {heads} attention heads of '{model}', got {size}; "
+                f"use {math.gcd(heads, size)}"
+            )
+        if any(share % size for share in shares):
+            raise SpecError(
+                f"engine.tensor_parallel_size must divide the devices on each host, {' and '.join(map(str, shares))}, "
+                f"got {size}; lower it, or change devices or --hosts"
             )
 
 

@@ -5,6 +5,7 @@ ends in an illegal address where it stops, loads or samples with memory that `sl
 says so. Weights are random until the first reload, as after `load_format="dummy"`. `Pool` is its memory, of BYTES.
 """
 
+import os
 import sys
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
@@ -52,7 +53,7 @@ class LLM:
 
     def __init__(self, *, model: str, dtype: str, load_format: str, **settings: Any) -> None:
         assert load_format == "dummy", "weights through a folder"
-        self.settings = settings
+        self.settings, self.environment = settings, dict(os.environ)
         self.folder, self.dtype = model, getattr(torch, dtype)
         with torch.random.fork_rng():
             torch.manual_seed(12345)
@@ -68,8 +69,6 @@ class LLM:
 
     def collective_rpc(self, method: str, args: tuple = (), kwargs: dict[str, Any] | None = None) -> None:
         self.calls.append(method)
-        if method == "update_config":
-            return
         assert method == "reload_weights" and kwargs is not None
         self._need("weights")
         weights = dict(kwargs["weights_iterator"])

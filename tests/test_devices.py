@@ -19,6 +19,8 @@ from ranks_at_work import RESUMED, RUN
 from transformers import Qwen2Config
 
 from cohort.harness import preflight
+from cohort.harness.engines.vllm import VLLMEngine
+from cohort.harness.machine import HOSTS, Hosts
 from cohort.harness.memory import estimate as memory_estimate
 from cohort.harness.memory import fit as memory_fit
 from cohort.harness.memory.usage import GIB
@@ -32,6 +34,7 @@ from cohort.harness.spec.load import load_study
 from cohort.harness.spec.run import parse_run
 from cohort.harness.study import processes
 from cohort.harness.training import hosts, launch
+from cohort.harness.training import ranks as rank_messages
 from cohort.harness.training.launch import train
 
 
@@ -174,6 +177,37 @@ def test_bad_numbers_of_devices_are_refused_before_anything_starts(monkeypatch: 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_devices_that_cannot_share_an_engine_are_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch):
+    def run(devices: int, size: int):
+        engine = {"name": "vllm", "tensor_parallel_size": size}
+        return parse_run({**RUN, "devices": devices, "device": "cpu", "engine": engine}, "bad")
+
+    with pytest.raises(SpecError, match=r"engine.tensor_parallel_size must divide devices \(2\), got 4; use 2"):
+        run(2, 4)
+    monkeypatch.setattr(preflight, "usable_cores", lambda: 8)
+    with pytest.raises(SpecError, match="must divide the 2 attention heads of 'tiny', got 4; use 2"):
+        preflight.check_devices([run(4, 4)])
+    preflight.check_devices([run(4, 2)])
+    monkeypatch.setenv(HOSTS, Hosts(2, "127.0.0.1").environment()[HOSTS])
+    preflight.check_devices([run(4, 2)])
+    with pytest.raises(SpecError, match="must divide the devices on each host, 1 and 1, got 2; lower it, or change"):
+        preflight.check_devices([run(2, 2)])
+
+
+@pytest.mark.parametrize(("together", "parts"), [(1, [[0], [1, 2], [3], [4, 5]]), (2, [[0, 1, 2], [3, 4, 5]])])
+def test_ranks_that_share_an_engine_get_the_same_items(monkeypatch: pytest.MonkeyPatch, together: int, parts: Any):
+    def everywhere(found: list[Any], own: Any) -> None:
+        found[:] = [[item * 10 for item in part] for part in parts for _ in range(together)]
+        assert found[rank_messages.rank()] == own
+
+    monkeypatch.setattr(rank_messages, "world_size", lambda: 4)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", everywhere)
+    for rank in range(4):
+        monkeypatch.setattr(rank_messages, "rank", lambda rank=rank: rank)
+        found = rank_messages.shared(range(6), lambda part: [item * 10 for item in part], together)
+        assert found == [0, 10, 20, 30, 40, 50]
+
+
 QWEN_7B = {
     "vocab_size": 152_064, "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28,
     "num_attention_heads": 28, "num_key_value_heads": 4,
@@ -212,6 +246,12 @@ def test_what_is_spread_takes_its_share_on_each_device(monkeypatch: pytest.Monke
     ]
     for name in ("reference", "gradients", "optimizer"):
         assert [counts[0][name] // n for n in (1, 2, 4)] == [part[name] for part in counts]
+    engines = [
+        memory_estimate.estimate(spec.model_copy(update={"engine": engine}), tiny_config(), 30, torch.device("cpu"))
+        for engine in (VLLMEngine.Settings(cpu_cache_gib=1, tensor_parallel_size=size) for size in (1, 2))
+    ]
+    weights = [engine["engine"] - GIB for engine in engines]
+    assert weights[0] // 2 == weights[1] > 0
     assert counts[0]["gathered"] == 0 < counts[1]["gathered"] == counts[2]["gathered"]
 
 

@@ -16,14 +16,14 @@ from cohort.harness.cli.measure_memory import measure, shape, with_ratios
 from cohort.harness.cli.memory import show_measured
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.memory.count import Shape, count
-from cohort.harness.memory.estimate import estimate, estimate_run, model_config, peak_bytes
+from cohort.harness.memory.estimate import estimate, estimate_run, peak_bytes
 from cohort.harness.memory.fit import _fixes, check_memory
 from cohort.harness.memory.usage import device_bytes
 from cohort.harness.policy import fused_llama
 from cohort.harness.policy.device import mixed_precision
 from cohort.harness.policy.forward import Critic, completion_states, token_logprobs
 from cohort.harness.policy.lora import add_adapter, hold_frozen_products
-from cohort.harness.policy.model import save_model
+from cohort.harness.policy.model import model_config, save_model
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study, runs_of

@@ -4,9 +4,10 @@ import pytest
 import torch
 from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
 
-from cohort.harness.memory.estimate import estimate, model_config
+from cohort.harness.memory.estimate import estimate
 from cohort.harness.policy.forward import hidden_states
 from cohort.harness.policy.lora import add_adapter
+from cohort.harness.policy.model import model_config
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.spec.run import parse_run
 from cohort.harness.training.learner import Learner

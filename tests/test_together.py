@@ -15,9 +15,10 @@ from test_train import BASE
 from cohort.harness.cli.study import show_dry_run
 from cohort.harness.engines.transformers import TransformersEngine, _chunks
 from cohort.harness.files import read_json
-from cohort.harness.memory.estimate import estimate, model_config
+from cohort.harness.memory.estimate import estimate
 from cohort.harness.policy.adapters import around_frozen, policies_on
 from cohort.harness.policy.lora import adapter_weights
+from cohort.harness.policy.model import model_config
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import LoRA, parse_run

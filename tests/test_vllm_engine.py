@@ -187,15 +187,6 @@ def test_prompts_longer_than_a_cache_block_are_sampled_from_new_weights_after_a_
 
 
 @needs_vllm
-def test_weights_through_a_file_as_other_ranks_get_them_are_the_same(engine, tmp_path):
-    rows = rows_of(engine.generate(PROMPTS, 1, Sampling(max_tokens=8), seed=0, step=0))
-    _write_weights(tmp_path, tiny_model(1).state_dict())
-    engine._reload({"weights_path": str(tmp_path)})
-    engine.llm.reset_prefix_cache()
-    assert flat(engine.score(rows)) == pytest.approx(learner_logprobs(tiny_model(1), rows), abs=1e-5)
-
-
-@needs_vllm
 def test_bfloat16_weights_are_sampled_as_bfloat16():
     policy = tiny_model(0).to(torch.bfloat16)
     engine = start(policy)
@@ -357,6 +348,27 @@ def test_each_of_two_devices_samples_with_a_vllm_of_its_own_that_gets_the_whole_
     assert max(value for _, value in log.history("policy/weights_changed")) > 0.5
     for name in ("mismatch/after_sync", "mismatch/kl"):
         assert max(value for _, value in log.history(name)) < 1e-4
+
+
+@needs_vllm
+@pytest.mark.timeout(300)
+def test_two_devices_that_share_one_vllm_sample_log_and_learn_what_one_alone_does(tmp_path):
+    engine = {"name": "vllm", "max_model_len": 128, "cpu_cache_gib": 0.2}
+    raw = {**RUN, "algorithm": {"name": "remax"}, "optimizer": {"learning_rate": 1e-3}}
+    logs = []
+    for devices in (1, 2):
+        spec = parse_run({**raw, "devices": devices, "engine": {**engine, "tensor_parallel_size": devices}}, "test")
+        result = launch.train(spec, tmp_path / str(devices), log := MemoryLog(), cache=tmp_path)
+        assert (result.state, result.reason) == ("complete", None)
+        logs.append(log)
+    alone, both = (log.without_clocks() for log in logs)
+    assert [step for step, _ in alone] == [step for step, _ in both]
+    for (step, values), (_, others) in zip(alone, both, strict=True):
+        assert values.keys() == others.keys()
+        for name in values.keys() - {name for name in values if name.startswith(("flops/", "mismatch/"))}:
+            assert others[name] == pytest.approx(values[name], abs=1e-4, rel=1e-4, nan_ok=True), (step, name)
+    for name in ("mismatch/after_sync", "mismatch/kl"):
+        assert max(value for _, value in logs[1].history(name)) < 1e-4
 
 
 @needs_vllm

@@ -1,6 +1,7 @@
 """The life of a vLLM engine on a GPU, with a fake LLM that refuses what vLLM refuses: start, sleep, reload, end."""
 
 import json
+import os
 from pathlib import Path
 
 import fake_vllm
@@ -43,7 +44,7 @@ def run_spec(**changes):
 def test_the_engine_starts_from_the_config_alone_and_samples_only_after_its_first_reload(llm):
     policy = tiny_model(3)
     engine = start(policy)
-    assert engine.llm.calls == ["start", "update_config", "reload_weights"]
+    assert engine.llm.calls == ["start", "reload_weights"]
     assert [file.name for file in Path(engine.llm.folder).iterdir()] == ["config.json"]
     assert json.loads((Path(engine.llm.folder) / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     own, given = engine.llm.model.state_dict(), policy.state_dict()
@@ -98,7 +99,7 @@ def test_a_slept_engine_takes_its_cache_back_after_its_weights_are_reloaded(llm)
         engine.generate(PROMPTS, 1, SAMPLING, seed=0, step=0)
     engine.load_weights(tiny_model(1).state_dict(), 1)
     engine.generate(PROMPTS, 1, SAMPLING, seed=0, step=0)
-    assert engine.llm.calls[3:] == ["sleep", "wake weights", "reload_weights", "wake kv_cache", "generate"]
+    assert engine.llm.calls[2:] == ["sleep", "wake weights", "reload_weights", "wake kv_cache", "generate"]
 
 
 def test_an_engine_that_closes_in_its_sleep_wakes_first(llm):
@@ -109,6 +110,19 @@ def test_an_engine_that_closes_in_its_sleep_wakes_first(llm):
     assert fake.calls[-2:] == ["wake kv_cache weights", "shutdown"]
     engine.close()
     assert fake.calls[-1] == "shutdown"
+
+
+def test_ranks_of_a_trial_split_the_model_and_a_process_alone_holds_it_whole(llm, monkeypatch):
+    settings = start(tiny_model(0), tensor_parallel_size=2).llm.settings
+    assert not {"tensor_parallel_size", "distributed_executor_backend"} & settings.keys()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
+    engine = start(tiny_model(0), tensor_parallel_size=2)
+    assert engine.llm.settings["tensor_parallel_size"] == 2
+    assert engine.llm.settings["distributed_executor_backend"] == "external_launcher"
+    assert (engine.llm.environment["RANK"], engine.llm.environment["LOCAL_RANK"]) == ("3", "0")
+    assert "RANK" not in os.environ
+    assert "distributed_executor_backend" not in start(tiny_model(0)).llm.settings  # each rank has its own
 
 
 @pytest.mark.attack("GPU out of memory")
@@ -132,7 +146,7 @@ def test_a_run_sleeps_wakes_reloads_and_samples_in_every_step(llm, tmp_path, cha
     assert (result.state, result.reason) == ("complete", None)
     step = ["generate", "score", "sleep", "wake weights", "reload_weights", "wake kv_cache", "score"]
     evaluation = ["generate", "generate"]
-    begin = ["start", "update_config", "reload_weights", "generate", *evaluation]
+    begin = ["start", "reload_weights", "generate", *evaluation]
     assert llm.last.calls == [*begin, *step, *step, *evaluation, *evaluation, "shutdown"]
     rounding = 0.5 if changes else 1e-4
     assert all(value < rounding for _, value in log.history("mismatch/after_sync"))

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cohort.harness.memory.estimate import estimate, model_config, peak_bytes
+from cohort.harness.memory.estimate import estimate, peak_bytes
 from cohort.harness.memory.fit import check_fits
 from cohort.harness.memory.usage import resident_bytes
 from cohort.harness.plugins import nearest
 from cohort.harness.policy.device import resolve_device
+from cohort.harness.policy.model import model_config
 from cohort.harness.policy.tiny import TINY, tiny_tokenizer
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.raw import with_overrides

@@ -32,6 +32,7 @@ from typing import Any, ClassVar, Literal, Self, get_args
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -71,7 +72,12 @@ class VLLMEngine(RolloutEngine):
         gpu_memory_utilization: float = Field(
             default=0.4, gt=0, le=1, description="fraction of each GPU's memory that vLLM may fill; GPU only"
         )
-        tensor_parallel_size: int = Field(default=1, ge=1, description="GPUs that share one copy of the model")
+        tensor_parallel_size: int = Field(
+            default=1,
+            ge=1,
+            description="devices of a trial that share one copy of a model that no single GPU holds; must divide "
+            "`devices` and the model's attention heads",
+        )
         cpu_cache_gib: float = Field(default=1.0, gt=0, description="key-value cache in GiB; CPU only")
         enforce_eager: bool = Field(
             default=False, description="use no CUDA graphs: slower, but starts sooner; always on a CPU"
@@ -82,6 +88,10 @@ class VLLMEngine(RolloutEngine):
             """ValueError if vLLM is not installed or cannot sample in this way."""
             _check_installed()
             _check_sampling(sampling)
+
+        @property
+        def processes(self) -> int:
+            return self.tensor_parallel_size
 
         def for_run(self, dtype: str, autocast: bool) -> Self:
             return self.model_copy(update={"dtype": self.dtype or ("bfloat16" if autocast else dtype)})
@@ -105,8 +115,6 @@ class VLLMEngine(RolloutEngine):
                 self.llm = _start_with_adapters(settings, policy, dtype, adapters)
             else:
                 self.llm = _start(settings, _config_folder(policy), dtype, load_format="dummy")
-                # a random start gives vLLM no loader for the files that other ranks get
-                self.llm.collective_rpc("update_config", args=({"load_config": {"load_format": "auto"}},))
         self.on_gpu = _on_gpu()
         # on a GPU vLLM's float32 attention multiplies in TF32 (Triton's default)
         self.precision: Precision = "tf32" if self.on_gpu and dtype == "float32" else dtype  # pyright: ignore
@@ -163,12 +171,8 @@ class VLLMEngine(RolloutEngine):
             self.llm.wake_up(tags=["weights"])
             UNMAPPED.set(_unmapped_bytes())
         with _process_state_kept():
-            if self.settings.tensor_parallel_size == 1:
-                self._reload({"weights_iterator": iter(weights.items())})
-            else:  # the other ranks are processes of their own: through a file
-                with tempfile.TemporaryDirectory(prefix="cohort-vllm-") as folder:
-                    _write_weights(Path(folder), weights)
-                    self._reload({"weights_path": folder})
+            reload = {"weights_iterator": iter(weights.items()), "is_checkpoint_format": True}
+            self.llm.collective_rpc("reload_weights", kwargs=reload)
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
             UNMAPPED.set(0)
@@ -255,9 +259,6 @@ class VLLMEngine(RolloutEngine):
             flat_logprobs=True,
             detokenize=False,
         )
-
-    def _reload(self, source: dict[str, Any]) -> None:
-        self.llm.collective_rpc("reload_weights", kwargs={**source, "is_checkpoint_format": True})
 
     def _check_open(self) -> None:
         assert not self.closed, "a newer vLLM engine of this process took this one's place"
@@ -351,7 +352,6 @@ def _start(settings: VLLMEngine.Settings, folder: Path, dtype: str, **more: Any)
         model=str(folder),
         dtype=dtype,
         max_model_len=settings.max_model_len,
-        tensor_parallel_size=settings.tensor_parallel_size,
         enforce_eager=settings.enforce_eager or not on_gpu,
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
@@ -361,8 +361,34 @@ def _start(settings: VLLMEngine.Settings, folder: Path, dtype: str, **more: Any)
         disable_log_stats=True,
         use_tqdm_on_load=False,
         **place,
+        **_split(settings.tensor_parallel_size, on_gpu),
         **more,
     )
+
+
+def _split(size: int, on_gpu: bool) -> dict[str, Any]:
+    """Arguments by which the vLLMs of `size` successive ranks of a trial compute as one; none in a single process.
+
+    Each rank runs the same scheduler over the same requests, so they stay in step without messages. vLLM joins the
+    process group that is there (and ends it when it closes), but asks for the variables of torchrun.
+    """
+    if size == 1 or not (dist.is_available() and dist.is_initialized()):
+        return {}
+    os.environ.update(RANK=str(dist.get_rank()), LOCAL_RANK="0")  # a rank sees its own GPU alone
+    launcher = "external_launcher" if on_gpu else _cpu_launcher()
+    return {"tensor_parallel_size": size, "distributed_executor_backend": launcher, "disable_custom_all_reduce": True}
+
+
+def _cpu_launcher() -> type:
+    """vLLM's external launcher without memory that processes share. vLLM names it alike for all trials of a host and
+    leaves it behind; with a name for each rank it takes the process group instead."""
+
+    class Launcher(import_module("vllm.v1.executor.uniproc_executor").ExecutorWithExternalLauncher):
+        def _distributed_args(self) -> tuple[str, int, int]:
+            _, rank, local_rank = super()._distributed_args()
+            return f"file://{rank}", rank, local_rank
+
+    return Launcher
 
 
 def _vllm() -> Any:

@@ -20,10 +20,8 @@ from cohort.harness.memory.count import Counts, Shape, count
 from cohort.harness.memory.usage import GIB, device_bytes
 from cohort.harness.policy.device import resolve_device
 from cohort.harness.policy.forward import chunk_tokens, is_recomputed, microbatch_tokens
-from cohort.harness.policy.library import import_generation
-from cohort.harness.policy.model import local_or_hub
+from cohort.harness.policy.model import model_config
 from cohort.harness.policy.text import load_codec
-from cohort.harness.policy.tiny import TINY, tiny_config
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import RunSpec
 
@@ -112,16 +110,6 @@ def estimate_run(spec: RunSpec, together: int = 1) -> tuple[dict[str, int] | Non
         return None, (str(error) or type(error).__name__).splitlines()[0]
 
 
-def model_config(name: str) -> PretrainedConfig:
-    """The shape of a model by its name in a spec; downloads no weights."""
-    if name == TINY:
-        return tiny_config()
-    import_generation()
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(**local_or_hub(name), trust_remote_code=False)
-
-
 def longest_prompt(spec: RunSpec) -> int:
     """Tokens of the longest of the 16 training prompts with most characters."""
     texts = sorted((p.text for p in spec.task.prompts("train")), key=len)[-16:]
@@ -165,7 +153,7 @@ def _engine_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch.dev
         _check_share(spec, counts, shape, share, device)
         return needed | {"kv_cache" if settings.sleep and together == 1 else "engine": share}
     if settings.name == "vllm":
-        return needed | {"engine": counts.policy + int(settings.cpu_cache_gib * GIB)}
+        return needed | {"engine": counts.policy // settings.tensor_parallel_size + int(settings.cpu_cache_gib * GIB)}
     return needed
 
 

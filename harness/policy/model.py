@@ -18,10 +18,10 @@ from cohort.harness.policy.library import import_generation, no_progress_bars
 from cohort.harness.policy.lora import adapter_weights, has_adapter, merge_saved, save_adapter
 from cohort.harness.policy.sharding import is_sharded, kept, second_names
 from cohort.harness.policy.sources import BASE, Base, base_of, pinned, verify_model
-from cohort.harness.policy.tiny import TINY, tiny_model, tiny_tokenizer
+from cohort.harness.policy.tiny import TINY, tiny_config, tiny_model, tiny_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -181,6 +181,16 @@ def save_model(
         model.save_pretrained(folder, state_dict=weights)  # pyright: ignore
     tokenizer.save_pretrained(str(folder))
     return write_manifest(folder, **facts)
+
+
+def model_config(name: str) -> PretrainedConfig:
+    """The shape of a model by its name in a spec; downloads no weights."""
+    if name == TINY:
+        return tiny_config()
+    import_generation()
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(**local_or_hub(name), trust_remote_code=False)
 
 
 def local_or_hub(name: str) -> dict[str, str]:

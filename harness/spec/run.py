@@ -392,6 +392,7 @@ class RunSpec(Section):
         _must_divide("algorithm.group_size", group, rollouts)
         _must_divide("optimizer.num_minibatches", self.optimizer.num_minibatches, rollouts)
         _must_divide("devices", self.devices, rollouts // self.optimizer.num_minibatches, "rollouts of a minibatch")
+        _must_divide("engine.tensor_parallel_size", self.engine.processes, self.devices, "devices")
         return self
 
     @property

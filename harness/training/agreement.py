@@ -12,9 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from cohort.harness.memory.estimate import model_config
 from cohort.harness.policy.device import mixed_precision, resolve_device
-from cohort.harness.policy.model import length_limit
+from cohort.harness.policy.model import length_limit, model_config
 from cohort.harness.policy.text import load_codec
 from cohort.harness.spec.run import RunSpec
 from cohort.harness.training import ranks
@@ -70,7 +69,8 @@ def check_agreement(run: Run, prompts: Sequence[Prompt], step: int) -> dict[str,
     device = resolve_device(spec.device)
     with mixed_precision(device, spec.autocast), torch.compiler.set_stance("force_eager"):
         key = {"seed": spec.seed, "step": NOISE + step}
-        groups = ranks.shared(chosen, partial(engine.generate, group_size=NUM_SAMPLES, sampling=sampling, **key))
+        draw = partial(engine.generate, group_size=NUM_SAMPLES, sampling=sampling, **key)
+        groups = ranks.shared(chosen, draw, spec.engine.processes)
         batch = collate(groups, [[0.0] * NUM_SAMPLES for _ in groups]).to(device)
         own_BT = own_logprobs(policy, batch, sampling.temperature)
     policy.train(spec.gradient_checkpointing)  # as in an update

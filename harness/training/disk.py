@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cohort.harness.memory.count import Shape, saved_bytes
-from cohort.harness.memory.estimate import model_config
 from cohort.harness.memory.fit import gib
+from cohort.harness.policy.model import model_config
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import RunSpec
 from cohort.harness.training.cold_start import start_name

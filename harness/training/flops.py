@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from cohort.harness.memory.estimate import model_config
 from cohort.harness.policy.forward import backbone, can_share_prompts, is_recomputed, keeps_keys_and_values
 from cohort.harness.policy.fused_llama import recognised
 from cohort.harness.policy.library import import_generation
+from cohort.harness.policy.model import model_config
 from cohort.harness.policy.sharding import layers
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import RunSpec

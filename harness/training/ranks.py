@@ -31,15 +31,19 @@ def same(decide: Callable[[], T]) -> T:
     return told[0]  # pyright: ignore[reportReturnType]
 
 
-def shared(items: Sequence[T], work: Callable[[Sequence[T]], Sequence[R]]) -> list[R]:
-    """The results of all items in their order, on every rank; each rank works on a part of them, which may be empty."""
+def shared(items: Sequence[T], work: Callable[[Sequence[T]], Sequence[R]], together: int = 1) -> list[R]:
+    """The results of all items in their order, on every rank; each rank works on a part of them, which may be empty.
+
+    `together` ranks in a row get the same part, and the results of the first of them count.
+    """
     size = world_size()
     if size == 1:
         return list(work(items))
-    first, last = (len(items) * place // size for place in (rank(), rank() + 1))
+    teams, team = size // together, rank() // together
+    first, last = (len(items) * place // teams for place in (team, team + 1))
     parts: list[Sequence[R]] = [()] * size
     dist.all_gather_object(parts, list(work(items[first:last])))
-    return [result for part in parts for result in part]
+    return [result for part in parts[::together] for result in part]
 
 
 def one_by_one(work: Callable[[], T]) -> T:

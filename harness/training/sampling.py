@@ -42,9 +42,10 @@ def sample_groups(run: Run, prompts: Sequence[Prompt], step: int, clock: Clock) 
         chosen = step_prompts(prompts, spec.seed, step, count)
         if attempt:
             chosen = further_prompts(prompts, spec.seed, step, attempt, count, [g.prompt.id for g in drawn.groups])
+        sampled = partial(ranks.shared, chosen, together=spec.engine.processes)
         with mixed_precision(resolve_device(spec.device), spec.autocast), run.learner.older_weights():
-            groups = ranks.shared(chosen, partial(_generate, run, step))
-            greedy = ranks.shared(chosen, partial(_generate_greedy, run, step)) if spec.algorithm.needs_greedy else []
+            groups = sampled(partial(_generate, run, step))
+            greedy = sampled(partial(_generate_greedy, run, step)) if spec.algorithm.needs_greedy else []
         is_last = attempt == budget - 1
         if is_last:
             before = _rest(run, groups)
