@@ -25,10 +25,9 @@ from cohort.harness.policy.model import save_model
 from cohort.harness.policy.sources import Base
 from cohort.harness.spec.run import RunSpec
 from cohort.harness.tracking.events import EVENTS, event_line, read_events
-from cohort.harness.training.finished import CHECKPOINTS
+from cohort.harness.training.finished import CHECKPOINTS, LEARNER, STATE
 from cohort.harness.types import NO_INPUTS, Inputs
 
-STATE = "state.json"
 log = logging.getLogger(__name__)
 
 
@@ -41,7 +40,7 @@ class Checkpoint:
     progress: Mapping[str, Any]
 
     def learner_state(self) -> dict[str, Any]:
-        return torch.load(self.folder / "learner.pt", map_location="cpu", weights_only=True)
+        return torch.load(self.folder / LEARNER, map_location="cpu", weights_only=True)
 
     def policy_weights(self, policy: nn.Module) -> dict[str, torch.Tensor]:
         """The saved weights under every name that the policy's state has (tied weights are stored once)."""
@@ -71,7 +70,7 @@ def save_checkpoint(
     takes them."""
     with publish_folder(directory / f"step-{step:08d}") as folder:
         saved = save_model(folder / "policy", policy, tokenizer, weights, base)
-        torch.save(dict(learner_state), folder / "learner.pt")
+        torch.save(dict(learner_state), folder / LEARNER)
         facts = {"step": step, "spec_digest": spec_digest, "inputs": inputs, "progress": dict(progress)}
         write_manifest(folder, STATE, known={f"policy/{name}": digest for name, digest in saved.items()}, **facts)
     for old in sorted(directory.glob("step-*"))[:-keep]:
