@@ -126,6 +126,8 @@ def test_a_trace_shows_a_rollout_with_its_rewards_and_nothing_of_it_runs(site: S
         assert name in text
         assert value.lower() in text.lower()
     assert site.chromium.execute_script("return window.hacked") is None
+    analyze = "[...document.querySelectorAll('button[data-component-id$=analyze-trace]')]"  # it opens the assistant
+    assert site.chromium.execute_script(f"return {analyze}.map(one => one.offsetParent !== null)") == [False]
     injected = "return document.querySelectorAll('img[src=x], svg[onload], a[href^=javascript]').length"
     assert site.chromium.execute_script(injected) == 0
 

@@ -21,6 +21,7 @@ from fake_study import fake_study
 from fake_trials import a_study
 from rich.console import Console
 from safetensors.torch import load_file
+from test_checkpoint import save
 
 from cohort.harness.cli.refresh import Refresher
 from cohort.harness.console.watch import Page, spark, watch
@@ -40,6 +41,7 @@ from cohort.harness.tracking.mlflow_copy import COST_AREAS
 from cohort.harness.tracking.mlflow_store import connect, search_runs
 from cohort.harness.tracking.mlflow_studies import log_failures, open_study, read_study
 from cohort.harness.training import loop
+from cohort.harness.training.finished import CHECKPOINTS
 from cohort.harness.types import ExploratoryArm
 from cohort.reports.analysis import analyse
 from cohort.reports.render import write_report as render
@@ -405,6 +407,41 @@ def test_clones_change_nothing_in_the_comparison(tmp_path: Path):
     assert "<b>x</b>" not in text and "40 to 60" in text
     assert "clone 1" not in files.csv.read_text()
     assert "Exploratory" not in (tmp_path / "plain/index.html").read_text()
+
+
+def torn_checkpoints(queue: Queue, steps: tuple[int, ...]) -> Path:
+    """The file that is torn in the newest of new checkpoints of the first arm's trial with seed 0."""
+    folder = queue.plan.directory((ARMS[0], 0)) / CHECKPOINTS
+    for step in steps:
+        save(folder, step)
+    learner = folder / f"step-{steps[-1]:08d}/learner.pt"
+    learner.write_bytes(learner.read_bytes()[:-1])
+    return learner
+
+
+@pytest.mark.attack("A torn or altered checkpoint")
+def test_a_warm_clone_names_a_torn_checkpoint_of_its_parent_and_the_step_it_starts_from(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    queue = new_queue(a_study(), tmp_path)
+    torn = torn_checkpoints(queue, (1, 3))
+    clone = clone_arm("sizes", tmp_path, ARMS[0], {}, warm=True, execute=fake_trials.EXECUTE)
+    assert list(clone.steps) == [1, 0]
+    assert [record.message for record in caplog.records] == [
+        f"a checkpoint must be as it was saved, but '{torn}' is torn, altered or missing; the run starts from step 1"
+    ]
+
+
+@pytest.mark.attack("A torn or altered checkpoint")
+def test_a_warm_clone_of_a_trial_with_nothing_but_a_torn_checkpoint_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    queue = new_queue(a_study(), tmp_path)
+    torn = torn_checkpoints(queue, (3,))
+    before = files_of(tmp_path)
+    with pytest.raises(SpecError, match=f"none for seed 0; '{torn}' is torn, altered or missing: wait for the next"):
+        clone_arm("sizes", tmp_path, ARMS[0], {}, warm=True, execute=fake_trials.EXECUTE)
+    assert not caplog.records and files_of(tmp_path) == before
 
 
 # Bad input ------------------------------------------------------------------------------------------------------------

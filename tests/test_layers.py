@@ -52,7 +52,7 @@ ROOMS = (
 RANK = {room: rank for rank, rooms in enumerate(ROOMS) for room in rooms}
 ONLY_IMPORTER = {
     "mlflow": tuple(f"harness/tracking/mlflow_{part}.py" for part in ("address", "store", "copy", "studies", "traces",
-                                                                      "page")),
+                                                                      "page", "models")),
     "optuna": tuple(f"harness/study/{file}.py" for file in ("attempts", "plan", "queue", "search",
                                                             "search_record", "storage/base", "storage/files",
                                                             "storage/postgres")),

@@ -16,8 +16,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import fake_trials
+import mlflow
 import pandas
 import pytest
 from fake_trials import a_study
@@ -27,6 +29,8 @@ from mlflow.entities import Metric, Trace
 from cohort.harness.cli import app
 from cohort.harness.evidence.record import by_its_files, from_files
 from cohort.harness.files import file_lock, read_json
+from cohort.harness.policy.model import save_model
+from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
 from cohort.harness.spec.run import RunSpec, parse_run
 from cohort.harness.study.plan import Plan
 from cohort.harness.tracking import mlflow_copy, mlflow_store
@@ -46,6 +50,7 @@ from cohort.harness.tracking.mlflow_studies import (
 from cohort.harness.tracking.mlflow_ui import check_port, serve_ui
 from cohort.harness.tracking.mlflow_view import read_view
 from cohort.harness.tracking.run_log import RunLog, read_progress, read_result, replay
+from cohort.harness.training.finished import drop_checkpoints
 from cohort.harness.types import GREY, PALETTE, SampleRow
 
 COLUMN = "validation/accuracy"
@@ -469,11 +474,12 @@ def test_a_moved_runs_folder_can_be_read_but_not_written(runs: Path):
 
 
 @pytest.mark.attack("A copied runs folder")
-def test_pages_of_a_copied_folder_lead_to_its_files_when_the_original_is_gone(runs: Path):
+def test_pages_of_a_copied_folder_lead_to_its_files_when_the_original_is_gone(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+):
     parent = open_study(runs, a_study(), "command")
     log = log_trial(runs, parent, "group_size=2", 0, "complete")
-    policy = log.directory / "checkpoints" / "step-00000001" / "policy"
-    policy.mkdir(parents=True)
+    policy = kept_policy(log.directory)
     assert register_policy(runs, log.directory, policy, "sizes") == 1
     copy, scratch = runs.parent / "a copy", runs.parent / "scratch"
     shutil.copytree(runs, copy)
@@ -483,26 +489,52 @@ def test_pages_of_a_copied_folder_lead_to_its_files_when_the_original_is_gone(ru
     assert "seed: 0" in Path(client.download_artifacts(str(log.run_id), "config.yaml")).read_text()
     assert client.get_metric_history(str(log.run_id), COLUMN)[-1].value == 0.5
     found = client.get_model_version("sizes", "1")
-    there = (copy / policy.relative_to(runs)).as_uri()
+    there = (copy / policy.parent.relative_to(runs)).as_uri()
     assert (found.source, client.get_model_version_download_uri("sizes", "1")) == (there, there)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", own_store(copy, scratch))
+    pipeline: Any = mlflow.transformers.load_model("models:/sizes/1")
+    assert all(
+        bool((ours == pipeline.model.state_dict()[name]).all()) for name, ours in tiny_model(3).state_dict().items()
+    )
+    assert pipeline.tokenizer("1+1=")["input_ids"] == tiny_tokenizer()("1+1=")["input_ids"]
+    (said,) = mlflow.pyfunc.load_model("models:/sizes/1").predict(["1+1="])
+    assert said.startswith("1+1=")
 
 
-def test_a_kept_policy_is_registered_once_with_its_arm_and_its_accuracy(runs: Path, capsys: pytest.CaptureFixture[str]):
+def kept_policy(directory: Path) -> Path:
+    """The built-in model as the policy that a run has kept."""
+    policy = directory / "checkpoints" / "step-00000001" / "policy"
+    save_model(policy, tiny_model(3), tiny_tokenizer())
+    return policy
+
+
+def test_a_kept_policy_is_registered_once_with_its_arm_and_its_accuracy(
+    runs: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
     log = log_trial(runs, open_study(runs, a_study(), "command"), "group_size=2", 0, "complete")
     register = ["register", str(log.directory), "--name", "sizes", "--runs", str(runs)]
     with pytest.raises(SystemExit, match="2"):
         app.main(register)
     assert "a trial of a study keeps them with checkpoints.finished=weights" in capsys.readouterr().err
-    policy = log.directory / "checkpoints" / "step-00000001" / "policy"
-    policy.mkdir(parents=True)
-    (policy / "config.json").write_text("{}")
+    policy = kept_policy(log.directory)
     for _ in range(2):
         with pytest.raises(SystemExit, match="0"):
             app.main(register)
         assert capsys.readouterr().out == f"sizes, version 1: {policy}\n"
+    drop_checkpoints(log.directory, "weights")  # as the next `cohort train` of a run that has ended
+    assert {file.name for file in policy.parent.iterdir()} == {"policy", "components", "MLmodel"}
+    assert not [record for record in caplog.records if record.name.startswith("cohort")]
     (found,) = MlflowClient(tracking_uri(runs)).search_model_versions("name = 'sizes'")
     tags = {"cohort.study": "sizes", "cohort.arm": "group_size=2", "cohort.seed": "0", "cohort.state": "complete"}
-    assert (found.source, found.run_id, found.tags) == (policy.as_uri(), log.run_id, tags | {COLUMN: "0.5"})
+    assert (found.source, found.run_id, found.tags) == (policy.parent.as_uri(), log.run_id, tags | {COLUMN: "0.5"})
+
+
+def test_an_adapter_is_registered_without_what_mlflow_would_need_its_base_for(runs: Path):
+    log = log_trial(runs, open_study(runs, a_study(), "command"), "group_size=2", 0, "complete")
+    policy = kept_policy(log.directory)
+    (policy / "adapter_config.json").write_text("{}")
+    assert register_policy(runs, log.directory, policy, "sizes") == 1
+    assert list(policy.parent.iterdir()) == [policy]
 
 
 def test_a_run_that_goes_on_or_is_of_another_runs_folder_is_not_registered(

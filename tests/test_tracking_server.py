@@ -21,7 +21,7 @@ from threading import Thread
 import fake_trials
 import pytest
 from mlflow import MlflowClient
-from test_tracking import COLUMN, a_spec, a_study, in_file, in_store, log_trial, open_log
+from test_tracking import COLUMN, a_spec, a_study, in_file, in_store, kept_policy, log_trial, open_log
 from typer.testing import CliRunner
 
 from cohort.harness.addresses import shown
@@ -116,14 +116,14 @@ def test_a_policy_is_registered_with_a_copy_that_the_server_keeps(
 ):
     use(server, monkeypatch)
     log = log_trial(tmp_path, open_study(tmp_path, a_study(), "command"), "group_size=4", 0, "complete")
-    policy = log.directory / "checkpoints" / "step-00000001" / "policy"
-    policy.mkdir(parents=True)
-    (policy / "config.json").write_text("{}")
+    policy = kept_policy(log.directory)
+    config = (policy / "config.json").read_text()
     assert register_policy(tmp_path, log.directory, policy, "sizes") == 1
     shutil.rmtree(log.directory)
     client = MlflowClient(server.uri)
-    assert client.get_model_version("sizes", "1").source.endswith(f"{log.run_id}/artifacts/policy")
-    assert Path(client.download_artifacts(str(log.run_id), "policy/config.json", str(tmp_path))).read_text() == "{}"
+    assert client.get_model_version("sizes", "1").source.endswith(f"{log.run_id}/artifacts/model")
+    model = Path(client.download_artifacts(str(log.run_id), "model", str(tmp_path)))
+    assert (model / "policy" / "config.json").read_text() == config and (model / "MLmodel").is_file()
 
 
 @pytest.mark.long

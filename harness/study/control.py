@@ -48,7 +48,8 @@ def clone_arm(
 ) -> Clone:
     """Add an exploratory arm: an existing arm with other settings, and all its seeds.
 
-    `warm`: each trial starts from its parent's newest checkpoint instead of the beginning, if there is one.
+    `warm`: each trial starts from its parent's newest intact checkpoint instead of the beginning, if the parent has
+    written one; a warning names each that is passed over.
     """
     queue = _queue(name, runs, parent, storage)
     plan = queue.plan
@@ -103,9 +104,9 @@ def _checked(plan: Plan, parent: str, label: str, changes: Mapping[str, Any], ex
 def _forked(queue: Queue, clone: Clone, spec: RunSpec) -> list[int]:
     """The step of each trial's first checkpoint, which is now copied from its parent; 0 if the parent has none yet.
 
-    SpecError if a checkpoint is missing or does not fit; then nothing is left behind.
+    SpecError if a checkpoint is missing, torn without an older one, or does not fit; then nothing is left behind.
     """
-    from cohort.harness.training.checkpoint import fork_run  # loads torch
+    from cohort.harness.training.checkpoint import fork_run, say_passed  # loads torch
 
     plan, parent = queue.plan, queue.plan.arms[clone.parent].spec
     fixed = [path for path in START if getattr(spec, path) != getattr(parent, path)]
@@ -122,15 +123,18 @@ def _forked(queue: Queue, clone: Clone, spec: RunSpec) -> list[int]:
         for seed, target in targets.items():
             source = plan.directory((clone.parent, seed))
             shutil.rmtree(target, ignore_errors=True)  # left by a command that was killed
-            step = fork_run(source, target, plan.spec((clone.label, seed)), parent)
+            step, passed = fork_run(source, target, plan.spec((clone.label, seed)), parent)
             if not step and (trials[seed].state in FINAL or read_result(source) is not None):
                 _refuse(clone, seed, "those of a trial that has ended are deleted: stop an arm before its end to keep "
                         "its checkpoints")  # fmt: skip
             if not step and trials[seed].state != "waiting" and not source.exists():
                 _refuse(clone, seed, "they are on another host: clone it there")
+            if not step and passed:
+                _refuse(clone, seed, f"{' and '.join(passed)}: wait for the next one")
             if step >= spec.steps:
                 raise SpecError(f"steps of a warm clone must be above those that its parent has done, {step}, got "
                                 f"{spec.steps}; raise steps")  # fmt: skip
+            say_passed(passed, f"starts from step {step}")
             steps.append(step)
         if not any(steps):
             _refuse(clone, clone.seeds[0], "a trial writes one every checkpoints.every steps and when it is stopped")

@@ -111,8 +111,8 @@ def summed(event: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_as_written(line: bytes) -> bool | None:
-    """Whether a line (without its newline) is unchanged since the run wrote it; None for a line of an earlier
-    version."""
+    """True for a line (without its newline) that fits its sum, False for one that was changed; None for a line without
+    a sum, of an earlier version."""
     content, mark, end = line.rpartition(b',"sum":"')
     return end == f'{_sum(content)}"}}'.encode() if mark else None
 

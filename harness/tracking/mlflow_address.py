@@ -162,7 +162,7 @@ def _give_up(call: RetryCallState) -> NoReturn:
 
 
 def health(uri: str, seconds: float) -> str | None:
-    """Why the server at `uri` cannot be used now; None if it answers within `seconds`."""
+    """The reason, in words, that rules out the server at `uri` now; None if it answers within `seconds`."""
     return _within(seconds, lambda: _health(uri, seconds))
 
 
@@ -207,7 +207,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def _refusal(uri: str, seconds: float) -> str | None:
-    """Why a server that is up does not let MLflow list its experiments, or None."""
+    """The error, in words, of a server that is up when MLflow lists its experiments; None without an error."""
     from mlflow import MlflowClient
 
     def ask() -> str | None:
@@ -220,8 +220,7 @@ def _refusal(uri: str, seconds: float) -> str | None:
 
 
 def _within(seconds: float, ask: Callable[[], str | None]) -> str | None:
-    """What `ask` returns, or a message if it takes too long, so that a server that never ends its answer blocks
-    nobody."""
+    """The answer of `ask`, or a message if it takes too long: a server that never ends its answer blocks nobody."""
     answers: list[str | None] = []
     thread = threading.Thread(target=lambda: answers.append(ask()), name="ask", daemon=True)
     thread.start()

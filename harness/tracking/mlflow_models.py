@@ -1,6 +1,7 @@
 """The final policy of a run as a version of a model in MLflow's registry.
 
 The version names the run's own files: a policy may have gigabytes. Only a server, which can't read them, gets a copy.
+Its folder has the policy as `policy`, and for `mlflow.transformers.load_model` a file `MLmodel` and the tokenizer.
 """
 
 from pathlib import Path
@@ -34,13 +35,32 @@ def register_policy(runs: Path, directory: Path, policy: Path, name: str) -> int
         raise ValueError(f"{store_name(runs)} must have the run of '{directory}'; name its runs folder with --runs")
     if not client.search_registered_models(f"name = '{name}'"):
         client.create_registered_model(name)
-    run_id = run.info.run_id
+    run_id, folder = run.info.run_id, policy.resolve().parent
     for known in client.search_model_versions(f"name = '{name}' and run_id = '{run_id}'"):
         return int(known.version)
-    source = policy.resolve().as_uri()
+    _describe(policy)
+    source = folder.as_uri()
     if is_server(remote_uri()):
-        client.log_artifacts(run_id, str(policy), "policy")
-        source = f"{run.info.artifact_uri}/policy"
+        client.log_artifacts(run_id, str(folder), "model")
+        source = f"{run.info.artifact_uri}/model"
     tags = {key: run.data.tags[key] for key in _TAGS if key in run.data.tags}
     tags |= {key: f"{run.data.metrics[key]:.4g}" for key in _METRICS if key in run.data.metrics}
     return int(client.create_model_version(name, source, run_id, tags).version)
+
+
+def _describe(policy: Path) -> None:
+    """Write `MLmodel` and the tokenizer beside a policy; nothing for an adapter, whose base MLflow would look for under
+    its path on this machine."""
+    from mlflow.models import Model
+    from mlflow.pyfunc import add_to_model
+    from mlflow.transformers.flavor_config import build_flavor_config_from_local_checkpoint
+    from transformers import AutoTokenizer
+
+    if (policy / "adapter_config.json").is_file():
+        return
+    AutoTokenizer.from_pretrained(policy).save_pretrained(str(policy.parent / "components" / "tokenizer"))
+    config = build_flavor_config_from_local_checkpoint(str(policy), "text-generation")
+    model = Model()
+    model.add_flavor("transformers", **config | {"model_binary": policy.name, "source_model_name": policy.name})
+    add_to_model(model, "mlflow.transformers")
+    model.save(str(policy.parent / "MLmodel"))

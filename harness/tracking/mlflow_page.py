@@ -19,7 +19,7 @@ from cohort.harness.tracking.mlflow_view import read_view
 # The list of runs is wide enough for their names (a browser keeps no width of it), and no button opens the assistant.
 _HEAD = """<style>
   .react-resizable[style*="0 0 295px"] { min-width: 380px; }
-  button[data-assistant-ui] { display: none; }
+  button[data-assistant-ui], button[data-component-id$=analyze-trace] { display: none !important; }
 </style>
 <script>
 (() => {

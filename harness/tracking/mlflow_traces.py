@@ -30,7 +30,10 @@ _Place = tuple[int, str, int]  # step, split, number of the row
 
 
 def traces_per_split() -> int:
-    """How many rollouts of a step and split become traces: COHORT_TRACES, by default 4; 0 for none."""
+    """The number of rollouts of each step and split that become traces: COHORT_TRACES, by default 4; 0 for none.
+
+    ValueError for anything but a whole number.
+    """
     text = os.environ.get(TRACES, str(DEFAULT_TRACES))
     if not text.isdecimal():
         raise ValueError(f"{TRACES} must be a whole number of traces for each step and split, 0 or more, got '{text}'")

@@ -19,16 +19,15 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from cohort.harness.files import publish_folder, read_manifest, whole_manifest, write_manifest, write_text
+from cohort.harness.files import publish_folder, whole_manifest, write_manifest, write_text
 from cohort.harness.inputs import check_same
 from cohort.harness.policy.model import save_model
 from cohort.harness.policy.sources import Base
 from cohort.harness.spec.run import RunSpec
 from cohort.harness.tracking.events import EVENTS, event_line, read_events
-from cohort.harness.training.finished import CHECKPOINTS
+from cohort.harness.training.finished import CHECKPOINTS, LEARNER, STATE
 from cohort.harness.types import NO_INPUTS, Inputs
 
-STATE = "state.json"
 log = logging.getLogger(__name__)
 
 
@@ -41,7 +40,7 @@ class Checkpoint:
     progress: Mapping[str, Any]
 
     def learner_state(self) -> dict[str, Any]:
-        return torch.load(self.folder / "learner.pt", map_location="cpu", weights_only=True)
+        return torch.load(self.folder / LEARNER, map_location="cpu", weights_only=True)
 
     def policy_weights(self, policy: nn.Module) -> dict[str, torch.Tensor]:
         """The saved weights under every name that the policy's state has (tied weights are stored once)."""
@@ -71,7 +70,7 @@ def save_checkpoint(
     takes them."""
     with publish_folder(directory / f"step-{step:08d}") as folder:
         saved = save_model(folder / "policy", policy, tokenizer, weights, base)
-        torch.save(dict(learner_state), folder / "learner.pt")
+        torch.save(dict(learner_state), folder / LEARNER)
         facts = {"step": step, "spec_digest": spec_digest, "inputs": inputs, "progress": dict(progress)}
         write_manifest(folder, STATE, known={f"policy/{name}": digest for name, digest in saved.items()}, **facts)
     for old in sorted(directory.glob("step-*"))[:-keep]:
@@ -100,28 +99,34 @@ def latest_checkpoint(
         check_same(state.get("inputs", {}), inputs)
         checkpoint = Checkpoint(folder, state["step"], state["progress"])
         if usable(checkpoint):
-            _say_passed(passed, f"continues from step {checkpoint.step}")
+            say_passed(passed, f"continues from step {checkpoint.step}")
             return checkpoint
         passed.append(f"{EVENTS} lacks events of '{folder}'")
-    _say_passed(passed, "starts again from the beginning")
+    say_passed(passed, "starts again from the beginning")
     return None
 
 
-def _say_passed(reasons: Sequence[str], instead: str) -> None:
+def say_passed(reasons: Sequence[str], instead: str) -> None:
+    """Warn that checkpoints are passed over for these reasons, if any, and what the run does instead."""
     if reasons:
         log.warning("a checkpoint must be as it was saved, but %s; the run %s", " and ".join(reasons), instead)
 
 
-def fork_run(source: Path, target: Path, spec: RunSpec, parent: RunSpec) -> int:
-    """The step of the newest checkpoint of the run in `source`, from which `spec` now continues in `target`; 0 if there
-    is none.
+def fork_run(source: Path, target: Path, spec: RunSpec, parent: RunSpec) -> tuple[int, list[str]]:
+    """The step of the newest intact checkpoint of the run in `source`, from which `spec` now continues in `target`; 0
+    if there is none. Then the reasons why newer ones were passed over.
 
     The run in `source` may continue meanwhile. Its log up to that step is copied too.
     """
+    passed: list[str] = []
     for _ in range(10):  # it deletes its oldest checkpoint whenever it has written a new one
+        passed.clear()
         for folder in sorted((source / CHECKPOINTS).glob("step-*"), reverse=True):
-            state = read_manifest(folder, STATE)
-            if state is None:
+            try:
+                state = whole_manifest(folder, STATE)
+            except ValueError as error:
+                if folder.exists():
+                    passed.append(str(error))
                 continue
             progress = dict(state["progress"])
             if spec.algorithm.kl_beta != parent.algorithm.kl_beta:
@@ -140,7 +145,7 @@ def fork_run(source: Path, target: Path, spec: RunSpec, parent: RunSpec) -> int:
                 (target / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source / name, target / name)
             write_text(target / EVENTS, "".join(map(event_line, kept)))
-            return state["step"]
+            return state["step"], passed
         if not any((source / CHECKPOINTS).glob("step-*")):
             break
-    return 0
+    return 0, passed

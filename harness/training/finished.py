@@ -9,6 +9,7 @@ from cohort.harness.spec.errors import SpecError
 
 Finished = Literal["nothing", "weights"]
 CHECKPOINTS = "checkpoints"  # of a run's folder
+STATE, LEARNER = "state.json", "learner.pt"  # what a checkpoint has beside its policy
 log = logging.getLogger(__name__)
 
 
@@ -28,9 +29,8 @@ def drop_checkpoints(directory: Path, keep: Finished) -> None:
         if newest is None:
             folder.rmdir()
         else:
-            for file in newest.iterdir():
-                if file.name != "policy":
-                    file.unlink()
+            for name in (STATE, LEARNER):
+                (newest / name).unlink(missing_ok=True)
     except OSError as error:  # the result is valid without it
         log.warning("checkpoints that are no longer needed stay in '%s': %s", folder, error)
 
