@@ -113,6 +113,12 @@ def test_every_command_explains_itself_with_an_example(command: tuple[str, ...],
     assert f"cohort {' '.join(command)}" in cohort.out.split("Examples")[1]
 
 
+def test_help_fills_the_lines_of_a_narrow_terminal(cohort: Shell, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cohort("evaluate", "--help") == 0
+    assert "over the problems. Metrics and the first graded completions go to MLflow's" in cohort.out
+
+
 def test_the_commands_are_the_documented_ones():
     expected = "train compare join evaluate register report ui doctor study-run study-list study-show study-status"
     expected += " study-work study-plan study-watch study-stop study-resume study-clone study-export verify"

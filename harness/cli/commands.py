@@ -82,7 +82,9 @@ def command(group: typer.Typer, name: str, *examples: str) -> Callable[[Callable
             finally:
                 terminal.hush()
 
-        group.command(name, epilog="\n\n".join(["[bold]Examples[/]", *map(escape, examples)]))(run)
+        about = (" ".join(part.split()) for part in (function.__doc__ or "").split("\n\n"))  # terminals vary in width
+        epilog = "\n\n".join(["[bold]Examples[/]", *map(escape, examples)])
+        group.command(name, help="\n\n".join(about), epilog=epilog)(run)
         return function
 
     return register
