@@ -90,9 +90,10 @@ def command(group: typer.Typer, name: str, *examples: str) -> Callable[[Callable
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Meanwhile nothing looks for cycles to free, which takes an eighth of a command that imports much and keeps it.
+    """Meanwhile nothing looks for cycles to free, which takes an eighth of a command that imports much and keeps it;
+    nor is anything from this time looked at later.
 
-    Not for one that trains: its cycles may hold tensors.
+    Not for a command that trains: its cycles may hold tensors.
     """
     before = gc.isenabled()
     gc.disable()
@@ -100,4 +101,5 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         if before:
+            gc.freeze()  # else the next object that is made sets off a search of all, at the end of a command
             gc.enable()
