@@ -90,10 +90,9 @@ def command(group: typer.Typer, name: str, *examples: str) -> Callable[[Callable
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Meanwhile nothing looks for cycles to free, which takes an eighth of a command that imports much and keeps it;
-    nor is anything from this time looked at later.
+    """Meanwhile nothing looks for cycles to free, which takes an eighth of a command that imports much and keeps it.
 
-    Not for a command that trains: its cycles may hold tensors.
+    Not for one that trains: its cycles may hold tensors.
     """
     before = gc.isenabled()
     gc.disable()
@@ -101,5 +100,6 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         if before:
-            gc.freeze()  # else the next object that is made sets off a search of all, at the end of a command
+            gc.freeze()  # all from this time becomes old; as young objects they would be searched at once, for 0.2 s
+            gc.unfreeze()
             gc.enable()
