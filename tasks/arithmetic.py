@@ -115,8 +115,7 @@ def _distinct(task: Arithmetic) -> Iterator[_Problem]:
             operands = _draw(length, task.max_operand, uniform)
             if operands not in seen:
                 seen.add(operands)
-                head, *rest = operands
-                yield f"{head}{''.join(f'{operand:+d}' for operand in rest)}=", operands
+                yield ("%+d" * length % operands).removeprefix("+") + "=", operands
                 break
         else:
             lengths.remove(length)

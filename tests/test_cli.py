@@ -845,6 +845,14 @@ def test_cycles_are_collected_again_after_a_command_that_keeps_all():
     assert gc.isenabled()
 
 
+def test_all_that_a_command_keeps_counts_as_old_at_its_end():
+    with uncollected():
+        made = [[number] for number in range(10_000)]
+    young = {id(one) for generation in (0, 1) for one in gc.get_objects(generation)}
+    assert not any(id(one) in young for one in made)
+    assert gc.get_freeze_count() == 0  # cycles among them are found later
+
+
 @pytest.mark.attack("Output that is no file or cannot hold the text")
 def test_text_that_the_terminal_cannot_show_is_escaped_and_a_full_output_is_said_in_one_sentence(tmp_path: Path):
     (tmp_path / "greek.yaml").write_text("question: \u03a0\u03bf?\nrun: {task: arithmetic, algorithm: grpo}\n", "utf-8")
