@@ -286,6 +286,12 @@ def test_a_bar_of_phases_is_lines_where_no_one_looks_at_a_terminal(
     assert capsys.readouterr().err.splitlines() == [f"tiny on arithmetic: {line}" for line in lines]
 
 
+def test_a_dry_run_says_what_it_does_meanwhile(cohort: Shell, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(terminal, "SLOW_SECONDS", 0.01)
+    assert cohort("study", "run", "quickstart", "--dry-run", "--runs", str(tmp_path)) == 0
+    assert "dry run of quickstart: settings, models, data, memory and disk\n" in cohort.err
+
+
 def test_algorithms_are_listed_with_facts_defaults_and_ranges(cohort: Shell):
     assert cohort("list", "algorithms", "--json") == 0
     found = {item["name"]: item for item in cohort.json()}

@@ -532,9 +532,12 @@ def _slurm(study: StudySpec, given: Mapping[str, Any]) -> Slurm:
 def show_dry_run(
     study: StudySpec, runs: Path, workers: int | None, storage: str | None, together: bool | None, as_json: bool
 ) -> None:
-    from cohort.harness.study.runner import dry_run
+    from cohort.harness.console.progress import phase_bar
 
-    document = dry_run(study, runs, workers=workers, storage=storage, together=together)
+    with phase_bar(f"dry run of {study.name}", "settings, models, data, memory and disk"):
+        from cohort.harness.study.runner import dry_run
+
+        document = dry_run(study, runs, workers=workers, storage=storage, together=together)
     if as_json:
         terminal.print_json({"study": study.name, "question": study.question, **document})
     else:
