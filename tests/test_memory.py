@@ -15,8 +15,9 @@ from cohort.harness.cli import app
 from cohort.harness.cli.measure_memory import measure, shape, with_ratios
 from cohort.harness.cli.memory import show_measured
 from cohort.harness.engines.transformers import TransformersEngine
+from cohort.harness.memory import estimate as memory_estimate
 from cohort.harness.memory.count import Shape, count
-from cohort.harness.memory.estimate import estimate, estimate_run, peak_bytes
+from cohort.harness.memory.estimate import estimate, estimate_run, longest_prompt, peak_bytes
 from cohort.harness.memory.fit import _fixes, check_memory
 from cohort.harness.memory.usage import device_bytes
 from cohort.harness.policy import fused_llama
@@ -46,6 +47,16 @@ def make_spec(algorithm="grpo", **changes):
 def run_file(tmp_path):
     (tmp_path / "run.yaml").write_text(json.dumps({"task": "arithmetic", "algorithm": "ppo"}))
     return str(tmp_path / "run.yaml")
+
+
+def test_the_tokenizer_is_loaded_once_for_all_arms_of_one_task_and_model(monkeypatch):
+    loads, load = [], memory_estimate.load_codec
+    monkeypatch.setattr(memory_estimate, "_LONGEST", {})
+    monkeypatch.setattr(memory_estimate, "load_codec", lambda *of: loads.append(of) or load(*of))
+    plain, longer = make_spec(), make_spec(task={"name": "arithmetic", "max_operands": 8})
+    found = [longest_prompt(spec) for spec in (plain, make_spec("ppo", steps=3), longer, plain)]
+    assert len(loads) == 2
+    assert found[0] == found[1] == found[3] < found[2]
 
 
 def parts(algorithm="grpo", prompt_tokens=20, **changes):

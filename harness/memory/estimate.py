@@ -28,6 +28,8 @@ from cohort.harness.spec.run import RunSpec
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+_LONGEST: dict[tuple[str, str, str], int] = {}
+
 
 def estimate(
     spec: RunSpec,
@@ -111,10 +113,17 @@ def estimate_run(spec: RunSpec, together: int = 1) -> tuple[dict[str, int] | Non
 
 
 def longest_prompt(spec: RunSpec) -> int:
-    """Tokens of the longest of the 16 training prompts with most characters."""
-    texts = sorted((p.text for p in spec.task.prompts("train")), key=len)[-16:]
-    codec = load_codec(spec.model, spec.prompt)
-    return max(len(codec.encode(text)) for text in texts)
+    """Tokens of the longest of the 16 training prompts with most characters.
+
+    Kept for each task, model and prompt format: a study asks twice for every arm, and a tokenizer takes a second to
+    load.
+    """
+    key = spec.task.model_dump_json(), spec.model, spec.prompt.model_dump_json()
+    if key not in _LONGEST:
+        texts = sorted((p.text for p in spec.task.prompts("train")), key=len)[-16:]
+        codec = load_codec(spec.model, spec.prompt)
+        _LONGEST[key] = max(len(codec.encode(text)) for text in texts)
+    return _LONGEST[key]
 
 
 def _activation_bytes(spec: RunSpec, counts: Counts, shape: Shape, *, several: bool) -> int:
