@@ -149,8 +149,8 @@ def start() -> Any:
 
 def test_a_model_that_learned_test_items_is_flagged_and_one_that_learned_others_is_not(start: Any):
     probed, reference = first("test", 150), first("validation", 150)
-    dirty = trained_on(list(probed.values())[:50], start, CODEC, steps=50)
-    clean = trained_on(list(first("train", 50).values()), start, CODEC, steps=50)
+    dirty = trained_on(list(probed.values())[:75], start, CODEC, steps=80)  # learned well: rounding decides nothing
+    clean = trained_on(list(first("train", 75).values()), start, CODEC, steps=80)
     completion, numbers, reworded_ = findings(probed, reference, dirty, CODEC, arithmetic())
     assert completion.is_flagged
     assert numbers.is_flagged
