@@ -115,8 +115,7 @@ def estimate_run(spec: RunSpec, together: int = 1) -> tuple[dict[str, int] | Non
 def longest_prompt(spec: RunSpec) -> int:
     """Tokens of the longest of the 16 training prompts with most characters.
 
-    Kept for each task, model and prompt format: a study asks twice for every arm, and a tokenizer takes a second to
-    load.
+    Kept for each task, model and prompt format: a study asks twice for every arm, and each time would load a tokenizer.
     """
     key = spec.task.model_dump_json(), spec.model, spec.prompt.model_dump_json()
     if key not in _LONGEST:

@@ -56,7 +56,7 @@ def _describe(policy: Path) -> None:
     from mlflow.transformers.flavor_config import build_flavor_config_from_local_checkpoint
     from transformers import AutoTokenizer
 
-    if (policy / "adapter_config.json").is_file():
+    if (policy / "adapter_config.json").is_file():  # as peft calls it
         return
     AutoTokenizer.from_pretrained(policy).save_pretrained(str(policy.parent / "components" / "tokenizer"))
     config = build_flavor_config_from_local_checkpoint(str(policy), "text-generation")
