@@ -7,7 +7,7 @@ settings of their section in a spec; an engine has state, so its settings are a 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import isfunction
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
@@ -197,8 +197,8 @@ class Task(Section, ABC):
         return {prompt.id: prompt.text for prompt in self.prompts(split)}
 
     @abstractmethod
-    def demonstrations(self) -> Sequence[Demonstration]:
-        """Worked solutions for the cold start; empty if the task has none."""
+    def demonstrations(self) -> Iterable[Demonstration]:
+        """Worked solutions for the cold start; empty if the task has none. Checks read only the first."""
 
     @abstractmethod
     def extract(self, completion: str) -> str | None:

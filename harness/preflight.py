@@ -2,14 +2,16 @@
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from cohort.harness.inputs import digested, expecting
+from cohort.harness.interfaces import Task
 from cohort.harness.machine import addresses, hosts, interface, usable_cores, usable_gpus
 from cohort.harness.policy.sources import model_sources
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import RunSpec
+from cohort.harness.survey import Part, longest
 from cohort.harness.tracking.mlflow_store import check_runs_folder
 from cohort.harness.types import Inputs, Split
 
@@ -28,20 +30,26 @@ def check_inputs(
     check_runs_folder(runs)
     if models:
         _check_models(specs)
-    read = {spec.task.model_dump_json(): (spec.task, splits or _splits(spec)) for spec in specs}
-    for task, names in read.values():
-        for split in names:
-            if not task.prompts(split):
-                raise SpecError(f"task '{task.name}' must have problems in its {split} split, it has none")
+    for task, part in parts_read(specs, splits):
+        if not longest(task, part) and part == "demonstrations":
+            raise SpecError(f"task '{task.name}' has no worked solutions; set cold_start.steps to 0")
+        if not longest(task, part):
+            raise SpecError(f"task '{task.name}' must have problems in its {part} split, it has none")
     if any("train" in (splits or _splits(spec)) and (spec.sampling.top_p < 1 or spec.sampling.top_k) for spec in specs):
         log.warning(
             "sampling.top_p below 1 or top_k above 0 biases training: tokens are drawn from the cut distribution, and "
             "ratio and gradient use log-probs of the uncut one; set top_p=1 and top_k=0 to train without that bias"
         )
-    cold = {spec.task.model_dump_json(): spec.task for spec in specs if spec.cold_start.steps}
-    for task in cold.values():
-        if not task.demonstrations():
-            raise SpecError(f"task '{task.name}' has no worked solutions; set cold_start.steps to 0")
+
+
+def parts_read(specs: Iterable[RunSpec], splits: Sequence[Split] | None = None) -> list[tuple[Task, Part]]:
+    """All parts of tasks' data that the runs read, each once: the `splits`, by default all, and demonstrations."""
+    found: dict[tuple[str, Part], Task] = {}
+    for spec in specs:
+        cold: tuple[Part, ...] = ("demonstrations",) if spec.cold_start.steps else ()
+        for part in (*(splits or _splits(spec)), *cold):
+            found[spec.task.model_dump_json(), part] = spec.task
+    return [(task, part) for (_, part), task in found.items()]
 
 
 def check_devices(specs: Sequence[RunSpec]) -> None:

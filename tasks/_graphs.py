@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Kind = Literal["fact", "packs", "more", "less", "times", "part", "both", "gap"]
 OPERATORS: Mapping[Kind, str] = {
@@ -20,8 +20,7 @@ _MAX_FACTOR = 5
 _MAX_DENOMINATOR = 60
 
 
-@dataclass(frozen=True, slots=True)
-class Quantity:
+class Quantity(NamedTuple):
     """A fact, or an operation whose operands are earlier quantities (`sources`) and then `numbers`."""
 
     kind: Kind
@@ -49,8 +48,8 @@ def draw(depth: int, limits: Limits, uniform: Uniform) -> list[Quantity] | None:
     graph: list[Quantity] = []
     loose: list[int] = []
     for left in range(depth, 0, -1):
-        used = [i for i in range(len(graph)) if i not in loose]
-        move = choose(_moves(left, len(loose), bool(used)), uniform)
+        move = choose(_moves(left, len(loose), any_used=len(graph) > len(loose)), uniform)
+        used = [i for i in range(len(graph)) if i not in loose] if move in ("branch", "share") else []
         if move in ("extend fact", "join fact"):
             graph.append(_fact(limits, uniform))
             loose.append(len(graph) - 1)
@@ -130,8 +129,11 @@ def _relate(source: int, graph: Sequence[Quantity], limits: Limits, uniform: Uni
         ("more", number, value + number),
         ("less", number, value - number),
         ("times", factor, value * factor),
-        ("part", factor, value // factor if value % factor == 0 else Fraction(value, factor)),
     ]
+    if value % factor == 0:
+        made.append(("part", factor, value // factor))
+    elif limits.fractions:  # making one is slow
+        made.append(("part", factor, Fraction(value, factor)))
     within = [one for one in made if _is_within(one[2], limits)]
     if not within:
         return None

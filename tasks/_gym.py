@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError
@@ -74,13 +74,16 @@ def gym() -> "Gym":
     return Gym()
 
 
-@lru_cache(maxsize=64)
-def make(part: Part, keys: tuple[str, ...]) -> tuple[Item, ...]:
-    """All problems of a part. Refused for an invalid generator, settings or keys."""
-    items: list[Item] = []
+def make(part: Part, keys: tuple[str, ...]) -> Iterator[Item]:
+    """All problems of a part, each made when it is asked for first. Refused for an invalid generator, settings or
+    keys."""
     for first in range(0, part.size, MAKE_AT_ONCE):
-        items += gym().make(part, first, min(first + MAKE_AT_ONCE, part.size), keys)
-    return tuple(items)
+        yield from _made(part, first, min(first + MAKE_AT_ONCE, part.size), keys)
+
+
+@lru_cache(maxsize=100_000)
+def _made(part: Part, first: int, last: int, keys: tuple[str, ...]) -> list[Item]:
+    return gym().make(part, first, last, keys)
 
 
 class Gym:

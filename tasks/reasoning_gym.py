@@ -91,13 +91,11 @@ class ReasoningGym(AnswerTask):
             for index, text, item in self._problems(split)
         ]
 
-    def demonstrations(self) -> Sequence[Demonstration]:
+    def demonstrations(self) -> Iterator[Demonstration]:
         """The generator's own answers to problems of a further stream; empty if it has no own answers."""
-        return [
-            Demonstration(text, _formats.write(self.answer_format, "", item.answer))
-            for _, text, item in self._problems("demonstrations")
-            if item.answer
-        ]
+        for _, text, item in self._problems("demonstrations"):
+            if item.answer:
+                yield Demonstration(text, _formats.write(self.answer_format, "", item.answer))
 
     def read(self, text: str) -> str | None:
         """The text without a problem's tag, and without space at its ends and the ends of its lines."""
@@ -132,27 +130,26 @@ class ReasoningGym(AnswerTask):
     def peer_graders(self) -> Mapping[str, Callable[[str, str], tuple[str | None, bool]]]:
         return {}
 
-    def _problems(self, part: str) -> list[tuple[int, str, _gym.Item]]:
+    def _problems(self, part: str) -> Iterator[tuple[int, str, _gym.Item]]:
         """(number, prompt, item) of a part, without repeated prompts and those that it must leave out."""
         template = self.template or _TEMPLATES[self.answer_format]
         keys = tuple(dict.fromkeys(_KEY.findall(template)))
         held_out = {text for other in _LEAVES_OUT[part] for _, text, _ in self._problems(other)}
-        kept: dict[str, tuple[int, str, _gym.Item]] = {}
+        kept = set[str]()
         try:
-            items = _gym.make(self._part(part), keys)
+            for index, item in enumerate(_gym.make(self._part(part), keys)):
+                values = dict(zip(keys, item.fields, strict=True))
+                text = _KEY.sub(lambda match, values=values: values[match[1]], template)
+                if text not in held_out and text not in kept:
+                    kept.add(text)
+                    yield index, text, item
         except _gym.Refused as refused:
             raise ValueError(self._why(refused.reply)) from None
-        for index, item in enumerate(items):
-            values = dict(zip(keys, item.fields, strict=True))
-            text = _KEY.sub(lambda match, values=values: values[match[1]], template)
-            if text not in held_out:
-                kept.setdefault(text, (index, text, item))
         if not kept:
             raise ValueError(
                 f"task.settings of the generator '{self.dataset}' make too few distinct problems for a {part} split; "
                 "widen their ranges, or lower num_test and num_validation"
             )
-        return list(kept.values())
 
     def _part(self, part: str) -> _gym.Part:
         size = getattr(self, f"num_{part}")

@@ -38,7 +38,7 @@ MAY_IMPORT = {
 ROOMS = (
     ("types", "tensors", "streams", "rationals", "files", "disk", "stop", "addresses", "machine"),
     ("interfaces", "inputs"),
-    ("plugins",),
+    ("plugins", "survey"),
     ("spec",),
     ("tracking", "policy"),
     ("preflight", "memory", "engines", "rewards"),

@@ -15,17 +15,20 @@ from cohort.harness.cli import app
 from cohort.harness.cli.measure_memory import measure, shape, with_ratios
 from cohort.harness.cli.memory import show_measured
 from cohort.harness.engines.transformers import TransformersEngine
+from cohort.harness.memory import count as memory_count
 from cohort.harness.memory import estimate as memory_estimate
 from cohort.harness.memory.count import Shape, count
 from cohort.harness.memory.estimate import estimate, estimate_run, longest_prompt, peak_bytes
 from cohort.harness.memory.fit import _fixes, check_memory
 from cohort.harness.memory.usage import device_bytes
 from cohort.harness.policy import fused_llama
+from cohort.harness.policy import text as policy_text
 from cohort.harness.policy.device import mixed_precision
 from cohort.harness.policy.forward import Critic, completion_states, token_logprobs
 from cohort.harness.policy.lora import add_adapter, hold_frozen_products
 from cohort.harness.policy.model import model_config, save_model
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
+from cohort.harness.preflight import check_inputs
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study, runs_of
 from cohort.harness.spec.run import parse_run
@@ -50,13 +53,29 @@ def run_file(tmp_path):
 
 
 def test_the_tokenizer_is_loaded_once_for_all_arms_of_one_task_and_model(monkeypatch):
-    loads, load = [], memory_estimate.load_codec
+    loads, load = [], memory_estimate.checked_codec
     monkeypatch.setattr(memory_estimate, "_LONGEST", {})
-    monkeypatch.setattr(memory_estimate, "load_codec", lambda *of: loads.append(of) or load(*of))
+    monkeypatch.setattr(memory_estimate, "checked_codec", lambda *of: loads.append(of) or load(*of))
     plain, longer = make_spec(), make_spec(task={"name": "arithmetic", "max_operands": 8})
     found = [longest_prompt(spec) for spec in (plain, make_spec("ppo", steps=3), longer, plain)]
     assert len(loads) == 2
     assert found[0] == found[1] == found[3] < found[2]
+
+
+def test_an_estimate_uses_the_tokenizer_that_the_checks_have_loaded(monkeypatch, tmp_path):
+    model, other = str(tmp_path / "model"), str(tmp_path / "other")
+    for folder in (model, other):
+        save_model(Path(folder), tiny_model(0), tiny_tokenizer())
+    loads, load = [], policy_text.load_tokenizer
+    monkeypatch.setattr(memory_estimate, "_LONGEST", {})
+    monkeypatch.setattr(policy_text, "load_tokenizer", lambda name: loads.append(name) or load(name))
+    spec = make_spec(model=model)
+    check_inputs([spec], tmp_path / "runs")
+    assert longest_prompt(spec) == longest_prompt(make_spec())
+    assert loads == [model, "tiny"]
+    check_inputs([spec], tmp_path / "runs")  # its files may have changed
+    longest_prompt(make_spec(model=other))
+    assert loads[2:] == [model, other]
 
 
 def parts(algorithm="grpo", prompt_tokens=20, **changes):
@@ -198,6 +217,34 @@ def test_the_count_is_within_1_percent_of_what_autograd_saves(kind, settings):
     assert trunk + counts.logprobs == pytest.approx(saved, rel=0.01)
     saved = bytes_saved(critic, spec, lambda: critic(mask, completion_states(critic.backbone, tokens, mask, None)))
     assert trunk + counts.values == pytest.approx(saved, rel=0.01)
+
+
+ALIKE = {"llama": {}, "qwen3": {}, "gpt2": {"n_layer": 5, "n_embd": 64, "n_head": 4}, "mistral": {"sliding_window": 20}}
+UNLIKE = {"gemma2": {}, "cohere2": {}}  # some layers attend to a window alone
+
+
+@pytest.mark.parametrize("kind", [*ALIKE, *UNLIKE])
+@pytest.mark.parametrize("settings", [{}, {"autocast": True}, {"lora": {"rank": 4}}], ids=["plain", "autocast", "lora"])
+def test_two_of_the_layers_that_are_alike_are_counted_and_give_the_count_of_all(monkeypatch, kind, settings):
+    if kind == "gpt2" and settings.get("lora"):
+        pytest.skip("it has no linear layers for adapters")
+    spec = make_spec("ppo", **settings)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, **heads, **(ALIKE | UNLIKE)[kind]}
+    config = transformers.AutoConfig.for_model(kind, vocab_size=1000, **sizes)
+    alone, sharing = (Shape.of(spec, config, 6, 28, prompts) for prompts in (0, 3))
+    shortened, shorten = [], memory_count._shorten
+
+    def counted():
+        count.cache_clear(), memory_count._shared_pass.cache_clear()
+        return count(alone), count(sharing)
+
+    monkeypatch.setattr(memory_count, "_shorten", lambda policy: shortened.append(shorten(policy)) or shortened[-1])
+    quick = counted()
+    assert set(shortened) == ({3} if kind in ALIKE else {0})
+    monkeypatch.setattr(memory_count, "_shorten", lambda policy: 0)
+    assert quick == counted()
+    assert len(quick[0].trunk.layers) == 5
 
 
 def bytes_saved(module, spec, forward):

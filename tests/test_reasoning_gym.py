@@ -78,6 +78,18 @@ def test_an_expression_that_is_not_the_generators_own_is_correct_too():
 
 
 @needs_gym
+def test_only_the_demonstrations_that_are_asked_for_are_made(monkeypatch):
+    made, make = [], _gym.Gym.make
+    monkeypatch.setattr(_gym.Gym, "make", lambda *of: made.append(of[1:4]) or make(*of))
+    task = COUNTDOWN.model_copy(update={"num_demonstrations": 1000})
+    first = next(iter(task.demonstrations()))
+    asked = [last for part, _, last in made if part == task._part("demonstrations")]
+    assert asked == [_gym.MAKE_AT_ONCE]
+    assert first == next(iter(task.demonstrations()))
+    assert [last for part, _, last in made if part == task._part("demonstrations")] == asked
+
+
+@needs_gym
 def test_a_split_leaves_out_the_problems_of_test_and_one_without_others_left_is_refused():
     # 2 digits with a sign between have 9 * 9 * 2 = 162 problems at most (and as many with a 0), so streams overlap.
     small = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}

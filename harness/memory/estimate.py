@@ -21,9 +21,10 @@ from cohort.harness.memory.usage import GIB, device_bytes
 from cohort.harness.policy.device import resolve_device
 from cohort.harness.policy.forward import chunk_tokens, is_recomputed, microbatch_tokens
 from cohort.harness.policy.model import model_config
-from cohort.harness.policy.text import load_codec
+from cohort.harness.policy.text import checked_codec
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import RunSpec
+from cohort.harness.survey import longest
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -113,15 +114,14 @@ def estimate_run(spec: RunSpec, together: int = 1) -> tuple[dict[str, int] | Non
 
 
 def longest_prompt(spec: RunSpec) -> int:
-    """Tokens of the longest of the 16 training prompts with most characters.
+    """Tokens of the longest of the training prompts with most characters.
 
     Kept for each task, model and prompt format: a study asks twice for every arm, and each time would load a tokenizer.
     """
     key = spec.task.model_dump_json(), spec.model, spec.prompt.model_dump_json()
     if key not in _LONGEST:
-        texts = sorted((p.text for p in spec.task.prompts("train")), key=len)[-16:]
-        codec = load_codec(spec.model, spec.prompt)
-        _LONGEST[key] = max(len(codec.encode(text)) for text in texts)
+        codec = checked_codec(spec.model, spec.prompt)
+        _LONGEST[key] = max(len(codec.encode(text)) for text in longest(spec.task, "train"))
     return _LONGEST[key]
 
 

@@ -19,6 +19,7 @@ from cohort.harness.study.sharing import Shared, check_together, shared
 from cohort.harness.study.storage.base import Storage
 from cohort.harness.study.storage.files import LocalStorage
 from cohort.harness.study.worker import EXECUTE
+from cohort.harness.survey import longest
 from cohort.harness.types import FINAL, Inputs
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def missing_here(specs: Iterable[RunSpec]) -> list[str]:
     for spec in specs:
         for subject, settings, check in (
             (f"device '{spec.device}'", "", lambda spec=spec: resolve_device(spec.device)),
-            (f"data of task '{spec.task.name}'", repr(spec.task), lambda spec=spec: spec.task.prompts("train")),
+            (f"data of task '{spec.task.name}'", repr(spec.task), lambda spec=spec: longest(spec.task, "train")),
             (f"engine '{spec.engine.name}'", repr(spec.engine),
              lambda spec=spec: spec.engine.check(spec.sampling_with_limit())),
         ):  # fmt: skip

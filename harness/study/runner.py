@@ -16,7 +16,8 @@ from typing import Any
 
 from cohort.harness.files import write_json
 from cohort.harness.inputs import check_same, expecting
-from cohort.harness.preflight import run_inputs
+from cohort.harness.policy.library import import_models
+from cohort.harness.preflight import parts_read, run_inputs
 from cohort.harness.spec.raw import parse_overrides
 from cohort.harness.spec.study import StudySpec
 from cohort.harness.study.checks import check_room, check_study, check_unchanged, missing_here, trials_together
@@ -30,6 +31,7 @@ from cohort.harness.study.slurm import Job, Slurm, SlurmPool, check_slurm
 from cohort.harness.study.status import StudyStatus
 from cohort.harness.study.work import watch
 from cohort.harness.study.worker import EXECUTE, MODULE, STORAGE, log
+from cohort.harness.survey import surveyed
 from cohort.harness.tracking.mlflow_address import TRACKING_URI, remote_uri
 from cohort.harness.tracking.mlflow_studies import close_study, log_failures, log_found, open_study, take_requests
 from cohort.harness.tracking.run_log import replay
@@ -152,25 +154,29 @@ def dry_run(
     machine that runs the study can check (its GPU, a model or data that are not here yet).
     SpecError for a study that no machine can run.
     """
-    from cohort.harness.memory.fit import judge
     from cohort.harness.study.estimates import budget
 
     queue = _reachable_queue(study, runs, storage)
     runs = queue.plan.runs
     known = check_unchanged(study, study.digest(), queue.storage) or {}
     specs = {arm.label: arm.spec for arm in study.checked_arms()}
-    not_checked, memory, disk, sets = missing_here(specs.values()), {}, None, {}
-    if not not_checked:
-        with expecting(known):
-            check_study(study, runs, workers, execute)
-            if known:
-                run_inputs(list(specs.values()), runs / "cache")
-            if execute == EXECUTE:
-                memory = {arm: asdict(judge(spec)) for arm, spec in specs.items() if spec.steps}
-                disk = check_room(queue, workers)
-                sets = trials_together(queue.plan, workers, together)
-    elif not any(words.startswith("data") for words in not_checked):
-        check_study(study, runs, workers, execute="")  # without the checks of the model and the device
+    memory, disk, sets = {}, None, {}
+    with surveyed(parts_read(specs.values())):
+        from cohort.harness.memory.fit import judge
+
+        import_models()
+        not_checked = missing_here(specs.values())
+        if not not_checked:
+            with expecting(known):
+                check_study(study, runs, workers, execute)
+                if known:
+                    run_inputs(list(specs.values()), runs / "cache")
+                if execute == EXECUTE:
+                    memory = {arm: asdict(judge(spec)) for arm, spec in specs.items() if spec.steps}
+                    disk = check_room(queue, workers)
+                    sets = trials_together(queue.plan, workers, together)
+        elif not any(words.startswith("data") for words in not_checked):
+            check_study(study, runs, workers, execute="")  # without the checks of the model and the device
     return {
         **budget(queue.plan, workers or default_workers(study.devices)),
         "memory": memory,

@@ -53,7 +53,7 @@ def start_policy(
             if folder.exists():
                 log.warning("the cold start in '%s' is torn or altered, so it is made again", folder)
             policy = load_policy(spec.model, seed=seed)
-            demonstrations, device = spec.task.demonstrations(), resolve_device(spec.device)
+            demonstrations, device = list(spec.task.demonstrations()), resolve_device(spec.device)
             fit_demonstrations(
                 policy, codec, demonstrations, spec.cold_start, device=device,
                 on_progress=lambda done, total: on_progress("cold start", done, total),

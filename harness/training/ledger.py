@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -60,11 +60,11 @@ class Ledger:
         if "energy_joules" not in self.spent:
             self.energy = _unknown
 
-    def start(self, codec: TextCodec, demonstrations: Callable[[], Any]) -> dict[str, float]:
+    def start(self, codec: TextCodec, demonstrations: Callable[[], Iterable[Demonstration]]) -> dict[str, float]:
         """Charge the cold start, if there is one; returns its metrics."""
         settings = self.spec.cold_start
         if settings.steps and self.costs is not None:
-            few: list[Demonstration] = list(demonstrations()[:_SEEN])
+            few: list[Demonstration] = list(islice(demonstrations(), _SEEN))
             rows = [(len(codec.encode(d.prompt)), [len(codec.encode_completion(d.completion))]) for d in few]
             each = flops.fitted(self.costs, rows) / len(rows)
             self.spent["flops_cold_start"] = settings.steps * settings.batch_size * each
