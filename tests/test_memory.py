@@ -233,16 +233,16 @@ def test_two_of_the_layers_that_are_alike_are_counted_and_give_the_count_of_all(
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, **heads, **(ALIKE | UNLIKE)[kind]}
     config = transformers.AutoConfig.for_model(kind, vocab_size=1000, **sizes)
     alone, sharing = (Shape.of(spec, config, 6, 28, prompts) for prompts in (0, 3))
-    shortened, shorten = [], memory_count._shorten
+    left_out, repeated = [], memory_count._repeated
 
     def counted():
         count.cache_clear(), memory_count._shared_pass.cache_clear()
         return count(alone), count(sharing)
 
-    monkeypatch.setattr(memory_count, "_shorten", lambda policy: shortened.append(shorten(policy)) or shortened[-1])
+    monkeypatch.setattr(memory_count, "_repeated", lambda policy: left_out.append(repeated(policy)) or left_out[-1])
     quick = counted()
-    assert set(shortened) == ({3} if kind in ALIKE else {0})
-    monkeypatch.setattr(memory_count, "_shorten", lambda policy: 0)
+    assert {len(layers) for layers in left_out} == ({3} if kind in ALIKE else {0})
+    monkeypatch.setattr(memory_count, "_repeated", lambda policy: [])
     assert quick == counted()
     assert len(quick[0].trunk.layers) == 5
 

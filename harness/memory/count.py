@@ -165,7 +165,12 @@ def count(shape: Shape) -> Counts:
 
 
 def _models(shape: Shape) -> tuple[Any, Critic | None]:
-    """The run's policy and critic with shapes and no storage."""
+    """The run's policy and critic with shapes and no storage, which nobody may change."""
+    return _built(replace(shape, entropy_gradient=False, rows=0, prompt_tokens=0, max_tokens=0, prompts=0))
+
+
+@lru_cache(maxsize=2)  # passes of several sizes, and checkpoints
+def _built(shape: Shape) -> tuple[Any, Critic | None]:
     with torch.random.fork_rng(devices=[]):  # heads and adapters draw initial weights
         policy = _meta_policy(shape)
         return policy, Critic(policy, shared=shape.shares_trunk) if shape.needs_critic else None
@@ -199,11 +204,10 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 def _pass(shape: Shape, policy: nn.Module, critic: Critic | None) -> tuple[Kept, int, int]:
     """The bytes that the trunk keeps, and those that log-probs and values of its states add."""
-    models = nn.ModuleList([policy, *([critic.head] if critic is not None else [])])
+    left_out = _repeated(policy)
     with FakeTensorMode():
-        models = deepcopy(models, {id(x): _fake(x) for x in (*models.parameters(), *models.buffers())})
+        models = _fake_copy(nn.ModuleList([policy, *([critic.head] if critic is not None else [])]), left_out)
         policy, *value_heads = models
-        left_out = _shorten(policy)
         tokens_BT = torch.zeros(shape.rows, shape.prompt_tokens + shape.max_tokens, dtype=torch.int64)
         with _watched(models) as kept, mixed_precision(tokens_BT.device, shape.autocast):
             cache = _passing_cache(policy, kept)
@@ -217,7 +221,7 @@ def _pass(shape: Shape, policy: nn.Module, critic: Critic | None) -> tuple[Kept,
                 hidden_NH = hidden_NH.clone()
             found = [found, *(head(hidden_NH.to(head.weight.dtype)) for head in value_heads)]
     logprobs, values = with_logprobs - trunk.all, kept.all - with_logprobs
-    trunk.lengthen(left_out)
+    trunk.lengthen(len(left_out))
     return trunk, logprobs, values
 
 
@@ -232,9 +236,9 @@ def _shared_pass(shape: Shape) -> int:
     policy, _ = _models(shape)
     if not can_share_prompts(policy):
         return 0
+    left_out = _repeated(policy)
     with FakeTensorMode():
-        model: Any = deepcopy(policy, {id(x): _fake(x) for x in (*policy.parameters(), *policy.buffers())})
-        left_out = _shorten(model)
+        model: Any = _fake_copy(nn.ModuleList([policy]), left_out)[0]
         read = shape.prompt_tokens - 1
         prompts_UT = torch.zeros(shape.prompts, read, dtype=torch.int64)
         inputs_RC = torch.zeros(shape.rows, shape.max_tokens, dtype=torch.int64)
@@ -255,22 +259,30 @@ def _shared_pass(shape: Shape) -> int:
                     past_key_values=rows,
                     use_cache=True,
                 )
-    kept.lengthen(left_out)
+    kept.lengthen(len(left_out))
     return kept.all
 
 
-def _shorten(policy: Any) -> int:
-    """Take away all layers but two if they are alike; returns the number of those taken away."""
+def _repeated(policy: Any) -> list[nn.Module]:
+    """All layers but the first two if all are alike, else none."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    found: Any = layers(policy)
+    found = list(layers(policy))
     are_seen = all(isinstance(layer, GradientCheckpointingLayer) for layer in found)  # by `_watched`
-    if len(found) < 3 or not are_seen or len({_likeness(layer) for layer in found}) > 1:
-        return 0
-    left_out = len(found) - 2
-    del found[2:]
-    backbone(policy).config.num_hidden_layers = 2
-    return left_out
+    return found[2:] if are_seen and len({_likeness(layer) for layer in found}) == 1 else []
+
+
+def _fake_copy(models: nn.ModuleList, left_out: list[nn.Module]) -> nn.ModuleList:
+    """A copy without numbers, of which the first model lacks the layers `left_out`, inside FakeTensorMode."""
+    unused = {id(x) for layer in left_out for x in (*layer.parameters(), *layer.buffers())}
+    copies: dict[int, Any] = {id(layer): None for layer in left_out}
+    copies |= {id(x): _fake(x) for x in (*models.parameters(), *models.buffers()) if id(x) not in unused}
+    models = deepcopy(models, copies)
+    if left_out:
+        remaining: Any = layers(models[0])
+        del remaining[2:]
+        backbone(models[0]).config.num_hidden_layers = 2
+    return models
 
 
 def _likeness(layer: nn.Module) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,30 +31,30 @@ COSTS = (
 )  # fmt: skip
 
 
-def missing_here(specs: Iterable[RunSpec]) -> list[str]:
+def missing_here(specs: Sequence[RunSpec]) -> list[str]:
     """Everything that the runs need and this machine lacks, as text: a device, a model, data, an engine."""
     from cohort.harness.policy.device import resolve_device
+    from cohort.harness.policy.library import import_models
     from cohort.harness.policy.model import check_model
 
     missing: dict[str, None] = {}
-    tried: set[tuple[str, str]] = set()  # arms share most of these, and an unreachable Hub takes seconds to answer
+
+    def note(subject: str, check: Callable[[], object]) -> None:
+        try:
+            check()
+        except (ValueError, OSError, ImportError) as error:
+            missing[f"{subject}: {' '.join(str(error).split())}"] = None
+
     for spec in specs:
-        for subject, settings, check in (
-            (f"device '{spec.device}'", "", lambda spec=spec: resolve_device(spec.device)),
-            (f"data of task '{spec.task.name}'", repr(spec.task), lambda spec=spec: longest(spec.task, "train")),
-            (f"engine '{spec.engine.name}'", repr(spec.engine),
-             lambda spec=spec: spec.engine.check(spec.sampling_with_limit())),
-        ):  # fmt: skip
-            if (subject, settings) in tried:
-                continue
-            tried.add((subject, settings))
-            try:
-                check()
-            except (ValueError, OSError, ImportError) as error:
-                missing[f"{subject}: {' '.join(str(error).split())}"] = None
+        note(f"device '{spec.device}'", lambda spec=spec: resolve_device(spec.device))
+        note(f"engine '{spec.engine.name}'", lambda spec=spec: spec.engine.check(spec.sampling_with_limit()))
         check_model(spec.model)
         if not _is_local(spec.model):
             missing[f"model '{spec.model}': not on this machine, so the model and its memory were not checked"] = None
+    if not missing:
+        import_models()  # needed next; `surveyed` reads the data meanwhile
+    for task in {repr(spec.task): spec.task for spec in specs}.values():  # an unreachable Hub takes seconds to answer
+        note(f"data of task '{task.name}'", lambda task=task: longest(task, "train"))
     return list(missing)
 
 

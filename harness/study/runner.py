@@ -16,7 +16,6 @@ from typing import Any
 
 from cohort.harness.files import write_json
 from cohort.harness.inputs import check_same, expecting
-from cohort.harness.policy.library import import_models
 from cohort.harness.preflight import parts_read, run_inputs
 from cohort.harness.spec.raw import parse_overrides
 from cohort.harness.spec.study import StudySpec
@@ -164,8 +163,7 @@ def dry_run(
     with surveyed(parts_read(specs.values())):
         from cohort.harness.memory.fit import judge
 
-        import_models()
-        not_checked = missing_here(specs.values())
+        not_checked = missing_here(list(specs.values()))
         if not not_checked:
             with expecting(known):
                 check_study(study, runs, workers, execute)
