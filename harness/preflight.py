@@ -31,10 +31,11 @@ def check_inputs(
     if models:
         _check_models(specs)
     for task, part in parts_read(specs, splits):
-        if not longest(task, part) and part == "demonstrations":
+        if longest(task, part):
+            continue
+        if part == "demonstrations":
             raise SpecError(f"task '{task.name}' has no worked solutions; set cold_start.steps to 0")
-        if not longest(task, part):
-            raise SpecError(f"task '{task.name}' must have problems in its {part} split, it has none")
+        raise SpecError(f"task '{task.name}' must have problems in its {part} split, it has none")
     if any("train" in (splits or _splits(spec)) and (spec.sampling.top_p < 1 or spec.sampling.top_k) for spec in specs):
         log.warning(
             "sampling.top_p below 1 or top_k above 0 biases training: tokens are drawn from the cut distribution, and "
