@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from math import inf
 
-from cohort.algorithms._losses import KLEstimator, kl_estimate
-from cohort.harness.types import Batch, Tensor
+from ..harness.data import Batch, Tensor
+from ._losses import KLEstimator, kl_estimate
 
 
 def counted(rewards_PG: Tensor, mask_PG: Tensor | None) -> Tensor:

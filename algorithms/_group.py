@@ -5,9 +5,9 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from cohort.algorithms._advantages import group_advantages, group_standardised
-from cohort.algorithms._surrogate import ClippedLoss, SurrogateLoss
-from cohort.harness.types import Batch, Tensor
+from ..harness.data import Batch, Tensor
+from ._advantages import group_advantages, group_standardised
+from ._surrogate import ClippedLoss, SurrogateLoss
 
 
 class GroupStandardised(SurrogateLoss):

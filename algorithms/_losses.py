@@ -7,8 +7,8 @@ not sum to 1 (`row_sum_weights`) multiplies those by a fact of the row alone, so
 
 from typing import Literal
 
-from cohort.harness.tensors import kl_k1, kl_k3
-from cohort.harness.types import Batch, PolicyOutput, Tensor
+from ..harness.data import Batch, PolicyOutput, Tensor
+from ..harness.ground.tensors import kl_k1, kl_k3
 
 KLEstimator = Literal["k1", "k2", "k3"]
 

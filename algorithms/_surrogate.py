@@ -6,16 +6,9 @@ from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from cohort.algorithms._losses import (
-    KLEstimator,
-    clipped_surrogate,
-    kl_estimate,
-    policy_metrics,
-    row_sum_weights,
-    token_ratio,
-)
-from cohort.harness.interfaces import Algorithm
-from cohort.harness.types import Batch, PolicyOutput, Tensor
+from ..harness.data import Batch, PolicyOutput, Tensor
+from ..harness.interfaces import Algorithm
+from ._losses import KLEstimator, clipped_surrogate, kl_estimate, policy_metrics, row_sum_weights, token_ratio
 
 
 class Clip(Algorithm):

@@ -13,9 +13,9 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from cohort.algorithms._group import GroupStandardised
-from cohort.algorithms._losses import token_mean_weights, token_ratio
-from cohort.harness.types import Batch, PolicyOutput, Tensor
+from ..harness.data import Batch, PolicyOutput, Tensor
+from ._group import GroupStandardised
+from ._losses import token_mean_weights, token_ratio
 
 
 class CISPO(GroupStandardised):

@@ -15,9 +15,9 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from cohort.algorithms._group import GroupRelative
-from cohort.algorithms._losses import token_mean_weights
-from cohort.harness.types import Tensor
+from ..harness.data import Tensor
+from ._group import GroupRelative
+from ._losses import token_mean_weights
 
 
 class DAPO(GroupRelative):

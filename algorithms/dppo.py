@@ -17,10 +17,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from cohort.algorithms._advantages import group_advantages, group_centred
-from cohort.algorithms._losses import token_ratio
-from cohort.algorithms._surrogate import SummedLoss
-from cohort.harness.types import Batch, PolicyOutput, Tensor
+from ..harness.data import Batch, PolicyOutput, Tensor
+from ._advantages import group_advantages, group_centred
+from ._losses import token_ratio
+from ._surrogate import SummedLoss
 
 SMALLEST = 1e-8  # added to the probabilities of "any other token", as verl does
 

@@ -12,9 +12,9 @@ Reported metrics stay means (over a row's tokens, then over rows).
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from cohort.algorithms._advantages import group_advantages, group_centred
-from cohort.algorithms._surrogate import ClippedLoss, SummedLoss
-from cohort.harness.types import Batch
+from ..harness.data import Batch
+from ._advantages import group_advantages, group_centred
+from ._surrogate import ClippedLoss, SummedLoss
 
 
 class DrGRPO(ClippedLoss, SummedLoss):

@@ -13,8 +13,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from cohort.algorithms._group import GroupStandardised
-from cohort.harness.types import Batch, PolicyOutput, Tensor
+from ..harness.data import Batch, PolicyOutput, Tensor
+from ._group import GroupStandardised
 
 
 class GMPO(GroupStandardised):

@@ -10,7 +10,7 @@ ratio of bad answers (dual clip) and the deviation of the whole batch (Lite PPO)
 
 from typing import Literal
 
-from cohort.algorithms._group import GroupRelative
+from ._group import GroupRelative
 
 
 class GRPO(GroupRelative):

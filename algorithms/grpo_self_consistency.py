@@ -9,7 +9,7 @@ floor, so 1.0 / -0.1 and 1 / 0 train alike.
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from cohort.algorithms._group import GroupRelative
+from ._group import GroupRelative
 
 
 class GRPOSelfConsistency(GroupRelative):

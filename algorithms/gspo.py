@@ -13,9 +13,9 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from cohort.algorithms._group import GroupRelative
-from cohort.algorithms._losses import row_log_ratio
-from cohort.harness.types import Batch, PolicyOutput, Tensor
+from ..harness.data import Batch, PolicyOutput, Tensor
+from ._group import GroupRelative
+from ._losses import row_log_ratio
 
 
 class GSPO(GroupRelative):

@@ -14,9 +14,9 @@ GRPO's aggregation; verl and TRL have none.
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from cohort.algorithms._advantages import counted, group_advantages, group_centred
-from cohort.algorithms._surrogate import ClippedLoss, SummedLoss
-from cohort.harness.types import Batch, Tensor
+from ..harness.data import Batch, Tensor
+from ._advantages import counted, group_advantages, group_centred
+from ._surrogate import ClippedLoss, SummedLoss
 
 
 class MaxRL(ClippedLoss, SummedLoss):

@@ -18,9 +18,9 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from cohort.algorithms._losses import no_clip, policy_metrics, row_log_ratio
-from cohort.harness.interfaces import Algorithm
-from cohort.harness.types import Batch, PolicyOutput, Tensor
+from ..harness.data import Batch, PolicyOutput, Tensor
+from ..harness.interfaces import Algorithm
+from ._losses import no_clip, policy_metrics, row_log_ratio
 
 SMALLEST = 2.0**-24  # a probability of float32 below 1; bounds the reported loss of a hopeless pair
 

@@ -11,9 +11,9 @@ verl has the same advantage, under whatever aggregation is set (by default the m
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from cohort.algorithms._advantages import group_centred
-from cohort.algorithms._surrogate import ClippedLoss, SummedLoss
-from cohort.harness.types import Batch
+from ..harness.data import Batch
+from ._advantages import group_centred
+from ._surrogate import ClippedLoss, SummedLoss
 
 
 class OPO(ClippedLoss, SummedLoss):

@@ -12,8 +12,8 @@ gradient is the true one divided by G * loss_denominator.
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from cohort.algorithms._surrogate import ClippedLoss, SummedLoss
-from cohort.harness.types import Batch
+from ..harness.data import Batch
+from ._surrogate import ClippedLoss, SummedLoss
 
 
 class PassAtK(ClippedLoss, SummedLoss):

@@ -14,11 +14,11 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from cohort.algorithms._advantages import generalised_advantages, token_rewards
-from cohort.algorithms._losses import KLEstimator, clipped_square, policy_metrics, token_mean_weights, token_ratio
-from cohort.algorithms._surrogate import Clip
-from cohort.harness.tensors import whiten
-from cohort.harness.types import Batch, PolicyOutput, Tensor
+from ..harness.data import Batch, PolicyOutput, Tensor
+from ..harness.ground.tensors import whiten
+from ._advantages import generalised_advantages, token_rewards
+from ._losses import KLEstimator, clipped_square, policy_metrics, token_mean_weights, token_ratio
+from ._surrogate import Clip
 
 
 class PPO(Clip):

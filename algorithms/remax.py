@@ -12,8 +12,8 @@ tokens is divided by a constant, as in Dr. GRPO. verl has the same advantage, by
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from cohort.algorithms._surrogate import ClippedLoss, SummedLoss
-from cohort.harness.types import Batch
+from ..harness.data import Batch
+from ._surrogate import ClippedLoss, SummedLoss
 
 
 class ReMax(ClippedLoss, SummedLoss):

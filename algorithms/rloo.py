@@ -15,10 +15,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from cohort.algorithms._advantages import leave_one_out
-from cohort.algorithms._losses import clipped_surrogate, kl_estimate, policy_metrics, row_log_ratio
-from cohort.harness.interfaces import Algorithm
-from cohort.harness.types import Batch, PolicyOutput, Tensor
+from ..harness.data import Batch, PolicyOutput, Tensor
+from ..harness.interfaces import Algorithm
+from ._advantages import leave_one_out
+from ._losses import clipped_surrogate, kl_estimate, policy_metrics, row_log_ratio
 
 
 class RLOO(Algorithm):

@@ -6,26 +6,28 @@
     result = cohort.run(study, workers=2)
     result.compare()
 
-In a checkout the folders beside this one are its packages, by symbolic links. Names load on first use, so that the
-import costs nothing; what is not in `__all__` may change.
+Names load on first use, so that the import costs nothing; what is not in `__all__` may change. In a checkout the
+folders beside this one are its packages.
 """
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from cohort._api import Study, evaluate, load_study, open_result, run
-    from cohort._result import Evaluation, Report, Result
+if TYPE_CHECKING:  # pyright resolves names by folder, and in a checkout the API lies beside this one
+    from harness.api import Evaluation, Report, Result, Study, evaluate, load_study, open_result, run
+
+_CHECKOUT = Path(__file__).parents[1]
+if (_CHECKOUT / "harness" / "api").is_dir():  # in a wheel they lie in this folder
+    __path__.append(str(_CHECKOUT))
 
 __all__ = ["Evaluation", "Report", "Result", "Study", "evaluate", "load_study", "open_result", "run"]
-
-_RESULTS = ("Evaluation", "Report", "Result")
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'cohort' has no attribute '{name}'; it has: {', '.join(__all__)}")
-    return getattr(importlib.import_module("cohort._result" if name in _RESULTS else "cohort._api"), name)
+    return getattr(importlib.import_module("cohort.harness.api"), name)
 
 
 def __dir__() -> list[str]:

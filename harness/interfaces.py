@@ -13,26 +13,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 from pydantic import Field
 
-from cohort.harness.types import (
-    Batch,
-    Call,
-    Demonstration,
-    GradedGroup,
-    Group,
-    Inputs,
-    PolicyOutput,
-    Prompt,
-    SampleRow,
-    Section,
-    Sources,
-    Split,
-)
+from .data import Batch, Call, Demonstration, GradedGroup, Group, PolicyOutput, Prompt, SampleRow, Section, Split
+from .ground.inputs import Inputs, Sources
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedTokenizerBase
 
-    from cohort.harness.types import Sampling
+    from .data import Sampling
 
 Distribution = Literal["entropy", "uniform_kl"]  # of the policy's next token: H(p), or KL(uniform || p); nats
 Precision = Literal["float32", "tf32", "bfloat16"]  # of products; tf32: float32 with a mantissa of 10 bits
@@ -358,7 +346,7 @@ class RolloutEngine(ABC):
 
 
 class RunLogger(Protocol):
-    """Receives the reports of a training run; the implementation is `harness.tracking.run_log.RunLog`."""
+    """Receives the reports of a training run; the implementation is `harness.mirror.run_log.RunLog`."""
 
     def inputs(self, inputs: Inputs) -> None:
         """Record the files and commits that the run reads; call before `resume`."""

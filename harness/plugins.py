@@ -16,9 +16,9 @@ from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Literal, TypeVar
 
-from cohort.harness import interfaces
-from cohort.harness.interfaces import Algorithm, Reward, RolloutEngine, Task
-from cohort.harness.types import Section
+from . import interfaces
+from .data import Section
+from .interfaces import Algorithm, Reward, RolloutEngine, Task
 
 Kind = Literal["algorithm", "task", "reward", "engine"]
 T = TypeVar("T")

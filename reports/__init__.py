@@ -1,1 +1,1 @@
-"""Statistics, figures and the report; reads a study as the record of `harness.types` only."""
+"""Statistics, figures and the report; reads a study as the record of `harness.data` only."""

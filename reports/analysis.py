@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
-from cohort.harness.types import FINAL, StudyRecord, TrialRecord
-from cohort.reports import statistics
-from cohort.reports.anova import Effect, anova
-from cohort.reports.statistics import ALPHA, CrossedVariance, Floats, Interval, McNemar
-from cohort.reports.trials import (
+from ..harness.data import FINAL
+from ..harness.record.study import StudyRecord, TrialRecord
+from . import statistics
+from .anova import Effect, anova
+from .statistics import ALPHA, CrossedVariance, Floats, Interval, McNemar
+from .trials import (
     Outcome,
     Trials,
     arm_specs,

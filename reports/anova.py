@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import special
 
-from cohort.reports.statistics import Floats
+from .statistics import Floats
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from cohort.harness.types import TrialRecord
-from cohort.reports import statistics
-from cohort.reports.analysis import Analysis
-from cohort.reports.statistics import Floats, Interval
-from cohort.reports.trials import num_first, usable_trials
+from ..harness.record.study import TrialRecord
+from . import statistics
+from .analysis import Analysis
+from .statistics import Floats, Interval
+from .trials import num_first, usable_trials
 
 MIN_SAMPLES = 16  # of each problem; fewer make no useful curve
 TAUS = (0.1, 0.25, 0.5, 0.75, 0.9)

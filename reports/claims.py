@@ -14,12 +14,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cohort.harness.types import TrialRecord
-from cohort.reports import statistics
-from cohort.reports.analysis import Analysis, Contrast, contrast, outcome_contrast
-from cohort.reports.prose import wording
-from cohort.reports.statistics import ALPHA
-from cohort.reports.trials import Trials, arm_specs, score, setting, usable_trials
+from ..harness.record.study import TrialRecord
+from . import statistics
+from .analysis import Analysis, Contrast, contrast, outcome_contrast
+from .prose import wording
+from .statistics import ALPHA
+from .trials import Trials, arm_specs, score, setting, usable_trials
 
 Verdict = Literal["supported", "contradicted", "undecided", "not tested"]
 Weights = dict[str, float]

@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cohort.harness.types import TrialRecord
-from cohort.reports.analysis import Analysis
-from cohort.reports.statistics import Interval, t_interval
+from ..harness.record.study import TrialRecord
+from .analysis import Analysis
+from .statistics import Interval, t_interval
 
 # Name -> (metric, number of points averaged). Labels are the majority answers of the groups, for any reward; they are
 # averaged because a step has few groups.

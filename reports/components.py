@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from cohort.harness.types import component_arm
-from cohort.reports.analysis import Analysis, Comparison
-from cohort.reports.statistics import Interval
+from ..harness.data import component_arm
+from .analysis import Analysis, Comparison
+from .statistics import Interval
 
 
 @dataclass(frozen=True)

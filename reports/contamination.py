@@ -15,8 +15,8 @@ from typing import Any
 
 from numpy.random import Generator
 
-from cohort.reports.prose.wording import listed, p_value
-from cohort.reports.statistics import holm, permutation_test
+from .prose.wording import listed, p_value
+from .statistics import holm, permutation_test
 
 LEVEL = 0.01  # of a corrected p that flags a model
 MEANINGS = {

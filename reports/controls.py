@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from cohort.reports.analysis import Analysis, ArmSummary, Comparison, ControlArm
-from cohort.reports.prose import wording
-from cohort.reports.statistics import ALPHA
+from .analysis import Analysis, ArmSummary, Comparison, ControlArm
+from .prose import wording
+from .statistics import ALPHA
 
 MEANINGS = {
     "random": "a fair coin for each completion",

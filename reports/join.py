@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cohort.harness.types import StudyRecord
-from cohort.reports.prose.wording import listed, plural
+from ..harness.record.study import StudyRecord
+from .prose.wording import listed, plural
 
 _MEASURED_BY = ("num_test_prompts", "num_samples", "num_test_samples", "temperature", "top_p", "top_k")
 _EACH_RUNS_OWN = ("seed", "algorithm", "rewards", "control")

@@ -7,21 +7,22 @@ from typing import Any
 
 import yaml
 
-from cohort.harness.types import SampleRow, StudyRecord, TrialRecord
-from cohort.reports import contamination
-from cohort.reports.analysis import PLANNED_DIFFERENCES, Analysis, ArmSummary, Comparison, held_out_accuracies
-from cohort.reports.capability import TAUS, Capabilities, Crossover, table_sizes
-from cohort.reports.claims import check_claims
-from cohort.reports.components import ranked_components
-from cohort.reports.controls import MEANINGS, verdicts
-from cohort.reports.figures import capability, curves, grid, outcome, scaling, settings
-from cohort.reports.figures.style import Drawing, color_of, themed
-from cohort.reports.prose import wording
-from cohort.reports.prose.answer import answer, progress
-from cohort.reports.prose.notes import accuracies_reading, interval_method, interval_reading, notes
-from cohort.reports.scaling import Scalings
-from cohort.reports.statistics import SIMULATED_COVERAGE, Interval
-from cohort.reports.trials import score, search_of, setting, tuning_of, wanted_pairs
+from ..harness.data import SampleRow
+from ..harness.record.study import StudyRecord, TrialRecord
+from . import contamination
+from .analysis import PLANNED_DIFFERENCES, Analysis, ArmSummary, Comparison, held_out_accuracies
+from .capability import TAUS, Capabilities, Crossover, table_sizes
+from .claims import check_claims
+from .components import ranked_components
+from .controls import MEANINGS, verdicts
+from .figures import capability, curves, grid, outcome, scaling, settings
+from .figures.style import Drawing, color_of, themed
+from .prose import wording
+from .prose.answer import answer, progress
+from .prose.notes import accuracies_reading, interval_method, interval_reading, notes
+from .scaling import Scalings
+from .statistics import SIMULATED_COVERAGE, Interval
+from .trials import score, search_of, setting, tuning_of, wanted_pairs
 
 _MOST_PROMPTS, _MOST_ARMS = 4, 4
 _MOST_CHARACTERS = 1600

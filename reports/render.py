@@ -16,16 +16,17 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from cohort.harness.types import ExploratoryArm, SampleRow, StudyRecord, TrialRecord
-from cohort.reports.analysis import ACCURACIES, accuracy_order, analyse
-from cohort.reports.capability import capabilities, capability_csv
-from cohort.reports.figures.style import FORMATS, color_of, write_files
-from cohort.reports.join import JoinedStudy
-from cohort.reports.page import FLOPS, page_drawings, page_values
-from cohort.reports.prose.wording import factor_title, p_value
-from cohort.reports.scaling import scalings
-from cohort.reports.tables import arm_means, comparison_csv, csv_text, data_uri
-from cohort.reports.trials import score, setting
+from ..harness.data import SampleRow
+from ..harness.record.study import ExploratoryArm, StudyRecord, TrialRecord
+from .analysis import ACCURACIES, accuracy_order, analyse
+from .capability import capabilities, capability_csv
+from .figures.style import FORMATS, color_of, write_files
+from .join import JoinedStudy
+from .page import FLOPS, page_drawings, page_values
+from .prose.wording import factor_title, p_value
+from .scaling import scalings
+from .tables import arm_means, comparison_csv, csv_text, data_uri
+from .trials import score, setting
 
 BOOTSTRAP_SEED = 0
 CAPABILITY = "capability.csv"  # every k of every curve of pass@k

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 from scipy import optimize, special
 
-from cohort.harness.types import TrialRecord
-from cohort.reports import statistics
-from cohort.reports.analysis import Analysis
-from cohort.reports.collapse import collapse_step
-from cohort.reports.statistics import Floats, Interval
-from cohort.reports.trials import num_first, usable_trials
+from ..harness.record.study import TrialRecord
+from . import statistics
+from .analysis import Analysis
+from .collapse import collapse_step
+from .statistics import Floats, Interval
+from .trials import num_first, usable_trials
 
 COSTS = {"train/generated_tokens": "generated tokens", "seconds/total": "seconds"}
 FEWEST_POINTS = 8

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from cohort.reports.analysis import Analysis, ArmSummary
-from cohort.reports.prose import wording
-from cohort.reports.statistics import Interval, t_interval
-from cohort.reports.trials import wanted_pairs
+from .analysis import Analysis, ArmSummary
+from .prose import wording
+from .statistics import Interval, t_interval
+from .trials import wanted_pairs
 
 SPENT = ("accuracy_initial", "accuracy_final", "generated_tokens", "seconds", "peak_memory_bytes")
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")

@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cohort.harness.types import StudyRecord, TrialRecord
-from cohort.reports.join import JoinedStudy
-from cohort.reports.prose import wording
+from ..harness.record.study import StudyRecord, TrialRecord
+from .join import JoinedStudy
+from .prose import wording
 
 Trials = Mapping[tuple[str, int], TrialRecord]  # (arm, seed) -> its trial
 

@@ -24,8 +24,8 @@ from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean, BooleanAtom
 from sympy.matrices.expressions import MatrixExpr
 
-from cohort.tasks import _form, _values
-from cohort.tasks._questions import COMPARE, COMPARE_LARGER_SECOND, FIRST, SECOND, Verdict
+from . import _form, _values
+from ._questions import COMPARE, COMPARE_LARGER_SECOND, FIRST, SECOND, Verdict
 
 # No units: that rule takes the `t` off `10t`.
 _REWRITES = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")

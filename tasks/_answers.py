@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import field_validator, model_validator
 
-from cohort.harness.interfaces import Task
-from cohort.tasks import _formats, _numbers, _symbolic
+from ..harness.interfaces import Task
+from . import _formats, _numbers, _symbolic
 
 LIBRARY_CHARS = 20_000  # math-verify's patterns are slow on more, and the end of a completion states its answer
 FOUND = "(found by math-verify)"  # the library gives its verdict only

@@ -11,7 +11,7 @@ import select
 import sys
 import time
 
-from cohort.tasks._questions import ANSWERS, NO_MEMORY, READY, WORKED_OUT
+from ._questions import ANSWERS, NO_MEMORY, READY, WORKED_OUT
 
 WARM_UP = (  # the first question is the slowest
     r"[\frac{1}{2},\sqrt{3}) \cup (4x,5\pi)",
@@ -26,7 +26,7 @@ def serve(wall_seconds: float, cpu_seconds: float, memory_bytes: int, comparison
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
     parent = os.getppid()
-    from cohort.tasks import _algebra  # slow, so only here
+    from . import _algebra  # slow, so only here
 
     if comparison == "own":
         _algebra.hasten()

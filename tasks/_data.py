@@ -17,11 +17,11 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from cohort.harness.inputs import digest, digested, expected, verify
-from cohort.harness.types import Demonstration, Prompt, Sources, Split
-from cohort.tasks._answers import QuestionTask
-from cohort.tasks._formats import AnswerFormat
-from cohort.tasks._rows import Found, MissingSplit, Row, Rows, SourceSplit, find_rows, source_name
+from ..harness.data import Demonstration, Prompt, Split
+from ..harness.ground.inputs import Sources, digest, digested, expected, verify
+from ._answers import QuestionTask
+from ._formats import AnswerFormat
+from ._rows import Found, MissingSplit, Row, Rows, SourceSplit, find_rows, source_name
 
 _log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal
 
-from cohort.tasks import _numbers
+from . import _numbers
 
 AnswerFormat = Literal["hash", "boxed", "think_answer"]
 

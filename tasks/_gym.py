@@ -24,7 +24,7 @@ from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
 from typing import Any, NamedTuple
 
-from cohort.tasks import _gym_child
+from . import _gym_child
 
 START_SECONDS = 120.0  # importing the package on a busy machine
 MAKE_AT_ONCE = 8

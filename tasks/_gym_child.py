@@ -21,7 +21,7 @@ from copy import deepcopy
 from functools import cache, lru_cache
 from typing import Any
 
-from cohort.tasks._child import next_line
+from ._child import next_line
 
 PACKAGE = "reasoning_gym"
 MAKE_SECONDS = 60.0  # processor time for problems that are made at once

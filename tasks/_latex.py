@@ -15,7 +15,7 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
 
-from cohort.tasks import _numbers, _symbolic
+from . import _numbers, _symbolic
 
 MAX_CHARS = 500  # a longer answer is compared as written
 MAX_DEPTH = 20  # of nested brackets

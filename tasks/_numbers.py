@@ -15,7 +15,7 @@ from fractions import Fraction
 from functools import lru_cache
 from math import floor
 
-from cohort.harness.rationals import decimal
+from ..harness.ground.rationals import decimal
 
 MAX_CHARS = 400  # a longer text is prose, not a number
 MAX_DIGITS = 100  # of one numeral

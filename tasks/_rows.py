@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from cohort.harness.inputs import REVISION, expected
+from ..harness.ground.inputs import REVISION, expected
 
 SourceSplit = Literal["train", "test"]
 Row = Mapping[str, Any]

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from cohort.tasks._graphs import OPERATORS, Kind, Limits, Quantity, Uniform, add, between, choose
-from cohort.tasks._numbers import spell
+from ._graphs import OPERATORS, Kind, Limits, Quantity, Uniform, add, between, choose
+from ._numbers import spell
 
 FamilyName = Literal["things", "prices", "animals", "cooking", "trips"]
 

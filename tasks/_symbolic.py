@@ -33,8 +33,8 @@ from collections import Counter, OrderedDict
 from functools import cache
 from typing import Any, NamedTuple
 
-from cohort.tasks import _child, _questions
-from cohort.tasks._questions import Verdict
+from . import _child, _questions
+from ._questions import Verdict
 
 START_SECONDS = 120.0  # importing sympy on a busy machine
 CACHED_VERDICTS = 16_384

@@ -16,10 +16,10 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from cohort.harness.types import Demonstration, Prompt, Split
-from cohort.tasks import _data, _formats
-from cohort.tasks._answers import AnswerTask
-from cohort.tasks._formats import AnswerFormat
+from ..harness.data import Demonstration, Prompt, Split
+from . import _data, _formats
+from ._answers import AnswerTask
+from ._formats import AnswerFormat
 
 # Cumulative shares of the distinct problems, by hash; `demonstrations` are the cold start's.
 _SHARES = (("demonstrations", 0.60), ("train", 0.85), ("validation", 0.90), ("test", 1.0))

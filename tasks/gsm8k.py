@@ -9,8 +9,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from cohort.tasks import _formats
-from cohort.tasks._data import BadRow, DatasetTask, Problem, Row, text_field
+from . import _formats
+from ._data import BadRow, DatasetTask, Problem, Row, text_field
 
 _CALCULATOR_MARK = re.compile(r"<<[^<>]*>>")
 

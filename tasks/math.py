@@ -12,9 +12,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from cohort.tasks import _formats, _latex, _symbolic
-from cohort.tasks._data import BadRow, DatasetTask, Problem, Row, text_field
-from cohort.tasks._formats import AnswerFormat
+from . import _formats, _latex, _symbolic
+from ._data import BadRow, DatasetTask, Problem, Row, text_field
+from ._formats import AnswerFormat
 
 SUBJECTS = (
     "algebra",

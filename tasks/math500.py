@@ -9,8 +9,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from cohort.tasks._rows import SourceSplit
-from cohort.tasks.math import Math
+from ._rows import SourceSplit
+from .math import Math
 
 
 class Math500(Math):

@@ -16,11 +16,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue, field_validator
 
-from cohort.harness.inputs import REVISION
-from cohort.harness.types import Demonstration, Prompt, Sources, Split
-from cohort.tasks import _data, _formats, _gym
-from cohort.tasks._answers import AnswerTask
-from cohort.tasks._formats import AnswerFormat
+from ..harness.data import Demonstration, Prompt, Split
+from ..harness.ground.inputs import REVISION, Sources
+from . import _data, _formats, _gym
+from ._answers import AnswerTask
+from ._formats import AnswerFormat
 
 MAX_ANSWER_CHARS = 4000
 

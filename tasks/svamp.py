@@ -10,10 +10,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from cohort.harness import rationals
-from cohort.tasks import _formats
-from cohort.tasks._data import BadRow, DatasetTask, Problem, Row, text_field
-from cohort.tasks._numbers import spell
+from ..harness.ground import rationals
+from . import _formats
+from ._data import BadRow, DatasetTask, Problem, Row, text_field
+from ._numbers import spell
 
 MAX_EQUATION_CHARS = 200
 

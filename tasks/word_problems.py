@@ -18,14 +18,14 @@ from typing import Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
-from cohort.harness.types import Demonstration, Prompt, Split
-from cohort.tasks import _data, _formats, _graphs, _stories
-from cohort.tasks._answers import QuestionTask
-from cohort.tasks._data import Problem
-from cohort.tasks._formats import AnswerFormat
-from cohort.tasks._graphs import Limits
-from cohort.tasks._numbers import spell
-from cohort.tasks._stories import FAMILIES, FamilyName
+from ..harness.data import Demonstration, Prompt, Split
+from . import _data, _formats, _graphs, _stories
+from ._answers import QuestionTask
+from ._data import Problem
+from ._formats import AnswerFormat
+from ._graphs import Limits
+from ._numbers import spell
+from ._stories import FAMILIES, FamilyName
 
 _SHARES: Mapping[Split, tuple[float, float]] = {"train": (0.0, 0.7), "validation": (0.7, 0.8), "test": (0.8, 1.0)}
 _TRIES = 400  # draws of one depth; if none is new, hardly any problem of it is left

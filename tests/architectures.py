@@ -7,16 +7,15 @@ import logging
 from pathlib import Path
 
 import torch
-from fakes import tiny_codec
-
+from cohort.harness.data import Prompt
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.policy.library import import_generation
+from cohort.harness.run.agreement import own_logprobs
+from cohort.harness.run.batch import collate
+from cohort.harness.run.learner import Learner
+from cohort.harness.run.state import Run
 from cohort.harness.spec.run import parse_run
-from cohort.harness.training.agreement import own_logprobs
-from cohort.harness.training.batch import collate
-from cohort.harness.training.learner import Learner
-from cohort.harness.training.run import Run
-from cohort.harness.types import Prompt
+from fakes import tiny_codec
 
 _ENDS = {"vocab_size": 100, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
 _PLAIN = {

@@ -6,13 +6,12 @@ As of a base model, their end of sequence is not the end of a turn.
 from pathlib import Path
 
 import torch
-from real_data import real_data
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
 from cohort.harness.policy.model import save_model
 from cohort.harness.policy.tiny import tiny_config, tiny_tokenizer
 from cohort.harness.spec.run import RunSpec, parse_run
+from real_data import real_data
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 SHORT = "{% for m in messages %}<|im_start|>{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
 OPEN = "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"

@@ -5,15 +5,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from torch import nn
-
+from cohort.harness.data import Demonstration
 from cohort.harness.policy.text import TextCodec
-from cohort.harness.runs.contamination import scores
+from cohort.harness.run.cold_start import fit_demonstrations
+from cohort.harness.run.contamination import knowledge
+from cohort.harness.run.probe import scores
 from cohort.harness.spec.run import ColdStart, RunSpec
-from cohort.harness.training.cold_start import fit_demonstrations
-from cohort.harness.training.contamination import knowledge
-from cohort.harness.types import Demonstration
 from cohort.reports.contamination import Finding, judge
+from torch import nn
 
 
 def trained_on(

@@ -9,13 +9,12 @@ import sys
 import time
 
 import numpy as np
-from contaminated import findings, trained_on
-from scipy import stats
-
 from cohort.harness.policy.text import TextCodec
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
+from cohort.harness.run.contamination import knowledge
 from cohort.harness.spec.run import parse_run
-from cohort.harness.training.contamination import knowledge
+from contaminated import findings, trained_on
+from scipy import stats
 
 CODEC = TextCodec(tiny_tokenizer())
 STEPS = 100

@@ -14,13 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from fake_study import FakeArm, factor_grid, fake_study, random_scores
-from numpy.random import Generator
-
-from cohort.harness.types import StudyRecord, TrialRecord
+from cohort.harness.record.study import StudyRecord, TrialRecord
 from cohort.reports.analysis import analyse
 from cohort.reports.claims import check_claims
 from cohort.reports.prose.answer import answer
+from fake_study import FakeArm, factor_grid, fake_study, random_scores
+from numpy.random import Generator
 
 SEEDS = (2, 3, 5, 10)
 PROBLEMS = 64

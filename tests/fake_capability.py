@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+from cohort.harness.record.study import StudyRecord, TrialRecord
 from fake_study import FakeArm, fake_study
-
-from cohort.harness.types import StudyRecord, TrialRecord
 
 
 def sharpened(chances_N: np.ndarray, lost_N: np.ndarray) -> np.ndarray:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
-from cohort.harness.types import SampleRow, StudyRecord, TrialRecord, TrialState
+from cohort.harness.data import SampleRow, TrialState
+from cohort.harness.record.study import StudyRecord, TrialRecord
 
 HOSTILE = (
     "8+5=13</pre><script>alert(1)</script><img src=x onerror=alert(2)> $\\frac{1}{ ``` | <b>& \x00\x1b[31m \u202e"

@@ -16,12 +16,12 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, Literal
 
-from cohort.harness.files import read_json, sync, write_json
+from cohort.harness.data import Batch, Demonstration, Prompt, SampleRow, Split, TrialState
+from cohort.harness.ground.files import read_json, sync, write_json
 from cohort.harness.interfaces import Algorithm, RolloutEngine, RunLogger, Task
+from cohort.harness.mirror.store import connect
 from cohort.harness.spec.run import RunSpec
 from cohort.harness.spec.study import StudySpec, parse_study
-from cohort.harness.tracking.mlflow_store import connect
-from cohort.harness.types import Batch, Demonstration, Prompt, SampleRow, Split, TrialState
 
 EXECUTE = "fake_trials:train"
 CHECKPOINT_EVERY = 3
@@ -140,7 +140,7 @@ def sample(step: int, text: str = "2#### 2") -> SampleRow:
 def train(
     spec: RunSpec, directory: Path, log: RunLogger, *, cache: Path, should_stop: Callable[[], bool]
 ) -> FakeResult:
-    """Run or continue the fake, as cohort.harness.training.loop.train does."""
+    """Run or continue the fake, as cohort.harness.run.loop.train does."""
     runs, ending = cache.parent, spec.optimizer.weight_decay
     with (runs / "executions.log").open("a") as file:
         file.write(f"{directory.name} {os.getpid()}\n")

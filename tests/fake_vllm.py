@@ -13,9 +13,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
+from cohort.harness.devices.device import UNMAPPED
 from transformers import AutoConfig, AutoModelForCausalLM
-
-from cohort.harness.policy.device import UNMAPPED
 
 BYTES = {"weights": 1_000, "kv_cache": 500_000}
 TAGS = frozenset(BYTES)

@@ -1,11 +1,10 @@
 """Small named fakes that several tests share, and what they look at in a run's folder."""
 
 import torch
-from safetensors.torch import load_file
-
+from cohort.harness.data import GradedGroup, SampleRow
 from cohort.harness.policy.text import TextCodec
 from cohort.harness.policy.tiny import tiny_tokenizer
-from cohort.harness.types import GradedGroup, SampleRow
+from safetensors.torch import load_file
 
 
 def tiny_codec():

@@ -108,7 +108,7 @@ def step_calls(root: Path) -> tuple[int, int]:
     if spec_module == "harness.spec":
         prepare = step_module._prepare
     else:
-        prepare = load(root, "harness.training.run").prepare
+        prepare = load(root, "harness.run.state").prepare
     calls: Counter[str] = Counter()
 
     def note(frame: FrameType) -> None:

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cohort.harness
 import fake_trials
 from filelock import FileLock
-
-import cohort.harness
 
 HARNESS = cohort.harness.__path__[0]
 KILLS = "KILLS"
@@ -26,8 +25,8 @@ def fake(*args: Any, **kwargs: Any) -> Any:
 
 
 def real(*args: Any, **kwargs: Any) -> Any:
-    """As `cohort.harness.training.loop.train`."""
-    from cohort.harness.training.loop import train
+    """As `cohort.harness.run.loop.train`."""
+    from cohort.harness.run.loop import train
 
     return _deadly_run(train, *args, **kwargs)
 

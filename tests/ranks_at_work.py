@@ -33,11 +33,10 @@ RESUMED = "resumed"
 
 
 def run(folder: Path, name: str, changes: dict[str, Any], should_stop: Callable[[], bool] = lambda: False) -> None:
-    from fakes import MemoryLog
-
+    from cohort.harness.devices import ranks
+    from cohort.harness.run.loop import train
     from cohort.harness.spec.run import parse_run
-    from cohort.harness.training import ranks
-    from cohort.harness.training.loop import train
+    from fakes import MemoryLog
 
     log = MemoryLog()
     log.holds = lambda *_: True  # what another process logged
@@ -63,7 +62,7 @@ def run_rank(rank: int, folder: Path, cases: dict[str, dict[str, Any]]) -> None:
 
 
 def begin() -> None:
-    import cohort.harness.training.loop  # noqa: F401
+    import cohort.harness.run.loop  # noqa: F401
 
     torch.set_num_threads(1)
     gc.freeze()  # every run collects, and nothing of a library is garbage
@@ -75,9 +74,8 @@ def wait_for(file: Path) -> None:
 
 
 def main(folder: Path, cases: dict[str, dict[str, Any]]) -> None:
+    from cohort.harness.run.launch import loopback
     from fakes import StopAfter
-
-    from cohort.harness.training.launch import loopback
 
     for part in ("1", "2"):
         (folder / part).mkdir()

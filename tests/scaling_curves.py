@@ -9,9 +9,8 @@ import argparse
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.random import Generator
-
 from cohort.reports.scaling import Scaling, fit_curve
+from numpy.random import Generator
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from cohort.harness.record.study import StudyRecord
+from cohort.harness.spec.study import StudySpec, parse_study
+from cohort.harness.study.two_stage import decide
+from cohort.reports import statistics
+from cohort.reports.analysis import analyse
 from fake_study import FakeArm, fake_study, random_scores
 from numpy.random import Generator
 from scipy import special, stats
-
-from cohort.harness.spec.study import StudySpec, parse_study
-from cohort.harness.study.two_stage import decide
-from cohort.harness.types import StudyRecord
-from cohort.reports import statistics
-from cohort.reports.analysis import analyse
 
 HALF_WIDTH, AT_MOST, FIRST = 0.02, 16, 4
 WITH_PROBLEMS = 0.06  # the half width where single problems are scored, of which there are few

@@ -3,12 +3,11 @@
 from dataclasses import replace
 
 import pytest
-
+from cohort.harness.data import GradedGroup, Group, Prompt, Rollout
 from cohort.harness.interfaces import Reward
 from cohort.harness.rewards.accuracy import Accuracy
-from cohort.harness.training.grading import grade
-from cohort.harness.training.scoring import score
-from cohort.harness.types import GradedGroup, Group, Prompt, Rollout
+from cohort.harness.run.grading import grade
+from cohort.harness.run.scoring import score
 from cohort.tasks.arithmetic import Arithmetic
 
 TEXTS = ("2+2=4#### 4", "2+2=5 so #### 5", "no answer", "4*3=12#### 12")

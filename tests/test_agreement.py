@@ -3,17 +3,16 @@
 import pytest
 import torch
 from architectures import PROMPTS, build_config, build_model, small_run
-from fakes import MemoryLog, tiny_codec
-
+from cohort.harness.data import InvalidRun
 from cohort.harness.engines.scripted import ScriptedEngine
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.policy.model import length_limit
 from cohort.harness.policy.tiny import tiny_config, tiny_model, tiny_tokenizer
+from cohort.harness.run.agreement import check_agreement, check_length
+from cohort.harness.run.learner import Learner
+from cohort.harness.run.loop import train
 from cohort.harness.spec.run import parse_run
-from cohort.harness.training.agreement import check_agreement, check_length
-from cohort.harness.training.learner import Learner
-from cohort.harness.training.loop import train
-from cohort.harness.types import InvalidRun
+from fakes import MemoryLog, tiny_codec
 
 
 class EngineThatIsOff(TransformersEngine):
@@ -111,7 +110,7 @@ def test_an_engine_that_samples_no_policy_is_compared_with_nothing():
 
 def test_a_run_with_an_engine_that_is_off_is_invalid_before_its_first_evaluation(tmp_path, monkeypatch):
     log, spec = MemoryLog(), small_spec()
-    monkeypatch.setattr("cohort.harness.training.run.plugins.load", lambda kind, name: EngineThatIsOff)
+    monkeypatch.setattr("cohort.harness.run.state.plugins.load", lambda kind, name: EngineThatIsOff)
     result = train(spec, tmp_path / "run", log, cache=tmp_path)
     assert result.state == "invalid"
     assert "before the first step" in str(result.reason)

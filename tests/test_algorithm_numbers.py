@@ -5,9 +5,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from fakes import graded_group
-from test_objectives import batch_of
-
 from cohort.algorithms.cispo import CISPO
 from cohort.algorithms.dapo import DAPO
 from cohort.algorithms.dppo import DPPO
@@ -27,9 +24,11 @@ from cohort.algorithms.remax import ReMax
 from cohort.algorithms.rgra import RGRA
 from cohort.algorithms.rloo import RLOO
 from cohort.algorithms.sapo import SAPO
+from cohort.harness.data import PolicyOutput
+from cohort.harness.run.scoring import score
 from cohort.harness.spec.run import parse_run
-from cohort.harness.training.scoring import score
-from cohort.harness.types import PolicyOutput
+from fakes import graded_group
+from test_objectives import batch_of
 
 
 def weighted(algorithm, batch, advantages=None):

@@ -16,16 +16,17 @@ import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
+from cohort.harness.console.progress import CellView
+from cohort.harness.data import EvaluationResult, SampleRow
+from cohort.harness.ground.files import write_json
+from cohort.harness.record.evidence import write_evidence
+from cohort.harness.record.status import StudyStatus, TrialStatus
+from cohort.harness.record.study import StudyRecord
+from cohort.reports.render import write_report
+from cohort.reports.tables import cell, latex
 from fake_study import HOSTILE_ARM, FakeArm, factor_grid, fake_study, three_algorithms
 
 import cohort
-from cohort.harness.console.progress import CellView
-from cohort.harness.evidence.record import write_evidence
-from cohort.harness.files import write_json
-from cohort.harness.study.status import StudyStatus, TrialStatus
-from cohort.harness.types import EvaluationResult, SampleRow, StudyRecord
-from cohort.reports.render import write_report
-from cohort.reports.tables import cell, latex
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))

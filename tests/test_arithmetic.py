@@ -5,7 +5,6 @@ import time
 from collections import Counter
 
 import pytest
-
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import parse_run
 from cohort.tasks import arithmetic

@@ -13,26 +13,25 @@ from typing import Any
 
 import fake_trials
 import pytest
-from fake_trials import a_study
-from typer.testing import CliRunner
-
 from cohort.harness.cli.app import app
 from cohort.harness.cli.study import read_record, write_report
-from cohort.harness.disk import EXIT_STATUS, DiskFull
-from cohort.harness.files import write_json
+from cohort.harness.ground.disk import EXIT_STATUS, DiskFull
+from cohort.harness.ground.files import write_json
+from cohort.harness.mirror.run_log import RunLog, read_result
+from cohort.harness.mirror.studies import log_failures, open_study, read_study
+from cohort.harness.record.events import read_events
+from cohort.harness.record.status import StudyStatus
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.study import StudySpec
 from cohort.harness.study.checks import check_unchanged
+from cohort.harness.study.launchers.local import MAX_CRASHES, MAX_KILLS
+from cohort.harness.study.launchers.ray import Cluster, RayPool
 from cohort.harness.study.plan import Plan
-from cohort.harness.study.processes import MAX_CRASHES, MAX_KILLS
 from cohort.harness.study.queue import Queue
-from cohort.harness.study.ray_cluster import Cluster, RayPool
 from cohort.harness.study.runner import run_study
-from cohort.harness.study.status import StudyStatus
 from cohort.harness.study.storage.files import LocalStorage
-from cohort.harness.tracking.events import read_events
-from cohort.harness.tracking.mlflow_studies import log_failures, open_study, read_study
-from cohort.harness.tracking.run_log import RunLog, read_result
+from fake_trials import a_study
+from typer.testing import CliRunner
 
 START = b'{"type":"start","host":"h","pid":1,"time":1}\n'
 BAD_FILES = {  # one for each trial but the first: file -> content

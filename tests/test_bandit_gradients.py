@@ -11,7 +11,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-
 from cohort.algorithms.cispo import CISPO
 from cohort.algorithms.dapo import DAPO
 from cohort.algorithms.dppo import DPPO
@@ -31,7 +30,7 @@ from cohort.algorithms.remax import ReMax
 from cohort.algorithms.rgra import RGRA
 from cohort.algorithms.rloo import RLOO
 from cohort.algorithms.sapo import SAPO
-from cohort.harness.types import Batch, PolicyOutput
+from cohort.harness.data import Batch, PolicyOutput
 
 STOP = 2
 

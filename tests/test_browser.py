@@ -17,12 +17,11 @@ from typing import Any
 import browser
 import fake_trials
 import pytest
+from cohort.harness.mirror.address import tracking_uri
+from cohort.harness.mirror.studies import open_study, study_url
+from cohort.harness.mirror.ui import APP, serve_ui
 from mlflow import MlflowClient
 from test_tracking import a_study, log_trial
-
-from cohort.harness.tracking.mlflow_address import tracking_uri
-from cohort.harness.tracking.mlflow_studies import open_study, study_url
-from cohort.harness.tracking.mlflow_ui import APP, serve_ui
 
 HOSTILE = (
     "2+2=4<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
@@ -67,7 +66,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         folder = tmp_path_factory.mktemp("browser")
         fake_trials.install(folder / "plugins", patch)
         with (folder / "plugins" / "fake_plugins-1.dist-info" / "entry_points.txt").open("a") as points:
-            points.write(f"[mlflow.app]\n{APP} = cohort.harness.tracking.mlflow_page:app\n")  # as an install has it
+            points.write(f"[mlflow.app]\n{APP} = cohort.harness.mirror.page:app\n")  # as an install has it
         runs = folder / "runs"
         runs.mkdir()
         shutil.copy(fake_trials.empty_store(tmp_path_factory), runs / "mlflow.db")

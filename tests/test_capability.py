@@ -10,15 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_capability import capability_study, sharpened
-from fake_study import fake_study
-from scipy import special
-
-from cohort.harness.types import StudyRecord
+from cohort.harness.record.study import StudyRecord
 from cohort.reports.analysis import Analysis, analyse
 from cohort.reports.capability import Capabilities, Capability, capabilities, crossover, curves_of_counts, pass_table
 from cohort.reports.render import write_report
 from cohort.reports.statistics import fraction_interval
+from fake_capability import capability_study, sharpened
+from fake_study import fake_study
+from scipy import special
 
 
 def found_in(record: StudyRecord) -> tuple[Analysis, Capabilities | None]:

@@ -25,18 +25,17 @@ import kill_points
 import postgres_server
 import psutil
 import pytest
-
+from cohort.harness.mirror.studies import read_study
+from cohort.harness.mirror.writer import COST_AREAS
+from cohort.harness.record.events import read_events
+from cohort.harness.record.status import StudyStatus
 from cohort.harness.spec.study import StudySpec, parse_study
 from cohort.harness.study import worker
+from cohort.harness.study.launchers.ray import Cluster, import_ray
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Queue, open_storage
-from cohort.harness.study.ray_cluster import Cluster, import_ray
 from cohort.harness.study.runner import run_study, study_status
-from cohort.harness.study.status import StudyStatus
 from cohort.harness.study.storage.files import GRACE_SECONDS
-from cohort.harness.tracking.events import read_events
-from cohort.harness.tracking.mlflow_copy import COST_AREAS
-from cohort.harness.tracking.mlflow_studies import read_study
 
 LONG = bool(os.environ.get("COHORT_CHAOS"))
 ROOT = Path(__file__).resolve().parents[1]

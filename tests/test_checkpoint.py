@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from cohort.harness.policy.sources import model_sources
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
-from cohort.harness.training.checkpoint import latest_checkpoint, save_checkpoint
+from cohort.harness.run.checkpoint import latest_checkpoint, save_checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def save(folder, step, seed=0, keep=2, digest="abc"):

@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_study import FakeArm, factor_grid, fake_study
-from scipy import stats
-
-from cohort.harness.types import StudyRecord, TrialRecord
+from cohort.harness.record.study import StudyRecord, TrialRecord
 from cohort.reports.analysis import analyse
 from cohort.reports.claims import Claim, check_claims
+from fake_study import FakeArm, factor_grid, fake_study
+from scipy import stats
 
 MEMORY, TIME, ACCURACY, GROUP_SIZE, KL_WEIGHT, HARD_TASKS = range(6)
 

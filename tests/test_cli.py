@@ -25,24 +25,24 @@ import psutil
 import pytest
 import torch
 import typer
-from rich.console import Console
-from test_plugins import install
-
-from cohort import evaluate, load_study, open_result, run
 from cohort.harness.cli import app, doctor
 from cohort.harness.cli.commands import uncollected
 from cohort.harness.cli.compare import comparison
 from cohort.harness.cli.study import ran_elsewhere
 from cohort.harness.cli.views.answers import show_samples
 from cohort.harness.console import progress, terminal
+from cohort.harness.data import SampleRow, TrialState
+from cohort.harness.mirror import address as mlflow_address
+from cohort.harness.mirror.run_log import read_progress
+from cohort.harness.record.status import StudyStatus, TrialStatus
 from cohort.harness.spec.run import Optimizer
 from cohort.harness.study import runner
-from cohort.harness.study.processes import WorkerPool
-from cohort.harness.study.status import StudyStatus, TrialStatus
-from cohort.harness.tracking import mlflow_address
-from cohort.harness.tracking.run_log import read_progress
-from cohort.harness.types import SampleRow, TrialState
+from cohort.harness.study.launchers.local import WorkerPool
 from cohort.reports.tables import csv_text
+from rich.console import Console
+from test_plugins import install
+
+from cohort import evaluate, load_study, open_result, run
 
 # Seconds instead of minutes: an untrained model, few rollouts, few held-out problems.
 QUICK = [
@@ -449,7 +449,7 @@ def test_an_evaluation_states_accuracies_with_intervals(cohort: Shell, tmp_path:
 
 @pytest.mark.usefixtures("store")
 def test_an_evaluation_keeps_its_metrics_and_every_completion(cohort: Shell, runs: Path):
-    from cohort.harness.tracking.mlflow_store import connect
+    from cohort.harness.mirror.store import connect
 
     command = ["evaluate", "tiny", "--task", "arithmetic", "--samples", "3", "--name", "kept", *sets(*QUICK)]
     assert cohort(*command, "--json") == 0

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import datasets
 import pytest
-from real_data import real_data
-
 from cohort.tasks.cmath import CMATH
 from cohort.tasks.gsm8k import GSM8K
+from real_data import real_data
 
 FIXTURE = Path(__file__).parent / "fixtures" / "cmath"
 ROW = {"grade": 3, "question": "\u4e00\u52a0\u4e00\u662f\u591a\u5c11\uff1f", "golden": "2"}

@@ -6,14 +6,14 @@ import shutil
 
 import pytest
 import torch
+from cohort.harness.data import Demonstration, InvalidRun, Prompt, Sampling
+from cohort.harness.engines.transformers import TransformersEngine
+from cohort.harness.policy.sources import cold_start_key
+from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.run.cold_start import fit_demonstrations, start_policy
+from cohort.harness.spec.run import ColdStart, parse_run
 from fakes import tiny_codec
 from filelock import FileLock
-
-from cohort.harness.engines.transformers import TransformersEngine
-from cohort.harness.policy.tiny import tiny_model
-from cohort.harness.spec.run import ColdStart, parse_run
-from cohort.harness.training.cold_start import cold_start_key, fit_demonstrations, start_policy
-from cohort.harness.types import Demonstration, InvalidRun, Prompt, Sampling
 
 
 def make_spec(**cold_start):

@@ -8,22 +8,21 @@ from copy import deepcopy
 
 import pytest
 import torch
+from cohort.harness.checks.memory_estimate import estimate_run
+from cohort.harness.checks.preflight import check_inputs
+from cohort.harness.data import InvalidRun, Prompt, Sampling
+from cohort.harness.engines.transformers import TransformersEngine
+from cohort.harness.policy import compiled
+from cohort.harness.policy.lora import add_adapter
+from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.run.agreement import check_agreement
+from cohort.harness.run.learner import Learner
+from cohort.harness.spec.run import parse_run
 from fakes import tiny_codec
 from pretend_cuda import pretend_cuda
 from test_agreement import PROMPTS, make_run
 from test_learner import make_batch
 from torch._dynamo.utils import counters
-
-from cohort.harness.engines.transformers import TransformersEngine
-from cohort.harness.memory.estimate import estimate_run
-from cohort.harness.policy import compiled
-from cohort.harness.policy.lora import add_adapter
-from cohort.harness.policy.tiny import tiny_model
-from cohort.harness.preflight import check_inputs
-from cohort.harness.spec.run import parse_run
-from cohort.harness.training.agreement import check_agreement
-from cohort.harness.training.learner import Learner
-from cohort.harness.types import InvalidRun, Prompt, Sampling
 
 
 @pytest.fixture(autouse=True)

@@ -7,15 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_study import FakeArm, fake_study
-
+from cohort.harness.record.study import StudyRecord
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study
 from cohort.harness.spec.study import parse_study
-from cohort.harness.types import StudyRecord
 from cohort.reports.analysis import analyse
 from cohort.reports.components import ranked_components
 from cohort.reports.render import write_report
+from fake_study import FakeArm, fake_study
 
 PARTS = {
     "high": {"algorithm.clip_epsilon_high": 0.28},

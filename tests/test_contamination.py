@@ -10,24 +10,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cohort.harness.mirror.run_log import RunLog
+from cohort.harness.mirror.studies import open_study, read_study
+from cohort.harness.policy.text import TextCodec
+from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
+from cohort.harness.run import contamination
+from cohort.harness.run.contamination import mean_logprobs, parted, renumbered, reworded, rouge_l, words
+from cohort.harness.run.probe import ProbeSettings, probe_once
+from cohort.harness.spec.run import RunSpec, parse_run
+from cohort.harness.spec.study import StudySpec
+from cohort.reports.contamination import Finding, judge, verdict
+from cohort.reports.render import write_report
+from cohort.reports.statistics import permutation_test
 from contaminated import findings, trained_on
 from fake_study import HOSTILE, fake_study
 from scipy import stats
 from test_cli import Shell
 from test_report import read_page
-
-from cohort.harness.policy.text import TextCodec
-from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
-from cohort.harness.runs.contamination import ProbeSettings, probe_once
-from cohort.harness.spec.run import RunSpec, parse_run
-from cohort.harness.spec.study import StudySpec
-from cohort.harness.tracking.mlflow_studies import open_study, read_study
-from cohort.harness.tracking.run_log import RunLog
-from cohort.harness.training import contamination
-from cohort.harness.training.contamination import mean_logprobs, parted, renumbered, reworded, rouge_l, words
-from cohort.reports.contamination import Finding, judge, verdict
-from cohort.reports.render import write_report
-from cohort.reports.statistics import permutation_test
 
 CODEC = TextCodec(tiny_tokenizer())
 

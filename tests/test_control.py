@@ -17,15 +17,17 @@ import fake_trials
 import numpy as np
 import psutil
 import pytest
-from fake_study import fake_study
-from fake_trials import a_study
-from rich.console import Console
-from safetensors.torch import load_file
-from test_checkpoint import save
-
-from cohort.harness.cli.refresh import Refresher
+from cohort.harness.api.refresh import Refresher
 from cohort.harness.console.watch import Page, spark, watch
-from cohort.harness.files import read_json, write_json
+from cohort.harness.ground.files import read_json, write_json
+from cohort.harness.mirror.store import connect, search_runs
+from cohort.harness.mirror.studies import log_failures, open_study, read_study
+from cohort.harness.mirror.writer import COST_AREAS
+from cohort.harness.record.events import EVENTS, read_events
+from cohort.harness.record.finished import CHECKPOINTS
+from cohort.harness.record.status import StudyStatus
+from cohort.harness.record.study import ExploratoryArm
+from cohort.harness.run import loop
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.study import StudySpec, parse_study
 from cohort.harness.study.checks import check_unchanged
@@ -33,18 +35,15 @@ from cohort.harness.study.control import clone_arm, resume_arm, stop_arm
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import HELD, Claim, Outcome, Queue, open_storage
 from cohort.harness.study.runner import run_study, study_status, take_up_requests
-from cohort.harness.study.status import StudyStatus
 from cohort.harness.study.storage.files import FileLease
 from cohort.harness.study.worker import worker_main
-from cohort.harness.tracking.events import EVENTS, read_events
-from cohort.harness.tracking.mlflow_copy import COST_AREAS
-from cohort.harness.tracking.mlflow_store import connect, search_runs
-from cohort.harness.tracking.mlflow_studies import log_failures, open_study, read_study
-from cohort.harness.training import loop
-from cohort.harness.training.finished import CHECKPOINTS
-from cohort.harness.types import ExploratoryArm
 from cohort.reports.analysis import analyse
 from cohort.reports.render import write_report as render
+from fake_study import fake_study
+from fake_trials import a_study
+from rich.console import Console
+from safetensors.torch import load_file
+from test_checkpoint import save
 
 METRIC = "validation/accuracy"
 ARMS = ["group_size=2", "group_size=4"]

@@ -12,26 +12,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cohort.harness.cli.compare import comparison
+from cohort.harness.data import GradedGroup, Group, Prompt, Rollout
+from cohort.harness.interfaces import Task
+from cohort.harness.policy.sources import start_name
+from cohort.harness.record.study import StudyRecord, TrialRecord
+from cohort.harness.run.control_rewards import control_rewards
+from cohort.harness.run.grading import grade, grade_by_other_gold
+from cohort.harness.run.loop import train
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.run import RunSpec, parse_run
+from cohort.harness.spec.study import parse_study
+from cohort.harness.study.two_stage import decide
+from cohort.reports.analysis import Analysis, analyse
+from cohort.reports.controls import verdicts
+from cohort.reports.render import results_csv, write_report
 from fake_study import FakeArm, fake_study
 from fakes import MemoryLog, assert_same_weights, final_weights, graded_group
 from safetensors.torch import load_file
 from test_gates import make_spec as stuck_spec
 from test_train import BASE
-
-from cohort.harness.cli.compare import comparison
-from cohort.harness.interfaces import Task
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.run import RunSpec, parse_run
-from cohort.harness.spec.study import parse_study
-from cohort.harness.study.two_stage import decide
-from cohort.harness.training.cold_start import start_name
-from cohort.harness.training.control_rewards import control_rewards
-from cohort.harness.training.grading import grade, grade_by_other_gold
-from cohort.harness.training.loop import train
-from cohort.harness.types import GradedGroup, Group, Prompt, Rollout, StudyRecord, TrialRecord
-from cohort.reports.analysis import Analysis, analyse
-from cohort.reports.controls import verdicts
-from cohort.reports.render import results_csv, write_report
 
 REWARDS = ("random", "format_only", "inverted", "shuffled_gold")
 CONTROLS = (*REWARDS, "frozen")

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import yaml
-
 from cohort.harness.cli.compare import comparison
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study

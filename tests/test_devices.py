@@ -14,28 +14,26 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from fakes import MemoryLog, StopAfter
-from ranks_at_work import RESUMED, RUN
-from transformers import Qwen2Config
-
-from cohort.harness import preflight
+from cohort.harness.checks import memory_estimate, memory_fit, preflight
+from cohort.harness.devices import hosts
+from cohort.harness.devices import ranks as rank_messages
+from cohort.harness.devices.memory import GIB
 from cohort.harness.engines.vllm import VLLMEngine
-from cohort.harness.machine import HOSTS, Hosts
-from cohort.harness.memory import estimate as memory_estimate
-from cohort.harness.memory import fit as memory_fit
-from cohort.harness.memory.usage import GIB
+from cohort.harness.ground.machine import HOSTS, Hosts
 from cohort.harness.policy.model import load_policy
 from cohort.harness.policy.tiny import tiny_config, tiny_model
-from cohort.harness.runs.pipeline import train_pipeline
-from cohort.harness.runs.single import train_once
-from cohort.harness.runs.stages import Stage
+from cohort.harness.run import launch
+from cohort.harness.run.launch import train
+from cohort.harness.run.pipeline import train_pipeline
+from cohort.harness.run.single import train_once
+from cohort.harness.run.stages import Stage
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study
 from cohort.harness.spec.run import parse_run
-from cohort.harness.study import processes
-from cohort.harness.training import hosts, launch
-from cohort.harness.training import ranks as rank_messages
-from cohort.harness.training.launch import train
+from cohort.harness.study.launchers import local as processes
+from fakes import MemoryLog, StopAfter
+from ranks_at_work import RESUMED, RUN
+from transformers import Qwen2Config
 
 
 def case(algorithm: str = "grpo", **changes: Any) -> dict[str, Any]:

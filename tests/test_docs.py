@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import typer
-
-import cohort
 from cohort.harness import plugins
 from cohort.harness.cli import app
 from cohort.harness.spec import paths
 from cohort.harness.spec.run import RunSpec
 from cohort.harness.spec.study import StudySpec
+
+import cohort
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]

@@ -1,16 +1,15 @@
 """Dynamic sampling: what is replaced, what it costs, that it ends, and that a resumed run draws the same prompts."""
 
 import pytest
-from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
-
+from cohort.harness.data import Prompt
+from cohort.harness.run.loop import train
+from cohort.harness.run.sampling import further_prompts, sample_groups
+from cohort.harness.run.scoring import score
+from cohort.harness.run.state import Clock, prepare
+from cohort.harness.run.step import train_step
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import parse_run
-from cohort.harness.training.loop import train
-from cohort.harness.training.run import Clock, prepare
-from cohort.harness.training.sampling import further_prompts, sample_groups
-from cohort.harness.training.scoring import score
-from cohort.harness.training.step import train_step
-from cohort.harness.types import Prompt
+from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
 
 
 def make_spec(max_batches, **changes):

@@ -8,7 +8,6 @@ import hostile
 import psutil
 import pytest
 import yaml
-
 from cohort.tasks import _symbolic
 from cohort.tasks._symbolic import Checker, Reply
 from cohort.tasks.math import Math

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from cohort.reports.analysis import analyse
+from cohort.reports.prose.answer import answer
 from error_rates import DESIGNS, SEEDS, claims_a_difference, error_rate
 from fake_study import fake_study
 from scipy import stats
-
-from cohort.reports.analysis import analyse
-from cohort.reports.prose.answer import answer
 
 STUDIES = 80
 

@@ -8,17 +8,16 @@ from typing import Any
 
 import fake_trials
 import pytest
-from fake_trials import a_study
-from typer.testing import CliRunner
-
 from cohort.harness.cli.app import app
-from cohort.harness.files import write_json
+from cohort.harness.ground.files import write_json
+from cohort.harness.record.status import StudyStatus, TrialStatus
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study
 from cohort.harness.study.estimates import budget, cost, remaining_seconds
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.runner import dry_run
-from cohort.harness.study.status import StudyStatus, TrialStatus
+from fake_trials import a_study
+from typer.testing import CliRunner
 
 pytestmark = pytest.mark.usefixtures("plugins")
 

@@ -4,13 +4,11 @@ import itertools
 
 import numpy as np
 import pytest
-from fakes import graded_group, tiny_codec
-
+from cohort.harness.data import EvaluationResult, Prompt
 from cohort.harness.engines.scripted import ScriptedEngine
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.rewards.majority_vote import majority_correct
-from cohort.harness.spec.run import parse_run
-from cohort.harness.training.evaluate import (
+from cohort.harness.run.evaluate import (
     breakdown,
     evaluate_run,
     evaluation_metrics,
@@ -21,7 +19,8 @@ from cohort.harness.training.evaluate import (
     sample_metrics,
     wilson_interval,
 )
-from cohort.harness.types import EvaluationResult, Prompt
+from cohort.harness.spec.run import parse_run
+from fakes import graded_group, tiny_codec
 
 
 def graded(classes, correct):

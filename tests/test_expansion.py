@@ -10,12 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import cohort.harness.spec.run
 import fake_trials
 import pytest
 import yaml
-from typer.testing import CliRunner
-
-import cohort.harness.spec.run
 from cohort.harness.cli.app import app
 from cohort.harness.spec.load import load_study, runs_of, shipped_studies
 from cohort.harness.spec.raw import with_overrides
@@ -23,6 +21,7 @@ from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Queue
 from cohort.harness.study.runner import dry_run, run_study
 from cohort.harness.study.worker import worker_main
+from typer.testing import CliRunner
 
 RATE = {"low": 1e-5, "high": 1e-3, "log": True}
 TUNING = {"space": {"optimizer.learning_rate": RATE}, "trials": 2, "seeds": [7]}

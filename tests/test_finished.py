@@ -9,28 +9,26 @@ from pathlib import Path
 
 import fake_trials
 import pytest
-from fake_trials import a_study
-from test_learner import make_batch
-from test_memory import cohort
-from test_study import METRIC, a_queue, completions, executions
-
-from cohort.harness.files import write_json
+from cohort.harness.checks import disk
+from cohort.harness.checks.disk import check_disk, disk_need, estimate_disk
+from cohort.harness.ground.files import write_json
 from cohort.harness.policy.lora import add_adapter
-from cohort.harness.policy.sources import Base
+from cohort.harness.policy.sources import Base, start_name
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
-from cohort.harness.runs.single import train_once
-from cohort.harness.runs.stages import load_pipeline
+from cohort.harness.record.finished import drop_checkpoints, model_folder
+from cohort.harness.run.checkpoint import save_checkpoint
+from cohort.harness.run.learner import Learner
+from cohort.harness.run.single import train_once
+from cohort.harness.run.stages import load_pipeline
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study
 from cohort.harness.spec.run import parse_run
 from cohort.harness.study.runner import dry_run, run_study
 from cohort.harness.study.worker import worker_main
-from cohort.harness.training import disk
-from cohort.harness.training.checkpoint import save_checkpoint
-from cohort.harness.training.cold_start import start_name
-from cohort.harness.training.disk import check_disk, disk_need, estimate_disk
-from cohort.harness.training.finished import drop_checkpoints, model_folder
-from cohort.harness.training.learner import Learner
+from fake_trials import a_study
+from test_learner import make_batch
+from test_memory import cohort
+from test_study import METRIC, a_queue, completions, executions
 
 RUN = {"task": "arithmetic", "algorithm": {"name": "grpo", "group_size": 2}, "rollouts_per_step": 8}
 Usage = namedtuple("Usage", "total used free")

@@ -7,23 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes import MemoryLog, StopAfter, tiny_codec
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
-
+from cohort.harness.data import Prompt
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.policy.forward import token_logprobs
 from cohort.harness.policy.lora import add_adapter
 from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.run import flops
+from cohort.harness.run.batch import collate
+from cohort.harness.run.learner import Learner
+from cohort.harness.run.ledger import Ledger, energy_meter
+from cohort.harness.run.loop import train
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import RunSpec, parse_run
-from cohort.harness.training import flops
-from cohort.harness.training.batch import collate
-from cohort.harness.training.learner import Learner
-from cohort.harness.training.ledger import Ledger, energy_meter
-from cohort.harness.training.loop import train
-from cohort.harness.types import Prompt
+from fakes import MemoryLog, StopAfter, tiny_codec
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 GROUPED = {
     "vocab_size": 100, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 8,

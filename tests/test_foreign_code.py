@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-
 from cohort.harness.policy.model import check_model, load_policy, load_tokenizer, save_model
 from cohort.harness.policy.text import TextCodec
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
-from cohort.harness.training.checkpoint import latest_checkpoint, save_checkpoint
+from cohort.harness.run.checkpoint import latest_checkpoint, save_checkpoint
 from cohort.tasks.gsm8k import GSM8K
 
 

@@ -6,7 +6,6 @@ from typing import get_args
 
 import hostile
 import pytest
-
 from cohort.tasks import _formats, _numbers
 from cohort.tasks._formats import AnswerFormat
 

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import fake_trials
 import pytest
+from cohort.harness.cli import app
+from cohort.harness.ground.disk import DiskFull, disk_full
+from cohort.harness.mirror.studies import read_study
+from cohort.harness.record.status import StudyStatus
+from cohort.harness.study.runner import study_status
 from fake_trials import a_study
 from test_study import check_history, completions, journal, living_workers, run, wanted
-
-from cohort.harness.cli import app
-from cohort.harness.disk import DiskFull, disk_full
-from cohort.harness.study.runner import study_status
-from cohort.harness.study.status import StudyStatus
-from cohort.harness.tracking.mlflow_studies import read_study
 
 SIZE = 130_000_000  # bytes; a start asks for 100 MB
 

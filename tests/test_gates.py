@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from fakes import MemoryLog, StopAfter
-
+from cohort.harness.data import Batch, InvalidRun
+from cohort.harness.run.gates import GateState, check_gates, group_metrics, weight_sample, weights_metric
+from cohort.harness.run.loop import train
 from cohort.harness.spec.run import Gates, parse_run
-from cohort.harness.training.gates import GateState, check_gates, group_metrics, weight_sample, weights_metric
-from cohort.harness.training.loop import train
-from cohort.harness.types import Batch, InvalidRun
+from fakes import MemoryLog, StopAfter
 
 FINE = {"mismatch/kl": 0.0, "train/stuck_groups": 0.0, "policy/entropy": 1.0, "train/answered": 0.8}
 

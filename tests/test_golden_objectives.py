@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from cohort.harness import plugins
-from cohort.harness.tensors import pad_right
-from cohort.harness.types import Batch, PolicyOutput
+from cohort.harness.data import Batch, PolicyOutput
+from cohort.harness.ground.tensors import pad_right
 
 FILE = Path(__file__).parent / "golden" / "objectives.json"
 GOLDEN = json.loads(FILE.read_text())

@@ -5,15 +5,14 @@ from fractions import Fraction
 from typing import Literal
 
 import pytest
-
+from cohort.harness.data import Group, Prompt, Rollout
 from cohort.harness.interfaces import Task
 from cohort.harness.rewards.accuracy import Accuracy
+from cohort.harness.run.batch import rollout_metrics
+from cohort.harness.run.evaluate import metric_names, problem_score, sample_metrics
+from cohort.harness.run.grading import grade, sample_rows
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import Evaluation, parse_run
-from cohort.harness.training.batch import rollout_metrics
-from cohort.harness.training.evaluate import metric_names, problem_score, sample_metrics
-from cohort.harness.training.grading import grade, sample_rows
-from cohort.harness.types import Group, Prompt, Rollout
 
 asked: list[tuple[str, str]] = []
 read: list[str] = []

@@ -7,13 +7,12 @@ from typing import Any
 import hostile
 import pytest
 import sympy
-from real_data import ROOT
-from test_grading import FractionTask, group
-
-from cohort.harness.training import grading
-from cohort.harness.training.grading import grade
+from cohort.harness.run import grading
+from cohort.harness.run.grading import grade
 from cohort.tasks import _questions, _symbolic, _values
 from cohort.tasks._symbolic import Checker, Reply
+from real_data import ROOT
+from test_grading import FractionTask, group
 
 # Every pair of 16 powers and the gold answer, as a group of distinct answers is compared; it prints what algebra did.
 COUNTED = r"""

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import datasets
 import pytest
-from real_data import ROOT, real_data
-
 from cohort.tasks import _numbers
 from cohort.tasks.gsm8k import GSM8K
+from real_data import ROOT, real_data
 
 FIXTURE = Path(__file__).parent / "fixtures" / "gsm8k"
 ROW = {"question": "How many legs have 3 dogs?", "answer": "3*4 = <<3*4=12>>12 legs.\n#### 12"}

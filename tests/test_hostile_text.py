@@ -8,16 +8,15 @@ from pathlib import Path
 import fake_trials
 import postgres_server
 import pytest
-from test_storage import a_study as a_queued_study
-from test_storage import claimed, new_queue
-from test_tracking import a_spec, a_study
-
+from cohort.harness.mirror import address as mlflow_address
+from cohort.harness.mirror.run_log import RunLog
+from cohort.harness.mirror.studies import open_study, read_study
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.study import parse_study
 from cohort.harness.study.queue import Outcome
-from cohort.harness.tracking import mlflow_address
-from cohort.harness.tracking.mlflow_studies import open_study, read_study
-from cohort.harness.tracking.run_log import RunLog
+from test_storage import a_study as a_queued_study
+from test_storage import claimed, new_queue
+from test_tracking import a_spec, a_study
 
 HOSTILE = "boom \0 and \ud800, then "
 SHOWN = "boom \N{REPLACEMENT CHARACTER} and ?, then "

@@ -18,23 +18,23 @@ from typing import Any
 
 import psutil
 import pytest
-from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
-from ranks_at_work import RUN
-from test_chaos import needs_ray, two_ray_nodes, values
-
-from cohort.harness import preflight
+from cohort.harness.checks import preflight
 from cohort.harness.cli.app import main
-from cohort.harness.machine import HOSTS, Hosts
-from cohort.harness.runs.single import train_once
+from cohort.harness.devices import hosts
+from cohort.harness.devices.hosts import DOOR, Share, doors, open_door
+from cohort.harness.ground.machine import HOSTS, Hosts
+from cohort.harness.record.status import StudyStatus
+from cohort.harness.run import launch
+from cohort.harness.run.launch import train
+from cohort.harness.run.single import train_once
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import RunSpec, parse_run
 from cohort.harness.spec.study import parse_study
-from cohort.harness.study.ray_cluster import Cluster
+from cohort.harness.study.launchers.ray import Cluster
 from cohort.harness.study.runner import run_study
-from cohort.harness.study.status import StudyStatus
-from cohort.harness.training import hosts, launch
-from cohort.harness.training.hosts import DOOR, Share, doors, open_door
-from cohort.harness.training.launch import train
+from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
+from ranks_at_work import RUN
+from test_chaos import needs_ray, two_ray_nodes, values
 
 HERE = Hosts(2, "127.0.0.1")
 
@@ -223,7 +223,7 @@ def test_a_host_that_sees_other_checkpoints_ends_the_trial_in_one_sentence(tmp_p
     train(spec_of(steps=1, devices=1), tmp_path / "run", MemoryLog(), cache=tmp_path / "cache")
     code = (
         "import sys, dataclasses\nfrom pathlib import Path\nfrom multiprocessing.connection import Connection\n"
-        "from cohort.harness.training import hosts, launch\n"
+        "from cohort.harness.devices import hosts\nfrom cohort.harness.run import launch\n"
         "class Elsewhere(Connection):\n"
         "    def recv(self):\n"
         "        job = super().recv()\n"
@@ -232,7 +232,7 @@ def test_a_host_that_sees_other_checkpoints_ends_the_trial_in_one_sentence(tmp_p
     )
     (tmp_path / "elsewhere.py").write_text(code)
     host = (
-        "import sys\nfrom pathlib import Path\nfrom cohort.harness.training import hosts\n"
+        "import sys\nfrom pathlib import Path\nfrom cohort.harness.devices import hosts\n"
         f"hosts.rank_command = lambda fd: [sys.executable, {str(tmp_path / 'elsewhere.py')!r}, str(fd)]\n"
         f"hosts.join(Path({str(tmp_path)!r}), '', lambda: False)"
     )

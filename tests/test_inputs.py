@@ -10,26 +10,25 @@ from pathlib import Path
 
 import fake_trials
 import pytest
-from fakes import MemoryLog, StopAfter
-
-from cohort.harness import files
-from cohort.harness.files import read_json, sha256, write_json
-from cohort.harness.inputs import InputsChanged, digested, expecting
+from cohort.harness.checks.preflight import run_inputs
+from cohort.harness.ground import files
+from cohort.harness.ground.files import read_json, sha256, write_json
+from cohort.harness.ground.inputs import InputsChanged, digested, expecting
+from cohort.harness.mirror.store import connect
+from cohort.harness.mirror.studies import read_study
 from cohort.harness.policy.model import save_model
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
-from cohort.harness.preflight import run_inputs
-from cohort.harness.runs.pipeline import train_pipeline
-from cohort.harness.runs.single import train_once
-from cohort.harness.runs.stages import Stage
+from cohort.harness.run.loop import train
+from cohort.harness.run.pipeline import train_pipeline
+from cohort.harness.run.single import train_once
+from cohort.harness.run.stages import Stage
 from cohort.harness.spec.run import parse_run
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Queue
 from cohort.harness.study.runner import dry_run, run_study, study_status
 from cohort.harness.study.worker import EXECUTE, worker_main
-from cohort.harness.tracking.mlflow_store import connect
-from cohort.harness.tracking.mlflow_studies import read_study
-from cohort.harness.training.loop import train
 from cohort.tasks.gsm8k import GSM8K
+from fakes import MemoryLog, StopAfter
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMIT, OTHER = "a" * 40, "b" * 40
@@ -281,7 +280,7 @@ from pathlib import Path
 from datasets import Dataset, DatasetInfo, config
 from datasets.splits import SplitDict, SplitInfo
 from huggingface_hub import constants
-from cohort.harness.inputs import InputsChanged, digested, expecting
+from cohort.harness.ground.inputs import InputsChanged, digested, expecting
 from cohort.harness.policy.model import load_policy, save_model
 from cohort.harness.policy.sources import model_sources
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_study import FakeArm, fake_study
-
-from cohort.harness.types import StudyRecord
+from cohort.harness.record.study import StudyRecord
 from cohort.reports.analysis import analyse
 from cohort.reports.join import join
 from cohort.reports.prose.notes import notes
 from cohort.reports.render import results_csv, write_report
+from fake_study import FakeArm, fake_study
 
 
 def study(name: str, seeds: range = range(3), **settings: Any) -> StudyRecord:

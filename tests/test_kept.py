@@ -5,16 +5,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fakes import tiny_codec
-
+from cohort.harness.checks.memory_fit import check_samples
 from cohort.harness.engines.scripted import ScriptedEngine
-from cohort.harness.memory.fit import check_samples
 from cohort.harness.policy.tiny import tiny_model
-from cohort.harness.runs.single import evaluate_once
+from cohort.harness.run.evaluate import evaluate_run
+from cohort.harness.run.kept import Completions
+from cohort.harness.run.single import evaluate_once
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import RunSpec, parse_run
-from cohort.harness.training.evaluate import evaluate_run
-from cohort.harness.training.kept import Completions
+from fakes import tiny_codec
 
 
 class CountingEngine(ScriptedEngine):

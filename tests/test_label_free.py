@@ -10,20 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fake_study import fake_study
-from fakes import MemoryLog, graded_group
-from test_plugins import install
-
 from cohort.harness.rewards.answer_entropy import AnswerEntropy
 from cohort.harness.rewards.majority_vote import MajorityVote
 from cohort.harness.rewards.self_certainty import SelfCertainty
 from cohort.harness.rewards.token_entropy import TokenEntropy
+from cohort.harness.run.sampling import sample_groups
+from cohort.harness.run.state import Clock, prepare
 from cohort.harness.spec.run import parse_run
-from cohort.harness.training.run import Clock, prepare
-from cohort.harness.training.sampling import sample_groups
 from cohort.reports.analysis import analyse
 from cohort.reports.collapse import collapse_step, collapses
 from cohort.reports.prose.notes import notes
+from fake_study import fake_study
+from fakes import MemoryLog, graded_group
+from test_plugins import install
 
 TESTS = Path(__file__).resolve().parent
 

@@ -5,6 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from cohort.harness.data import Prompt, Sampling
+from cohort.harness.engines._decoding import LibraryDecoder
+from cohort.harness.engines.transformers import TransformersEngine
+from cohort.harness.ground.tensors import pad_left
+from cohort.harness.policy import fused_llama
+from cohort.harness.policy.forward import Critic, completion_states, prompt_states, token_logprobs
+from cohort.harness.policy.llama_decoder import LeanDecoder
+from cohort.harness.policy.lora import add_adapter
+from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.spec.run import LoRA
 from fakes import tiny_codec
 from torch import nn
 from transformers import (
@@ -15,17 +25,6 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-
-from cohort.harness.engines._decoding import LibraryDecoder
-from cohort.harness.engines.transformers import TransformersEngine
-from cohort.harness.policy import fused_llama
-from cohort.harness.policy.forward import Critic, completion_states, prompt_states, token_logprobs
-from cohort.harness.policy.llama_decoder import LeanDecoder
-from cohort.harness.policy.lora import add_adapter
-from cohort.harness.policy.tiny import tiny_model
-from cohort.harness.spec.run import LoRA
-from cohort.harness.tensors import pad_left
-from cohort.harness.types import Prompt, Sampling
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -4,13 +4,12 @@ import functools
 
 import pytest
 import torch
-
 from cohort.harness import plugins
+from cohort.harness.data import Batch, InvalidRun
 from cohort.harness.policy.forward import prompt_states, token_logprobs
 from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.run.learner import Learner, explained_variance
 from cohort.harness.spec.run import parse_run
-from cohort.harness.training.learner import Learner, explained_variance
-from cohort.harness.types import Batch, InvalidRun
 
 
 def make_spec(algorithm="grpo", **changes):
@@ -245,7 +244,7 @@ def test_prompts_that_rows_share_are_read_once_with_the_same_gradient(algorithm,
     spec, batch = make_spec(algorithm, tokens_per_microbatch=budget, num_inner_epochs=2), shared_prompts()
     assert prompt_states(tiny_model(0), batch.tokens_BT, batch.completion_mask_BT) is not None
     shared = gradients(spec, batch)
-    monkeypatch.setattr("cohort.harness.training.learner.prompt_states", lambda *_: None)
+    monkeypatch.setattr("cohort.harness.run.learner.prompt_states", lambda *_: None)
     apart = gradients(spec, batch)
     assert (shared - apart).norm() <= 1e-6 * apart.norm()  # the norms inside the model are in float32
     assert apart.norm() > 0

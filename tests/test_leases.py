@@ -12,13 +12,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from fake_trials import a_study
-
-from cohort.harness.files import read_json, write_json
+from cohort.harness.ground.files import read_json, write_json
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Claim, Queue
 from cohort.harness.study.storage.base import Lease, is_alive, machine, this_process
 from cohort.harness.study.storage.files import GRACE_SECONDS, LOOK_SECONDS, FileLease, LocalStorage
+from fake_trials import a_study
 
 LOOK = 5.0  # seconds between two looks of a watcher
 

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import fake_trials
 import pytest
-from typer.testing import CliRunner
-
 from cohort.harness.cli.app import app
-from cohort.harness.tracking import mlflow_store
-from cohort.harness.tracking.mlflow_store import check_runs_folder
+from cohort.harness.mirror import store as mlflow_store
+from cohort.harness.mirror.store import check_runs_folder
+from typer.testing import CliRunner
 
 HOLD = """
 import sqlite3, sys

@@ -5,22 +5,21 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from fakes import MemoryLog
-from safetensors.torch import load_file
-from test_learner import make_batch
-from test_train import BASE, StopAfter
-
-from cohort.harness.inputs import InputsChanged
+from cohort.harness.ground.inputs import InputsChanged
 from cohort.harness.policy.forward import token_logprobs
 from cohort.harness.policy.lora import adapter_off, adapter_weights, add_adapter, merged_weights
 from cohort.harness.policy.model import check_model, load_policy, save_model
 from cohort.harness.policy.sources import Base, model_sources
 from cohort.harness.policy.tiny import tiny_config, tiny_model, tiny_tokenizer
+from cohort.harness.run.learner import Learner
+from cohort.harness.run.loop import train
+from cohort.harness.run.weight_sync import _learner_scores
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import parse_run
-from cohort.harness.training.learner import Learner
-from cohort.harness.training.loop import train
-from cohort.harness.training.weight_sync import _learner_scores
+from fakes import MemoryLog
+from safetensors.torch import load_file
+from test_learner import make_batch
+from test_train import BASE, StopAfter
 
 LORA = {"rank": 4, "alpha": 8.0}
 

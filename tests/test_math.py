@@ -13,13 +13,12 @@ from pathlib import Path
 import hostile
 import psutil
 import pytest
-from real_data import ROOT, real_data
-
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import parse_run
 from cohort.tasks import _child, _latex, _symbolic
 from cohort.tasks._symbolic import Checker
 from cohort.tasks.math import Math
+from real_data import ROOT, real_data
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from real_data import real_data
-
 from cohort.tasks.math import Math
 from cohort.tasks.math500 import Math500
+from real_data import real_data
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

@@ -7,35 +7,33 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from fakes import MemoryLog
-from live_memory import LiveMemory
-from pretend_cuda import pretend_cuda
-
+from cohort.harness.api.measure_memory import measure, shape, with_ratios
+from cohort.harness.checks import memory_count, memory_estimate
+from cohort.harness.checks.memory_count import Shape, count
+from cohort.harness.checks.memory_estimate import estimate, estimate_run, longest_prompt, peak_bytes
+from cohort.harness.checks.memory_fit import _fixes, check_memory
+from cohort.harness.checks.preflight import check_inputs
 from cohort.harness.cli import app
-from cohort.harness.cli.measure_memory import measure, shape, with_ratios
 from cohort.harness.cli.memory import show_measured
+from cohort.harness.devices.device import mixed_precision
+from cohort.harness.devices.memory import device_bytes
 from cohort.harness.engines.transformers import TransformersEngine
-from cohort.harness.memory import count as memory_count
-from cohort.harness.memory import estimate as memory_estimate
-from cohort.harness.memory.count import Shape, count
-from cohort.harness.memory.estimate import estimate, estimate_run, longest_prompt, peak_bytes
-from cohort.harness.memory.fit import _fixes, check_memory
-from cohort.harness.memory.usage import device_bytes
 from cohort.harness.policy import fused_llama
 from cohort.harness.policy import text as policy_text
-from cohort.harness.policy.device import mixed_precision
 from cohort.harness.policy.forward import Critic, completion_states, token_logprobs
 from cohort.harness.policy.lora import add_adapter, hold_frozen_products
 from cohort.harness.policy.model import model_config, save_model
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
-from cohort.harness.preflight import check_inputs
+from cohort.harness.run.state import prepare
+from cohort.harness.run.step import train_step
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study, runs_of
 from cohort.harness.spec.run import parse_run
 from cohort.harness.study.checks import check_study
 from cohort.harness.study.worker import EXECUTE
-from cohort.harness.training.run import prepare
-from cohort.harness.training.step import train_step
+from fakes import MemoryLog
+from live_memory import LiveMemory
+from pretend_cuda import pretend_cuda
 
 # Of the built-in model: 100 x 64 embeddings, tied; per layer 4 x 64 x 64 of attention, 3 x 64 x 192 of the MLP and two
 # norms of 64; one norm at the end: 6400 + 3 x (16384 + 36864 + 128) + 64 = 166592.
@@ -429,9 +427,9 @@ def test_the_estimate_is_within_10_percent_of_the_tensors_of_a_step_on_a_pretend
 
 def test_workers_that_share_a_gpu_are_counted_together(monkeypatch):
     monkeypatch.setattr("cohort.harness.study.checks.usable_gpus", lambda: ("0", "1"))
-    monkeypatch.setattr("cohort.harness.study.processes.usable_gpus", lambda: ("0", "1"))
+    monkeypatch.setattr("cohort.harness.study.launchers.local.usable_gpus", lambda: ("0", "1"))
     seen = []
-    monkeypatch.setattr("cohort.harness.memory.fit.check_memory", lambda spec, copies: seen.append(copies))
+    monkeypatch.setattr("cohort.harness.checks.memory_fit.check_memory", lambda spec, copies: seen.append(copies))
     study = load_study("quickstart")
     with pretend_cuda():
         for workers in (None, 2, 3, 5):
@@ -446,7 +444,7 @@ def test_workers_that_share_a_gpu_are_counted_together(monkeypatch):
     ("changes", "least"), [({}, None), ({"dtype": "float32"}, "0.47"), ({"lora": {"rank": 8}, "autocast": True}, None)]
 )
 def test_vllms_share_of_a_gpu_must_hold_its_weights(monkeypatch, changes, least):
-    monkeypatch.setattr("cohort.harness.memory.estimate.device_bytes", lambda device: 10 * 2**30)
+    monkeypatch.setattr("cohort.harness.checks.memory_estimate.device_bytes", lambda device: 10 * 2**30)
     # 1.24 billion weights: 2.3 GiB in bfloat16, 4.6 in float32; and keys and values of one completion
     engine = {"name": "vllm", "gpu_memory_utilization": 0.25}
     spec = make_spec(**{"dtype": "bfloat16", "engine": engine, "lora": {"rank": 8}, **changes})

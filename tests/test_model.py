@@ -5,8 +5,7 @@ import sys
 
 import pytest
 import torch
-
-from cohort.harness.policy.device import resolve_device
+from cohort.harness.devices.device import resolve_device
 from cohort.harness.policy.model import check_model, load_policy, load_tokenizer, save_model
 from cohort.harness.policy.text import TextCodec
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
@@ -110,7 +109,7 @@ def test_cuda_is_refused_where_there_is_none():
     "code",
     [
         "from cohort.harness.policy.tiny import tiny_model; tiny_model(0)",
-        "from cohort.harness.spec.run import parse_run; from cohort.harness.memory.estimate import estimate_run;"
+        "from cohort.harness.spec.run import parse_run; from cohort.harness.checks.memory_estimate import estimate_run;"
         "estimate_run(parse_run({'task': 'arithmetic', 'algorithm': 'grpo'}, ''))",
     ],
     ids=["made", "estimated"],

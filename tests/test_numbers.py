@@ -5,7 +5,6 @@ from fractions import Fraction
 
 import hostile
 import pytest
-
 from cohort.tasks import _numbers
 from cohort.tasks._numbers import canonical, last_boxed, number
 

@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-
 from cohort.algorithms._advantages import (
     at_last_token,
     generalised_advantages,
@@ -16,8 +15,8 @@ from cohort.algorithms._advantages import (
 from cohort.algorithms._losses import clipped_surrogate, kl_estimate, row_sum_weights, token_mean_weights
 from cohort.algorithms.grpo import GRPO
 from cohort.algorithms.ppo import PPO
-from cohort.harness.tensors import kl_k1, kl_k3, whiten
-from cohort.harness.types import Batch, PolicyOutput
+from cohort.harness.data import Batch, PolicyOutput
+from cohort.harness.ground.tensors import kl_k1, kl_k3, whiten
 
 
 def batch_of(mask, rewards, group_size, **tensors):

@@ -9,7 +9,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent / "parity"))
 from _cases import PROMPT, Numbers, cases, our_loss
 from _table import Row, evaluate, markdown
-
 from cohort.algorithms.grpo import GRPO
 
 

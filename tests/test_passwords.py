@@ -18,16 +18,15 @@ import postgres_server
 import psutil
 import pytest
 import typer
-from fake_trials import a_study
-
-from cohort.harness.addresses import hides, shown, without_secrets
 from cohort.harness.cli import app
+from cohort.harness.ground.addresses import hides, shown, without_secrets
+from cohort.harness.mirror import address as mlflow_address
+from cohort.harness.record.status import StudyStatus
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.study.queue import open_storage
 from cohort.harness.study.runner import run_study
-from cohort.harness.study.status import StudyStatus
 from cohort.harness.study.storage.postgres import ask_password
-from cohort.harness.tracking import mlflow_address
+from fake_trials import a_study
 
 SECRET = "s3cret"
 URLS = [
@@ -137,7 +136,7 @@ def test_the_command_that_reproduces_a_study_names_the_workers_and_no_password(
         raise typer.Exit(0)
 
     monkeypatch.setattr("cohort.harness.study.runner.run_study", run)
-    monkeypatch.setattr("cohort.harness.study.processes.default_workers", lambda devices: 7)
+    monkeypatch.setattr("cohort.harness.study.launchers.local.default_workers", lambda devices: 7)
     storage = ["--storage", "postgresql://me:s3cret@127.0.0.1:1/x"]
     with pytest.raises(SystemExit, match="0"):
         app.main(["study", "run", "quickstart", "--seeds", "0", *storage, *workers])

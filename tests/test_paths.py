@@ -11,16 +11,15 @@ from pathlib import Path
 
 import fake_trials
 import pytest
+from cohort.harness.cli import app
+from cohort.harness.ground.files import read_json
+from cohort.harness.mirror.run_log import replay
+from cohort.harness.mirror.store import check_runs_folder
+from cohort.harness.mirror.studies import log_report, open_study, read_study
+from cohort.harness.mirror.ui import serve_ui
+from cohort.harness.study.runner import run_study, study_status
 from fake_trials import a_study
 from test_tracking import log_trial
-
-from cohort.harness.cli import app
-from cohort.harness.files import read_json
-from cohort.harness.study.runner import run_study, study_status
-from cohort.harness.tracking.mlflow_store import check_runs_folder
-from cohort.harness.tracking.mlflow_studies import log_report, open_study, read_study
-from cohort.harness.tracking.mlflow_ui import serve_ui
-from cohort.harness.tracking.run_log import replay
 
 TAKEN = ["#", "%", "%%", " ", "'", '"', "\u00e9", "e\u0301", "\u6f22", "\n", "\t", "\r", "\x01", "\x7f", "\u202e", "&",
          ";", "=", "+", "@", ":", "\\", "*", "[a]", "$", "~", "`", "<", "|", "!", "{parent}", "{}"]  # fmt: skip

@@ -8,20 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights, tiny_codec
-from safetensors.torch import load_file
-
+from cohort.harness.data import Demonstration, Prompt
 from cohort.harness.engines.scripted import ScriptedEngine
+from cohort.harness.mirror.store import connect
 from cohort.harness.policy.tiny import tiny_model
-from cohort.harness.runs import pipeline, rejection
-from cohort.harness.runs.pipeline import train_pipeline
-from cohort.harness.runs.rejection import correct_answers, kept_answers
-from cohort.harness.runs.stages import Rejection, Stage, load_pipeline, policy_folder
+from cohort.harness.run import pipeline, rejection
+from cohort.harness.run.grading import grade
+from cohort.harness.run.pipeline import train_pipeline
+from cohort.harness.run.rejection import correct_answers, kept_answers
+from cohort.harness.run.stages import Rejection, Stage, load_pipeline, policy_folder
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import ColdStart, parse_run
-from cohort.harness.tracking.mlflow_store import connect
-from cohort.harness.training.grading import grade
-from cohort.harness.types import Demonstration, Prompt
+from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights, tiny_codec
+from safetensors.torch import load_file
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "pipelines.md"
 # The documented pipeline in seconds: fewer steps, rollouts and problems, on easier sums.

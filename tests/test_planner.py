@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
-
 from cohort.harness.cli.app import app
-from cohort.harness.files import write_json
+from cohort.harness.ground.files import write_json
+from cohort.harness.record.events import EVENTS, event_line
 from cohort.harness.spec.load import load_study
 from cohort.harness.spec.run import parse_run
 from cohort.harness.spec.study import StudySpec, parse_study
@@ -29,7 +28,7 @@ from cohort.harness.study.planner import (
     proposed,
     spread_of,
 )
-from cohort.harness.tracking.events import EVENTS, event_line
+from typer.testing import CliRunner
 
 # 2 s and 1e9 operations a step; 0.1 s and 1e7 a problem; 10 validation and 20 test problems
 PACE = Pace(2.0, 0.1, 1e9, 1e7, 10, 20)

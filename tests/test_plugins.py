@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import pytest
-
 import cohort.algorithms
+import pytest
 from cohort.harness import plugins
 from cohort.harness.interfaces import Algorithm, Reward, RolloutEngine, Task
 from cohort.harness.spec.load import load_run

@@ -10,14 +10,13 @@ from typing import Any
 
 import fake_trials
 import pytest
-from power_cut import Disk, Image, restore
-
-from cohort.harness.files import sync, write_text
+from cohort.harness.data import FINAL
+from cohort.harness.ground.files import sync, write_text
+from cohort.harness.mirror.run_log import RunLog, read_result
+from cohort.harness.mirror.writer import COST_AREAS, Copier
+from cohort.harness.record.events import EVENTS, RunHistory, read_events
 from cohort.harness.spec.run import RunSpec, parse_run
-from cohort.harness.tracking.events import EVENTS, RunHistory, read_events
-from cohort.harness.tracking.mlflow_copy import COST_AREAS, Copier
-from cohort.harness.tracking.run_log import RunLog, read_result
-from cohort.harness.types import FINAL
+from power_cut import Disk, Image, restore
 
 LONG = bool(os.environ.get("COHORT_CHAOS"))
 Cut = Callable[[], None]
@@ -115,7 +114,7 @@ def test_a_run_that_loses_power_at_any_write_ends_as_an_undisturbed_one(
 def test_real_training_that_loses_power_at_any_write_ends_as_undisturbed_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ):
-    from cohort.harness.training.loop import train
+    from cohort.harness.run.loop import train
 
     monkeypatch.setenv("COHORT_TRACES", "0")
     run = {

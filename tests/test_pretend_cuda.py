@@ -7,18 +7,17 @@ import itertools
 
 import pytest
 import torch
+from cohort.harness import plugins
+from cohort.harness.data import Prompt, Sampling
+from cohort.harness.engines.transformers import TransformersEngine
+from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.run.learner import Learner
+from cohort.harness.run.state import prepare
+from cohort.harness.run.step import train_step
+from cohort.harness.spec.run import parse_run
 from fakes import MemoryLog, tiny_codec
 from pretend_cuda import DeviceMismatch, pretend_cuda
 from test_learner import make_batch, make_spec
-
-from cohort.harness import plugins
-from cohort.harness.engines.transformers import TransformersEngine
-from cohort.harness.policy.tiny import tiny_model
-from cohort.harness.spec.run import parse_run
-from cohort.harness.training.learner import Learner
-from cohort.harness.training.run import prepare
-from cohort.harness.training.step import train_step
-from cohort.harness.types import Prompt, Sampling
 
 PRECISIONS = {"float32": {}, "autocast": {"autocast": True}, "bfloat16": {"dtype": "bfloat16"}}
 LORA = {False: {}, True: {"lora": {"rank": 2}}}

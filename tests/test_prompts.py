@@ -5,19 +5,19 @@ from pathlib import Path
 import pytest
 import torch
 from chats import SHORT, SPECIAL, VOCABULARY, chat_folder, chat_model, chat_tokenizer, qwen_run
-from fakes import MemoryLog
-
+from cohort.harness.checks.preflight import check_inputs
+from cohort.harness.data import Demonstration, Prompt, PromptFormat, Sampling
 from cohort.harness.engines.transformers import TransformersEngine
+from cohort.harness.policy.sources import cold_start_key
 from cohort.harness.policy.text import TextCodec, load_codec
 from cohort.harness.policy.tiny import tiny_tokenizer
-from cohort.harness.preflight import check_inputs
+from cohort.harness.run.cold_start import fit_demonstrations, start_policy
+from cohort.harness.run.grading import grade
+from cohort.harness.run.loop import train
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import ColdStart, RunSpec, parse_run
-from cohort.harness.training.cold_start import cold_start_key, fit_demonstrations, start_policy
-from cohort.harness.training.grading import grade
-from cohort.harness.training.loop import train
-from cohort.harness.types import Demonstration, Prompt, PromptFormat, Sampling
 from cohort.tasks.gsm8k import GSM8K
+from fakes import MemoryLog
 
 FIXTURE = Path(__file__).parent / "fixtures" / "gsm8k"
 

@@ -3,9 +3,8 @@
 from importlib.util import find_spec
 
 import pytest
-
-from cohort.harness.training.grading import grade
-from cohort.harness.types import Group, Rollout
+from cohort.harness.data import Group, Rollout
+from cohort.harness.run.grading import grade
 from cohort.tasks import _gym, _gym_child
 from cohort.tasks.reasoning_gym import ReasoningGym
 

@@ -3,8 +3,7 @@
 import json
 
 import pytest
-
-from cohort.harness.cli.regrade import Case, graders, read_cases, regrade
+from cohort.harness.api.regrade import Case, graders, read_cases, regrade
 from cohort.tasks.gsm8k import GSM8K
 
 TASK = GSM8K()

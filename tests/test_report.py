@@ -16,10 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_study import HOSTILE_ARM, FakeArm, factor_grid, fake_study, three_algorithms
-from markdown_it import MarkdownIt
-
-from cohort.harness.types import StudyRecord, TrialRecord
+from cohort.harness.record.study import StudyRecord, TrialRecord
 from cohort.reports import statistics
 from cohort.reports.analysis import Analysis, analyse, held_out_accuracies, level_means, marginal, outcome_contrast
 from cohort.reports.figures import curves, grid, settings
@@ -32,6 +29,8 @@ from cohort.reports.prose.answer import answer
 from cohort.reports.prose.notes import interval_method, notes
 from cohort.reports.render import COLUMNS, ReportFiles, results_csv, visible, write_report
 from cohort.reports.trials import choose_outcome
+from fake_study import HOSTILE_ARM, FakeArm, factor_grid, fake_study, three_algorithms
+from markdown_it import MarkdownIt
 
 
 def analysed(record: StudyRecord) -> Analysis:

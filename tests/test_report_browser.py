@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 from browser import session
-from fake_study import HOSTILE_ARM, FakeArm, factor_grid, fake_study, three_algorithms
-
-from cohort.harness.types import StudyRecord
+from cohort.harness.record.study import StudyRecord
 from cohort.reports.render import write_report
+from fake_study import HOSTILE_ARM, FakeArm, factor_grid, fake_study, three_algorithms
 
 
 @pytest.fixture(scope="module")

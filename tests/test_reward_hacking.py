@@ -4,14 +4,13 @@ import os
 import re
 
 import pytest
-from real_data import real_data
-
+from cohort.harness.data import GradedGroup, Group, Prompt, Rollout
 from cohort.harness.rewards.majority_vote import MajorityVote
-from cohort.harness.training.grading import grade
-from cohort.harness.types import GradedGroup, Group, Prompt, Rollout
+from cohort.harness.run.grading import grade
 from cohort.tasks.gsm8k import GSM8K
 from cohort.tasks.math import Math
 from cohort.tasks.math500 import Math500
+from real_data import real_data
 
 # fmt: off
 # Question, gold, and answers that equal it and do not answer.

@@ -5,14 +5,13 @@ import math
 
 import pytest
 import torch
-from fakes import MemoryLog, graded_group
-
 from cohort.harness.policy import bradley_terry
 from cohort.harness.policy.bradley_terry import Ranked, Scorer, load_scorer, pair_loss, read_ranked, train_reward_model
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
 from cohort.harness.rewards.reward_model import RewardModel
+from cohort.harness.run.loop import train
 from cohort.harness.spec.run import parse_run
-from cohort.harness.training.loop import train
+from fakes import MemoryLog, graded_group
 
 
 def line(prompt, completion, reward, step=1, **more):

@@ -4,8 +4,7 @@ import math
 import time
 
 import pytest
-from fakes import graded_group
-
+from cohort.harness.data import Group, Prompt, Rollout
 from cohort.harness.interfaces import Reward
 from cohort.harness.policy.tiny import tiny_tokenizer
 from cohort.harness.rewards._calculations import MAX_CALCULATIONS, MAX_CHARS, calculations
@@ -16,10 +15,10 @@ from cohort.harness.rewards.overlong import Overlong
 from cohort.harness.rewards.process import Process
 from cohort.harness.rewards.reasoning_length import ReasoningLength
 from cohort.harness.rewards.repetition import Repetition, repeated_fraction
+from cohort.harness.run.scoring import events, score, token_at
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import parse_run
-from cohort.harness.training.scoring import events, score, token_at
-from cohort.harness.types import Group, Prompt, Rollout
+from fakes import graded_group
 
 
 def test_votes_are_counted_over_classes_and_every_tied_class_wins():

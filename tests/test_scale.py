@@ -6,9 +6,8 @@ from types import ModuleType
 
 import pytest
 import torch
-
+from cohort.harness.api.scale import scale_settings
 from cohort.harness.cli.compare import comparison
-from cohort.harness.cli.scale import scale_settings
 from cohort.harness.policy.tiny import tiny_model
 
 MODEL = "Qwen/Qwen2.5-0.5B"

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_study import FakeArm, fake_study
-from scaling_curves import IDENTIFIED, UNIDENTIFIED, Design, draw, simulate
-
-from cohort.harness.types import StudyRecord, TrialRecord
+from cohort.harness.record.study import StudyRecord, TrialRecord
 from cohort.reports.analysis import analyse
 from cohort.reports.render import write_report
 from cohort.reports.scaling import Scaling, Scalings, curve, fit_curve, scalings
+from fake_study import FakeArm, fake_study
+from scaling_curves import IDENTIFIED, UNIDENTIFIED, Design, draw, simulate
 
 
 def test_the_curve_starts_at_r0_is_halfway_at_the_midpoint_and_ends_at_its_ceiling():

@@ -22,22 +22,22 @@ import psutil
 import pytest
 import typer
 import yaml
-from fake_trials import a_study
-from test_chaos import METRIC
-from typer.testing import CliRunner
-
 from cohort.harness.cli.app import app
+from cohort.harness.mirror.studies import read_study
+from cohort.harness.record.events import read_events
+from cohort.harness.record.status import StudyStatus
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.study import StudySpec
-from cohort.harness.study import slurm, work
+from cohort.harness.study import work
+from cohort.harness.study.launchers import slurm
+from cohort.harness.study.launchers.slurm import Slurm, sbatch_parameters, time_limit
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Queue
 from cohort.harness.study.runner import run_study, start_study, study_status
-from cohort.harness.study.slurm import Slurm, sbatch_parameters, time_limit
-from cohort.harness.study.status import StudyStatus
 from cohort.harness.study.worker import worker_main
-from cohort.harness.tracking.events import read_events
-from cohort.harness.tracking.mlflow_studies import read_study
+from fake_trials import a_study
+from test_chaos import METRIC
+from typer.testing import CliRunner
 
 needs_submitit = pytest.mark.skipif(importlib.util.find_spec("submitit") is None, reason="needs submitit")
 

@@ -4,17 +4,16 @@ import math
 
 import pytest
 import torch
+from cohort.harness import plugins
+from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.run.learner import Learner, correct_mismatch
+from cohort.harness.run.loop import train
+from cohort.harness.run.schedules import adapted_kl_beta, kl_beta_factor, learning_rate_factor
+from cohort.harness.spec.errors import SpecError
+from cohort.harness.spec.run import KLControl, Mismatch, Optimizer, parse_run
 from fakes import MemoryLog
 from test_learner import make_batch
 from test_train import BASE, StopAfter, assert_same_weights, final_weights
-
-from cohort.harness import plugins
-from cohort.harness.policy.tiny import tiny_model
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.run import KLControl, Mismatch, Optimizer, parse_run
-from cohort.harness.training.learner import Learner, correct_mismatch
-from cohort.harness.training.loop import train
-from cohort.harness.training.schedules import adapted_kl_beta, kl_beta_factor, learning_rate_factor
 
 
 @pytest.fixture(scope="module")

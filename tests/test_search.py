@@ -15,15 +15,14 @@ from typing import Any
 import fake_trials
 import optuna
 import pytest
-from optuna.trial import TrialState
-
-from cohort.harness.files import read_json, write_json
+from cohort.harness.ground.files import read_json, write_json
+from cohort.harness.mirror.studies import read_study
 from cohort.harness.spec.study import StudySpec, parse_study
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Claim, Outcome, Queue
 from cohort.harness.study.runner import run_study
 from cohort.harness.study.search_record import MIN_FOR_IMPORTANCE
-from cohort.harness.tracking.mlflow_studies import read_study
+from optuna.trial import TrialState
 
 METRIC = "validation/accuracy"
 BETA = {"low": 1e-3, "high": 1.0, "log": True}

@@ -2,17 +2,16 @@
 
 import pytest
 import torch
-from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
-
-from cohort.harness.memory.estimate import estimate
+from cohort.harness.checks.memory_estimate import estimate
+from cohort.harness.data import Batch
 from cohort.harness.policy.forward import hidden_states
 from cohort.harness.policy.lora import add_adapter
 from cohort.harness.policy.model import model_config
 from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.run.learner import Learner
+from cohort.harness.run.loop import train
 from cohort.harness.spec.run import parse_run
-from cohort.harness.training.learner import Learner
-from cohort.harness.training.loop import train
-from cohort.harness.types import Batch
+from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
 
 
 def make_spec(critic="shared", weight=1.0, **changes):

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-
 from cohort.harness import plugins
 from cohort.harness.engines.scripted import ScriptedEngine
-from cohort.harness.runs import single
+from cohort.harness.run import single
 from cohort.harness.spec.run import parse_run
 
 

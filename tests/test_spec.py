@@ -11,20 +11,19 @@ from typing import Any
 
 import pytest
 import yaml
-from pydantic import Field, ValidationError
-
+from cohort.harness.checks.preflight import check_inputs
+from cohort.harness.data import Section
 from cohort.harness.engines._decoding import uniforms
-from cohort.harness.inputs import digest
+from cohort.harness.ground.inputs import digest
+from cohort.harness.ground.streams import generator
 from cohort.harness.policy.tiny import tiny_model
-from cohort.harness.preflight import check_inputs
 from cohort.harness.spec import paths
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_run, load_study, shipped_studies
 from cohort.harness.spec.raw import MAX_INTEGER, parse_overrides, read_yaml, with_overrides
 from cohort.harness.spec.run import RunSpec, parse_run
 from cohort.harness.spec.study import StudySpec, parse_study
-from cohort.harness.streams import generator
-from cohort.harness.types import Section
+from pydantic import Field, ValidationError
 
 RUN: dict[str, Any] = {"task": {"name": "arithmetic"}, "algorithm": {"name": "grpo"}}
 
@@ -475,7 +474,7 @@ def test_every_shipped_study_is_valid_and_opens_with_its_question(name: str):
 def test_training_on_a_cut_distribution_is_warned_of_before_the_run(changes, splits, warned, tmp_path, caplog):
     spec = parse_run({"task": "arithmetic", "algorithm": "grpo", **changes}, "test")
     check_inputs([spec, spec], tmp_path, splits)
-    found = [record.getMessage() for record in caplog.records if record.name == "cohort.harness.preflight"]
+    found = [record.getMessage() for record in caplog.records if record.name == "cohort.harness.checks.preflight"]
     assert len(found) == warned
     assert all(text.startswith("sampling.top_p below 1 or top_k above 0 biases training: ") for text in found)
 

@@ -3,16 +3,15 @@
 import hashlib
 
 import pytest
-from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
-
-from cohort.harness.memory.estimate import estimate_run, peak_bytes
+from cohort.harness.checks.disk import estimate_disk
+from cohort.harness.checks.memory_estimate import estimate_run, peak_bytes
+from cohort.harness.run.loop import train
+from cohort.harness.run.state import prepare
+from cohort.harness.run.step import train_step
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import parse_run
 from cohort.harness.study.sharing import sharing_key
-from cohort.harness.training.disk import estimate_disk
-from cohort.harness.training.loop import train
-from cohort.harness.training.run import prepare
-from cohort.harness.training.step import train_step
+from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
 
 BASE = {
     "task": {"name": "arithmetic", "min_operands": 2, "max_operands": 2},

@@ -7,6 +7,8 @@ import math
 import numpy as np
 import pandas
 import pytest
+from cohort.reports import statistics as ours
+from cohort.reports.anova import anova
 from fake_study import random_scores, random_scores_truth
 from scipy import stats
 from statsmodels.stats.anova import AnovaRM
@@ -14,9 +16,6 @@ from statsmodels.stats.contingency_tables import mcnemar
 from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.nonparametric import rank_compare_2indep
 from statsmodels.stats.power import TTestPower
-
-from cohort.reports import statistics as ours
-from cohort.reports.anova import anova
 
 
 def improvement_bootstrap(

@@ -11,8 +11,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-
-from cohort.harness.stop import STEP, acknowledged, stop_on_signals
+from cohort.harness.ground.stop import STEP, acknowledged, stop_on_signals
 
 # Ends in the middle of the imports of a command, before it has a graceful way to stop.
 EARLY = """

@@ -14,10 +14,8 @@ from pathlib import Path
 import fake_trials
 import postgres_server
 import pytest
-from fake_trials import a_study
-
-from cohort.harness.addresses import shown
-from cohort.harness.files import write_json
+from cohort.harness.ground.addresses import shown
+from cohort.harness.ground.files import write_json
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.study import StudySpec
 from cohort.harness.study.plan import Plan
@@ -25,6 +23,7 @@ from cohort.harness.study.queue import MAX_LOST, Claim, Outcome, Queue, open_sto
 from cohort.harness.study.runner import run_study, study_status
 from cohort.harness.study.storage.base import StorageUnavailable
 from cohort.harness.study.storage.files import FileLease, LocalStorage
+from fake_trials import a_study
 
 METRIC = "validation/accuracy"
 DONE = Outcome("complete", summary={"accuracy_final": 0.5, "seconds": 8.0, "generated_tokens": 100.0},

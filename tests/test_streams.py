@@ -5,11 +5,10 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from fakes import MemoryLog
-
+from cohort.harness.ground.streams import generator
+from cohort.harness.run.loop import train
 from cohort.harness.spec.run import parse_run
-from cohort.harness.streams import generator
-from cohort.harness.training.loop import train
+from fakes import MemoryLog
 
 ROOT = Path(__file__).resolve().parents[1]
 

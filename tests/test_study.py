@@ -20,28 +20,28 @@ import optuna
 import psutil
 import pytest
 import torch
-from fake_trials import a_study
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
-
 from cohort.harness.cli.study import write_report
-from cohort.harness.files import read_json, write_json
+from cohort.harness.ground.files import read_json, write_json
+from cohort.harness.ground.stop import StopRequest
+from cohort.harness.mirror.store import connect, search_runs
+from cohort.harness.mirror.studies import read_study
+from cohort.harness.record.events import read_events
+from cohort.harness.record.status import StudyStatus
+from cohort.harness.record.study import TrialRecord
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study, shipped_studies
 from cohort.harness.spec.study import StudySpec
-from cohort.harness.stop import StopRequest
-from cohort.harness.study import processes, worker
+from cohort.harness.study import worker
+from cohort.harness.study.launchers import local as processes
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import MAX_LOST, Claim, Outcome, Queue
 from cohort.harness.study.runner import run_study, study_status
-from cohort.harness.study.status import StudyStatus
 from cohort.harness.study.storage.base import StorageUnavailable
 from cohort.harness.study.storage.files import FileLease, LocalStorage
 from cohort.harness.study.worker import worker_main
-from cohort.harness.tracking.events import read_events
-from cohort.harness.tracking.mlflow_store import connect, search_runs
-from cohort.harness.tracking.mlflow_studies import read_study
-from cohort.harness.types import TrialRecord
+from fake_trials import a_study
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
 
 METRIC = "validation/accuracy"
 

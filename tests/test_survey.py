@@ -13,9 +13,8 @@ from typing import ClassVar, Literal
 
 import psutil
 import pytest
-
-from cohort.harness.survey import longest, surveyed
-from cohort.harness.types import Demonstration, Prompt, Split
+from cohort.harness.checks.survey import longest, surveyed
+from cohort.harness.data import Demonstration, Prompt, Split
 from cohort.tasks.arithmetic import Arithmetic
 from cohort.tasks.word_problems import WordProblems
 

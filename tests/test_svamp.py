@@ -5,9 +5,8 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from real_data import real_data
-
 from cohort.tasks.svamp import SVAMP, _worked
+from real_data import real_data
 
 FIXTURE = Path(__file__).parent / "fixtures" / "svamp"
 ROW = {

@@ -1,11 +1,10 @@
 """The token shift, padding and log-probs, against a plain loop over the model's own logits."""
 
 import torch
-
+from cohort.harness.ground.tensors import masked_mean, pad_left, pad_right
 from cohort.harness.policy import forward
 from cohort.harness.policy.forward import token_logprobs
 from cohort.harness.policy.tiny import tiny_model
-from cohort.harness.tensors import masked_mean, pad_left, pad_right
 
 
 def test_left_padding_ends_every_row_in_the_last_column():

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes import MemoryLog, StopAfter, tiny_codec
-from safetensors.torch import load_file
-from test_train import BASE
-
+from cohort.harness.checks.memory_estimate import estimate
 from cohort.harness.cli.study import show_dry_run
+from cohort.harness.data import Call, Prompt, Sampling
 from cohort.harness.engines.transformers import TransformersEngine, _chunks
-from cohort.harness.files import read_json
-from cohort.harness.memory.estimate import estimate
+from cohort.harness.ground.files import read_json
 from cohort.harness.policy.adapters import around_frozen, policies_on
 from cohort.harness.policy.lora import adapter_weights
 from cohort.harness.policy.model import model_config
 from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.run.cold_start import start_policy
+from cohort.harness.run.loop import train
+from cohort.harness.run.together import Together
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import LoRA, parse_run
 from cohort.harness.spec.study import parse_study
@@ -27,10 +27,9 @@ from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Outcome, Queue
 from cohort.harness.study.runner import dry_run, run_study
 from cohort.harness.study.sharing import check_together, shared, sharing_key
-from cohort.harness.training.cold_start import start_policy
-from cohort.harness.training.loop import train
-from cohort.harness.training.together import Together
-from cohort.harness.types import Call, Prompt, Sampling
+from fakes import MemoryLog, StopAfter, tiny_codec
+from safetensors.torch import load_file
+from test_train import BASE
 
 ADAPTER = {"rank": 4, "alpha": 8.0}
 PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-", "7+7="])]

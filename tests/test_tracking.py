@@ -22,36 +22,29 @@ import fake_trials
 import mlflow
 import pandas
 import pytest
+from cohort.harness.cli import app
+from cohort.harness.data import GREY, PALETTE, SampleRow
+from cohort.harness.ground.files import file_lock, read_json
+from cohort.harness.mirror import store as mlflow_store
+from cohort.harness.mirror import writer as mlflow_copy
+from cohort.harness.mirror.address import tracking_uri
+from cohort.harness.mirror.models import register_policy
+from cohort.harness.mirror.page import page
+from cohort.harness.mirror.run_log import RunLog, read_progress, read_result, replay
+from cohort.harness.mirror.store import check_runs_folder, own_store
+from cohort.harness.mirror.studies import close_study, list_studies, log_report, open_study, read_study, study_url
+from cohort.harness.mirror.ui import check_port, serve_ui
+from cohort.harness.mirror.view import read_view
+from cohort.harness.policy.model import save_model
+from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
+from cohort.harness.record.events import EVENTS, read_events
+from cohort.harness.record.evidence import by_its_files, from_files
+from cohort.harness.record.finished import drop_checkpoints
+from cohort.harness.spec.run import RunSpec, parse_run
+from cohort.harness.study.plan import Plan
 from fake_trials import a_study
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Trace
-
-from cohort.harness.cli import app
-from cohort.harness.evidence.record import by_its_files, from_files
-from cohort.harness.files import file_lock, read_json
-from cohort.harness.policy.model import save_model
-from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
-from cohort.harness.spec.run import RunSpec, parse_run
-from cohort.harness.study.plan import Plan
-from cohort.harness.tracking import mlflow_copy, mlflow_store
-from cohort.harness.tracking.events import EVENTS, read_events
-from cohort.harness.tracking.mlflow_address import tracking_uri
-from cohort.harness.tracking.mlflow_models import register_policy
-from cohort.harness.tracking.mlflow_page import page
-from cohort.harness.tracking.mlflow_store import check_runs_folder, own_store
-from cohort.harness.tracking.mlflow_studies import (
-    close_study,
-    list_studies,
-    log_report,
-    open_study,
-    read_study,
-    study_url,
-)
-from cohort.harness.tracking.mlflow_ui import check_port, serve_ui
-from cohort.harness.tracking.mlflow_view import read_view
-from cohort.harness.tracking.run_log import RunLog, read_progress, read_result, replay
-from cohort.harness.training.finished import drop_checkpoints
-from cohort.harness.types import GREY, PALETTE, SampleRow
 
 COLUMN = "validation/accuracy"
 
@@ -162,7 +155,7 @@ def test_samples_show_as_a_table_and_problems_as_an_artifact(runs: Path):
 @pytest.mark.attack("A kill in the middle of a run")
 def test_a_killed_run_continues_as_the_same_run_and_nothing_is_logged_twice(runs: Path):
     code = """
-from cohort.harness.tracking import mlflow_copy
+from cohort.harness.mirror import writer as mlflow_copy
 mlflow_copy.FLUSH_SECONDS = 0.05
 log = open_log(Path(sys.argv[1]))
 log.resume(-1)
@@ -815,14 +808,14 @@ def test_the_ui_serves_an_empty_store_and_leaves_the_port_free(runs: Path):
 
 def test_a_report_can_be_read_without_loading_mlflow_or_torch_first():
     code = (
-        "import sys, cohort.harness.tracking.run_log; print({'mlflow', 'torch', 'pandas', 'optuna'} & set(sys.modules))"
+        "import sys, cohort.harness.mirror.run_log; print({'mlflow', 'torch', 'pandas', 'optuna'} & set(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
 @pytest.mark.attack("A kill in the middle of a run")
 def test_a_lock_is_free_again_when_its_holder_was_killed(tmp_path: Path):
-    code = "import os, cohort.harness.files as f\nwith f.file_lock(f.Path('lock')):\n    os.kill(os.getpid(), 9)"
+    code = "import os, cohort.harness.ground.files as f\nwith f.file_lock(f.Path('lock')):\n    os.kill(os.getpid(), 9)"
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False).returncode == -9
     with file_lock(tmp_path / "lock").acquire(timeout=1):
         pass

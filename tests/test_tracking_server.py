@@ -20,19 +20,19 @@ from threading import Thread
 
 import fake_trials
 import pytest
+from cohort.harness.cli.app import app
+from cohort.harness.ground.addresses import shown
+from cohort.harness.ground.files import read_json
+from cohort.harness.mirror import address as mlflow_address
+from cohort.harness.mirror import writer as mlflow_copy
+from cohort.harness.mirror.models import register_policy
+from cohort.harness.mirror.run_log import RunLog, replay
+from cohort.harness.mirror.store import check_runs_folder
+from cohort.harness.mirror.studies import close_study, list_studies, log_report, open_study, read_study
+from cohort.harness.mirror.ui import UIServer, start_server
 from mlflow import MlflowClient
 from test_tracking import COLUMN, a_spec, a_study, in_file, in_store, kept_policy, log_trial, open_log
 from typer.testing import CliRunner
-
-from cohort.harness.addresses import shown
-from cohort.harness.cli.app import app
-from cohort.harness.files import read_json
-from cohort.harness.tracking import mlflow_address, mlflow_copy
-from cohort.harness.tracking.mlflow_models import register_policy
-from cohort.harness.tracking.mlflow_store import check_runs_folder
-from cohort.harness.tracking.mlflow_studies import close_study, list_studies, log_report, open_study, read_study
-from cohort.harness.tracking.mlflow_ui import UIServer, start_server
-from cohort.harness.tracking.run_log import RunLog, replay
 
 OUTAGE_SECONDS = float(os.environ.get("COHORT_OUTAGE_SECONDS", "3"))
 

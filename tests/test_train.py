@@ -3,13 +3,12 @@
 import shutil
 
 import pytest
-from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
-
 from cohort.harness import plugins
+from cohort.harness.data import Prompt
+from cohort.harness.run.loop import train
+from cohort.harness.run.sampling import step_prompts
 from cohort.harness.spec.run import parse_run
-from cohort.harness.training.loop import train
-from cohort.harness.training.sampling import step_prompts
-from cohort.harness.types import Prompt
+from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
 
 BASE = {
     "task": {"name": "arithmetic", "min_operands": 2, "max_operands": 3},

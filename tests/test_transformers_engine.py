@@ -5,12 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from fakes import tiny_codec
-
+from cohort.harness.data import Prompt, Sampling
 from cohort.harness.engines._decoding import _draw, uniforms
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.policy.tiny import tiny_model
-from cohort.harness.types import Prompt, Sampling
+from fakes import tiny_codec
 
 PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-"])]
 

@@ -19,13 +19,11 @@ import fake_trials
 import numpy as np
 import psutil
 import pytest
-from fake_study import fake_study, three_algorithms
-from fake_trials import a_study
-from scipy import stats
-from stein_coverage import SPREADS, Tally, fixed_seeds, simulate
-
 from cohort.harness.cli.views.studies import show_dry_run
-from cohort.harness.files import read_json
+from cohort.harness.ground.files import read_json
+from cohort.harness.mirror.studies import read_study
+from cohort.harness.record.status import StudyStatus
+from cohort.harness.record.study import StudyRecord
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.study import StudySpec, TwoStage, parse_study
 from cohort.harness.study import two_stage
@@ -34,16 +32,17 @@ from cohort.harness.study.estimates import budget
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Outcome, Queue
 from cohort.harness.study.runner import run_study
-from cohort.harness.study.status import StudyStatus
 from cohort.harness.study.two_stage import decide
-from cohort.harness.tracking.mlflow_studies import read_study
-from cohort.harness.types import StudyRecord
 from cohort.reports import statistics
 from cohort.reports.analysis import Analysis, analyse
 from cohort.reports.anova import anova
 from cohort.reports.join import join
 from cohort.reports.prose.notes import notes
 from cohort.reports.render import results_csv, write_report
+from fake_study import fake_study, three_algorithms
+from fake_trials import a_study
+from scipy import stats
+from stein_coverage import SPREADS, Tally, fixed_seeds, simulate
 
 pytestmark = pytest.mark.usefixtures("plugins")
 METRIC = "validation/accuracy"

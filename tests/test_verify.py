@@ -14,28 +14,29 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-
-from cohort import open_result
+from cohort.harness.api.capsule import export_capsule, unpacked
+from cohort.harness.api.findings import Findings
+from cohort.harness.api.verify import verify_study
 from cohort.harness.cli import app
-from cohort.harness.evidence.capsule import export_capsule, unpacked
-from cohort.harness.evidence.findings import Findings
-from cohort.harness.evidence.record import EVIDENCE, content_sum, from_files, write_evidence
-from cohort.harness.evidence.study import verify_study
-from cohort.harness.files import sha256, write_json
+from cohort.harness.data import Group, Prompt, Rollout, Sampling
+from cohort.harness.ground.files import sha256, write_json
 from cohort.harness.interfaces import RolloutEngine
+from cohort.harness.mirror.run_log import RunLog
+from cohort.harness.mirror.studies import close_study, open_study, read_study
+from cohort.harness.record.events import EVENTS, event_line, is_as_written, read_events, summed
+from cohort.harness.record.evidence import EVIDENCE, content_sum, from_files, write_evidence
+from cohort.harness.record.study import StudyRecord
+from cohort.harness.run.batch import rollout_metrics
+from cohort.harness.run.evaluate import logged_evaluation
+from cohort.harness.run.grading import grade, sample_rows
+from cohort.harness.run.kept import keep_rows, rollouts_file
 from cohort.harness.spec.run import RunSpec
 from cohort.harness.spec.study import StudySpec, parse_study
 from cohort.harness.study.plan import Plan
-from cohort.harness.tracking.events import EVENTS, event_line, is_as_written, read_events, summed
-from cohort.harness.tracking.mlflow_studies import close_study, open_study, read_study
-from cohort.harness.tracking.run_log import RunLog
-from cohort.harness.training.batch import rollout_metrics
-from cohort.harness.training.evaluate import logged_evaluation
-from cohort.harness.training.grading import grade, sample_rows
-from cohort.harness.training.kept import keep_rows, rollouts_file
-from cohort.harness.types import Group, Prompt, Rollout, Sampling, StudyRecord
 from cohort.reports.render import results_csv
 from cohort.reports.render import write_report as render
+
+from cohort import open_result
 
 
 class Guesser:

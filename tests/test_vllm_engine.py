@@ -10,20 +10,19 @@ import numpy as np
 import pytest
 import torch
 from chats import qwen_run
-from fakes import MemoryLog, tiny_codec
-from ranks_at_work import RUN
-from test_together import policies
-
+from cohort.harness.data import Call, InvalidRun, Prompt, Sampling
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.engines.vllm import VLLMEngine, _check_sampling, _write_weights, request_seed
 from cohort.harness.policy.forward import token_logprobs
 from cohort.harness.policy.lora import adapter_weights
 from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.run import launch
+from cohort.harness.run.loop import train
+from cohort.harness.run.weight_sync import check_sync, probe
 from cohort.harness.spec.run import parse_run
-from cohort.harness.training import launch
-from cohort.harness.training.loop import train
-from cohort.harness.training.weight_sync import check_sync, probe
-from cohort.harness.types import Call, InvalidRun, Prompt, Sampling
+from fakes import MemoryLog, tiny_codec
+from ranks_at_work import RUN
+from test_together import policies
 
 PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-", "7+7=", "8-3+2="])]
 

@@ -7,17 +7,16 @@ from pathlib import Path
 import fake_vllm
 import pytest
 import torch
-from fakes import MemoryLog, tiny_codec
-
+from cohort.harness.data import Prompt, Sampling
+from cohort.harness.devices.device import mixed_precision
+from cohort.harness.devices.memory import peak_memory, reset_peak_memory, resident_bytes
 from cohort.harness.engines.vllm import VLLMEngine
-from cohort.harness.memory.usage import peak_memory, reset_peak_memory, resident_bytes
-from cohort.harness.policy.device import mixed_precision
 from cohort.harness.policy.lora import add_adapter, merged_weights
 from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.run.evaluate import evaluate_run
+from cohort.harness.run.loop import train
 from cohort.harness.spec.run import LoRA, parse_run
-from cohort.harness.training.evaluate import evaluate_run
-from cohort.harness.training.loop import train
-from cohort.harness.types import Prompt, Sampling
+from fakes import MemoryLog, tiny_codec
 
 PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-"])]
 SAMPLING = Sampling(max_tokens=6)

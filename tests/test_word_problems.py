@@ -9,7 +9,6 @@ from functools import cache, lru_cache
 from itertools import islice
 
 import pytest
-
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import parse_run
 from cohort.tasks._data import Problem

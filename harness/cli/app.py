@@ -27,18 +27,18 @@ def _leave() -> None:
 
 # Each module registers its commands; `cohort --help` lists them in this order.
 try:
-    from cohort.harness.cli.commands import app
+    from .commands import app
 
     # isort: off
-    from cohort.harness.cli import train, join, probe, reward_model, compare, study, plan, report, verify  # noqa: F401
-    from cohort.harness.cli import inspect, ui, register, doctor, memory, lists  # noqa: F401
+    from . import train, join, probe, reward_model, compare, study, plan, report, verify  # noqa: F401
+    from . import inspect, ui, register, doctor, memory, lists  # noqa: F401
 except KeyboardInterrupt:
     raise SystemExit(130) from None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command that the arguments (by default the process's own) name; ends with SystemExit."""
-    from cohort.harness.stop import acknowledged
+    from ..ground.stop import acknowledged
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # None if it is closed

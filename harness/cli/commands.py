@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from cohort.harness.console import terminal
+from ..console import terminal
 
 app = typer.Typer(
     name="cohort",
@@ -60,8 +60,8 @@ def command(group: typer.Typer, name: str, *examples: str) -> Callable[[Callable
             try:
                 function(*args, **kwargs)
             except Exception as error:
-                from cohort.harness.disk import damaged_store, disk_full
-                from cohort.harness.plugins import raised_by
+                from ..ground.disk import damaged_store, disk_full
+                from ..plugins import raised_by
 
                 runs = Path(kwargs.get("runs", "."))
                 shown = disk_full(error, runs) or damaged_store(error, runs) or error

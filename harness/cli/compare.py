@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cohort.harness.cli import options
-from cohort.harness.cli.commands import app, command
-from cohort.harness.cli.scale import scale_settings
-from cohort.harness.cli.study import run_and_report, show_dry_run
+from ..api.scale import scale_settings
+from . import options
+from .commands import app, command
+from .study import run_and_report, show_dry_run
 
 if TYPE_CHECKING:
-    from cohort.harness.spec.study import StudySpec
+    from ..spec.study import StudySpec
 
 TINY_COLD_START = 400
 
@@ -84,9 +84,9 @@ def comparison(
     controls: str | None = None,
 ) -> StudySpec:
     """The study that `cohort compare` runs: one arm for each algorithm and task, with all else equal."""
-    from cohort.harness.spec.raw import parse_overrides, with_overrides
-    from cohort.harness.spec.run import Optimizer
-    from cohort.harness.spec.study import parse_study
+    from ..spec.raw import parse_overrides, with_overrides
+    from ..spec.run import Optimizer
+    from ..spec.study import parse_study
 
     run: dict[str, Any] = {"model": model}
     if model == "tiny":

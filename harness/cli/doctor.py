@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from cohort.harness.cli.commands import app, command
-from cohort.harness.cli.options import RUNS, Json, Runs, Sets
-from cohort.harness.console import terminal
+from ..console import terminal
+from .commands import app, command
+from .options import RUNS, Json, Runs, Sets
 
 PACKAGES = ("torch", "transformers", "datasets", "mlflow", "optuna", "math-verify")
 FREE_BYTES = 2 * 2**30  # below this a study with checkpoints may fill the disk
@@ -100,8 +100,8 @@ def _device() -> Check:
 
 
 def _cores() -> Check:
-    from cohort.harness.machine import usable_cores
-    from cohort.harness.study.processes import default_workers
+    from ..ground.machine import usable_cores
+    from ..study.launchers.local import default_workers
 
     return Check("cores", "ok", f"{usable_cores()} usable, {default_workers()} workers by default")
 
@@ -124,7 +124,7 @@ def _wait_policy(environment: Mapping[str, str]) -> Check:
 
 def _runs_folder(runs: Path) -> Check:
     """The check that this version can keep results here."""
-    from cohort.harness.tracking.mlflow_store import check_runs_folder
+    from ..mirror.store import check_runs_folder
 
     try:
         check_runs_folder(runs)
@@ -161,9 +161,9 @@ def _vllm() -> Check:
 
 def _estimate(run: str, sets: Sequence[str], runs: Path, as_json: bool) -> None:
     """Print the memory and disk that the runs of a file need. ValueError if one cannot fit or cannot be estimated."""
-    from cohort.harness.memory.fit import judge
-    from cohort.harness.spec.load import runs_of
-    from cohort.harness.training.disk import check_disk, estimate_disk
+    from ..checks.disk import check_disk, estimate_disk
+    from ..checks.memory_fit import judge
+    from ..spec.load import runs_of
 
     found = []
     for label, spec in runs_of(run, sets).items():

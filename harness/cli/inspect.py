@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cohort.harness.cli.commands import app, command, task_app
-from cohort.harness.cli.options import DataPath, Json, Sets, checked_split, data_path
-from cohort.harness.cli.views import answers
-from cohort.harness.console import terminal
+from ..console import terminal
+from .commands import app, command, task_app
+from .options import DataPath, Json, Sets, checked_split, data_path
+from .views import answers
 
 if TYPE_CHECKING:
-    from cohort.harness.interfaces import Task
-    from cohort.harness.types import PromptFormat, Split
+    from ..data import PromptFormat, Split
+    from ..interfaces import Task
 
 
 @command(
@@ -39,8 +39,8 @@ def grade(
 ) -> None:
     """Grade stored completions: show each row's verdict and extracted answer, agreement with labels, and rows per
     second."""
-    from cohort.harness.cli.regrade import graders, read_cases, regrade
-    from cohort.harness.spec.load import load_run
+    from ..api.regrade import graders, read_cases, regrade
+    from ..spec.load import load_run
 
     spec = load_run(None, sets or (), {"task": task, "algorithm": "grpo"})
     spec.task.use_processes(workers)
@@ -70,7 +70,7 @@ def task_show(
     as_json: Json = False,
 ) -> None:
     """Show a task's settings, sizes and problems exactly as a policy reads them."""
-    from cohort.harness.spec.load import load_run
+    from ..spec.load import load_run
 
     part = checked_split(split)
     spec = load_run(None, [*(sets or ()), *data_path(path)], {"task": task, "algorithm": "grpo"})
@@ -85,7 +85,7 @@ def task_show(
 
 def _inspect(task: Task, split: Split, count: int) -> dict[str, Any]:
     """Settings, sizes of the splits (or why one is missing), the first problems of `split`, a worked solution."""
-    from cohort.harness.training.grading import problem_rows
+    from ..run.grading import problem_rows
 
     prompts = task.prompts(split)
     demonstrations = _or_reason(task.demonstrations)
@@ -113,7 +113,7 @@ def _or_reason(read: Callable[[], Any]) -> Any:
 
 def _encode(document: dict[str, Any], model: str, prompt: PromptFormat) -> None:
     """Replace each text by the model's input, and add its length in tokens and the tokens that end a completion."""
-    from cohort.harness.policy.text import load_codec
+    from ..policy.text import load_codec
 
     codec = load_codec(model, prompt)
     for problem in document["problems"]:

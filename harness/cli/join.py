@@ -1,7 +1,7 @@
 """`cohort join`."""
 
-from cohort.harness.cli import options
-from cohort.harness.cli.commands import app, command
+from . import options
+from .commands import app, command
 
 WORDS = "Stopping when this host's part of the trial has ended; Ctrl-C again stops at once."
 
@@ -14,9 +14,9 @@ def join(runs: options.Runs = options.RUNS) -> None:
     folder at the same path, the same user, and the same versions of Cohort and its libraries. Use a private network:
     the traffic between the hosts is not encrypted.
     """
-    from cohort.harness.console import terminal
-    from cohort.harness.stop import stop_on_signals
-    from cohort.harness.training import hosts
+    from ..console import terminal
+    from ..devices import hosts
+    from ..ground.stop import stop_on_signals
 
     with stop_on_signals(words=WORDS) as stop:
         terminal.say(f"Waiting for trials of {runs.resolve()} that need hosts; Ctrl-C ends this.", stderr=True)

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from cohort.harness.cli.commands import command, list_app
-from cohort.harness.cli.options import RUNS, Json, Runs
-from cohort.harness.cli.study import study_list
-from cohort.harness.console import terminal
+from ..console import terminal
+from .commands import command, list_app
+from .options import RUNS, Json, Runs
+from .study import study_list
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
-    from cohort.harness.plugins import Kind
+    from ..plugins import Kind
 
 Plugin = Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show only this one, in full.")]
 LISTS = {"algorithm": "algorithms", "task": "tasks", "engine": "engines", "rewards": "rewards"}  # field -> its list
@@ -60,10 +60,10 @@ def list_settings(
 
     Algorithms, tasks, engines and rewards have their own lists (`cohort list algorithms`, ...).
     """
-    from cohort.harness.spec import paths
-    from cohort.harness.spec.errors import did_you_mean
-    from cohort.harness.spec.run import RunSpec
-    from cohort.harness.spec.study import StudySpec
+    from ..spec import paths
+    from ..spec.errors import did_you_mean
+    from ..spec.run import RunSpec
+    from ..spec.study import StudySpec
 
     fields = list(paths.settings(StudySpec if section == "study" else RunSpec))
     if section not in (None, "study"):
@@ -99,7 +99,7 @@ def _show_plugins(
     kind: Kind, name: str | None, as_json: bool, facts: Sequence[str] = (), tables: Sequence[str] = ()
 ) -> None:
     """Print plugins. `facts` are class attributes for the first table; each mapping of `tables` gets its own table."""
-    from cohort.harness import plugins
+    from .. import plugins
 
     if name is not None:
         plugins.load(kind, name)  # says what there is, if not this
@@ -126,7 +126,7 @@ def _show_plugins(
 
 def _describe(kind: Kind, name: str, facts: Sequence[str]) -> dict[str, Any]:
     """A plugin as its class and module describe it: summary, facts (class attributes), settings."""
-    from cohort.harness import plugins
+    from .. import plugins
 
     cls: Any = plugins.load(kind, name)
     settings = plugins.settings_class(kind, name)

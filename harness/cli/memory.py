@@ -5,9 +5,9 @@ from typing import Annotated, Any
 
 import typer
 
-from cohort.harness.cli.commands import app, command
-from cohort.harness.cli.options import Json, Sets
-from cohort.harness.console.terminal import mebibytes, print_json, show_table
+from ..console.terminal import mebibytes, print_json, show_table
+from .commands import app, command
+from .options import Json, Sets
 
 
 @command(
@@ -34,9 +34,9 @@ def memory(
 
     Each algorithm runs in its own process, on completions of equal length.
     """
-    from cohort.harness.cli.measure_memory import measure
-    from cohort.harness.console.progress import phase_bar
-    from cohort.harness.spec.raw import parse_overrides
+    from ..api.measure_memory import measure
+    from ..console.progress import phase_bar
+    from ..spec.raw import parse_overrides
 
     with phase_bar(f"memory of {config}") as show:
         documents = measure(

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 import typer
 
 if TYPE_CHECKING:
-    from cohort.harness.types import Split
+    from ..data import Split
 
 RUNS = Path("runs")
 
 
 def warn_of_password(context: typer.Context, option: typer.CallbackParam, url: str | None) -> str | None:
     """The same URL; warns on stderr if it has a password, because every user can see the arguments of this process."""
-    from cohort.harness.addresses import hides
-    from cohort.harness.console import terminal
+    from ..console import terminal
+    from ..ground.addresses import hides
 
     source = context.get_parameter_source(str(option.name))
     if url and source is not None and source.name == "COMMANDLINE" and hides(url):
@@ -99,8 +99,8 @@ def num_workers(text: str) -> int | None:
 
 def spread(count: int, listen: str | None) -> None:
     """Let the trials of this command run on this many hosts; this host listens for the others."""
-    from cohort.harness.addresses import split_url
-    from cohort.harness.machine import Hosts
+    from ..ground.addresses import split_url
+    from ..ground.machine import Hosts
 
     if (count > 1) != bool(listen):
         raise ValueError("--hosts N (at least 2) and --listen ADDRESS belong together; give both or neither")
@@ -113,7 +113,7 @@ def spread(count: int, listen: str | None) -> None:
 
 def use_store(tracking_uri: str | None) -> None:
     """Keep the results of this command in that MLflow store; by default in that of the runs folder."""
-    from cohort.harness.tracking import mlflow_address
+    from ..mirror import address as mlflow_address
 
     mlflow_address.use(tracking_uri)
 
@@ -122,8 +122,8 @@ def with_password(storage: str | None) -> str | None:
     """The storage's URL, with the password asked for at the terminal if the server needs one."""
     if not storage or not sys.stdin.isatty():
         return storage
-    from cohort.harness.addresses import shown
-    from cohort.harness.study.storage.postgres import ask_password
+    from ..ground.addresses import shown
+    from ..study.storage.postgres import ask_password
 
     return ask_password(storage, lambda: typer.prompt(f"Password for {shown(storage)}", hide_input=True, err=True))
 
@@ -135,7 +135,7 @@ def checked_name(name: str) -> str:
 
 
 def checked_split(split: str) -> Split:
-    from cohort.harness.types import Split
+    from ..data import Split
 
     if split not in get_args(Split):
         raise ValueError(f"--split must be one of {', '.join(get_args(Split))}, got '{split}'")

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cohort.harness.cli import options
-from cohort.harness.cli.commands import command, study_app
-from cohort.harness.console import terminal
+from ..console import terminal
+from . import options
+from .commands import command, study_app
 
 if TYPE_CHECKING:
-    from cohort.harness.study.planner import Option
+    from ..study.planner import Option
 
 
 @command(
@@ -52,8 +52,8 @@ def study_plan(
     Without --hours, --flops and --power it prints the cost of the study as it is. It runs the study itself, cut to 10
     steps per arm, and keeps only the cold starts, which the study needs.
     """
-    from cohort.harness.cli.study import _load_study, write_report
-    from cohort.harness.study import planner
+    from ..study import planner
+    from .study import _load_study, write_report
 
     limits = {"--hours": hours, "--flops": flops, "--power": power, "--spread": spread}
     for name, value in limits.items():

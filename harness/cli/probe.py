@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from cohort.harness.cli import options
-from cohort.harness.cli.commands import command, probe_app
-from cohort.harness.cli.scale import scale_settings
-from cohort.harness.console import terminal
+from ..api.scale import scale_settings
+from ..console import terminal
+from . import options
+from .commands import command, probe_app
 
 
 @command(
@@ -50,12 +50,12 @@ def contamination(
     Results go to RUNS/probes/NAME and to MLflow's experiment `probe`; reports of studies with the same model and task
     show them.
     """
-    from cohort.harness.console.progress import phase_bar
-    from cohort.harness.inputs import digest
-    from cohort.harness.runs.contamination import ProbeSettings, check_settings, probe_once
-    from cohort.harness.spec.load import load_run
-    from cohort.harness.training.finished import model_folder
-    from cohort.harness.types import InvalidRun
+    from ..console.progress import phase_bar
+    from ..data import InvalidRun
+    from ..ground.inputs import digest
+    from ..record.finished import model_folder
+    from ..run.probe import ProbeSettings, check_settings, probe_once
+    from ..spec.load import load_run
 
     options.use_store(tracking_uri)
     settings = ProbeSettings(options.checked_split(split), reference, problems, fraction)

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from cohort.harness.cli import options
-from cohort.harness.cli.commands import app, command
-from cohort.harness.console import terminal
+from ..console import terminal
+from . import options
+from .commands import app, command
 
 
 @command(app, "register", "cohort register runs/train/my-run --name arithmetic-grpo")
@@ -22,9 +22,9 @@ def register(
     The version links to the run and names its files, which stay where they are; an MLflow server gets a copy. A trial
     of a study keeps its policy with checkpoints.finished=weights, a single run by default.
     """
-    from cohort.harness.tracking.mlflow_models import register_policy
-    from cohort.harness.tracking.mlflow_store import check_runs_folder
-    from cohort.harness.training.finished import model_folder
+    from ..mirror.models import register_policy
+    from ..mirror.store import check_runs_folder
+    from ..record.finished import model_folder
 
     options.use_store(tracking_uri)
     name = options.checked_name(name)

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from cohort.harness.cli.commands import app, command, uncollected
-from cohort.harness.cli.options import RUNS, Runs, TrackingUri, use_store
-from cohort.harness.cli.study import REPORTING, write_report
-from cohort.harness.console import terminal
+from ..console import terminal
+from .commands import app, command, uncollected
+from .options import RUNS, Runs, TrackingUri, use_store
+from .study import REPORTING, write_report
 
 
 @command(app, "report", "cohort report quickstart --open", "cohort report group_size kl_beta")
@@ -24,8 +24,8 @@ def report(
 
     A report of several studies goes to RUNS/reports, with arms named `study: arm`.
     """
-    from cohort.harness.console.progress import phase_bar
-    from cohort.harness.tracking.mlflow_address import check_remote
+    from ..console.progress import phase_bar
+    from ..mirror.address import check_remote
 
     use_store(tracking_uri)
     check_remote()
@@ -39,7 +39,7 @@ def report(
 
 def _write_joined_report(names: Sequence[str], runs: Path) -> Any:
     """The ReportFiles of several studies in one report. ValueError if they measure different things."""
-    from cohort.harness.tracking.mlflow_studies import read_study
+    from ..mirror.studies import read_study
 
     record = importlib.import_module("cohort.reports.join").join([read_study(runs, name) for name in names])
     return importlib.import_module("cohort.reports.render").write_report(record, runs / "reports" / "+".join(names))

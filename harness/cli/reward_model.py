@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from cohort.harness.cli.commands import command, reward_app
-from cohort.harness.cli.options import Json
-from cohort.harness.console import terminal
+from ..console import terminal
+from .commands import command, reward_app
+from .options import Json
 
 
 @command(
@@ -38,9 +38,9 @@ def reward_model_train(
 
     Train with it: --set rewards.reward_model.path=DIR.
     """
-    from cohort.harness.console.progress import phase_bar
-    from cohort.harness.policy.bradley_terry import train_reward_model
-    from cohort.harness.training.finished import model_folder
+    from ..console.progress import phase_bar
+    from ..policy.bradley_terry import train_reward_model
+    from ..record.finished import model_folder
 
     with phase_bar("reward model") as bar:
         fit = train_reward_model(

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cohort.harness.cli import options
-from cohort.harness.cli.commands import command, study_app, uncollected
-from cohort.harness.cli.refresh import Refresher
-from cohort.harness.cli.views import studies
-from cohort.harness.console import terminal
+from ..api.refresh import Refresher
+from ..console import terminal
+from . import options
+from .commands import command, study_app, uncollected
+from .views import studies
 
 if TYPE_CHECKING:
-    from cohort.harness.spec.study import StudySpec
-    from cohort.harness.study.ray_cluster import Cluster
-    from cohort.harness.study.slurm import Slurm
-    from cohort.harness.study.status import StudyStatus
-    from cohort.harness.types import StudyRecord
+    from ..record.status import StudyStatus
+    from ..record.study import StudyRecord
+    from ..spec.study import StudySpec
+    from ..study.launchers.ray import Cluster
+    from ..study.launchers.slurm import Slurm
 
 REPORTING = "reading the results and drawing the figures"
 
@@ -155,9 +155,9 @@ def study_work(
     Exit code 0 when no trial is left, 75 after SIGUSR1 or SIGUSR2 (the scheduler should start it again), 130 after the
     other two.
     """
-    from cohort.harness.console.progress import study_view
-    from cohort.harness.stop import LEAVE
-    from cohort.harness.study.work import work
+    from ..console.progress import study_view
+    from ..ground.stop import LEAVE
+    from ..study.work import work
 
     options.use_store(tracking_uri)
     with study_view() as view:
@@ -181,8 +181,8 @@ def study_work(
 @command(study_app, "list", "cohort study list", "cohort study list --runs /data/runs --json")
 def study_list(runs: options.Runs = options.RUNS, as_json: options.Json = False) -> None:
     """List the shipped studies and those in the runs folder."""
-    from cohort.harness.spec.load import shipped_studies
-    from cohort.harness.spec.raw import read_yaml
+    from ..spec.load import shipped_studies
+    from ..spec.raw import read_yaml
 
     shipped = shipped_studies()
     started = {file.parent.name: file for file in sorted((runs / "studies").glob("*/study.json"))}
@@ -211,7 +211,7 @@ def study_show(
     as_json: options.Json = False,
 ) -> None:
     """Show a study's question, arms, resolved run (defaults included) and budget without running it."""
-    from cohort.harness.study.estimates import planned
+    from ..study.estimates import planned
 
     spec = (None if sets or seeds else started_study(study, runs)) or _load_study(study, sets, seeds)
     arms = []
@@ -242,8 +242,8 @@ def study_status(
 
     Exit code 0 only if all trials are complete, except those of stopped arms.
     """
-    from cohort.harness.study.estimates import cost, remaining_seconds
-    from cohort.harness.study.queue import open_queue
+    from ..study.estimates import cost, remaining_seconds
+    from ..study.queue import open_queue
 
     status = open_queue(study, runs.resolve(), options.with_password(storage)).status()
     spent, remaining = cost(status), remaining_seconds(status)
@@ -266,8 +266,8 @@ def study_watch(study: options.Started, storage: options.Storage = None, runs: o
 
     Prints only once if stdout is not a terminal or nothing is left to run.
     """
-    from cohort.harness.console.watch import watch
-    from cohort.harness.study.queue import open_queue
+    from ..console.watch import watch
+    from ..study.queue import open_queue
 
     queue = open_queue(study, runs.resolve(), options.with_password(storage))
     with suppress(KeyboardInterrupt):
@@ -282,7 +282,7 @@ def study_stop(
 
     The trials then wait for `cohort study resume`, and the study ends without them.
     """
-    from cohort.harness.study.control import stop_arm
+    from ..study.control import stop_arm
 
     new = stop_arm(study, runs, arm, options.with_password(storage))
     words = (
@@ -298,7 +298,7 @@ def study_resume(
     study: options.Started, arm: options.Arm, storage: options.Storage = None, runs: options.Runs = options.RUNS
 ) -> None:
     """Continue a stopped arm as if it had never stopped; start the study again if it has ended."""
-    from cohort.harness.study.control import resume_arm
+    from ..study.control import resume_arm
 
     new = resume_arm(study, runs, arm, options.with_password(storage))
     words = "continues as soon as a worker is free" if new else "was not stopped, so nothing changed"
@@ -325,8 +325,8 @@ def study_clone(
 
     It was chosen after seeing results, so the report shows it separately, and no comparison or test includes it.
     """
-    from cohort.harness.spec.raw import parse_overrides
-    from cohort.harness.study.control import clone_arm
+    from ..spec.raw import parse_overrides
+    from ..study.control import clone_arm
 
     clone = clone_arm(study, runs, arm, parse_overrides(sets or ()), warm=warm, storage=options.with_password(storage))
     left = ", ".join(f"seed {seed} from step {step}" for seed, step in zip(clone.seeds, clone.steps, strict=True))
@@ -336,7 +336,7 @@ def study_clone(
 
 def start_for_others(study: StudySpec, runs: Path, command: str, storage: str | None, as_json: bool) -> None:
     """Set up a study whose trials the workers of other commands run."""
-    from cohort.harness.study.runner import start_study
+    from ..study.runner import start_study
 
     start_study(study, runs, command=command, storage=storage)
     how = f"cohort study work {shlex.quote(study.name)} --runs {shlex.quote(str(runs))}"
@@ -361,10 +361,10 @@ def run_to_report(
     The recorded command includes the number of workers, because it sets their threads, which affect the last bits of
     results. An empty command keeps the recorded one. KeyboardInterrupt if the study was asked to stop.
     """
-    from cohort.harness.console.progress import phase_bar, study_view
-    from cohort.harness.policy.device import resolve_device
-    from cohort.harness.study.processes import default_workers
-    from cohort.harness.study.runner import run_study
+    from ..console.progress import phase_bar, study_view
+    from ..devices.device import resolve_device
+    from ..study.launchers.local import default_workers
+    from ..study.runner import run_study
 
     if workers is None and cluster is None:
         workers = default_workers(study.devices)
@@ -467,16 +467,16 @@ def write_report(name: str, runs: Path) -> tuple[StudyRecord, Any]:
 
 def read_record(name: str, runs: Path) -> StudyRecord:
     """A study's record, from its trials' files if they are here, and from the MLflow store."""
-    from cohort.harness.evidence.record import by_its_files
-    from cohort.harness.tracking.mlflow_studies import read_study
+    from ..mirror.studies import read_study
+    from ..record.evidence import by_its_files
 
     return read_study(runs, name, partial(by_its_files, runs / "studies" / name))
 
 
 def keep_report(record: StudyRecord, runs: Path) -> Any:
     """The ReportFiles of a study. The record is kept for `cohort verify`, and the MLflow run gets the report too."""
-    from cohort.harness.evidence.record import write_evidence
-    from cohort.harness.tracking.mlflow_studies import log_report
+    from ..mirror.studies import log_report
+    from ..record.evidence import write_evidence
 
     folder = runs / "studies" / record.name
     files = importlib.import_module("cohort.reports.render").write_report(record, folder / "report")
@@ -487,8 +487,8 @@ def keep_report(record: StudyRecord, runs: Path) -> Any:
 
 def started_study(name: str, runs: Path, interleave: int | None = None) -> StudySpec | None:
     """A study of the runs folder with the settings that it was started with; None without one."""
-    from cohort.harness.files import read_json
-    from cohort.harness.spec.study import StudySpec, parse_study
+    from ..ground.files import read_json
+    from ..spec.study import StudySpec, parse_study
 
     file = runs / "studies" / name / "study.json"
     if not file.is_file():
@@ -499,7 +499,7 @@ def started_study(name: str, runs: Path, interleave: int | None = None) -> Study
 
 def _cluster(launcher: str, address: str | None, num_cpus: float, num_gpus: float | None) -> Cluster | None:
     """The Ray cluster that the options name; None for the local launcher. ValueError if Ray is not installed."""
-    from cohort.harness.study.ray_cluster import Cluster, check_ray
+    from ..study.launchers.ray import Cluster, check_ray
 
     if launcher not in ("local", "ray"):
         raise ValueError(f"--launcher must be local, ray or slurm, got '{launcher}'")
@@ -513,7 +513,7 @@ def _cluster(launcher: str, address: str | None, num_cpus: float, num_gpus: floa
 
 def _slurm(study: StudySpec, given: Mapping[str, Any]) -> Slurm:
     """The resources of a study's jobs. ValueError for options that sbatch would refuse, or without submitit."""
-    from cohort.harness.study.slurm import Slurm, check_submitit, sbatch_parameters, time_limit
+    from ..study.launchers.slurm import Slurm, check_submitit, sbatch_parameters, time_limit
 
     check_submitit()
     gpus = given["--slurm-gpus"]
@@ -532,10 +532,10 @@ def _slurm(study: StudySpec, given: Mapping[str, Any]) -> Slurm:
 def show_dry_run(
     study: StudySpec, runs: Path, workers: int | None, storage: str | None, together: bool | None, as_json: bool
 ) -> None:
-    from cohort.harness.console.progress import phase_bar
+    from ..console.progress import phase_bar
 
     with phase_bar(f"dry run of {study.name}", "settings, models, data, memory and disk"):
-        from cohort.harness.study.runner import dry_run
+        from ..study.runner import dry_run
 
         document = dry_run(study, runs, workers=workers, storage=storage, together=together)
     if as_json:
@@ -547,7 +547,7 @@ def show_dry_run(
 def _load_study(
     name: str, sets: list[str] | None, seeds: str | None, rename: str | None = None, interleave: int | None = None
 ) -> StudySpec:
-    from cohort.harness.spec.load import load_study
+    from ..spec.load import load_study
 
     overrides = list(sets or ())
     if seeds is not None:

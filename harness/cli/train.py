@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from cohort.harness.cli import options
-from cohort.harness.cli.commands import app, command
-from cohort.harness.cli.scale import scale_settings
-from cohort.harness.cli.views.answers import show_evaluation
-from cohort.harness.console import terminal
+from ..api.scale import scale_settings
+from ..console import terminal
+from . import options
+from .commands import app, command
+from .views.answers import show_evaluation
 
 if TYPE_CHECKING:
-    from cohort.harness.runs.single import Watch
-    from cohort.harness.spec.run import RunSpec
-    from cohort.harness.training.run import RunResult
-    from cohort.harness.types import EvaluationResult
+    from ..data import EvaluationResult
+    from ..run.single import Watch
+    from ..run.state import RunResult
+    from ..spec.run import RunSpec
 
 EXIT_CODE = {"complete": 0, "stopped": 130}  # by a run's state; 1 for any other
 
@@ -51,8 +51,8 @@ def train(
 ) -> None:
     """Train one run in RUNS/train/NAME; the same command resumes it. A file with `stages` runs them one after
     another."""
-    from cohort.harness.spec.load import load_run
-    from cohort.harness.spec.raw import read_yaml
+    from ..spec.load import load_run
+    from ..spec.raw import read_yaml
 
     options.use_store(tracking_uri)
     options.spread(hosts, listen)
@@ -61,7 +61,7 @@ def train(
         return _train_pipeline(spec, sets, name, runs, as_json)
     run = load_run(None if spec is None else str(spec), sets)
     name = options.checked_name(name or f"{run.task.name}-{run.algorithm.name}-seed{run.seed}-{run.digest()[:8]}")
-    from cohort.harness.runs.single import train_once  # after the checks, because it takes seconds
+    from ..run.single import train_once  # after the checks, because it takes seconds
 
     with _watched() as watch:
         result = train_once(run, runs, name, watch)
@@ -74,8 +74,8 @@ def train(
 @contextmanager
 def _watched() -> Iterator[Watch]:
     """Show a run's progress on stderr."""
-    from cohort.harness.console.progress import study_view
-    from cohort.harness.runs.single import Watch
+    from ..console.progress import study_view
+    from ..run.single import Watch
 
     with study_view() as view:
         yield Watch(view.update)
@@ -83,9 +83,9 @@ def _watched() -> Iterator[Watch]:
 
 def _train_pipeline(spec: Path, sets: list[str] | None, name: str | None, runs: Path, as_json: bool) -> None:
     """Run a file's stages; exit codes are those of a single run."""
-    from cohort.harness.inputs import digest
-    from cohort.harness.runs.pipeline import train_pipeline
-    from cohort.harness.runs.stages import load_pipeline
+    from ..ground.inputs import digest
+    from ..run.pipeline import train_pipeline
+    from ..run.stages import load_pipeline
 
     stages = load_pipeline(spec, sets or ())
     name = options.checked_name(name or f"{spec.stem}-{digest([s.document() for s in stages])[:8]}")
@@ -139,7 +139,7 @@ def evaluate(
     same command continues there after a kill. On a GPU, a model other than `tiny` runs with autocast and, if it is
     installed, the engine vllm; a line lists these settings, and --set overrides them.
     """
-    from cohort.harness.types import InvalidRun
+    from ..data import InvalidRun
 
     options.use_store(tracking_uri)
     try:
@@ -148,7 +148,7 @@ def evaluate(
         terminal.fail(error)
         raise typer.Exit(1) from None
     if as_json:
-        from cohort.harness.training.evaluate import intervals
+        from ..run.evaluate import intervals
 
         given = {"model": model, "task": task, "split": split, "spec": spec.model_dump(mode="json")}
         found = {"metrics": result.metrics, "intervals": intervals(result), "breakdown": result.breakdown}
@@ -174,14 +174,14 @@ def evaluated(
     runs: Path,
 ) -> tuple[RunSpec, Path, EvaluationResult]:
     """The run spec of an evaluation, the folder of its completions, and its result; shows progress."""
-    from cohort.harness.console.progress import phase_bar
+    from ..console.progress import phase_bar
 
     part = options.checked_split(split)
     extra = [] if samples is None else [f"evaluation.num_samples={samples}"]
     with phase_bar(f"{model} on {task}") as show:  # before imports that take seconds
-        from cohort.harness.runs.single import evaluate_once
-        from cohort.harness.spec.load import load_run
-        from cohort.harness.training.finished import model_folder
+        from ..record.finished import model_folder
+        from ..run.single import evaluate_once
+        from ..spec.load import load_run
 
         defaults = {"model": model_folder(model), "task": task, "algorithm": "grpo"}
         scale = scale_settings(defaults["model"], sets, trains=False)

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from cohort.harness.cli.commands import app, command
-from cohort.harness.cli.options import RUNS, Runs, TrackingUri, use_store
-from cohort.harness.console import terminal
+from ..console import terminal
+from .commands import app, command
+from .options import RUNS, Runs, TrackingUri, use_store
 
 STOPPING = "Stopping the server; Ctrl-C again stops at once."
 
@@ -24,7 +24,7 @@ def ui(
 
     With the --tracking-uri of an MLflow server, print the addresses of its pages instead.
     """
-    from cohort.harness.stop import stop_on_signals
+    from ..ground.stop import stop_on_signals
 
     use_store(tracking_uri)
     # A flag, because an exception from a signal handler is lost in a library's callback.
@@ -37,9 +37,9 @@ def ui(
 
 def _serve_pages(runs: Path, port: int, browser: bool, should_stop: Callable[[], bool]) -> str | None:
     """Serve the pages until `should_stop()`; returns why they ended earlier, or None."""
-    from cohort.harness.tracking.mlflow_address import is_server, remote_uri
-    from cohort.harness.tracking.mlflow_store import TRAINING_PAGES
-    from cohort.harness.tracking.mlflow_ui import serve_ui
+    from ..mirror.address import is_server, remote_uri
+    from ..mirror.store import TRAINING_PAGES
+    from ..mirror.ui import serve_ui
 
     address = remote_uri()
     if address is not None and is_server(address):  # which serves its own pages
@@ -58,7 +58,7 @@ def _serve_pages(runs: Path, port: int, browser: bool, should_stop: Callable[[],
 
 def _show_pages(runs: Path, address: str, browser: bool, should_stop: Callable[[], bool], page: str) -> None:
     """Print the address of every study's page, the newest last, and open the newest (without studies: `page`)."""
-    from cohort.harness.tracking.mlflow_studies import list_studies, study_url
+    from ..mirror.studies import list_studies, study_url
 
     names = list_studies(runs, by="start")
     if not names:

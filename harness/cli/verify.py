@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cohort.harness.cli.commands import app, command, study_app
-from cohort.harness.cli.options import RUNS, Json, Runs, Started
-from cohort.harness.console import terminal
+from ..console import terminal
+from .commands import app, command, study_app
+from .options import RUNS, Json, Runs, Started
 
 if TYPE_CHECKING:
-    from cohort.harness.evidence.findings import Findings
-    from cohort.harness.types import StudyRecord
+    from ..api.findings import Findings
+    from ..record.study import StudyRecord
 
 _SHOWN = 50
 
@@ -38,9 +38,9 @@ def verify(
     Completions are graded again. Exit code 0 if all numbers match; otherwise 1, with a list of the cells that do not.
     It needs only the study's folder, not the MLflow store or the machine that ran the study, and changes nothing.
     """
-    from cohort.harness.evidence.capsule import altered, unpacked
-    from cohort.harness.evidence.findings import Place
-    from cohort.harness.evidence.study import verify_study
+    from ..api.capsule import altered, unpacked
+    from ..api.findings import Place
+    from ..api.verify import verify_study
 
     write_report = importlib.import_module("cohort.reports.render").write_report
     own = runs / "studies" / study
@@ -71,7 +71,7 @@ def study_export(
 
     `cohort verify FILE.zip` verifies it on any machine.
     """
-    from cohort.harness.evidence.capsule import export_capsule
+    from ..api.capsule import export_capsule
 
     folder = runs / "studies" / study
     if not folder.is_dir():

@@ -16,11 +16,11 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from cohort.harness.console.terminal import console, duration, hush, in_notebook, percent, plain, say_if_slow
-from cohort.harness.types import ENDED
+from ..data import ENDED
+from .terminal import console, duration, hush, in_notebook, percent, plain, say_if_slow
 
 if TYPE_CHECKING:
-    from cohort.harness.study.status import StudyStatus, TrialStatus
+    from ..record.status import StudyStatus, TrialStatus
 
 
 class Pace:

@@ -15,12 +15,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cohort.harness.console.progress import StudyTracker
-from cohort.harness.console.terminal import console, duration, plain, state_text
-from cohort.harness.tracking.events import EVENTS, RunHistory, read_events
+from ..record.events import EVENTS, RunHistory, read_events
+from .progress import StudyTracker
+from .terminal import console, duration, plain, state_text
 
 if TYPE_CHECKING:
-    from cohort.harness.study.status import StudyStatus, TrialStatus
+    from ..record.status import StudyStatus, TrialStatus
 
 REFRESH_SECONDS = 2.0
 WIDTH = 24  # characters of a curve

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cohort.harness.policy.forward import hidden_states, output_logits
-from cohort.harness.policy.text import TextCodec, as_groups
-from cohort.harness.tensors import pad_left
-from cohort.harness.types import Call, Group, Sampling
+from ..data import Call, Group, Sampling
+from ..ground.tensors import pad_left
+from ..policy.forward import hidden_states, output_logits
+from ..policy.text import TextCodec, as_groups
 
 LOOK_EVERY = 16  # tokens of a row between two looks at how many rows still run: each waits for a GPU
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -94,7 +94,7 @@ class LibraryDecoder:
 
     def __init__(self, model: nn.Module, capacity: int):
         """`capacity` is the number of tokens, prompt and completion, that a row can have."""
-        from cohort.harness.engines._preallocated import preallocated_cache
+        from ._preallocated import preallocated_cache
 
         self.model = model
         self.cache = preallocated_cache(model, capacity)

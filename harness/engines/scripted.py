@@ -6,9 +6,9 @@ from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
-from cohort.harness.interfaces import RolloutEngine
-from cohort.harness.policy.text import TextCodec
-from cohort.harness.types import Group, Prompt, Rollout, Sampling
+from ..data import Group, Prompt, Rollout, Sampling
+from ..interfaces import RolloutEngine
+from ..policy.text import TextCodec
 
 Script = Callable[[Prompt, int], str]
 

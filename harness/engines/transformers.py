@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from cohort.harness.interfaces import RolloutEngine
-from cohort.harness.types import Call, Group, Prompt, Sampling
+from ..data import Call, Group, Prompt, Sampling
+from ..interfaces import RolloutEngine
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from cohort.harness.policy.adapters import AdapterRows
-    from cohort.harness.policy.text import TextCodec
+    from ..policy.adapters import AdapterRows
+    from ..policy.text import TextCodec
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class TransformersEngine(RolloutEngine):
         end_ids: Sequence[int] | None = None,
     ):
         """`end_ids` are the tokens that end a completion, by default the model's own."""
-        from cohort.harness.policy.forward import keeps_keys_and_values
+        from ..policy.forward import keeps_keys_and_values
 
         self.settings = settings
         self.policy = policy
@@ -63,7 +63,7 @@ class TransformersEngine(RolloutEngine):
 
     @classmethod
     def on_base(cls, settings: Settings, base: nn.Module, codec: TextCodec, policies: Sequence[nn.Module]) -> Self:
-        from cohort.harness.policy.adapters import AdapterRows
+        from ..policy.adapters import AdapterRows
 
         adapters = AdapterRows(base, policies)
         engine = cls(settings, adapters.model, codec)
@@ -78,7 +78,7 @@ class TransformersEngine(RolloutEngine):
     def generate_each(self, calls: Sequence[Call], sampling: Sampling) -> list[list[Group]]:
         import torch
 
-        from cohort.harness.policy.sharding import whole
+        from ..devices.sharding import whole
 
         groups: list[list[Group]] = [[] for _ in calls]
         with whole(self.policy), torch.compiler.set_stance("force_eager"):  # what the learner has compiled
@@ -99,9 +99,9 @@ class TransformersEngine(RolloutEngine):
                     own[name].copy_(value)
 
     def _decoder_class(self) -> Any:
-        from cohort.harness.engines._decoding import LibraryDecoder, RereadingDecoder
-        from cohort.harness.policy.fused_llama import recognised
-        from cohort.harness.policy.llama_decoder import LeanDecoder
+        from ..policy.fused_llama import recognised
+        from ..policy.llama_decoder import LeanDecoder
+        from ._decoding import LibraryDecoder, RereadingDecoder
 
         if recognised(self.policy):  # not under autocast
             return LeanDecoder
@@ -110,7 +110,7 @@ class TransformersEngine(RolloutEngine):
     def _decoder(self, calls: Sequence[Call], capacity: int) -> Any:
         import torch
 
-        from cohort.harness.policy.adapters import AdapterDecoder
+        from ..policy.adapters import AdapterDecoder
 
         decoder = self._decoder_class()(self.policy, capacity)
         if self.adapters is None:
@@ -119,7 +119,7 @@ class TransformersEngine(RolloutEngine):
         return AdapterDecoder(decoder, self.adapters, numbers.to(next(self.policy.parameters()).device))
 
     def _generate(self, calls: Sequence[Call], sampling: Sampling) -> list[list[Group]]:
-        from cohort.harness.engines._decoding import sample
+        from ._decoding import sample
 
         def decoder_for(capacity: int) -> Any:
             return self._decoder(calls, capacity)

@@ -36,13 +36,13 @@ import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor, nn
 
-from cohort.harness.files import write_text
-from cohort.harness.interfaces import Precision, RolloutEngine
-from cohort.harness.policy.device import UNMAPPED
-from cohort.harness.policy.lora import ADAPTER, adapted_layers, adapter_weights, merged_weights, save_adapter
-from cohort.harness.policy.sharding import class_name
-from cohort.harness.policy.text import TextCodec, as_groups
-from cohort.harness.types import Call, Group, Prompt, Sampling
+from ..data import Call, Group, Prompt, Sampling
+from ..devices.device import UNMAPPED
+from ..devices.sharding import class_name
+from ..ground.files import write_text
+from ..interfaces import Precision, RolloutEngine
+from ..policy.lora import ADAPTER, adapted_layers, adapter_weights, merged_weights, save_adapter
+from ..policy.text import TextCodec, as_groups
 
 GIB = 2**30
 log = logging.getLogger(__name__)

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from cohort.harness.policy.lora import ADAPTER, adapted_layers, add_adapter
+from .lora import ADAPTER, adapted_layers, add_adapter
 
 if TYPE_CHECKING:
-    from cohort.harness.spec.run import LoRA
+    from ..spec.run import LoRA
 
 M = TypeVar("M", bound=nn.Module)
 

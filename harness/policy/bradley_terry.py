@@ -21,17 +21,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from cohort.harness.files import publish_folder
-from cohort.harness.inputs import digest, expected
-from cohort.harness.policy.device import resolve_device
-from cohort.harness.policy.library import import_generation
-from cohort.harness.policy.model import check_model, load_tokenizer, local_or_hub, on_base, save_model
-from cohort.harness.policy.sources import source_name, verify_model
-from cohort.harness.policy.text import TextCodec
-from cohort.harness.policy.tiny import TINY, tiny_config
-from cohort.harness.streams import generator
-from cohort.harness.tensors import pad_right
-from cohort.harness.types import InvalidRun
+from ..data import InvalidRun
+from ..devices.device import resolve_device
+from ..ground.files import publish_folder
+from ..ground.inputs import digest, expected
+from ..ground.streams import generator
+from ..ground.tensors import pad_right
+from .library import import_generation
+from .model import check_model, load_tokenizer, local_or_hub, on_base, save_model
+from .sources import source_name, verify_model
+from .text import TextCodec
+from .tiny import TINY, tiny_config
 
 HELD_OUT = 0.1  # share of prompts that the fit never sees
 

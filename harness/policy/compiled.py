@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from cohort.harness.policy.sharding import layers
+from ..devices.sharding import layers
 
 BACKEND = "inductor"
 LIMIT = 64  # kinds of pass, of all models of one class in this process; torch gives up compiling after 8

@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cohort.harness.policy import fused_llama
-from cohort.harness.policy.sharding import under_hooks
-from cohort.harness.spec.run import Optimizer
+from ..devices.sharding import under_hooks
+from ..spec.run import Optimizer
+from . import fused_llama
 
 if TYPE_CHECKING:
     from transformers.cache_utils import DynamicCache
 
-    from cohort.harness.policy.fused_llama import Fused
+    from .fused_llama import Fused
 
 
 CHUNK = 4096  # most completion tokens that go through the language-model head at once

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cohort.harness.policy.fused_llama import Fused, Layer, Shape, fuse, normalise, rotate, rotations
+from .fused_llama import Fused, Layer, Shape, fuse, normalise, rotate, rotations
 
 
 class LeanDecoder:

@@ -17,11 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from cohort.harness.policy.sharding import full
-from cohort.harness.policy.sources import ADAPTER_CONFIG
+from ..devices.sharding import full
+from .sources import ADAPTER_CONFIG
 
 if TYPE_CHECKING:
-    from cohort.harness.spec.run import LoRA
+    from ..spec.run import LoRA
 
 
 ADAPTER = "default"

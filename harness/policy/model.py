@@ -11,14 +11,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from cohort.harness.files import write_manifest
-from cohort.harness.inputs import expecting
-from cohort.harness.plugins import nearest
-from cohort.harness.policy.library import import_generation, no_progress_bars
-from cohort.harness.policy.lora import adapter_weights, has_adapter, merge_saved, save_adapter
-from cohort.harness.policy.sharding import is_sharded, kept, second_names
-from cohort.harness.policy.sources import BASE, Base, base_of, pinned, verify_model
-from cohort.harness.policy.tiny import TINY, tiny_config, tiny_model, tiny_tokenizer
+from ..devices.sharding import is_sharded, kept, second_names
+from ..ground.files import write_manifest
+from ..ground.inputs import expecting
+from ..plugins import nearest
+from .library import import_generation, no_progress_bars
+from .lora import adapter_weights, has_adapter, merge_saved, save_adapter
+from .sources import BASE, Base, base_of, pinned, verify_model
+from .tiny import TINY, tiny_config, tiny_model, tiny_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cohort.harness.files import MANIFEST, whole_manifest
-from cohort.harness.inputs import REVISION, digested, expected, verify
-from cohort.harness.types import Inputs, Sources
+from ..ground.files import MANIFEST, whole_manifest
+from ..ground.inputs import REVISION, Inputs, Sources, digest, digested, expected, verify
+from ..spec.run import RunSpec
 
 SUFFIXES = (
     ".json",
@@ -17,6 +17,7 @@ SUFFIXES = (
     ".txt",
 )  # file patterns that transformers reads: weights, tokenizer, ...
 
+COLD_START = 4  # part of the cache key: raise it when `run/cold_start.py` changes what it trains
 BASE = "base"  # in the manifest of a folder with an adapter
 ADAPTER_CONFIG = "adapter_config.json"  # as peft calls it
 
@@ -93,3 +94,23 @@ def verify_model(name: str) -> None:
 
 def source_name(name: str) -> str:
     return f"model {name}"
+
+
+def start_name(spec: RunSpec, cache: Path) -> str:
+    """The name of the model that the run starts from: the spec's own, or the folder of its cold start."""
+    return str(cache / "cold-start" / cold_start_key(spec)) if spec.cold_start.steps else spec.model
+
+
+def cold_start_key(spec: RunSpec) -> str:
+    """The cache key: a hash of model and data, their content included, the prompt and cold start settings, and the
+    version of the training."""
+    from .tiny import CHARACTERS, TINY, tiny_config  # it loads torch
+
+    model = [TINY, tiny_config().to_dict(), CHARACTERS] if spec.model == TINY else spec.model
+    task, prompt = spec.task.model_dump(mode="json"), spec.prompt.model_dump()
+    return digest([COLD_START, model, task, prompt, spec.cold_start.model_dump(), start_inputs(spec)])
+
+
+def start_inputs(spec: RunSpec) -> Inputs:
+    """The inputs of the cold start."""
+    return digested({**model_sources(spec.model), **spec.task.inputs("train")})

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from cohort.harness.policy.model import load_tokenizer
-from cohort.harness.policy.tiny import TINY
-from cohort.harness.types import Group, Prompt, PromptFormat, Rollout
+from ..data import Group, Prompt, PromptFormat, Rollout
+from .model import load_tokenizer
+from .tiny import TINY
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

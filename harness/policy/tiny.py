@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from cohort.harness.policy.library import import_generation
+from .library import import_generation
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

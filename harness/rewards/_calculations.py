@@ -6,7 +6,7 @@ may have thousands separators and decimals, a currency sign before and a percent
 holds if it is exact, or if it has decimals and is the exact value rounded to them.
 
 One pass cuts the text into runs of such characters and skips a run longer than MAX_CHARS. Brackets nest to a bounded
-depth (`harness.rationals`), so that time is linear in the text.
+depth (`harness.ground.rationals`), so that time is linear in the text.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from functools import lru_cache
 
-from cohort.harness.rationals import Token, decimal, evaluate
+from ..ground.rationals import Token, decimal, evaluate
 
 MAX_CHARS = 400  # of one run of calculations
 MAX_DIGITS = 30  # of one number

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from cohort.harness.interfaces import Reward
-from cohort.harness.types import GradedGroup
+from ..data import GradedGroup
+from ..interfaces import Reward
 
 
 class Accuracy(Reward):

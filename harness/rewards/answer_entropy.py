@@ -12,9 +12,9 @@ from math import inf, log
 
 from pydantic import Field
 
-from cohort.harness.interfaces import Reward
-from cohort.harness.rewards.majority_vote import votes
-from cohort.harness.types import GradedGroup
+from ..data import GradedGroup
+from ..interfaces import Reward
+from .majority_vote import votes
 
 
 class AnswerEntropy(Reward):

@@ -6,8 +6,8 @@ With `answer_format: think_answer` each of the two tag pairs is worth a half (De
 
 from pydantic import Field
 
-from cohort.harness.interfaces import Reward
-from cohort.harness.types import GradedGroup
+from ..data import GradedGroup
+from ..interfaces import Reward
 
 
 class Format(Reward):

@@ -18,8 +18,8 @@ from math import nan
 
 from pydantic import Field
 
-from cohort.harness.interfaces import Reward
-from cohort.harness.types import GradedGroup
+from ..data import GradedGroup
+from ..interfaces import Reward
 
 Classes = Sequence[int | None]
 

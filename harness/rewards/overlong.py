@@ -7,8 +7,8 @@ paper has 4,096 of 20,480). A completion cannot exceed the limit here; one that 
 
 from pydantic import Field
 
-from cohort.harness.interfaces import Reward
-from cohort.harness.types import GradedGroup
+from ..data import GradedGroup
+from ..interfaces import Reward
 
 
 class Overlong(Reward):

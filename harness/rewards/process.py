@@ -10,9 +10,9 @@ from math import nan
 
 from pydantic import Field
 
-from cohort.harness.interfaces import StepReward
-from cohort.harness.rewards._calculations import calculations
-from cohort.harness.types import GradedGroup
+from ..data import GradedGroup
+from ..interfaces import StepReward
+from ._calculations import calculations
 
 
 class Process(StepReward):

@@ -6,8 +6,8 @@ policy can collect it by padding; the `repetition` penalty is its counterweight.
 
 from pydantic import Field
 
-from cohort.harness.interfaces import Reward
-from cohort.harness.types import GradedGroup
+from ..data import GradedGroup
+from ..interfaces import Reward
 
 
 class ReasoningLength(Reward):

@@ -8,8 +8,8 @@ import re
 
 from pydantic import Field
 
-from cohort.harness.interfaces import Reward
-from cohort.harness.types import GradedGroup
+from ..data import GradedGroup
+from ..interfaces import Reward
 
 _WORD = re.compile(r"\w+|[^\w\s]")
 

@@ -7,8 +7,9 @@ has one, so it need not share the policy's vocabulary.
 
 from pydantic import Field
 
-from cohort.harness.interfaces import Reward
-from cohort.harness.types import GradedGroup, Sources
+from ..data import GradedGroup
+from ..ground.inputs import Sources
+from ..interfaces import Reward
 
 
 class RewardModel(Reward):
@@ -18,17 +19,17 @@ class RewardModel(Reward):
     batch_rows: int = Field(default=32, ge=1, description="completions scored at once; affects only memory")
 
     def score(self, group: GradedGroup) -> list[float]:
-        from cohort.harness.policy.bradley_terry import load_scorer
+        from ..policy.bradley_terry import load_scorer
 
         rows = [(group.prompt, completion) for completion in group.completions]
         return load_scorer(self.path).score(rows, self.batch_rows)
 
     def check(self) -> None:
-        from cohort.harness.policy.model import check_model
+        from ..policy.model import check_model
 
         check_model(self.path, "rewards.reward_model.path")
 
     def inputs(self) -> Sources:
-        from cohort.harness.policy.sources import model_sources
+        from ..policy.sources import model_sources
 
         return model_sources(self.path)

@@ -7,8 +7,8 @@ temperature, as all log-probs here; the end-of-sequence token counts; ln V, whic
 
 from typing import ClassVar
 
-from cohort.harness.interfaces import Distribution, Reward
-from cohort.harness.types import GradedGroup
+from ..data import GradedGroup
+from ..interfaces import Distribution, Reward
 
 
 class SelfCertainty(Reward):

@@ -8,8 +8,8 @@ end-of-sequence token counts.
 
 from typing import ClassVar
 
-from cohort.harness.interfaces import Distribution, Reward
-from cohort.harness.types import GradedGroup
+from ..data import GradedGroup
+from ..interfaces import Distribution, Reward
 
 
 class TokenEntropy(Reward):

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from itertools import combinations
 from typing import Any
 
-from cohort.harness.spec.run import RunSpec
-from cohort.harness.types import component_arm
+from ..data import component_arm
+from .run import RunSpec
 
 Components = Mapping[str, Mapping[str, Any]]  # name -> dotted path of a run -> value
 REFERENCE: dict[str, str] = {"leave_one_out": "all", "add_one_in": "none"}  # design -> label of its baseline

@@ -5,9 +5,9 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from pydantic import ValidationError
 
-from cohort.harness import plugins
-from cohort.harness.spec import paths
-from cohort.harness.types import Section
+from .. import plugins
+from ..data import Section
+from . import paths
 
 S = TypeVar("S", bound=Section)
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cohort.harness.spec.errors import SpecError, did_you_mean
-from cohort.harness.spec.raw import parse_overrides, read_yaml, with_overrides
-from cohort.harness.spec.run import RunSpec, parse_run
-from cohort.harness.spec.study import StudySpec, parse_study
+from .errors import SpecError, did_you_mean
+from .raw import parse_overrides, read_yaml, with_overrides
+from .run import RunSpec, parse_run
+from .study import StudySpec, parse_study
 
 
 def runs_of(name_or_path: str, overrides: Sequence[str] = ()) -> dict[str, RunSpec]:

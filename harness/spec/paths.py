@@ -6,8 +6,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from cohort.harness import plugins
-from cohort.harness.types import Section
+from .. import plugins
+from ..data import Section
 
 
 def settings(model: type[Section], raw: Mapping[str, Any] | None = None) -> Iterator[tuple[str, FieldInfo]]:

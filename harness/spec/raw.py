@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from cohort.harness.spec.errors import SpecError
+from .errors import SpecError
 
 MAX_BYTES, MAX_NODES, MAX_DEPTH = 500_000, 20_000, 50  # of a file; nodes and depth with every alias written out
 MAX_INTEGER = 2**53  # doubles (and so MLflow and JSON in JavaScript) round larger ones

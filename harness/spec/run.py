@@ -16,12 +16,12 @@ from pydantic import (
     model_validator,
 )
 
-from cohort.harness import plugins
-from cohort.harness.inputs import digest
-from cohort.harness.interfaces import Algorithm, Reward, RolloutEngine, Task
-from cohort.harness.spec.errors import explain, parsed
-from cohort.harness.spec.raw import MAX_INTEGER, is_number
-from cohort.harness.types import PromptFormat, Sampling, Section
+from .. import plugins
+from ..data import PromptFormat, Sampling, Section
+from ..ground.inputs import digest
+from ..interfaces import Algorithm, Reward, RolloutEngine, Task
+from .errors import explain, parsed
+from .raw import MAX_INTEGER, is_number
 
 Scalar = bool | int | float | str | None
 Control = Literal["random", "format_only", "inverted", "shuffled_gold", "frozen"]

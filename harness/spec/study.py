@@ -10,13 +10,13 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from cohort.harness import plugins
-from cohort.harness.inputs import digest
-from cohort.harness.spec.components import REFERENCE, component_arms, why_inert
-from cohort.harness.spec.errors import SpecError, parsed
-from cohort.harness.spec.raw import MAX_INTEGER, with_overrides
-from cohort.harness.spec.run import Control, RunSpec, Scalar, get_path, parse_run
-from cohort.harness.types import GREY, PALETTE, Section, component_arm, short_path
+from .. import plugins
+from ..data import GREY, PALETTE, Section, component_arm, short_path
+from ..ground.inputs import digest
+from .components import REFERENCE, component_arms, why_inert
+from .errors import SpecError, parsed
+from .raw import MAX_INTEGER, with_overrides
+from .run import Control, RunSpec, Scalar, get_path, parse_run
 
 Direction = Literal["maximize", "minimize"]
 Phase = Literal["final", "tuning", "exploratory"]

@@ -6,7 +6,7 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from cohort.harness.study.plan import Key
+from .plan import Key
 
 
 class Attempts:

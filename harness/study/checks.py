@@ -6,24 +6,25 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cohort.harness.machine import usable_gpus
-from cohort.harness.preflight import check_devices, check_inputs
-from cohort.harness.spec.errors import SpecError, did_you_mean
-from cohort.harness.spec.run import RunSpec
-from cohort.harness.spec.study import StudySpec
-from cohort.harness.study.estimates import planned
-from cohort.harness.study.plan import Plan
-from cohort.harness.study.processes import default_workers
-from cohort.harness.study.queue import Queue
-from cohort.harness.study.sharing import Shared, check_together, shared
-from cohort.harness.study.storage.base import Storage
-from cohort.harness.study.storage.files import LocalStorage
-from cohort.harness.study.worker import EXECUTE
-from cohort.harness.survey import longest
-from cohort.harness.types import FINAL, Inputs
+from ..checks.preflight import check_devices, check_inputs
+from ..checks.survey import longest
+from ..data import FINAL
+from ..ground.inputs import Inputs
+from ..ground.machine import usable_gpus
+from ..spec.errors import SpecError, did_you_mean
+from ..spec.run import RunSpec
+from ..spec.study import StudySpec
+from .estimates import planned
+from .launchers.local import default_workers
+from .plan import Plan
+from .queue import Queue
+from .sharing import Shared, check_together, shared
+from .storage.base import Storage
+from .storage.files import LocalStorage
+from .worker import EXECUTE
 
 if TYPE_CHECKING:
-    from cohort.harness.training.disk import Need
+    from ..checks.disk import Need
 
 COSTS = (
     "train/generated_tokens", "completion/length", "seconds/total", "throughput/tokens_per_second", "memory/peak_bytes",
@@ -33,9 +34,9 @@ COSTS = (
 
 def missing_here(specs: Sequence[RunSpec]) -> list[str]:
     """Everything that the runs need and this machine lacks, as text: a device, a model, data, an engine."""
-    from cohort.harness.policy.device import resolve_device
-    from cohort.harness.policy.library import import_models
-    from cohort.harness.policy.model import check_model
+    from ..devices.device import resolve_device
+    from ..policy.library import import_models
+    from ..policy.model import check_model
 
     missing: dict[str, None] = {}
 
@@ -76,8 +77,8 @@ def check_study(study: StudySpec, runs: Path, workers: int | None, execute: str,
     specs = [arm.spec for arm in study.checked_arms()]
     check_inputs(specs, runs, models=execute == EXECUTE)
     if execute == EXECUTE:
-        from cohort.harness.memory.fit import check_memory
-        from cohort.harness.training.flops import check_countable
+        from ..checks.memory_fit import check_memory
+        from ..run.flops import check_countable
 
         check_metrics(study, specs)
         if here:
@@ -90,7 +91,7 @@ def check_study(study: StudySpec, runs: Path, workers: int | None, execute: str,
 
 def num_copies(study: StudySpec, spec: RunSpec, workers: int | None, trials: int) -> int:
     """Number of workers of this machine that share a device when they run this spec."""
-    from cohort.harness.policy.device import resolve_device
+    from ..devices.device import resolve_device
 
     at_once = min(workers or default_workers(study.devices), trials)
     on_gpu = resolve_device(spec.device).type == "cuda"
@@ -116,7 +117,7 @@ def check_room(queue: Queue, workers: int | None, *, here: bool = True) -> Need 
     SpecError if it is not free. Without `here`, the cluster decides how many trials run at a time. Hosts that share a
     database share the trials too, so this host counts only those that it runs at a time.
     """
-    from cohort.harness.training.disk import check_disk
+    from ..checks.disk import check_disk
 
     plan, trials = queue.plan, queue.status().trials
     left = [(plan.arms[t.arm].spec, t.directory) for t in trials if t.state not in FINAL]
@@ -136,7 +137,7 @@ def check_room(queue: Queue, workers: int | None, *, here: bool = True) -> Need 
 
 def check_metrics(study: StudySpec, specs: Sequence[RunSpec]) -> None:
     """SpecError for a metric that no evaluation computes, or an objective of a search that no run logs."""
-    from cohort.harness.training.evaluate import metric_names
+    from ..run.evaluate import metric_names
 
     for spec in specs:
         names = metric_names(spec.evaluation, spec.task.partial_credit)

@@ -11,16 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cohort.harness.preflight import check_inputs
-from cohort.harness.spec.errors import SpecError, did_you_mean
-from cohort.harness.spec.run import RunSpec
-from cohort.harness.study.checks import check_metrics
-from cohort.harness.study.clones import Clone
-from cohort.harness.study.plan import Plan
-from cohort.harness.study.queue import Queue, open_queue
-from cohort.harness.study.worker import EXECUTE
-from cohort.harness.tracking.run_log import read_result
-from cohort.harness.types import FINAL
+from ..checks.preflight import check_inputs
+from ..data import FINAL
+from ..mirror.run_log import read_result
+from ..spec.errors import SpecError, did_you_mean
+from ..spec.run import RunSpec
+from .checks import check_metrics
+from .clones import Clone
+from .plan import Plan
+from .queue import Queue, open_queue
+from .worker import EXECUTE
 
 START = ("model", "prompt", "dtype", "lora", "cold_start")  # settings that decide the start of a run
 
@@ -106,7 +106,7 @@ def _forked(queue: Queue, clone: Clone, spec: RunSpec) -> list[int]:
 
     SpecError if a checkpoint is missing, torn without an older one, or does not fit; then nothing is left behind.
     """
-    from cohort.harness.training.checkpoint import fork_run, say_passed  # loads torch
+    from ..run.checkpoint import fork_run, say_passed  # loads torch
 
     plan, parent = queue.plan, queue.plan.arms[clone.parent].spec
     fixed = [path for path in START if getattr(spec, path) != getattr(parent, path)]

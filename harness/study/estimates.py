@@ -10,12 +10,12 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from cohort.harness.spec.run import get_path
-from cohort.harness.spec.study import Arm, StudySpec, TwoStage
+from ..spec.run import get_path
+from ..spec.study import Arm, StudySpec, TwoStage
 
 if TYPE_CHECKING:
-    from cohort.harness.study.plan import Plan
-    from cohort.harness.study.status import StudyStatus, TrialStatus
+    from ..record.status import StudyStatus, TrialStatus
+    from .plan import Plan
 
 
 # These settings decide the time of a step; trials that agree in them have "the same shape".

@@ -9,10 +9,11 @@ from typing import Any
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 
-from cohort.harness.spec.run import RunSpec
-from cohort.harness.spec.study import Arm, StudySpec
-from cohort.harness.study.clones import Clone
-from cohort.harness.types import GREY, NO_INPUTS, Inputs
+from ..data import GREY
+from ..ground.inputs import NO_INPUTS, Inputs
+from ..spec.run import RunSpec
+from ..spec.study import Arm, StudySpec
+from .clones import Clone
 
 Key = tuple[str, int]  # arm label, seed
 

@@ -23,21 +23,21 @@ from typing import Any
 
 import numpy as np
 
-from cohort.harness.files import read_json
-from cohort.harness.inputs import digest
-from cohort.harness.machine import usable_cores
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.run import RunSpec
-from cohort.harness.spec.study import Arm, StudySpec, parse_study
-from cohort.harness.study.checks import check_study
-from cohort.harness.study.estimates import planned
-from cohort.harness.study.processes import default_workers
-from cohort.harness.study.runner import run_study
-from cohort.harness.study.two_stage import on_test_split
-from cohort.harness.study.worker import EXECUTE
-from cohort.harness.tracking import mlflow_address
-from cohort.harness.tracking.events import EVENTS, RunHistory, read_events
-from cohort.harness.tracking.mlflow_store import connect
+from ..ground.files import read_json
+from ..ground.inputs import digest
+from ..ground.machine import usable_cores
+from ..mirror import address as mlflow_address
+from ..mirror.store import connect
+from ..record.events import EVENTS, RunHistory, read_events
+from ..spec.errors import SpecError
+from ..spec.run import RunSpec
+from ..spec.study import Arm, StudySpec, parse_study
+from .checks import check_study
+from .estimates import planned
+from .launchers.local import default_workers
+from .runner import run_study
+from .two_stage import on_test_split
+from .worker import EXECUTE
 
 STEPS = 10  # steps of a calibration; the first is not timed
 MOST_SEEDS = 200
@@ -334,7 +334,8 @@ def _make_starts(specs: Iterable[RunSpec], cache: Path, workers: int) -> None:
     it."""
     import torch
 
-    from cohort.harness.training.cold_start import start_name, start_policy
+    from ..policy.sources import start_name
+    from ..run.cold_start import start_policy
 
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, usable_cores() // workers))
@@ -352,7 +353,7 @@ def _alike(spec: Mapping[str, Any]) -> str:
 
 def _units(spec: RunSpec, workers: int) -> int:
     """Number of GPUs of a trial, or else of cores."""
-    from cohort.harness.policy.device import resolve_device
+    from ..devices.device import resolve_device
 
     on_gpu = resolve_device(spec.device).type == "cuda"
     return spec.devices * (1 if on_gpu else max(1, usable_cores() // workers))

@@ -28,20 +28,20 @@ from optuna.samplers import RandomSampler
 from optuna.trial import FrozenTrial
 from optuna.trial import TrialState as OptunaState
 
-from cohort.harness.files import sweep
-from cohort.harness.machine import usable_gpus
-from cohort.harness.spec.errors import SpecError, did_you_mean
-from cohort.harness.spec.study import TwoStage, parse_study
-from cohort.harness.study.attempts import Attempts
-from cohort.harness.study.clones import Clone
-from cohort.harness.study.plan import Key, Plan
-from cohort.harness.study.search import Searches
-from cohort.harness.study.sharing import sharing_key
-from cohort.harness.study.status import StudyStatus, TrialStatus
-from cohort.harness.study.storage.base import Lease, Storage
-from cohort.harness.study.storage.files import GRACE_SECONDS, LocalStorage
-from cohort.harness.study.two_stage import decide, on_test_split
-from cohort.harness.types import ENDED, FINAL, TrialState
+from ..data import ENDED, FINAL, TrialState
+from ..ground.files import sweep
+from ..ground.machine import usable_gpus
+from ..record.status import StudyStatus, TrialStatus
+from ..spec.errors import SpecError, did_you_mean
+from ..spec.study import TwoStage, parse_study
+from .attempts import Attempts
+from .clones import Clone
+from .plan import Key, Plan
+from .search import Searches
+from .sharing import sharing_key
+from .storage.base import Lease, Storage
+from .storage.files import GRACE_SECONDS, LocalStorage
+from .two_stage import decide, on_test_split
 
 MAX_LOST = 10  # how many attempts in a row may lose their worker without progress
 SEEDS = "seeds"  # attribute of the Optuna study: the decision on the number of seeds, which never changes
@@ -426,7 +426,7 @@ def open_storage(folder: Path, name: str, url: str | None = None) -> Storage:
     """
     if not url:
         return LocalStorage(folder)
-    from cohort.harness.study.storage.postgres import PostgresStorage
+    from .storage.postgres import PostgresStorage
 
     return PostgresStorage(name, url)
 

@@ -14,27 +14,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cohort.harness.files import write_json
-from cohort.harness.inputs import check_same, expecting
-from cohort.harness.preflight import parts_read, run_inputs
-from cohort.harness.spec.raw import parse_overrides
-from cohort.harness.spec.study import StudySpec
-from cohort.harness.study.checks import check_room, check_study, check_unchanged, missing_here, trials_together
-from cohort.harness.study.control import clone_arm, resume_arm, stop_arm
-from cohort.harness.study.plan import Plan
-from cohort.harness.study.processes import Pool, WorkerPool, default_workers
-from cohort.harness.study.queue import Queue, open_queue, open_storage
-from cohort.harness.study.ray_cluster import Cluster, RayPool
-from cohort.harness.study.sharing import Shared
-from cohort.harness.study.slurm import Job, Slurm, SlurmPool, check_slurm
-from cohort.harness.study.status import StudyStatus
-from cohort.harness.study.work import watch
-from cohort.harness.study.worker import EXECUTE, MODULE, STORAGE, log
-from cohort.harness.survey import surveyed
-from cohort.harness.tracking.mlflow_address import TRACKING_URI, remote_uri
-from cohort.harness.tracking.mlflow_studies import close_study, log_failures, log_found, open_study, take_requests
-from cohort.harness.tracking.run_log import replay
-from cohort.harness.types import Inputs, TrialState
+from ..checks.preflight import parts_read, run_inputs
+from ..checks.survey import surveyed
+from ..data import TrialState
+from ..ground.files import write_json
+from ..ground.inputs import Inputs, check_same, expecting
+from ..mirror.address import TRACKING_URI, remote_uri
+from ..mirror.run_log import replay
+from ..mirror.studies import close_study, log_failures, log_found, open_study, take_requests
+from ..record.status import StudyStatus
+from ..spec.raw import parse_overrides
+from ..spec.study import StudySpec
+from .checks import check_room, check_study, check_unchanged, missing_here, trials_together
+from .control import clone_arm, resume_arm, stop_arm
+from .launchers.local import Pool, WorkerPool, default_workers
+from .launchers.ray import Cluster, RayPool
+from .launchers.slurm import Job, Slurm, SlurmPool, check_slurm
+from .plan import Plan
+from .queue import Queue, open_queue, open_storage
+from .sharing import Shared
+from .work import watch
+from .worker import EXECUTE, MODULE, STORAGE, log
 
 REQUEST_SECONDS = 10.0  # between two reads of the MLflow runs' tags
 
@@ -55,7 +55,7 @@ def run_study(
 
     Ctrl-C (or SIGTERM) lets each worker finish its step and write a checkpoint; a second one stops at once. Bad input
     raises ValueError before anything is written. `execute` names the function that runs a trial (`module:function`,
-    called as `harness.training.loop.train`), `storage` the place of the queue (see `open_storage`), `cluster` the Ray
+    called as `harness.run.loop.train`), `storage` the place of the queue (see `open_storage`), `cluster` the Ray
     cluster or the SLURM jobs that run the workers instead of this machine. Trials that can share a model train
     `together`: True insists, False forbids it.
     """
@@ -153,7 +153,7 @@ def dry_run(
     machine that runs the study can check (its GPU, a model or data that are not here yet).
     SpecError for a study that no machine can run.
     """
-    from cohort.harness.study.estimates import budget
+    from .estimates import budget
 
     queue = _reachable_queue(study, runs, storage)
     runs = queue.plan.runs
@@ -161,7 +161,7 @@ def dry_run(
     specs = {arm.label: arm.spec for arm in study.checked_arms()}
     memory, disk, sets = {}, None, {}
     with surveyed(parts_read(specs.values())):
-        from cohort.harness.memory.fit import judge
+        from ..checks.memory_fit import judge
 
         not_checked = missing_here(list(specs.values()))
         if not not_checked:

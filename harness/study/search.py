@@ -29,12 +29,12 @@ from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, RandomSampler
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.study import Arm, Dimension, Search, SearchPlan, StudySpec
-from cohort.harness.study.attempts import Attempts
-from cohort.harness.study.plan import Key
-from cohort.harness.study.search_record import best_trial, keys_of, search_record
-from cohort.harness.types import ENDED, short_path
+from ..data import ENDED, short_path
+from ..spec.errors import SpecError
+from ..spec.study import Arm, Dimension, Search, SearchPlan, StudySpec
+from .attempts import Attempts
+from .plan import Key
+from .search_record import best_trial, keys_of, search_record
 
 LIVE = ("waiting", "running", "stopped", "paused", "lost")
 ENDED_BADLY = tuple(state for state in ENDED if state != "complete")

@@ -7,9 +7,9 @@ import optuna
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from cohort.harness.spec.study import SearchPlan
-from cohort.harness.study.attempts import Attempts
-from cohort.harness.study.plan import Key
+from ..spec.study import SearchPlan
+from .attempts import Attempts
+from .plan import Key
 
 MIN_FOR_IMPORTANCE = 4  # complete arms; a forest on fewer says nothing
 

@@ -1,4 +1,4 @@
-"""Decides which trials train together in one process (`harness.training.together`), and how many fit."""
+"""Decides which trials train together in one process (`harness.run.together`), and how many fit."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import cast
 
-from cohort.harness import plugins
-from cohort.harness.inputs import digest
-from cohort.harness.interfaces import RolloutEngine
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.run import RunSpec
-from cohort.harness.study.plan import Key, Plan
+from .. import plugins
+from ..ground.inputs import digest
+from ..interfaces import RolloutEngine
+from ..spec.errors import SpecError
+from ..spec.run import RunSpec
+from .plan import Key, Plan
 
 COMMON = ("model", "task", "engine", "prompt", "cold_start", "sampling", "device", "dtype", "autocast")
 
@@ -61,7 +61,7 @@ def shared(plan: Plan, workers: int, copies: int) -> dict[str, Shared]:
 
 def _most_that_fit(specs: Sequence[RunSpec], most: int, copies: int) -> int:
     """The number of runs, up to `most`, that can share a process when `copies` such processes share a device."""
-    from cohort.harness.memory.fit import check_memory
+    from ..checks.memory_fit import check_memory
 
     while most > 1:
         try:
@@ -75,7 +75,7 @@ def _most_that_fit(specs: Sequence[RunSpec], most: int, copies: int) -> int:
 
 def _saved(specs: Mapping[str, RunSpec], at_once: int) -> int | None:
     """Bytes that `at_once` runs save by sharing one model; None if a run cannot be estimated."""
-    from cohort.harness.memory.estimate import estimate_run, peak_bytes
+    from ..checks.memory_estimate import estimate_run, peak_bytes
 
     needs = [(estimate_run(spec)[0], estimate_run(spec, at_once)[0]) for spec in specs.values()]
     saved = [at_once * peak_bytes(alone) - peak_bytes(all_) for alone, all_ in needs if alone and all_]

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from cohort.harness.spec.study import StudySpec, TwoStage
-from cohort.harness.study.plan import Key
+from ..spec.study import StudySpec, TwoStage
+from .plan import Key
 
 LEVEL = 0.95
 

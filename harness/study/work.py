@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cohort.harness.study.processes import Pool, WorkerPool
-from cohort.harness.study.queue import Queue, open_queue
-from cohort.harness.study.status import StudyStatus
-from cohort.harness.study.storage.base import StorageUnavailable
-from cohort.harness.study.worker import EXECUTE, MAX_WAIT_SECONDS, MODULE, STORAGE, log
-from cohort.harness.tracking.mlflow_address import TRACKING_URI, remote_uri
+from ..mirror.address import TRACKING_URI, remote_uri
+from ..record.status import StudyStatus
+from .launchers.local import Pool, WorkerPool
+from .queue import Queue, open_queue
+from .storage.base import StorageUnavailable
+from .worker import EXECUTE, MAX_WAIT_SECONDS, MODULE, STORAGE, log
 
 HINT = "; `cohort study run NAME --workers 0` starts one for workers like this one"
 PATIENCE_SECONDS = 90.0  # longer than the lease of a dead worker, so that its trial can be taken over

@@ -20,23 +20,23 @@ from typing import Any, TypeVar
 
 from tenacity import Retrying, retry_if_exception_type, wait_exponential
 
-from cohort.harness.disk import EXIT_STATUS, disk_full
-from cohort.harness.files import file_lock
-from cohort.harness.inputs import expecting
-from cohort.harness.interfaces import RunLogger
-from cohort.harness.plugins import raised_by
-from cohort.harness.stop import LEAVE, StopRequest, stop_on_signals
-from cohort.harness.study.processes import at_once_on
-from cohort.harness.study.queue import HELD, Claim, Outcome, Queue, open_queue
-from cohort.harness.study.sharing import sharing_key
-from cohort.harness.study.storage.base import StorageUnavailable
-from cohort.harness.tracking.mlflow_studies import open_study, study_run_id
-from cohort.harness.tracking.run_log import RunLog, read_result
-from cohort.harness.training.finished import drop_checkpoints
-from cohort.harness.types import FINAL, TrialState
+from ..data import FINAL, TrialState
+from ..ground.disk import EXIT_STATUS, disk_full
+from ..ground.files import file_lock
+from ..ground.inputs import expecting
+from ..ground.stop import LEAVE, StopRequest, stop_on_signals
+from ..interfaces import RunLogger
+from ..mirror.run_log import RunLog, read_result
+from ..mirror.studies import open_study, study_run_id
+from ..plugins import raised_by
+from ..record.finished import drop_checkpoints
+from .launchers.local import at_once_on
+from .queue import HELD, Claim, Outcome, Queue, open_queue
+from .sharing import sharing_key
+from .storage.base import StorageUnavailable
 
 MODULE = "cohort.harness.study.worker"
-EXECUTE = "cohort.harness.training.launch:train"
+EXECUTE = "cohort.harness.run.launch:train"
 ORPHAN_SECONDS = 120.0  # how long a worker whose parent died may take to stop after its current step
 POLL_SECONDS = 0.5
 MAX_WAIT_SECONDS = 15.0  # between attempts to reach a storage
@@ -121,7 +121,7 @@ def _run_together(claims: Sequence[Claim], queue: Queue, run_trial: Callable[...
     """Run claimed trials, several in one process on one model, each to its own end."""
     if len(claims) == 1:
         return _run_claim(claims[0], queue, run_trial, stop)
-    from cohort.harness.training.together import Together  # torch is not for every trial
+    from ..run.together import Together  # torch is not for every trial
 
     def work(claim: Claim, models: Any) -> None:
         _run_claim(claim, queue, partial(run_trial, models=models), stop)

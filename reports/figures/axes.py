@@ -8,8 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from cohort.reports.figures.style import INK, MUTED
-from cohort.reports.prose.wording import is_fraction
+from ..prose.wording import is_fraction
+from .style import INK, MUTED
 
 PLOT = (0.1, 0.155, 0.66, 0.65)  # left, bottom, width, height of a line chart, as fractions of the figure
 _STEPS = [1, 2, 2.5, 5, 10]

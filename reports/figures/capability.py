@@ -6,11 +6,11 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
-from cohort.reports.analysis import Analysis
-from cohort.reports.capability import Capabilities, Capability, table_sizes
-from cohort.reports.figures.axes import PLOT, label_ends, tidy, write_unit
-from cohort.reports.figures.style import GREY, MUTED, WIDE, Draw, Drawing, color_of, drawn, end_label
-from cohort.reports.statistics import Floats, Interval
+from ..analysis import Analysis
+from ..capability import Capabilities, Capability, table_sizes
+from ..statistics import Floats, Interval
+from .axes import PLOT, label_ends, tidy, write_unit
+from .style import GREY, MUTED, WIDE, Draw, Drawing, color_of, drawn, end_label
 
 _CAPTION = "Line: mean over seeds and problems; band: 95 % interval; dashed: before training."
 

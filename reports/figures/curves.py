@@ -10,24 +10,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from matplotlib.figure import Figure
 
-from cohort.harness.types import TrialRecord
-from cohort.reports.analysis import Analysis
-from cohort.reports.figures.axes import PLOT, axis_label, cut, label_ends, scale_of, tidy, write_unit
-from cohort.reports.figures.style import (
-    GREY,
-    NARROW,
-    PALETTE,
-    WIDE,
-    Draw,
-    Drawing,
-    color_of,
-    drawn,
-    end_label,
-    marker_of,
-)
-from cohort.reports.prose import wording
-from cohort.reports.statistics import Floats
-from cohort.reports.trials import setting
+from ...harness.record.study import TrialRecord
+from ..analysis import Analysis
+from ..prose import wording
+from ..statistics import Floats
+from ..trials import setting
+from .axes import PLOT, axis_label, cut, label_ends, scale_of, tidy, write_unit
+from .style import GREY, NARROW, PALETTE, WIDE, Draw, Drawing, color_of, drawn, end_label, marker_of
 
 # metric, title, unit on the y axis
 DYNAMICS = (

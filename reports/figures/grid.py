@@ -10,26 +10,14 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from cohort.harness.types import TrialRecord, short_path
-from cohort.reports.analysis import Analysis, marginal
-from cohort.reports.figures.axes import PLOT, axis_label, cut, label_ends, rows, rows_height, scale_of, tidy, write_unit
-from cohort.reports.figures.style import (
-    EMPTY,
-    INK,
-    MARKERS,
-    MUTED,
-    NARROW,
-    ON_SHADE,
-    PALETTE,
-    SHADE,
-    WIDE,
-    Draw,
-    Drawing,
-    drawn,
-)
-from cohort.reports.prose import wording
-from cohort.reports.statistics import ALPHA
-from cohort.reports.trials import score
+from ...harness.data import short_path
+from ...harness.record.study import TrialRecord
+from ..analysis import Analysis, marginal
+from ..prose import wording
+from ..statistics import ALPHA
+from ..trials import score
+from .axes import PLOT, axis_label, cut, label_ends, rows, rows_height, scale_of, tidy, write_unit
+from .style import EMPTY, INK, MARKERS, MUTED, NARROW, ON_SHADE, PALETTE, SHADE, WIDE, Draw, Drawing, drawn
 
 _STEPS = 24  # of colour in the bar of a heat map
 _MOST_COLUMNS = 8

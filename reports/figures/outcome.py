@@ -7,23 +7,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cohort.reports.analysis import Analysis, ArmSummary
-from cohort.reports.figures.axes import PLOT, axis_label, cut, label_ends, rows, rows_height, scale_of, tidy, write_unit
-from cohort.reports.figures.style import (
-    GREY,
-    INK,
-    MUTED,
-    NARROW,
-    WIDE,
-    Draw,
-    Drawing,
-    color_of,
-    drawn,
-    end_label,
-    marker_of,
-)
-from cohort.reports.prose import wording
-from cohort.reports.statistics import Interval
+from ..analysis import Analysis, ArmSummary
+from ..prose import wording
+from ..statistics import Interval
+from .axes import PLOT, axis_label, cut, label_ends, rows, rows_height, scale_of, tidy, write_unit
+from .style import GREY, INK, MUTED, NARROW, WIDE, Draw, Drawing, color_of, drawn, end_label, marker_of
 
 
 class _Estimate(NamedTuple):

@@ -3,11 +3,11 @@
 import numpy as np
 from matplotlib.figure import Figure
 
-from cohort.reports.analysis import Analysis
-from cohort.reports.figures.axes import PLOT, cut, label_ends, tidy, write_unit
-from cohort.reports.figures.style import GREY, WIDE, Drawing, color_of, drawn, end_label, marker_of
-from cohort.reports.prose import wording
-from cohort.reports.scaling import Scalings, curve
+from ..analysis import Analysis
+from ..prose import wording
+from ..scaling import Scalings, curve
+from .axes import PLOT, cut, label_ends, tidy, write_unit
+from .style import GREY, WIDE, Drawing, color_of, drawn, end_label, marker_of
 
 _CAPTION = "Marks: mean over seeds; line: fitted curve, dotted beyond the data; thin line: its ceiling."
 

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from cohort.harness.types import short_path
-from cohort.reports.analysis import Analysis
-from cohort.reports.figures.axes import PLOT, axis_label, cut, label_ends, scale_of, tidy, wrapped, write_unit
-from cohort.reports.figures.style import MUTED, NARROW, PALETTE, WIDE, Draw, Drawing, color_of, drawn
-from cohort.reports.prose import wording
-from cohort.reports.statistics import ALPHA
-from cohort.reports.trials import search_of, tuning_of
+from ...harness.data import short_path
+from ..analysis import Analysis
+from ..prose import wording
+from ..statistics import ALPHA
+from ..trials import search_of, tuning_of
+from .axes import PLOT, axis_label, cut, label_ends, scale_of, tidy, wrapped, write_unit
+from .style import MUTED, NARROW, PALETTE, WIDE, Draw, Drawing, color_of, drawn
 
 _MOST_SETTINGS, _MOST_LEVELS = 6, 6
 _LOGARITHMIC = 20  # largest value over smallest from which on a scale is logarithmic

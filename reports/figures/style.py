@@ -21,9 +21,9 @@ from markupsafe import Markup
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from cohort.harness.types import GREY, PALETTE
-from cohort.reports.analysis import Analysis
-from cohort.reports.trials import search_of
+from ...harness.data import GREY, PALETTE
+from ..analysis import Analysis
+from ..trials import search_of
 
 INK, MUTED = "#1d2126", "#5c6570"
 RULE = "#e4e7eb"

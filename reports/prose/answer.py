@@ -4,13 +4,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from cohort.harness.types import short_path
-from cohort.reports.analysis import Analysis, ArmSummary, Comparison, level_means
-from cohort.reports.components import ranked_components
-from cohort.reports.controls import unexplained, verdicts
-from cohort.reports.prose import wording
-from cohort.reports.statistics import ALPHA
-from cohort.reports.trials import search_of, tuning_of
+from ...harness.data import short_path
+from ..analysis import Analysis, ArmSummary, Comparison, level_means
+from ..components import ranked_components
+from ..controls import unexplained, verdicts
+from ..statistics import ALPHA
+from ..trials import search_of, tuning_of
+from . import wording
 
 NEAR_ZERO = 0.02
 _AGAIN = "run it again with other seeds before believing it"

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from cohort.reports.analysis import Analysis
-from cohort.reports.collapse import Collapse, collapses
-from cohort.reports.join import JoinedStudy
-from cohort.reports.prose import wording
-from cohort.reports.statistics import ALPHA
-from cohort.reports.trials import arm_specs, search_of, setting, tuning_of
+from ..analysis import Analysis
+from ..collapse import Collapse, collapses
+from ..join import JoinedStudy
+from ..statistics import ALPHA
+from ..trials import arm_specs, search_of, setting, tuning_of
+from . import wording
 
 LABEL_FREE = {"majority_vote", "answer_entropy", "self_certainty", "token_entropy"}
 _Note = tuple[str, str]  # topic, text

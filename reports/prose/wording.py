@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cohort.harness.types import short_path
-from cohort.reports.statistics import ALPHA, Interval
+from ...harness.data import short_path
+from ..statistics import ALPHA, Interval
 
 _FRACTIONS = ("accuracy", "answered", "truncated", "clip_fraction", "zero_variance_groups")
 

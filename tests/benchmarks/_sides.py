@@ -38,7 +38,7 @@ class Meter:
 
 def ours(setting: Setting, folder: Path, num_steps: int, job: dict[str, Any]) -> list[Step]:
     """Training steps of this project, through the loop's own `train_step`."""
-    from cohort.harness.training.step import train_step
+    from cohort.harness.run.step import train_step
 
     run, prompts = make_run(setting, folder)
     steps: list[Step] = []
@@ -54,7 +54,7 @@ def ours(setting: Setting, folder: Path, num_steps: int, job: dict[str, Any]) ->
 
 def ours_generate(setting: Setting, folder: Path, num_steps: int, job: dict[str, Any]) -> list[Step]:
     """Our engine alone, texts and log-probs included."""
-    from cohort.harness.training.loop import step_prompts
+    from cohort.harness.run.loop import step_prompts
 
     run, prompts = make_run(setting, folder)
     steps: list[Step] = []
@@ -69,8 +69,8 @@ def ours_generate(setting: Setting, folder: Path, num_steps: int, job: dict[str,
 
 def make_run(setting: Setting, folder: Path, group_size: int = GROUP_SIZE) -> tuple[Any, Any]:
     """A run of this project before its first step, and its prompts."""
+    from cohort.harness.run.state import prepare
     from cohort.harness.spec.run import parse_run
-    from cohort.harness.training.run import prepare
 
     task = DigitSum(prompt_tokens=setting.prompt_tokens, max_tokens=setting.max_tokens)
     raw = {

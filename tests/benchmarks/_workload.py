@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
-
+from cohort.harness.data import Demonstration, Prompt, Split
 from cohort.harness.interfaces import Task
 from cohort.harness.policy.model import save_model
 from cohort.harness.policy.tiny import tiny_config, tiny_tokenizer
-from cohort.harness.types import Demonstration, Prompt, Split
 
 END_PROBABILITY = 1 / 25
 LEARNING_RATE = 1e-6

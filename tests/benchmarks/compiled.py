@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cohort.harness.data import Batch
+from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.run.learner import Learner
+from cohort.harness.spec.run import parse_run
 from torch._dynamo.utils import counters
 from transformers import Qwen2Config, Qwen2ForCausalLM
-
-from cohort.harness.policy.tiny import tiny_model
-from cohort.harness.spec.run import parse_run
-from cohort.harness.training.learner import Learner
-from cohort.harness.types import Batch
 
 RESULTS = Path(__file__).parent / "results" / "compiled.json"
 SHAPES = {"tiny": (64, 12, 32), "qwen": (8, 32, 64)}  # rows, tokens of a prompt, of a completion at most

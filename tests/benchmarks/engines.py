@@ -24,13 +24,12 @@ from typing import Any
 
 import torch
 from _workload import GROUP_SIZE, SETTINGS, DigitSum, Setting, write_model
-
+from cohort.harness.data import Prompt, Sampling
 from cohort.harness.engines._decoding import LibraryDecoder
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.interfaces import RolloutEngine
 from cohort.harness.policy.model import load_policy, load_tokenizer
 from cohort.harness.policy.text import TextCodec
-from cohort.harness.types import Prompt, Sampling
 
 Sampler = Callable[[list[Prompt], int], int]  # prompts and step to the number of tokens sampled
 

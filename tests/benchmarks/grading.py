@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
 from cohort.tasks import _symbolic
 from cohort.tasks.gsm8k import GSM8K
 from cohort.tasks.math import Math

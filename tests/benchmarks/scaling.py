@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from _sides import make_run
 from _workload import Setting, write_model
-
-from cohort.harness.training.step import train_step
+from cohort.harness.run.step import train_step
 
 FACTORS = (1, 2, 4)
 

@@ -31,7 +31,6 @@ RESULTS = Path(__file__).parent / "results" / "together.json"
 
 def specs(folder: Path, options: argparse.Namespace) -> list[Any]:
     from _workload import DigitSum
-
     from cohort.harness.spec.run import parse_run
 
     DigitSum.splits = ("train", "validation", "test")
@@ -53,9 +52,8 @@ def specs(folder: Path, options: argparse.Namespace) -> list[Any]:
 
 def make_model(folder: Path, options: argparse.Namespace) -> None:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     from cohort.harness.policy.tiny import tiny_config, tiny_tokenizer
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     shape = {
@@ -73,9 +71,9 @@ def make_model(folder: Path, options: argparse.Namespace) -> None:
 
 def child(folder: Path, options: argparse.Namespace) -> None:
     """Train the arms of `options.child` (a number, or `all` of them together) and write what was seen."""
-    from cohort.harness.training import step as training_step
-    from cohort.harness.training.loop import train
-    from cohort.harness.training.together import Together
+    from cohort.harness.run import step as training_step
+    from cohort.harness.run.loop import train
+    from cohort.harness.run.together import Together
 
     chosen = list(range(len(ARMS))) if options.child == "all" else [int(options.child)]
     arms = specs(folder, options)
@@ -109,7 +107,7 @@ def child(folder: Path, options: argparse.Namespace) -> None:
     if len(chosen) > 1:
         results = Together([arms[number] for number in chosen], works).results()
     else:
-        from cohort.harness.training.run import OWN_MODELS
+        from cohort.harness.run.state import OWN_MODELS
 
         results = [works[0](OWN_MODELS)]
     seen = {

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from cohort.harness import plugins
+from cohort.harness.data import Batch, PolicyOutput
 from cohort.harness.policy.forward import token_logprobs
 from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.run.learner import Learner
+from cohort.harness.run.scoring import score
 from cohort.harness.spec.run import parse_run
-from cohort.harness.training.learner import Learner
-from cohort.harness.training.scoring import score
-from cohort.harness.types import Batch, PolicyOutput
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fakes import graded_group

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from cohort.harness.policy import forward
 from cohort.harness.policy.forward import token_logprobs
 

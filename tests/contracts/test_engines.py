@@ -5,12 +5,11 @@ from importlib.util import find_spec
 import pytest
 import torch
 from chats import chat_model, chat_tokenizer
-from fakes import tiny_codec
-
 from cohort.harness import plugins
+from cohort.harness.data import Prompt, Sampling
 from cohort.harness.policy.text import TextCodec
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
-from cohort.harness.types import Prompt, Sampling
+from fakes import tiny_codec
 
 PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-", "7+7=", "8-3+2="])]
 SAMPLING = Sampling(max_tokens=12)

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from cohort.harness import plugins
 from cohort.harness.interfaces import StepReward
 

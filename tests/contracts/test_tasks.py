@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-
 from cohort.harness import plugins
 from cohort.harness.interfaces import Task
 from cohort.tasks._data import DatasetTask

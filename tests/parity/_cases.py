@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-
+from cohort.harness.data import Batch, PolicyOutput
 from cohort.harness.interfaces import Algorithm
-from cohort.harness.types import Batch, PolicyOutput
+from torch import Tensor
 
 PROMPT = 2  # columns before each completion, which the libraries do not get to see
 SHAPES = ((2, 4, 7), (3, 2, 1), (1, 8, 16), (4, 3, 5))  # prompts, samples of each, longest completion in tokens

@@ -16,12 +16,6 @@ import torch
 import torch.nn.functional as F
 from _cases import PROMPT, Case, Numbers, cases, our_advantages, our_loss, prepared
 from _table import Row
-from datasets import Dataset
-from torch import Tensor
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
-from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
-
 from cohort.algorithms.cispo import CISPO
 from cohort.algorithms.dapo import DAPO
 from cohort.algorithms.dr_grpo import DrGRPO
@@ -32,10 +26,15 @@ from cohort.algorithms.lite_ppo import LitePPO
 from cohort.algorithms.online_dpo import OnlineDPO
 from cohort.algorithms.rloo import RLOO
 from cohort.algorithms.sapo import SAPO
+from cohort.harness.data import Batch
 from cohort.harness.interfaces import Algorithm
 from cohort.harness.policy.model import save_model
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
-from cohort.harness.types import Batch
+from datasets import Dataset
+from torch import Tensor
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
 TEXT = "1+1="  # every prompt: what it says does not matter here
 COMMON = {

@@ -10,11 +10,6 @@ from typing import Any
 import torch
 from _cases import Case, Numbers, cases, our_advantages, our_critic_loss, our_loss, prepared
 from _table import Row
-from torch import Tensor
-from verl.trainer.config import AlgoConfig
-from verl.trainer.ppo import core_algos as verl
-from verl.workers.config import ActorConfig, PolicyLossConfig
-
 from cohort.algorithms._advantages import group_standardised, to_go, token_rewards
 from cohort.algorithms._losses import KLEstimator, kl_estimate
 from cohort.algorithms.cispo import CISPO
@@ -33,10 +28,14 @@ from cohort.algorithms.remax import ReMax
 from cohort.algorithms.rgra import RGRA
 from cohort.algorithms.rloo import RLOO
 from cohort.algorithms.sapo import SAPO
+from cohort.harness.data import PolicyOutput
 from cohort.harness.interfaces import Algorithm
+from cohort.harness.run.schedules import adapted_kl_beta
 from cohort.harness.spec.run import KLControl
-from cohort.harness.training.schedules import adapted_kl_beta
-from cohort.harness.types import PolicyOutput
+from torch import Tensor
+from verl.trainer.config import AlgoConfig
+from verl.trainer.ppo import core_algos as verl
+from verl.workers.config import ActorConfig, PolicyLossConfig
 
 THEIR_FLOOR = 1e-6
 PLAIN_GAE = PPO(kl_beta=0.05, gamma=0.97, gae_lambda=0.9, whiten_advantages=False)

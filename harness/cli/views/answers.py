@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cohort.harness.console.terminal import percent, say, show_table
+from ...console.terminal import percent, say, show_table
 
 if TYPE_CHECKING:
-    from cohort.harness.cli.regrade import Regraded
-    from cohort.harness.types import EvaluationResult, SampleRow
+    from ...api.regrade import Regraded
+    from ...data import EvaluationResult, SampleRow
 
 SHOWN_CHARACTERS = 400
 
 
 def show_evaluation(title: str, result: EvaluationResult) -> None:
     """Print held-out accuracies with their intervals, then a few of the completions."""
-    from cohort.harness.training.evaluate import intervals, wilson_interval
+    from ...run.evaluate import intervals, wilson_interval
 
     metrics, count = result.metrics, int(result.metrics["num_prompts"])
     names = {"greedy_accuracy": "greedy", "accuracy": f"mean@{int(metrics['num_samples'])}"}

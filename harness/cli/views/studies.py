@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cohort.harness.console.terminal import duration, mebibytes, percent, say, show_table, state_text
+from ...console.terminal import duration, mebibytes, percent, say, show_table, state_text
 
 if TYPE_CHECKING:
-    from cohort.harness.spec.run import RunSpec
-    from cohort.harness.spec.study import Dimension, StudySpec
-    from cohort.harness.study.status import StudyStatus
-    from cohort.harness.types import StudyRecord
+    from ...record.status import StudyStatus
+    from ...record.study import StudyRecord
+    from ...spec.run import RunSpec
+    from ...spec.study import Dimension, StudySpec
 
 
 def show_study(study: StudySpec, run: RunSpec, arms: Sequence[Mapping[str, Any]], trials: int, rollouts: int) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
-from cohort.harness.files import file_lock, read_json, write_json
-from cohort.harness.study.storage.base import Lease, Storage, is_alive, this_process
-from cohort.harness.tracking.run_log import read_progress
+from ...ground.files import file_lock, read_json, write_json
+from ...mirror.run_log import read_progress
+from .base import Lease, Storage, is_alive, this_process
 
 BEAT_SECONDS = 2.0
 GRACE_SECONDS = 60.0  # how long a worker on another machine may be watched without a heartbeat

@@ -27,10 +27,10 @@ from sqlalchemy import event
 from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from cohort.harness.addresses import shown, without_secrets
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.study.storage.base import Lease, Storage, StorageUnavailable, is_alive, this_process
-from cohort.harness.tracking.run_log import read_progress
+from ...ground.addresses import shown, without_secrets
+from ...mirror.run_log import read_progress
+from ...spec.errors import SpecError
+from .base import Lease, Storage, StorageUnavailable, is_alive, this_process
 
 BEAT_SECONDS = 5.0
 GRACE_SECONDS = 60.0  # how old the last heartbeat of a worker on another machine may be

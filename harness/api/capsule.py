@@ -1,0 +1,147 @@
+"""Packs and unpacks capsules: one zip file with everything that verifies a study, and `manifest.json` with each file's
+SHA-256.
+
+A capsule may come from anybody, so its names, sizes and file types are checked before it is unpacked into a temporary
+folder, which is deleted afterwards. Nothing in it is run.
+"""
+
+import json
+import os
+import re
+import shutil
+import stat
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..ground.files import FORMAT, MANIFEST, sha256
+from ..record.events import EVENTS, read_events
+from ..record.evidence import EVIDENCE, from_files, trial_folder
+from .verify import open_evidence
+
+MOST_FILES = 500_000
+MOST_INFLATION = 200  # bytes in all for each of the zip file, beyond ALLOWANCE; text of runs takes 5 to 40
+ALLOWANCE = 2**24
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # equal studies give equal capsules
+_PART = re.compile(r"[^\\:\x00-\x1f/]+")
+
+
+def export_capsule(folder: Path, target: Path) -> int:
+    """Write the capsule of the study in a folder; returns the number of its files. ValueError if files are missing."""
+    if target.suffix != ".zip":
+        raise ValueError(f"a capsule must be a file that ends with .zip, got '{target}'")
+    if target.exists():
+        raise ValueError(f"'{target}' exists; choose another file, or move it away")
+    if not target.parent.is_dir():
+        raise ValueError(f"'{target.parent}' is not a folder; make it first")
+    names = _names(folder)
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"study '{folder.name}' lacks {len(missing)} of its files, '{missing[0]}' among them; see: cohort verify "
+            f"{folder.name}"
+        )
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as capsule:
+            hashes = {name: sha256(folder / name) for name in names}
+            manifest = {"format": FORMAT, "study": folder.name, "files": hashes}
+            capsule.writestr(zipfile.ZipInfo(MANIFEST, _EPOCH), json.dumps(manifest, indent=1))
+            for name in names:
+                info = zipfile.ZipInfo(name, _EPOCH)
+                info.compress_type, info.file_size = zipfile.ZIP_DEFLATED, (folder / name).stat().st_size
+                with (folder / name).open("rb") as source, capsule.open(info, "w") as copy:
+                    shutil.copyfileobj(source, copy, 2**20)
+        partial.rename(target)
+    finally:
+        partial.unlink(missing_ok=True)
+    return len(names)
+
+
+@contextmanager
+def unpacked(file: Path) -> Iterator[Path]:
+    """The study's folder of a capsule, for as long as the context lasts.
+
+    ValueError for a file that is not a capsule, or does not have exactly the files of its manifest. `verify_study`
+    checks their content, `altered` their hashes.
+    """
+    try:
+        with zipfile.ZipFile(file) as capsule, tempfile.TemporaryDirectory(prefix="cohort-capsule-") as scratch:
+            members = _checked(file, capsule.infolist())
+            folder = Path(scratch) / "study"
+            for member in members:
+                (folder / member.filename).parent.mkdir(parents=True, exist_ok=True)
+                with capsule.open(member) as source, (folder / member.filename).open("xb") as copy:
+                    shutil.copyfileobj(source, copy, 2**20)
+            listed, found = {*_manifest(file, folder)}, {member.filename for member in members} - {MANIFEST}
+            for names, words in ((listed - found, "lacks"), (found - listed, "has, beyond its manifest,")):
+                if names:
+                    raise ValueError(f"capsule '{file}' {words} {len(names)} files, '{min(names)}' among them")
+            yield folder
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError) as error:
+        raise ValueError(f"'{file}' is not a capsule, or it is damaged ({error}); get another copy") from None
+
+
+def altered(file: Path, folder: Path) -> dict[str, tuple[str, str]]:
+    """The files of an unpacked capsule that are not those of its manifest: name -> SHA-256 stated and found."""
+    hashes = {name: (stated, sha256(folder / name)) for name, stated in _manifest(file, folder).items()}
+    return {name: (stated, found) for name, (stated, found) in hashes.items() if stated != found}
+
+
+def _names(folder: Path) -> list[str]:
+    """The files that verify a study: those that its evidence names and those that its runs have kept."""
+    evidence = open_evidence(folder)
+    names = {"study.json", EVIDENCE, *evidence.files}
+    record = from_files(evidence.record, folder)
+    for trial in [*record.trials, *(trial for arm in record.exploratory for trial in arm.trials)]:
+        directory = trial_folder(folder, trial)
+        kept = {event["file"] for event in read_events(directory / EVENTS) if event["type"] == "kept"}
+        names |= {f"{directory.relative_to(folder).as_posix()}/{file}" for file in kept}
+    for name in names:
+        if not all(_PART.fullmatch(part) and part not in (".", "..") for part in name.split("/")):
+            raise ValueError(f"the files of a study must be in its folder, got {name!r:.80}")
+    return sorted(names)
+
+
+def _checked(file: Path, members: list[zipfile.ZipInfo]) -> list[zipfile.ZipInfo]:
+    """The members of a zip file that may be unpacked: all of them. ValueError otherwise."""
+    size, most = sum(member.file_size for member in members), MOST_INFLATION * file.stat().st_size + ALLOWANCE
+    if len(members) > MOST_FILES or size > most:
+        raise ValueError(
+            f"capsule '{file}' would unpack to {len(members)} files of {size / 1e6:,.0f} MB, more than a study takes "
+            f"({MOST_FILES} files, {most / 1e6:,.0f} MB for its size); nothing was unpacked"
+        )
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    if size > free:
+        raise ValueError(
+            f"capsule '{file}' needs {size / 1e6:,.0f} MB in {tempfile.gettempdir()}, {free / 1e6:,.0f} MB are free"
+        )
+    seen: set[str] = set()
+    for member in members:
+        parts, kind = member.filename.split("/"), stat.S_IFMT(member.external_attr >> 16)
+        is_plain = kind in (0, stat.S_IFREG) and member.orig_filename == member.filename
+        if not is_plain or not all(_PART.fullmatch(part) and part not in (".", "..") for part in parts):
+            raise ValueError(
+                f"capsule '{file}' must hold plain files with names in its own folder, got "
+                f"{member.orig_filename!r:.80}; nothing was unpacked"
+            )
+        if member.filename.casefold() in seen:
+            raise ValueError(f"capsule '{file}' has '{member.filename}' twice; nothing was unpacked")
+        seen.add(member.filename.casefold())
+    if MANIFEST not in seen:
+        raise ValueError(f"'{file}' is not a capsule: it has no {MANIFEST}")
+    return members
+
+
+def _manifest(file: Path, folder: Path) -> dict[str, str]:
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        hashes = {str(name): str(digest) for name, digest in manifest["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"capsule '{file}' has no readable {MANIFEST} ({error!r:.100}); get another copy") from None
+    if manifest.get("format") != FORMAT:
+        raise ValueError(f"capsule '{file}' must have format {FORMAT}, got {manifest.get('format')!r:.20}")
+    return hashes

@@ -1,0 +1,204 @@
+"""Measures peak memory and seconds of training steps on a random model of a known shape, for `cohort memory`."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..checks.memory_estimate import estimate, peak_bytes
+from ..checks.memory_fit import check_fits
+from ..devices.device import resolve_device
+from ..devices.memory import resident_bytes
+from ..plugins import nearest
+from ..policy.model import model_config
+from ..policy.tiny import TINY, tiny_tokenizer
+from ..spec.errors import SpecError
+from ..spec.raw import with_overrides
+from ..spec.run import RunSpec, parse_run
+from ..study.launchers.local import HOME
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from ..data import Prompt
+
+
+# Public configurations, copied here so that nothing is downloaded.
+SIZES = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+         "intermediate_size", "vocab_size", "tie_word_embeddings")  # fmt: skip
+SHAPES = {
+    "Qwen2.5-0.5B": ("qwen2", 896, 24, 14, 2, 4864, 151936, True),
+    "Qwen2.5-1.5B": ("qwen2", 1536, 28, 12, 2, 8960, 151936, True),
+    "Qwen2.5-3B": ("qwen2", 2048, 36, 16, 2, 11008, 151936, True),
+    "Qwen2.5-7B": ("qwen2", 3584, 28, 28, 4, 18944, 152064, False),
+    "Llama-3.2-1B": ("llama", 2048, 16, 32, 8, 8192, 128256, True),
+    "SmolLM2-135M": ("llama", 576, 30, 9, 3, 1536, 49152, True),
+}
+
+
+def shape(name: str) -> PretrainedConfig:
+    """The configuration of a public model (`SHAPES`), of `tiny`, or of a folder with a config.json."""
+    if name in SHAPES:
+        from transformers import AutoConfig
+
+        sizes: dict[str, Any] = dict(zip(SIZES, SHAPES[name], strict=True))
+        return AutoConfig.for_model(**sizes, max_position_embeddings=32768)
+    if name == TINY or (Path(name).expanduser() / "config.json").is_file():
+        return model_config(name)
+    names = [TINY, *SHAPES]
+    near = nearest(name, names)
+    hint = f"; did you mean '{near}'?" if near else ""
+    raise SpecError(
+        f"--model-config must be one of {', '.join(names)}, or a folder with a config.json, got '{name}'{hint}"
+    )
+
+
+def measure(
+    name: str,
+    algorithms: Sequence[str],
+    *,
+    steps: int = 3,
+    rollouts: int = 32,
+    prompt_tokens: int = 64,
+    max_tokens: int = 128,
+    dtype: str = "float32",
+    overrides: Mapping[str, Any] | None = None,
+    on_progress: Callable[[str, int, int], None] = lambda algorithm, done, total: None,
+) -> list[dict[str, Any]]:
+    """Peak memory and seconds of training steps on a randomly initialised model of that shape, downloading nothing.
+
+    For each algorithm: peak bytes above those before the model was built, their estimate by component, seconds per step
+    by phase, and `with_ratios`. Each runs in its own process, on the same weights and prompts; every prompt and
+    completion has exactly the requested number of tokens. SpecError for settings that cannot run or fit.
+    """
+    if len(set(algorithms)) != len(algorithms) or not all(algorithms):
+        raise SpecError(f"--algorithms must be distinct names, such as ppo,grpo, got '{','.join(algorithms)}'")
+    config = shape(name)
+    base = {
+        "task": "arithmetic",
+        "rollouts_per_step": rollouts,
+        "sampling": {"max_tokens": max_tokens},
+        "evaluation": {"num_prompts": 1, "num_test_prompts": 1, "num_samples": 1},
+        "dtype": dtype,
+        "steps": steps,
+    }
+    with tempfile.TemporaryDirectory(prefix="cohort-memory-") as folder:
+        model = Path(folder) / "model"
+        raws = [{**base, "model": str(model), "algorithm": algorithm} for algorithm in algorithms]
+        specs = [parse_run(with_overrides(raw, overrides or {}), "cohort memory") for raw in raws]
+        estimates = [estimate(spec, config, prompt_tokens) for spec in specs]
+        for spec, expected in zip(specs, estimates, strict=True):
+            check_fits(expected, resolve_device(spec.device), spec)
+        _save_random_model(model, config, dtype)
+        found = []
+        for done, spec in enumerate(specs):
+            on_progress(spec.algorithm.name, done, len(specs))
+            found.append(_in_fresh_process(Path(folder), spec, prompt_tokens))
+    return with_ratios([
+        {"algorithm": spec.algorithm.name, "peak_bytes": peak, "estimate": expected, "seconds": seconds}
+        for spec, expected, (peak, seconds) in zip(specs, estimates, found, strict=True)
+    ])  # fmt: skip
+
+
+def _save_random_model(folder: Path, config: PretrainedConfig, dtype: str) -> None:
+    """A folder that a run can load: random weights of seed 0, and the built-in tokenizer, whose ids are below 100."""
+    from transformers import AutoModelForCausalLM
+
+    from ..policy.model import save_model
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    save_model(folder, model.to(getattr(torch, dtype)), tiny_tokenizer())
+    del model
+    gc.collect()
+
+
+def _in_fresh_process(folder: Path, spec: RunSpec, prompt_tokens: int) -> tuple[int, dict[str, float]]:
+    """Bytes at the peak, and seconds per step by phase."""
+    task, result = folder / "task.json", folder / "result.json"
+    result.unlink(missing_ok=True)
+    task.write_text(json.dumps({"spec": spec.model_dump(mode="json"), "prompt_tokens": prompt_tokens}))
+    path = os.pathsep.join(filter(None, [HOME, os.environ.get("PYTHONPATH")]))
+    environment = {"MALLOC_MMAP_THRESHOLD_": str(2**20), **os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-P", "-m", "cohort.harness.api.measure_memory", str(folder)]
+    ended = subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    if ended.returncode or not result.exists():
+        how = "was killed, probably for lack of memory" if ended.returncode < 0 else "failed"
+        raise OSError(f"measuring {spec.algorithm.name} {how}: {ended.stderr.strip()[-500:]}")
+    measured = json.loads(result.read_text())
+    return measured["peak_bytes"], measured["seconds"]
+
+
+def _measure_here(folder: Path) -> None:
+    """Train in this process with the task file in `folder`, and write time and memory beside it."""
+    from ..devices.memory import peak_memory, reset_peak_memory
+
+    task = json.loads((folder / "task.json").read_text())
+    spec, count = parse_run(task["spec"], "cohort memory"), task["prompt_tokens"]
+    prompts = [replace(p, text=p.text.rjust(count, "1")[-count:]) for p in spec.task.prompts("train")]
+    small = spec.model_copy(update={"model": TINY, "rollouts_per_step": spec.algorithm.group_size, "steps": 1})
+    _train_here(small, prompts, folder / "warm")  # libraries that load on first use do not count as the run's memory
+    reset_peak_memory()
+    before = resident_bytes()
+    steps = _train_here(spec, prompts, folder / "run")
+    peak = peak_memory() - before
+    timed = steps[1:] or steps  # the first step warms up
+    phases = [name for name in steps[0] if name.startswith("seconds/")]
+    seconds = {name.removeprefix("seconds/"): statistics.median(step[name] for step in timed) for name in phases}
+    (folder / "result.json").write_text(json.dumps({"peak_bytes": peak, "seconds": seconds}))
+
+
+def _train_here(spec: RunSpec, prompts: Sequence[Prompt], folder: Path) -> list[dict[str, float]]:
+    """The metrics of the run's steps; no token ends a completion, so that all have equal length."""
+    from ..engines.transformers import TransformersEngine
+    from ..run.state import prepare
+    from ..run.step import train_step
+
+    log: Any = _NoLog()
+    run, _ = prepare(spec, folder, log, folder, lambda: False)
+    if isinstance(run.engine, TransformersEngine):
+        run.engine = TransformersEngine(run.engine.settings, run.learner.policy, run.codec, end_ids=())
+    try:
+        return [train_step(run, prompts, step)[0] for step in range(spec.steps)]
+    finally:
+        run.engine.close()
+
+
+class _NoLog:
+    """A RunLogger that stores nothing."""
+
+    def forget(self, *values: Any) -> None: ...
+
+    inputs = prompt = resume = sync = holds = progress = metrics = samples = per_problem = kept = forget
+
+
+def with_ratios(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each measurement with the sum of its estimate, and its memory and time relative to the first."""
+    first = results[0]
+    return [
+        {
+            **r,
+            "estimate_bytes": peak_bytes(r["estimate"]),
+            "memory_ratio": r["peak_bytes"] / first["peak_bytes"],
+            "time_ratio": r["seconds"]["step"] / first["seconds"]["step"],
+        }
+        for r in results
+    ]
+
+
+if __name__ == "__main__":
+    _measure_here(Path(sys.argv[1]))

@@ -1,0 +1,279 @@
+"""The results of a study or an evaluation, as pandas frames, figures, LaTeX and the report's page.
+
+Every number is the report's own. Text of models and files is as the report shows it: characters that cannot be
+printed are written as escapes, so that no frame harms a terminal. Clones made while a study ran are not in the frames.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from ...reports.analysis import Analysis, analyse
+from ...reports.capability import capabilities
+from ...reports.figures.style import Drawing
+from ...reports.page import page_drawings
+from ...reports.prose.answer import answer
+from ...reports.render import BOOTSTRAP_SEED, results_table, visible
+from ...reports.scaling import scalings
+from ...reports.tables import comparison_latex, comparison_table
+from ...reports.trials import search_of
+from ..cli.study import keep_report
+from ..data import EvaluationResult, SampleRow
+from ..record.study import StudyRecord
+from ..spec.errors import SpecError, did_you_mean
+
+
+class Result:
+    """The result of a study, finished or not. `folder` has its files."""
+
+    def __init__(self, record: StudyRecord, folder: Path, runs: Path | None) -> None:
+        """`runs` is the runs folder of its MLflow store; None if only the files of the study are here."""
+        self.folder = folder
+        self._written, self._record, self._runs = record, visible(record), runs
+
+    def __repr__(self) -> str:
+        complete = sum(trial.state == "complete" for trial in self._record.trials)
+        return f"<Result of study '{self.name}': {complete} of {self._record.expected} trials complete>"
+
+    @property
+    def name(self) -> str:
+        return self._record.name
+
+    @property
+    def question(self) -> str:
+        return self._record.question
+
+    @property
+    def answer(self) -> str:
+        """The report's answer, in one or a few sentences."""
+        return answer(self._analysis)
+
+    @cached_property
+    def trials(self) -> pd.DataFrame:
+        """A row for each trial, whatever its state: the columns of the report's results.csv.
+
+            study, trial                 names of the study and of the trial's folder
+            arm, seed                    label of the arm, and the seed
+            state                        complete, running, stopped, paused, invalid, failed or pruned
+            algorithm, task              by name
+            accuracy_initial, accuracy_final   validation accuracy before the first and after the last step (fraction)
+            test_accuracy                on the test split, at the end (fraction)
+            rollouts, generated_tokens, optimizer_steps   spent on training (counts)
+            seconds                      time of the run (seconds)
+            peak_memory_bytes            (bytes)
+            flops_train, flops_sampling, flops_scoring, flops_learning, flops_evaluation, flops_cold_start
+                                         operations, where they were counted
+            core_seconds, gpu_seconds    time on all cores and GPUs (seconds), where it was measured
+            energy_joules                of the GPUs (joules), where it was measured
+            stage, half_width, at_most   only if the first seeds decide how many there are: 1 or 2, and by what
+            one column per factor        full path of the setting -> level of the arm
+            test/accuracy, test/greedy_accuracy, test/pass_at_K, test/maj_at_K   at the end (fractions), where measured
+
+        A number that a trial has not reached is NaN.
+        """
+        return _frame(*results_table(self._record))
+
+    @cached_property
+    def curves(self) -> pd.DataFrame:
+        """A row for each value that a trial has logged, in the order of its steps.
+
+        The columns:
+
+            arm, seed   of the trial
+            metric      `area/quantity`, such as validation/accuracy, reward/mean, kl/reference, completion/length
+            step        training step; 0 is before the first one
+            value       in the unit of the metric: fractions, nats per token, tokens, seconds
+        """
+        rows = [
+            (trial.arm, trial.seed, metric, step, value)
+            for trial in self._record.trials
+            for metric, series in trial.history.items()
+            for step, value in series
+        ]
+        return _frame(["arm", "seed", "metric", "step", "value"], rows)
+
+    @cached_property
+    def problems(self) -> pd.DataFrame:
+        """A row for each test problem of each trial that reached the test.
+
+        The columns:
+
+            arm, seed          of the trial
+            prompt_id          of the problem: the same in all arms, seeds and machines
+            accuracy           samples that were right at the end (fraction)
+            accuracy_initial   the same before the first step; NaN unless evaluation.test_at_start was set
+        """
+        rows = [
+            (trial.arm, trial.seed, prompt, accuracy, trial.start_per_problem.get(prompt))
+            for trial in self._record.trials
+            for prompt, accuracy in trial.per_problem.items()
+        ]
+        return _frame(["arm", "seed", "prompt_id", "accuracy", "accuracy_initial"], rows)
+
+    @cached_property
+    def rollouts(self) -> pd.DataFrame:
+        """A row for each completion that the trials have logged for the reader; a few of each step, not all.
+
+        The columns:
+
+            arm, seed          of the trial
+            step, split        training step, and train, validation or test
+            prompt_id, prompt  of the problem, as the policy reads it
+            completion         what it wrote
+            gold, answer       the reference answer, and the one found in the completion, if there is one
+            correct            True or False
+            reward             sum of all rewards with their weights; NaN in an evaluation
+            num_tokens         length of the completion (tokens)
+            finish_reason      stop, or length if the token limit cut it
+            reward/NAME        each reward before its weight
+        """
+        return _samples([((trial.arm, trial.seed), row) for trial in self._record.trials for row in trial.samples])
+
+    def compare(self, baseline: str | None = None) -> pd.DataFrame:
+        """A row for each arm: the report's main table, unrounded.
+
+            arm                     label
+            complete_seeds, seeds   seeds with a result, and seeds that the study asks for
+            M, M_low, M_high        mean over seeds of the outcome and its 95 % interval; M is a metric, such as
+                                    test/accuracy (fraction)
+            difference, difference_low, difference_high   to the baseline, seed by seed, with its 95 % interval, in the
+                                    unit of M; NaN for the baseline
+            p, p_holm               of no difference, before and after Holm's correction over all that the report tests
+            accuracy_initial, accuracy_final, generated_tokens, seconds   means over seeds, as in `trials`
+            peak_memory_bytes       the largest
+
+        `baseline` names another arm than the study's. The p-values hold for one that was chosen before the results
+        were seen.
+        """
+        return _frame(*comparison_table(self._analysed(baseline)))
+
+    def report(self) -> "Report":
+        """The study's page, which a notebook shows inline; it is written again first, as by `cohort report`.
+
+        A folder that was copied without its MLflow store is left as it is: its page is shown.
+        """
+        page = self.folder / "report" / "index.html"
+        if self._runs is not None:
+            page = keep_report(self._written, self._runs).html
+        elif not page.is_file():
+            raise SpecError(f"'{self.folder}' has no report/index.html; copy it, or the whole runs folder")
+        return Report(page)
+
+    def to_latex(self, baseline: str | None = None) -> str:
+        """`compare` as a LaTeX tabular for a paper, rounded as in the report; it needs the package booktabs."""
+        return comparison_latex(self._analysed(baseline))
+
+    def figure(self, name: str = "final") -> Figure:
+        """A figure of the report by its name, to be saved: `result.figure("differences").savefig("figure.pdf")`.
+
+        `final` has the outcome of each arm, `differences` each arm minus the baseline, `learning_steps` the metric
+        against training steps. The error for an unknown name lists all figures of this study, which are the files in
+        report/figures.
+        """
+        if name not in self._drawings:
+            known = list(self._drawings)
+            raise SpecError(
+                f"study '{self.name}' has no figure '{name}'; {did_you_mean(name, known)}it has: {', '.join(known)}"
+            )
+        return self._drawings[name].figure
+
+    @cached_property
+    def _analysis(self) -> Analysis:
+        return analyse(self._record, np.random.default_rng(BOOTSTRAP_SEED))
+
+    def _analysed(self, baseline: str | None) -> Analysis:
+        if baseline is None or baseline == self._record.baseline:
+            return self._analysis
+        if search_of(self._record) is not None:
+            raise SpecError(f"study '{self.name}' is a search, whose arms have no baseline; leave baseline out")
+        labels = [arm.label for arm in self._analysis.arms]
+        if baseline not in labels:
+            fix = f"{did_you_mean(baseline, labels)}arms: {', '.join(labels)}"
+            raise SpecError(f"baseline must be an arm of study '{self.name}', got '{baseline}'; {fix}")
+        record = dataclasses.replace(self._record, baseline=baseline)
+        return analyse(record, np.random.default_rng(BOOTSTRAP_SEED))
+
+    @cached_property
+    def _drawings(self) -> dict[str, Drawing]:
+        analysis = self._analysis
+        sections = page_drawings(analysis, capabilities(analysis), scalings(analysis))
+        return {drawing.name: drawing for drawings in sections.values() for drawing in drawings}
+
+
+class Evaluation:
+    """The accuracy of one model on one split. `folder` has every completion."""
+
+    def __init__(self, result: EvaluationResult, intervals: Mapping[str, Sequence[float]], folder: Path) -> None:
+        self.folder = folder
+        self._result, self._intervals = result, intervals
+
+    def __repr__(self) -> str:
+        accuracy, count = (self._result.metrics[key] for key in ("accuracy", "num_prompts"))
+        return f"<Evaluation: accuracy {100 * accuracy:.1f} % of {count:.0f} {self._result.split} problems>"
+
+    @cached_property
+    def metrics(self) -> pd.DataFrame:
+        """A row for each metric, as `cohort evaluate` states them.
+
+        The columns:
+
+            metric      accuracy (mean over problems and samples), greedy_accuracy, pass_at_K, maj_at_K, answered,
+                        truncated, ...: fractions; num_tokens (mean, tokens), num_prompts, num_samples
+            value       in that unit
+            low, high   95 % interval over problems; NaN for a metric without one
+        """
+        limits = {name: self._intervals.get(name, (None, None)) for name in self._result.metrics}
+        rows = [(name, value, *limits[name]) for name, value in self._result.metrics.items()]
+        return _frame(["metric", "value", "low", "high"], rows)
+
+    @cached_property
+    def problems(self) -> pd.DataFrame:
+        """A row for each problem: prompt_id, and accuracy, the fraction of its samples that were right."""
+        num_samples = self._result.metrics["num_samples"]
+        rows = [(prompt, count / num_samples) for prompt, count in self._result.correct_counts.items()]
+        return _frame(["prompt_id", "accuracy"], rows)
+
+    @cached_property
+    def rollouts(self) -> pd.DataFrame:
+        """A row for each completion, with the columns of `Result.rollouts` but arm and seed."""
+        return _samples([((), row) for row in visible(self._result.samples)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A page on disk; in a notebook it is shown in a frame that runs no script and reaches nothing around it.
+
+    Its links to tables within the page work; those to files beside it need the page itself.
+    """
+
+    path: Path
+
+    def _repr_html_(self) -> str:
+        page, style = escape(self.path.read_text(encoding="utf-8")), "width: 100%; height: 45em; border: 0"
+        return f'<iframe sandbox="allow-downloads" srcdoc="{page}" style="{style}"></iframe>'
+
+
+def _samples(rows: Sequence[tuple[tuple[Any, ...], SampleRow]]) -> pd.DataFrame:
+    """Completions, each after the keys of its trial."""
+    fields = [field.name for field in dataclasses.fields(SampleRow) if field.name != "rewards"]
+    rewards = list(dict.fromkeys(name for _, row in rows for name in row.rewards))
+    keys = ["arm", "seed"] if any(key for key, _ in rows) else []
+    cells = [
+        (*key, *(getattr(row, name) for name in fields), *(row.rewards.get(name) for name in rewards))
+        for key, row in rows
+    ]
+    return _frame([*keys, *fields, *(f"reward/{name}" for name in rewards)], cells)
+
+
+def _frame(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> pd.DataFrame:
+    """A frame with numeric columns as numbers: a column without any value is NaN, except the column of answers."""
+    frame = pd.DataFrame(list(map(tuple, rows)), columns=list(columns))
+    unknown = set(columns if rows else ()).intersection(frame.columns[frame.isna().all()]) - {"answer"}
+    return frame.astype(dict.fromkeys(unknown, float))

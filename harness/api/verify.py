@@ -1,0 +1,164 @@
+"""Verifies a study from its folder alone: its trials, its search's findings, and its report, which it writes again."""
+
+import csv
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from ..ground.files import sha256
+from ..record.events import EVENTS
+from ..record.evidence import EVIDENCE, Evidence, from_files, read_evidence, trial_folder, writing_versions
+from ..record.study import StudyRecord
+from .findings import Findings, Place
+from .verify_trial import check_trial
+
+WriteReport = Callable[..., Any]  # `reports.render.write_report`
+TABLE = "results.csv"
+_WRITTEN = (".html", ".md", ".csv", ".svg")  # files of a report that are written alike each time
+_PARTS = re.compile(r"[^\\:\x00]+")
+
+
+def verify_study(folder: Path, write_report: WriteReport) -> tuple[StudyRecord, Findings]:
+    """The study's record, and everything that does not follow from the files in its folder. Writes nothing there.
+
+    ValueError for a folder that is not a study's, has no results or no evidence.
+    """
+    evidence = open_evidence(folder)
+    findings = Findings()
+    everywhere = Place(findings)
+    if not evidence.is_as_written:
+        everywhere.differs(EVIDENCE, "sum", "the sum of another content", "its own sum")
+    for name, digest in evidence.files.items():
+        if not (folder / name).is_file():
+            everywhere.differs(name, "", None, "a file of the study")
+        else:
+            everywhere.compare_hash(name, digest, sha256(folder / name))
+    record = from_files(evidence.record, folder)
+    for trial in [*record.trials, *(trial for arm in record.exploratory for trial in arm.trials)]:
+        place, directory = Place(findings, trial.arm, trial.seed), trial_folder(folder, trial)
+        if not (directory / EVENTS).is_file():
+            place.lacks("no files here (another host ran it, or its folder is gone)")
+            continue
+        try:
+            check_trial(directory, trial, place)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
+            place.differs(f"trials/{trial.trial}", "", "files of a run", f"{type(error).__name__}: {error}")
+    _check_search(record, everywhere)
+    _check_report(folder, record, evidence, everywhere, write_report)
+    return record, findings
+
+
+def open_evidence(folder: Path) -> Evidence:
+    """The evidence of a study that has results. ValueError for any other folder."""
+    if not (folder / "study.json").is_file():
+        raise ValueError(f"'{folder}' is not the folder of a study: it has no study.json")
+    if not (folder / EVIDENCE).is_file():
+        raise ValueError(
+            f"study '{folder.name}' has no {EVIDENCE}, which its report leaves; write the report with: "
+            f"cohort report {folder.name}"
+        )
+    evidence = read_evidence(folder)
+    if all(trial.state != "complete" for trial in evidence.record.trials):
+        raise ValueError(
+            f"study '{evidence.record.name}' has no results: no trial was complete when its report was written"
+        )
+    for name in evidence.files:
+        parts = name.split("/")
+        if not all(_PARTS.fullmatch(part) and part not in (".", "..") for part in parts):
+            raise ValueError(f"{folder / EVIDENCE} must name files of the study alone, got {name!r:.80}")
+    return evidence
+
+
+def _check_search(record: StudyRecord, place: Place) -> None:
+    """Compare the values by which a search judged its arms with the metrics of their trials."""
+    trials = {(trial.arm, trial.seed): trial for trial in record.trials}
+    for arm in (record.search or {}).get("arms", []):
+        for seed, values in arm.get("seeds", {}).items():
+            trial = trials.get((arm["label"], int(seed)))
+            for metric, value in values.items() if trial is not None else ():
+                series = trial.history.get(metric, ()) if trial is not None else ()
+                last = series[-1][1] if series else None
+                Place(place.findings, arm["label"], int(seed)).compare("events", "search.json", metric, value, last)
+    if record.search is not None:
+        place.findings.notes.append("search.json: Pareto set, best arm and importances are compared by hash alone")
+    if record.two_stage is not None:
+        place.findings.notes.append("seeds.json: the decision on the number of seeds is compared by hash alone")
+
+
+def _check_report(
+    folder: Path, record: StudyRecord, evidence: Evidence, place: Place, write_report: WriteReport
+) -> None:
+    """Write the report again and compare the table cell by cell, the text line by line, figures whole."""
+    with TemporaryDirectory(prefix="cohort-verify-") as scratch:
+        try:
+            write_report(record, Path(scratch), ("svg",))
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            return place.differs("report", "", "a report", f"{type(error).__name__}: {error}")
+        anew, stored = Path(scratch), folder / "report"
+        _compare_table(stored / TABLE, anew / TABLE, place)
+        names = sorted(
+            f.relative_to(anew).as_posix() for f in anew.rglob("*") if f.suffix in _WRITTEN and f.name != TABLE
+        )
+        differing = [name for name in names if _bytes(stored / name) != (anew / name).read_bytes()]
+        place.findings.numbers["report"] += len(names) - len(differing)
+        here = writing_versions()
+        others = [f"{key} {value}" for key, value in sorted(evidence.versions.items()) if here.get(key) != value]
+        untouched = all(
+            _bytes(stored / name) is not None and evidence.files.get(f"report/{name}") == sha256(stored / name)
+            for name in differing
+        )
+        if differing and others and untouched:
+            place.findings.notes.append(
+                f"{len(differing)} of {len(names)} files of the report were written by other versions ("
+                f"{', '.join(others)}) and look otherwise when written by this one; they are compared by hash alone, "
+                "results.csv cell by cell"
+            )
+            return
+        for name in differing:
+            if name.endswith(".svg"):
+                place.differs(f"report/{name}", "", "another figure", "the figure of these numbers")
+            else:
+                _compare_lines(f"report/{name}", _lines(stored / name), _lines(anew / name), place)
+    place.findings.notes.append("figures as PDF and PNG are compared by hash alone, SVG figures are redrawn")
+
+
+def _compare_table(stored: Path, derived: Path, place: Place) -> None:
+    if not stored.is_file():
+        return place.differs(f"report/{TABLE}", "", None, "a table")
+    (header, *rows), (columns, *anew) = (_cells(file) for file in (stored, derived))
+    if header != columns or len(rows) != len(anew):
+        return _compare_lines(f"report/{TABLE}", _lines(stored), _lines(derived), place)
+    for number, (row, new) in enumerate(zip(rows, anew, strict=True), 2):
+        trial = dict(zip(columns, new, strict=True))
+        at = Place(place.findings, trial.get("arm"), int(trial["seed"]))
+        if len(row) != len(new):
+            at.differs(f"report/{TABLE}", f"line {number}", f"{len(row)} cells", f"{len(new)} cells")
+            continue
+        for column, cell, value in zip(columns, row, new, strict=True):
+            at.compare("report", f"report/{TABLE}", column, cell, value)
+
+
+def _cells(file: Path) -> list[list[str]]:
+    with file.open(encoding="utf-8", errors="replace", newline="") as lines:
+        return list(csv.reader(lines)) or [[]]
+
+
+def _compare_lines(name: str, stored: Sequence[str], derived: Sequence[str], place: Place) -> None:
+    if len(stored) != len(derived):
+        place.differs(name, "", f"{len(stored)} lines", f"{len(derived)} lines")
+    for number, (one, other) in enumerate(zip(stored, derived, strict=False), 1):
+        if one != other:
+            first = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
+            start = max(0, first - 30)
+            place.differs(name, f"line {number}", one[start : start + 80], other[start : start + 80])
+
+
+def _lines(file: Path) -> list[str]:
+    content: Any = _bytes(file)
+    return [] if content is None else content.decode("utf-8", "replace").split("\n")
+
+
+def _bytes(file: Path) -> bytes | None:
+    return file.read_bytes() if file.is_file() else None

@@ -1,0 +1,225 @@
+"""Verifies one trial: grades its completions again and compares the run's log with them and with itself.
+
+Completions determine all metrics of the evaluations, each test problem's score, the verdict of every rollout shown or
+kept, and accuracy and length of the training steps whose batch was kept. Events determine `result.json`. Losses,
+rewards, seconds and memory cannot be recomputed from kept files; the checksum of their line shows whether they are
+unchanged.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from .. import plugins
+from ..data import Split
+from ..ground.files import sha256
+from ..interfaces import Task
+from ..mirror.run_log import read_result
+from ..mirror.store import SYSTEM
+from ..mirror.writer import Identity
+from ..record.events import EVENTS, RunHistory, is_as_written, is_torn, read_events
+from ..record.study import TrialRecord
+from ..run.batch import rollout_metrics
+from ..run.evaluate import NO_LIMIT, evaluate_again, evaluation_metrics
+from ..run.grading import grade, group_of
+from ..run.kept import completions_file
+from ..spec.errors import parsed
+from .findings import Place
+
+_KEPT = re.compile(r"(rollouts|completions)/[\w-]+\.jsonl", re.ASCII)
+_LAST = {  # of a run's summary -> the metric whose last value it is
+    "accuracy_final": "validation/accuracy", "test_accuracy": "test/accuracy", "rollouts": "train/rollouts",
+    "generated_tokens": "train/generated_tokens", "optimizer_steps": "train/optimizer_steps",
+    "peak_memory_bytes": "memory/peak_bytes",
+}  # fmt: skip
+_AREAS: Mapping[str, Split] = {"validation": "validation", "test": "test", "start": "test"}  # of metrics -> split
+_BAD_ROW = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
+
+
+def check_trial(directory: Path, trial: TrialRecord, place: Place) -> None:
+    """Compare everything in a trial's folder. Raises errors of many kinds for files that a run cannot have written."""
+    name = f"trials/{trial.trial}"
+    _check_lines(directory / EVENTS, f"{name}/{EVENTS}", place)
+    try:
+        identity, events, result = Identity.load(directory), read_events(directory / EVENTS), read_result(directory)
+        history = RunHistory()
+        for event in events:
+            history.add(event)
+    except ValueError as error:
+        return place.differs(name, "", "files of a run", str(error))
+    if identity is None:
+        return place.differs(name, "run.json", None, "settings of a run")
+    place.compare("events", f"{name}/run.json", "arm", identity.tags.get("cohort.arm"), trial.arm)
+    place.compare("events", f"{name}/run.json", "seed", identity.spec.get("seed"), trial.seed)
+    _check_result(f"{name}/result.json", trial, history, result, place)
+    try:
+        task = _task(identity.spec["task"])
+    except ValueError as error:
+        return place.lacks(f"its task cannot be loaded here, so nothing is graded ({error})")
+    check = _Completions(directory, name, task, int(identity.spec["algorithm"]["group_size"]), history, place)
+    check.files()
+    check.evaluations()
+    check.batches()
+    check.samples()
+    place.findings.alone += sum(len(steps) for key, steps in history.history.items() if not check.follows(key))
+
+
+def _task(settings: Mapping[str, Any]) -> Task:
+    """The task of a run, to grade with; nothing else of the run is loaded, and no problem is read."""
+    return parsed(cast(type[Task], plugins.load("task", str(settings["name"]))), settings, "task")
+
+
+def _check_lines(file: Path, name: str, place: Place) -> None:
+    """Compare every line of an event file with its checksum."""
+    unsummed = 0
+    content = file.read_bytes().partition(b"\0")[0]
+    for number, line in enumerate(content.split(b"\n")[:-1], 1):
+        whole = is_as_written(line)
+        unsummed += whole is None
+        if whole is False:
+            found = re.match(rb'{"type":"(\w+)"(?:,"step":(\d+))?', line)
+            of = "" if not found else f" ({b' of step '.join(filter(None, found.groups())).decode()})"
+            place.differs(name, f"line {number}{of}", "the sum of another line", "its own sum")
+    if is_torn(file):
+        place.lacks(f"{EVENTS} ends in half a line, as a kill leaves it, which counts for nothing")
+    if unsummed:
+        place.lacks(f"{unsummed} lines of {EVENTS} have no sum (an earlier version ran it): a digit that changed in "
+                    "them is found only where another number follows from it")  # fmt: skip
+
+
+def _check_result(
+    file: str, trial: TrialRecord, history: RunHistory, result: Mapping[str, Any] | None, place: Place
+) -> None:
+    """Compare `result.json` with the events, and their summary with the metrics."""
+    end = history.finish[0] if history.finish else None
+    if trial.state == "complete" and (end is None or result is None):
+        return place.differs(file, "state", trial.state, None)
+    if end is None or result is None:
+        return
+    summary = {key: float(value) for key, value in end["summary"].items()}
+    metrics = {key: value for key, value in history.latest().items() if not key.startswith(SYSTEM)}
+    for name, derived in (("summary", summary), ("metrics", metrics)):
+        for key in sorted({*derived, *result[name]}):
+            place.compare("events", file, f"{name}/{key}", result[name].get(key), derived.get(key))
+    place.compare("events", file, "state", result["state"], end["state"])
+    place.compare("events", file, "reason", result["reason"], end["reason"])
+    if trial.state not in ("pruned", "failed"):  # the study may have decided it afterwards
+        place.compare("events", "evidence.json", "state", trial.state, end["state"])
+    last = {key: metrics[metric] for key, metric in _LAST.items() if metric in metrics}
+    if steps := history.history.get("validation/accuracy"):
+        last["accuracy_initial"] = steps[min(steps)][0]
+    for key in last.keys() & summary.keys():
+        place.compare("events", file.replace("result.json", EVENTS), f"finish/{key}", summary[key], last[key])
+
+
+class _Completions:
+    """Compares the completions of a trial with the run's log."""
+
+    def __init__(
+        self, directory: Path, name: str, task: Task, group_size: int, history: RunHistory, place: Place
+    ) -> None:
+        self._directory, self._name, self._task, self._group_size = directory, name, task, group_size
+        self._history, self._place = history, place
+        self._followed: set[str] = set()
+
+    def follows(self, metric: str) -> bool:
+        """Whether all values of a metric followed from completions."""
+        return metric in self._followed
+
+    def files(self) -> None:
+        """Compare the kept files with the hashes in the events."""
+        for file, (_, digest) in self._history.kept.items():
+            if not _KEPT.fullmatch(file):
+                self._place.differs(f"{self._name}/{EVENTS}", "kept", file, "a file of the run")
+            elif not (self._directory / file).is_file():
+                self._place.differs(f"{self._name}/{file}", "", None, "a file that the run has kept")
+            else:
+                self._place.compare_hash(f"{self._name}/{file}", digest, sha256(self._directory / file))
+
+    def evaluations(self) -> None:
+        """Recompute the metrics of every evaluation, and the score of every test problem."""
+        for area, split in _AREAS.items():
+            lacking = 0
+            for step in sorted(self._history.history.get(f"{area}/accuracy", {})):
+                rows = self._rows(completions_file(area, step))
+                lacking += rows is None
+                if rows:
+                    self._evaluation(rows, area, split, step)
+            if lacking:
+                self._place.lacks(f"{lacking} evaluations on the {split} split have no completions")
+
+    def _evaluation(self, rows: Sequence[Mapping[str, Any]], area: str, split: Split, step: int) -> None:
+        file = f"{self._name}/{EVENTS}"
+        try:
+            result = evaluate_again(self._task, rows, split)
+        except _BAD_ROW as error:
+            return self._place.differs(f"{self._name}/{completions_file(area, step)}", "", "rows of a run", repr(error))
+        self._place.findings.completions += sum(len(row["samples"]) + len(row["greedy"]) for row in rows)
+        derived = evaluation_metrics(result, area)
+        logged = {key: steps[step][0] for key, steps in self._history.history.items() if step in steps}
+        for key in sorted({*derived, *(key for key in logged if key.startswith(f"{area}/"))}):
+            self._place.compare("completions", file, f"{key} at step {step}", logged.get(key), derived.get(key))
+            self._followed.add(key)
+        if split == "test":
+            k = result.metrics["num_samples"]
+            scores = {prompt: count / k for prompt, count in result.correct_counts.items()}
+            name = "start_per_problem" if area == "start" else "per_problem"
+            known: Mapping[str, float] = getattr(self._history, name)
+            for prompt in sorted({*scores, *known}):
+                self._place.compare("completions", file, f"{name}/{prompt}", known.get(prompt), scores.get(prompt))
+
+    def batches(self) -> None:
+        """Recompute the verdicts of every kept training batch, and the metrics that its step logged."""
+        size = self._group_size
+        for file, (step, _) in self._history.kept.items():
+            rows = self._rows(file) if file.startswith("rollouts/") else None
+            if not rows:
+                continue
+            try:
+                groups = [group_of(rows[start : start + size]) for start in range(0, len(rows), size)]
+                graded = grade(self._task, groups, NO_LIMIT)
+                rewards = [[float(row["reward"]) for row in rows[i : i + size]] for i in range(0, len(rows), size)]
+                derived = rollout_metrics(graded, rewards)
+                self._verdicts(
+                    file, rows, [pair for g in graded for pair in zip(g.answers, g.correct or (), strict=True)]
+                )
+            except _BAD_ROW as error:
+                self._place.differs(f"{self._name}/{file}", "", "rows of a run", repr(error))
+                continue
+            for key, value in derived.items():
+                stored = self._history.history.get(key, {}).get(step, (None,))[0]
+                self._place.compare("completions", f"{self._name}/{EVENTS}", f"{key} at step {step}", stored, value)
+
+    def samples(self) -> None:
+        """Recompute the verdict of every rollout that was logged for the reader."""
+        rows = self._history.rows()
+        try:
+            graded = grade(self._task, [group_of([row]) for row in rows], NO_LIMIT)
+            verdicts = [(g.answers[0], (g.correct or (False,))[0]) for g in graded]
+            self._verdicts(EVENTS, rows, verdicts)
+        except _BAD_ROW as error:
+            self._place.differs(f"{self._name}/{EVENTS}", "samples", "rollouts of a run", repr(error))
+
+    def _verdicts(
+        self, file: str, rows: Sequence[Mapping[str, Any]], derived: Sequence[tuple[str | None, bool]]
+    ) -> None:
+        self._place.findings.completions += len(rows)
+        for row, (answer, correct) in zip(rows, derived, strict=True):
+            at = f"step {row['step']}, {row['split']} problem {row['prompt_id']}"
+            self._place.compare("completions", f"{self._name}/{file}", f"answer, {at}", row["answer"], answer)
+            self._place.compare("completions", f"{self._name}/{file}", f"correct, {at}", row["correct"], correct)
+
+    def _rows(self, file: str) -> list[dict[str, Any]] | None:
+        """The rows of a kept file; None if the run kept none, empty if it is missing or unreadable."""
+        if file not in self._history.kept:
+            return None
+        path = self._directory / file
+        if not _KEPT.fullmatch(file) or not path.is_file():
+            return []
+        try:
+            return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        except (ValueError, RecursionError) as error:
+            self._place.differs(f"{self._name}/{file}", "", "JSON Lines", str(error))
+            return []

@@ -1,0 +1,93 @@
+"""Estimates the disk space that runs need, and refuses runs that do not fit.
+
+It counts checkpoints (weights or adapter, two AdamW moments of all trained weights, the critic), the files that an
+ended run keeps, and cold starts that do not exist yet. It leaves out events, rollouts and reports, which are small.
+"""
+
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..policy.model import model_config
+from ..policy.sources import start_name
+from ..record.finished import CHECKPOINTS, Finished
+from ..spec.errors import SpecError
+from ..spec.run import RunSpec
+from .memory_count import Shape, saved_bytes
+from .memory_fit import gib
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Bytes of one checkpoint, of a run's checkpoints at their peak (the next is written before the oldest is deleted),
+    of those that an ended run keeps, and of a cold start (0: none)."""
+
+    checkpoint: int
+    running: int
+    kept: int
+    cold_start: int
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that runs still need on a disk, and its free bytes."""
+
+    needed: int
+    free: int
+
+
+def estimate_disk(spec: RunSpec, finished: Finished) -> Disk | None:
+    """The disk space of a run that by default keeps `finished`; None if the model's size cannot be computed. Reads no
+    weights."""
+    try:
+        saved = saved_bytes(Shape.of(spec, model_config(spec.model), rows=1, prompt_tokens=1))
+    except Exception:  # as in the memory estimate: such a model may still train
+        return None
+    reference = saved.model if spec.kl.refresh_reference_every and spec.lora is None else 0
+    checkpoint = saved.policy * (1 + spec.staleness) + saved.learner + reference
+    settings = spec.checkpoints
+    written = min(settings.keep + 1, -(-spec.steps // settings.every))
+    kept = saved.policy if spec.steps and (settings.finished or finished) == "weights" else 0
+    cold_start = saved.model_float32 if spec.cold_start.steps else 0
+    return Disk(checkpoint, written * checkpoint, kept, cold_start)
+
+
+def disk_need(runs: Path, left: Sequence[tuple[RunSpec, Path]], at_once: int, finished: Finished) -> Need | None:
+    """The disk that runs still need in their folders, `at_once` of them at a time; None if one cannot be estimated.
+
+    Checkpoints and cold starts that exist already are not counted again.
+    """
+    known: dict[int, Disk] = {}  # the seeds of an arm share a spec
+    starts: dict[str, int] = {}
+    for spec in {id(spec): spec for spec, _ in left}.values():
+        disk = estimate_disk(spec, finished)
+        if disk is None:
+            return None
+        known[id(spec)] = disk
+        if disk.cold_start and not Path(start := start_name(spec, runs / "cache")).exists():
+            starts[start] = disk.cold_start
+    disks = [known[id(spec)] for spec, _ in left]
+    more = sorted((disk.running - disk.kept for disk in disks), reverse=True)[:at_once]
+    there = _size(folder / CHECKPOINTS for _, folder in left)
+    needed = sum(starts.values()) + sum(disk.kept for disk in disks) + sum(more) - there
+    existing = next(folder for folder in (runs.absolute(), *runs.absolute().parents) if folder.exists())
+    return Need(max(0, needed), shutil.disk_usage(existing).free)
+
+
+def check_disk(runs: Path, left: Sequence[tuple[RunSpec, Path]], at_once: int, finished: Finished) -> Need | None:
+    """`disk_need`; SpecError if it exceeds the free space of the runs folder's disk."""
+    need = disk_need(runs, left, at_once, finished)
+    if need is not None and need.needed > need.free:
+        who = "the run" if len(left) == 1 else f"{len(left)} runs, {min(at_once, len(left))} at a time,"
+        raise SpecError(
+            f"{who} must fit on the disk of '{runs}': it has {gib(need.free)} free, and about {gib(need.needed)} is "
+            "needed for checkpoints, cold starts and weights that stay; free some space, use another --runs"
+            f"{', fewer --workers' if at_once > 1 and len(left) > 1 else ''}, or lower checkpoints.keep"
+        )
+    return need
+
+
+def _size(folders: Iterable[Path]) -> int:
+    """Bytes of all files in folders, which need not exist."""
+    return sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())

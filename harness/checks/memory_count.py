@@ -1,0 +1,341 @@
+"""Counts the parameters of a run and the bytes that one pass keeps for its backward pass, on models without storage.
+
+The pass runs on PyTorch's fake tensors, which have shape, type and device but no numbers; autograd's hooks see every
+saved tensor. Distinct storages count, except parameters. The fake tensors are always on the CPU, because fake GPU
+tensors would start a CUDA context in a process that only estimates. Of layers that are all alike two run, and the
+second counts for the rest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..devices.device import mixed_precision
+from ..devices.sharding import layers, num_bytes
+from ..policy.forward import Critic, backbone, can_share_prompts, chunk_logprobs
+from ..policy.fused_llama import recognised
+from ..policy.library import import_generation
+from ..policy.lora import add_adapter, hold_frozen_products
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from ..spec.run import LoRA, RunSpec
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Everything that decides the counts; a pass reads `rows` rows of full length, or, where `prompts` is not 0, so
+    many prompts once and then the completions of `rows` rows."""
+
+    config: str  # of the model, as JSON
+    dtype: str
+    autocast: bool
+    lora: LoRA | None
+    needs_critic: bool
+    shares_trunk: bool
+    entropy_gradient: bool
+    rows: int
+    prompt_tokens: int
+    max_tokens: int
+    prompts: int = 0
+
+    @classmethod
+    def of(cls, spec: RunSpec, config: PretrainedConfig, rows: int, prompt_tokens: int, prompts: int = 0) -> Shape:
+        model = (json.dumps(config.to_dict(), default=str), spec.dtype, spec.autocast, spec.lora)
+        needed = (spec.algorithm.needs_critic, spec.algorithm.shares_trunk, spec.algorithm.entropy_needs_gradient)
+        return cls(*model, *needed, rows, prompt_tokens, spec.max_tokens, prompts)
+
+
+@dataclass
+class Kept:
+    """Bytes that a pass keeps: in all, in each layer that checkpointing computes again, and of that layer's inputs."""
+
+    all: int = 0
+    layers: list[int] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    cache: list[int] = field(default_factory=list)  # keys and values of each layer, which only a sampler keeps
+
+    def total(self, checkpointing: bool) -> int:
+        return self.all - sum(self.layers) + sum(self.inputs) if checkpointing else self.all
+
+    def lengthen(self, num_layers: int) -> None:
+        """Count so many more layers like the second, each of which keeps what it kept in every pass."""
+        passes = range(1, len(self.layers), 2)
+        self.all += num_layers * sum(self.layers[i] for i in passes)
+        for sizes in (self.layers, self.inputs, self.cache):
+            sizes += [sizes[i] for i in passes if i < len(sizes)] * num_layers
+
+    def largest_layer(self) -> int:
+        """Bytes that the largest layer adds to its input while it is computed again."""
+        return max((layer - given for layer, given in zip(self.layers, self.inputs, strict=True)), default=0)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Bytes of parameters (a critic's are those that the policy lacks) and bytes that passes keep.
+
+    `shared` is what the trunk keeps of all prompts and of a pass over completions that read them, 0 where it cannot.
+    """
+
+    policy: int
+    weights: int  # number of them without an adapter, as an engine or a saved model has them
+    critic: int
+    trainable: int
+    head: int  # of the trainable ones
+    head_is_tied: bool
+    is_fused: bool  # the run makes rearranged copies of the weights
+    cast: int  # of the trunk's weights: copies in bfloat16 that autocast holds until a forward pass ends
+    vocabulary: int
+    layer: int  # of the policy's largest layer
+    root: int  # of what is in no layer: embeddings, norm and head
+    trunk: Kept  # of the policy; a critic's own trunk is a copy of it and keeps the same
+    shared: int
+    states: int  # of the completions, which the head reads
+    logprobs: int  # kept after the trunk, the states and all logits among them
+    values: int
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Bytes of a policy's own folder (an adapter's, where there is one) and of the state of optimisers and critic; of
+    the whole model in its precision, and in float32."""
+
+    policy: int
+    learner: int
+    model: int
+    model_float32: int
+
+
+@lru_cache(maxsize=64)
+def saved_bytes(shape: Shape) -> Saved:
+    """The sizes of a checkpoint's parts. Raises the model's own error if it cannot be built."""
+    policy, critic = _models(shape)
+    model = [p for name, p in policy.named_parameters() if ".lora_" not in name]
+    trained = _bytes(p for p in policy.parameters() if p.requires_grad)
+    valued = _bytes(p for p in _added(policy, critic) if p.requires_grad)
+    adapter = trained if shape.lora is not None else 0  # in the learner's state too
+    return Saved(
+        policy=adapter or _bytes(model),
+        learner=2 * (trained + valued) + valued + adapter,
+        model=_bytes(model),
+        model_float32=4 * sum(p.numel() for p in model),
+    )
+
+
+@lru_cache(maxsize=64)  # arms of a study often share their shape
+def count(shape: Shape) -> Counts:
+    """The counts of a shape. Raises the model's own error if it cannot be built or run without numbers."""
+    if shape.prompts:  # arms often differ only in this
+        trunk = replace(shape, needs_critic=False, shares_trunk=False, entropy_gradient=False)
+        return replace(count(replace(shape, prompts=0)), shared=_shared_pass(trunk))
+    policy, critic = _models(shape)
+    added = _added(policy, critic)
+    head = policy.get_output_embeddings().weight
+    linear = [m.weight for m in backbone(policy).modules() if isinstance(m, nn.Linear) and m.weight.requires_grad]
+    trunk, logprobs, values = _pass(shape, policy, critic)
+    return Counts(
+        policy=_bytes(policy.parameters()),
+        weights=sum(p.numel() for name, p in policy.named_parameters() if ".lora_" not in name),
+        critic=_bytes(added),
+        trainable=_bytes(p for p in [*policy.parameters(), *added] if p.requires_grad),
+        head=_bytes([head] if head.requires_grad else []),
+        head_is_tied=head is policy.get_input_embeddings().weight,
+        is_fused=recognised(policy) and not shape.autocast,
+        cast=_bytes(linear) // 2 if shape.autocast else 0,
+        vocabulary=len(head),
+        layer=max(map(num_bytes, layers(policy)), default=0),
+        root=_bytes(policy.parameters()) - sum(map(num_bytes, layers(policy))),
+        trunk=trunk,
+        shared=0,
+        states=shape.rows * shape.max_tokens * policy.config.hidden_size * head.element_size(),
+        logprobs=logprobs,
+        values=values,
+    )
+
+
+def _models(shape: Shape) -> tuple[Any, Critic | None]:
+    """The run's policy and critic with shapes and no storage, which nobody may change."""
+    return _built(replace(shape, entropy_gradient=False, rows=0, prompt_tokens=0, max_tokens=0, prompts=0))
+
+
+@lru_cache(maxsize=2)  # passes of several sizes, and checkpoints
+def _built(shape: Shape) -> tuple[Any, Critic | None]:
+    with torch.random.fork_rng(devices=[]):  # heads and adapters draw initial weights
+        policy = _meta_policy(shape)
+        return policy, Critic(policy, shared=shape.shares_trunk) if shape.needs_critic else None
+
+
+def _added(policy: nn.Module, critic: Critic | None) -> list[nn.Parameter]:
+    """The critic's parameters that are not the policy's."""
+    own = {id(p) for p in policy.parameters()}
+    return [p for p in critic.parameters() if id(p) not in own] if critic is not None else []
+
+
+def _meta_policy(shape: Shape) -> Any:
+    """The run's policy with shapes and no storage."""
+    import_generation()
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**json.loads(shape.config))
+    with torch.device("meta"):
+        policy = AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
+    policy = policy.to(dtype=getattr(torch, shape.dtype))
+    if shape.lora is not None:
+        add_adapter(policy, shape.lora, seed=0)
+        if shape.autocast:
+            hold_frozen_products(policy, torch.bfloat16)
+    return policy
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def _pass(shape: Shape, policy: nn.Module, critic: Critic | None) -> tuple[Kept, int, int]:
+    """The bytes that the trunk keeps, and those that log-probs and values of its states add."""
+    left_out = _repeated(policy)
+    with FakeTensorMode():
+        models = _fake_copy(nn.ModuleList([policy, *([critic.head] if critic is not None else [])]), left_out)
+        policy, *value_heads = models
+        tokens_BT = torch.zeros(shape.rows, shape.prompt_tokens + shape.max_tokens, dtype=torch.int64)
+        with _watched(models) as kept, mixed_precision(tokens_BT.device, shape.autocast):
+            cache = _passing_cache(policy, kept)
+            states_BTH = backbone(policy)(input_ids=tokens_BT, past_key_values=cache, use_cache=True).last_hidden_state
+            trunk = replace(kept)
+            hidden_NH = states_BTH[:, shape.prompt_tokens - 1 : -1].flatten(0, 1)
+            targets_N = tokens_BT[:, shape.prompt_tokens :].flatten()
+            found = chunk_logprobs(policy, hidden_NH, targets_N, 1.0, entropy_gradient=shape.entropy_gradient)
+            with_logprobs = kept.all
+            if not shape.shares_trunk:
+                hidden_NH = hidden_NH.clone()
+            found = [found, *(head(hidden_NH.to(head.weight.dtype)) for head in value_heads)]
+    logprobs, values = with_logprobs - trunk.all, kept.all - with_logprobs
+    trunk.lengthen(len(left_out))
+    return trunk, logprobs, values
+
+
+@lru_cache(maxsize=64)
+def _shared_pass(shape: Shape) -> int:
+    """The bytes that the trunk keeps of prompts that are read once, of two lengths, and of completions after them.
+
+    0 for a model that cannot share prompts.
+    """
+    from transformers.cache_utils import DynamicCache
+
+    policy, _ = _models(shape)
+    if not can_share_prompts(policy):
+        return 0
+    left_out = _repeated(policy)
+    with FakeTensorMode():
+        model: Any = _fake_copy(nn.ModuleList([policy]), left_out)[0]
+        read = shape.prompt_tokens - 1
+        prompts_UT = torch.zeros(shape.prompts, read, dtype=torch.int64)
+        inputs_RC = torch.zeros(shape.rows, shape.max_tokens, dtype=torch.int64)
+        prompt_R = torch.zeros(shape.rows, dtype=torch.int64)
+        filled = torch.ones(shape.rows, read + shape.max_tokens, dtype=torch.bool)
+        first: Any = DynamicCache(config=model.config)
+        rows = DynamicCache(config=model.config)
+        with _watched(model) as kept:
+            with mixed_precision(prompts_UT.device, shape.autocast):
+                backbone(model)(input_ids=prompts_UT, past_key_values=first, use_cache=True)
+            for layer, states in enumerate(first.layers[: len(kept.layers)]):
+                rows.update(states.keys[prompt_R], states.values[prompt_R], layer)
+            with mixed_precision(prompts_UT.device, shape.autocast):  # its graph keeps casts of its own
+                backbone(model)(
+                    input_ids=inputs_RC,
+                    attention_mask=filled,
+                    position_ids=torch.zeros_like(inputs_RC),
+                    past_key_values=rows,
+                    use_cache=True,
+                )
+    kept.lengthen(len(left_out))
+    return kept.all
+
+
+def _repeated(policy: Any) -> list[nn.Module]:
+    """All layers but the first two if all are alike, else none."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    found = list(layers(policy))
+    are_seen = all(isinstance(layer, GradientCheckpointingLayer) for layer in found)  # by `_watched`
+    return found[2:] if are_seen and len({_likeness(layer) for layer in found}) == 1 else []
+
+
+def _fake_copy(models: nn.ModuleList, left_out: list[nn.Module]) -> nn.ModuleList:
+    """A copy without numbers, of which the first model lacks the layers `left_out`, inside FakeTensorMode."""
+    unused = {id(x) for layer in left_out for x in (*layer.parameters(), *layer.buffers())}
+    copies: dict[int, Any] = {id(layer): None for layer in left_out}
+    copies |= {id(x): _fake(x) for x in (*models.parameters(), *models.buffers()) if id(x) not in unused}
+    models = deepcopy(models, copies)
+    if left_out:
+        remaining: Any = layers(models[0])
+        del remaining[2:]
+        backbone(models[0]).config.num_hidden_layers = 2
+    return models
+
+
+def _likeness(layer: nn.Module) -> str:
+    """Equal for layers that differ at most in their weights and their place: modules, sizes and other attributes."""
+    simple = (int, float, str, bool, type(None))
+    modules = [
+        {k: v for k, v in vars(part).items() if k != "layer_idx" and isinstance(v, simple)} for part in layer.modules()
+    ]
+    weights = [(name, *p.shape, p.requires_grad) for name, p in layer.named_parameters()]
+    return repr((layer, modules, weights))
+
+
+def _fake(x: Tensor) -> Tensor:
+    """`x` without numbers, on the CPU, inside FakeTensorMode."""
+    empty = torch.empty(x.shape, dtype=x.dtype)
+    return nn.Parameter(empty, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else empty
+
+
+@contextmanager
+def _watched(models: nn.Module) -> Iterator[Kept]:
+    """The bytes that autograd saves within the context."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    kept, before = Kept(), 0
+    storages = {id(s): s for s in (p.untyped_storage() for p in models.parameters())}  # held, or ids are used again
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if id(storage) not in storages:
+            storages[id(storage)] = storage
+            kept.all += storage.nbytes()
+        return tensor
+
+    def enter(layer: nn.Module, arguments: tuple[Any, ...]) -> None:
+        nonlocal before
+        before = kept.all
+        kept.inputs.append(_bytes(x for x in arguments if isinstance(x, Tensor)))
+
+    for layer in models.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.register_forward_pre_hook(enter)
+            layer.register_forward_hook(lambda *_: kept.layers.append(kept.all - before))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield kept
+
+
+def _passing_cache(policy: Any, kept: Kept) -> Any:
+    """A cache that passes keys and values through. Without a cache the library reads the positions' values."""
+    from transformers.cache_utils import DynamicCache
+
+    class PassingCache(DynamicCache):
+        def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+            kept.cache.append(_bytes([key_states, value_states]))
+            return key_states, value_states
+
+    return PassingCache(config=policy.config)

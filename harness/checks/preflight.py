@@ -1,0 +1,133 @@
+"""Checks runs before any of them starts (folder, devices, models, engines, rewards, data) and finds their inputs."""
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from ..data import Split
+from ..ground.inputs import Inputs, digested, expecting
+from ..ground.machine import addresses, hosts, interface, usable_cores, usable_gpus
+from ..interfaces import Task
+from ..mirror.store import check_runs_folder
+from ..policy.sources import model_sources
+from ..spec.errors import SpecError
+from ..spec.run import RunSpec
+from .survey import Part, longest
+
+log = logging.getLogger(__name__)
+
+
+def check_inputs(
+    specs: Sequence[RunSpec], runs: Path, splits: Sequence[Split] | None = None, *, models: bool = True
+) -> None:
+    """ValueError for a runs folder, device, model, chat template, engine, reward or data that cannot be used.
+
+    Reads no weights and writes nothing. Each of the `splits` must have problems, by default all that a run reads.
+    Without `models` only the folder and the data are checked. Settings that specs share are checked once. Warns of
+    training on a cut distribution.
+    """
+    check_runs_folder(runs)
+    if models:
+        _check_models(specs)
+    for task, part in parts_read(specs, splits):
+        if longest(task, part):
+            continue
+        if part == "demonstrations":
+            raise SpecError(f"task '{task.name}' has no worked solutions; set cold_start.steps to 0")
+        raise SpecError(f"task '{task.name}' must have problems in its {part} split, it has none")
+    if any("train" in (splits or _splits(spec)) and (spec.sampling.top_p < 1 or spec.sampling.top_k) for spec in specs):
+        log.warning(
+            "sampling.top_p below 1 or top_k above 0 biases training: tokens are drawn from the cut distribution, and "
+            "ratio and gradient use log-probs of the uncut one; set top_p=1 and top_k=0 to train without that bias"
+        )
+
+
+def parts_read(specs: Iterable[RunSpec], splits: Sequence[Split] | None = None) -> list[tuple[Task, Part]]:
+    """All parts of tasks' data that the runs read, each once: the `splits`, by default all, and demonstrations."""
+    found: dict[tuple[str, Part], Task] = {}
+    for spec in specs:
+        cold: tuple[Part, ...] = ("demonstrations",) if spec.cold_start.steps else ()
+        for part in (*(splits or _splits(spec)), *cold):
+            found[spec.task.model_dump_json(), part] = spec.task
+    return [(task, part) for (_, part), task in found.items()]
+
+
+def check_devices(specs: Sequence[RunSpec]) -> None:
+    """SpecError for a run on more devices (GPUs, or else cores) than its hosts have, assuming all are like this one, or
+    for devices that cannot share an engine."""
+    from ..devices.device import resolve_device
+    from ..policy.model import model_config
+
+    place = hosts()
+    if place.count > 1 and interface(place.address) is None:
+        raise SpecError(
+            f"--listen must be an address of this host by which the others reach it, got '{place.address}'; "
+            f"it has {', '.join(addresses())}"
+        )
+    for kind, count in dict.fromkeys((resolve_device(spec.device).type, spec.devices) for spec in specs):
+        available, what = (len(usable_gpus()), "GPUs") if kind == "cuda" else (usable_cores(), "cores")
+        if max(place.shares(count)) > max(1, available):
+            machine = "this machine" if place.count == 1 else f"{place.count} machines such as this one"
+            raise SpecError(
+                f"devices must be at most {available * place.count}, the {what} of {machine}, got {count}; lower "
+                "devices, or take more hosts (--hosts N --listen ADDRESS here and `cohort join` on each other one, or "
+                "a study with --launcher ray)"
+            )
+    for model, size, count in {(s.model, s.engine.processes, s.devices) for s in specs if s.engine.processes > 1}:
+        heads, shares = model_config(model).num_attention_heads, place.shares(count)
+        if heads % size:
+            raise SpecError(
+                f"engine.tensor_parallel_size must divide the {heads} attention heads of '{model}', got {size}; "
+                f"use {math.gcd(heads, size)}"
+            )
+        if any(share % size for share in shares):
+            raise SpecError(
+                f"engine.tensor_parallel_size must divide the devices on each host, {' and '.join(map(str, shares))}, "
+                f"got {size}; lower it, or change devices or --hosts"
+            )
+
+
+def run_inputs(specs: Sequence[RunSpec], cache: Path, splits: Sequence[Split] | None = None) -> Inputs:
+    """The inputs of the runs: models, rewards, and the data of the `splits`, by default of all that a run reads.
+
+    InputsChanged if they differ from the expected ones, ValueError for a torn model folder. Hashes of large files are
+    kept in `cache`.
+    """
+    sources: dict[str, Mapping[str, Path | str]] = {}
+    read = {(spec.task.model_dump_json(), bool(spec.steps), bool(spec.cold_start.steps)): spec for spec in specs}
+    for spec in read.values():
+        cold: tuple[Split, ...] = ("train",) if spec.cold_start.steps else ()
+        for split in dict.fromkeys((*(splits or _splits(spec)), *cold)):
+            sources |= spec.task.inputs(split)
+    for model in dict.fromkeys(spec.model for spec in specs):
+        sources |= model_sources(model)
+    for reward in (reward for spec in specs for reward in spec.rewards.values()):
+        sources |= reward.inputs()
+    inputs = digested(sources, cache / "digests")
+    with expecting(inputs):
+        return inputs
+
+
+def _check_models(specs: Sequence[RunSpec]) -> None:
+    from ..devices.device import resolve_device
+    from ..policy.compiled import check_compiler
+    from ..policy.model import check_model  # here: it loads torch, which workers of fakes do without
+    from ..policy.text import check_prompts
+
+    for device, compiles in dict.fromkeys((spec.device, spec.torch_compile) for spec in specs):
+        place = resolve_device(device)
+        if compiles:
+            check_compiler(place)
+    for model in dict.fromkeys(spec.model for spec in specs):
+        check_model(model)
+    for model, prompt in {(s.model, s.prompt.model_dump_json()): (s.model, s.prompt) for s in specs}.values():
+        check_prompts(model, prompt)
+    for spec in specs:
+        spec.engine.check(spec.sampling_with_limit())
+        for reward in spec.rewards.values():
+            reward.check()
+
+
+def _splits(spec: RunSpec) -> Sequence[Split]:
+    return ("train", "validation", "test") if spec.steps else ("validation", "test")

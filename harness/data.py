@@ -1,0 +1,328 @@
+"""Defines the plain data of training steps: settings that plugins share, prompts, rollouts, batches.
+
+Axes: P prompts in a step, G samples per prompt, B = P * G rows, T padded token columns. Column t of a `_BT`
+tensor always describes token t of the row; `harness.policy.forward` is the one place where logits are shifted to match.
+This module never imports torch at run time, so that settings and reports can use it without.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+if TYPE_CHECKING:
+    from torch import Tensor
+else:
+    Tensor = Any  # for the hints of algorithms, whose settings are read without torch
+
+Split = Literal["train", "validation", "test"]
+FinishReason = Literal["stop", "length"]
+TrialState = Literal["running", "complete", "invalid", "failed", "stopped", "paused", "pruned"]
+FINAL = ("complete", "invalid", "pruned")  # final results: such a run is never repeated
+ENDED = (*FINAL, "failed")  # nothing more happens unless the study is started again
+# Colours of arms on every page (Okabe and Ito, 2008), and the one of all arms if they are too many to distinguish.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+GREY = "#b9bfc6"
+
+
+class Section(BaseModel):
+    """A frozen, validated group of settings; unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+
+
+class Sampling(Section):
+    """The settings for sampling completions during training.
+
+    A cut (`top_p`, `top_k`) biases training: log-probs are those of the uncut distribution, from which the tokens were
+    not drawn, so neither the ratio nor the gradient allows for the cut.
+    """
+
+    temperature: float = Field(default=1.0, ge=0, description="sampling temperature; 0: greedy")
+    top_p: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="nucleus sampling; 1: all tokens; less biases training, because log-probs ignore the cut",
+    )
+    top_k: int = Field(
+        default=0,
+        ge=0,
+        description="sample from the k likeliest tokens; 0: all; else biases training, as log-probs ignore the cut",
+    )
+    max_tokens: int | None = Field(
+        default=None, ge=1, description="limit of a completion in tokens; by default the task's"
+    )
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(), description="texts that end a completion, also in evaluations; the completion keeps them"
+    )
+
+
+class PromptFormat(Section):
+    """The form of a prompt with its worked examples: one user message of a chat, or plain text."""
+
+    format: Literal["auto", "chat", "plain"] = Field(
+        default="auto", description="chat: through the model's chat template; auto: chat if it has one, else plain"
+    )
+    system: str | None = Field(default=None, description="system message; by default the template's own")
+    template_arguments: dict[str, bool | int | float | str] = Field(
+        default_factory=dict, description="arguments of the chat template, such as enable_thinking: false"
+    )
+
+    @property
+    def needs_template(self) -> bool:
+        """Whether a setting needs a chat template."""
+        return self.format == "chat" or self.system is not None or bool(self.template_arguments)
+
+    @model_validator(mode="after")
+    def _plain_is_alone(self) -> Self:
+        if self.format == "plain" and self.needs_template:
+            raise ValueError(
+                "prompt.system and prompt.template_arguments need a chat template, got prompt.format=plain; leave "
+                "them out or use prompt.format=chat"
+            )
+        return self
+
+
+class InvalidRun(Exception):
+    """The run's result must not be used (NaN, stale weights, ...). The message is the reason that the report shows."""
+
+
+def component_arm(design: str, component: str) -> str:
+    """The label of a component's arm in a design `leave_one_out` or `add_one_in`."""
+    return f"without {component}" if design == "leave_one_out" else f"only {component}"
+
+
+def short_path(dotted: str) -> str:
+    """The short name of a dotted RunSpec path: `algorithm.kl_beta` -> `kl_beta`, `algorithm.name` -> `algorithm`.
+
+    `cold_start.steps` stays, because `steps` is a setting of the run."""
+    head, _, tail = dotted.rpartition(".")
+    if tail == "name" and head:
+        return head
+    return tail if head in ("algorithm", "optimizer") else dotted
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One problem as the policy reads it.
+
+    `id` is stable across runs and machines (a hash of the problem), `text` is already in the task's template, and
+    `gold` is the reference answer, which only `harness.run.grading` may read. An evaluation is broken down by
+    `tags`, which are (name, value) pairs such as ("level", "3").
+    """
+
+    id: str
+    text: str
+    gold: str = field(repr=False)
+    tags: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """A worked solution for the supervised cold start: the policy learns `completion` (and then EOS) after `prompt`."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One sampled completion.
+
+    `token_ids` includes the end-of-sequence token, or the tokens of a stop text, when `finish_reason` is "stop";
+    `logprobs` (nats, one per token) are the policy's at the sampling temperature, before any top-p or top-k cut; `text`
+    excludes special tokens.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The G completions that one prompt received."""
+
+    prompt: Prompt
+    prompt_token_ids: tuple[int, ...]
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request to an engine: a group for each prompt, with the noise of (seed, step), from the policy with the number
+    `policy` among those that share the engine."""
+
+    prompts: Sequence[Prompt]
+    group_size: int
+    seed: int
+    step: int
+    policy: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GradedGroup:
+    """A group as a reward may see it: everything but the gold answer.
+
+    All tuples have length G. `answers[i]` is the extracted answer or None; `classes[i]` numbers the equivalence class
+    of that answer under the task's own equality (None without an answer that counts). `correct` is None for a reward
+    that must not see the gold answer, so that label leakage fails loudly. `scores` is the score of each answer from 0
+    to 1; it is None for such a reward too, and for a task without partial credit. `format_scores[i]` in [0, 1] is the
+    score of the answer format, `reasoning_chars[i]` the length of the reasoning, `max_tokens` the limit of a
+    completion. `token_means` has, for each `Reward.distribution` of the run's rewards, the mean of that quantity (nats)
+    over the tokens of each completion, under the policy at the sampling temperature.
+    """
+
+    prompt_id: str
+    prompt: str
+    completions: tuple[str, ...]
+    num_tokens: tuple[int, ...]
+    max_tokens: int
+    truncated: tuple[bool, ...]
+    answers: tuple[str | None, ...]
+    classes: tuple[int | None, ...]
+    format_scores: tuple[float, ...]
+    reasoning_chars: tuple[int, ...]
+    correct: tuple[bool, ...] | None
+    scores: tuple[float, ...] | None = None
+    token_means: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    def blind(self) -> GradedGroup:
+        """The same group without correctness and scores."""
+        return dataclasses.replace(self, correct=None, scores=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """B rows of tokens with all inputs of a loss; a row is prompt, completion, padding.
+
+    tokens_BT            int64, 0 where padded
+    completion_mask_BT   bool, True on completion tokens (EOS included)
+    lengths_B            int64, prompt plus completion tokens of each row
+    sampler_logprobs_BT  float32 nats, the engine's; 0 outside the completion
+    rewards_B            float32, the sum of each row's rewards; `rewards_PG` is the group view of a whole batch
+    greedy_rewards_B     float32, the reward of the greedy completion of each row's prompt, or None if none is drawn
+    step_rewards_BT, step_ends_BT      float32 and bool: every reward of a row at the token that earned it, that of
+                         the outcome at the last token; None if only the outcome is rewarded
+    group_size           G; rows p*G .. p*G+G-1 belong to prompt p (only until rows are selected)
+    old_logprobs_BT, ref_logprobs_BT   float32 nats, or None where the objective needs none
+    values_BT            float32, the critic's value of the state in which token t was chosen, or None
+    advantages_BT, returns_BT          float32, or None before `Algorithm.advantages`
+    held_BT              bool, tokens whose moves an objective penalises (KL-Cov), or None
+    loss_weight_BT       float32, weight of each token in the loss; sums to 1 over a minibatch, so that the loss does
+                         not depend on how the minibatch is split, sorted or padded
+    """
+
+    tokens_BT: Tensor
+    completion_mask_BT: Tensor
+    lengths_B: Tensor
+    sampler_logprobs_BT: Tensor
+    rewards_B: Tensor
+    group_size: int
+    greedy_rewards_B: Tensor | None = None
+    step_rewards_BT: Tensor | None = None
+    step_ends_BT: Tensor | None = None
+    old_logprobs_BT: Tensor | None = None
+    ref_logprobs_BT: Tensor | None = None
+    values_BT: Tensor | None = None
+    advantages_BT: Tensor | None = None
+    returns_BT: Tensor | None = None
+    held_BT: Tensor | None = None
+    loss_weight_BT: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.tokens_BT.shape[0]
+
+    @property
+    def rewards_PG(self) -> Tensor:
+        return self.rewards_B.view(-1, self.group_size)
+
+    def replace(self, **changes: Any) -> Batch:
+        return dataclasses.replace(self, **changes)
+
+    def rows(self, index: Tensor) -> Batch:
+        """The rows at `index` (int64), trimmed to their longest row."""
+        width = int(self.lengths_B[index].max())
+        changes: dict[str, Tensor] = {}
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if value is not None and item.name.endswith("_BT"):
+                changes[item.name] = value[index, :width]
+            elif value is not None and item.name.endswith("_B"):
+                changes[item.name] = value[index]
+        return self.replace(**changes)
+
+    def to(self, device: Any) -> Batch:
+        """The same batch on `device`."""
+        moved = {
+            item.name: getattr(self, item.name).to(device)
+            for item in dataclasses.fields(self)
+            if item.name != "group_size" and getattr(self, item.name) is not None
+        }
+        return self.replace(**moved)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyOutput:
+    """The current parameters' scores of a (micro-)batch, with gradients; 0 outside the completion.
+
+    logprobs_BT  float32 nats of the tokens in the batch, at the sampling temperature
+    entropy_BT   float32 nats of the distribution that each token was drawn from; carries a gradient only for an
+                 algorithm with an entropy bonus
+    values_BT    float32, the critic's values, or None for an algorithm without critic
+    """
+
+    logprobs_BT: Tensor
+    entropy_BT: Tensor
+    values_BT: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """One rollout as shown to a reader (samples table, traces, report).
+
+    `reward` is the weighted sum of all rewards, `rewards` each of them before its weight; None and empty if none was
+    assigned (an evaluation).
+    """
+
+    step: int
+    split: Split
+    prompt_id: str
+    prompt: str
+    completion: str
+    gold: str
+    answer: str | None
+    correct: bool
+    reward: float | None
+    num_tokens: int
+    finish_reason: FinishReason
+    rewards: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """Accuracy of one policy on one split.
+
+    metrics         names without area, values as fractions in [0, 1] or tokens: `accuracy` (mean over prompts and
+                    n samples at the evaluation temperature), `greedy_accuracy`, `pass_at_<k>` for several k <= n,
+                    `maj_at_<n>`, `score` (mean, of a task with partial credit), `answered`, `truncated`, `format`
+                    (mean score), `num_tokens` (mean), `num_prompts`, `num_samples` (n)
+    correct_counts  prompt id -> number of the n samples that are correct
+    samples         rollouts for the reader
+    breakdown       tag name -> tag value -> accuracy, greedy_accuracy and num_prompts; empty for a task without tags
+    drawn           tokens of each prompt and of its completions, k samples and the greedy one apart; without problems
+                    that were read back
+    """
+
+    split: Split
+    metrics: Mapping[str, float]
+    correct_counts: Mapping[str, int]
+    samples: Sequence[SampleRow]
+    breakdown: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
+    drawn: Sequence[tuple[int, Sequence[int]]] = field(default=(), compare=False)

@@ -1,0 +1,89 @@
+"""Records a run's inputs as part of its identity: the hash of every file, and the commit of a Hub repository.
+
+A task, a model and a reward name their sources. A process may be told what it has to find there: it then asks the Hub
+for that commit, and whatever reads a source compares afterwards, so that what was read is what the record says.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from .files import sha256
+
+Sources = Mapping[str, Mapping[str, Path | str]]  # what is read: source -> name -> file here, or text for one
+Inputs = Mapping[str, Mapping[str, str]]  # the same with the SHA-256 of each file
+NO_INPUTS: Inputs = {}
+REVISION = "revision"  # stands for the files of a Hub repository; its commit is their hash
+_expected: ContextVar[Inputs] = ContextVar("expected", default=NO_INPUTS)  # runs that share a process have their own
+
+
+class InputsChanged(ValueError):
+    """A source has changed since the run was started; the message names the file, both hashes and a fix."""
+
+
+def digested(sources: Sources, notes: Path | None = None) -> Inputs:
+    """The hash of every file of the sources; text stands for itself. `notes` as in `sha256`."""
+    return {
+        source: {name: sha256(file, notes) if isinstance(file, Path) else file for name, file in files.items()}
+        for source, files in sources.items()
+    }
+
+
+@contextmanager
+def expecting(inputs: Inputs) -> Iterator[None]:
+    """Inside, this thread may read of these sources only what `inputs` says. InputsChanged if it is told otherwise."""
+    before = _expected.get()
+    check_same(before, inputs)
+    token = _expected.set({**inputs, **before})
+    try:
+        yield
+    finally:
+        _expected.reset(token)
+
+
+def expected(source: str) -> Mapping[str, str] | None:
+    """The content that a source must have; None if any content will do."""
+    return _expected.get().get(source)
+
+
+def all_expected() -> Inputs:
+    """The content that every source must have, for another process of the same run."""
+    return _expected.get()
+
+
+def verify(sources: Sources) -> None:
+    """InputsChanged if sources that were just read are not what was expected there."""
+    there = _expected.get()
+    check_same(there, digested({source: files for source, files in sources.items() if source in there}))
+
+
+def check_same(then: Inputs, now: Inputs) -> None:
+    """InputsChanged for the first difference in a source that both have."""
+    for source in sorted(then.keys() & now.keys()):
+        for name in sorted(then[source].keys() | now[source].keys()):
+            old, new = (files[source].get(name, "absent") for files in (then, now))
+            if old != new:
+                kind = "revision" if name == REVISION else "SHA-256"
+                what = source if name == REVISION else f"'{name}' of {source}"
+                raise InputsChanged(
+                    f"the inputs of a started run cannot change, or its results would mix: the {kind} of {what} was "
+                    f"{old[:16]} and is {new[:16]}; restore it, or start again under another name (--name NAME)"
+                )
+
+
+def short(inputs: Inputs) -> dict[str, str]:
+    """One hash or commit for each source, for people and tags."""
+    return {
+        source: next(iter(files.values()))[:16] if len(files) == 1 else digest(files)
+        for source, files in sorted(inputs.items())
+    }
+
+
+def digest(value: Any) -> str:
+    """The first 16 hex digits of the SHA-256 of a value's canonical JSON."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,1 +1,0 @@
-"""Estimates and measures the memory of a run."""

@@ -1,0 +1,1 @@
+"""MLflow, a mirror that is written from the record."""

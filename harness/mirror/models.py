@@ -1,0 +1,66 @@
+"""The final policy of a run as a version of a model in MLflow's registry.
+
+The version names the run's own files: a policy may have gigabytes. Only a server, which can't read them, gets a copy.
+Its folder has the policy as `policy`, and for `mlflow.transformers.load_model` a file `MLmodel` and the tokenizer.
+"""
+
+from pathlib import Path
+
+from ..data import FINAL
+from .address import is_server, patient, remote_uri, store_name
+from .run_log import read_result
+from .store import active_run, existing_store
+from .writer import Identity
+
+_TAGS = ("cohort.study", "cohort.arm", "cohort.seed", "cohort.state")
+_METRICS = ("validation/accuracy", "summary/test_accuracy")
+
+
+@patient
+def register_policy(runs: Path, directory: Path, policy: Path, name: str) -> int:
+    """The version of the registered model `name` that is the `policy` of the run in `directory`.
+
+    A run that is registered already keeps its version. ValueError for a run that has not ended, or that the store does
+    not have.
+    """
+    identity, ended = Identity.load(directory), read_result(directory)
+    if identity is None or ended is None or ended["state"] not in FINAL:
+        raise ValueError(
+            "only a run that has ended can be registered: RUN must be its folder, as RUNS/train/NAME or "
+            f"RUNS/studies/NAME/trials/TRIAL, got '{directory}'"
+        )
+    client = existing_store(runs)
+    run = active_run(client, identity.run_id) if client else None
+    if client is None or run is None:
+        raise ValueError(f"{store_name(runs)} must have the run of '{directory}'; name its runs folder with --runs")
+    if not client.search_registered_models(f"name = '{name}'"):
+        client.create_registered_model(name)
+    run_id, folder = run.info.run_id, policy.resolve().parent
+    for known in client.search_model_versions(f"name = '{name}' and run_id = '{run_id}'"):
+        return int(known.version)
+    _describe(policy)
+    source = folder.as_uri()
+    if is_server(remote_uri()):
+        client.log_artifacts(run_id, str(folder), "model")
+        source = f"{run.info.artifact_uri}/model"
+    tags = {key: run.data.tags[key] for key in _TAGS if key in run.data.tags}
+    tags |= {key: f"{run.data.metrics[key]:.4g}" for key in _METRICS if key in run.data.metrics}
+    return int(client.create_model_version(name, source, run_id, tags).version)
+
+
+def _describe(policy: Path) -> None:
+    """Write `MLmodel` and the tokenizer beside a policy; nothing for an adapter, whose base MLflow would look for under
+    its path on this machine."""
+    from mlflow.models import Model
+    from mlflow.pyfunc import add_to_model
+    from mlflow.transformers.flavor_config import build_flavor_config_from_local_checkpoint
+    from transformers import AutoTokenizer
+
+    if (policy / "adapter_config.json").is_file():  # as peft calls it
+        return
+    AutoTokenizer.from_pretrained(policy).save_pretrained(str(policy.parent / "components" / "tokenizer"))
+    config = build_flavor_config_from_local_checkpoint(str(policy), "text-generation")
+    model = Model()
+    model.add_flavor("transformers", **config | {"model_binary": policy.name, "source_model_name": policy.name})
+    add_to_model(model, "mlflow.transformers")
+    model.save(str(policy.parent / "MLmodel"))

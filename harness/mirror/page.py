@@ -1,0 +1,69 @@
+"""The app that `cohort ui` serves: MLflow's own, with a start page that first stores the studies' views in the browser.
+
+MLflow keeps the look of a table and its charts only in the browser, under the experiment's number. A link to a saved
+view would also show it, but with a warning. A user's changes stay until the study's view changes. MLflow finds this app
+by its entry point `mlflow.app`.
+"""
+
+import json
+import os
+from typing import Any
+
+from flask import Response
+from mlflow import MlflowClient
+from mlflow.server import app as pages
+from mlflow.server.fastapi_app import app  # noqa: F401  # it serves `pages`
+
+from .view import read_view
+
+# The list of runs is wide enough for their names (a browser keeps no width of it), and no button opens the assistant.
+_HEAD = """<style>
+  .react-resizable[style*="0 0 295px"] { min-width: 380px; }
+  button[data-assistant-ui], button[data-component-id$=analyze-trace] { display: none !important; }
+</style>
+<script>
+(() => {
+  const views = VIEWS;
+  const open = (location.hash.match(/^#\\/experiments\\/(\\d+)/) || [])[1];
+  try {
+    const colors = JSON.parse(localStorage.getItem("experimentRunColors") || "{}");
+    for (const one of [...views, ...views.filter(({id}) => id === open)]) Object.assign(colors, one.colors);
+    localStorage.setItem("experimentRunColors", JSON.stringify(colors));
+    localStorage.setItem("mlflow.workflowType_v1", '"machine_learning"');
+    for (const shown of ["mlflow.assistant.fab.autoOpenedOnFirstLoad", "mlflow.detectIssues.guidanceShown",
+                         "_mlflow_model_registry_promo_modal_dismissed"])  // advertisements that cover the pages
+      localStorage.setItem(`${shown}_v1`, "true");
+    for (const {id, view} of views) {
+      const text = JSON.stringify(view), known = `cohort-view-${id}`;
+      if (localStorage.getItem(known) === text) continue;
+      localStorage.setItem(`MLflowLocalStorage-1.1-ExperimentPage-["${id}"]-ReactComponentState`, text);
+      localStorage.setItem(known, text);
+    }
+  } catch {}  // a browser that stores nothing shows MLflow's own view
+  const newest = views[views.length - 1];
+  if (newest && !location.hash) location.hash = `#/experiments/${newest.id}/runs?workflowType=machine_learning`;
+})();
+</script>"""
+
+
+def page(index: str, views: list[dict[str, Any]]) -> str:
+    """MLflow's start page with the views as data, escaped so that no text in them can run as code."""
+    return index.replace("<head>", "<head>" + _HEAD.replace("VIEWS", json.dumps(views).replace("<", "\\u003c")), 1)
+
+
+def _views() -> list[dict[str, Any]]:
+    """The views of the store's experiments, the newest last."""
+    experiments = MlflowClient(os.environ["MLFLOW_BACKEND_STORE_URI"]).search_experiments()
+    found = [(one, read_view(one.tags)) for one in sorted(experiments, key=lambda one: one.creation_time or 0)]
+    return [{"id": one.experiment_id, "view": view[0], "colors": view[1]} for one, view in found if view is not None]
+
+
+def _serve() -> Response:
+    served: Response = _mlflow_page()
+    served.direct_passthrough = False
+    text = page(served.get_data(as_text=True), _views())
+    return Response(text, mimetype="text/html", headers={"Cache-Control": "no-store"})
+
+
+_mlflow_page: Any = pages.view_functions["serve"]
+pages.view_functions["serve"] = _serve

@@ -1,0 +1,417 @@
+"""Checks the MLflow store of a runs folder, connects to it and finds its runs.
+
+Only the `mlflow_*` modules import mlflow, inside functions because the import takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import sqlite3
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, unquote, urlsplit
+
+import psutil
+import yaml
+
+from ..data import TrialState
+from ..ground.files import file_lock, read_json, strict, write_text
+from ..ground.inputs import Inputs, short
+from ..record.provenance import uncommitted_diff, versions
+from .address import check_answers, check_remote, check_spelling, is_server, remote_uri, tracking_uri
+from .traces import storable, traces_per_split
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Experiment, Run
+
+
+MIN_FREE_BYTES = 100_000_000
+MAX_PARAM = 6000  # characters of a parameter
+LOCK_SECONDS = 60.0  # how long a command waits at its start for another process to unlock the store
+NOTE = "mlflow.note.content"
+SUMMARY, SYSTEM = "summary/", "system/"
+TRAINING_PAGES = "workflowType=machine_learning"  # the UI has others, for chat agents
+STATUS: Mapping[TrialState, str] = {
+    "running": "RUNNING", "complete": "FINISHED", "invalid": "FAILED", "failed": "FAILED", "stopped": "KILLED",
+    "paused": "SCHEDULED", "pruned": "KILLED",
+}  # fmt: skip
+_ENVIRONMENT = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # `patiently` waits for outages; MLflow's own 7 tries block for minutes
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+_PLACES = (  # of artifacts and registered policies
+    ("experiments", "artifact_location"), ("runs", "artifact_uri"), ("trace_tags", "value"),
+    ("model_versions", "source"), ("model_versions", "storage_location"),
+)  # fmt: skip
+_KEY = re.compile(r"[\w.:/ -]+", re.ASCII)  # names of parameters
+_LARGEST = sys.float_info.max  # how MLflow stores infinity
+log = logging.getLogger(__name__)
+
+
+def check_runs_folder(runs: Path, min_free_bytes: int = MIN_FREE_BYTES, *, only_read: bool = False) -> None:
+    """Raise ValueError if results cannot be written to `runs`, or if another version wrote there.
+
+    Leaves nothing behind; the folder need not exist yet. With `only_read` it may be a copied runs folder.
+    """
+    if not is_server(remote_uri()):
+        check_spelling(runs)
+    folder = runs.resolve()
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        raise ValueError(f"the runs folder must be a folder, but '{folder}' is a file; choose another with --runs")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"the runs folder must be writable, but writing to '{folder}' fails ({error.strerror}); "
+            "choose another with --runs or COHORT_RUNS"
+        ) from None
+    free = shutil.disk_usage(folder).free
+    if free < min_free_bytes:
+        raise ValueError(
+            f"the runs folder needs {min_free_bytes / 1e6:.0f} MB of free disk, '{folder}' has {free / 1e6:.0f} MB; "
+            "free some space or choose another disk with --runs"
+        )
+    for file in sorted((runs / "studies").glob("*/study.json")):
+        read_json(file)
+    traces_per_split()
+    if remote_uri() is None:
+        _check_file(runs, only_read)
+    else:
+        import_mlflow()
+        check_remote()
+
+
+def import_mlflow() -> None:
+    """Load MLflow, without its telemetry and without the messages that it prints when it creates a store."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # its errors are raised too
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it warns of every retry in an outage
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    import mlflow  # noqa: F401
+
+
+def connect(runs: Path) -> MlflowClient:
+    """A client of the runs folder's store; creates the file if there is none.
+
+    ConnectionError for a server that does not answer.
+    """
+    import_mlflow()
+    from mlflow import MlflowClient
+
+    if (uri := remote_uri()) is not None:
+        check_answers()
+        return MlflowClient(uri)
+    uri, store = tracking_uri(runs), runs.resolve() / "mlflow.db"
+    if not store.exists():
+        store.parent.mkdir(parents=True, exist_ok=True)
+        with file_lock(runs / "mlflow.lock"):
+            if not store.exists():
+                _create_store(store)
+    return MlflowClient(uri)
+
+
+def existing_store(runs: Path) -> MlflowClient | None:
+    return connect(runs) if remote_uri() or (runs / "mlflow.db").exists() else None
+
+
+def own_store(runs: Path, scratch: Path) -> str:
+    """The address of a store whose paths are in this runs folder: its own, or a corrected copy in `scratch`.
+
+    The store of a copied or moved runs folder still has the old paths. It is not changed: the folder may be the same
+    one mounted under another name, with a study running in it.
+    """
+    if remote_uri() is not None:
+        return tracking_uri(runs)
+    store, here = runs.resolve() / "mlflow.db", runs.resolve().as_uri()
+    with closing(sqlite3.connect(f"file:{quote(str(store))}?mode=ro", uri=True)) as database:
+        places = [row[0] for row in database.execute("SELECT artifact_location FROM experiments")]
+        moved = {place.rsplit("/", 2)[0] for place in places if _elsewhere(place, runs)}
+        if not moved:
+            return tracking_uri(runs)
+        with closing(sqlite3.connect(scratch / "mlflow.db")) as copy, copy:
+            database.backup(copy)
+            for old in moved:
+                for table, column in _PLACES:
+                    copy.execute(
+                        f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?",
+                        (here, len(old) + 1, len(old) + 1, f"{old}/"),
+                    )
+    return f"sqlite:///{scratch / 'mlflow.db'}"
+
+
+def source_tags() -> dict[str, str]:
+    """MLflow's own tags for the code of a run, and the versions."""
+    tags = {"mlflow.source.name": "cohort", "mlflow.source.type": "LOCAL", "cohort.versions": json.dumps(versions())}
+    commit = versions()["git_commit"].removesuffix("-dirty")
+    return tags | ({"mlflow.source.git.commit": commit} if commit != "unknown" else {})
+
+
+def inputs_tag(inputs: Inputs) -> dict[str, str]:
+    """One hash or commit for each source that a run or a study reads, cut where a store would refuse it."""
+    return {"cohort.inputs": json.dumps(short(inputs))[:5000]}
+
+
+def log_diff(client: MlflowClient, run_id: str) -> None:
+    """Attach the uncommitted changes of the checkout, if any."""
+    if text := uncommitted_diff():
+        client.log_text(run_id, text, "uncommitted.diff")
+
+
+def experiment_of(client: MlflowClient, runs: Path, name: str) -> Experiment:
+    from mlflow.exceptions import MlflowException
+
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        try:
+            folder = None if is_server(remote_uri()) else (runs.resolve() / "mlartifacts" / name).as_uri()
+            client.create_experiment(name, folder)
+        except MlflowException:  # another process may have been first
+            if client.get_experiment_by_name(name) is None:
+                raise
+        found = client.get_experiment_by_name(name)
+    assert found is not None
+    if found.lifecycle_stage != "active":
+        raise ValueError(
+            f"the experiment '{name}' was deleted in MLflow; restore it with 'mlflow experiments restore "
+            f"--experiment-id {found.experiment_id}' or choose another name"
+        )
+    return found
+
+
+def active_run(client: MlflowClient, run_id: str | None) -> Run | None:
+    """The run, or None if the store does not have it or it was deleted."""
+    from mlflow.exceptions import MlflowException
+
+    if run_id is None:
+        return None
+    try:
+        run = client.get_run(run_id)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return None
+    return run if run.info.lifecycle_stage == "active" else None
+
+
+def newest_parent(client: MlflowClient, name: str) -> Run | None:
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
+        return None
+    wanted = f"tags.`cohort.kind` = 'study' and tags.`cohort.study` = '{name}'"
+    return next(iter(search_runs(client, experiment.experiment_id, wanted)), None)
+
+
+def search_runs(client: MlflowClient, experiments: str | list[str], wanted: str) -> list[Run]:
+    """All active runs that match, newest first."""
+    ids = [experiments] if isinstance(experiments, str) else experiments
+    found: list[Run] = []
+    token = None
+    while True:
+        page = client.search_runs(
+            ids, wanted, max_results=1000, order_by=["attributes.start_time DESC"], page_token=token
+        )
+        found += page
+        token = page.token
+        if not token:
+            return found
+
+
+def set_tags(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> None:
+    from mlflow.entities import RunTag
+
+    client.log_batch(run_id, tags=[RunTag(key, storable(value)) for key, value in tags.items()])
+
+
+def log_params(client: MlflowClient, run_id: str, settings: Mapping[str, Any], known: Mapping[str, str] = {}) -> None:
+    """Log nested settings as parameters; skips `known` ones, because MLflow refuses changes."""
+    from mlflow.entities import Param
+
+    params = [Param(key, storable(str(value))[:MAX_PARAM]) for key, value in _flatten(settings) if key not in known]
+    for start in range(0, len(params), 100):  # MLflow's limit per request
+        client.log_batch(run_id, params=params[start : start + 100])
+
+
+def artifact(client: MlflowClient, runs: Path, run: Run, name: str) -> Any:
+    """A run's JSON or YAML artifact, or None."""
+    folder = _artifacts(runs, run)
+    if folder is None:
+        return _download(client, run, name)
+    return _parse(folder / name) if (folder / name).exists() else None
+
+
+def log_table(client: MlflowClient, runs: Path, run: Run, rows: Sequence[Mapping[str, Any]], name: str) -> None:
+    """Attach rows with equal keys to a run, in the form of MlflowClient.log_table: the UI shows them as a table."""
+    columns = list(rows[0])
+    table = strict({"columns": columns, "data": [[row[column] for column in columns] for row in rows]})
+    place = _artifacts(runs, run)
+    if place is None:
+        client.log_dict(run.info.run_id, table, name)
+    else:  # as in `log_folder`
+        write_text(place / name, json.dumps(table))
+    set_tags(client, run.info.run_id, {"mlflow.loggedArtifacts": json.dumps([{"path": name, "type": "table"}])})
+
+
+def log_folder(client: MlflowClient, runs: Path, run: Run, folder: Path, name: str) -> None:
+    """Attach the files of a folder to a run."""
+    place = _artifacts(runs, run)
+    if place is None:
+        client.log_artifacts(run.info.run_id, str(folder), name)
+    else:  # MLflow would write to the path in the store, which may be in the folder that this one was copied from
+        shutil.copytree(folder, place / name, dirs_exist_ok=True)
+
+
+def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and all(_KEY.fullmatch(str(inner)) for inner in value):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _artifacts(runs: Path, run: Run) -> Path | None:
+    """The folder of a run's artifacts in this runs folder, even if the store has the path in the folder it was copied
+    from.
+
+    None if a server keeps them.
+    """
+    place = urlsplit(run.info.artifact_uri or "")
+    if place.scheme not in ("", "file"):
+        return None
+    named = Path(unquote(place.path))
+    here = runs / Path(*named.parts[-4:])  # mlartifacts/<experiment>/<run>/artifacts
+    return here if here.exists() or remote_uri() is None else named
+
+
+def _download(client: MlflowClient, run: Run, name: str) -> Any:
+    if all(file.path != name for file in client.list_artifacts(run.info.run_id)):
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        return _parse(Path(client.download_artifacts(run.info.run_id, name, folder)))
+
+
+def _parse(file: Path) -> Any:
+    text = file.read_text(encoding="utf-8")
+    return json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+
+
+def as_stored(value: float) -> float:
+    """A metric as MLflow keeps it: infinities become the largest double."""
+    return math.copysign(_LARGEST, value) if math.isinf(value) else value
+
+
+def from_stored(value: float) -> float:
+    return math.copysign(math.inf, value) if abs(value) >= _LARGEST else value
+
+
+def _check_file(runs: Path, only_read: bool) -> None:
+    """ValueError if mlflow.db is not a store, has another schema, or belongs to a runs folder that was moved."""
+    store = runs.resolve() / "mlflow.db"
+    if not store.exists():
+        return
+    remedy = "use another folder with --runs"
+    try:
+        found, places = _look_into(store)
+    except sqlite3.DatabaseError as error:
+        if _is_locked(error):
+            raise ValueError(
+                f"{store} was locked for {LOCK_SECONDS:.0f} s by {_holders(store)}; end that and start again"
+            ) from None
+        raise ValueError(
+            f"{store} is not an MLflow store, or it is damaged ({error}); nothing was changed: restore it from a copy, "
+            f"or {remedy}"
+        ) from None
+    if found != [head := _schema_version()]:
+        raise ValueError(
+            f"{store} must have schema {head} of MLflow {versions()['mlflow']}, got {', '.join(found) or 'none'}; "
+            f"another version wrote it; upgrade it with 'mlflow db upgrade {tracking_uri(runs)}', {remedy}"
+        )
+    for place in places:
+        if not only_read and (old := _elsewhere(place, runs)):
+            raise ValueError(
+                f"{store} keeps its artifacts in '{old}', which is not beside it: the runs folder was moved; "
+                "move it back to go on, or use another folder with --runs (reports and pages can be read from here)"
+            )
+
+
+def _look_into(store: Path) -> tuple[list[str], list[str]]:
+    """The schema revisions and artifact folders of a store that can be written; waits while it is locked.
+
+    sqlite3.DatabaseError for a file that is not a store, or is still locked after LOCK_SECONDS.
+    """
+    deadline, said = time.monotonic() + LOCK_SECONDS, False
+    while True:
+        try:  # opened for writing: the next reader rolls back a transaction that a kill left half done
+            with closing(sqlite3.connect(f"file:{quote(str(store))}?mode=rw", timeout=0.5, uri=True)) as database:
+                database.execute("BEGIN IMMEDIATE")
+                revisions = [row[0] for row in database.execute("SELECT version_num FROM alembic_version")]
+                return revisions, [row[0] for row in database.execute("SELECT artifact_location FROM experiments")]
+        except sqlite3.DatabaseError as error:
+            if not _is_locked(error) or time.monotonic() > deadline:
+                raise
+        if not said:
+            log.warning("%s is locked by %s; waiting for it at most %.0f s", store, _holders(store), LOCK_SECONDS)
+        said = True
+
+
+def _is_locked(error: sqlite3.DatabaseError) -> bool:
+    return error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+
+
+def _holders(store: Path) -> str:
+    """The other processes that have a file open, in words."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if process.pid != os.getpid() and any(Path(file.path) == store for file in process.open_files()):
+                found.append(f"process {process.pid} ({process.name()})")
+    return ", ".join(found) or "another process (such as another cohort, or a database viewer)"
+
+
+def _elsewhere(place: str, runs: Path) -> Path | None:
+    """The artifact folder of the runs folder in which the store was made, if `place` is not in this runs folder."""
+    folder = Path(unquote(urlsplit(place).path)).parent
+    return folder if folder.name == "mlartifacts" and folder != runs.resolve() / "mlartifacts" else None
+
+
+def _schema_version() -> str:
+    """The schema revision of the installed MLflow, read from the text of its migrations."""
+    spec = find_spec("mlflow")
+    assert spec is not None and spec.origin is not None
+    folder = Path(spec.origin).parent / "store" / "db_migrations" / "versions"
+    found: dict[str, set[str]] = {"revision": set(), "down_revision": set()}
+    for file in folder.glob("*.py"):
+        text = file.read_text("utf-8")  # not imported: that takes seconds
+        for name, value in re.findall(r"^(revision|down_revision)\b[^=\n]*=(.*)$", text, re.MULTILINE):
+            found[name] |= set(re.findall(r"[0-9a-f]{12}", value))
+    (head,) = found["revision"] - found["down_revision"]
+    return head
+
+
+def _create_store(store: Path) -> None:
+    """Make an empty store under another name and rename it, so that a crash cannot leave half a schema."""
+    from mlflow import MlflowClient
+
+    for leftover in store.parent.glob("mlflow.db.new*"):
+        leftover.unlink()
+    new = store.with_name("mlflow.db.new")
+    MlflowClient(f"sqlite:///{new}").search_experiments(max_results=1)
+    new.rename(store)

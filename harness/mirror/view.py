@@ -1,0 +1,79 @@
+"""Decides how MLflow shows a study: the columns of its table of runs, its first charts, its arms as coloured groups.
+
+MLflow has no setting for this, so the view is written as its UI saves one (version 3.17): as a tag of the experiment.
+Every server lists it in the menu "Views"; the pages of `cohort ui` open with it (`mlflow_page.py`).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..data import GREY
+
+VIEW = "mlflow.sharedViewState.cohort"  # an experiment tag
+COLORS = "cohort.colors"  # an experiment tag: group -> colour
+RUN_COLOR = "mlflow.runColor"
+VIEW_NAME = "Arms"
+MAX_TAG = 20_000  # characters of an experiment's tag
+GROUP = "cohort.group"  # a tag of a trial's run: its arm, in few words
+STUDY_GROUP = "study"  # that of the parent run, which MLflow else shows as "Additional runs"
+NAME_COLUMN = "attributes.`Run Name`"
+
+
+def view_tags(metric: str, factors: Sequence[str], colors: Mapping[str, str]) -> dict[str, str]:
+    """The experiment's tags for a study of these factors (their paths) and arms."""
+    key, value = color_tag(colors)
+    return {VIEW: _saved(_view(metric, factors)), key: value}
+
+
+def color_tag(colors: Mapping[str, str]) -> tuple[str, str]:
+    """The experiment's tag with the colours; arms whose colours do not fit get MLflow's own colours."""
+    found = {STUDY_GROUP: GREY, **colors}
+    while len(text := json.dumps(found)) > MAX_TAG:
+        found = dict(list(found.items())[: len(found) // 2])
+    return COLORS, text
+
+
+def read_view(tags: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]] | None:
+    """(view, colour of each group of runs) of an experiment, as the UI keeps them in a browser; None without a view."""
+    if VIEW not in tags:
+        return None
+    try:
+        view = json.loads(json.loads(tags[VIEW])["state"])
+        colors = json.loads(tags.get(COLORS, "{}"))
+        return view, {f"tag.{GROUP}.{group}": color for group, color in colors.items()}
+    except (ValueError, TypeError, KeyError, AttributeError):  # of another version, or changed by hand
+        return None
+
+
+def _view(metric: str, factors: Sequence[str]) -> dict[str, Any]:
+    """The view: runs grouped by arm, best first, with the metric's curves as the first chart."""
+    columns = ["tags.`cohort.state`", "tags.`cohort.seed`"]  # MLflow shows the mean of a group's parameters
+    columns += [f"params.`{path}`" for path in factors]
+    columns += [f"metrics.`{key}`" for key in dict.fromkeys([metric, "summary/test_accuracy"])]
+    order = [NAME_COLUMN, *columns]
+    widths = {NAME_COLUMN: 280} | {column: max(80, 24 + 7 * len(column.split("`")[1])) for column in columns}  # pixels
+    area = metric.rpartition("/")[0]
+    section = {"uuid": "cohort", "name": area or "Model metrics", "display": True, "isReordered": True, "columns": 2}
+    chart = {
+        "uuid": "cohort-metric", "type": "LINE", "metricSectionId": "cohort", "metricKey": metric,
+        "displayName": metric, "deleted": False, "isGenerated": True, "runsCountToCompare": 10, "lineSmoothness": 0,
+        "scaleType": "linear", "xAxisScaleType": "linear", "xAxisKey": "step", "selectedXAxisMetricKey": "",
+        "yAxisKey": "metric", "yAxisExpressions": [], "range": {}, "ignoreOutliers": False, "useGlobalXaxisKey": True,
+        "useGlobalLineSmoothing": True,
+    }  # fmt: skip
+    group = {"aggregateFunction": "average", "groupByKeys": [{"mode": "tag", "groupByData": GROUP}]}
+    return {
+        "searchFilter": "", "orderByKey": f"metrics.`{metric}`", "orderByAsc": False, "startTime": "ALL",
+        "lifecycleFilter": "Active", "datasetsFilter": [], "modelVersionFilter": "All Runs",
+        "selectedColumns": columns, "columnOrder": order, "columnWidths": widths, "runsExpanded": {}, "runsPinned": [],
+        "runsHidden": [], "runsVisibilityMap": {}, "runsHiddenMode": "FIRST_20_RUNS", "viewMaximized": False,
+        "runListHidden": False, "isAccordionReordered": True, "useGroupedValuesInCharts": True,
+        "hideEmptyCharts": True, "groupBy": group, "groupsExpanded": {}, "autoRefreshEnabled": True,
+        "compareRunCharts": [chart], "compareRunSections": [section],
+        "globalLineChartConfig": {"xAxisKey": "step", "lineSmoothness": 0, "selectedXAxisMetricKey": ""},
+    }  # fmt: skip
+
+
+def _saved(view: Mapping[str, Any]) -> str:
+    return json.dumps({"name": VIEW_NAME, "createdAt": 0, "updatedAt": 0, "state": json.dumps(view)})

@@ -1,0 +1,121 @@
+"""The event file of a run, `events.jsonl`, and its reader.
+
+One JSON object a line: `start` of an attempt, `metrics` of a step, `samples`, `per_problem`, `kept` (a file and its
+SHA-256), `finish`; each has its `time` (milliseconds since 1970), and the events of a training step have its number.
+Non-finite numbers are "nan", "inf", "-inf". A line ends with `sum`, a hash of the text before it, so that a changed
+digit is found. It detects damage, not forgery. Lines of earlier versions have none.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..ground.files import strict
+
+EVENTS = "events.jsonl"
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """The content of an event file: metric -> step -> value, the sampled rollouts, the test problems, the run's ending.
+
+    A later attempt that logs a step again replaces the values of an earlier one.
+    """
+
+    history: dict[str, dict[int, tuple[float, int]]] = field(default_factory=dict)
+    samples: dict[tuple[int, str], tuple[int, list[dict[str, Any]]]] = field(default_factory=dict)
+    sample_times: dict[tuple[int, str], int] = field(default_factory=dict)
+    per_problem: dict[str, float] = field(default_factory=dict)
+    start_per_problem: dict[str, float] = field(default_factory=dict)
+    kept: dict[str, tuple[int, str]] = field(default_factory=dict)  # file -> step, SHA-256
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+    finish: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        if event["type"] == "start":
+            self.attempts.append(dict(event))
+            self.finish.clear()
+        elif event["type"] == "metrics":
+            for key, value in event["values"].items():
+                self.history.setdefault(key, {})[event["step"]] = (float(value), event["time"])
+        elif event["type"] == "samples":
+            for row in event["rows"]:
+                self._add_sample(row)
+                self.sample_times[row["step"], row["split"]] = event["time"]
+        elif event["type"] == "per_problem":
+            known = self.start_per_problem if event.get("area") == "start" else self.per_problem
+            known.clear()
+            known.update(event["fractions"])
+        elif event["type"] == "kept":
+            self.kept[event["file"]] = (event["step"], event["sha256"])
+        elif event["type"] == "finish":
+            self.finish[:] = [dict(event)]
+        else:
+            raise ValueError(f"unknown type {event['type']!r}")
+
+    def _add_sample(self, row: dict[str, Any]) -> None:
+        key, attempt = (row["step"], row["split"]), len(self.attempts)
+        if self.samples.get(key, (attempt,))[0] != attempt:
+            del self.samples[key]
+        self.samples.setdefault(key, (attempt, []))[1].append(row)
+
+    def latest(self) -> dict[str, float]:
+        """The value of every metric at its last step."""
+        return {key: steps[max(steps)][0] for key, steps in self.history.items()}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All sampled rollouts, by step."""
+        return [row for key in sorted(self.samples) for row in self.samples[key][1]]
+
+
+def read_events(file: Path) -> list[dict[str, Any]]:
+    """The events of a file. ValueError, with the line's number, if a run cannot have written the line.
+
+    A kill leaves a last line without its end; a power cut can leave NUL bytes in place of the content. Such a line and
+    all after it are skipped.
+    """
+    if not file.exists():
+        return []
+    events, history = [], RunHistory()
+    for number, line in enumerate(file.read_bytes().partition(b"\0")[0].split(b"\n")[:-1], 1):
+        try:
+            event = json.loads(line.decode("utf-8"))
+            if not isinstance(event.get("step", 0), int):
+                raise ValueError(f"step {event['step']!r}")
+            history.add(event)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(
+                f"{file} has no event of a run in line {number} ({type(error).__name__}: {str(error)[:80]}); "
+                "restore it from a copy, or move its folder away: the run then starts again from the beginning"
+            ) from None
+        events.append(event)
+    return events
+
+
+def is_torn(file: Path) -> bool:
+    """Whether something that is no whole line, or that a power cut lost, stands at the end of an event file."""
+    content = file.read_bytes() if file.exists() else b""
+    return b"\0" in content or not (content or b"\n").endswith(b"\n")
+
+
+def event_line(event: Mapping[str, Any]) -> str:
+    return json.dumps(strict(event), separators=(",", ":")) + "\n"
+
+
+def summed(event: Mapping[str, Any]) -> dict[str, Any]:
+    """The event with the `sum` of its line."""
+    return {**event, "sum": _sum(event_line(event)[:-2].encode())}
+
+
+def is_as_written(line: bytes) -> bool | None:
+    """True for a line (without its newline) that fits its sum, False for one that was changed; None for a line without
+    a sum, of an earlier version."""
+    content, mark, end = line.rpartition(b',"sum":"')
+    return end == f'{_sum(content)}"}}'.encode() if mark else None
+
+
+def _sum(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -1,0 +1,1 @@
+"""One run: the loop, its steps, and everything that they do."""

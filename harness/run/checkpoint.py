@@ -1,0 +1,150 @@
+"""Saves and resumes everything a run needs: policy, critic, optimisers, counters and the summary so far.
+
+A checkpoint is a folder `step-<n>`. Its `policy/` loads with transformers, or with peft if the run trains an adapter
+(then it holds only the adapter). A checkpoint appears whole or not at all; `state.json` has the hash of every file, and
+a torn or altered checkpoint is skipped for the one before it. Sampling noise and prompt order are functions of (seed,
+step), so there is no random state to save.
+"""
+
+import logging
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from ..ground.files import publish_folder, whole_manifest, write_manifest, write_text
+from ..ground.inputs import NO_INPUTS, Inputs, check_same
+from ..policy.model import save_model
+from ..policy.sources import Base
+from ..record.events import EVENTS, event_line, read_events
+from ..record.finished import CHECKPOINTS, LEARNER, STATE
+from ..spec.run import RunSpec
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk; `progress` is the JSON-like mapping that was saved with it."""
+
+    folder: Path
+    step: int
+    progress: Mapping[str, Any]
+
+    def learner_state(self) -> dict[str, Any]:
+        return torch.load(self.folder / LEARNER, map_location="cpu", weights_only=True)
+
+    def policy_weights(self, policy: nn.Module) -> dict[str, torch.Tensor]:
+        """The saved weights under every name that the policy's state has (tied weights are stored once)."""
+        saved: dict[str, torch.Tensor] = {}
+        for file in sorted((self.folder / "policy").glob("*.safetensors")):
+            saved |= load_file(file)
+        own = dict(policy.named_parameters(remove_duplicate=False))
+        tied = {id(value): saved[name] for name, value in own.items() if name in saved}
+        return saved | {name: tied[id(value)] for name, value in own.items() if name not in saved}
+
+
+def save_checkpoint(
+    directory: Path,
+    step: int,
+    *,
+    spec_digest: str,
+    policy: nn.Module,
+    weights: Mapping[str, torch.Tensor] | None = None,
+    tokenizer: PreTrainedTokenizerBase,
+    learner_state: Mapping[str, Any],
+    progress: Mapping[str, Any],
+    keep: int,
+    inputs: Inputs = NO_INPUTS,
+    base: Base | None = None,
+) -> None:
+    """Write `directory/step-<n>` and delete all but the newest `keep` checkpoints; `weights` and `base` as `save_model`
+    takes them."""
+    with publish_folder(directory / f"step-{step:08d}") as folder:
+        saved = save_model(folder / "policy", policy, tokenizer, weights, base)
+        torch.save(dict(learner_state), folder / LEARNER)
+        facts = {"step": step, "spec_digest": spec_digest, "inputs": inputs, "progress": dict(progress)}
+        write_manifest(folder, STATE, known={f"policy/{name}": digest for name, digest in saved.items()}, **facts)
+    for old in sorted(directory.glob("step-*"))[:-keep]:
+        shutil.rmtree(old)
+
+
+def latest_checkpoint(
+    directory: Path,
+    spec_digest: str,
+    inputs: Inputs = NO_INPUTS,
+    usable: Callable[[Checkpoint], bool] = lambda checkpoint: True,
+) -> Checkpoint | None:
+    """The newest intact and usable checkpoint, or None; a warning names each that is passed over. ValueError if it
+    belongs to another run or to one with other inputs."""
+    passed: list[str] = []
+    for folder in sorted(directory.glob("step-*"), reverse=True):
+        try:
+            state = whole_manifest(folder, STATE)
+        except ValueError as error:
+            passed.append(str(error))
+            continue
+        if state["spec_digest"] != spec_digest:
+            raise ValueError(
+                f"'{folder}' belongs to a run with other settings; delete '{directory}' or choose another folder"
+            )
+        check_same(state.get("inputs", {}), inputs)
+        checkpoint = Checkpoint(folder, state["step"], state["progress"])
+        if usable(checkpoint):
+            say_passed(passed, f"continues from step {checkpoint.step}")
+            return checkpoint
+        passed.append(f"{EVENTS} lacks events of '{folder}'")
+    say_passed(passed, "starts again from the beginning")
+    return None
+
+
+def say_passed(reasons: Sequence[str], instead: str) -> None:
+    """Warn that checkpoints are passed over for these reasons, if any, and what the run does instead."""
+    if reasons:
+        log.warning("a checkpoint must be as it was saved, but %s; the run %s", " and ".join(reasons), instead)
+
+
+def fork_run(source: Path, target: Path, spec: RunSpec, parent: RunSpec) -> tuple[int, list[str]]:
+    """The step of the newest intact checkpoint of the run in `source`, from which `spec` now continues in `target`; 0
+    if there is none. Then the reasons why newer ones were passed over.
+
+    The run in `source` may continue meanwhile. Its log up to that step is copied too.
+    """
+    passed: list[str] = []
+    for _ in range(10):  # it deletes its oldest checkpoint whenever it has written a new one
+        passed.clear()
+        for folder in sorted((source / CHECKPOINTS).glob("step-*"), reverse=True):
+            try:
+                state = whole_manifest(folder, STATE)
+            except ValueError as error:
+                if folder.exists():
+                    passed.append(str(error))
+                continue
+            progress = dict(state["progress"])
+            if spec.algorithm.kl_beta != parent.algorithm.kl_beta:
+                progress["kl_beta"] = spec.algorithm.kl_beta
+            try:
+                with publish_folder(target / CHECKPOINTS / folder.name) as copy:
+                    shutil.copytree(folder, copy, dirs_exist_ok=True, ignore=shutil.ignore_patterns(STATE))
+                    facts = {"step": state["step"], "inputs": state["inputs"], "progress": progress}
+                    write_manifest(copy, STATE, known=state["files"], spec_digest=spec.digest(), **facts)
+            except OSError:
+                if folder.exists():  # not the fault of the run in `source`
+                    raise
+                continue
+            kept = [e for e in read_events(source / EVENTS) if e.get("step", math.inf) <= state["step"]]
+            for name in [event["file"] for event in kept if event["type"] == "kept"]:
+                (target / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source / name, target / name)
+            write_text(target / EVENTS, "".join(map(event_line, kept)))
+            return state["step"], passed
+        if not any((source / CHECKPOINTS).glob("step-*")):
+            break
+    return 0, passed

@@ -1,0 +1,271 @@
+"""Measures held-out accuracy on a fixed set of problems, overall and by tag: greedy, mean over samples, pass@k and
+maj@k.
+
+Problems are sampled and graded in parts, and a part's completions are dropped afterwards, so that memory never holds
+more than a few thousand completions, or those of a single problem.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from ..data import EvaluationResult, GradedGroup, Group, Prompt, SampleRow, Sampling, Split
+from ..devices import ranks
+from ..devices.device import mixed_precision, resolve_device
+from ..ground.files import sha256
+from ..ground.streams import generator
+from ..interfaces import RolloutEngine, RunLogger, Task
+from ..rewards.majority_vote import majority_correct
+from ..spec.run import Evaluation, RunSpec
+from .flops import Lengths, lengths
+from .grading import completion_rows, grade, groups_of, sample_rows
+from .kept import Completions, completions_file
+
+NO_LIMIT = 0  # of tokens, for completions that were cut long ago: only rewards use it
+PROMPTS_AT_ONCE = 64  # for an engine that holds a whole batch in memory; progress is reported after each part
+SAMPLES_AT_ONCE = 64  # of one problem, for the same engine
+ROWS_AT_ONCE = 8192  # completions in memory, unless a single problem has more
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemScore:
+    """The counts of one problem that the metrics of a split need.
+
+    majority    chance that a majority vote of its samples is right
+    credit      sum of the samples' scores, None without partial credit; `format` that of their format scores
+    num_tokens  of all samples together; `answered` and `truncated` count samples
+    greedy      whether the greedy completion is right
+    """
+
+    prompt_id: str
+    num_samples: int
+    num_correct: int
+    majority: float
+    credit: float | None
+    answered: int
+    truncated: int
+    format: float
+    num_tokens: int
+    greedy: bool
+
+
+def evaluate_run(
+    spec: RunSpec,
+    engine: RolloutEngine,
+    split: Split,
+    step: int,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    num_shown: int = 16,
+    kept: Completions | None = None,
+) -> EvaluationResult:
+    """Accuracy on the first problems of a split: one greedy completion and k samples for each.
+
+    The problems are the same every time, so that arms and steps can be compared problem by problem. The result includes
+    at most `num_shown` rollouts for the reader. Problems already in `kept` are not sampled again; the others are added
+    to it.
+    """
+    settings, num_samples = spec.evaluation, spec.evaluation.samples_of(split)
+    prompts = spec.task.prompts(split)[: settings.num_test_prompts if split == "test" else settings.num_prompts]
+    places = {prompt.id: place for place, prompt in enumerate(prompts)}
+    scores: dict[str, ProblemScore] = {}
+    shown: dict[tuple[int, int], SampleRow] = {}  # ordered by sample, then by problem
+    drawn: list[tuple[int, Sequence[int]]] = []
+
+    def score(groups: Sequence[Group], greedy: Sequence[Group]) -> None:
+        graded, first = (
+            ranks.shared(g, lambda part: grade(spec.task, part, spec.max_tokens)) for g in (groups, greedy)
+        )
+        for group, marked, first_marked in zip(groups, graded, first, strict=True):
+            place, rows = places[group.prompt.id], sample_rows([group], [marked], step=step, split=split)
+            scores[group.prompt.id] = problem_score(marked, first_marked)
+            shown.update({(i, place): row for i, row in enumerate(rows) if i * len(prompts) + place < num_shown})
+
+    for group, greedy in kept.read() if kept is not None else ():
+        if group.prompt.id in places:
+            score([group], [greedy])
+    left = [prompt for prompt in prompts if prompt.id not in scores]
+    at_once = max(ROWS_AT_ONCE // num_samples, 1)
+    at_once = (at_once if engine.plans_batches else min(at_once, PROMPTS_AT_ONCE)) * ranks.world_size()
+    for start in range(0, len(left), at_once):
+        part = left[start : start + at_once]
+        groups, greedy_groups = (_sampled(spec, engine, part, count, step) for count in (num_samples, None))
+        if kept is not None:
+            kept.add(completion_rows(groups, greedy_groups))
+        score(groups, greedy_groups)
+        drawn += [*lengths(groups), *lengths(greedy_groups)]
+        on_progress(len(prompts) - len(left) + start + len(part), len(prompts))
+    samples = [shown[key] for key in sorted(shown)]
+    return replace(_result(split, prompts, [scores[prompt.id] for prompt in prompts]), samples=samples, drawn=drawn)
+
+
+def evaluate_again(task: Task, rows: Sequence[Mapping[str, Any]], split: Split) -> EvaluationResult:
+    """The result of `evaluate_run`, from its kept completions graded again; without samples."""
+    groups, greedy_groups = groups_of(rows, "samples"), groups_of(rows, "greedy")
+    graded, greedy = (grade(task, part, NO_LIMIT) for part in (groups, greedy_groups))
+    scores = [problem_score(*both) for both in zip(graded, greedy, strict=True)]
+    return _result(split, [group.prompt for group in groups], scores)
+
+
+def _result(split: Split, prompts: Sequence[Prompt], scores: Sequence[ProblemScore]) -> EvaluationResult:
+    metrics = sample_metrics(scores) | {"greedy_accuracy": float(np.mean([score.greedy for score in scores]))}
+    counts = {score.prompt_id: score.num_correct for score in scores}
+    return EvaluationResult(split, metrics, counts, [], breakdown(prompts, scores))
+
+
+def _sampled(
+    spec: RunSpec, engine: RolloutEngine, prompts: Sequence[Prompt], num_samples: int | None, step: int
+) -> list[Group]:
+    """`count` samples of each prompt, or the greedy completion.
+
+    An engine that holds its whole batch in memory gets a few samples per call. Calls after the first have their own
+    seed, because the noise is keyed by a sample's number in its call.
+    """
+    temperature = 0.0 if num_samples is None else spec.evaluation.temperature
+    sampling = Sampling(temperature=temperature, max_tokens=spec.max_tokens, stop=spec.sampling.stop)
+    count = num_samples or 1
+    most = count if engine.plans_batches else SAMPLES_AT_ONCE
+    calls: list[list[Group]] = []
+    with mixed_precision(resolve_device(spec.device), spec.autocast):
+        for start in range(0, count, most):
+            seed = spec.seed if not start else int(generator("evaluation", spec.seed, start).integers(2**63))
+            size = min(most, count - start)
+            draw = partial(engine.generate, group_size=size, sampling=sampling, seed=seed, step=step)
+            calls.append(ranks.shared(prompts, draw, spec.engine.processes))
+    parts = zip(*calls, strict=True)
+    return [replace(same[0], rollouts=tuple(r for group in same for r in group.rollouts)) for same in parts]
+
+
+def problem_score(graded: GradedGroup, greedy: GradedGroup) -> ProblemScore:
+    """The record of a problem, from its samples and its greedy completion."""
+    return ProblemScore(
+        prompt_id=graded.prompt_id,
+        num_samples=len(graded.completions),
+        num_correct=sum(graded.correct or ()),
+        majority=float(majority_correct(graded)),
+        credit=None if graded.scores is None else float(sum(graded.scores)),
+        answered=sum(answer is not None for answer in graded.answers),
+        truncated=sum(graded.truncated),
+        format=float(sum(graded.format_scores)),
+        num_tokens=sum(graded.num_tokens),
+        greedy=bool(greedy.correct and greedy.correct[0]),
+    )
+
+
+def breakdown(prompts: Sequence[Prompt], scores: Sequence[ProblemScore]) -> dict[str, dict[str, dict[str, float]]]:
+    """Tag name -> tag value -> accuracy, greedy_accuracy and num_prompts of the problems with that tag, sorted."""
+    found: dict[tuple[str, str], list[ProblemScore]] = defaultdict(list)
+    for prompt, score in zip(prompts, scores, strict=True):
+        for tag in prompt.tags:
+            found[tag].append(score)
+    result: dict[str, dict[str, dict[str, float]]] = {}
+    for (name, value), members in sorted(found.items()):
+        result.setdefault(name, {})[value] = {
+            "accuracy": _share(members, "num_correct"),
+            "greedy_accuracy": float(np.mean([score.greedy for score in members])),
+            "num_prompts": float(len(members)),
+        }
+    return result
+
+
+def metric_names(settings: Evaluation, partial_credit: bool = False) -> list[str]:
+    """The names of the metrics that `evaluate_run` gives with these settings, for a task with partial credit too."""
+    k = settings.num_samples
+    score = ["score"] if partial_credit else []
+    counts = ("answered", "truncated", "format", "num_tokens", "num_prompts", "num_samples")
+    return ["accuracy", *(f"pass_at_{j}" for j in pass_sizes(k)), f"maj_at_{k}", *score, *counts, "greedy_accuracy"]
+
+
+def pass_sizes(num_samples: int) -> list[int]:
+    """The k for which pass@k is reported: powers of two from 2 on, and the number of samples itself."""
+    return sorted({num_samples, *(2**j for j in range(1, num_samples.bit_length()) if 2**j <= num_samples)})
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased pass@k of a problem from n samples with c correct: 1 - C(n-c, k) / C(n, k) (Chen et al. 2021, eq. 1)."""
+    return 1 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def sample_metrics(scores: Sequence[ProblemScore]) -> dict[str, float]:
+    """Metrics of n samples per problem, pass@k for several k <= n among them."""
+    k = scores[0].num_samples
+    return {
+        "accuracy": _share(scores, "num_correct"),
+        **{f"pass_at_{j}": float(np.mean([pass_at_k(k, s.num_correct, j) for s in scores])) for j in pass_sizes(k)},
+        f"maj_at_{k}": float(np.mean([score.majority for score in scores])),
+        **({} if scores[0].credit is None else {"score": _share(scores, "credit")}),
+        **{name: _share(scores, name) for name in ("answered", "truncated", "format", "num_tokens")},
+        "num_prompts": float(len(scores)),
+        "num_samples": float(k),
+    }
+
+
+def _share(scores: Sequence[ProblemScore], name: str) -> float:
+    """The mean over all samples of a quantity that the scores hold as sums."""
+    return float(sum(getattr(score, name) for score in scores)) / sum(score.num_samples for score in scores)
+
+
+def intervals(result: EvaluationResult) -> dict[str, tuple[float, float]]:
+    """The 95 % interval of each accuracy of an evaluation over its problems."""
+    keys = ["greedy_accuracy", "accuracy", *(key for key in result.metrics if "_at_" in key)]
+    count = int(result.metrics["num_prompts"])
+    return {key: wilson_interval(result.metrics[key], count) for key in keys}
+
+
+def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
+    """The 95 % interval of a proportion observed on `count` problems (Wilson 1927, eq. for the score interval).
+
+    For a mean of values in [0, 1] that are not all 0 or 1 it is wider than needed, never narrower. SciPy's takes whole
+    numbers of successes only.
+    """
+    z2 = NormalDist().inv_cdf(0.975) ** 2
+    centre = (fraction + z2 / (2 * count)) / (1 + z2 / count)
+    spread = math.sqrt(z2 * (fraction * (1 - fraction) / count + z2 / (4 * count**2))) / (1 + z2 / count)
+    return max(0.0, centre - spread), min(1.0, centre + spread)
+
+
+def evaluation_metrics(result: EvaluationResult, area: str) -> dict[str, float]:
+    """The logged metrics of an evaluation: `<area>/<metric>`, with `accuracy_<tag>_<value>` for every tag."""
+    tags = {
+        f"accuracy_{tag}_{value}".replace(" ", "_"): row["accuracy"]
+        for tag, rows in result.breakdown.items()
+        for value, row in rows.items()
+    }
+    return {f"{area}/{name}": value for name, value in {**result.metrics, **tags}.items()}
+
+
+def logged_evaluation(
+    spec: RunSpec,
+    engine: RolloutEngine,
+    directory: Path,
+    log: RunLogger,
+    split: Split,
+    step: int,
+    charge: Callable[[Lengths], Mapping[str, float]] = lambda drawn: {},
+    area: str = "",
+) -> EvaluationResult:
+    """Evaluate the engine's policy and log the result and its cost as metrics of an area: by default the split's name,
+    or `start` for test problems before training. For test problems, each problem's fractions are logged too.
+
+    The run's folder keeps all completions, so that the numbers can be verified.
+    """
+    area = area or split
+    kept = Completions(directory / completions_file(area, step)) if ranks.rank() == 0 else None
+    if kept is not None:
+        kept.clear()  # of an attempt that was killed here, whose weights may differ
+    result = evaluate_run(spec, engine, split, step, lambda n, total: log.progress(split, n, total), kept=kept)
+    if kept is not None:
+        log.kept(step, completions_file(area, step), sha256(kept.file))
+    log.metrics(step, {**evaluation_metrics(result, area), **charge(result.drawn)})
+    if split == "test":
+        k = result.metrics["num_samples"]
+        log.per_problem({prompt: count / k for prompt, count in result.correct_counts.items()}, area)
+    if area == split:
+        log.samples(result.samples)
+    return result

@@ -1,0 +1,236 @@
+"""Counts the floating-point operations of a run by formula, from the model's shape and the tokens that it reads.
+
+A weight matrix takes 2 operations per weight and token; attention takes 4 D per layer, head and (token, key) pair
+(Kaplan et al. 2020, arXiv:2001.08361, table 1; Chowdhery et al. 2022, arXiv:2204.02311, appendix B). The gradient of a
+product takes two more products: one for its input and one for its weights, which frozen weights save.
+
+Passes are counted as they run: a prompt is prefilled once and read once for all its rows, the language-model head runs
+only on completion tokens, and gradient checkpointing computes layers twice. A mask saves nothing, as in PyTorch's
+FlopCounterMode. Not counted: padding, operations that are not matrix products (norms, softmax, optimiser), checks of
+engine and weights.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..data import Group
+from ..devices.sharding import layers
+from ..policy.forward import backbone, can_share_prompts, is_recomputed, keeps_keys_and_values
+from ..policy.fused_llama import recognised
+from ..policy.library import import_generation
+from ..policy.model import model_config
+from ..spec.errors import SpecError
+from ..spec.run import RunSpec
+
+Lengths = Sequence[tuple[int, Sequence[int]]]  # for each prompt, its tokens and those of each of its completions
+_KEYS = re.compile(r"k_proj|v_proj|c_attn|qkv|query_key_value")  # weights that make keys and values
+_INPUT = re.compile(f"q_proj|{_KEYS.pattern}")  # those that read a layer's input
+_END = re.compile(
+    r"down_proj|fc2|mlp\.c_proj|dense_4h_to_h"
+)  # whose products are not computed again, because nothing needs them
+
+
+@dataclass(frozen=True)
+class Work:
+    """Counts of what passes read: tokens, (token, key) pairs, and tokens that reach the language-model head."""
+
+    tokens: float = 0.0
+    pairs: float = 0.0
+    headed: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.tokens + other.tokens, self.pairs + other.pairs, self.headed + other.headed)
+
+    def times(self, factor: float) -> Work:
+        return Work(factor * self.tokens, factor * self.pairs, factor * self.headed)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Operations of a model's passes.
+
+    token, gradient     of a token in the products of all layers, and in their gradients
+    keys_gradient       in those of a pass of which only keys and values have a gradient
+    again               of a token in the layers that gradient checkpointing computes again
+    adapter             the share of `token` that is an adapter's
+    head, head_gradient of a token in the language-model head of `vocabulary` rows, and in its gradient
+    pair                of a pair in the attention of all `depth` layers; its gradient takes twice as many
+    """
+
+    token: int
+    gradient: int
+    keys_gradient: int
+    again: int
+    adapter: int
+    head: int
+    head_gradient: int
+    pair: int
+    depth: int
+    vocabulary: int
+    can_share: bool
+
+    @classmethod
+    def of(cls, policy: nn.Module) -> Costs:
+        """The costs of a policy with its adapter, if it has one. ValueError for a model that the formula does not fit:
+        a mixture of experts, latent attention, or states other than keys and values."""
+        config: Any = policy.config
+        unlike = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank")
+        if any(getattr(config, name, None) for name in unlike) or not keeps_keys_and_values(policy):
+            raise ValueError(f"the operations of a {config.model_type} cannot be counted by formula")
+        body: Any = backbone(policy)
+        embeddings = {id(m.weight) for m in body.modules() if isinstance(m, nn.Embedding)}
+        weights = {n: p for n, p in body.named_parameters() if p.dim() == 2 and id(p) not in embeddings}
+        every = list(layers(policy))
+        first, last = ({id(p) for p in layer.parameters()} for layer in (every[0], every[-1]))
+        read_by_keys = _INPUT if recognised(policy) else _KEYS  # there queries, keys and values are one product
+        adapted = any(".lora_" in name for name in weights)
+        token = gradient = keys_gradient = again = adapter = 0
+        for name, p in weights.items():
+            product = 2 * p.numel()
+            is_adapter = ".lora_" in name
+            reads_frozen = adapted and id(p) in first and _INPUT.search(name) and ".lora_B" not in name
+            needed = (0 if reads_frozen else product) + (product if is_adapter or not adapted else 0)
+            token += product
+            again += 0 if _END.search(name) and not is_adapter else product
+            adapter += product if is_adapter else 0
+            gradient += needed
+            keys_gradient += 0 if id(p) in last and not read_by_keys.search(name) else needed
+        head = policy.get_output_embeddings().weight  # pyright: ignore
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return cls(
+            token=token,
+            gradient=gradient,
+            keys_gradient=keys_gradient,
+            again=again,
+            adapter=adapter,
+            head=2 * head.numel(),
+            head_gradient=(2 if adapted else 4) * head.numel(),
+            pair=4 * config.num_attention_heads * width * len(every),
+            depth=len(every),
+            vocabulary=len(head),
+            can_share=can_share_prompts(policy),
+        )
+
+    def forward(self, work: Work) -> float:
+        return self.token * work.tokens + self.pair * work.pairs + self.head * work.headed
+
+    def backward(self, work: Work) -> float:
+        return self.gradient * work.tokens + 2 * self.pair * work.pairs + self.head_gradient * work.headed
+
+    def backward_keys(self, work: Work) -> float:
+        """Operations of the gradient of a pass over prompts, which begins at the keys and values of the last layer."""
+        return self.keys_gradient * work.tokens + 2 * self.pair * (1 - 1 / self.depth) * work.pairs
+
+
+def check_countable(spec: RunSpec) -> None:
+    """SpecError if `max_flops` is set for a model whose operations cannot be counted. Reads no weights."""
+    if spec.max_flops is None:
+        return
+    import_generation()
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            Costs.of(AutoModelForCausalLM.from_config(model_config(spec.model), trust_remote_code=False))
+    except Exception as error:
+        raise SpecError(f"max_flops must be left out for model '{spec.model}': {error}; use steps") from None
+
+
+def lengths(groups: Sequence[Group]) -> Lengths:
+    return [(len(g.prompt_token_ids), [len(r.token_ids) for r in g.rollouts]) for g in groups]
+
+
+def sampled(costs: Costs, drawn: Lengths) -> float:
+    """Operations to sample these completions: each prompt is read once, and each completion token but the last once."""
+    work = Work()
+    for prompt, completions in drawn:
+        work += Work(prompt, prompt**2, 1)
+        for count in completions:
+            steps = count - 1  # token i reads the prompt, the i tokens before it, and itself
+            work += Work(steps, steps * prompt + steps * count / 2, steps)
+    return costs.forward(work)
+
+
+def scored(costs: Costs, rows: Lengths, *, share: bool, headed: bool = True) -> float:
+    """Operations of one pass without gradient over these rows."""
+    prompts, completions = _read(rows, share and costs.can_share, headed)
+    return costs.forward(prompts + completions)
+
+
+def learned(
+    costs: Costs, rows: Lengths, spec: RunSpec, *, share: bool, headed: bool = True, batch_tokens: int = 0
+) -> float:
+    """Operations of all updates on these rows with gradients, in micro-batches of `max_tokens` padded tokens.
+
+    Several minibatches are drawn at random: P prompts of G rows each, B in all, leave m rows P (1 - C(B - G, m) / C(B,
+    m)) prompts on average.
+    """
+    epochs, parts = spec.optimizer.num_inner_epochs, spec.optimizer.num_minibatches
+    size = sum(len(completions) for _, completions in rows)
+    group, part = size // len(rows), size // parts
+    shared = share and costs.can_share and part > 1 and not spec.gradient_checkpointing
+    prompts, completions = _read(rows, shared, headed)
+    met = 1 - math.comb(size - group, part) / math.comb(size, part)
+    total = costs.forward(prompts.times(parts * met) + completions) + costs.backward(completions)
+    total += costs.backward_keys(prompts.times(parts * met))
+    if spec.gradient_checkpointing:
+        total += costs.again * completions.tokens + costs.pair * completions.pairs
+    ends = completions.headed / sum(prompt + sum(counts) / len(counts) for prompt, counts in rows for _ in counts)
+    if is_recomputed(int(min(batch_tokens * ends, completions.headed / parts)), costs.vocabulary):
+        total += costs.head * completions.headed
+    return epochs * total
+
+
+def fitted(costs: Costs, rows: Lengths) -> float:
+    """Operations of one pass over these demonstrations in a cold start, which trains all weights."""
+    base = replace(costs, token=costs.token - costs.adapter)
+    return 3 * base.forward(sum(_read(rows, False, True), Work()))
+
+
+def stepped(
+    costs: Costs,
+    spec: RunSpec,
+    drawn: Lengths,
+    greedy: Lengths,
+    trained: Lengths,
+    *,
+    reads_old: bool,
+    share: bool,
+    batch_tokens: int,
+) -> dict[str, float]:
+    """Operations of a training step by purpose. Scoring is every pass without gradient: old and reference log-probs,
+    values, and the passes that rewards ask of the policy; `reads_old` says whether the learner computes the old
+    log-probs.
+    """
+    algorithm, base = spec.algorithm, replace(costs, token=costs.token - costs.adapter)
+    scoring = scored(costs, trained, share=share) if reads_old else 0.0
+    scoring += scored(base, trained, share=share) if algorithm.needs_reference else 0.0
+    scoring += scored(costs, trained, share=share, headed=False) if algorithm.needs_critic else 0.0
+    asked = {reward.distribution for reward in spec.rewards.values()} - {None}
+    scoring += len(asked) * sum(scored(costs, rows, share=share) for rows in (drawn, greedy) if rows)
+    learning = learned(costs, trained, spec, share=share, batch_tokens=batch_tokens)
+    if algorithm.needs_critic and not algorithm.shares_trunk:
+        learning += learned(costs, trained, spec, share=share, headed=False)
+    return {"sampling": sampled(costs, [*drawn, *greedy]), "scoring": scoring, "learning": learning}
+
+
+def _read(rows: Lengths, share: bool, headed: bool) -> tuple[Work, Work]:
+    """The counts of a pass over prompts (separate only if the rows `share` them) and over the rows."""
+    prompts, completions = Work(), Work()
+    share = share and any(len(counts) > 1 for _, counts in rows) and min(prompt for prompt, _ in rows) > 1
+    for prompt, counts in rows:
+        before = prompt - 1 if share else 0  # the last token of a prompt is read with each completion
+        if share:
+            prompts += Work(before, before**2)
+        for count in counts:
+            read = count if share else prompt + count
+            completions += Work(read, read * (before + read), count if headed else 0)
+    return prompts, completions

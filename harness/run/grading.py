@@ -1,0 +1,183 @@
+"""Grades rollouts: answers, their equivalence classes and correctness. The only reader of `Prompt.gold`.
+
+Classes and correctness use the task's own equality, never string equality. Each answer is compared with one
+representative of each class. So G completions of a prompt cost one extraction each, one comparison with gold per class,
+and the comparisons between classes, most of which `tasks._symbolic` decides from cached values of the expressions. An
+answer must also count as one (`Task.is_answered`): a restatement of the question is wrong although it equals gold, and
+has no class, so that a majority of restatements cannot become a target.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..data import GradedGroup, Group, Prompt, Rollout, SampleRow, Split
+from ..ground.streams import generator
+from ..interfaces import Task
+
+GROUP_OVERRUNS = 2  # comparisons of a group that may reach their time limit (slow ones count in part); then no more
+# are made
+OVERRUNS = 8  # the same for groups graded together, in a step or an evaluation; after that, each group has one
+
+
+def grade(task: Task, groups: Sequence[Group], max_tokens: int) -> list[GradedGroup]:
+    """One graded group per group, in order, with correctness; an unanswered completion has no class and is wrong.
+
+    `max_tokens` is the limit under which the completions were sampled.
+    """
+    graded: list[GradedGroup] = []
+    left: float = OVERRUNS
+    for group in groups:
+        allowed = max(1, min(GROUP_OVERRUNS, left))
+        task.allow_overruns(allowed)
+        graded.append(_grade_group(task, group, max_tokens))
+        left -= allowed - task.allow_overruns(None)
+    return graded
+
+
+def grade_by_other_gold(
+    task: Task, groups: Sequence[Group], prompts: Sequence[Prompt], seed: int, max_tokens: int
+) -> list[GradedGroup]:
+    """`grade` against the gold answer of another prompt of the split (`prompts`), fixed by the seed.
+
+    That answer may equal the prompt's own: the frequency of each answer is kept.
+    """
+    order = generator("shuffled gold", seed).permutation(len(prompts))
+    other = {prompts[i].id: prompts[j].gold for i, j in zip(order, np.roll(order, 1), strict=True)}
+    return grade(task, [replace(g, prompt=replace(g.prompt, gold=other[g.prompt.id])) for g in groups], max_tokens)
+
+
+def problem_rows(prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+    """Problems as shown to a reader: id, prompt, gold answer, tags."""
+    return [{"id": p.id, "prompt": p.text, "gold": p.gold, "tags": dict(p.tags)} for p in prompts]
+
+
+def completion_rows(groups: Sequence[Group], greedy: Sequence[Group]) -> list[dict[str, Any]]:
+    """Each problem with its samples and its greedy completion, as `groups_of` reads them."""
+    return [
+        {
+            "id": group.prompt.id, "prompt": group.prompt.text, "gold": group.prompt.gold, "tags": group.prompt.tags,
+            "samples": _written(group), "greedy": _written(first),
+        }
+        for group, first in zip(groups, greedy, strict=True)
+    ]  # fmt: skip
+
+
+def groups_of(rows: Sequence[Mapping[str, Any]], name: str) -> list[Group]:
+    """The groups that `completion_rows` wrote under `name`, with the right number of tokens but unknown token ids.
+
+    ValueError, KeyError or TypeError for a row that it did not write.
+    """
+    groups = []
+    for row in rows:
+        tags = tuple((str(tag), str(value)) for tag, value in row["tags"])
+        prompt = Prompt(str(row["id"]), str(row["prompt"]), str(row["gold"]), tags)
+        groups.append(Group(prompt, (), tuple(_read(*written) for written in row[name])))
+    return groups
+
+
+def group_of(rows: Sequence[Mapping[str, Any]]) -> Group:
+    """The group whose rollouts `sample_rows` wrote; errors as in `groups_of`."""
+    prompt = Prompt(str(rows[0]["prompt_id"]), str(rows[0]["prompt"]), str(rows[0]["gold"]))
+    return Group(prompt, (), tuple(_read(row["completion"], row["num_tokens"], row["finish_reason"]) for row in rows))
+
+
+def _read(text: Any, length: Any, end: Any) -> Rollout:
+    token_ids: Any = range(int(length))  # takes no memory, whatever length the file states
+    return Rollout(str(text), token_ids, (), end)
+
+
+def _written(group: Group) -> list[tuple[str, int, str]]:
+    return [(rollout.text, len(rollout.token_ids), rollout.finish_reason) for rollout in group.rollouts]
+
+
+def sample_rows(
+    groups: Sequence[Group],
+    graded: Sequence[GradedGroup],
+    rewards: Sequence[Sequence[float]] | None = None,
+    parts: Mapping[str, Sequence[Sequence[float]]] | None = None,
+    *,
+    step: int,
+    split: Split,
+    limit: int | None = None,
+) -> list[SampleRow]:
+    """Every rollout, group by group. With a `limit`, at most that many for a reader: the first of each prompt, then the
+    second, and so on.
+
+    `graded` carries correctness; `rewards` is None in an evaluation; `parts` holds each reward by name, before its
+    weight.
+    """
+    assert len(graded) == len(groups)
+    assert rewards is None or len(rewards) == len(groups)
+    places = [(p, i) for p, group in enumerate(groups) for i in range(len(group.rollouts))]
+    if limit is not None:
+        places = sorted(places, key=lambda place: (place[1], place[0]))[:limit]
+    rows: list[SampleRow] = []
+    for p, i in places:
+        prompt, rollout, correct = groups[p].prompt, groups[p].rollouts[i], graded[p].correct
+        assert correct is not None, "sample_rows needs correctness"
+        rows.append(
+            SampleRow(
+                step=step,
+                split=split,
+                prompt_id=prompt.id,
+                prompt=prompt.text,
+                completion=rollout.text,
+                gold=prompt.gold,
+                answer=graded[p].answers[i],
+                correct=correct[i],
+                reward=None if rewards is None else rewards[p][i],
+                num_tokens=len(rollout.token_ids),
+                finish_reason=rollout.finish_reason,
+                rewards={name: values[p][i] for name, values in (parts or {}).items()},
+            )
+        )
+    return rows
+
+
+def _grade_group(task: Task, group: Group, max_tokens: int) -> GradedGroup:
+    answers = tuple(task.extract(rollout.text) for rollout in group.rollouts)
+    classes, representatives = _classes(task, answers)
+    question, gold = group.prompt.text, group.prompt.gold
+    is_gold = [answer == gold or task.equivalent(answer, gold) for answer in representatives]
+    stated = dict(zip(answers, classes, strict=True))
+    correct = {a: c is not None and is_gold[c] and _counts(task, a, question, gold) for a, c in stated.items()}
+    scores = {a: 0.0 if a is None else task.score(a, gold) for a in stated if task.partial_credit}
+    votes = {a: None if a is None or not task.is_answered(a, question, None) else c for a, c in stated.items()}
+    return GradedGroup(
+        prompt_id=group.prompt.id,
+        prompt=group.prompt.text,
+        completions=tuple(rollout.text for rollout in group.rollouts),
+        num_tokens=tuple(len(rollout.token_ids) for rollout in group.rollouts),
+        max_tokens=max_tokens,
+        truncated=tuple(rollout.finish_reason == "length" for rollout in group.rollouts),
+        answers=answers,
+        classes=tuple(votes[answer] for answer in answers),
+        format_scores=tuple(task.format_score(rollout.text) for rollout in group.rollouts),
+        reasoning_chars=tuple(len(task.reasoning(rollout.text)) for rollout in group.rollouts),
+        correct=tuple(correct[answer] for answer in answers),
+        scores=tuple(scores[answer] for answer in answers) if scores else None,
+    )
+
+
+def _counts(task: Task, answer: str | None, question: str, gold: str) -> bool:
+    return answer is not None and (answer == gold or task.is_answered(answer, question, gold))
+
+
+def _classes(task: Task, answers: Sequence[str | None]) -> tuple[tuple[int | None, ...], list[str]]:
+    """The class of each answer, numbered by first appearance, and the first answer of each class.
+
+    An answer joins the first class whose representative it equals; equal strings are never compared.
+    """
+    representatives: list[str] = []
+    class_of: dict[str, int] = {}
+    for answer in answers:
+        if answer is None or answer in class_of:
+            continue
+        equal = (number for number, first in enumerate(representatives) if task.equivalent(answer, first))
+        class_of[answer] = next(equal, len(representatives))
+        if class_of[answer] == len(representatives):
+            representatives.append(answer)
+    return tuple(None if answer is None else class_of[answer] for answer in answers), representatives

@@ -1,0 +1,441 @@
+"""Owns every parameter of a run: policy, frozen reference, critic and their optimisers.
+
+An update makes mu passes over a batch in minibatches; each minibatch is split into length-sorted micro-batches under a
+token budget. Because the weight of every token is fixed on the minibatch (`loss_weight_BT`), the gradient does not
+depend on the split.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..data import Batch, InvalidRun, PolicyOutput
+from ..devices import ranks
+from ..devices.device import mixed_precision, resolve_device
+from ..devices.sharding import full, is_sharded, kept, shard, spread, spread_like
+from ..ground.streams import generator
+from ..ground.tensors import kl_k3
+from ..interfaces import Distribution
+from ..policy.compiled import compile_layers
+from ..policy.forward import (
+    Critic,
+    PromptStates,
+    completion_states,
+    microbatch_tokens,
+    prompt_states,
+    token_logprobs,
+    token_uniform_kls,
+)
+from ..policy.lora import adapter_off, adapter_weights, has_adapter, hold_frozen_products, load_adapter, merged_weights
+from ..spec.run import Mismatch, RunSpec
+from .gates import weight_sample, weights_metric
+from .schedules import learning_rate_factor
+
+
+class Learner:
+    """Gives batches the log-probs and values that the objective reads, and updates policy and critic on them."""
+
+    def __init__(self, spec: RunSpec, policy: nn.Module):
+        self.spec = spec
+        self.algorithm = spec.algorithm  # with the KL weight of the step; spec.algorithm decides what a run needs
+        self.policy = policy
+        self.adapted = has_adapter(policy)
+        if self.adapted and spec.autocast:
+            hold_frozen_products(policy, torch.bfloat16)
+        self.shares_prompts = not spec.torch_compile  # nor if `training.agreement` finds that it changes log-probs
+        needs_copy = spec.algorithm.needs_reference and not self.adapted
+        self.reference = deepcopy(policy).requires_grad_(False) if needs_copy else None
+        self.critic = Critic(policy, shared=spec.algorithm.shares_trunk) if spec.algorithm.needs_critic else None
+        if spec.torch_compile:
+            for trunk in (*self._trunks(), self.reference):
+                if trunk is not None:
+                    compile_layers(trunk)
+        if ranks.world_size() > 1:
+            self._shard()
+        self.older: deque[dict[str, Tensor]] = deque(maxlen=spec.staleness)  # trained weights of the last steps
+        self.policy_rate = 0.0 if spec.control == "frozen" else spec.optimizer.learning_rate  # 0 moves no weight
+        self.optimizers = {"policy": self._adamw(policy, self.policy_rate)}
+        if self.critic is not None:
+            self.optimizers["critic"] = self._adamw(self.critic, spec.optimizer.critic_learning_rate)
+
+    def annotate(self, batch: Batch, *, sampler_is_exact: bool) -> Batch:
+        """The batch with old and reference log-probs and values, each only if the objective reads it.
+
+        The spec's algorithm decides, so a schedule that lowers the KL weight to 0 changes neither passes nor metrics.
+        With `sampler_is_exact` the engine's log-probs serve as old log-probs, which saves a forward pass.
+        """
+        with torch.no_grad():
+            if self._reads_old(sampler_is_exact):
+                old = batch.sampler_logprobs_BT if sampler_is_exact else self.logprobs(self.policy, batch)
+                batch = batch.replace(old_logprobs_BT=old)
+            if self.spec.algorithm.needs_reference:
+                batch = batch.replace(ref_logprobs_BT=self._reference_logprobs(batch))
+            if self.critic is not None:
+                batch = batch.replace(values_BT=self._values(batch, self.critic))
+        return batch
+
+    def correct(self, batch: Batch, *, sampler_is_exact: bool) -> tuple[Batch, dict[str, float]]:
+        """The batch with the importance weights of the spec, if the engine's log-probs are not exact."""
+        return correct_mismatch(batch, self.spec.mismatch) if self._corrects(sampler_is_exact) else (batch, {})
+
+    def scores_old(self, sampler_is_exact: bool) -> bool:
+        """Whether `annotate` needs a forward pass for old log-probs."""
+        return self._reads_old(sampler_is_exact) and not sampler_is_exact
+
+    def _reads_old(self, sampler_is_exact: bool) -> bool:
+        is_off_policy = self.spec.updates_per_step > 1 or self.spec.staleness > 0
+        return self.spec.algorithm.needs_old_logprobs or is_off_policy or self._corrects(sampler_is_exact)
+
+    def _corrects(self, sampler_is_exact: bool) -> bool:
+        return self.spec.mismatch.correction != "none" and not sampler_is_exact
+
+    @contextmanager
+    def older_weights(self) -> Iterator[None]:
+        """Inside the context the policy has the weights of `staleness` training steps ago (at most back to the
+        start)."""
+        if not self.older:
+            yield
+            return
+        now = self._trained_weights()
+        self._set_trained(self.older[0])
+        try:
+            yield
+        finally:
+            self._set_trained(now)
+
+    def keep_weights(self) -> None:
+        """Keep the weights before an update, if later steps sample from them."""
+        if self.spec.staleness:
+            self.older.append(self._trained_weights())
+
+    def _trained_weights(self) -> dict[str, Tensor]:
+        return {name: p.detach().clone() for name, p in self.policy.named_parameters() if p.requires_grad}
+
+    @torch.no_grad()
+    def _set_trained(self, weights: Mapping[str, Tensor]) -> None:
+        for name, value in weights.items():
+            self.policy.get_parameter(name).copy_(value)
+
+    def begin_step(self, step: int, kl_beta: float | None) -> dict[str, float]:
+        """Set rates, KL weight (None: as it is) and reference for training step `step`.
+
+        Returns the ones that vary over the run, as metrics.
+        """
+        metrics: dict[str, float] = {}
+        settings = self.spec.optimizer
+        if settings.schedule != "constant" or settings.warmup_steps:
+            factor = learning_rate_factor(settings, step, self.spec.steps)
+            rates = {"policy": self.policy_rate, "critic": settings.critic_learning_rate}
+            for name, optimizer in self.optimizers.items():
+                for group in optimizer.param_groups:
+                    group["lr"] = factor * rates[name]
+            metrics["optimizer/learning_rate"] = factor * self.policy_rate
+        if kl_beta is not None:
+            self.algorithm = self.spec.algorithm.model_copy(update={"kl_beta": kl_beta})
+            metrics["kl/beta"] = kl_beta
+        every = self.spec.kl.refresh_reference_every
+        if every and step and step % every == 0 and self.reference is not None:
+            self.reference.load_state_dict(self.policy.state_dict())
+        return metrics
+
+    def update(self, batch: Batch, step: int) -> dict[str, float]:
+        """Make mu passes over the batch. Metrics are means over the optimiser steps, except that `mismatch/` is from
+        the first step (the policy is still the sampler's) and `policy/ratio_max` is the largest. If older weights
+        sampled, `staleness/` replaces `mismatch/`. InvalidRun on a non-finite value.
+        """
+        steps: list[dict[str, float]] = []
+        weights = weight_sample(self.policy)
+        for epoch in range(self.spec.optimizer.num_inner_epochs):
+            for minibatch in self._minibatches(batch, step, epoch):
+                steps.append(self._optimizer_step(minibatch, first=not steps))
+        metrics = {name: float(np.mean([values[name] for values in steps if name in values])) for name in steps[0]}
+        metrics["policy/ratio_max"] = max(values["policy/ratio_max"] for values in steps)
+        if self.critic is not None:
+            metrics["critic/explained_variance"] = explained_variance(batch)
+        rate = self.optimizers["policy"].param_groups[0]["lr"]
+        return metrics | weights_metric(self.policy, weights, gradient_norm=metrics["policy/grad_norm"], rate=rate)
+
+    def weights(self, *, merged: bool) -> Mapping[str, Tensor]:
+        """The policy's state. `merged`: gathered, with its adapter merged, for an engine that has its own copy."""
+        return merged_weights(self.policy) if merged else self.policy.state_dict()
+
+    def state(self) -> dict[str, Any]:
+        """Optimiser states, critic and adapter: everything that a resumed run needs besides the policy's folder.
+
+        Gathered from all ranks; ranks other than 0 get no tensors.
+        """
+        state: dict[str, Any] = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
+        if self.critic is not None:
+            frozen = {name for name, p in self.critic.named_parameters() if not p.requires_grad}
+            state["critic_parameters"] = {k: v for k, v in self.critic.state_dict().items() if k not in frozen}
+        if self.spec.kl.refresh_reference_every and self.reference is not None:
+            state["reference"] = self.reference.state_dict()
+        if self.spec.staleness:
+            state["older"] = list(self.older)
+        if self.adapted:
+            state["adapter"] = adapter_weights(self.policy)
+        return kept(state)
+
+    def load_state(self, policy: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Continue from a saved policy and `state()`; ValueError if they do not fit this model."""
+        try:
+            if self.adapted:
+                load_adapter(self.policy, spread(self.policy, state["adapter"]))
+            else:
+                self.policy.load_state_dict(spread(self.policy, policy))
+            if self.reference is not None and "reference" in state:
+                self.reference.load_state_dict(spread(self.reference, state["reference"]))
+            device = next(self.policy.parameters()).device
+            self.older.extend({k: v.to(device) for k, v in weights.items()} for weights in state.get("older", ()))
+            for name, optimizer in self.optimizers.items():
+                optimizer.load_state_dict(_spread_moments(optimizer, state[name]))
+            if self.critic is not None:
+                weights = spread(self.critic, state["critic_parameters"])
+                self.critic.load_state_dict(weights, strict=not self.adapted)
+        except (RuntimeError, KeyError) as error:
+            raise ValueError(f"the checkpoint does not fit this run's model and algorithm: {error}") from error
+
+    def _optimizer_step(self, minibatch: Batch, *, first: bool) -> dict[str, float]:
+        """Make one optimiser step on a minibatch whose loss weights are set; `first`: the policy is still the
+        sampler's."""
+        sums: dict[str, Any] = defaultdict(float)  # on the device, read once, because every read waits for a GPU
+        ratios: dict[str, list[Tensor]] = defaultdict(list)
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
+        self._train_mode(self.spec.gradient_checkpointing)
+        is_on_policy = self.spec.updates_per_step == 1 and not self.spec.staleness
+        behind = "staleness" if self.spec.staleness else "mismatch"  # why the sampler's log-probs differ
+        prompts = [self._prompt_states(trunk, minibatch) for trunk in self._trunks()]
+        for rows in self._rows_by_length(minibatch):
+            micro = minibatch.rows(rows)
+            with mixed_precision(micro.tokens_BT.device, self.spec.autocast):
+                output = self._output(micro, [states and states.rows(rows) for states in prompts])
+            if is_on_policy:  # the ratio is exactly 1, and still has its gradient
+                micro = micro.replace(old_logprobs_BT=output.logprobs_BT.detach())
+            loss, metrics = self.algorithm.loss(micro, output)
+            loss.backward()
+            logprobs, mask = output.logprobs_BT.detach(), micro.completion_mask_BT
+            ratios["policy/ratio_max"].append(_ratio_max(logprobs, micro.old_logprobs_BT, mask))
+            if first:
+                sampler = micro.sampler_logprobs_BT
+                ratios[f"{behind}/max_ratio"].append(_ratio_max(logprobs, sampler, mask))
+                assert micro.loss_weight_BT is not None
+                metrics = {**metrics, f"{behind}/kl": (micro.loss_weight_BT * kl_k3(logprobs, sampler)).sum()}
+            for name, value in metrics.items():
+                sums[name] += value.detach().double()
+        for states in prompts:
+            if states is not None:
+                states.backward()
+        self._train_mode(False)
+        total = ranks.summed(torch.stack(list(sums.values())))
+        highest = ranks.largest(torch.stack([torch.stack(values).max().double() for values in ratios.values()]))
+        totals = dict(zip([*sums, *ratios], torch.cat([total, highest]).tolist(), strict=True))
+        if not np.isfinite(totals["policy/loss"]):
+            raise InvalidRun(f"the loss is {totals['policy/loss']}; lower optimizer.learning_rate or raise kl_beta")
+        for name, optimizer in self.optimizers.items():
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            norm = float(full(nn.utils.clip_grad_norm_(parameters, self.spec.optimizer.max_grad_norm)))
+            if not np.isfinite(norm):
+                setting = "learning_rate" if name == "policy" else "critic_learning_rate"
+                raise InvalidRun(f"the gradient norm of the {name} is {norm}; lower optimizer.{setting}")
+            totals[f"{name}/grad_norm"] = norm
+            optimizer.step()
+        return totals
+
+    def _train_mode(self, on: bool) -> None:
+        """transformers recomputes activations only in training mode, which changes nothing else because there is no
+        dropout."""
+        for module in (self.policy, self.critic):
+            if module is not None:
+                module.train(on)
+
+    def _trunks(self) -> list[nn.Module]:
+        """The networks that read tokens: the policy, and a critic's separate backbone."""
+        own = None if self.critic is None else self.critic.backbone
+        return [self.policy] if own is None else [self.policy, own]
+
+    def _output(self, micro: Batch, prompts: Sequence[PromptStates | None]) -> PolicyOutput:
+        """Scores of a micro-batch, given its prompts as each trunk reads them."""
+        tokens, mask = micro.tokens_BT, micro.completion_mask_BT
+        hidden = completion_states(self.policy, tokens, mask, prompts[0])
+        logprobs, entropy = token_logprobs(
+            self.policy,
+            tokens,
+            mask,
+            self.spec.sampling.temperature,
+            hidden=hidden,
+            entropy_gradient=self.spec.algorithm.entropy_needs_gradient,
+        )
+        if self.critic is None:
+            return PolicyOutput(logprobs, entropy)
+        if self.critic.backbone is not None:  # after the log-probs, whose temporaries are freed by now
+            hidden = completion_states(self.critic.backbone, tokens, mask, prompts[1])
+        values = self.critic(mask, hidden)
+        return PolicyOutput(logprobs, entropy, values)
+
+    def _reference_logprobs(self, batch: Batch) -> Tensor:
+        if self.reference is not None:
+            return self.logprobs(self.reference, batch)
+        with adapter_off(self.policy):
+            return self.logprobs(self.policy, batch)
+
+    def logprobs(self, model: nn.Module, batch: Batch) -> Tensor:
+        """[B, T] log-probs (nats) of the completion tokens under `model`, 0 elsewhere."""
+        temperature = self.spec.sampling.temperature
+
+        def forward(part: Batch, prompts: PromptStates | None) -> Tensor:
+            return token_logprobs(model, part.tokens_BT, part.completion_mask_BT, temperature, prompts=prompts)[0]
+
+        return self._forward_rows(batch, forward, model)
+
+    @torch.no_grad()
+    def token_means(self, batch: Batch, distribution: Distribution) -> Tensor:
+        """[B]: the mean of a quantity of the policy's next-token distribution (nats) over each completion's tokens."""
+        temperature = self.spec.sampling.temperature
+
+        def forward(part: Batch, prompts: PromptStates | None) -> Tensor:
+            given = (self.policy, part.tokens_BT, part.completion_mask_BT, temperature)
+            if distribution == "uniform_kl":
+                return token_uniform_kls(*given, prompts=prompts)
+            return token_logprobs(*given, prompts=prompts)[1]
+
+        values_BT = self._forward_rows(batch, forward, self.policy)
+        return values_BT.sum(dim=1) / batch.completion_mask_BT.sum(dim=1)
+
+    def _values(self, batch: Batch, critic: Critic) -> Tensor:
+        trunk = self._trunks()[-1]
+
+        def forward(part: Batch, prompts: PromptStates | None) -> Tensor:
+            mask = part.completion_mask_BT
+            return critic(mask, completion_states(trunk, part.tokens_BT, mask, prompts))
+
+        return self._forward_rows(batch, forward, trunk)
+
+    def _forward_rows(
+        self, batch: Batch, forward: Callable[[Batch, PromptStates | None], Tensor], model: nn.Module
+    ) -> Tensor:
+        """[B, T] in the batch's row order, from a function of (micro-batch, its prompts as `model` reads them)."""
+        prompts = self._prompt_states(model, batch)
+        result = torch.empty(0)
+        for rows in self._rows_by_length(batch):
+            part = batch.rows(rows)
+            with mixed_precision(part.tokens_BT.device, self.spec.autocast):
+                values = forward(part, prompts and prompts.rows(rows))
+            if not len(result):
+                result = values.new_zeros(batch.tokens_BT.shape)
+            result[rows, : values.shape[1]] = values
+        return ranks.summed(result)
+
+    def _prompt_states(self, model: nn.Module, batch: Batch) -> PromptStates | None:
+        if not self.shares_prompts or is_sharded(model):  # their backward pass begins outside a model's hooks
+            return None
+        with mixed_precision(batch.tokens_BT.device, self.spec.autocast):
+            return prompt_states(model, batch.tokens_BT, batch.completion_mask_BT)
+
+    def _minibatches(self, batch: Batch, step: int, epoch: int) -> Iterator[Batch]:
+        """Row subsets of equal size with their loss weights; drawn again in each pass, keyed by (seed, step, epoch)."""
+        count = self.spec.optimizer.num_minibatches
+        order = np.arange(len(batch))
+        if count > 1:
+            order = generator("minibatches", self.spec.seed, step, epoch).permutation(len(batch))
+        for rows in np.split(order, count):
+            part = batch.rows(torch.from_numpy(rows).to(batch.tokens_BT.device))
+            yield part.replace(loss_weight_BT=self.algorithm.loss_weights(part.completion_mask_BT))
+
+    def _rows_by_length(self, batch: Batch) -> list[Tensor]:
+        """Indices of this rank's rows, longest first, each part within the token budget once padded to its longest row.
+
+        Every rank has the same number of parts, because the ranks' passes wait for each other.
+        """
+        budget = microbatch_tokens(self.spec.optimizer, batch.tokens_BT.device)
+        order = torch.argsort(batch.lengths_B, descending=True, stable=True)[ranks.rank() :: ranks.world_size()]
+        lengths = batch.lengths_B[order].tolist()
+        parts, start = [], 0
+        while start < len(lengths):
+            size = max(1, budget // lengths[start])
+            parts.append(order[start : start + size])
+            start += size
+        count = ranks.most(len(parts), order.device)
+        while len(parts) < count:
+            largest = max(range(len(parts)), key=lambda i: len(parts[i]))
+            parts[largest : largest + 1] = parts[largest].tensor_split(2)
+        return parts
+
+    def _shard(self) -> None:
+        """Spread the models over the ranks. The critic's head has a group of its own, beside that of its backbone."""
+        critic = () if self.critic is None else (self.critic.backbone, self.critic.head)
+        for part in (self.policy, self.reference, *critic):
+            if part is not None:
+                shard(part, resolve_device(self.spec.device))
+
+    def _adamw(self, module: nn.Module, learning_rate: float) -> torch.optim.AdamW:
+        settings = self.spec.optimizer
+        return torch.optim.AdamW(
+            [p for p in module.parameters() if p.requires_grad],
+            lr=learning_rate,
+            betas=(settings.beta1, settings.beta2),
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+
+
+def correct_mismatch(batch: Batch, settings: Mismatch) -> tuple[Batch, dict[str, float]]:
+    """The batch with advantages times the importance weights learner / engine, and metrics of the weights.
+
+    This weights the policy term of an objective that is linear in its advantages, and leaves its KL term as it is.
+    Truncated: weights above the bound become the bound (truncated importance sampling). Masked: weights outside [1 /
+    bound, bound] become 0. The weight of a completion is the product over its tokens.
+    """
+    assert batch.old_logprobs_BT is not None and batch.advantages_BT is not None
+    mask = batch.completion_mask_BT
+    log_weight_BT = (batch.old_logprobs_BT - batch.sampler_logprobs_BT) * mask
+    if settings.level == "sequence":
+        log_weight_BT = log_weight_BT.sum(dim=1, keepdim=True).expand_as(log_weight_BT)
+    raw_BT = torch.exp(log_weight_BT.clamp(-20, 20))
+    outside_BT = (raw_BT > settings.bound) & mask
+    if settings.correction == "truncated":
+        weight_BT = raw_BT.clamp(max=settings.bound)
+    else:
+        outside_BT |= (raw_BT < 1 / settings.bound) & mask
+        weight_BT = raw_BT.masked_fill(outside_BT, 0.0)
+    count = mask.sum()
+    metrics = {
+        "mismatch/weight": float((weight_BT * mask).sum() / count),
+        "mismatch/outside": float(outside_BT.sum() / count),
+    }
+    return batch.replace(advantages_BT=batch.advantages_BT * weight_BT), metrics
+
+
+def explained_variance(batch: Batch) -> float:
+    """1 - Var(return - value) / Var(return) over completion tokens; 0 where returns do not vary."""
+    assert batch.returns_BT is not None and batch.values_BT is not None
+    returns = batch.returns_BT[batch.completion_mask_BT]
+    variance = returns.var()
+    if not variance > 0:
+        return 0.0
+    return float(1 - (returns - batch.values_BT[batch.completion_mask_BT]).var() / variance)
+
+
+def _spread_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimiser's saved state with each moment placed (device, sharding) like its parameter; rates and decay are
+    this run's."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def moved(place: int, value: Tensor) -> Tensor:
+        like = parameters[place]
+        return spread_like(like, value) if value.shape == like.shape else value  # else a count of steps
+
+    moments = {place: {k: moved(place, v) for k, v in own.items()} for place, own in state["state"].items()}
+    return {"param_groups": optimizer.state_dict()["param_groups"], "state": moments}
+
+
+def _ratio_max(logprobs: Tensor, other: Tensor | None, mask: Tensor) -> Tensor:
+    """The largest ratio of two probabilities of a token, at least 1."""
+    assert other is not None
+    return torch.exp(((logprobs - other).abs() * mask).max())

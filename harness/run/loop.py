@@ -1,0 +1,115 @@
+"""The one training loop: every algorithm runs through it, so that the algorithm is the only thing that differs.
+
+A run is a function of its spec: prompts and noise are keyed by (seed, step), and a killed run that resumes from its
+last checkpoint ends as an uninterrupted one would.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ..checks.preflight import run_inputs
+from ..data import InvalidRun, Prompt, Split
+from ..devices import ranks
+from ..devices.memory import peak_memory
+from ..ground.inputs import expecting
+from ..interfaces import RunLogger
+from ..spec.run import RunSpec
+from .agreement import check_agreement, check_length
+from .evaluate import logged_evaluation
+from .flops import check_countable
+from .gates import check_gates, gates_of
+from .state import OWN_MODELS, Models, Run, RunResult, StoppedEarly, first_prompt, prepare, run_facts
+from .step import train_step
+
+
+def train(
+    spec: RunSpec,
+    directory: Path,
+    log: RunLogger,
+    *,
+    cache: Path,
+    should_stop: Callable[[], bool] = lambda: False,
+    models: Models = OWN_MODELS,
+) -> RunResult:
+    """Run `spec` in `directory`, or resume it from the last checkpoint there.
+
+    It ends "complete", "invalid" with a reason, or "stopped" after the step in which `should_stop()` turned true; an
+    unfinished cold start begins again next time. Cold starts are cached in `cache`. Bad settings, and data or a model
+    that changed since the run began, raise ValueError before any model is loaded. `models` are the ones that the run
+    shares with others.
+    """
+    inputs = run_inputs([spec], cache)
+    log.inputs(inputs)
+    with expecting(inputs):
+        return _train(spec, directory, log, cache, should_stop, models)
+
+
+def _train(
+    spec: RunSpec, directory: Path, log: RunLogger, cache: Path, should_stop: Callable[[], bool], models: Models
+) -> RunResult:
+    spec.engine.check(spec.sampling_with_limit())
+    check_length(spec)
+    check_countable(spec)
+    log.prompt(first_prompt(spec, "train" if spec.steps else "validation"))
+    train_prompts = spec.task.prompts("train") if spec.steps else []
+    if spec.control == "shuffled_gold" and len(train_prompts) == 1:
+        raise ValueError("control must not be shuffled_gold with one train problem, whose gold no other can have")
+    run: Run | None = None
+    try:
+        run, step = prepare(spec, directory, log, cache, should_stop, models)
+        return _loop(run, train_prompts, step, should_stop)
+    except InvalidRun as invalid:
+        return RunResult("invalid", str(invalid), run.summary() if run else {})
+    except StoppedEarly:
+        return RunResult("stopped", None, {})
+    finally:
+        if run is not None:
+            run.engine.close()
+
+
+def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[[], bool]) -> RunResult:
+    spec = run.spec
+    agreement = check_agreement(run, prompts, step) if step < spec.steps else {}
+    if step == 0:
+        if facts := run_facts(run) | agreement | run.ledger.start(run.codec, spec.task.demonstrations):
+            run.log.metrics(0, facts)
+        _evaluate(run, "validation", 0)
+        if spec.evaluation.test_at_start and spec.steps:
+            _evaluate(run, "test", 0, "start")
+    while step < spec.steps and not run.ledger.is_spent:
+        start = run.models.now()
+        metrics, rows = train_step(run, prompts, step)
+        step += 1
+        run.charge(run.models.now() - start)
+        metrics["seconds/total"] = run.totals.seconds
+        run.totals.peak_memory_bytes = max(run.totals.peak_memory_bytes, peak_memory())
+        metrics["memory/peak_bytes"] = run.totals.peak_memory_bytes
+        run.log.metrics(step, metrics)
+        run.log.progress("train", step, spec.steps)
+        check_gates(gates_of(spec), run.gates, metrics, step)  # decided from metrics that all ranks share
+        is_last = step == spec.steps or run.ledger.is_spent
+        if step % spec.evaluation.every == 0 or is_last:
+            run.log.samples(rows)
+            _evaluate(run, "validation", step)
+        stop = ranks.same(should_stop)
+        if step % spec.checkpoints.every == 0 or is_last or stop:
+            run.save(step)
+        if stop and not is_last:
+            return RunResult("stopped", None, run.summary())
+    _evaluate(run, "test", step)
+    return RunResult("complete", None, run.summary())
+
+
+def _evaluate(run: Run, split: Split, step: int, area: str = "") -> None:
+    """Evaluate, log, and store the accuracies that the summary needs."""
+    start = run.models.now()
+    place = (run.directory, run.log)
+    result = logged_evaluation(run.spec, run.engine, *place, split, step, run.ledger.evaluation, area)
+    run.charge(run.models.now() - start)
+    if area:
+        return
+    if split == "test":
+        run.accuracies["test_accuracy"] = result.metrics["accuracy"]
+    else:
+        run.accuracies.setdefault("accuracy_initial", result.metrics["accuracy"])
+        run.accuracies["accuracy_final"] = result.metrics["accuracy"]

@@ -1,0 +1,46 @@
+"""Decides how settings change over a run: learning rate and KL weight as functions of the step, and the adaptive KL
+weight.
+
+All except the adaptive weight are pure functions of (step, number of steps), so a resumed run needs no state for them.
+"""
+
+import math
+
+from ..spec.run import KLControl, Optimizer
+
+MAX_ERROR = 0.2  # of the adaptive controller, relative to its target
+GAIN = 0.1
+
+
+def learning_rate_factor(settings: Optimizer, step: int, num_steps: int) -> float:
+    """The factor of the learning rate in training step `step` (from 0) of `num_steps`.
+
+    It rises linearly over the first `warmup_steps` (the last of them has the full rate). Then it stays, or falls
+    linearly or as half a cosine, and would reach 0 one step after the last.
+    """
+    if step < settings.warmup_steps:
+        return (step + 1) / settings.warmup_steps
+    progress = (step - settings.warmup_steps) / max(1, num_steps - settings.warmup_steps)
+    if settings.schedule == "linear":
+        return 1 - progress
+    return 0.5 * (1 + math.cos(math.pi * progress)) if settings.schedule == "cosine" else 1.0
+
+
+def kl_beta_factor(settings: KLControl, step: int, num_steps: int) -> float:
+    """The factor of the KL weight: 1 while held, then half a cosine down to `final_scale`, where it stays."""
+    if settings.schedule != "cosine":
+        return 1.0
+    progress = (step / num_steps - settings.hold) / (settings.end - settings.hold)
+    falling = 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
+    return settings.final_scale + (1 - settings.final_scale) * falling
+
+
+def adapted_kl_beta(settings: KLControl, beta: float, kl: float) -> float:
+    """The KL weight after a step whose policy was `kl` nats per token from the reference.
+
+    The proportional controller of Ziegler et al. 2019 (arXiv:1909.08593, section 2.2): the weight grows by 0.1 times
+    the relative error to the target, clipped to +-0.2.
+    """
+    assert settings.target is not None
+    error = min(max(kl / settings.target - 1, -MAX_ERROR), MAX_ERROR)
+    return beta * (1 + GAIN * error)

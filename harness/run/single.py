@@ -1,0 +1,192 @@
+"""Runs one training run or one evaluation outside a study, for `cohort train` and `cohort evaluate`."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+
+from ..checks.disk import check_disk
+from ..checks.memory_fit import check_memory, check_samples
+from ..checks.preflight import check_devices, check_inputs, run_inputs
+from ..data import FINAL, EvaluationResult, Split
+from ..devices.device import resolve_device
+from ..ground.files import read_json
+from ..ground.inputs import Inputs, expecting
+from ..ground.stop import stop_on_signals
+from ..mirror.run_log import RunLog, read_result, replay
+from ..record.finished import drop_checkpoints
+from ..record.status import StudyStatus, TrialStatus
+from ..spec.errors import SpecError
+from ..spec.run import RunSpec
+from .cold_start import start_policy
+from .evaluate import evaluate_run, evaluation_metrics
+from .kept import Completions
+from .launch import train
+from .state import RunResult, build_engine, first_prompt
+
+Execute = Callable[..., RunResult]  # called like `harness.run.loop.train`
+OnProgress = Callable[[str, int, int], None]  # phase, done, total
+
+
+@dataclass(frozen=True)
+class Watch:
+    """The function that a run calls with its progress."""
+
+    on_status: Callable[[StudyStatus], None] = lambda status: None
+
+
+UNWATCHED = Watch()
+MOST_SHOWN = 10_000  # completions of an evaluation in MLflow, which keeps them in one table
+
+
+def train_once(spec: RunSpec, runs: Path, name: str, watch: Watch = UNWATCHED) -> RunResult:
+    """Train in `runs/train/name`, or continue there, or return the result of a run that has ended there.
+
+    ValueError, before any model loads, if it cannot run or if the folder has another run.
+    """
+    directory = runs / "train" / name
+    with expecting(recorded_inputs(directory)):
+        check_inputs([spec], runs)
+        if spec.steps:
+            check_devices([spec])
+            check_memory(spec)
+        if not has_ended(directory):
+            check_disk(runs, [(spec, directory)], 1, "weights")
+        with own_folder(directory, spec), stop_on_signals() as should_stop:
+            run_inputs([spec], runs / "cache")  # checked for an ended run too, because they may have changed
+            if (ended := ended_result(directory, spec)) is not None:
+                replay(runs, directory, None)
+                return ended
+            return run_logged(train, spec, runs, directory, name, should_stop, watch)
+
+
+def evaluate_once(
+    spec: RunSpec, split: Split, runs: Path, name: str, on_progress: OnProgress = lambda phase, done, total: None
+) -> EvaluationResult:
+    """The accuracy of the policy that the spec starts from, after the cold start if it has one.
+
+    Every completion goes to `<split>.jsonl` in `runs/evaluate/name`, from where the next call continues; metrics
+    and the first completions go to MLflow's experiment `evaluate` too.
+    """
+    check_samples(spec)
+    check_inputs([spec], runs, (split,))
+    directory = runs / "evaluate" / name
+    kept = Completions(directory / f"{split}.jsonl")
+    with expecting(recorded_inputs(directory) if kept.file.exists() else {}):
+        inputs = run_inputs([spec], runs / "cache", (split,))
+    with (
+        expecting(inputs),
+        own_folder(directory, spec),
+        RunLog.open(runs, directory, spec, experiment="evaluate", run_name=name) as log,
+    ):
+        log.inputs(inputs)
+        log.prompt(first_prompt(spec, split))
+        log.resume(-1)
+        result = _evaluate(spec, split, runs, on_progress, kept)
+        log.metrics(0, evaluation_metrics(result, split))
+        log.samples(result.samples)
+        log.finish("complete", None, {f"{split}_accuracy": result.metrics["accuracy"]})
+    return result
+
+
+def _evaluate(
+    spec: RunSpec,
+    split: Split,
+    runs: Path,
+    on_progress: OnProgress = lambda phase, done, total: None,
+    kept: Completions | None = None,
+) -> EvaluationResult:
+    policy, codec = start_policy(spec, runs / "cache", on_progress)
+    policy = policy.to(device=resolve_device(spec.device), dtype=getattr(torch, spec.dtype))
+    with closing(build_engine(spec, policy, codec)) as engine:
+        return evaluate_run(spec, engine, split, 0, partial(on_progress, split), MOST_SHOWN, kept)
+
+
+def ended_result(directory: Path, spec: RunSpec) -> RunResult | None:
+    """The final result of the run in a folder; None if it has not ended for good.
+
+    Deletes the checkpoints that a killed attempt had no time to delete.
+    """
+    if not has_ended(directory) or (ended := read_result(directory)) is None:
+        return None
+    drop_checkpoints(directory, spec.checkpoints.finished or "weights")
+    return RunResult(ended["state"], ended["reason"], ended["summary"])
+
+
+def has_ended(directory: Path) -> bool:
+    """Whether the run in a folder has a final result."""
+    ended = read_result(directory)
+    return ended is not None and ended["state"] in FINAL
+
+
+def run_logged(
+    execute: Execute,
+    spec: RunSpec,
+    runs: Path,
+    directory: Path,
+    name: str,
+    should_stop: Callable[[], bool],
+    watch: Watch,
+    *,
+    parent_run_id: str | None = None,
+    tags: Mapping[str, str] = {},
+) -> RunResult:
+    """The result of `execute`, called like `harness.run.loop.train`, with a log and a watcher.
+
+    InputsChanged if an earlier attempt in the same folder read something else.
+    """
+
+    def show(progress: Mapping[str, Any]) -> None:
+        watch.on_status(_status(name, spec.seed, directory, progress))
+
+    opened = RunLog.open(
+        runs,
+        directory,
+        spec,
+        experiment="train",
+        run_name=name,
+        parent_run_id=parent_run_id,
+        tags=tags,
+        on_progress=show,
+    )
+    with expecting(recorded_inputs(directory)), opened as log:
+        result = execute(spec, directory, log, cache=runs / "cache", should_stop=should_stop)
+        log.finish(result.state, result.reason, result.summary)
+    if result.state in FINAL:
+        drop_checkpoints(directory, spec.checkpoints.finished or "weights")
+    return result
+
+
+def recorded_inputs(directory: Path) -> Inputs:
+    """The recorded inputs of the run in a folder."""
+    file = directory / "run.json"
+    return read_json(file).get("inputs", {}) if file.exists() else {}
+
+
+def _status(name: str, seed: int, directory: Path, progress: Mapping[str, Any]) -> StudyStatus:
+    """A run in progress as a study of one trial, so that views of studies can show it."""
+    trial = TrialStatus(
+        arm=name, seed=seed, state="running", reason=None, phase=progress["phase"] or "loading", done=progress["done"],
+        total=progress["total"], accuracy=progress.get("accuracy"), tokens_per_second=progress.get("tokens_per_second"),
+        seconds=progress.get("seconds"), directory=directory,
+    )  # fmt: skip
+    return StudyStatus(name=name, question="", trials=(trial,))
+
+
+@contextmanager
+def own_folder(directory: Path, spec: RunSpec) -> Iterator[None]:
+    """Hold the folder; SpecError if it has a run with other settings, or if another process holds it."""
+    file = directory / "run.json"
+    if file.exists() and {**read_json(file)["spec"], "devices": spec.devices} != spec.model_dump(mode="json"):
+        raise SpecError(f"'{directory}' holds a run with other settings; choose another --name, or move it away")
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(directory / "lock", timeout=0):
+            yield
+    except Timeout:
+        raise SpecError(f"another process trains in '{directory}'; choose another --name or wait for it") from None

@@ -1,0 +1,235 @@
+"""Builds or resumes a run in progress: its models, costs and accuracies."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+
+from .. import plugins
+from ..checks.memory_estimate import estimate_run, peak_bytes
+from ..checks.preflight import run_inputs
+from ..data import Split, TrialState
+from ..devices import ranks
+from ..devices.device import resolve_device
+from ..devices.memory import reset_peak_memory, resident_bytes
+from ..ground.inputs import Inputs
+from ..interfaces import RolloutEngine, RunLogger
+from ..policy.lora import add_adapter
+from ..policy.model import saved_weights
+from ..policy.sources import Base, start_name
+from ..policy.text import TextCodec, load_codec
+from ..record.finished import CHECKPOINTS
+from ..spec.run import RunSpec
+from .checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
+from .cold_start import start_policy
+from .gates import GateState
+from .learner import Learner
+from .ledger import Ledger
+from .weight_sync import Probe
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The end of a run: state, reason, and in `summary` the columns of results.csv that the run reached."""
+
+    state: TrialState
+    reason: str | None
+    summary: dict[str, float]
+
+
+@dataclass
+class Totals:
+    """Cumulative costs of a run, over all its resumes."""
+
+    rollouts: int = 0
+    generated_tokens: int = 0
+    optimizer_steps: int = 0
+    seconds: float = 0.0
+    peak_memory_bytes: int = 0
+
+
+class Clock:
+    """Seconds of the phases of a step, by the run's own clock."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self.now = now
+        self.start = self.last = now()
+        self.seconds: dict[str, float] = {}
+
+    def lap(self, phase: str) -> None:
+        now = self.now()
+        self.seconds[phase], self.last = self.seconds.get(phase, 0.0) + now - self.last, now
+
+    def metrics(self) -> dict[str, float]:
+        return {**{f"seconds/{k}": v for k, v in self.seconds.items()}, "seconds/step": self.last - self.start}
+
+
+class Models:
+    """Gives a run its models and its time: here it loads its own models and has the whole process for itself."""
+
+    is_alone = True
+
+    def policy(
+        self, spec: RunSpec, cache: Path, on_progress: Callable[[str, int, int], None]
+    ) -> tuple[nn.Module, TextCodec]:
+        """The policy to train (on its device, in its precision, with its adapter) and the codec."""
+        policy, codec = ranks.one_by_one(lambda: start_policy(spec, cache, on_progress))
+        policy = placed(policy, spec)
+        if spec.lora is not None:
+            add_adapter(policy, spec.lora, spec.seed)
+        return policy, codec
+
+    def engine(self, spec: RunSpec, policy: nn.Module, codec: TextCodec) -> RolloutEngine:
+        return build_engine(spec, policy, codec)
+
+    def now(self) -> float:
+        """Seconds of work for the run so far, from an arbitrary zero."""
+        return time.perf_counter()
+
+
+OWN_MODELS = Models()
+
+
+@dataclass
+class Run:
+    """One run in progress: its models, its costs and its accuracies so far."""
+
+    spec: RunSpec
+    engine: RolloutEngine
+    learner: Learner
+    log: RunLogger
+    directory: Path
+    codec: TextCodec
+    models: Models = OWN_MODELS
+    memory_before: int = 0  # bytes in use before the models were loaded
+    inputs: Inputs = field(default_factory=dict)  # what it reads
+    base: Base | None = None  # seed of its adapter
+    probe: Probe | None = None  # of the engine's weights in the last step
+    totals: Totals = field(default_factory=Totals)
+    accuracies: dict[str, float] = field(default_factory=dict)
+    kl_beta: float = 0.0  # of the next step, where it is adaptive
+    gates: GateState = field(default_factory=GateState)
+    ledger: Ledger = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger.of(self.spec, self.learner.policy, is_alone=self.models.is_alone)
+
+    def save(self, step: int) -> None:
+        """Write the checkpoint of training step `step`; `prepare` can continue from it with any number of devices."""
+        progress = {
+            "totals": vars(self.totals),
+            "accuracies": self.accuracies,
+            "kl_beta": self.kl_beta,
+            "gates": vars(self.gates),
+            "ledger": self.ledger.spent,
+            "num_events": self.log.sync(),  # must be on disk before the checkpoint that relies on them
+        }
+        learner_state, weights = self.learner.state(), saved_weights(self.learner.policy)  # gathered by all ranks
+        if ranks.rank() == 0:
+            save_checkpoint(
+                self.directory / CHECKPOINTS,
+                step,
+                spec_digest=self.spec.digest(),
+                policy=self.learner.policy,
+                weights=weights,
+                tokenizer=self.codec.tokenizer,
+                learner_state=learner_state,
+                progress=progress,
+                keep=self.spec.checkpoints.keep,
+                inputs=self.inputs,
+                base=self.base,
+            )
+
+    def charge(self, seconds: float) -> None:
+        self.totals.seconds += seconds
+        self.ledger.time(seconds)
+
+    def summary(self) -> dict[str, float]:
+        return {**self.accuracies, **{k: float(v) for k, v in vars(self.totals).items()}, **self.ledger.summary()}
+
+
+def first_prompt(spec: RunSpec, split: Split) -> str:
+    """The first prompt of a split exactly as the policy reads it. Reads no weights."""
+    codec = load_codec(spec.model, spec.prompt)
+    return codec.decode(codec.encode(spec.task.prompts(split)[0].text))
+
+
+class StoppedEarly(Exception):
+    """Asked to stop during work that has no checkpoints: a cold start, sampling or fine-tuning."""
+
+
+def build_engine(spec: RunSpec, policy: nn.Module, codec: TextCodec) -> RolloutEngine:
+    """The engine that the spec names, over this policy."""
+    engine_class = cast(type[RolloutEngine], plugins.load("engine", spec.engine.name))
+    return engine_class(spec.engine.for_run(spec.dtype, spec.autocast), policy, codec)
+
+
+def placed(policy: nn.Module, spec: RunSpec) -> nn.Module:
+    """The policy on the run's device and in its precision."""
+    if ranks.world_size() == 1:  # otherwise the learner moves it, one part at a time
+        policy = policy.to(resolve_device(spec.device))
+    return policy.to(dtype=getattr(torch, spec.dtype))
+
+
+def prepare(
+    spec: RunSpec,
+    directory: Path,
+    log: RunLogger,
+    cache: Path,
+    should_stop: Callable[[], bool],
+    models: Models = OWN_MODELS,
+) -> tuple[Run, int]:
+    """The run with its models loaded, and the number of finished training steps."""
+    reset_peak_memory()
+    memory_before = resident_bytes()
+    inputs = run_inputs([spec], cache)
+
+    def has_its_events(checkpoint: Checkpoint) -> bool:
+        return ranks.same(lambda: log.holds(checkpoint.step, checkpoint.progress.get("num_events", 0)))
+
+    checkpoint = latest_checkpoint(directory / CHECKPOINTS, spec.digest(), inputs, has_its_events)
+    log.resume(checkpoint.step if checkpoint else -1)
+
+    def watch_cold_start(phase: str, done: int, total: int) -> None:
+        log.progress(phase, done, total)
+        if should_stop():
+            raise StoppedEarly
+
+    policy, codec = models.policy(spec, cache, watch_cold_start)
+    if spec.gradient_checkpointing:
+        policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
+    learner = Learner(spec, policy)
+    engine = models.engine(spec, policy, codec)
+    base = Base.of(start_name(spec, cache), spec.cold_start.seed) if spec.lora is not None else None
+    run = Run(spec, engine, learner, log, directory, codec, models, memory_before, inputs, base)
+    run.kl_beta = spec.algorithm.kl_beta
+    if checkpoint is None:
+        return run, 0
+    weights = {} if spec.lora else checkpoint.policy_weights(policy)  # an adapter is in the learner's state
+    learner.load_state(weights, checkpoint.learner_state())
+    engine.load_weights(learner.weights(merged=not engine.exact_logprobs), checkpoint.step)
+    run.totals = Totals(**checkpoint.progress["totals"])
+    run.accuracies = dict(checkpoint.progress["accuracies"])
+    run.kl_beta = checkpoint.progress["kl_beta"]
+    run.gates = GateState(**checkpoint.progress["gates"])
+    run.ledger.resume(checkpoint.progress.get("ledger"), run.totals.seconds)
+    return run, checkpoint.step
+
+
+def run_facts(run: Run) -> dict[str, float]:
+    """Metrics known before the first step.
+
+    Compare `memory/estimate_bytes` with the measured `memory/peak_bytes`: both include the bytes in use before the run.
+    `data/skipped_rows_<split>` appears if the task left out bad rows.
+    """
+    spec, facts = run.spec, {}
+    needed, _ = estimate_run(spec) if spec.steps and run.models.is_alone else (None, None)
+    if needed is not None:
+        facts["memory/estimate_bytes"] = float(run.memory_before + peak_bytes(needed))
+    splits: tuple[Split, ...] = ("train", "test") if spec.steps else ("test",)
+    skipped = {f"data/skipped_rows_{split}": float(spec.task.num_skipped_rows(split)) for split in splits}
+    return facts | (skipped if any(skipped.values()) else {})

@@ -1,0 +1,188 @@
+"""Trains several runs' adapters on one frozen model, in one process and with one engine: runs take turns and sample
+together.
+
+Each run is the training loop in its own thread. One thread works at a time, in the order of the runs, so that no other
+code must be thread-safe and a repetition does the same in the same order. A run that wants samples waits until all
+other runs want some too or have ended. Then the call of the run that is least far, and all calls with equal sampling
+settings, become one batch. A run ends, diverges or resumes by itself. Its samples differ from those of the run alone
+only by floating-point rounding.
+"""
+
+import contextvars
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
+
+from torch import Tensor, nn
+
+from .. import plugins
+from ..data import Call, Group, Prompt, Sampling
+from ..devices.memory import give_back_freed_memory, use_one_heap
+from ..interfaces import RolloutEngine
+from ..policy.adapters import policies_on
+from ..policy.text import TextCodec
+from ..spec.run import RunSpec
+from .cold_start import start_policy
+from .state import Models, placed
+
+JOIN_SECONDS = 0.5  # how often the main thread wakes up, so that signal handlers run
+R = TypeVar("R")
+
+
+class Together(Generic[R]):
+    """Runs `works`, each with the models that it gets here; they belong to `specs`, which agree in all shared
+    settings."""
+
+    def __init__(self, specs: Sequence[RunSpec], works: Sequence[Callable[[Models], R]]):
+        self.specs, self._works = specs, works
+        self.versions = [0] * len(specs)  # of each run's weights: the number of training steps
+        self._policies: list[nn.Module] = []
+        self._change = threading.Condition()
+        self._turn: int | None = 0
+        self._waiting: dict[int, tuple[Call, Sampling]] = {}
+        self._found: dict[int, list[Group] | Exception] = {}
+        self._ends: dict[int, R | BaseException] = {}
+        self._seconds, self._since = [0.0] * len(specs), time.perf_counter()
+
+    def results(self) -> list[R]:
+        """The results of the works, in order; raises the first error, if any, when all have ended."""
+        threads = [
+            threading.Thread(target=contextvars.copy_context().run, args=(self._work, seat), daemon=True)
+            for seat in range(len(self.specs))
+        ]
+        use_one_heap()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(JOIN_SECONDS)
+        if self._policies:
+            self.engine.close()
+        for end in self._ends.values():
+            if isinstance(end, BaseException):
+                raise end
+        return [cast(R, self._ends[seat]) for seat in range(len(self.specs))]
+
+    def policy(
+        self, seat: int, cache: Path, on_progress: Callable[[str, int, int], None]
+    ) -> tuple[nn.Module, TextCodec]:
+        """The policy of a run, and the codec; the first call loads the models for all runs."""
+        if not self._policies:
+            spec = self.specs[0]
+            base, self.codec = start_policy(spec, cache, on_progress)
+            base = placed(base, spec)
+            policies = policies_on(base, [(s.lora, s.seed) for s in self.specs if s.lora is not None])
+            engine_class = cast(type[RolloutEngine], plugins.load("engine", spec.engine.name))
+            settings = spec.engine.for_run(spec.dtype, spec.autocast)
+            self.engine = engine_class.on_base(settings, base, self.codec, policies)
+            self._policies = policies
+        return self._policies[seat], self.codec
+
+    def now(self, seat: int) -> float:
+        """Seconds of work for the run whose turn it is: its own turns, and its share (by tokens) of common batches."""
+        return self._seconds[seat] + time.perf_counter() - self._since
+
+    def sample(self, seat: int, call: Call, sampling: Sampling) -> list[Group]:
+        """The groups of a call, sampled with those of the other runs."""
+        with self._change:
+            self._charge(seat)
+            self._waiting[seat] = (call, sampling)
+            self._pass_on()
+            self._await(seat)
+            found = self._found.pop(seat)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _work(self, seat: int) -> None:
+        with self._change:
+            self._await(seat)
+        try:
+            end: Any = self._works[seat](_Seat(self, seat))
+        except BaseException as error:
+            end = error
+        with self._change:
+            self._charge(seat)
+            self._ends[seat] = end
+            self._pass_on()
+
+    def _await(self, seat: int) -> None:
+        self._change.wait_for(lambda: self._turn == seat)
+        self._since = time.perf_counter()
+
+    def _pass_on(self) -> None:
+        """Give the turn to the first run that can continue; if all wait for samples, sample first."""
+        idle = self._ends.keys() | self._waiting.keys()
+        if len(idle) == len(self.specs) and self._waiting:
+            self._sample()
+            idle = self._ends.keys() | self._waiting.keys()
+        give_back_freed_memory()  # otherwise the next run would allocate more beside it
+        self._turn = next((seat for seat in range(len(self.specs)) if seat not in idle), None)
+        self._change.notify_all()
+
+    def _sample(self) -> None:
+        """Sample for the run that is least far (evaluations before steps) and for all runs with the same sampling
+        settings."""
+        since = time.perf_counter()
+        first = min(self._waiting, key=lambda seat: (self.versions[seat], self._waiting[seat][1].temperature, seat))
+        sampling = self._waiting[first][1]
+        seats = [seat for seat, (_, asked) in sorted(self._waiting.items()) if asked == sampling]
+        calls = [self._waiting.pop(seat)[0] for seat in seats]
+        tokens = [1] * len(seats)
+        try:
+            found: Sequence[list[Group] | Exception] = (each := self.engine.generate_each(calls, sampling))
+            tokens = [
+                1 + sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts) for groups in each
+            ]
+        except Exception as error:
+            found = [error] * len(seats)
+        self._found |= dict(zip(seats, found, strict=True))
+        elapsed = time.perf_counter() - since
+        for seat, count in zip(seats, tokens, strict=True):
+            self._seconds[seat] += elapsed * count / sum(tokens)
+
+    def _charge(self, seat: int) -> None:
+        self._seconds[seat] += time.perf_counter() - self._since
+
+
+class _Seat(Models):
+    """The models of one of the runs."""
+
+    is_alone = False
+
+    def __init__(self, together: Together[Any], seat: int):
+        self._together, self._seat = together, seat
+
+    def policy(
+        self, spec: RunSpec, cache: Path, on_progress: Callable[[str, int, int], None]
+    ) -> tuple[nn.Module, TextCodec]:
+        return self._together.policy(self._seat, cache, on_progress)
+
+    def engine(self, spec: RunSpec, policy: nn.Module, codec: TextCodec) -> RolloutEngine:
+        return _SeatEngine(self._together, self._seat)
+
+    def now(self) -> float:
+        return self._together.now(self._seat)
+
+
+class _SeatEngine(RolloutEngine):
+    """The common engine as one of the runs sees it; it sleeps or closes only with the last run."""
+
+    def __init__(self, together: Together[Any], seat: int):
+        self._together, self._seat, self._engine = together, seat, together.engine
+        self.exact_logprobs, self.precision = self._engine.exact_logprobs, self._engine.precision  # pyright: ignore
+        self.samples_policy, self.plans_batches = self._engine.samples_policy, self._engine.plans_batches  # pyright: ignore
+
+    def generate(
+        self, prompts: Sequence[Prompt], group_size: int, sampling: Sampling, *, seed: int, step: int
+    ) -> list[Group]:
+        return self._together.sample(self._seat, Call(prompts, group_size, seed, step, self._seat), sampling)
+
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        self._together.versions[self._seat] = version
+        self._engine.load_adapter(self._seat)
+
+    def score(self, rows: Sequence[tuple[Sequence[int], int]], policy: int = 0) -> list[list[float]] | None:
+        return self._engine.score(rows, self._seat)

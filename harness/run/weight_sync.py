@@ -1,0 +1,165 @@
+"""Checks that the engine took over the learner's weights: both score a few tokens before and after an update.
+
+Two signs of stale weights make a run INVALID: the scores differ by more than a bound; or the learner's scores moved and
+the engine's did not, which shows even updates smaller than the bound.
+
+The learner scores without autocast and TF32, because their rounding would hide the move that shows a stale engine. An
+engine of lower precision hides a small update in its own rounding, but its scores still change, because a few weights
+that round the other way change all of them; an engine with the old weights repeats its scores to the bit.
+
+Measured with vLLM 0.32 on a CPU beside a float32 learner, `tiny` after its cold start, 10 (1e-8: 20) GRPO steps of 128
+rollouts at each learning rate, 4 rows of at most 32 tokens; the largest difference in nats, from the best to the worst
+step. `tf32`: transformers with attention and linear layers rounded to 10 bits, instead of a GPU.
+
+| engine   | rate | in step        | one update behind | moves of the engine, as a share of the learner's | noticed   |
+| float32  | 1e-4 | 7e-7 to 1e-5   | 0.03 to 1.9       | 1.0                                              | 10 of 10  |
+| float32  | 1e-6 | 2e-6 to 2e-5   | 5e-4 to 7e-3      | 1.0                                              | 10 of 10  |
+| float32  | 1e-8 | 6e-7 to 1e-5   | 4e-6 to 8e-5      | 0.88 to 1.1                                      | see below |
+| tf32     | 1e-4 | 1e-3 to 9e-3   | 0.03 to 1.9       | 0.97 to 1.1                                      | 10 of 10  |
+| tf32     | 1e-6 | 3e-3 to 0.01   | 1e-3 to 0.01      | 1.1 to 4.4                                       | 10 of 10  |
+| bfloat16 | 1e-4 | 0.05 to 0.14   | 0.09 to 1.9       | 0.75 to 2.0                                      | 10 of 10  |
+| bfloat16 | 1e-6 | 0.03 to 0.15   | 0.04 to 0.16      | 8 to 45                                          | 10 of 10  |
+| bfloat16 | 1e-8 | 0.03 to 0.15   | 0.04 to 0.19      | 0 to 2300                                        | see below |
+
+A stale engine moved by 0 in all of them. At 1e-8 one update moves no token by `SEEN`, and the scores of an engine in
+step may not move either; the probe then continues over further steps, and a stale engine was noticed 3 to 11 updates
+later. Scored with autocast, the learner would jitter by 0.02 to 0.07 nats at 1e-6 and a float32 engine in step move
+0.02 times as far. With weights in bfloat16 (without a float32 copy) a missed update is noticed if it moved a token by
+0.1 nats.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..data import Group, InvalidRun
+from ..devices.device import mixed_precision
+from ..ground.tensors import pad_right
+from ..interfaces import Precision, RolloutEngine
+from ..policy.forward import token_logprobs
+from ..policy.lora import holds_products
+from .learner import Learner
+
+# Nats, by the coarser precision of engine and learner. float32: 50 times the largest difference of an engine in step;
+# tf32 and bfloat16: 9 and 7 times, as GPUs and larger models were not measured. If a run's first probe differs by more
+# than a tenth of the bound, its bound is TIMES_USUAL times that difference.
+BOUNDS: dict[Precision, float] = {"float32": 1e-3, "tf32": 0.1, "bfloat16": 1.0}
+TIMES_USUAL = 10
+# Where the learner moved by more than SEEN (nats, by its precision) on a token, an engine in step moved at least 0.67
+# times as far (root of the sum of squares over the tokens), a stale one 0 times.
+SEEN: dict[Precision, float] = {"float32": 1e-4, "tf32": 1e-4, "bfloat16": 0.1}
+LEAST_MOVE = 0.1
+Row = tuple[tuple[int, ...], int]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Rows (token ids, tokens of the prompt) and the log-probs of their completion tokens, engine's and learner's.
+
+    `usual` is the largest difference (nats) between the two at the run's first probe: their rounding.
+    """
+
+    rows: tuple[Row, ...]
+    engine: np.ndarray
+    learner: np.ndarray
+    usual: float
+
+
+def probe(
+    engine: RolloutEngine,
+    policy: nn.Module,
+    groups: Sequence[Group],
+    last: Probe | None = None,
+    *,
+    num_rows: int = 4,
+    max_tokens: int = 32,
+) -> Probe | None:
+    """The scores of engine and learner before an update, for the first tokens of a few of the step's completions.
+
+    None for an engine that shares the learner's weights. The `last` step's probe is used again while the learner's
+    scores have not moved far enough from it to show whether the engine's move too.
+    """
+    if last is not None and not _has_moved(policy, last.learner, _learner_scores(policy, last.rows)):
+        return last
+    count = min(num_rows, len(groups))
+    chosen = [groups[i * len(groups) // count] for i in range(count)]
+    rows = tuple((g.prompt_token_ids + g.rollouts[0].token_ids[:max_tokens], len(g.prompt_token_ids)) for g in chosen)
+    scores = engine.score(rows)
+    if scores is None:
+        return None
+    theirs, ours = _flat(scores), _learner_scores(policy, rows)
+    return Probe(rows, theirs, ours, float(np.abs(theirs - ours).max()) if last is None else last.usual)
+
+
+def precision(policy: nn.Module) -> Precision:
+    """The precision of the policy's matrix products without autocast."""
+    weight = next(policy.parameters())
+    if weight.dtype == torch.bfloat16:
+        return "bfloat16"
+    return "tf32" if weight.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32" else "float32"
+
+
+def load_weights(engine: RolloutEngine, learner: Learner, version: int, before: Probe | None) -> dict[str, float]:
+    """Give the engine the learner's weights; returns `mismatch/after_sync` if it has its own copy of the weights."""
+    engine.load_weights(learner.weights(merged=not engine.exact_logprobs), version)
+    return {} if before is None else {"mismatch/after_sync": check_sync(engine, learner.policy, before)}
+
+
+def check_sync(engine: RolloutEngine, policy: nn.Module, before: Probe, *, bound: float | None = None) -> float:
+    """The largest difference (nats) between engine and learner on the rows of `before`, after the engine got new
+    weights. InvalidRun if the engine's weights are stale.
+
+    By default `bound` is that of the coarser precision, or TIMES_USUAL times the usual difference if that is larger.
+    """
+    scores = engine.score(before.rows)
+    assert scores is not None, "it gave scores before"
+    if bound is None:
+        own = precision(policy)
+        bound = max(BOUNDS[own], BOUNDS[engine.precision or own], TIMES_USUAL * before.usual)
+    ours, theirs = _learner_scores(policy, before.rows), _flat(scores)
+    difference = float(np.abs(theirs - ours).max())
+    if not difference <= bound:
+        raise InvalidRun(
+            f"stale weights: after they were loaded, engine and learner differ by {difference:.3g} nats on a token "
+            f"(at most {bound:g})"
+        )
+    learner_move, engine_move = (float(np.linalg.norm(x)) for x in (ours - before.learner, theirs - before.engine))
+    if _has_moved(policy, before.learner, ours) and engine_move < LEAST_MOVE * learner_move:
+        raise InvalidRun(
+            f"stale weights: the update moved the learner's log-probs by {learner_move:.3g} nats on {len(ours)} tokens "
+            f"(root of the sum of squares), the engine's by {engine_move:.3g}"
+        )
+    return difference
+
+
+def _has_moved(policy: nn.Module, before: np.ndarray, now: np.ndarray) -> bool:
+    """Whether the learner's scores moved so far that the scores of an engine in step must have moved too."""
+    return bool(np.abs(now - before).max() > SEEN[precision(policy)])
+
+
+@torch.no_grad()
+def _learner_scores(policy: nn.Module, rows: Sequence[Row]) -> np.ndarray:
+    device = next(policy.parameters()).device
+    tokens = pad_right([ids for ids, _ in rows], torch.int64).to(device)
+    mask = pad_right([[0] * n + [1] * (len(ids) - n) for ids, n in rows], torch.bool).to(device)
+    with _no_tf32(), mixed_precision(device, holds_products(policy)):
+        logprobs = token_logprobs(policy, tokens, mask, 1.0)[0]
+    return logprobs[mask].double().cpu().numpy()
+
+
+@contextmanager
+def _no_tf32() -> Iterator[None]:
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def _flat(rows: Sequence[Sequence[float]]) -> np.ndarray:
+    return np.array([value for row in rows for value in row])

@@ -1,1 +1,0 @@
-"""Runs one thing: a run, an evaluation, a pipeline of stages."""

@@ -1,0 +1,199 @@
+"""Runs the worker processes of a study: starts them with their share of the cores, replaces dead ones, stops all
+together."""
+
+import itertools
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ...ground.disk import EXIT_STATUS, full
+from ...ground.machine import usable_cores, usable_gpus
+from ...ground.stop import LEAVE, StopRequest, interrupt, stop_on_signals
+
+POLL_SECONDS = 0.5
+MAX_CRASHES, MAX_KILLS = 3, 20  # number of workers that may die before any claims a trial
+HOME = str(Path(__file__).absolute().parents[3])  # a worker imports this code from any working directory
+log = logging.getLogger(__name__)
+
+
+def worker_command(module: str, arguments: Sequence[str]) -> list[str]:
+    """The command of a worker process; `{parent}` in it stands for the id of the process that starts it."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def with_parent(command: Sequence[str]) -> list[str]:
+    """The command of a worker of this process."""
+    return [str(os.getpid()) if word == "{parent}" else word for word in command]
+
+
+def at_once_on(act: Callable[[int], None]) -> Callable[[int], None]:
+    """Handle a second signal under a scheduler, which may repeat signals or send them to a process and its child: only
+    a second SIGINT stops at once."""
+    return lambda number: act(number) if number == signal.SIGINT else None
+
+
+class WorkersCrash(ChildProcessError, RuntimeError):
+    """Workers end before they can start a trial; the message has the last output of one."""
+
+
+class Pool(ABC):
+    """The workers of a study on any machine: a signal stops all of them, and too many crashes end the study."""
+
+    size: int
+
+    def __init__(self, logs: Path) -> None:
+        self.logs = logs
+        self._stop = StopRequest()
+        self._claims = 0
+        self._ended_early: Counter[str] = Counter()
+
+    @abstractmethod
+    def fill(self, wanted: int, waiting: int = 0) -> None:
+        """Start as many workers as fit and are needed; `waiting` of the `left` trials wait."""
+
+    @abstractmethod
+    def collect(self, claims: int | None) -> int:
+        """Number of living workers. WorkersCrash if they keep dying before they claim a trial, DiskFull if one met a
+        full disk.
+
+        `claims` is the number of attempts so far, None if the storage does not answer.
+        """
+
+    @abstractmethod
+    def _ask_to_stop(self) -> None: ...
+
+    @abstractmethod
+    def _kill(self) -> None: ...
+
+    @contextmanager
+    def signals(self, *, scheduled: bool = False) -> Iterator[StopRequest]:
+        """Stop on SIGINT and SIGTERM (at once on a second one), and always leave no worker behind.
+
+        `scheduled`: a scheduler sends these signals and LEAVE, and may repeat them, so only a second SIGINT stops at
+        once.
+        """
+        rules: dict[str, Any] = {"on_second": at_once_on(interrupt), "also": LEAVE} if scheduled else {}
+        try:
+            with stop_on_signals(self._ask_to_stop, **rules) as self._stop:
+                yield self._stop
+        finally:
+            self._kill()
+
+    @property
+    def stopping(self) -> bool:
+        return self._stop.is_set()
+
+    def rest(self, seconds: float) -> None:
+        """Wait for `seconds` (at least POLL_SECONDS), or until a signal asks to stop."""
+        time.sleep(POLL_SECONDS)
+        if not self.stopping:
+            self._stop.wait(seconds - POLL_SECONDS)
+
+    def _note_end(self, worker: str, code: int, words: str) -> None:
+        """Record a worker's exit status (negative for a signal) and last output.
+
+        DiskFull if it met a full disk, WorkersCrash if too many ended before any claimed a trial.
+        """
+        if not code:
+            return
+        if code == EXIT_STATUS:
+            raise full(self.logs)
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+        log.warning("%s %s:\n%s", worker, how, words)
+        self._ended_early["killed" if code < 0 else "crashed"] += 1
+        most_kills = MAX_KILLS + self.size  # a host that dies ends all its workers
+        if self._ended_early["crashed"] >= MAX_CRASHES or self._ended_early["killed"] >= most_kills:
+            words = f"workers end before they can start a trial; the last one {how}:\n{words}\n({worker})"
+            raise WorkersCrash(words)
+
+    def _note_claims(self, claims: int | None) -> None:
+        if claims is not None and claims != self._claims:
+            self._claims = claims
+            self._ended_early.clear()
+
+
+class WorkerPool(Pool):
+    """At most `size` processes of `python -m MODULE ARGUMENTS`, each with `devices` GPUs and a log file in `logs`
+    that begins with `name`."""
+
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        size: int,
+        logs: Path,
+        environment: Mapping[str, str] = {},
+        devices: int = 1,
+        name: str = "worker",
+    ) -> None:
+        super().__init__(logs)
+        self.size, self._name = size, name
+        self.environment = environment
+        self._devices = devices
+        self._command = with_parent(worker_command(module, arguments))
+        self._alive: dict[int, subprocess.Popen[bytes]] = {}
+
+    def _ask_to_stop(self) -> None:
+        for process in self._alive.values():
+            process.terminate()
+
+    def _kill(self) -> None:
+        for process in self._alive.values():
+            process.kill()
+            process.wait()
+
+    def fill(self, wanted: int, waiting: int = 0) -> None:
+        # A worker's threads depend only on `size`, so that a continued trial sums in the same order.
+        free = (slot for slot in itertools.count() if slot not in self._alive)
+        while len(self._alive) < min(self.size, wanted) and not self.stopping:
+            slot = next(free)
+            self._alive[slot] = self._start(slot)
+
+    def collect(self, claims: int | None) -> int:
+        self._note_claims(claims)
+        for slot, process in list(self._alive.items()):
+            code = process.poll()
+            if code is None:
+                continue
+            del self._alive[slot]
+            file = self._log_file(slot)
+            words = "\n".join(file.read_text(errors="replace").splitlines()[-20:])
+            self._note_end(f"worker {slot} (its full output is in {file})", code, words)
+        return len(self._alive)
+
+    def _start(self, slot: int) -> subprocess.Popen[bytes]:
+        environment = {
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "TOKENIZERS_PARALLELISM": "false",
+            **os.environ,
+            **self.environment,
+            "OMP_NUM_THREADS": str(max(1, usable_cores() // self.size)),  # even for few trials: see fill()
+            "PYTHONPATH": os.pathsep.join(filter(None, [HOME, os.environ.get("PYTHONPATH")])),
+        }
+        gpus = usable_gpus()
+        if gpus:
+            first = slot % max(1, len(gpus) // self._devices) * self._devices
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first : first + self._devices])
+        self._log_file(slot).parent.mkdir(parents=True, exist_ok=True)
+        with self._log_file(slot).open("ab") as output:
+            return subprocess.Popen(
+                self._command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def _log_file(self, slot: int) -> Path:
+        return self.logs / f"{self._name}-{slot}.log"
+
+
+def default_workers(devices: int = 1) -> int:
+    """One worker per GPU, or else per core; with several devices per trial, one per that many."""
+    return max(1, (len(usable_gpus()) or usable_cores()) // devices)

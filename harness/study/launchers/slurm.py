@@ -1,0 +1,279 @@
+"""The workers of a study as jobs of SLURM, submitted through submitit.
+
+A job runs what `cohort study work` runs, so it takes trials until none is left, and a trial cannot tell who started it.
+submitit asks SLURM for SIGUSR2 some time before a job is ended. The worker then finishes its step, writes a checkpoint
+and returns its trial; then submitit's handler requeues the job, which ends its allocation; everything is saved by then.
+SIGTERM, from `scancel` or a preemption that sends no other signal, does the same, but SLURM decides what happens to the
+job. Jobs outlive the command that submitted them.
+
+submitit pickles a job into the study's folder; whoever may write there could run code in it, so the folder of the jobs
+is the user's alone. submitit is imported when a study asks for it.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from ...ground.disk import EXIT_STATUS, disk_full
+from ...ground.stop import LEAVE
+from ...spec.errors import SpecError
+from ..work import work
+from ..worker import STORAGE
+from .local import HOME, Pool, log
+
+COMMANDS = ("sbatch", "srun", "sacct", "scancel", "scontrol")
+SIGNAL_SECONDS = 120  # before SLURM ends a job: time for a step and a checkpoint
+LEAST_MINUTES = 5
+REFRESH_SECONDS = 15  # between two calls of sacct
+HELD_SECONDS = 600.0  # how long a job that was sent SIGTERM waits for SLURM to end it, or to queue it again
+ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
+         "REVOKED", "TIMEOUT", "FINISHED", "INTERRUPTED"}  # fmt: skip
+OURS = ("array", "chdir", "error", "job-name", "open-mode", "output", "parsable", "requeue", "wrap")
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """The resources of each job. `parameters` are further ones of sbatch. Submitit's executor "local" runs jobs as
+    processes on this machine."""
+
+    partition: str | None = None
+    minutes: float = 240
+    num_cpus: int | None = None
+    num_gpus: int = 0
+    parameters: Mapping[str, str | bool] = field(default_factory=dict)
+    signal_seconds: int = SIGNAL_SECONDS
+    submitit: Literal["slurm", "local"] = "slurm"
+
+
+@dataclass(frozen=True)
+class Job:
+    """The program of a job: a worker of the study."""
+
+    name: str
+    runs: Path
+    execute: str
+    together: Mapping[str, int]
+
+    def __call__(self) -> tuple[int, str]:
+        """Its exit status and last words."""
+        try:
+            storage = os.environ.get(STORAGE) or None
+            done = work(self.name, self.runs, storage=storage, execute=self.execute, together=self.together)
+        except Exception as error:
+            return (EXIT_STATUS if disk_full(error, self.runs) else 1), f"{type(error).__name__}: {error}"
+        if signal.SIGINT not in done.signals:  # else the study was asked to stop
+            if set(LEAVE) & set(done.signals):
+                signal.raise_signal(_user_signal())  # submitit's handler is back in its place: it calls `checkpoint`
+            elif signal.SIGTERM in done.signals:
+                time.sleep(HELD_SECONDS)
+        return 0, ""
+
+    def checkpoint(self) -> Any:
+        """The job that is queued in its place: the same."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self)
+
+
+class SlurmPool(Pool):
+    """At most `size` jobs, waiting ones included."""
+
+    def __init__(self, job: Job, size: int, logs: Path, environment: Mapping[str, str], slurm: Slurm) -> None:
+        super().__init__(logs)
+        self.size = size
+        self._job, self._slurm, self._folder = job, slurm, logs / "slurm"
+        paths = os.pathsep.join(filter(None, [HOME, os.environ.get("PYTHONPATH")]))
+        self._environment = {**environment, "PYTHONPATH": paths}
+        self._jobs: list[Any] = []
+        self._enough = False  # a job has ended because it found no trial to take
+        self._ending = False  # no trial remains
+
+    def fill(self, wanted: int, waiting: int = 0) -> None:
+        self._enough = self._enough and not waiting
+        if not wanted and not self._ending:
+            self._tell("--state=PENDING")  # they are no longer needed, and might wait for days
+        self._ending = not wanted
+        missing = min(self.size, wanted) - len(self._jobs)
+        if missing > 0 and not self._enough and not self.stopping:
+            self._jobs += self._submitted(missing)
+
+    def collect(self, claims: int | None) -> int:
+        self._note_claims(claims)
+        if self._jobs:
+            self._folder.chmod(0o700)  # makes a shared disk refresh its listing
+        for job in list(self._jobs):
+            state = job.state.partition(" ")[0]
+            if not job.paths.result_pickle.exists() and state not in ENDED:
+                continue
+            self._jobs.remove(job)
+            code, words = (0, "") if state == "CANCELLED" else _end(job, state)
+            if state == "CANCELLED" and not (self.stopping or self._ending):
+                self.size -= 1
+                log.warning("job %s was cancelled; the study continues with %d jobs", job.job_id, self.size)
+                if not self.size:
+                    self._stop.set()
+            self._enough = self._enough or not code
+            for file in (job.paths.submitted_pickle, job.paths.result_pickle):
+                file.unlink(missing_ok=True)
+            self._note_end(f"job {job.job_id} (its full output is in {job.paths.stdout})", code, words)
+        return len(self._jobs)
+
+    def _ask_to_stop(self) -> None:
+        self._tell("--state=PENDING")
+        self._tell("--signal=INT")
+
+    def _kill(self) -> None:
+        self._tell()
+
+    def _tell(self, *options: str) -> None:
+        """Cancel the jobs, or send them a signal, or cancel those that wait."""
+        if self._jobs and self._slurm.submitit == "slurm":
+            ids = [job.job_id for job in self._jobs]
+            subprocess.run(["scancel", *options, *ids], capture_output=True, check=False)
+        elif options == ("--signal=INT",):
+            for job in self._jobs:
+                for process in psutil.Process(int(job.job_id)).children():
+                    process.send_signal(signal.SIGINT)
+        elif not options:
+            for job in self._jobs:
+                job.cancel()
+
+    def _submitted(self, count: int) -> list[Any]:
+        """So many new jobs, several as an array."""
+        from submitit.core.utils import FailedJobError, FailedSubmissionError
+        from submitit.helpers import environment_variables
+
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        executor = self._executor(count)
+        jobs: list[Any] = []
+        try:
+            with environment_variables(**self._environment), executor.batch():
+                jobs = [executor.submit(self._job) for _ in range(count)]
+        except (FailedJobError, FailedSubmissionError, OSError) as error:
+            self._note_end("sbatch", 1, str(error))
+            return []
+        return jobs
+
+    def _executor(self, count: int) -> Any:
+        import submitit
+
+        slurm, most = self._slurm, 10**6  # a job that is queued again has come further
+        if slurm.submitit == "local":
+            executor = submitit.LocalExecutor(self._folder, max_num_timeout=most)
+            executor.update_parameters(timeout_min=slurm.minutes, signal_delay_s=slurm.signal_seconds)
+            return executor
+        submitit.SlurmJob.watcher._delay_s = REFRESH_SECONDS
+        executor = submitit.SlurmExecutor(self._folder, max_num_timeout=most)
+        asked: dict[str, Any] = {"partition": slurm.partition, "gpus_per_node": slurm.num_gpus or None}
+        if slurm.num_cpus is not None:  # srun does not take it from sbatch
+            asked |= {"cpus_per_task": slurm.num_cpus, "srun_args": [f"--cpus-per-task={slurm.num_cpus}"]}
+        executor.update_parameters(
+            **{name: value for name, value in asked.items() if value is not None},
+            time=int(slurm.minutes), job_name=f"cohort-{self._job.name}", array_parallelism=count,
+            signal_delay_s=slurm.signal_seconds, additional_parameters={"requeue": True, **slurm.parameters},
+        )  # fmt: skip
+        return executor
+
+
+def check_slurm(slurm: Slurm, runs: Path, workers: int | None) -> None:
+    """SpecError if jobs cannot be submitted from here, or would not find the runs folder; SLURM itself is asked."""
+    check_submitit()
+    if workers is None:
+        raise SpecError("--launcher slurm needs --workers N, the number of jobs at a time; give it")
+    if slurm.submitit == "local":
+        return
+    if missing := [command for command in COMMANDS if shutil.which(command) is None]:
+        raise SpecError(
+            f"--launcher slurm needs the commands of SLURM, '{missing[0]}' is not on PATH; start the study on a login "
+            "node of the cluster"
+        )
+    folder, own = runs.resolve(), Path(tempfile.gettempdir()).resolve()
+    if folder.is_relative_to(own) or folder.is_relative_to("/dev/shm"):
+        raise SpecError(
+            f"the jobs of --launcher slurm must share the runs folder, and '{folder}' is where each node has files of "
+            "its own; name one on a common disk with --runs"
+        )
+    if "%" in str(folder):
+        raise SpecError(f"the runs folder of --launcher slurm must have no % in its path, got '{folder}'; SLURM fills "
+                        "it in; name another one with --runs")  # fmt: skip
+    asked = {"partition": slurm.partition, "time": int(slurm.minutes), "cpus-per-task": slurm.num_cpus,
+             "gpus-per-node": slurm.num_gpus or None, **slurm.parameters}  # fmt: skip
+    flags = [f"--{key}" if value is True else f"--{key}={value}" for key, value in asked.items() if value is not None]
+    tried = subprocess.run(
+        ["sbatch", "--test-only", *flags, "--wrap=true"], capture_output=True, text=True, check=False
+    )
+    if tried.returncode:
+        said = (tried.stderr.strip() or tried.stdout.strip()).replace("\n", "; ")
+        raise SpecError(f"SLURM refuses a job with {' '.join(flags)} ({said}); change the --slurm options")
+
+
+def check_submitit() -> None:
+    """SpecError if submitit is not installed; imports nothing."""
+    if importlib.util.find_spec("submitit") is None:
+        raise SpecError("--launcher slurm needs submitit; pip install 'cohort-rl[slurm]'")
+
+
+def time_limit(text: str) -> int:
+    """Minutes of a time limit as sbatch takes it: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:...]."""
+    days, dash, rest = text.rpartition("-")
+    parts = rest.split(":")
+    if not all(re.fullmatch(r"[0-9]{1,6}", part) for part in ([days] if dash else []) + parts) or len(parts) > 3:
+        raise SpecError(f"--slurm-time must be a time limit of sbatch (90, 4:00:00, 1-12, 1-12:30:00), got '{text}'")
+    numbers = [int(part) for part in parts]
+    hours, minutes, seconds = [*numbers, 0, 0][:3] if dash or len(numbers) == 3 else [0, *numbers, 0][:3]
+    total = 1440 * int(days or 0) + 60 * hours + minutes + seconds // 60
+    if total < LEAST_MINUTES:
+        raise SpecError(
+            f"--slurm-time must be at least {LEAST_MINUTES} minutes, got '{text}': {SIGNAL_SECONDS} s before its end a "
+            "job writes its checkpoints"
+        )
+    return total
+
+
+def sbatch_parameters(texts: list[str]) -> dict[str, str | bool]:
+    """The options of sbatch that texts NAME=VALUE, or NAME alone, give."""
+    found: dict[str, str | bool] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", name) or "\n" in value:
+            raise SpecError(
+                f"--slurm-set must be an option of sbatch without its dashes, such as account=lab, got '{text}'"
+            )
+        if name in OURS:
+            raise SpecError(f"--slurm-set must leave {', '.join(OURS)} to Cohort, got '{text}'; leave it out")
+        found[name] = value if equals else True
+    return found
+
+
+def _end(job: Any, state: str) -> tuple[int, str]:
+    """The exit status and the last output of a job that has ended."""
+    from submitit.core.utils import FailedJobError, UncompletedJobError
+
+    if job.paths.result_pickle.exists():
+        try:
+            return job.result()
+        except (FailedJobError, UncompletedJobError) as error:
+            return 1, str(error)
+    if job.paths.stderr.exists():
+        words = "\n".join(job.paths.stderr.read_text(errors="replace").splitlines()[-20:])
+    else:
+        words = f"it left no log: do all nodes share '{job.paths.folder}'?"
+    job.cancel(check=False)  # SLURM may have queued it again
+    return -signal.SIGKILL, f"SLURM says {state}; {words}"
+
+
+def _user_signal() -> int:
+    from submitit import JobEnvironment
+
+    return getattr(signal, f"SIG{JobEnvironment.USR_SIG}")

@@ -1,1 +1,0 @@
-"""One run: the training loop and everything that a step calls."""
