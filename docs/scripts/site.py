@@ -6,6 +6,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,6 +22,19 @@ PLUGINS = {"algorithms": "algorithm", "tasks": "task", "rewards": "reward", "eng
 FOREIGN = re.compile(
     r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']?(?:https?:)?//|<link\b[^>]*\bhref=["']?https?://"""
 )
+
+
+# The folders of the package `cohort` as a wheel maps them, for the page of the Python API.
+PACKAGE = Path("build/docs/cohort")
+FOLDERS = ("harness", "algorithms", "tasks", "reports")
+
+
+def on_startup(**_: Any) -> None:
+    """Lay out the package, before anything looks for it."""
+    shutil.rmtree(PACKAGE, ignore_errors=True)
+    shutil.copytree("cohort", PACKAGE)
+    for folder in FOLDERS:
+        shutil.copytree(folder, PACKAGE / folder)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
