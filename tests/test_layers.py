@@ -59,7 +59,7 @@ NOT_YET = {
     ("api", "cli"),
     "harness/devices/hosts.py",
     "harness/record/evidence.py",
-    *(f"harness/cli/{name}.py" for name in ("plan", "probe", "report", "study", "train", "verify")),
+    *(f"harness/cli/{name}.py" for name in ("plan", "probe", "train", "verify")),
 }
 ONLY_IMPORTER = {"mlflow": "harness/mirror/", "optuna": "harness/study/"}
 HEAVY = {"torch", "transformers", "datasets", "mlflow", "optuna", "matplotlib", "pandas", "scipy"}
@@ -274,7 +274,7 @@ def test_every_shipped_file_keeps(rule: str):
         ("rooms_import_downwards", "harness/data.py", "if True:\n    from .interfaces import Task"),
         ("rooms_import_downwards", "harness/run/single.py", "from ..console.terminal import say"),
         ("single_importers", "reports/render.py", "from mlflow.tracking import MlflowClient"),
-        ("single_importers", "harness/mirror/run_log.py", "import mlflow"),
+        ("single_importers", "harness/record/events.py", "import mlflow"),
         ("single_importers", "harness/mirror/store.py", "import optuna.storages"),
         ("no_torch_in_reports", "reports/figures.py", "def f():\n    import torch.nn"),
         ("light_command_line", "harness/cli/app.py", "from cohort.harness.study.runner import run_study"),
@@ -324,7 +324,7 @@ def test_honest_code_passes_every_rule(path: str, source: str):
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    assert circles({path: ast.parse((ROOT / path).read_text("utf-8")) for path in PYTHON}) == []
+    assert circles({path: ast.parse((ROOT / path).read_text("utf-8")) for path in PYTHON if path not in NOT_YET}) == []
 
 
 def test_a_planted_circle_is_seen():

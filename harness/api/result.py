@@ -24,10 +24,10 @@ from ...reports.render import BOOTSTRAP_SEED, results_table, visible
 from ...reports.scaling import scalings
 from ...reports.tables import comparison_latex, comparison_table
 from ...reports.trials import search_of
-from ..cli.study import keep_report
 from ..data import EvaluationResult, SampleRow
 from ..record.study import StudyRecord
 from ..spec.errors import SpecError, did_you_mean
+from .report import keep_report
 
 
 class Result:

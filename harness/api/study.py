@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ..cli import options
-from ..cli.study import read_record, run_to_report, say_without_result, started_study
+from ..cli.study import run_to_report, say_without_result, started_study
 from ..cli.train import evaluated
 from ..ground.stop import acknowledged
 from ..spec import load
 from ..spec.errors import SpecError
 from ..spec.study import StudySpec
+from .report import read_record
 
 if TYPE_CHECKING:
     from .result import Evaluation, Result

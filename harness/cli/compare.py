@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..api.scale import scale_settings
 from . import options
 from .commands import app, command
 from .study import run_and_report, show_dry_run
@@ -60,6 +59,8 @@ def compare(
     Any other model gets lower learning rates (1e-6; 1e-5 with --set lora.rank=N and for a critic) and, on a GPU,
     autocast and the engine vllm if it is installed. A line lists these settings before the run; --set overrides them.
     """
+    from ..api.scale import scale_settings
+
     options.use_store(tracking_uri)
     sets = [*options.data_path(path), *(sets or ()), *scale_settings(model, sets)]
     study = comparison(algorithms, task, model, seeds, steps, sets, name, tune, interleave, controls)

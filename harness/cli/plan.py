@@ -52,8 +52,9 @@ def study_plan(
     Without --hours, --flops and --power it prints the cost of the study as it is. It runs the study itself, cut to 10
     steps per arm, and keeps only the cold starts, which the study needs.
     """
+    from ..api.report import write_report
     from ..study import planner
-    from .study import _load_study, write_report
+    from .study import _load_study
 
     limits = {"--hours": hours, "--flops": flops, "--power": power, "--spread": spread}
     for name, value in limits.items():

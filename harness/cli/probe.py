@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from ..api.scale import scale_settings
 from ..console import terminal
 from . import options
 from .commands import command, probe_app
@@ -50,6 +49,7 @@ def contamination(
     Results go to RUNS/probes/NAME and to MLflow's experiment `probe`; reports of studies with the same model and task
     show them.
     """
+    from ..api.scale import scale_settings
     from ..console.progress import phase_bar
     from ..data import InvalidRun
     from ..ground.inputs import digest

@@ -1,16 +1,13 @@
 """`cohort report`."""
 
-import importlib
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from ..console import terminal
 from .commands import app, command, uncollected
 from .options import RUNS, Runs, TrackingUri, use_store
-from .study import REPORTING, write_report
+from .study import REPORTING
 
 
 @command(app, "report", "cohort report quickstart --open", "cohort report group_size kl_beta")
@@ -24,22 +21,15 @@ def report(
 
     A report of several studies goes to RUNS/reports, with arms named `study: arm`.
     """
+    from ..api.report import write_joined_report, write_report
     from ..console.progress import phase_bar
     from ..mirror.address import check_remote
 
     use_store(tracking_uri)
     check_remote()
     with uncollected(), phase_bar(f"report of {' and '.join(studies)}", REPORTING):
-        files = write_report(studies[0], runs)[1] if len(studies) == 1 else _write_joined_report(studies, runs)
+        files = write_report(studies[0], runs)[1] if len(studies) == 1 else write_joined_report(studies, runs)
     terminal.say(files.answer)
     terminal.say(f"Report: {files.html}")
     if browser:
         typer.launch(files.html.resolve().as_uri())
-
-
-def _write_joined_report(names: Sequence[str], runs: Path) -> Any:
-    """The ReportFiles of several studies in one report. ValueError if they measure different things."""
-    from ..mirror.studies import read_study
-
-    record = importlib.import_module("cohort.reports.join").join([read_study(runs, name) for name in names])
-    return importlib.import_module("cohort.reports.render").write_report(record, runs / "reports" / "+".join(names))

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..api.refresh import Refresher
 from ..console import terminal
 from . import options
 from .commands import command, study_app, uncollected
@@ -361,6 +358,7 @@ def run_to_report(
     The recorded command includes the number of workers, because it sets their threads, which affect the last bits of
     results. An empty command keeps the recorded one. KeyboardInterrupt if the study was asked to stop.
     """
+    from ..api.report import Refresher, write_report
     from ..console.progress import phase_bar, study_view
     from ..devices.device import resolve_device
     from ..study.launchers.local import default_workers
@@ -457,32 +455,6 @@ def ran_elsewhere(study: StudySpec, status: StudyStatus, record: StudyRecord) ->
             and not trial.directory.exists()
         ]
     )
-
-
-def write_report(name: str, runs: Path) -> tuple[StudyRecord, Any]:
-    """(StudyRecord, ReportFiles) of a study, as `read_record` reads it."""
-    record = read_record(name, runs)
-    return record, keep_report(record, runs)
-
-
-def read_record(name: str, runs: Path) -> StudyRecord:
-    """A study's record, from its trials' files if they are here, and from the MLflow store."""
-    from ..mirror.studies import read_study
-    from ..record.evidence import by_its_files
-
-    return read_study(runs, name, partial(by_its_files, runs / "studies" / name))
-
-
-def keep_report(record: StudyRecord, runs: Path) -> Any:
-    """The ReportFiles of a study. The record is kept for `cohort verify`, and the MLflow run gets the report too."""
-    from ..mirror.studies import log_report
-    from ..record.evidence import write_evidence
-
-    folder = runs / "studies" / record.name
-    files = importlib.import_module("cohort.reports.render").write_report(record, folder / "report")
-    write_evidence(folder, record)
-    log_report(runs, record.name, folder / "report", files.answer, files.means, files.colors)
-    return files
 
 
 def started_study(name: str, runs: Path, interleave: int | None = None) -> StudySpec | None:

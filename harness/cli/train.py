@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from ..api.scale import scale_settings
 from ..console import terminal
 from . import options
 from .commands import app, command
@@ -179,6 +178,7 @@ def evaluated(
     part = options.checked_split(split)
     extra = [] if samples is None else [f"evaluation.num_samples={samples}"]
     with phase_bar(f"{model} on {task}") as show:  # before imports that take seconds
+        from ..api.scale import scale_settings
         from ..record.finished import model_folder
         from ..run.single import evaluate_once
         from ..spec.load import load_run

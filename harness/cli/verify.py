@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,11 +37,11 @@ def verify(
     Completions are graded again. Exit code 0 if all numbers match; otherwise 1, with a list of the cells that do not.
     It needs only the study's folder, not the MLflow store or the machine that ran the study, and changes nothing.
     """
+    from ...reports.render import write_report
     from ..api.capsule import altered, unpacked
     from ..api.findings import Place
     from ..api.verify import verify_study
 
-    write_report = importlib.import_module("cohort.reports.render").write_report
     own = runs / "studies" / study
     place = own if own.is_dir() else Path(study)
     if place.is_dir():

@@ -1,0 +1,104 @@
+"""Writes reports, and while a study runs one from time to time, in a child process with low priority:
+`python -m cohort.harness.api.report STUDY RUNS`."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from ...reports.render import ReportFiles
+    from ..record.study import StudyRecord
+
+EVERY_SECONDS = 480.0
+SHARE = 0.02  # largest share of the time
+
+
+def write_report(name: str, runs: Path) -> "tuple[StudyRecord, ReportFiles]":
+    """A study's record, and the files of the report that is written from it."""
+    record = read_record(name, runs)
+    return record, keep_report(record, runs)
+
+
+def write_joined_report(names: Sequence[str], runs: Path) -> "ReportFiles":
+    """One report of several studies, in RUNS/reports. ValueError if they measure different things."""
+    from ...reports.join import join
+    from ...reports.render import write_report
+    from ..mirror.studies import read_study
+
+    record = join([read_study(runs, name) for name in names])
+    return write_report(record, runs / "reports" / "+".join(names))
+
+
+def read_record(name: str, runs: Path) -> "StudyRecord":
+    """A study's record, from its trials' files if they are here, and from the MLflow store."""
+    from ..mirror.studies import read_study
+    from ..record.evidence import by_its_files
+
+    return read_study(runs, name, partial(by_its_files, runs / "studies" / name))
+
+
+def keep_report(record: "StudyRecord", runs: Path) -> "ReportFiles":
+    """The report of a study. The record is kept for `cohort verify`, and the MLflow run gets the report too."""
+    from ...reports.render import write_report
+    from ..mirror.studies import log_report
+    from ..record.evidence import write_evidence
+
+    folder = runs / "studies" / record.name
+    files = write_report(record, folder / "report")
+    write_evidence(folder, record)
+    log_report(runs, record.name, folder / "report", files.answer, files.means, files.colors)
+    return files
+
+
+class Refresher:
+    """Starts a new rendering when it is due; ends it at the end, because the study writes the last report."""
+
+    def __init__(
+        self, name: str, runs: Path, command: Sequence[str] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._command = command or [sys.executable, "-P", "-m", __name__, name, str(runs)]
+        self._log = runs / "studies" / name / "logs" / "report.log"
+        self._clock = clock
+        self._child: subprocess.Popen[bytes] | None = None
+        self._began, self._due = 0.0, clock() + EVERY_SECONDS
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+
+    def tick(self) -> None:
+        """Start or finish a rendering if it is time; called repeatedly while the study runs."""
+        now = self._clock()
+        if self._child is not None and self._child.poll() is not None:
+            self._child = None
+            self._due = now + max(EVERY_SECONDS, (now - self._began) / SHARE)
+        elif self._child is None and now >= self._due:
+            self._began = now
+            self._child = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        from ..mirror.address import TRACKING_URI, remote_uri
+        from ..study.launchers.local import HOME
+
+        path = os.pathsep.join(filter(None, [HOME, os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONPATH": path, TRACKING_URI: remote_uri() or "", "OMP_NUM_THREADS": "1"}
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("wb") as output:
+            return subprocess.Popen(
+                self._command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                start_new_session=True,
+            )  # fmt: skip
+
+
+if __name__ == "__main__":
+    os.nice(19)
+    write_report(sys.argv[1], Path(sys.argv[2]))
