@@ -13,8 +13,8 @@ from typing import Any
 
 import fake_trials
 import pytest
-from cohort.harness.cli.app import app
 from cohort.harness.api.report import read_record, write_report
+from cohort.harness.cli.app import app
 from cohort.harness.ground.disk import EXIT_STATUS, DiskFull
 from cohort.harness.ground.files import write_json
 from cohort.harness.mirror.run_log import RunLog, read_result
