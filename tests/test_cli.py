@@ -314,9 +314,9 @@ def test_settings_are_listed_by_section_and_by_full_path(cohort: Shell):
     assert cohort("list", "settings", "optimizer", "--json") == 0
     found = {item["name"]: item for item in cohort.json()}
     assert set(found) == {f"optimizer.{key}" for key in Optimizer.model_fields}
-    assert found["optimizer.beta1"]["range"] == ">= 0, < 1"
-    assert cohort("list", "settings", "optimizer.beta1", "--json") == 0
-    assert [item["name"] for item in cohort.json()] == ["optimizer.beta1"]
+    assert found["optimizer.weight_decay"]["range"] == ">= 0"
+    assert cohort("list", "settings", "optimizer.weight_decay", "--json") == 0
+    assert [item["name"] for item in cohort.json()] == ["optimizer.weight_decay"]
     assert cohort("list", "settings") == 0
     assert "rollouts_per_step" in cohort.out and "cohort list algorithms" in cohort.out
     assert cohort("list", "settings", "study", "--json") == 0

@@ -19,7 +19,7 @@ from fake_study import FakeArm, fake_study
 PARTS = {
     "high": {"algorithm.clip_epsilon_high": 0.28},
     "mean": {"algorithm.name": "dapo"},
-    "batches": {"dynamic_sampling.max_batches": 2, "algorithm.std_floor": 1e-3},
+    "batches": {"dynamic_sampling": 2, "algorithm.std_floor": 1e-3},
 }
 OWN = {"name": "grpo", "kl_beta": 0.0, "clip_epsilon_high": None}
 RUN = {"task": "arithmetic", "algorithm": OWN, "rewards": {"overlong": 0}, "optimizer": {"num_minibatches": 2}}
@@ -33,8 +33,8 @@ def study(design: str = "leave_one_out", components: Any = PARTS, **changes: Any
 def parts_of(arm: Any) -> set[str]:
     run = arm.run_spec(0)
     on = {"high": run.algorithm.clip_epsilon_high == 0.28, "mean": run.algorithm.name == "dapo"}
-    on["batches"] = (run.dynamic_sampling.max_batches, run.algorithm.std_floor) == (2, 1e-3)
-    assert on["batches"] or (run.dynamic_sampling.max_batches, run.algorithm.std_floor) == (1, 1e-4)
+    on["batches"] = (run.dynamic_sampling, run.algorithm.std_floor) == (2, 1e-3)
+    assert on["batches"] or (run.dynamic_sampling, run.algorithm.std_floor) == (1, 1e-4)
     return {name for name, is_on in on.items() if is_on}
 
 
@@ -70,9 +70,9 @@ CLIP = "has an effect only if a batch gets several updates or is older than the 
             "component 'same' cannot matter: steps is 100 without the component too",
         ),
         (
-            {**PARTS, "both": {"optimizer.learning_rate": 1e-3, "optimizer.beta1": 0.9}},
+            {**PARTS, "both": {"optimizer.learning_rate": 1e-3, "optimizer.weight_decay": 0.0}},
             {},
-            "component 'both' cannot matter: optimizer.beta1 is 0.9 without the component too",
+            "component 'both' cannot matter: optimizer.weight_decay is 0.0 without the component too",
         ),
         ({"more": {"algorithm.clip_epsilon": 0.1, "optimizer.num_inner_epochs": 2}}, {"optimizer": {}}, ""),
         (
@@ -87,7 +87,7 @@ CLIP = "has an effect only if a batch gets several updates or is older than the 
         ),
         ({"a": {}}, {}, "components must set something, got nothing in 'a'"),
         ({"a": {"algorithm.kl_bta": 0.1}}, {}, "did you mean 'kl_beta'?"),
-        ({}, {}, "components and design leave_one_out or add_one_in must come together, got one of the two"),
+        ({}, {}, "must have a section 'components', got none"),
     ],
 )
 def test_components_that_cannot_matter_or_be_told_apart_are_refused_with_the_reason(
@@ -106,7 +106,7 @@ def test_components_that_cannot_matter_or_be_told_apart_are_refused_with_the_rea
     [
         ({"factors": {"steps": [1, 2]}}, "design leave_one_out takes neither factors nor arms"),
         ({"arms": {"a": {}}}, "design leave_one_out takes neither factors nor arms"),
-        ({"design": "grid"}, "must come together"),
+        ({"design": "grid"}, "section 'components' must have design leave_one_out or add_one_in, got grid"),
         ({"baseline": "without high"}, "baseline of design leave_one_out must be 'all', got 'without high'"),
         ({"components": {"\0": {"steps": 5}}}, "labels of components must be Unicode without NUL"),
     ],

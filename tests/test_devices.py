@@ -51,7 +51,7 @@ MORE = {
     "compiled": case(lora={"rank": 4}, gradient_checkpointing=True, torch_compile=True),
     "shared_trunk": {"algorithm": {"name": "ppo", "group_size": 4, "critic": "shared"}},
     "reference": {"algorithm": {"name": "grpo", "group_size": 4, "kl_beta": 0.1}, "kl": {"refresh_reference_every": 1}},
-    "dynamic": case("dapo", dynamic_sampling={"max_batches": 2}),
+    "dynamic": case("dapo", dynamic_sampling=2),
     **{name: case(name) for name in ("cispo", "rloo", "reinforce_plus_plus")},
 }
 

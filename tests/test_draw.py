@@ -21,7 +21,7 @@ def make_spec(max_batches, **changes):
             "rollouts_per_step": 8,
             "steps": 3,
             "evaluation": {"every": 9, "num_prompts": 4, "num_test_prompts": 4, "num_samples": 1},
-            "dynamic_sampling": {"max_batches": max_batches},
+            "dynamic_sampling": max_batches,
             "gates": {"mismatch_kl": None},
             **changes,
         },
@@ -170,5 +170,5 @@ def test_a_stopped_run_with_dynamic_sampling_resumes_bit_for_bit(name, tmp_path)
 
 
 def test_groups_of_one_cannot_differ():
-    with pytest.raises(SpecError, match=r"dynamic_sampling.max_batches must be 1 with algorithm.group_size=1.*got 4"):
+    with pytest.raises(SpecError, match=r"dynamic_sampling must be 1 with algorithm.group_size=1.*got 4"):
         make_spec(4, algorithm={"name": "ppo", "group_size": 1})

@@ -30,7 +30,7 @@ DESIGNS: dict[str, dict[str, Any]] = {
     "grid": {"factors": {"algorithm.group_size": [2, 4]}},
     "one_at_a_time": {"design": "one_at_a_time", "factors": {"algorithm.group_size": [2, 8]}},
     "compare": {"design": "compare", "compare": COMPARED},
-    "tuned": {"design": "compare", "compare": {**COMPARED, "tuning": TUNING}},
+    "tuned": {"design": "compare", "compare": COMPARED, "search": TUNING},
     "search": {"design": "search", "search": {"space": {"optimizer.learning_rate": RATE}, "trials": 3}},
 }
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cohort.harness.data import Batch, InvalidRun
-from cohort.harness.run.gates import GateState, check_gates, group_metrics, weight_sample, weights_metric
+from cohort.harness.run.gates import STEPS, GateState, check_gates, group_metrics, weight_sample, weights_metric
 from cohort.harness.run.loop import train
 from cohort.harness.spec.run import Gates, parse_run
 from fakes import MemoryLog, StopAfter
@@ -55,9 +55,9 @@ def make_spec(gates, *, engine="scripted", **changes):
     )
 
 
-def test_a_gate_counts_steps_in_a_row_only():
-    stuck, free = {"train/stuck_groups": 1.0}, {}
-    settings = Gates(stuck_groups_steps=3)
+def test_a_gate_counts_steps_in_a_row_only(monkeypatch):
+    monkeypatch.setitem(STEPS, "stuck_groups", 3)
+    stuck, free, settings = {"train/stuck_groups": 1.0}, {}, Gates()
     assert run_gates(settings, stuck, stuck, free, stuck, stuck) == (None, "")
     step, reason = run_gates(settings, stuck, free, stuck, stuck, stuck, stuck)
     assert step == 5
@@ -66,8 +66,7 @@ def test_a_gate_counts_steps_in_a_row_only():
 
 
 def test_the_bound_itself_is_allowed():
-    assert run_gates(Gates(stuck_groups_steps=1), {"train/stuck_groups": 0.98}) == (None, "")
-    assert run_gates(Gates(entropy=1.0, entropy_steps=1), {}) == (None, "")
+    assert run_gates(Gates(entropy=1.0), *[{"train/stuck_groups": 0.98}] * 50) == (None, "")
 
 
 def test_an_engine_that_samples_another_policy_ends_the_run_in_one_step():
@@ -79,9 +78,9 @@ def test_an_engine_that_samples_another_policy_ends_the_run_in_one_step():
     assert run_gates(Gates(mismatch_kl=None), {"mismatch/kl": 9.0}) == (None, "")
 
 
-def test_answers_that_go_missing_are_compared_with_the_first_step():
-    few = {"train/answered": 0.19}  # 0.25 x 0.8 = 0.2
-    settings = Gates(answered_steps=2)
+def test_answers_that_go_missing_are_compared_with_the_first_step(monkeypatch):
+    monkeypatch.setitem(STEPS, "answered", 2)
+    few, settings = {"train/answered": 0.19}, Gates()  # 0.25 x 0.8 = 0.2
     assert run_gates(settings, {}, few, {"train/answered": 0.2}, few) == (None, "")
     step, reason = run_gates(settings, {}, few, few)
     assert step == 3
@@ -94,9 +93,9 @@ def test_answers_that_go_missing_are_compared_with_the_first_step():
 def test_entropy_is_not_bounded_unless_asked():
     gone = {"policy/entropy": 0.0}
     assert run_gates(Gates(), *[gone] * 60) == (None, "")
-    step, reason = run_gates(Gates(entropy=0.01, entropy_steps=4), *[gone] * 5)
-    assert step == 4
-    assert "policy/entropy was below 0.01 for 4 steps in a row (0 at step 4)" in reason
+    step, reason = run_gates(Gates(entropy=0.01), *[gone] * 25)
+    assert step == 20
+    assert "policy/entropy was below 0.01 for 20 steps in a row (0 at step 20)" in reason
 
 
 def test_every_gate_can_be_turned_off():
@@ -105,9 +104,10 @@ def test_every_gate_can_be_turned_off():
     assert run_gates(off, {}, *[{**worst, "train/answered": 0.0}] * 50) == (None, "")
 
 
-def test_steps_without_a_gradient_say_nothing_about_the_weights():
+def test_steps_without_a_gradient_say_nothing_about_the_weights(monkeypatch):
+    monkeypatch.setitem(STEPS, "weights_changed", 3)
     same, moved, silent = {"policy/weights_changed": 0.0004}, {"policy/weights_changed": 0.001}, {}
-    settings = Gates(weights_changed_steps=3)
+    settings = Gates()
     assert run_gates(settings, same, same, moved, same, same) == (None, "")
     assert run_gates(settings, same, silent, same, silent, same)[0] == 5  # the third time that it counts
 
@@ -168,8 +168,9 @@ def test_frozen_weights_are_not_expected_to_change():
     assert [len(part) for part in weight_sample(model)] == [8]
 
 
-def test_a_run_without_any_signal_is_invalid_at_the_same_step_after_a_stop(tmp_path):
-    spec, whole, parts = make_spec({"stuck_groups_steps": 6}), MemoryLog(), MemoryLog()
+def test_a_run_without_any_signal_is_invalid_at_the_same_step_after_a_stop(tmp_path, monkeypatch):
+    monkeypatch.setitem(STEPS, "stuck_groups", 6)
+    spec, whole, parts = make_spec({}), MemoryLog(), MemoryLog()
     result = train(spec, tmp_path / "whole", whole, cache=tmp_path)
     assert result.state == "invalid"
     assert "train/stuck_groups was above 0.98 for 6 steps in a row (1 at step 6)" in (result.reason or "")
@@ -184,9 +185,9 @@ def test_a_run_without_any_signal_is_invalid_at_the_same_step_after_a_stop(tmp_p
 
 
 @pytest.mark.parametrize(("rate", "state"), [(1e-30, "invalid"), (1e-5, "complete")])
-def test_an_update_that_is_lost_in_rounding_makes_the_run_invalid(rate, state, tmp_path):
-    gates = {"weights_changed_steps": 2, "stuck_groups": None}
-    spec = make_spec(gates, engine="transformers", optimizer={"learning_rate": rate}, steps=3,
+def test_an_update_that_is_lost_in_rounding_makes_the_run_invalid(rate, state, tmp_path, monkeypatch):
+    monkeypatch.setitem(STEPS, "weights_changed", 2)
+    spec = make_spec({"stuck_groups": None}, engine="transformers", optimizer={"learning_rate": rate}, steps=3,
                      algorithm={"name": "ppo", "group_size": 4})  # fmt: skip
     log = MemoryLog()
     result = train(spec, tmp_path, log, cache=tmp_path)

@@ -21,7 +21,7 @@ from test_learner import make_batch, make_spec
 
 PRECISIONS = {"float32": {}, "autocast": {"autocast": True}, "bfloat16": {"dtype": "bfloat16"}}
 LORA = {False: {}, True: {"lora": {"rank": 2}}}
-DYNAMIC = {False: {}, True: {"dynamic_sampling": {"max_batches": 2}}}
+DYNAMIC = {False: {}, True: {"dynamic_sampling": 2}}
 STOPS = {False: {}, True: {"sampling": {"max_tokens": 4, "stop": ["1", "=2"]}}}
 FACTORS = (plugins.names("algorithm"), list(PRECISIONS), [False, True], [False, True], [False, True])
 

@@ -112,7 +112,7 @@ def test_every_sampler_runs_each_arm_with_every_seed_and_judges_it_by_the_mean(r
 def test_samplers_learn_from_the_arms_before_though_each_is_made_afresh(runs: Path):
     def trials(sampler: str) -> list[optuna.trial.FrozenTrial]:
         space = {"algorithm.kl_beta": BETA}
-        queue = a_queue(a_search(sampler=sampler, space=space, trials=9, seeds=(0,), population=4), runs / sampler)
+        queue = a_queue(a_search(sampler=sampler, space=space, trials=9, seeds=(0,), startup=4), runs / sampler)
         drive(queue)
         return searched(queue)
 
@@ -285,8 +285,8 @@ def test_a_tuned_comparison_tunes_each_algorithm_and_runs_the_best_setting_with_
     rate = {"optimizer.learning_rate": {"low": 1e-5, "high": 1e-1, "log": True}}
     raw = {
         "name": "c", "question": "?", "run": {}, "seeds": [0, 1], "design": "compare",
-        "compare": {"algorithms": ["grpo", "ppo"], "tasks": ["arithmetic"],
-                    "tuning": {"space": rate, "trials": 4, "seeds": [7, 8]}},
+        "compare": {"algorithms": ["grpo", "ppo"], "tasks": ["arithmetic"]},
+        "search": {"space": rate, "trials": 4, "seeds": [7, 8]},
     }  # fmt: skip
     queue = a_queue(parse_study(raw, "test"), runs)
 
@@ -316,9 +316,11 @@ def test_a_tuned_comparison_tunes_each_algorithm_and_runs_the_best_setting_with_
 
 def test_a_cell_of_a_comparison_without_a_valid_setting_ends_without_a_final_arm(runs: Path):
     rate = {"optimizer.learning_rate": {"low": 1e-5, "high": 1e-1, "log": True}}
-    tuning = {"space": rate, "trials": 2, "seeds": [7]}
-    compare = {"algorithms": ["grpo", "ppo"], "tasks": ["arithmetic"], "tuning": tuning}
-    raw = {"name": "c", "question": "?", "run": {}, "seeds": [0], "design": "compare", "compare": compare}
+    raw = {
+        "name": "c", "question": "?", "run": {}, "seeds": [0], "design": "compare",
+        "compare": {"algorithms": ["grpo", "ppo"], "tasks": ["arithmetic"]},
+        "search": {"space": rate, "trials": 2, "seeds": [7]},
+    }  # fmt: skip
     queue = a_queue(parse_study(raw, "test"), runs)
 
     def end(queue: Queue, claim: Claim) -> None:

@@ -92,7 +92,7 @@ def test_what_belongs_under_factors_is_refused_with_the_line_that_says_it(change
 def test_every_setting_has_a_path_and_a_meaning():
     run, whole = dict(paths.settings(RunSpec)), dict(paths.settings(StudySpec))
     assert {"steps", "optimizer.num_inner_epochs", "lora.rank", "algorithm", "rewards"} <= set(run)
-    assert {"seeds", "search.trials", "compare.tuning.trials"} <= set(whole)
+    assert {"seeds", "search.trials", "search.spaces"} <= set(whole)
     assert [path for path, field in {**run, **whole}.items() if not field.description] == []
     grpo = dict(paths.settings(RunSpec, {"algorithm": {"name": "grpo"}}))
     assert "algorithm.kl_beta" in grpo and "algorithm" not in grpo
@@ -287,15 +287,14 @@ def test_everything_below_a_mapping_with_dotted_keys_is_one_key():
 
 def test_the_space_of_a_tuning_can_be_set_by_its_dotted_paths(tmp_path: Path):
     file = tmp_path / "study.yaml"
-    tuning = {"space": {"algorithm.kl_beta": {"choices": [0.0, 0.1]}}, "trials": 2, "seeds": [7]}
-    compare = {"algorithms": ["grpo", "rloo"], "tasks": ["arithmetic"], "tuning": tuning}
+    search = {"space": {"algorithm.kl_beta": {"choices": [0.0, 0.1]}}, "trials": 2, "seeds": [7]}
+    compare = {"algorithms": ["grpo", "rloo"], "tasks": ["arithmetic"]}
     study = {"name": "s", "question": "?", "run": {"task": "arithmetic", "algorithm": "grpo"}, "design": "compare"}
-    file.write_text(yaml.safe_dump({**study, "compare": compare}))
-    path = "compare.tuning.space.optimizer.learning_rate"
+    file.write_text(yaml.safe_dump({**study, "compare": compare, "search": search}))
+    path = "search.space.optimizer.learning_rate"
     loaded = load_study(str(file), [f"{path}={{low: 1.0e-5, high: 1.0e-3, log: true}}"])
-    assert loaded.compare is not None
-    assert loaded.compare.tuning is not None
-    assert list(loaded.compare.tuning.space) == ["algorithm.kl_beta", "optimizer.learning_rate"]
+    assert loaded.search is not None
+    assert list(loaded.search.space) == ["algorithm.kl_beta", "optimizer.learning_rate"]
 
 
 def test_a_run_loads_from_yaml_with_overrides(tmp_path: Path):
@@ -556,13 +555,13 @@ def test_aliases_and_merged_mappings_of_usual_size_are_read(tmp_path: Path):
 
 @pytest.mark.parametrize("seed", [-1, MAX_INTEGER + 1, 2**64, 1e16, float("inf"), float("nan")])
 def test_a_seed_that_doubles_would_round_is_refused_everywhere(seed: float):
+    compare = {"algorithms": ["grpo"], "tasks": ["arithmetic"]}
     tuning = {"space": {"optimizer.learning_rate": {"choices": [1, 2]}}, "trials": 1, "seeds": [seed]}
     for raw, name in (
         (study(seeds=[0, seed]), "seeds"),
         (study(run={**RUN, "seed": seed}), "seed"),
         (study(run={**RUN, "cold_start": {"seed": seed}}), "cold_start.seed"),
-        (study(design="compare", compare={"algorithms": ["grpo"], "tasks": ["arithmetic"], "tuning": tuning}),
-         "compare.tuning.seeds.0"),
+        (study(design="compare", compare=compare, search=tuning), "search.seeds.0"),
     ):  # fmt: skip
         message = error_of(parse_study, raw, "toy.yaml")
         assert f": {name}" in message

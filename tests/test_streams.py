@@ -30,7 +30,7 @@ def test_no_two_purposes_of_a_run_draw_the_same_numbers(tmp_path, monkeypatch):
         "algorithm": {"name": "grpo", "group_size": 2},
         "cold_start": {"steps": 1},
         "optimizer": {"num_inner_epochs": 2, "num_minibatches": 2},
-        "dynamic_sampling": {"max_batches": 3},
+        "dynamic_sampling": 3,
         "evaluation": {"num_prompts": 2, "num_test_prompts": 2, "num_samples": 1},
         "rollouts_per_step": 4,
         "steps": 2,

@@ -152,12 +152,13 @@ def test_seeds_that_cannot_decide_are_refused_in_one_sentence(seeds: Any, messag
 
 def test_a_search_and_a_tuned_comparison_list_their_seeds():
     space = {"optimizer.learning_rate": {"low": 1e-5, "high": 1e-3}}
-    tuned = {"algorithms": ["fake"], "tasks": ["fake"], "tuning": {"space": space, "trials": 2, "seeds": [70]}}
+    search = {"space": space, "trials": 2}
+    compare = {"algorithms": ["fake"], "tasks": ["fake"]}
     for changes in (
-        {"design": "search", "search": {"space": space, "trials": 2}},
-        {"design": "compare", "compare": tuned},
+        {"design": "search", "search": search},
+        {"design": "compare", "compare": compare, "search": {**search, "seeds": [70]}},
     ):
-        with pytest.raises(SpecError, match=r"seeds must be a list in a study that searches or tunes.*\[0, 1, 2\]"):
+        with pytest.raises(SpecError, match=r"seeds must be a list in a study that searches;.*\[0, 1, 2\]"):
             staged(factors={}, **changes)
 
 

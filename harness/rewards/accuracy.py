@@ -19,7 +19,6 @@ class Accuracy(Reward):
 
     partial: bool = Field(
         default=False,
-        exclude_if=lambda value: not value,  # runs from before the setting keep their digest
         description="pay the score of the task's verifier, from 0 to 1 (tasks with partial credit)",
     )
 

@@ -31,19 +31,16 @@ class MajorityVote(Reward):
     minority_reward: float = Field(default=-0.1, description="value for any other completion")
     soft: bool = Field(
         default=False,
-        exclude_if=lambda value: not value,  # runs from before the setting keep their digest
         description="pay an answer by its share of the votes, from minority_reward to majority_reward",
     )
     min_share: float = Field(
         default=0.0,
         ge=0,
         le=1,
-        exclude_if=lambda value: not value,
         description="least share of the votes for a majority; below it all get minority_reward",
     )
     held_out: bool = Field(
         default=False,
-        exclude_if=lambda value: not value,
         description="judge each half of the group by the votes of the other half",
     )
 

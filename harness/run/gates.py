@@ -47,6 +47,7 @@ _GATES = {
     "entropy": ("policy/entropy", "below", "the policy has lost its entropy"),
     "answered": ("train/answered", "below", "completions no longer state an answer ({start:.3g} did at the start)"),
 }  # fmt: skip
+STEPS = {"mismatch_kl": 1, "stuck_groups": 20, "weights_changed": 5, "entropy": 20, "answered": 20}  # in a row
 _LEARNT = ("stuck_groups", "entropy", "answered")
 
 
@@ -66,7 +67,7 @@ def check_gates(settings: Gates, state: GateState, metrics: Mapping[str, float],
     if state.answered_at_start is None:
         state.answered_at_start = metrics["train/answered"]
     for name, (metric, side, meaning) in _GATES.items():
-        bound, steps, value = getattr(settings, name), getattr(settings, f"{name}_steps", 1), metrics.get(metric)
+        bound, steps, value = getattr(settings, name), STEPS[name], metrics.get(metric)
         if bound is None or value is None:
             continue
         if name == "answered":

@@ -35,7 +35,7 @@ def sample_groups(run: Run, prompts: Sequence[Prompt], step: int, clock: Clock) 
     sleeps before the last grading, because rewards may need the device.
     """
     spec = run.spec
-    budget, count = spec.dynamic_sampling.max_batches, spec.prompts_per_step
+    budget, count = spec.dynamic_sampling, spec.prompts_per_step
     drawn = Drawn()
     before: Probe | None = None
     for attempt in range(budget):

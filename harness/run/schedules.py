@@ -10,6 +10,7 @@ from ..spec.run import KLControl, Optimizer
 
 MAX_ERROR = 0.2  # of the adaptive controller, relative to its target
 GAIN = 0.1
+HOLD, END = 0.1, 0.8  # of the steps: between them a cosine takes the KL weight to 0
 
 
 def learning_rate_factor(settings: Optimizer, step: int, num_steps: int) -> float:
@@ -27,12 +28,11 @@ def learning_rate_factor(settings: Optimizer, step: int, num_steps: int) -> floa
 
 
 def kl_beta_factor(settings: KLControl, step: int, num_steps: int) -> float:
-    """The factor of the KL weight: 1 while held, then half a cosine down to `final_scale`, where it stays."""
+    """The factor of the KL weight: 1 for the first tenth of the steps, then half a cosine down to 0 at 80 % of them."""
     if settings.schedule != "cosine":
         return 1.0
-    progress = (step / num_steps - settings.hold) / (settings.end - settings.hold)
-    falling = 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
-    return settings.final_scale + (1 - settings.final_scale) * falling
+    progress = (step / num_steps - HOLD) / (END - HOLD)
+    return 0.5 * (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
 
 
 def adapted_kl_beta(settings: KLControl, beta: float, kl: float) -> float:

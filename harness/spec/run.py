@@ -50,8 +50,6 @@ class Optimizer(Section):
     )
     warmup_steps: int = Field(default=0, ge=0, description="training steps over which the rates rise linearly")
     weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay (AdamW)")
-    beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the mean of the gradients")
-    beta2: float = Field(default=0.999, ge=0, lt=1, description="decay of the mean of the squared gradients")
     max_grad_norm: float = Field(default=1.0, gt=0, description="gradient clipping by global norm")
     num_inner_epochs: int = Field(default=1, ge=1, description="mu: passes over each batch of rollouts")
     num_minibatches: int = Field(default=1, ge=1, description="optimiser steps per pass; divides rollouts_per_step")
@@ -62,27 +60,14 @@ class Optimizer(Section):
     )
 
 
-class DynamicSampling(Section):
-    """Replace groups of equal rewards by groups of further prompts, within a budget (DAPO, arXiv:2503.14476, eq. 11);
-    the costs of replaced groups count too."""
-
-    max_batches: int = Field(
-        default=1, ge=1, description="most batches of prompts that a step may sample; 1: no group is replaced"
-    )
-
-
 class KLControl(Section):
     """The course of `algorithm.kl_beta` and of the reference over a run."""
 
     schedule: Literal["constant", "cosine", "adaptive"] = Field(
         default="constant",
-        description="course of algorithm.kl_beta; cosine: falls to final_scale; adaptive: follows a target KL",
+        description="course of algorithm.kl_beta; cosine: falls to 0 between 10 % and 80 % of the steps; "
+        "adaptive: follows a target KL",
     )
-    hold: float = Field(default=0.1, ge=0, lt=1, description="cosine: fraction of the steps before kl_beta falls")
-    end: float = Field(
-        default=0.8, gt=0, le=1, description="cosine: fraction of the steps after which kl_beta stays constant"
-    )
-    final_scale: float = Field(default=0.0, ge=0, description="cosine: final kl_beta as a fraction of the initial one")
     target: float | None = Field(
         default=None, gt=0, description="adaptive: target KL to the reference, in nats per token"
     )
@@ -92,8 +77,6 @@ class KLControl(Section):
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        if self.end <= self.hold:
-            raise ValueError(f"kl.end must exceed kl.hold ({self.hold}), got {self.end}")
         if (self.schedule == "adaptive") != (self.target is not None):
             raise ValueError(f"kl.target belongs to kl.schedule=adaptive, got {self.target} with {self.schedule}")
         return self
@@ -133,12 +116,10 @@ class Evaluation(Section):
     num_test_samples: int | None = Field(
         default=None,
         ge=1,
-        exclude_if=lambda value: value is None,  # runs from before the setting keep their digest
         description="samples per test problem; by default num_samples",
     )
     test_at_start: bool = Field(
         default=False,
-        exclude_if=lambda value: not value,  # likewise
         description="also evaluate the test problems before training, for curves of pass@k before and after",
     )
     temperature: float = Field(
@@ -178,28 +159,26 @@ class Gates(Section):
         default=0.98,
         ge=0,
         lt=1,
-        description="highest share of groups with no advantage and not the best reward",
+        description="highest share of groups with no advantage and not the best reward, for 20 steps in a row",
     )
-    stuck_groups_steps: int = Field(default=20, ge=1, description="steps in a row above stuck_groups that end the run")
     weights_changed: float | None = Field(
-        default=0.001, gt=0, le=1, description="lowest share of the weights that an update with a gradient changes"
-    )
-    weights_changed_steps: int = Field(
-        default=5, ge=1, description="such steps in a row below weights_changed that end the run"
+        default=0.001,
+        gt=0,
+        le=1,
+        description="lowest share of the weights that an update with a gradient changes, for 5 such steps in a row",
     )
     entropy: float | None = Field(
         default=None,
         ge=0,
-        description="lowest entropy in nats per token; off by default, because a solved task leaves little entropy",
+        description="lowest entropy in nats per token, for 20 steps in a row; off by default, because a solved task "
+        "leaves little entropy",
     )
-    entropy_steps: int = Field(default=20, ge=1, description="steps in a row below entropy that end the run")
     answered: float | None = Field(
         default=0.25,
         ge=0,
         le=1,
-        description="lowest share of answered completions, relative to the share in the first step",
+        description="lowest share of answered completions, relative to the first step's, for 20 steps in a row",
     )
-    answered_steps: int = Field(default=20, ge=1, description="steps in a row below answered that end the run")
 
 
 def _plugin(kind: plugins.Kind, value: Any) -> Any:
@@ -243,7 +222,12 @@ class RunSpec(Section):
     )
     prompt: PromptFormat = PromptFormat()
     sampling: Sampling = Sampling()
-    dynamic_sampling: DynamicSampling = DynamicSampling()
+    dynamic_sampling: int = Field(
+        default=1,
+        ge=1,
+        description="most batches of prompts that a step may sample to replace groups of equal rewards, which cost "
+        "too (DAPO, arXiv:2503.14476, eq. 11); 1: no group is replaced",
+    )
     cold_start: ColdStart = ColdStart()
     optimizer: Optimizer = Optimizer()
     kl: KLControl = KLControl()
@@ -256,7 +240,6 @@ class RunSpec(Section):
     gates: Gates = Gates()
     control: Control | None = Field(
         default=None,
-        exclude_if=lambda value: value is None,  # runs from before the setting keep their digest
         description="control arm: rewards that replace the run's own, which are then only measured (random, "
         "format_only, inverted, shuffled_gold), or a policy that does not learn (frozen); by default no control",
     )
@@ -269,7 +252,6 @@ class RunSpec(Section):
     staleness: int = Field(
         default=0,
         ge=0,
-        exclude_if=lambda value: not value,  # likewise
         description="training steps by which the sampling weights lag; old log-probs are "
         "the sampler's, or the learner's with a mismatch.correction",
     )
@@ -277,7 +259,6 @@ class RunSpec(Section):
     max_flops: float | None = Field(
         default=None,
         gt=0,
-        exclude_if=lambda value: value is None,  # likewise
         description="training operations after which the run ends, even before `steps`; operations of "
         "evaluations and the cold start do not count; by default no limit",
     )
@@ -295,7 +276,6 @@ class RunSpec(Section):
     )
     torch_compile: bool = Field(
         default=False,
-        exclude_if=lambda value: not value,  # likewise
         description="compile the layers that learn (torch.compile), which then read each completion with its prompt; "
         "not yet run on a GPU",
     )
@@ -353,16 +333,21 @@ class RunSpec(Section):
                 f"kl.schedule must be constant for {self.algorithm.name} without kl_beta, got {self.kl.schedule}"
             )
         if self.kl.schedule == "cosine":
-            _must_accept(self.algorithm, kl_beta=self.kl.final_scale * self.algorithm.kl_beta)
+            try:
+                type(self.algorithm).model_validate({**self.algorithm.model_dump(), "kl_beta": 0.0})
+            except ValidationError:
+                raise ValueError(
+                    f"kl.schedule must not be cosine for {self.algorithm.name}, whose kl_beta must not fall to 0"
+                ) from None
         if self.mismatch.correction != "none" and not self.algorithm.linear_in_advantages:
             raise ValueError(
                 f"mismatch.correction must be none for {self.algorithm.name}, got {self.mismatch.correction}: "
                 "its loss is not linear in its advantages"
             )
-        if self.dynamic_sampling.max_batches > 1 and self.algorithm.group_size == 1:
+        if self.dynamic_sampling > 1 and self.algorithm.group_size == 1:
             raise ValueError(
-                "dynamic_sampling.max_batches must be 1 with algorithm.group_size=1, whose groups never differ, got "
-                f"{self.dynamic_sampling.max_batches}"
+                "dynamic_sampling must be 1 with algorithm.group_size=1, whose groups never differ, got "
+                f"{self.dynamic_sampling}"
             )
         if self.kl.refresh_reference_every and self.lora is not None:
             raise ValueError(
@@ -417,17 +402,6 @@ class RunSpec(Section):
         """A stable hash (16 hex digits) of every setting except the number of devices, which a resumed run may
         change."""
         return digest(self.model_dump(mode="json", exclude={"devices"}))
-
-
-def _must_accept(algorithm: Algorithm, *, kl_beta: float) -> None:
-    """ValueError if a schedule's final KL weight is outside the algorithm's range."""
-    try:
-        type(algorithm).model_validate({**algorithm.model_dump(), "kl_beta": kl_beta})
-    except ValidationError as error:
-        raise ValueError(
-            f"kl.final_scale * algorithm.kl_beta must be a kl_beta of {algorithm.name}, got {kl_beta:g}: "
-            f"{error.errors()[0]['msg'].lower()}; change kl.final_scale, or set kl.schedule=constant"
-        ) from None
 
 
 def _must_divide(name: str, value: int, rollouts: int, of: str = "rollouts_per_step") -> None:

@@ -13,14 +13,18 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 from .. import plugins
 from ..data import GREY, PALETTE, Section, component_arm, short_path
 from ..ground.inputs import digest
-from .components import REFERENCE, component_arms, why_inert
 from .errors import SpecError, parsed
 from .raw import MAX_INTEGER, with_overrides
 from .run import Control, RunSpec, Scalar, get_path, parse_run
+from .search import Direction, Search
 
-Direction = Literal["maximize", "minimize"]
-Phase = Literal["final", "tuning", "exploratory"]
 MAX_ARMS = 10_000
+REFERENCE: dict[str, str] = {"leave_one_out": "all", "add_one_in": "none"}  # design -> label of its baseline
+
+# Settings of algorithms that have an effect only once the policy differs from the one that sampled.
+_CLIPS = {
+    "clip_epsilon", "clip_epsilon_high", "ratio_bound", "clip_log_ratio", "weight_max", "value_clip", "divergence_bound"
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Arm:
     overrides: Mapping[str, Any]
     levels: Mapping[str, Scalar]
     spec: RunSpec = field(repr=False)
-    phase: Phase = "final"
+    phase: Literal["final", "tuning", "exploratory"] = "final"
 
     @cached_property
     def digest(self) -> str:
@@ -53,169 +57,6 @@ class Arm:
         return self.spec.model_copy(update={"seed": seed})
 
 
-class Dimension(Section):
-    """The values that a search may give to one setting: choices, or a range (of integers if both ends are)."""
-
-    low: int | float | None = None
-    high: int | float | None = None
-    log: bool = Field(default=False, description="sample the range on a logarithmic scale")
-    step: int | float | None = Field(
-        default=None, gt=0, description="distance between the values of a range; default: 1 for integers, else none"
-    )
-    choices: list[Scalar] | None = Field(default=None, min_length=1)
-
-    @model_validator(mode="after")
-    def _one_kind(self) -> Self:
-        if self.choices is not None:
-            if {self.low, self.high, self.step} != {None} or self.log:
-                raise ValueError("choices cannot be combined with low, high, log or step")
-            if any(choice in self.choices[:i] for i, choice in enumerate(self.choices)):
-                raise ValueError(f"choices must be distinct, got {self.choices}")
-            return self
-        if self.low is None or self.high is None:
-            raise ValueError("a dimension must have low and high, or choices")
-        if self.low >= self.high:
-            raise ValueError(f"low must be below high, got {self.low} and {self.high}")
-        if self.log and (self.low <= 0 or self.step is not None):
-            raise ValueError(f"log must have low above 0 and no step, got low {self.low} and step {self.step}")
-        if self.step is not None:
-            count = (self.high - self.low) / self.step
-            if self.whole and not isinstance(self.step, int):
-                raise ValueError(
-                    f"step must be an integer if low and high are, got {self.step}; write low as {self.low}.0"
-                )
-            if not math.isclose(count, round(count), abs_tol=1e-9) or round(count) < 1:
-                last = self.low + max(math.floor(count + 1e-9), 1) * self.step
-                raise ValueError(f"step must lead from low to high, got {self.step} for {self.high}; use high {last:g}")
-        return self
-
-    @property
-    def whole(self) -> bool:
-        return isinstance(self.low, int) and isinstance(self.high, int)
-
-    @property
-    def size(self) -> float:
-        """The number of values; infinite for a range of floats without a step."""
-        if self.choices is not None:
-            return len(self.choices)
-        assert self.low is not None and self.high is not None
-        if self.step is None and not self.whole:
-            return math.inf
-        return round((self.high - self.low) / (self.step or 1)) + 1
-
-    def points(self) -> list[Scalar] | None:
-        """Every value; None if there are infinitely many. Do not call it for a large `size`."""
-        if self.choices is not None:
-            return list(self.choices)
-        assert self.low is not None
-        if self.size == math.inf:
-            return None
-        return [self.low + i * (self.step or 1) for i in range(int(self.size))]
-
-    def probes(self) -> list[Scalar]:
-        """The values that are checked before a study starts: all if there are few, otherwise both ends."""
-        few = self.size <= 64 or self.choices is not None
-        return (self.points() if few else None) or [self.low, self.high]
-
-
-Space = Annotated[dict[str, Dimension], Field(description="dotted RunSpec path -> range or choices")]
-SamplerName = Literal["tpe", "gp", "nsga2", "random"]
-PrunerName = Literal["none", "median", "hyperband"]
-
-
-class Search(Section):
-    """A search over settings by one of Optuna's samplers; the value of an arm is its mean over all seeds."""
-
-    space: Space = Field(min_length=1)
-    trials: int = Field(ge=1, description="number of arms; each runs with every seed; may be raised later")
-    sampler: SamplerName = Field(default="tpe", description="Optuna sampler")
-    pruner: PrunerName = Field(
-        default="none",
-        description="Optuna pruner that stops arms which fall behind; the seeds of an arm then run in order",
-    )
-    objectives: dict[str, Direction] = Field(
-        default_factory=dict, description="metric -> direction; by default the study's metric, maximised"
-    )
-    startup: int = Field(default=5, ge=1, description="random arms before the sampler uses results")
-    population: int = Field(default=8, ge=2, description="nsga2: arms per generation")
-
-    @model_validator(mode="after")
-    def _searchable(self) -> Self:
-        if "seed" in self.space:
-            raise ValueError("'seed' cannot be searched, because seeds are replicates; list seeds under 'seeds'")
-        size = math.prod(dimension.size for dimension in self.space.values())
-        if self.trials > size:
-            raise ValueError(
-                f"search.trials must be at most the number of points of the space ({size:g}), got {self.trials}"
-            )
-        if self.pruner != "none" and len(self.objectives) > 1:
-            raise ValueError(f"search.pruner must be none with several objectives, got {self.pruner}")
-        fixed = [path for path in ("steps", "evaluation.every") if path in self.space]
-        if self.pruner != "none" and fixed:
-            raise ValueError(f"search.pruner compares arms at equal steps; take '{fixed[0]}' out of search.space")
-        return self
-
-
-class Tuning(Section):
-    """The same search for every algorithm and task of a comparison, on seeds that the comparison does not use."""
-
-    space: Space = Field(default_factory=dict)
-    spaces: dict[str, Space] = Field(
-        default_factory=dict, description="algorithm -> further dimensions of its search, in addition to 'space'"
-    )
-    trials: int = Field(ge=1, description="number of arms of each search")
-    seeds: list[Annotated[int, Field(ge=0, le=MAX_INTEGER)]] = Field(
-        min_length=1, description="seeds of the tuning arms; must differ from the study's seeds"
-    )
-    sampler: SamplerName = Field(default="tpe", description="Optuna sampler")
-    pruner: PrunerName = Field(default="none", description="as in search")
-    startup: int = Field(default=5, ge=1, description="as in search")
-    population: int = Field(default=8, ge=2, description="as in search")
-
-    def search(self, algorithm: str) -> Search:
-        """The search for one algorithm. ValueError for an empty space."""
-        space = {**self.space, **self.spaces.get(algorithm, {})}
-        if not space:
-            raise ValueError(f"compare.tuning must search something for {algorithm}; fill 'space' or 'spaces'")
-        fields = {key: getattr(self, key) for key in ("trials", "sampler", "pruner", "startup", "population")}
-        return Search(space=space, **fields)
-
-
-class Comparison(Section):
-    """Algorithms x tasks; each is a name, or a mapping of a name and settings, which override those of the run."""
-
-    algorithms: list[str | dict[str, Any]] = Field(
-        min_length=1, description="names, or mappings of a name and settings"
-    )
-    tasks: list[str | dict[str, Any]] = Field(min_length=1, description="names, or mappings of a name and settings")
-    tuning: Tuning | None = None
-    controls: list[Control] = Field(
-        default_factory=list,
-        description="control arms of the first algorithm on each task; they are not part of the comparison",
-    )
-
-    @model_validator(mode="after")
-    def _named(self) -> Self:
-        for kind in ("algorithms", "tasks"):
-            names = [_plugin_name(item, f"compare.{kind}") for item in getattr(self, kind)]
-            if len(set(names)) != len(names):
-                raise ValueError(f"compare.{kind} must be distinct, got {', '.join(names)}")
-        if len(set(self.controls)) != len(self.controls):
-            raise ValueError(f"compare.controls must be distinct, got {', '.join(self.controls)}")
-        names = [_plugin_name(item, "") for item in self.algorithms]
-        if self.tuning is not None:
-            if self.controls:
-                raise ValueError(
-                    "compare.controls must be empty with tuning, because the tuned settings are not known beforehand"
-                )
-            for name in self.tuning.spaces:
-                if name not in names:
-                    raise ValueError(f"compare.tuning.spaces must name compared algorithms, got '{name}'")
-            for name in names:
-                self.tuning.search(name)
-        return self
-
-
 @dataclass(frozen=True)
 class SearchPlan:
     """One search of a study: its name ("" for the only one), base, space, objectives, and the seeds of every arm.
@@ -231,12 +72,29 @@ class SearchPlan:
     final_seeds: tuple[int, ...] = ()
 
 
-def _plugin_name(item: str | Mapping[str, Any], where: str) -> str:
-    if isinstance(item, str):
-        return item
-    if not isinstance(item.get("name"), str):
-        raise ValueError(f"{where} must be names, or mappings with a 'name', got {item!r}")
-    return item["name"]
+class Comparison(Section):
+    """Algorithms x tasks; each is a name, or a mapping of a name and settings, which override those of the run."""
+
+    algorithms: list[str | dict[str, Any]] = Field(
+        min_length=1, description="names, or mappings of a name and settings"
+    )
+    tasks: list[str | dict[str, Any]] = Field(min_length=1, description="names, or mappings of a name and settings")
+    controls: list[Control] = Field(
+        default_factory=list,
+        description="control arms of the first algorithm on each task; they are not part of the comparison",
+    )
+
+    @model_validator(mode="after")
+    def _named(self) -> Self:
+        for kind in ("algorithms", "tasks", "controls"):
+            items = [{"name": item} if isinstance(item, str) else item for item in getattr(self, kind)]
+            for item in items:
+                if not isinstance(item.get("name"), str):
+                    raise ValueError(f"compare.{kind} must be names, or mappings with a 'name', got {item!r}")
+            names = [item["name"] for item in items]
+            if len(set(names)) != len(names):
+                raise ValueError(f"compare.{kind} must be distinct, got {', '.join(names)}")
+        return self
 
 
 class TwoStage(Section):
@@ -277,13 +135,7 @@ class StudySpec(Section):
     so to change a study, change its mapping and parse it again.
     """
 
-    dotted_keys: ClassVar[tuple[str, ...]] = (  # mappings whose keys contain dots
-        "factors",
-        "arms",
-        "components",
-        "search.space",
-        "compare.tuning.space",
-    )
+    dotted_keys: ClassVar[tuple[str, ...]] = ("factors", "arms", "components", "search.space")  # their keys have dots
 
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
@@ -336,50 +188,78 @@ class StudySpec(Section):
         return factors
 
     @model_validator(mode="after")
-    def _designed(self) -> Self:
+    def _sections_fit_the_design(self) -> Self:
+        owners = {"search": ("search", "compare"), "compare": ("compare",), "components": tuple(REFERENCE)}
+        for section, designs in owners.items():
+            needed = section == self.design or (section == "components" and self.design in designs)
+            if getattr(self, section) and self.design not in designs:
+                raise ValueError(f"section '{section}' must have design {' or '.join(designs)}, got {self.design}")
+            if needed and not getattr(self, section):
+                raise ValueError(f"design {self.design} must have a section '{section}', got none")
+        if self.design in ("search", "compare", *REFERENCE) and (self.factors or self.arms):
+            raise ValueError(f"design {self.design} takes neither factors nor arms; use grid for them")
+        if self.design == "one_at_a_time" and self.arms:
+            raise ValueError("design one_at_a_time varies factors around the base run; use grid with 'arms'")
+        if self.design in REFERENCE and self.baseline not in (None, reference := REFERENCE[self.design]):
+            raise ValueError(f"baseline of design {self.design} must be '{reference}', got '{self.baseline}'")
+        if self.design == "search" and self.baseline is not None:
+            raise ValueError("a search has no arm names beforehand; leave 'baseline' out")
+        return self
+
+    @model_validator(mode="after")
+    def _seeds_replicate(self) -> Self:
         seeds = self.first_seeds
         if len(set(seeds)) != len(seeds) or min(seeds) < 0:
             raise ValueError(f"seeds must be distinct and >= 0, got {seeds}")
         if max(seeds) > MAX_INTEGER:
             fix = "doubles round larger numbers, so two seeds may become one; use smaller ones, such as 0, 1, 2"
             raise ValueError(f"seeds must be at most 2^53 ({MAX_INTEGER}), got {max(seeds)}: {fix}")
-        if self.design == "one_at_a_time" and self.arms:
-            raise ValueError("design one_at_a_time varies factors around the base run; use grid with 'arms'")
-        for section in ("search", "compare"):
-            if (self.design == section) != (getattr(self, section) is not None):
-                raise ValueError(f"design {section} and section '{section}' must come together, got one of the two")
-        if self.design in ("search", "compare", *REFERENCE) and (self.factors or self.arms):
-            raise ValueError(f"design {self.design} takes neither factors nor arms; use grid for them")
-        if (self.design in REFERENCE) != bool(self.components):
-            raise ValueError("components and design leave_one_out or add_one_in must come together, got one of the two")
-        if self.components:
-            reference = REFERENCE[self.design]
-            if self.baseline not in (None, reference):
-                raise ValueError(f"baseline of design {self.design} must be '{reference}', got '{self.baseline}'")
-            if empty := [name for name, settings in self.components.items() if not settings]:
-                raise ValueError(f"components must set something, got nothing in '{empty[0]}'")
-            component_arms(self.design, self.components)
-        if self.design == "search" and self.baseline is not None:
-            raise ValueError("a search has no arm names beforehand; leave 'baseline' out")
-        if self.search is not None and self.metric not in self.objectives():
-            raise ValueError(f"search.objectives must contain the study's metric, {self.metric}")
-        if self._is_searched:
-            if isinstance(self.seeds, TwoStage):
-                raise ValueError("seeds must be a list in a study that searches or tunes; use seeds such as [0, 1, 2]")
-            for metric in self.objectives():
-                if metric.startswith("test/"):
-                    raise ValueError(f"a search must not see the test split, got {metric}; use validation/...")
-        if isinstance(self.seeds, TwoStage) and self.metric.endswith("accuracy") and self.seeds.half_width >= 1:
-            width = self.seeds.half_width
-            raise ValueError(f"seeds.half_width of an accuracy must be below 1, got {width:g}; 2 points are 0.02")
-        if self.compare is not None and self.compare.tuning is not None:
-            both = sorted(set(seeds) & set(self.compare.tuning.seeds))
-            if both:
-                raise ValueError(f"compare.tuning.seeds must differ from the study's seeds {seeds}, got {both} in both")
+        if isinstance(self.seeds, TwoStage):
+            if self.search is not None:
+                raise ValueError("seeds must be a list in a study that searches; use seeds such as [0, 1, 2]")
+            if self.metric.endswith("accuracy") and (width := self.seeds.half_width) >= 1:
+                raise ValueError(f"seeds.half_width of an accuracy must be below 1, got {width:g}; 2 points are 0.02")
+        return self
+
+    @model_validator(mode="after")
+    def _searches_what_it_may(self) -> Self:
+        if self.search is None:
+            return self
+        for metric in self.objectives():
+            if metric.startswith("test/"):
+                raise ValueError(f"a search must not see the test split, got {metric}; use validation/...")
+        if self.compare is None:
+            if self.search.spaces or self.search.seeds:
+                raise ValueError("search.spaces and search.seeds belong to design compare; leave them out")
+            if self.metric not in self.objectives():
+                raise ValueError(f"search.objectives must contain the study's metric, {self.metric}")
+            self.search.of("")
+            return self
+        if self.search.objectives:
+            raise ValueError("search.objectives must be empty with design compare, which takes the study's metric")
+        if not self.search.seeds:
+            raise ValueError("search.seeds must list seeds with design compare, got none")
+        if both := sorted(set(self.first_seeds) & set(self.search.seeds)):
+            raise ValueError(f"search.seeds must differ from the study's seeds {self.first_seeds}, got {both} in both")
+        names = [item if isinstance(item, str) else item["name"] for item in self.compare.algorithms]
+        if unknown := self.search.spaces.keys() - set(names):
+            raise ValueError(f"search.spaces must name compared algorithms, got '{min(unknown)}'")
+        for name in names:
+            self.search.of(name)
+        return self
+
+    @model_validator(mode="after")
+    def _arms_can_be_told_apart(self) -> Self:
         for kind, labels in (("arms", self.arms), ("components", self.components)):
             for label in labels:
                 if re.search("[\0\ud800-\udfff]", label):
                     raise ValueError(f"labels of {kind} must be Unicode without NUL, got {label!a}; leave it out")
+        for (one, mine), (other, theirs) in itertools.combinations(self.components.items(), 2):
+            for path, held in itertools.product(mine, theirs):  # with both on, their order would decide its value
+                if f"{path}.".startswith(f"{held}.") or held.startswith(f"{path}."):
+                    raise ValueError(f"components must not share a setting, got {path} in '{one}' and in '{other}'")
+        if empty := [name for name, settings in self.components.items() if not settings]:
+            raise ValueError(f"components must set something, got nothing in '{empty[0]}'")
         for path, levels in self.factors.items():
             if path == "seed":
                 raise ValueError("'seed' cannot be a factor, because seeds are replicates; list seeds under 'seeds'")
@@ -412,22 +292,24 @@ class StudySpec(Section):
 
         SpecError if an arm is not a valid run.
         """
-        return [] if self._is_searched else list(self._known)
+        return [] if self.search is not None else list(self._known)
 
     def searches(self) -> list[SearchPlan]:
         """The searches of the study: none, one, or one for each algorithm and task of a tuned comparison."""
-        objectives, seeds = self.objectives(), tuple(self.first_seeds)
-        if self.search is not None:
-            return [SearchPlan("", base, self.search, objectives, seeds) for base in self._known]
-        if self.compare is None or self.compare.tuning is None:
+        if self.search is None:
             return []
-        tuning, tuned = self.compare.tuning, tuple(self.compare.tuning.seeds)
-        found = [(base, tuning.search(base.overrides["algorithm.name"])) for base in self._known]
-        return [SearchPlan(base.label, base, search, objectives, tuned, seeds) for base, search in found]
+        objectives, seeds = self.objectives(), tuple(self.first_seeds)
+        if self.compare is None:
+            return [SearchPlan("", base, self.search, objectives, seeds) for base in self._known]
+        search, own = self.search, tuple(self.search.seeds)
+        return [
+            SearchPlan(base.label, base, search.of(base.overrides["algorithm.name"]), objectives, own, seeds)
+            for base in self._known
+        ]
 
     def arm_labels(self) -> list[str]:
         """Labels of the compared arms, as far as they are known before the study runs."""
-        return [] if self.search is not None else [arm.label for arm in self._known]
+        return [] if self.design == "search" else [arm.label for arm in self._known]
 
     def arm_colors(self) -> dict[str, str]:
         """The colour of each known arm on pages, as in a report without results."""
@@ -438,7 +320,7 @@ class StudySpec(Section):
 
     def checked_arms(self) -> list[Arm]:
         """The arms to validate: those of the design, and for each search its base and the base with single changes."""
-        return list(self._probes if self._is_searched else self._known)
+        return list(self._known if self.search is None else self._probes)
 
     def changed(self, base: Arm, label: str, point: Mapping[str, Any]) -> Arm:
         """An arm with other values. SpecError if the values do not give a valid run."""
@@ -465,16 +347,12 @@ class StudySpec(Section):
             known["seeds"] = self.seeds.model_dump(mode="json")
         return digest(known)
 
-    @property
-    def _is_searched(self) -> bool:
-        return self.search is not None or (self.compare is not None and self.compare.tuning is not None)
-
     @cached_property
     def _known(self) -> list[Arm]:
         """The arms of the design, or the base of each search."""
-        if self.search is not None:
+        if self.design == "search":
             return [Arm("", {}, {}, self._parse({}))]
-        arms = self._varied() if self.compare is None else self._compared()
+        arms = self._varied() if self.compare is None else self._compared(self.compare)
         labels = [arm.label for arm in arms]
         if self.baseline is not None and self.baseline not in labels:
             near = plugins.nearest(self.baseline, labels)
@@ -497,7 +375,7 @@ class StudySpec(Section):
         """The arms of a grid, of one_at_a_time or of components."""
         arms: dict[str, Arm] = {}
         label_of: dict[str, str] = {}  # digest -> label
-        named = component_arms(self.design, self.components) if self.components else self.arms
+        named = _component_arms(self.design, self.components) if self.components else self.arms
         if self.design == "one_at_a_time":
             single = [{path: level} for path, levels in self.factors.items() for level in levels]
             points = [("", point) for point in [{}, *single]]
@@ -528,16 +406,15 @@ class StudySpec(Section):
         for name, settings in self.components.items():
             pair = [arms[REFERENCE[self.design]].spec, arms[component_arm(self.design, name)].spec]
             on, off = pair if self.design == "leave_one_out" else pair[::-1]
-            if reason := why_inert(settings, on, off):
+            if reason := _why_inert(settings, on, off):
                 raise SpecError(f"study '{self.name}': component '{name}' cannot matter: {reason}")
         return list(arms.values())
 
-    def _compared(self) -> list[Arm]:
+    def _compared(self, compare: Comparison) -> list[Arm]:
         """Every algorithm on every task of a comparison; labels leave out what all arms have in common."""
-        assert self.compare is not None
-        several = {"algorithm": len(self.compare.algorithms) > 1, "task": len(self.compare.tasks) > 1}
+        several = {"algorithm": len(compare.algorithms) > 1, "task": len(compare.tasks) > 1}
         arms = []
-        for pair in itertools.product(self.compare.algorithms, self.compare.tasks):
+        for pair in itertools.product(compare.algorithms, compare.tasks):
             overrides: dict[str, Any] = {}
             levels: dict[str, Scalar] = {}
             for kind, item in zip(("algorithm", "task"), pair, strict=True):
@@ -547,13 +424,13 @@ class StudySpec(Section):
                     levels[f"{kind}.name"] = settings["name"]
             label = ", ".join(_describe(path, level) for path, level in levels.items())
             arms.append(Arm(label, overrides, levels, self._parse(overrides)))
-        for arm, control in itertools.product(arms[: len(self.compare.tasks)], self.compare.controls):
+        for arm, control in itertools.product(arms[: len(compare.tasks)], compare.controls):
             overrides, levels = {**arm.overrides, "control": control}, {**arm.levels, "control": control}
             arms.append(Arm(f"{arm.label}, control {control}", overrides, levels, self._parse(overrides)))
         return arms
 
     def _parse(self, overrides: Mapping[str, Any]) -> RunSpec:
-        seed = {"seed": self.first_seeds[0]} if self._is_searched else {}  # a search ignores the seed of its base run
+        seed = {} if self.search is None else {"seed": self.first_seeds[0]}  # a search ignores the seed of its base run
         return parse_run(with_overrides(self.run, {**overrides, **seed}), where=f"study '{self.name}'")
 
 
@@ -561,16 +438,49 @@ def parse_study(raw: Mapping[str, Any], where: str) -> StudySpec:
     """The study that a mapping describes, with every arm validated; otherwise SpecError."""
     study = parsed(StudySpec, raw, where)
     controlled = [arm for arm in study.checked_arms() if arm.spec.control is not None]
-    if controlled and study.searches():
-        raise SpecError(f"{where}: a study that searches or tunes must have no control; leave control out")
+    if controlled and study.search is not None:
+        raise SpecError(f"{where}: a study that searches must have no control; leave controls out")
     labels = study.arm_labels()
     for arm in controlled:
         if arm.label == (study.baseline or labels[0]):
-            fix = "name another arm with baseline"
-            raise SpecError(
-                f"{where}: the baseline must not be a control, got '{arm.label}' ({arm.spec.control}); {fix}"
-            )
+            got, fix = f"'{arm.label}' ({arm.spec.control})", "name another arm with baseline"
+            raise SpecError(f"{where}: the baseline must not be a control, got {got}; {fix}")
     return study
+
+
+def _component_arms(design: str, components: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Label -> overrides of the n + 1 arms of a study of components, the reference first: all components and each one
+    left out, or none and each one alone."""
+    if design == "leave_one_out":
+        chosen = {name: [one for one in components if one != name] for name in components}
+    else:
+        chosen = {name: [name] for name in components}
+    arms = {component_arm(design, name): names for name, names in chosen.items()}
+    reference = {REFERENCE[design]: list(components) if design == "leave_one_out" else []}
+    return {
+        label: {path: value for name in names for path, value in components[name].items()}
+        for label, names in {**reference, **arms}.items()
+    }
+
+
+def _why_inert(component: Mapping[str, Any], on: RunSpec, off: RunSpec) -> str:
+    """The reason that a component's setting cannot change a run; empty if it can.
+
+    Such a component is refused: its effect is 0 by construction, and a rank among others would hide that.
+    """
+    with_it, without = on.model_dump(mode="json"), off.model_dump(mode="json")
+    always_on_policy = all(spec.updates_per_step == 1 and not spec.staleness for spec in (on, off))
+    for path in component:
+        value = get_path(with_it, path)
+        if value == get_path(without, path):
+            return f"{path} is {value} without the component too"
+        section, _, key = path.rpartition(".")
+        if section == "algorithm" and key in _CLIPS and always_on_policy:
+            return (
+                f"{path} has an effect only if a batch gets several updates or is older than the policy, otherwise the "
+                "ratio is 1; raise optimizer.num_minibatches, optimizer.num_inner_epochs or staleness"
+            )
+    return ""
 
 
 def _describe(path: str, level: Scalar) -> str:

@@ -31,7 +31,8 @@ from optuna.trial import FrozenTrial, TrialState
 
 from ..data import ENDED, short_path
 from ..spec.errors import SpecError
-from ..spec.study import Arm, Dimension, Search, SearchPlan, StudySpec
+from ..spec.search import Dimension, Search
+from ..spec.study import Arm, SearchPlan, StudySpec
 from .attempts import Attempts
 from .plan import Key
 from .search_record import best_trial, keys_of, search_record
@@ -279,7 +280,7 @@ class ArmSearch:
         if math.prod(dimension.size for dimension in space.values()) > MAX_LISTED:
             yield {}
             return
-        for values in itertools.product(*(dimension.points() or [] for dimension in space.values())):
+        for values in itertools.product(*(dimension.points() for dimension in space.values())):
             point = dict(zip(space, values, strict=True))
             if point not in tried:
                 yield point
@@ -325,7 +326,7 @@ def _new_sampler(search: Search, seed: int) -> BaseSampler:
         case "gp":
             return GPSampler(n_startup_trials=search.startup, seed=seed)
         case "nsga2":
-            return NSGAIISampler(population_size=search.population, seed=seed)
+            return NSGAIISampler(population_size=max(2, search.startup), seed=seed)
         case "random":
             return RandomSampler(seed)
 

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from ...record.status import StudyStatus
     from ...record.study import StudyRecord
     from ...spec.run import RunSpec
-    from ...spec.study import Dimension, StudySpec
+    from ...spec.search import Dimension
+    from ...spec.study import StudySpec
 
 
 def show_study(study: StudySpec, run: RunSpec, arms: Sequence[Mapping[str, Any]], trials: int, rollouts: int) -> None:

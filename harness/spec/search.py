@@ -1,0 +1,128 @@
+"""The settings of a search: which values it may try, how many arms, and which of Optuna's samplers and pruners."""
+
+import math
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from ..data import Section
+from .raw import MAX_INTEGER
+from .run import Scalar
+
+Direction = Literal["maximize", "minimize"]
+
+
+class Dimension(Section):
+    """The values that a search may give to one setting: choices, or a range (of integers if both ends are)."""
+
+    low: int | float | None = None
+    high: int | float | None = None
+    log: bool = Field(default=False, description="sample the range on a logarithmic scale")
+    step: int | float | None = Field(
+        default=None, gt=0, description="distance between the values of a range; default: 1 for integers, else none"
+    )
+    choices: list[Scalar] | None = Field(default=None, min_length=1)
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if self.choices is not None:
+            if {self.low, self.high, self.step} != {None} or self.log:
+                raise ValueError("choices cannot be combined with low, high, log or step")
+            if any(choice in self.choices[:i] for i, choice in enumerate(self.choices)):
+                raise ValueError(f"choices must be distinct, got {self.choices}")
+            return self
+        if self.low is None or self.high is None:
+            raise ValueError("a dimension must have low and high, or choices")
+        if self.low >= self.high:
+            raise ValueError(f"low must be below high, got {self.low} and {self.high}")
+        if self.log and (self.low <= 0 or self.step is not None):
+            raise ValueError(f"log must have low above 0 and no step, got low {self.low} and step {self.step}")
+        if self.step is not None:
+            count = (self.high - self.low) / self.step
+            if self.whole and not isinstance(self.step, int):
+                raise ValueError(
+                    f"step must be an integer if low and high are, got {self.step}; write low as {self.low}.0"
+                )
+            if not math.isclose(count, round(count), abs_tol=1e-9) or round(count) < 1:
+                last = self.low + max(math.floor(count + 1e-9), 1) * self.step
+                raise ValueError(f"step must lead from low to high, got {self.step} for {self.high}; use high {last:g}")
+        return self
+
+    @property
+    def whole(self) -> bool:
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+    @property
+    def size(self) -> float:
+        """The number of values; infinite for a range of floats without a step."""
+        if self.choices is not None:
+            return len(self.choices)
+        assert self.low is not None and self.high is not None
+        if self.step is None and not self.whole:
+            return math.inf
+        return round((self.high - self.low) / (self.step or 1)) + 1
+
+    def points(self) -> list[Scalar]:
+        """Every value of a dimension of finite size. Do not call it for a large `size`."""
+        if self.choices is not None:
+            return list(self.choices)
+        assert self.low is not None
+        return [self.low + i * (self.step or 1) for i in range(int(self.size))]
+
+    def probes(self) -> list[Scalar]:
+        """The values that are checked before a study starts: all if there are few, otherwise both ends."""
+        return self.points() if self.size <= 64 or self.choices is not None else [self.low, self.high]
+
+
+Space = Annotated[dict[str, Dimension], Field(description="full path of a setting -> range or choices")]
+
+
+class Search(Section):
+    """A search over settings by one of Optuna's samplers; the value of an arm is its mean over all seeds.
+
+    In a comparison, every algorithm has the same search on every task, on `seeds` of its own; the best arm of each then
+    runs with the study's seeds.
+    """
+
+    space: Space = Field(default_factory=dict)
+    spaces: dict[str, Space] = Field(
+        default_factory=dict, description="comparison: algorithm -> dimensions of its search, in addition to space"
+    )
+    trials: int = Field(ge=1, description="number of arms; each runs with every seed; a search alone may gain more")
+    seeds: list[Annotated[int, Field(ge=0, le=MAX_INTEGER)]] = Field(
+        default_factory=list, description="comparison: seeds of the searched arms; must differ from the study's seeds"
+    )
+    sampler: Literal["tpe", "gp", "nsga2", "random"] = Field(default="tpe", description="Optuna sampler")
+    pruner: Literal["none", "median", "hyperband"] = Field(
+        default="none",
+        description="Optuna pruner that stops arms which fall behind; the seeds of an arm then run in order",
+    )
+    objectives: dict[str, Direction] = Field(
+        default_factory=dict, description="metric -> direction; by default the study's metric, maximised"
+    )
+    startup: int = Field(
+        default=5, ge=1, description="random arms before the sampler learns; nsga2: arms per generation"
+    )
+
+    @model_validator(mode="after")
+    def _searchable(self) -> Self:
+        paths = {*self.space, *(path for space in self.spaces.values() for path in space)}
+        if "seed" in paths:
+            raise ValueError("'seed' cannot be searched, because seeds are replicates; list seeds under 'seeds'")
+        if self.pruner != "none" and len(self.objectives) > 1:
+            raise ValueError(f"search.pruner must be none with several objectives, got {self.pruner}")
+        if self.pruner != "none" and (fixed := paths & {"steps", "evaluation.every"}):
+            raise ValueError(f"search.pruner compares arms at equal steps; take '{min(fixed)}' out of search.space")
+        return self
+
+    def of(self, algorithm: str) -> Self:
+        """The search for one algorithm. ValueError if it searches nothing, or too few points."""
+        space = {**self.space, **self.spaces.get(algorithm, {})}
+        if not space:
+            raise ValueError(f"search.space must have a setting to search{f' for {algorithm}' if algorithm else ''}")
+        size = math.prod(dimension.size for dimension in space.values())
+        if self.trials > size:
+            raise ValueError(
+                f"search.trials must be at most the number of points of the space ({size:g}), got {self.trials}"
+            )
+        return self.model_copy(update={"space": space, "spaces": {}})
