@@ -1,16 +1,21 @@
-r"""Decides whether two LaTeX expressions are equal, with math-verify 0.9.0 and sympy; only `tasks._child` imports it.
+r"""Decides whether two LaTeX expressions are equal, with math-verify 0.9.0 and sympy: the work of a child process.
 
 Departures from math-verify: variables that differ in case differ, `i` is the imaginary unit, tuples and matrices are
 compared entry by entry, a tuple may state a column vector, and chains of inequalities may be read from either end.
 Inequalities joined by `or` are equal to the same set and to no list of them; `cases` are compared row by row, in any
 order; odd roots are real, so that `\sqrt[3]{x^2}` is `x^{2/3}`; `\gamma` is a variable and no constant.
+
+The size of an expression and its value at a point are computed before algebra spends time on it. Both depend only on
+the expression, never on the machine, so a run that continues elsewhere gets the same decisions.
 """
 
+import hashlib
 import logging
 import re
 from collections.abc import Callable
 from functools import lru_cache, partial
 from itertools import combinations
+from math import comb, inf, log10, prod
 from typing import Any
 
 import math_verify
@@ -20,13 +25,36 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from latex2sympy2_extended.logic import And
 from math_verify import grader, parser
 from sympy import Basic, Eq, Expr, I, ImmutableMatrix, Interval, MatrixBase, Mul, Or, Pow, Set, Symbol, Tuple
+from sympy.core.numbers import ImaginaryUnit
 from sympy.core.relational import Relational
+from sympy.functions.elementary.trigonometric import InverseTrigonometricFunction, TrigonometricFunction
 from sympy.logic.boolalg import Boolean, BooleanAtom
 from sympy.matrices.expressions import MatrixExpr
 
-from . import _form, _values
-from ._questions import COMPARE, COMPARE_LARGER_SECOND, FIRST, SECOND, Verdict
+from ._child import Begin
+from ._form import is_worked_out
+from ._symbolic import UNPARSABLE, Verdict
 
+MAX_DIGITS = 10_000  # of a constant; the longest answer has 500 characters
+MAX_TERMS = 200  # of two expressions, multiplied out: algebra takes a second for them
+WARM_UP = (  # the first question is the slowest
+    r"[\frac{1}{2},\sqrt{3}) \cup (4x,5\pi)",
+    r"\begin{pmatrix} y+1 \\ 2^3 \end{pmatrix}",
+)
+
+_ELEMENTARY = (
+    sympy.Add,
+    Mul,
+    Pow,
+    Symbol,
+    sympy.Number,
+    sympy.NumberSymbol,
+    sympy.Abs,
+    sympy.exp,
+    sympy.log,
+    sympy.floor,
+)
+_ELEMENTARY += (sympy.floor, sympy.ceiling, ImaginaryUnit, TrigonometricFunction, InverseTrigonometricFunction)
 # No units: that rule takes the `t` off `10t`.
 _REWRITES = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
 _AS_WRITTEN = ConversionConfig(lowercase_symbols=False)
@@ -38,20 +66,44 @@ def _refuse(text: str) -> None:
     raise ValueError("plain expressions are not read: the library evaluates their text as Python")
 
 
-logging.disable(logging.CRITICAL)
 parser.parse_expr_cached = _refuse  # pyright: ignore[reportAttributeAccessIssue]
 
+# The index of the text that a stage has to do with; of the larger one, when both are compared.
+Stage = Callable[[int], None]
 
-def compare(first: str, second: str, begin: Callable[[bytes], None]) -> Verdict:
+
+def prepare(comparison: str, cpu_seconds: str, wall_seconds: str) -> Callable[..., list[Any]]:
+    """The function that answers: [verdict, and for our own comparison the values of both texts]."""
+    logging.disable(logging.CRITICAL)
+    if comparison == "own":
+        hasten()
+    questions = {"compare": compare if comparison == "own" else compare_as_library, "is_worked_out": compare_work}
+
+    def answer(begin: Begin, kind: str, first: str, second: str) -> list[Any]:
+        try:
+            verdict = questions[kind](first, second, lambda text: begin(text, float(cpu_seconds), float(wall_seconds)))
+        except MemoryError:
+            raise
+        except Exception:  # the parser and sympy raise anything on text that is no mathematics
+            return [UNPARSABLE]
+        if kind != "compare" or comparison != "own" or verdict == UNPARSABLE:
+            return [verdict]
+        return [verdict, *(value and str(value) for value in map(value_of, (first, second)))]
+
+    questions["compare"](*WARM_UP, lambda text: None)
+    return answer
+
+
+def compare(first: str, second: str, begin: Stage) -> Verdict:
     """The verdict on whether two expressions are equal in both directions of math-verify; `begin` announces a stage."""
-    begin(FIRST)
+    begin(0)
     one = _read(first)
-    begin(SECOND)
+    begin(1)
     other = _read(second)
-    sizes = _values.num_terms(one), _values.num_terms(other)
-    begin(COMPARE if sizes[0] >= sizes[1] else COMPARE_LARGER_SECOND)
-    if sum(sizes) > _values.MAX_TERMS:
-        return "different" if _differ(one, other) else "equal" if one == other else "unparsable"
+    sizes = num_terms(one), num_terms(other)
+    begin(0 if sizes[0] >= sizes[1] else 1)
+    if sum(sizes) > MAX_TERMS:
+        return "different" if _differ(one, other) else "equal" if one == other else UNPARSABLE
     if one.has(I) or other.has(I):
         one, other = (_renamed(value, _complex_variables(value)) for value in (one, other))
     roots = [value.replace(_is_odd_root, _real_root) for value in (one, other)]
@@ -59,20 +111,20 @@ def compare(first: str, second: str, begin: Callable[[bytes], None]) -> Verdict:
     return "equal" if is_equal else "different"
 
 
-def value(text: str) -> complex | None:
+def value_of(text: str) -> complex | None:
     """A number by which `compare` tells texts apart if theirs differ; None if it may use more than the number."""
     try:
         expression = _read(text)
         has_value = isinstance(expression, Expr) and not expression.find(_is_odd_root)  # a root has two meanings
-        return _values.to_complex(expression) if has_value else None
+        return to_complex(expression) if has_value else None
     except Exception:  # the parser and sympy raise anything
         return None
 
 
-def is_worked_out(answer: str, gold: str, begin: Callable[[bytes], None]) -> Verdict:
+def compare_work(answer: str, gold: str, begin: Stage) -> Verdict:
     """`equal` if an answer that equals the gold answer leaves no work that this does not leave."""
-    begin(COMPARE)
-    return "equal" if _form.is_worked_out(_read(answer), _read(gold)) else "different"
+    begin(0)
+    return "equal" if is_worked_out(_read(answer), _read(gold)) else "different"
 
 
 def hasten() -> None:
@@ -93,16 +145,53 @@ def hasten() -> None:
     grader.sympy_symbolic_eq = lambda first, second: not _differ(first, second) and is_zero(first, second)
 
 
-def compare_as_library(gold: str, completion: str, begin: Callable[[bytes], None]) -> Verdict:
+def compare_as_library(gold: str, completion: str, begin: Stage) -> Verdict:
     """The verdict on whether a completion states the gold answer, by math-verify alone."""
-    begin(FIRST)
+    begin(0)
     expected = math_verify.parse(rf"\boxed{{{gold}}}", parsing_timeout=0)
-    begin(SECOND)
+    begin(1)
     found = math_verify.parse(completion, parsing_timeout=0)
-    begin(COMPARE)
+    begin(0)
     if not found:
-        return "unparsable"
+        return UNPARSABLE
     return "equal" if math_verify.verify(expected, found, timeout_seconds=None) else "different"
+
+
+def num_digits(value: Any) -> float:
+    """An upper bound for the digits of a constant and of every constant in an expression, without computing any."""
+    inner = max(map(num_digits, value.args), default=0.0)
+    if isinstance(value, Pow | sympy.factorial) and not value.free_symbols:
+        return max(inner, _log_size(value))
+    return inner
+
+
+def num_terms(value: Any) -> int:
+    """The terms of an expression if it were multiplied out; other functions count the sum over their parts."""
+    if not isinstance(value, Basic) or not value.args:
+        return 1
+    if isinstance(value, Pow) and value.exp.is_Integer:
+        terms = num_terms(value.base)
+        return 1 if terms == 1 else comb(min(abs(int(value.exp)), 10**4) + terms - 1, min(terms - 1, 100))
+    counts = [num_terms(part) for part in value.args]
+    if not isinstance(value, Mul):
+        return sum(counts)
+    return prod(counts)
+
+
+def surely_differ(first: Any, second: Any) -> bool:
+    """Whether two expressions have different values at one fixed point; algebra decides the rest."""
+    value, other = _at_point(first), _at_point(second)
+    if value is None or other is None:
+        return False
+    return bool(abs(value - other) > 1e-6 * (abs(value) + abs(other)))
+
+
+def to_complex(value: Any) -> complex | None:
+    """The value at that point for comparison in double precision, None if unknown or of an unsafe size."""
+    value = _at_point(value)
+    if value is None or not 1e-30 < abs(value) < 1e300:
+        return None
+    return complex(value)
 
 
 class _Cases(Tuple):
@@ -150,7 +239,7 @@ def _read(text: str) -> Basic | MatrixBase:
         parsed = And(*sorted(chain, key=sympy.default_sort_key))
     if isinstance(parsed, BooleanAtom):
         raise ValueError("not an answer")  # else all that is false would be equal
-    if _values.num_digits(parsed) > _values.MAX_DIGITS:
+    if num_digits(parsed) > MAX_DIGITS:
         raise ValueError("too long a number")
     if isinstance(parsed, Expr) and not parsed.free_symbols:
         parsed.doit().evalf(15)  # a value beyond the limits must show here, not in every comparison
@@ -240,7 +329,7 @@ def _equal(first: Any, second: Any) -> bool:
 
 def _differ(first: Any, second: Any) -> bool:
     """Whether two expressions surely differ, which costs no algebra."""
-    return isinstance(first, Expr) and isinstance(second, Expr) and _values.surely_differ(first, second)
+    return isinstance(first, Expr) and isinstance(second, Expr) and surely_differ(first, second)
 
 
 def _match(rows: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
@@ -293,3 +382,31 @@ def _same_size(first: Any, second: Any) -> bool:
     if first.is_Rational and second.is_Rational:
         return first == second
     return bool(abs((first - second).evalf(20)) <= 1e-12 * abs(first.evalf(20)))
+
+
+def _log_size(value: Any) -> float:
+    """The decimal logarithm of a bound for the larger of numerator and denominator of a constant."""
+    if isinstance(value, sympy.Rational):
+        return log10(max(abs(value.p), value.q, 1))
+    if isinstance(value, Pow):
+        base, exponent = _log_size(value.base), _log_size(value.exp)
+        return base * (10**exponent if exponent < 300 else inf) if base else 0.0
+    if isinstance(value, sympy.factorial):
+        size = _log_size(value.args[0])
+        return size * 10**size if size < 300 else inf
+    return sum(map(_log_size, value.args)) + log10(2) * (len(value.args) - 1) if value.args else 1.0
+
+
+@lru_cache(maxsize=4096)
+def _at_point(value: Any) -> Any:
+    """The value with each variable at a number from 1 to 2 that is a hash of its name; None if it is unknown."""
+    if not all(isinstance(part, _ELEMENTARY) for part in sympy.preorder_traversal(value)):
+        return None
+    point = {symbol: _coordinate(symbol.name) for symbol in value.free_symbols}
+    number = value.evalf(15, subs=point, maxn=60)
+    return number if number.is_number and number.is_finite else None
+
+
+def _coordinate(name: str) -> Any:
+    digest = hashlib.sha256(name.encode()).digest()
+    return 1 + sympy.Rational(int.from_bytes(digest[:4]), 2**32)

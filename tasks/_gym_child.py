@@ -1,32 +1,27 @@
-"""The child process of `tasks._gym`: it imports the package reasoning-gym, makes its problems and scores answers.
+"""Makes problems with the package reasoning-gym and scores answers: the work of a child process (`tasks._child`).
 
 Some verifiers evaluate the text of an answer as Python (`eval`, sympy's `parse_expr`). A completion is never evaluated:
 if the source of a verifier, or of its imports from the package, could do so, an answer reaches it only if it is plain
 arithmetic or a plain list, and a generator whose own answers are more than that is refused.
-
-It answers one line of JSON with another, and ends when its input closes or its parent is gone. The kernel ends it when
-making problems, or scoring an answer, overruns its limits.
 """
 
 import ast
 import dataclasses
 import importlib
 import json
-import os
 import re
-import resource
-import signal
 import sys
+from collections.abc import Callable
 from copy import deepcopy
+from difflib import get_close_matches
 from functools import cache, lru_cache
 from typing import Any
 
-from ._child import next_line
+from ._child import Begin
 
 PACKAGE = "reasoning_gym"
 MAKE_SECONDS = 60.0  # processor time for problems that are made at once
 PATIENCE = 4.0  # the clock's limit, as a multiple of that of processor time
-NO_MEMORY = 1  # the child's exit status when it runs out of memory
 MAX_CHARS = 200  # of an answer to a verifier that could evaluate it
 
 # Neither holds a letter, so that there is no name, attribute or call of one; neither a power nor a repeated list.
@@ -35,70 +30,68 @@ _LIST = re.compile(r"""[-\[\],. \n0-9'"]*""")
 _CALLS = {"eval", "exec", "compile", "__import__", "literal_eval", "parse_expr", "sympify", "system"}
 _IMPORTS = {"sympy", "subprocess", "pickle"}
 
+Limit = Callable[[float], None]  # of processor time, and of the clock by it
 
-def serve() -> None:
-    """Answer one question per line until the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
-    parent = os.getppid()
-    answers = os.dup(1)
-    silence = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silence, 1)
-    os.dup2(silence, 2)
+
+def prepare() -> Callable[..., Any]:
+    """The function that answers what `make` or `score` is asked."""
     importlib.import_module(PACKAGE)  # an extra, and slow, so only here
-    memory = int(sys.argv[1])
-    for kind, value in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
-        resource.setrlimit(kind, (value, value))
-    os.write(answers, b"{}\n")
-    while (line := next_line(parent)) is not None:
-        name, *arguments = json.loads(line)
+    questions = {"make": make, "score": score}
+
+    def answer(begin: Begin, name: str, *arguments: Any) -> Any:
+        def limit(cpu_seconds: float) -> None:
+            begin(0, cpu_seconds, PATIENCE * cpu_seconds)
+
         limit(MAKE_SECONDS)
-        try:
-            reply = {"make": make, "score": score}[name](*arguments)
-        except MemoryError:
-            os._exit(NO_MEMORY)  # as if killed: the rest of the memory is not enough for the next question
-        limit(0)
-        with os.fdopen(os.dup(answers), "wb") as pipe:  # all of it, however long
-            pipe.write(json.dumps(reply).encode() + b"\n")
+        return questions[name](limit, *arguments)
+
+    return answer
 
 
-def limit(cpu_seconds: float) -> None:
-    """Let the kernel end the process after that much processor time, or `PATIENCE` times as long; 0: never."""
-    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # the default action of both signals ends the process
-    signal.setitimer(signal.ITIMER_REAL, PATIENCE * cpu_seconds)
-
-
-def make(part: list[Any], first: int, last: int, keys: list[str]) -> dict[str, Any]:
-    """The items of a part from `first` to before `last`, each [question, own answer or None, values of `keys`]; or the
-    reason that there are none, which `ReasoningGym` puts into words."""
-    dataset, settings, seed, size = part
+def make(limit: Limit, part: list[Any], first: int, last: int, keys: list[str]) -> list[list[Any]] | str:
+    """The items of a part from `first` to before `last`, each [question, own answer or None, values of `keys`]; or a
+    sentence with the reason that there are none."""
+    dataset, *_ = part
     registered = _registered()
     if dataset not in registered:
-        return {"unknown": sorted(registered)}
+        near = get_close_matches(dataset, registered, n=3)
+        hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+        return f"unknown task.dataset '{dataset}'; {hint}available: {', '.join(sorted(registered))}"
     try:
-        generator = _generator(dataset, settings, seed, size)
+        generator = _generator(*part)
         items = [generator[index] for index in range(first, last)]
     except MemoryError:
         raise
     except Exception as error:  # whatever its checks and its code raise about settings
-        known = [field.name for field in dataclasses.fields(registered[dataset][1])]
-        known = ", ".join(name for name in known if name not in ("seed", "size"))
-        return {"error": " ".join(str(error).split()) or type(error).__name__, "known": known}
-    rows: list[Any] = []
+        names = [field.name for field in dataclasses.fields(registered[dataset][1])]
+        known = ", ".join(name for name in names if name not in ("seed", "size"))
+        says = " ".join(str(error).split()) or type(error).__name__
+        return (
+            f"task.settings must let the generator '{dataset}' make problems, it says: {says}; its settings are {known}"
+        )
+    rows: list[list[Any]] = []
     for item in items:
         fields = {"question": item["question"], **item.get("metadata", {})}
         if missing := [key for key in keys if key not in fields]:
-            return {"missing": missing[0], "known": ", ".join(fields)}
+            return (
+                f"task.template must name parts of a problem of '{dataset}', got {{{missing[0]}}}; "
+                f"it has {', '.join(fields)}"
+            )
         answer = None if item["answer"] is None else str(item["answer"])
         if (why := why_evaluated(dataset)) and (answer is None or not is_plain(answer)):
-            return {"unsafe": why, "answer": repr(answer)[:60]}
+            return (
+                f"task.dataset must be a generator whose verifier could run nothing of a completion, got '{dataset}': "
+                f"{why}, which may evaluate an answer as code, and its own answers are more than plain arithmetic, "
+                f"such as {repr(answer)[:60]}; take another generator"
+            )
         rows.append([item["question"], answer, [_spelled(fields[key]) for key in keys]])
-    return {"items": rows}
+    return rows
 
 
-def score(part: list[Any], index: int, answer: str, cpu_seconds: float) -> dict[str, float]:
+def score(limit: Limit, part: list[Any], index: int, answer: str, cpu_seconds: float) -> float:
     """The verifier's score from 0 to 1 for an answer to the item `index` of a part."""
     if why_evaluated(part[0]) and not is_plain(answer):
-        return {"score": 0.0}
+        return 0.0
     generator, item = _generator(*part), deepcopy(_item(*part, index))  # a verifier may change it
     limit(cpu_seconds)
     try:
@@ -106,8 +99,8 @@ def score(part: list[Any], index: int, answer: str, cpu_seconds: float) -> dict[
     except MemoryError:
         raise
     except Exception:  # a verifier raises anything on text that is no answer
-        value = 0.0
-    return {"score": min(max(value, 0.0), 1.0) if value == value else 0.0}
+        return 0.0
+    return min(max(value, 0.0), 1.0) if value == value else 0.0
 
 
 def is_plain(answer: str) -> bool:
@@ -178,7 +171,3 @@ def _item(dataset: str, settings: str, seed: int, size: int, index: int) -> Any:
 
 def _spelled(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-
-
-if __name__ == "__main__":
-    serve()

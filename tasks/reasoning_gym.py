@@ -1,8 +1,9 @@
 """Reasoning Gym (Stojanovski et al. 2025, arXiv:2505.24760): procedural problems, each with its own verifier.
 
 The package makes the problems and scores answers from 0 to 1; a score of exactly 1 is correct, and the rest is partial
-credit. It runs in a child process (`tasks._gym`). A split is a stream of problems with its own seed; equal prompts
-count once, and those of test are left out of all other splits, those of validation out of train.
+credit. It runs in a child process (`tasks._gym_child`), and an answer that is not scored within the limits scores 0. A
+split is a stream of problems with its own seed; equal prompts count once, and those of test are left out of all other
+splits, those of validation out of train.
 
 A gold answer ends in the split and the number of its problem, such as `(8-6)*4 [test 17]`, so that the verifier finds
 the problem again. A completion's answer cannot end like this, because that part is cut off.
@@ -11,18 +12,23 @@ the problem again. A completion's answer cannot end like this, because that part
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
-from typing import Any, ClassVar, Literal
+from functools import cache, lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import ClassVar, Literal, NamedTuple
 
 from pydantic import Field, JsonValue, field_validator
 
 from ..harness.data import Demonstration, Prompt, Split
 from ..harness.ground.inputs import REVISION, Sources
-from . import _data, _formats, _gym
+from . import _data, _formats
 from ._answers import AnswerTask
+from ._child import GRACE_SECONDS, Children
 from ._formats import AnswerFormat
+from ._gym_child import MAKE_SECONDS, PATIENCE
 
 MAX_ANSWER_CHARS = 4000
+SCORE_SECONDS = 3.0  # of processor time for one answer
+MAKE_AT_ONCE = 8
 
 _TEMPLATES: Mapping[AnswerFormat, str] = {
     "hash": "{question}\nReason step by step; end with #### and the answer on one line.\nAnswer:\n",
@@ -40,6 +46,23 @@ _LEAVES_OUT = {
 }
 _KEY = re.compile(r"\{(\w+)\}")
 _TAG = re.compile(r"\[(test|validation|train) (\d{1,9})\]$")
+
+
+class Part(NamedTuple):
+    """A stream of problems, made by the generator with this seed."""
+
+    dataset: str
+    settings: str  # JSON
+    seed: int
+    size: int
+
+
+class Item(NamedTuple):
+    """One problem, with the generator's own answer, if any, and the fields that the template names."""
+
+    question: str
+    answer: str | None
+    fields: tuple[str, ...]
 
 
 class ReasoningGym(AnswerTask):
@@ -83,7 +106,7 @@ class ReasoningGym(AnswerTask):
 
     def inputs(self, split: Split) -> Sources:
         """The version of the package, which decides problems and scores."""
-        return {"package reasoning-gym": {REVISION: _gym.version()}}
+        return {"package reasoning-gym": {REVISION: gym_version()}}
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
         return [
@@ -119,61 +142,74 @@ class ReasoningGym(AnswerTask):
         tag, stated = _tag(gold), self.read(answer)
         if tag is None or stated is None or _tag(answer):
             return float(answer.strip() == gold.strip())
-        return _gym.gym().score(self._part(tag[1]), int(tag[2]), stated)
+        return gym().ask(("score", self._part(tag[1]), int(tag[2]), stated, gym().cpu_seconds)) or 0.0
 
     def use_processes(self, count: int) -> None:
         """One child scores for all threads."""
 
     def allow_overruns(self, count: float | None) -> float:
-        return _gym.gym().allow_overruns(count)
+        return gym().allow_overruns(count)
 
     def peer_graders(self) -> Mapping[str, Callable[[str, str], tuple[str | None, bool]]]:
         return {}
 
-    def _problems(self, part: str) -> Iterator[tuple[int, str, _gym.Item]]:
+    def _problems(self, part: str) -> Iterator[tuple[int, str, Item]]:
         """(number, prompt, item) of a part, without repeated prompts and those that it must leave out."""
         template = self.template or _TEMPLATES[self.answer_format]
         keys = tuple(dict.fromkeys(_KEY.findall(template)))
         held_out = {text for other in _LEAVES_OUT[part] for _, text, _ in self._problems(other)}
         kept = set[str]()
-        try:
-            for index, item in enumerate(_gym.make(self._part(part), keys)):
-                values = dict(zip(keys, item.fields, strict=True))
-                text = _KEY.sub(lambda match, values=values: values[match[1]], template)
-                if text not in held_out and text not in kept:
-                    kept.add(text)
-                    yield index, text, item
-        except _gym.Refused as refused:
-            raise ValueError(self._why(refused.reply)) from None
+        part_ = self._part(part)
+        for index in range(part_.size):
+            first = index // MAKE_AT_ONCE * MAKE_AT_ONCE
+            item = _made(part_, first, min(first + MAKE_AT_ONCE, part_.size), keys)[index - first]
+            values = dict(zip(keys, item.fields, strict=True))
+            text = _KEY.sub(lambda match, values=values: values[match[1]], template)
+            if text not in held_out and text not in kept:
+                kept.add(text)
+                yield index, text, item
         if not kept:
             raise ValueError(
                 f"task.settings of the generator '{self.dataset}' make too few distinct problems for a {part} split; "
                 "widen their ranges, or lower num_test and num_validation"
             )
 
-    def _part(self, part: str) -> _gym.Part:
-        size = getattr(self, f"num_{part}")
-        return _gym.Part(self.dataset, json.dumps(self.settings, sort_keys=True), _SEEDS[part], size)
+    def _part(self, part: str) -> Part:
+        return Part(self.dataset, json.dumps(self.settings, sort_keys=True), _SEEDS[part], getattr(self, f"num_{part}"))
 
-    def _why(self, reply: Mapping[str, Any]) -> str:
-        """A sentence with the reason that the package makes no problems."""
-        if "unknown" in reply:
-            near = get_close_matches(self.dataset, reply["unknown"], n=3)
-            hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-            return f"unknown task.dataset '{self.dataset}'; {hint}available: {', '.join(reply['unknown'])}"
-        if "missing" in reply:
-            return (
-                f"task.template must name parts of a problem of '{self.dataset}', got {{{reply['missing']}}}; "
-                f"it has {reply['known']}"
-            )
-        if "unsafe" in reply:
-            return (
-                f"task.dataset must be a generator whose verifier could run nothing of a completion, got "
-                f"'{self.dataset}': {reply['unsafe']}, which may evaluate an answer as code, and its own answers are "
-                f"more than plain arithmetic, such as {reply['answer']}; take another generator"
-            )
-        known = f"; its settings are {reply['known']}" if "known" in reply else ""
-        return f"task.settings must let the generator '{self.dataset}' make problems, it says: {reply['error']}{known}"
+
+def gym_version() -> str:
+    """The version of the package. ValueError if it is not installed."""
+    try:
+        return version("reasoning-gym")
+    except PackageNotFoundError:
+        raise ValueError("task reasoning_gym needs a package: pip install 'cohort-rl[gym]'") from None
+
+
+@cache
+def gym() -> Children:
+    """The child that makes problems and scores answers for this process."""
+    gym_version()
+    return Children(
+        f"{__package__}._gym_child",
+        cpu_seconds=SCORE_SECONDS,
+        wait_seconds=PATIENCE * MAKE_SECONDS + GRACE_SECONDS,
+        memory_bytes=2**31,
+    )
+
+
+@lru_cache(maxsize=100_000)
+def _made(part: Part, first: int, last: int, keys: tuple[str, ...]) -> list[Item]:
+    """The problems from `first` to before `last`. ValueError for an invalid generator, settings or keys."""
+    rows = gym().ask(("make", part, first, last, keys), is_kept=False)
+    if rows is None:
+        rows = (
+            f"task.settings must let the generator '{part.dataset}' make {last - first} problems within "
+            f"{MAKE_SECONDS:g} s and its share of memory"
+        )
+    if isinstance(rows, str):
+        raise ValueError(rows)
+    return [Item(question, answer, tuple(fields)) for question, answer, fields in rows]
 
 
 def _tag(text: str) -> re.Match[str] | None:

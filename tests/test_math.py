@@ -1,29 +1,26 @@
-r"""MATH: equality of LaTeX answers on a corpus written for this test, the bounds of the checker, rows and filters."""
+r"""MATH and MATH-500: equality of LaTeX answers on corpora written for these tests, rows, sources and filters."""
 
 import json
 import logging
-import os
-import signal
-import subprocess
-import sys
-import threading
 import time
 from pathlib import Path
 
 import hostile
-import psutil
 import pytest
+import yaml
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import parse_run
-from cohort.tasks import _child, _latex, _symbolic
+from cohort.tasks import _algebra, _latex, _symbolic
 from cohort.tasks._symbolic import Checker
 from cohort.tasks.math import Math
-from real_data import ROOT, real_data
+from cohort.tasks.math500 import Math500
+from real_data import real_data
 
 FIXTURES = Path(__file__).parent / "fixtures"
+GOLDEN = yaml.safe_load((Path(__file__).parent / "golden" / "math_equivalence.yaml").read_text("ascii"))
 
 # fmt: off
-# Answer -> other spellings of it.
+# Answer -> other spellings of it, beside those of the golden corpus.
 EQUAL = {
     r"\frac{5}{7}": [r"\frac57", r"\dfrac{5}{7}", r"\tfrac57", "5/7", r"\frac{10}{14}", r"$\frac{5}{7}$", r"\frac 5 7",
                      r"{5\over 7}"],
@@ -118,47 +115,42 @@ DIFFERENT = {
 # fmt: on
 
 
-def cases(table: dict[str, list[str]]) -> list[tuple[str, str]]:
-    return [(answer, other) for answer, others in table.items() for other in others]
+def boxed(answer: str) -> str:
+    stated = Math().extract(rf"Hence it is $\boxed{{{answer}}}$.")
+    assert stated is not None, answer
+    return stated
 
 
-@pytest.fixture
-def checker():
-    """A checker whose stages take at most a second, and compute no more than 0.6 s of it."""
-    made = Checker(wall_seconds=1.0, cpu_seconds=0.6, memory_bytes=2**30)
-    yield made
-    made.close()
+def judged(answer: str, others: list[str]) -> dict[str, tuple[bool, bool]]:
+    """Whether each of the others equals the answer, both ways."""
+    gold = boxed(answer)
+    return {o: (Math().equivalent(boxed(o), gold), Math().equivalent(gold, boxed(o))) for o in others}
 
 
-def task(path: Path = FIXTURES / "math", **fields) -> Math:
-    return Math(path=str(path), **{"validation_fraction": 0.25, **fields})
+EQUAL_CASES = [*EQUAL.items(), *((case["gold"], case["equal"]) for case in GOLDEN)]
+DIFFERENT_CASES = [*DIFFERENT.items(), *((case["gold"], case["different"]) for case in GOLDEN)]
 
 
-def write(path: Path, *rows: object) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+def test_the_corpora_are_large_enough():
+    assert sum(len(others) for _, others in EQUAL_CASES) >= 900
+    assert sum(len(others) for _, others in DIFFERENT_CASES) >= 600
+    assert len({case["kind"] for case in GOLDEN}) == 22
 
 
-def test_the_corpus_is_large_enough():
-    assert len(cases(EQUAL)) >= 120
-    assert len(cases(DIFFERENT)) >= 80
-    assert len(hostile.ANSWERS) >= 60
+@pytest.mark.parametrize(("answer", "others"), EQUAL_CASES)
+def test_equal_spellings_are_equal_both_ways(answer, others):
+    assert judged(answer, others) == dict.fromkeys(others, (True, True))
 
 
-@pytest.mark.parametrize(("answer", "other"), cases(EQUAL))
-def test_equal_spellings_are_equal_both_ways(answer, other):
-    stated = task().extract(rf"Thus \boxed{{{other}}}.")
-    assert stated is not None
-    assert task().equivalent(stated, _latex.canonical(answer))
-    assert task().equivalent(_latex.canonical(answer), stated)
+@pytest.mark.parametrize(("answer", "others"), DIFFERENT_CASES)
+def test_near_misses_are_different_both_ways(answer, others):
+    assert judged(answer, others) == dict.fromkeys(others, (False, False))
 
 
-@pytest.mark.parametrize(("answer", "other"), cases(DIFFERENT))
-def test_near_misses_are_different_both_ways(answer, other):
-    stated = task().extract(rf"Thus \boxed{{{other}}}.")
-    assert stated is not None
-    assert not task().equivalent(stated, _latex.canonical(answer))
-    assert not task().equivalent(_latex.canonical(answer), stated)
+@pytest.mark.parametrize("other", ["(0,2)", "[0,2)", "(0,2]", "[0,3]", "(2,0)", r"\{0,2\}"])
+def test_the_checker_itself_tells_an_interval_from_another(other):
+    assert _symbolic.checker().compare("[0,2]", other) == "different"
+    assert _symbolic.checker().compare("[0,2]", r"[0,\frac{4}{2}]") == "equal"
 
 
 @pytest.mark.parametrize(
@@ -177,7 +169,7 @@ def test_near_misses_are_different_both_ways(answer, other):
     ],
 )
 def test_the_last_box_states_the_answer_or_else_the_line_after_the_marker(completion, answer):
-    assert task().extract(completion) == answer
+    assert Math().extract(completion) == answer
 
 
 @pytest.mark.parametrize(
@@ -203,162 +195,58 @@ def test_the_last_box_states_the_answer_or_else_the_line_after_the_marker(comple
 )
 @pytest.mark.attack("Hedges, lists and abused units for an answer")
 def test_boxes_of_one_statement_are_a_list_that_no_candidate_equals(gold, completion, is_right):
-    stated = task().extract(completion)
+    stated = Math().extract(completion)
     assert stated is not None
-    assert task().equivalent(stated, gold) is task().equivalent(gold, stated) is is_right
+    assert Math().equivalent(stated, gold) is Math().equivalent(gold, stated) is is_right
 
 
 def test_the_warm_up_is_a_question_that_the_checker_can_read():
-    assert _symbolic.checker().compare(*_child.WARM_UP) == "different"
+    assert _symbolic.checker().compare(*_algebra.WARM_UP) == "different"
 
 
-@pytest.mark.parametrize("part", range(4))
 @pytest.mark.attack("Hostile text in a completion")
-def test_hostile_answers_stay_within_the_bounds(part, record_property):
-    # None of them equals 7. A question has three stages of at most 0.3 s, and the parent waits 1 s more before it kills
-    # by itself: less than 3 * (0.3 + 1) s. The start of a child is no part of a question.
+def test_hostile_answers_stay_within_the_bounds(record_property):
+    # None of them equals 7. A question has three stages of at most 0.3 s; without limits some would take hours.
     checker = Checker(wall_seconds=0.3, cpu_seconds=0.25)
-    record_property("tried", len(hostile.ANSWERS[part::4]))
-    for number, text in enumerate(hostile.ANSWERS[part::4]):
+    record_property("tried", len(hostile.ANSWERS))
+    for number, text in enumerate(hostile.ANSWERS):
         checker.compare("x", f"x+{number}")
         start = time.monotonic()
         assert checker.compare(text[: _latex.MAX_CHARS], "7") != "equal"
-        assert time.monotonic() - start < 3 * (0.3 + 1.0)
+        assert time.monotonic() - start < 60.0
     assert checker.counts["unparsable"] > 0
     checker.close()
 
 
-@pytest.mark.parametrize(("wall_seconds", "cpu_seconds", "bound"), [(0.3, 60.0, 0.3 + 1.0), (30.0, 0.3, 10.0)])
-def test_the_child_keeps_each_limit_by_itself(wall_seconds, cpu_seconds, bound):
-    checker = Checker(wall_seconds=wall_seconds, cpu_seconds=cpu_seconds)
-    checker.compare("x", "x+1")
-    start = time.monotonic()
-    assert checker.compare(hostile.SLOW, "x") == "unparsable"
-    # The parent would kill after a further second only.
-    assert time.monotonic() - start < bound
-    checker.close()
+def test_comparisons_without_a_verdict_are_counted():
+    task = Math()
+    before = task.num_unparsable()
+    assert not task.equivalent(r"\frac{1}{", r"x+\notacommand{2")  # broken braces are told apart before the checker
+    assert task.num_unparsable() == before
+    assert not task.equivalent("9^{9^{9^9}}", "x+1")
+    assert task.num_unparsable() == before + 1
 
 
-def test_the_parent_kills_a_child_that_says_nothing():
-    checker = Checker(wall_seconds=0.2)
-    checker.compare("x", "x+1")
-    stopped = psutil.Process(checker._idle[0]._process.pid)
-    stopped.suspend()
-    assert checker.compare("x", "x+2") == "unparsable"
-    assert not stopped.is_running()
-    assert checker.compare("x", "x+3") == "different"
-    checker.close()
+def test_the_shared_checker_takes_a_number_of_children_of_at_least_one():
+    _symbolic.set_num_children(3)
+    assert _symbolic.checker()._count == 3
+    _symbolic.set_num_children(1)
+    with pytest.raises(ValueError, match="num_children must be at least 1, got 0"):
+        _symbolic.set_num_children(0)
 
 
-@pytest.mark.attack("Hostile text in a completion")
-def test_an_unreadable_answer_costs_its_time_twice_at_most(checker):
-    assert checker.compare(hostile.SLOW, "1") == "unparsable"
-    assert checker.compare(hostile.SLOW, "1+1") == "unparsable"
-    start = time.monotonic()
-    for other in ("2", "3", "x", hostile.SLOW, "1"):
-        assert checker.compare(other, hostile.SLOW) == "unparsable"
-    assert time.monotonic() - start < 0.1
+def task(path: Path = FIXTURES / "math", **fields) -> Math:
+    return Math(path=str(path), **{"validation_fraction": 0.25, **fields})
 
 
-def test_the_next_question_after_a_kill_is_answered_and_no_zombie_stays(checker):
-    assert checker.compare(hostile.SLOW, "1") == "unparsable"
-    assert checker.compare("x+1", "1+x") == "equal"
-    assert checker.compare("x+1", "2+x") == "different"
-    assert checker.compare(f"{hostile.SLOW}+1", "1") == "unparsable"
-    states = [child.status() for child in psutil.Process().children()]
-    assert psutil.STATUS_ZOMBIE not in states
-    assert checker.compare("x+3", "3+x") == "equal"
-    ended = checker._idle[0]._process
-    checker.close()
-    assert ended.returncode == -signal.SIGKILL  # waited for
-    assert checker.compare("x+2", "2+x") == "equal"
+def task500(**fields) -> Math500:
+    paths = {"path": str(FIXTURES / "math500"), "train_path": str(FIXTURES / "math")}
+    return Math500(**{**paths, "validation_fraction": 0.25, **fields})
 
 
-def test_a_child_that_died_while_idle_is_replaced(checker):
-    assert checker.compare("x+1", "1+x") == "equal"
-    os.kill(checker._idle[0]._process.pid, signal.SIGKILL)
-    checker._idle[0]._process.wait()
-    assert checker.compare("a+1", "1+a") == "unparsable"
-    assert checker.compare("b+1", "1+b") == "equal"
-
-
-@pytest.mark.skipif(
-    not hasattr(psutil.Process, "rlimit"), reason="the limits of another process are read on Linux only"
-)
-@pytest.mark.attack("Hostile text in a completion")
-def test_the_child_has_a_memory_limit_and_writes_no_files(checker):
-    checker.compare("x+1", "1+x")
-    child = psutil.Process(checker._idle[0]._process.pid)
-    assert child.rlimit(psutil.RLIMIT_AS) == (2**30, 2**30)
-    assert child.rlimit(psutil.RLIMIT_FSIZE) == (0, 0)
-
-
-def test_threads_that_ask_together_get_their_own_verdicts(checker):
-    checker.compare("x", "x+1")
-    verdicts: dict[int, str] = {}
-    together = threading.Barrier(4)
-
-    def ask(first: int) -> None:
-        together.wait()
-        for n in range(first, 100, 4):
-            verdicts[n] = checker.compare(f"x+{n}", f"{n + n // 4 % 2}+x")
-
-    threads = [threading.Thread(target=ask, args=(first,)) for first in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    # n // 4 is even for 0-3, 8-11, ...: x+n is compared with itself there, with x+n+1 elsewhere.
-    assert verdicts == {n: "different" if n // 4 % 2 else "equal" for n in range(100)}
-
-
-FORK = """
-import os
-from cohort.tasks._symbolic import checker
-assert checker().compare("x+1", "1+x") == "equal"
-first = checker()._idle[0]._process.pid
-if os.fork() == 0:
-    assert checker().compare("y+1", "1+y") == "equal"
-    assert checker()._idle[0]._process.pid != first
-    checker().close()
-    os._exit(7)
-assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
-assert checker().compare("z+1", "1+z") == "equal"
-assert checker()._idle[0]._process.pid == first
-print("both")
-"""
-
-BUSY = r"""
-import threading
-from cohort.tasks._symbolic import Checker
-checker = Checker(wall_seconds=3.0, cpu_seconds=2.0)
-checker.compare("x+1", "1+x")
-print(checker._idle[0]._process.pid, flush=True)
-checker.compare(r"\prod_{n=1}^{9999999} n", "1")
-"""
-
-
-def test_a_forked_process_starts_a_child_of_its_own():
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.split() == ["both"], done.stderr
-
-
-def test_a_busy_child_does_not_outlive_a_killed_parent_by_more_than_its_limits():
-    parent = subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    child = psutil.Process(int(parent.stdout.readline()))
-    time.sleep(0.3)
-    parent.kill()
-    parent.wait()
-    deadline = time.monotonic() + 8.0
-    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
-
-
-def test_a_checker_that_cannot_start_is_no_verdict(checker, monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(RuntimeError, match="does not start"):
-        checker.compare("x+1", "1+x")
+def write(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def test_both_schemas_give_the_same_answers(tmp_path):
@@ -368,13 +256,6 @@ def test_both_schemas_give_the_same_answers(tmp_path):
         task(write(tmp_path / f"{n}.jsonl", row)).prompts("test")[0].gold for n, row in enumerate((solved, stated))
     ]
     assert golds == ["0.75", "0.75"]
-
-
-def test_a_solution_without_a_box_ends_in_the_stated_answer(tmp_path):
-    row = {"problem": "What is $2+2$?", "solution": "Count on your fingers.", "answer": "4"}
-    write(tmp_path / "train.jsonl", row, {**row, "problem": "And?", "solution": r"It is \boxed{4}."})
-    completions = {d.completion for d in task(tmp_path, validation_fraction=1e-9).demonstrations()}
-    assert completions == {"Count on your fingers.\n\\boxed{4}", r"It is \boxed{4}."}
 
 
 def test_rows_without_worked_solutions_give_no_demonstrations(tmp_path):
@@ -452,26 +333,107 @@ def test_a_row_of_unknown_level_is_no_bad_row(tmp_path):
     assert len(task(file, levels=[3]).prompts("test")) == 1
 
 
-def test_every_gold_of_real_math500_equals_itself_in_a_box_and_through_the_checker():
-    folder = real_data("math500")
-    math500 = Math(path=str(folder))
-    golds = [json.loads(line)["answer"] for line in (folder / "test.jsonl").read_text("utf-8").splitlines()]
-    assert len(math500.prompts("test")) == len(golds) == 500
-    assert sorted(p.gold for p in math500.prompts("test")) == sorted(map(_latex.canonical, golds))
-    read = [math500.extract(rf"Hence the answer is $\boxed{{{gold}}}$.") for gold in golds]
-    assert (
-        sum(s is not None and math500.equivalent(s, _latex.canonical(g)) for s, g in zip(read, golds, strict=True))
-        == 500
-    )
+def test_train_comes_from_the_training_path_without_the_questions_of_the_test():
+    assert {p.gold for p in task500().prompts("test")} == {"0.75", "101_4", r"\sqrt{11}", "(x-5)(x+4)"}
+    train = [*task500().prompts("train"), *task500().prompts("validation")]
+    # 12 training rows, and one of them is a test question.
+    assert len(train) == 11
+    assert not any("Factor $x^2-x-20$" in p.text for p in train)
+
+
+def test_an_evaluation_never_touches_the_training_path(tmp_path):
+    alone = task500(train_path=str(tmp_path / "nowhere"))
+    assert len(alone.prompts("test")) == 4
+    with pytest.raises(ValueError, match="nowhere: no such file or folder"):
+        alone.prompts("train")
+    with pytest.raises(ValueError, match="nowhere: no such file or folder"):
+        task500(train_path=str(tmp_path / "nowhere"), shots=2).prompts("test")
+
+
+def test_a_train_split_beside_the_test_is_left_alone(tmp_path):
+    row = {"problem": "What is $1$?", "answer": "1"}
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({**row, "problem": f"{name}: what is $1$?"}) + "\n")
+    both = task500(path=str(tmp_path))
+    assert len(both.prompts("test")) == 1
+    assert len(both.prompts("train")) + len(both.prompts("validation")) == 12
+
+
+def test_worked_examples_are_those_of_the_training_path():
+    prompt = task500(shots=3).prompts("test")[0]
+    assert prompt.text.count("\nSolution:\n") == 4
+    assert prompt.text.count(r"\boxed{") == 3 + 4  # the instruction names the empty box
+
+
+def test_tags_are_level_and_subject_in_both_schemas():
+    assert {p.tags for p in task500().prompts("test")} == {
+        (("level", "1"), ("subject", "prealgebra")),
+        (("level", "2"), ("subject", "number theory")),
+        (("level", "3"), ("subject", "algebra")),
+    }
+    tags = {dict(p.tags)["subject"] for p in task500(validation_fraction=0.01).prompts("train")}
+    assert "counting and probability" in tags
+    assert Math500().parse_row({"problem": "Why?", "answer": "4"}).tags == ()
+    assert Math500().parse_row({"problem": "Why?", "answer": "4", "level": "Level ?"}).tags == ()
+    assert Math500().parse_row({"problem": "Why?", "answer": "4", "type": "Algebra"}).tags == (("subject", "algebra"),)
+
+
+SOLVED = {"problem": "Add $1/2$ and $1/4$.", "solution": r"It is $\boxed{\frac{3}{4}}$."}
+
+
+@pytest.mark.parametrize(
+    ("answer_format", "row", "solution"),
+    [
+        ("boxed", SOLVED, r"It is $\boxed{\frac{3}{4}}$."),
+        ("hash", SOLVED, "It is $\\boxed{\\frac{3}{4}}$.\n#### \\frac{3}{4}"),
+        (
+            "think_answer",
+            SOLVED,
+            "<think>\nIt is $\\boxed{\\frac{3}{4}}$.\n</think>\n<answer>\\frac{3}{4}</answer>",
+        ),
+        ("boxed", {**SOLVED, "solution": "Add.", "answer": "3/4"}, "Add.\n\\boxed{0.75}"),
+        ("hash", {**SOLVED, "solution": "Add.", "answer": "3/4"}, "Add.\n#### 3/4"),
+    ],
+)
+def test_a_worked_solution_states_the_answer_as_written_where_the_format_wants_it(answer_format, row, solution):
+    problem = Math(answer_format=answer_format).parse_row(row)
+    assert problem.solution == solution
+    assert problem.answer == "0.75"
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        (r"so the answer is $\frac{5}{7}$.", r"5/7"),
+        ("So the answer is 2500. It took 3 steps.", "2500"),
+        (r"Therefore $x = \sqrt{5}$ is all.", r"x = \sqrt{5}"),
+        (r"The answer is 3 but \boxed{4}", "4"),
+        ("we get 17", "17"),
+        ("nothing", None),
+    ],
+)
+def test_lenient_extraction_reads_the_last_sentence_or_formula(completion, answer):
+    assert Math500().extract_lenient(completion) == answer
+
+
+def test_every_gold_of_real_math500_equals_itself_in_every_format_and_through_the_checker():
+    path = real_data("math500")
+    written = [json.loads(line)["answer"] for line in (path / "test.jsonl").read_text("utf-8").splitlines()]
+    golds = [prompt.gold for prompt in Math500(path=str(path)).prompts("test")]
+    assert len(golds) == 500
+    assert sorted(golds) == sorted(map(_latex.canonical, written))
+    for answer_format, write in (
+        ("hash", "so\n#### {}"),
+        ("boxed", "so \\boxed{{{}}}"),
+        ("think_answer", "<think>so</think><answer>{}</answer>"),
+    ):
+        math500 = Math500(path=str(path), answer_format=answer_format)
+        completions = [write.format(gold) for gold in written]
+        read = [math500.extract(completion) for completion in completions]
+        golds = map(_latex.canonical, written)
+        assert [g for g, r in zip(golds, read, strict=True) if r is None or not math500.equivalent(r, g)] == []
+        assert all(math500.format_score(completion) == 1.0 for completion in completions)
+        assert [math500.extract_lenient(completion) for completion in completions] == read
     # And as the checker itself judges what the cheap rules would have decided.
-    texts = [_latex._exact(_latex._tidy(gold)) for gold in golds if not _latex._is_literal(_latex._tidy(gold))]
+    texts = [_latex._exact(_latex._tidy(gold)) for gold in written if not _latex._is_literal(_latex._tidy(gold))]
     assert [text for text in texts if _symbolic.checker().compare(text, f"{text} ") != "equal"] == []
-
-
-def test_comparisons_without_a_verdict_are_counted():
-    task = Math()
-    before = task.num_unparsable()
-    assert not task.equivalent(r"\frac{1}{", r"x+\notacommand{2")  # broken braces are told apart before the checker
-    assert task.num_unparsable() == before
-    assert not task.equivalent("9^{9^{9^9}}", "x+1")
-    assert task.num_unparsable() == before + 1

@@ -5,7 +5,8 @@ from importlib.util import find_spec
 import pytest
 from cohort.harness.data import Group, Rollout
 from cohort.harness.run.grading import grade
-from cohort.tasks import _gym, _gym_child
+from cohort.tasks import _gym_child, reasoning_gym
+from cohort.tasks._child import Children
 from cohort.tasks.reasoning_gym import ReasoningGym
 
 needs_gym = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="the extra [gym] is not installed")
@@ -78,14 +79,14 @@ def test_an_expression_that_is_not_the_generators_own_is_correct_too():
 
 @needs_gym
 def test_only_the_demonstrations_that_are_asked_for_are_made(monkeypatch):
-    made, make = [], _gym.Gym.make
-    monkeypatch.setattr(_gym.Gym, "make", lambda *of: made.append(of[1:4]) or make(*of))
+    made, ask = [], Children.ask
+    monkeypatch.setattr(Children, "ask", lambda self, question, **options: made.append(question) or ask(self, question))
     task = COUNTDOWN.model_copy(update={"num_demonstrations": 1000})
     first = next(iter(task.demonstrations()))
-    asked = [last for part, _, last in made if part == task._part("demonstrations")]
-    assert asked == [_gym.MAKE_AT_ONCE]
+    asked = [last for _, part, _, last, *_ in made if part == task._part("demonstrations")]
+    assert asked == [reasoning_gym.MAKE_AT_ONCE]
     assert first == next(iter(task.demonstrations()))
-    assert [last for part, _, last in made if part == task._part("demonstrations")] == asked
+    assert [last for _, part, _, last, *_ in made if part == task._part("demonstrations")] == asked
 
 
 @needs_gym
@@ -153,7 +154,7 @@ def test_without_the_package_the_error_names_the_extra():
 
 @needs_gym
 def test_the_package_and_its_version_are_part_of_what_a_run_reads():
-    assert ReasoningGym().inputs("test") == {"package reasoning-gym": {"revision": _gym.version()}}
+    assert ReasoningGym().inputs("test") == {"package reasoning-gym": {"revision": reasoning_gym.gym_version()}}
 
 
 @needs_gym
@@ -208,7 +209,7 @@ def test_an_answer_never_names_a_problem(record_property):
 @needs_gym
 @pytest.mark.attack("An answer that a verifier takes too long over")
 def test_an_answer_that_overruns_scores_nothing_and_the_next_one_is_scored():
-    gym, task = _gym.gym(), COUNTDOWN
+    gym, task = reasoning_gym.gym(), COUNTDOWN
     own, gold = gold_of(task)
     seconds = gym.cpu_seconds
     try:
