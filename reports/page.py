@@ -224,7 +224,6 @@ def _costs(analysis: Analysis) -> dict[str, Any]:
     columns = {f"flops_{name}": (title, wording.operations) for name, title in FLOPS.items()} | {
         "core_seconds": ("Core-hours", _hours),
         "gpu_seconds": ("GPU-hours", _hours),
-        "energy_joules": ("Energy, Wh", _hours),
     }
     known = [key for key in columns if any(key in arm.costs for arm in arms)]
     rows = [

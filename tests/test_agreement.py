@@ -3,12 +3,13 @@
 import pytest
 import torch
 from architectures import PROMPTS, build_config, build_model, small_run
+from cohort.harness.checks.preflight import check_length
 from cohort.harness.data import InvalidRun
 from cohort.harness.engines.scripted import ScriptedEngine
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.policy.model import length_limit
 from cohort.harness.policy.tiny import tiny_config, tiny_model, tiny_tokenizer
-from cohort.harness.run.agreement import check_agreement, check_length
+from cohort.harness.run.agreement import check_agreement
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import train
 from cohort.harness.spec.run import parse_run

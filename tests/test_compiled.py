@@ -8,8 +8,8 @@ from copy import deepcopy
 
 import pytest
 import torch
-from cohort.harness.checks.memory_estimate import estimate_run
-from cohort.harness.checks.preflight import check_inputs
+from cohort.harness.checks.memory import estimate_run
+from cohort.harness.checks.preflight import check_runs
 from cohort.harness.data import InvalidRun, Prompt, Sampling
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.policy import compiled
@@ -139,17 +139,17 @@ def test_a_run_with_compiled_layers_starts_without_shared_prompts(caplog):
 
 def test_what_torch_compile_needs_is_asked_for_before_a_model_loads(monkeypatch, tmp_path):
     spec = spec_of(torch_compile=True)
-    check_inputs([spec], tmp_path)
+    check_runs([spec], tmp_path)
     monkeypatch.setattr(compiled, "find_spec", lambda name: None)
     with pretend_cuda(), pytest.raises(ValueError, match="must be false without the package triton, got true"):
-        check_inputs([spec.model_copy(update={"device": "cuda"})], tmp_path)
+        check_runs([spec.model_copy(update={"device": "cuda"})], tmp_path)
     monkeypatch.setattr(compiled.sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(ValueError, match=r"without the headers of Python \(python3-dev\), got true"):
-        check_inputs([spec], tmp_path)
+        check_runs([spec], tmp_path)
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ValueError, match=r"without the compiler no-such-compiler .* install it or remove"):
-        check_inputs([spec], tmp_path)
-    check_inputs([spec_of()], tmp_path)
+        check_runs([spec], tmp_path)
+    check_runs([spec_of()], tmp_path)
 
 
 def test_runs_from_before_the_setting_keep_their_digest_and_compiled_ones_have_another():

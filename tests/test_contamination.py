@@ -1,43 +1,44 @@
 """A model that was trained on a benchmark's questions is flagged, a clean one is not, and a report says so."""
 
+import copy
 import dataclasses
 import itertools
 import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cohort.harness.api.contamination import probe_contamination, scores
+from cohort.harness.data import Demonstration
 from cohort.harness.mirror.run_log import RunLog
 from cohort.harness.mirror.studies import open_study, read_study
 from cohort.harness.policy.text import TextCodec
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
 from cohort.harness.run import contamination
-from cohort.harness.run.contamination import mean_logprobs, parted, renumbered, reworded, rouge_l, words
-from cohort.harness.run.probe import ProbeSettings, probe_once
-from cohort.harness.spec.run import RunSpec, parse_run
+from cohort.harness.run.cold_start import fit_demonstrations
+from cohort.harness.run.contamination import knowledge, mean_logprobs, parted, renumbered, reworded, rouge_l, words
+from cohort.harness.spec.run import ColdStart, parse_run
 from cohort.harness.spec.study import StudySpec
 from cohort.reports.contamination import Finding, judge, verdict
 from cohort.reports.render import write_report
 from cohort.reports.statistics import permutation_test
-from contaminated import findings, trained_on
+from factories import make_spec
 from fake_study import HOSTILE, fake_study
 from scipy import stats
 from test_cli import Shell
 from test_report import read_page
+from torch import nn
 
 CODEC = TextCodec(tiny_tokenizer())
 
 
-def arithmetic() -> RunSpec:
-    return parse_run({"task": "arithmetic", "algorithm": "grpo"}, "test")
-
-
 def first(split: Any, count: int, start: int = 0) -> dict[str, str]:
     """Questions of a split of `arithmetic`."""
-    return dict(itertools.islice(arithmetic().task.questions(split).items(), start, start + count))
+    return dict(itertools.islice(make_spec().task.questions(split).items(), start, start + count))
 
 
 # The permutation test
@@ -51,20 +52,7 @@ def test_the_permutation_test_counts_all_divisions_where_there_are_few():
     assert permutation_test([1.0, 1.0], [1.0, 1.0], np.random.default_rng(0)) == 1
     assert permutation_test([5.0], [1.0], np.random.default_rng(0)) == 1 / 2
     assert math.isnan(permutation_test([], [1.0], np.random.default_rng(0)))
-
-
-def test_the_permutation_test_is_that_of_scipy():
-    rng = np.random.default_rng(0)
-    values, others = rng.normal(0.4, 1, 40), rng.normal(0, 1, 30)
-    result = stats.permutation_test(
-        (values, others), lambda x, y, axis: x.mean(axis) - y.mean(axis), alternative="greater", vectorized=True, rng=1
-    )  # fmt: skip
-    assert permutation_test(values, others, rng) == pytest.approx(result.pvalue, abs=0.01)
-    assert permutation_test(others, values, rng) == pytest.approx(1 - result.pvalue, abs=0.01)
-
-
-def test_a_p_value_is_never_0():
-    assert permutation_test(np.arange(50) + 100, np.arange(50), np.random.default_rng(0)) == 1 / 10_000
+    assert permutation_test(np.arange(50) + 100, np.arange(50), np.random.default_rng(0)) == 1 / 10_000  # never 0
 
 
 def test_equal_laws_are_told_apart_as_often_as_the_level_says():
@@ -124,7 +112,7 @@ def test_variants_have_other_numbers_of_as_many_digits_or_other_words():
 
 
 def test_likelihoods_are_those_of_the_model_and_do_not_depend_on_the_batch():
-    policy, spec = tiny_model(0), arithmetic()
+    policy, spec = tiny_model(0), make_spec()
     texts = ["1+2=", "12+3-4=", "7+7+7+7-1="]
     together = mean_logprobs(texts, policy, CODEC, spec)
     for text in texts:
@@ -139,35 +127,51 @@ def test_likelihoods_are_those_of_the_model_and_do_not_depend_on_the_batch():
 # Models
 
 
+def trained_on(texts: Sequence[str], start: nn.Module, *, steps: int, seed: int = 0) -> nn.Module:
+    """A copy of a model that has learned texts as pre-training does: every token of them."""
+    policy = copy.deepcopy(start)
+    rows = [Demonstration(text[:1], text[1:]) for text in texts]
+    settings = ColdStart(steps=steps, batch_size=min(len(texts), 50), learning_rate=3e-3, seed=seed)
+    fit_demonstrations(policy, CODEC, rows, settings, device=torch.device("cpu"))
+    return policy.eval()
+
+
+def findings(probed: Mapping[str, str], reference: Mapping[str, str], policy: nn.Module) -> list[Finding]:
+    """What the probe says of a policy."""
+    known = knowledge({**probed, **reference}, policy, CODEC, make_spec())
+    one, other = (scores([known[key] for key in side]) for side in (probed, reference))
+    return judge(one, other, np.random.default_rng(0))
+
+
 @pytest.fixture(scope="module")
 def start() -> Any:
     """A model that knows the form of the problems, from none of those below."""
-    texts = [d.prompt for d in arithmetic().task.demonstrations()]
-    return trained_on(texts[:2000], tiny_model(0), CODEC, steps=40)
+    texts = [d.prompt for d in make_spec().task.demonstrations()]
+    return trained_on(texts[:2000], tiny_model(0), steps=40)
 
 
 def test_a_model_that_learned_test_items_is_flagged_and_one_that_learned_others_is_not(start: Any):
     probed, reference = first("test", 150), first("validation", 150)
-    dirty = trained_on(list(probed.values())[:75], start, CODEC, steps=80)  # learned well: rounding decides nothing
-    clean = trained_on(list(first("train", 75).values()), start, CODEC, steps=80)
-    completion, numbers, reworded_ = findings(probed, reference, dirty, CODEC, arithmetic())
+    dirty = trained_on(list(probed.values())[:75], start, steps=80)  # learned well: rounding decides nothing
+    clean = trained_on(list(first("train", 75).values()), start, steps=80)
+    completion, numbers, reworded_ = findings(probed, reference, dirty)
     assert completion.is_flagged
     assert numbers.is_flagged
     assert (reworded_.num_probed, reworded_.is_flagged) == (0, False)  # arithmetic has no words
-    assert not any(found.is_flagged for found in findings(probed, reference, clean, CODEC, arithmetic()))
+    assert not any(found.is_flagged for found in findings(probed, reference, clean))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_a_model_trained_on_100_test_items_is_flagged_and_at_most_1_of_20_clean_ones_is(start: Any):
-    probed, reference, spec = first("test", 200), first("validation", 200), arithmetic()
-    dirty = trained_on(list(probed.values())[::2], start, CODEC, steps=100)
-    assert min(found.p_adjusted for found in findings(probed, reference, dirty, CODEC, spec)[:2]) < 0.01
+    probed, reference = first("test", 200), first("validation", 200)
+    dirty = trained_on(list(probed.values())[::2], start, steps=100)
+    assert min(found.p_adjusted for found in findings(probed, reference, dirty)[:2]) < 0.01
     flagged = 0
     for number in range(20):
         texts = list(first("train", 100, 100 * number).values())
-        clean = trained_on(texts, start, CODEC, steps=100, seed=number)
-        flagged += any(found.is_flagged for found in findings(probed, reference, clean, CODEC, spec))
+        clean = trained_on(texts, start, steps=100, seed=number)
+        flagged += any(found.is_flagged for found in findings(probed, reference, clean))
     assert flagged <= 1
 
 
@@ -250,8 +254,8 @@ def test_a_reference_of_fresh_problems_comes_from_a_file(tmp_path: Path):
     for name, part in (("test.jsonl", rows[:12]), ("fresh.jsonl", rows[8:])):  # 4 are in both
         (tmp_path / name).write_text("\n".join(map(json.dumps, part)))
     raw = {"task": {"name": "gsm8k", "path": str(tmp_path / "test.jsonl")}, "algorithm": "grpo"}
-    settings = ProbeSettings(reference=str(tmp_path / "fresh.jsonl"))
-    found = probe_once(parse_run(raw, "test"), settings, tmp_path / "runs", "one", judge)
+    fresh = str(tmp_path / "fresh.jsonl")
+    found = probe_contamination(parse_run(raw, "test"), tmp_path / "runs", "one", reference=fresh)
     assert [(one["num_probed"], one["num_reference"]) for one in found["findings"]] == [(12, 12)] * 3
     start = json.loads((tmp_path / "runs/probes/one/probe.json").read_text())["probed"][0]["start"]
     assert start.startswith("Ann has")  # the words of the problem, not its template

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from cohort.harness.checks import memory_estimate, memory_fit, preflight
+from cohort.harness.checks import memory, preflight
 from cohort.harness.devices import hosts
 from cohort.harness.devices import ranks as rank_messages
 from cohort.harness.devices.memory import GIB
@@ -214,8 +214,7 @@ QWEN_7B = {
 
 @pytest.fixture
 def gpus_of_80_gb(monkeypatch: pytest.MonkeyPatch):
-    for module in (memory_estimate, memory_fit):
-        monkeypatch.setattr(module, "device_bytes", lambda device: int(79.6 * GIB))
+    monkeypatch.setattr(memory, "device_bytes", lambda device: int(79.6 * GIB))
 
 
 @pytest.mark.usefixtures("gpus_of_80_gb")
@@ -229,23 +228,23 @@ def test_7b_fits_with_adapters_on_one_gpu_and_whole_on_eight_and_is_refused_whol
     assert whole.devices == 8
     gpu, config = torch.device("cuda"), Qwen2Config(**QWEN_7B, tie_word_embeddings=False)
     for spec in (arm, spread):
-        memory_fit.check_fits(memory_estimate.estimate(spec, config, 300, gpu), gpu, spec)
+        memory.check_fits(memory.estimate(spec, config, 300, gpu), gpu, spec)
     alone = spread.model_copy(update={"devices": 1})
-    components = memory_estimate.estimate(alone, config, 300, gpu)
+    components = memory.estimate(alone, config, 300, gpu)
     with pytest.raises(SpecError, match=r"the run must fit in memory: the GPU has 79.60 GiB.*spread it over more GPUs"):
-        memory_fit.check_fits(components, gpu, alone)
+        memory.check_fits(components, gpu, alone)
 
 
 def test_what_is_spread_takes_its_share_on_each_device(monkeypatch: pytest.MonkeyPatch):
     spec = parse_run({**RUN, **case("ppo")}, "one")
     counts = [
-        memory_estimate.estimate(spec.model_copy(update={"devices": devices}), tiny_config(), 30, torch.device("cpu"))
+        memory.estimate(spec.model_copy(update={"devices": devices}), tiny_config(), 30, torch.device("cpu"))
         for devices in (1, 2, 4)
     ]
     for name in ("reference", "gradients", "optimizer"):
         assert [counts[0][name] // n for n in (1, 2, 4)] == [part[name] for part in counts]
     engines = [
-        memory_estimate.estimate(spec.model_copy(update={"engine": engine}), tiny_config(), 30, torch.device("cpu"))
+        memory.estimate(spec.model_copy(update={"engine": engine}), tiny_config(), 30, torch.device("cpu"))
         for engine in (VLLMEngine.Settings(cpu_cache_gib=1, tensor_parallel_size=size) for size in (1, 2))
     ]
     weights = [engine["engine"] - GIB for engine in engines]

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from cohort.harness.checks.preflight import check_countable
 from cohort.harness.data import Prompt
 from cohort.harness.engines.transformers import TransformersEngine
+from cohort.harness.policy import flops
 from cohort.harness.policy.forward import token_logprobs
 from cohort.harness.policy.lora import add_adapter
 from cohort.harness.policy.tiny import tiny_model
-from cohort.harness.run import flops
 from cohort.harness.run.batch import collate
 from cohort.harness.run.learner import Learner
-from cohort.harness.run.ledger import Ledger, energy_meter
 from cohort.harness.run.loop import train
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import RunSpec, parse_run
@@ -149,14 +149,6 @@ def test_a_run_writes_its_operations_and_a_resumed_one_the_same(tmp_path: Path, 
     assert result.summary["core_seconds"] == pytest.approx(torch.get_num_threads() * result.summary["seconds"])
 
 
-def test_a_checkpoint_from_before_there_were_ledgers_goes_on_without_counts():
-    ledger = Ledger.of(a_run(), tiny_model(0), is_alone=True)
-    ledger.resume(None, seconds=10.0)
-    assert ledger.evaluation([(3, [4])]) == {}
-    ledger.time(2.0)
-    assert ledger.summary() == {"core_seconds": 12.0 * torch.get_num_threads()}
-
-
 def test_a_run_ends_with_the_step_that_spends_its_operations(tmp_path: Path, cache: Path):
     whole = MemoryLog()
     train(a_run(), tmp_path / "whole", whole, cache=cache)
@@ -176,30 +168,4 @@ def test_operations_end_no_run_whose_model_is_not_counted(tmp_path: Path):
     config = {"model_type": "mixtral", "num_local_experts": 4, **GROUPED}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(SpecError, match=r"max_flops must be left out for model .* mixtral .*; use steps"):
-        flops.check_countable(a_run(model=str(tmp_path), max_flops=1e9))
-
-
-def test_the_limit_leaves_no_trace_in_specs_without_it():
-    assert "max_flops" not in a_run().model_dump(mode="json")
-    assert a_run(max_flops=1e9).digest() != a_run().digest()
-
-
-def test_energy_is_the_share_of_the_packages_that_the_run_had(tmp_path: Path):
-    package, part = tmp_path / "intel-rapl:0", tmp_path / "intel-rapl:0:0"
-    for folder, name in ((package, "package-0"), (part, "core")):
-        folder.mkdir()
-        (folder / "name").write_text(f"{name}\n")
-        (folder / "max_energy_range_uj").write_text("10000000\n")
-        (folder / "energy_uj").write_text("9000000\n")
-    meter = energy_meter(torch.device("cpu"), tmp_path)
-    (package / "energy_uj").write_text("2000000\n")  # from 9 J over its end at 10 J to 2 J: 3 J
-    used = meter()
-    assert used is not None and 0 <= used <= 3.0
-    assert meter() == 0.0
-
-
-def test_a_machine_that_counts_no_energy_has_none(tmp_path: Path):
-    assert energy_meter(torch.device("cpu"), tmp_path)() is None
-    (tmp_path / "intel-rapl:0").mkdir()
-    (tmp_path / "intel-rapl:0/name").write_text("package-0\n")  # whose counter is for root alone
-    assert energy_meter(torch.device("cpu"), tmp_path)() is None
+        check_countable(a_run(model=str(tmp_path), max_flops=1e9))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cohort.harness.checks.memory_fit import check_samples
+from cohort.harness.checks.memory import check_samples
 from cohort.harness.engines.scripted import ScriptedEngine
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run.evaluate import evaluate_run

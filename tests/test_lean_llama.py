@@ -11,7 +11,7 @@ from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.ground.tensors import pad_left
 from cohort.harness.policy import fused_llama
 from cohort.harness.policy.forward import Critic, completion_states, prompt_states, token_logprobs
-from cohort.harness.policy.llama_decoder import LeanDecoder
+from cohort.harness.policy.fused_llama import LeanDecoder
 from cohort.harness.policy.lora import add_adapter
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.spec.run import LoRA

@@ -8,18 +8,22 @@ import pytest
 import torch
 import transformers
 from cohort.harness.api.measure_memory import measure, shape, with_ratios
-from cohort.harness.checks import memory_count, memory_estimate
+from cohort.harness.checks import memory, memory_count
+from cohort.harness.checks.memory import (
+    _fixes,
+    check_memory,
+    estimate,
+    estimate_run,
+    longest_prompt,
+    peak_bytes,
+)
 from cohort.harness.checks.memory_count import Shape, count
-from cohort.harness.checks.memory_estimate import estimate, estimate_run, longest_prompt, peak_bytes
-from cohort.harness.checks.memory_fit import _fixes, check_memory
-from cohort.harness.checks.preflight import check_inputs
 from cohort.harness.cli import app
 from cohort.harness.cli.memory import show_measured
 from cohort.harness.devices.device import mixed_precision
 from cohort.harness.devices.memory import device_bytes
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.policy import fused_llama
-from cohort.harness.policy import text as policy_text
 from cohort.harness.policy.forward import Critic, completion_states, token_logprobs
 from cohort.harness.policy.lora import add_adapter, hold_frozen_products
 from cohort.harness.policy.model import model_config, save_model
@@ -28,9 +32,9 @@ from cohort.harness.run.state import prepare
 from cohort.harness.run.step import train_step
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study, runs_of
-from cohort.harness.spec.run import parse_run
 from cohort.harness.study.checks import check_study
 from cohort.harness.study.worker import EXECUTE
+from factories import make_spec
 from fakes import MemoryLog
 from live_memory import LiveMemory
 from pretend_cuda import pretend_cuda
@@ -40,10 +44,6 @@ from pretend_cuda import pretend_cuda
 TINY = 166_592
 
 
-def make_spec(algorithm="grpo", **changes):
-    return parse_run({"task": "arithmetic", "algorithm": algorithm, **changes}, "test")
-
-
 @pytest.fixture
 def run_file(tmp_path):
     (tmp_path / "run.yaml").write_text(json.dumps({"task": "arithmetic", "algorithm": "ppo"}))
@@ -51,29 +51,13 @@ def run_file(tmp_path):
 
 
 def test_the_tokenizer_is_loaded_once_for_all_arms_of_one_task_and_model(monkeypatch):
-    loads, load = [], memory_estimate.checked_codec
-    monkeypatch.setattr(memory_estimate, "_LONGEST", {})
-    monkeypatch.setattr(memory_estimate, "checked_codec", lambda *of: loads.append(of) or load(*of))
+    loads, load = [], memory.load_codec
+    monkeypatch.setattr(memory, "_LONGEST", {})
+    monkeypatch.setattr(memory, "load_codec", lambda *of: loads.append(of) or load(*of))
     plain, longer = make_spec(), make_spec(task={"name": "arithmetic", "max_operands": 8})
     found = [longest_prompt(spec) for spec in (plain, make_spec("ppo", steps=3), longer, plain)]
     assert len(loads) == 2
     assert found[0] == found[1] == found[3] < found[2]
-
-
-def test_an_estimate_uses_the_tokenizer_that_the_checks_have_loaded(monkeypatch, tmp_path):
-    model, other = str(tmp_path / "model"), str(tmp_path / "other")
-    for folder in (model, other):
-        save_model(Path(folder), tiny_model(0), tiny_tokenizer())
-    loads, load = [], policy_text.load_tokenizer
-    monkeypatch.setattr(memory_estimate, "_LONGEST", {})
-    monkeypatch.setattr(policy_text, "load_tokenizer", lambda name: loads.append(name) or load(name))
-    spec = make_spec(model=model)
-    check_inputs([spec], tmp_path / "runs")
-    assert longest_prompt(spec) == longest_prompt(make_spec())
-    assert loads == [model, "tiny"]
-    check_inputs([spec], tmp_path / "runs")  # its files may have changed
-    longest_prompt(make_spec(model=other))
-    assert loads[2:] == [model, other]
 
 
 def parts(algorithm="grpo", prompt_tokens=20, **changes):
@@ -186,13 +170,16 @@ SIZES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", SIZES)
+LORA = {"lora": {"rank": 8}}
+PLAIN = ({}, {"dtype": "bfloat16"}, {"autocast": True}, {"gradient_checkpointing": True})
+SETTINGS = (*PLAIN, *({**LORA, **settings} for settings in PLAIN))
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"dtype": "bfloat16"}, {"autocast": True}, {"gradient_checkpointing": True}, {"lora": {"rank": 8}},
-     {"lora": {"rank": 8}, "dtype": "bfloat16"}, {"lora": {"rank": 8}, "autocast": True},
-     {"lora": {"rank": 8}, "gradient_checkpointing": True}],
-    ids=lambda settings: " ".join(settings) or "plain",
+    ("kind", "settings"),
+    [*(("qwen2", settings) for settings in SETTINGS), *((kind, {}) for kind in SIZES if kind != "qwen2"),
+     ("llama", LORA), ("gemma2", {**LORA, "autocast": True}), ("gpt_neox", {"gradient_checkpointing": True})],
+    ids=lambda case: case if isinstance(case, str) else " ".join(case) or "plain",
 )  # fmt: skip
 def test_the_count_is_within_1_percent_of_what_autograd_saves(kind, settings):
     spec = make_spec("ppo", sampling={"max_tokens": 100}, **settings)
@@ -222,27 +209,23 @@ UNLIKE = {"gemma2": {}, "cohere2": {}}  # some layers attend to a window alone
 
 
 @pytest.mark.parametrize("kind", [*ALIKE, *UNLIKE])
-@pytest.mark.parametrize("settings", [{}, {"autocast": True}, {"lora": {"rank": 4}}], ids=["plain", "autocast", "lora"])
-def test_two_of_the_layers_that_are_alike_are_counted_and_give_the_count_of_all(monkeypatch, kind, settings):
-    if kind == "gpt2" and settings.get("lora"):
-        pytest.skip("it has no linear layers for adapters")
-    spec = make_spec("ppo", **settings)
+def test_two_of_the_layers_that_are_alike_are_counted_and_give_the_count_of_all(monkeypatch, kind):
+    spec = make_spec("ppo", **(LORA if kind == "llama" else {"autocast": kind == "qwen3"}))
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, **heads, **(ALIKE | UNLIKE)[kind]}
     config = transformers.AutoConfig.for_model(kind, vocab_size=1000, **sizes)
-    alone, sharing = (Shape.of(spec, config, 6, 28, prompts) for prompts in (0, 3))
-    left_out, repeated = [], memory_count._repeated
+    shape, left_out, repeated = Shape.of(spec, config, 6, 28), [], memory_count._repeated
 
     def counted():
-        count.cache_clear(), memory_count._shared_pass.cache_clear()
-        return count(alone), count(sharing)
+        count.cache_clear()
+        return count(shape)
 
     monkeypatch.setattr(memory_count, "_repeated", lambda policy: left_out.append(repeated(policy)) or left_out[-1])
     quick = counted()
     assert {len(layers) for layers in left_out} == ({3} if kind in ALIKE else {0})
     monkeypatch.setattr(memory_count, "_repeated", lambda policy: [])
     assert quick == counted()
-    assert len(quick[0].trunk.layers) == 5
+    assert len(quick.trunk.layers) == 5
 
 
 def bytes_saved(module, spec, forward):
@@ -278,7 +261,8 @@ def test_the_advice_is_for_what_is_large_and_leaves_out_what_is_done():
     full = {"policy": 10, "reference": 10, "critic": 10, "gradients": 20, "optimizer": 40, "activations": 10,
             "kv_cache": 1, "sampling": 1, "engine": 0}  # fmt: skip
     spec = make_spec("ppo", dtype="bfloat16", gradient_checkpointing=True)
-    advice = _fixes(full, spec, copies=2)
+    large = [name for name in sorted(full, key=lambda name: -full[name]) if full[name] > 1]
+    advice = _fixes(large, full, spec, copies=2)
     assert advice == [
         "use fewer --workers", "train adapters (lora.rank=16)", "spread it over more GPUs (devices)",
         "use a smaller model",
@@ -286,7 +270,7 @@ def test_the_advice_is_for_what_is_large_and_leaves_out_what_is_done():
         "lower optimizer.tokens_per_microbatch",
     ]  # fmt: skip
     sampling = {**full, "kv_cache": 100}
-    assert _fixes(sampling, spec, copies=1)[0] == "lower engine.max_batch_rows"
+    assert _fixes(["kv_cache", *large], sampling, spec, copies=1)[0] == "lower engine.max_batch_rows"
 
 
 def test_workers_share_the_memory_of_a_machine():
@@ -349,11 +333,6 @@ def test_doctor_tells_what_a_run_needs_and_ends_with_2_where_it_cannot_fit(run_f
     shown = capsys.readouterr()
     assert "critic" in shown.out and "activations" in shown.out
     assert shown.err.startswith("Error: ppo: the run must fit in memory")
-
-
-def test_doctor_tells_every_arm_of_a_study(capsys):
-    assert cohort("doctor", "--run", "quickstart") == 0
-    assert "grpo_self_consisten" in capsys.readouterr().out
 
 
 def test_doctor_refuses_settings_without_a_run(capsys):
@@ -429,7 +408,7 @@ def test_workers_that_share_a_gpu_are_counted_together(monkeypatch):
     monkeypatch.setattr("cohort.harness.study.checks.usable_gpus", lambda: ("0", "1"))
     monkeypatch.setattr("cohort.harness.study.launchers.local.usable_gpus", lambda: ("0", "1"))
     seen = []
-    monkeypatch.setattr("cohort.harness.checks.memory_fit.check_memory", lambda spec, copies: seen.append(copies))
+    monkeypatch.setattr("cohort.harness.checks.memory.check_memory", lambda spec, copies: seen.append(copies))
     study = load_study("quickstart")
     with pretend_cuda():
         for workers in (None, 2, 3, 5):
@@ -444,7 +423,7 @@ def test_workers_that_share_a_gpu_are_counted_together(monkeypatch):
     ("changes", "least"), [({}, None), ({"dtype": "float32"}, "0.47"), ({"lora": {"rank": 8}, "autocast": True}, None)]
 )
 def test_vllms_share_of_a_gpu_must_hold_its_weights(monkeypatch, changes, least):
-    monkeypatch.setattr("cohort.harness.checks.memory_estimate.device_bytes", lambda device: 10 * 2**30)
+    monkeypatch.setattr("cohort.harness.checks.memory.device_bytes", lambda device: 10 * 2**30)
     # 1.24 billion weights: 2.3 GiB in bfloat16, 4.6 in float32; and keys and values of one completion
     engine = {"name": "vllm", "gpu_memory_utilization": 0.25}
     spec = make_spec(**{"dtype": "bfloat16", "engine": engine, "lora": {"rank": 8}, **changes})

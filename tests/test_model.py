@@ -109,7 +109,7 @@ def test_cuda_is_refused_where_there_is_none():
     "code",
     [
         "from cohort.harness.policy.tiny import tiny_model; tiny_model(0)",
-        "from cohort.harness.spec.run import parse_run; from cohort.harness.checks.memory_estimate import estimate_run;"
+        "from cohort.harness.spec.run import parse_run; from cohort.harness.checks.memory import estimate_run;"
         "estimate_run(parse_run({'task': 'arithmetic', 'algorithm': 'grpo'}, ''))",
     ],
     ids=["made", "estimated"],

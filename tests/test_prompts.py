@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from chats import SHORT, SPECIAL, VOCABULARY, chat_folder, chat_model, chat_tokenizer, qwen_run
-from cohort.harness.checks.preflight import check_inputs
+from cohort.harness.checks.preflight import check_runs
 from cohort.harness.data import Demonstration, Prompt, PromptFormat, Sampling
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.policy.sources import cold_start_key
@@ -62,7 +62,7 @@ def test_what_only_a_template_can_do_is_refused_in_plain_prompts(wish):
 @pytest.mark.parametrize("wish", [{"format": "chat"}, {"system": ""}, {"template_arguments": {"deep": True}}])
 def test_a_model_without_template_is_refused_before_anything_loads(wish, tmp_path):
     with pytest.raises(ValueError, match="need a chat template, which the tokenizer of 'tiny' lacks; leave them out"):
-        check_inputs([make_spec(prompt=wish)], tmp_path)
+        check_runs([make_spec(prompt=wish)], tmp_path)
     with pytest.raises(ValueError, match="need a chat template"):
         train(make_spec(prompt=wish), tmp_path, MemoryLog(), cache=tmp_path)
 
@@ -163,7 +163,7 @@ def test_a_template_that_cannot_be_used_is_one_error_before_weights_load(templat
         rf"the chat template of '{model}' (fails \(\w+: .+\)|leaves out .+); correct it or set prompt\.format=plain$"
     )
     with pytest.raises(ValueError, match=message) as refused:
-        check_inputs([spec], tmp_path)
+        check_runs([spec], tmp_path)
     assert "\n" not in str(refused.value)
     for file in ("model.safetensors", "manifest.json"):
         (tmp_path / "model" / file).unlink()  # nobody reads the weights

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cohort.harness.checks.memory_estimate import estimate
+from cohort.harness.checks.memory import estimate
 from cohort.harness.data import Batch
 from cohort.harness.policy.forward import hidden_states
 from cohort.harness.policy.lora import add_adapter

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from cohort.harness.checks.preflight import check_inputs
+from cohort.harness.checks.preflight import check_runs
 from cohort.harness.data import Section
 from cohort.harness.engines._decoding import uniforms
 from cohort.harness.ground.inputs import digest
@@ -461,18 +461,17 @@ def test_every_shipped_study_is_valid_and_opens_with_its_question(name: str):
 
 
 @pytest.mark.parametrize(
-    ("changes", "splits", "warned"),
+    ("changes", "warned"),
     [
-        ({"sampling": {"top_p": 0.9}}, None, True),
-        ({"sampling": {"top_k": 20}}, None, True),
-        ({}, None, False),
-        ({"sampling": {"top_p": 0.9}, "steps": 0}, None, False),
-        ({"sampling": {"top_k": 20}}, ("test",), False),  # an evaluation does not read it
+        ({"sampling": {"top_p": 0.9}}, True),
+        ({"sampling": {"top_k": 20}}, True),
+        ({}, False),
+        ({"sampling": {"top_p": 0.9}, "steps": 0}, False),
     ],
 )
-def test_training_on_a_cut_distribution_is_warned_of_before_the_run(changes, splits, warned, tmp_path, caplog):
+def test_training_on_a_cut_distribution_is_warned_of_before_the_run(changes, warned, tmp_path, caplog):
     spec = parse_run({"task": "arithmetic", "algorithm": "grpo", **changes}, "test")
-    check_inputs([spec, spec], tmp_path, splits)
+    check_runs([spec, spec], tmp_path)
     found = [record.getMessage() for record in caplog.records if record.name == "cohort.harness.checks.preflight"]
     assert len(found) == warned
     assert all(text.startswith("sampling.top_p below 1 or top_k above 0 biases training: ") for text in found)

@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 from cohort.harness.checks.disk import estimate_disk
-from cohort.harness.checks.memory_estimate import estimate_run, peak_bytes
+from cohort.harness.checks.memory import estimate_run, peak_bytes
 from cohort.harness.run.loop import train
 from cohort.harness.run.state import prepare
 from cohort.harness.run.step import train_step

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from cohort.harness.checks.memory_estimate import estimate
+from cohort.harness.checks.memory import estimate
 from cohort.harness.cli.study import show_dry_run
 from cohort.harness.data import Call, Prompt, Sampling
 from cohort.harness.engines.transformers import TransformersEngine, _chunks
 from cohort.harness.ground.files import read_json
-from cohort.harness.policy.adapters import around_frozen, policies_on
-from cohort.harness.policy.lora import adapter_weights
+from cohort.harness.policy.lora import adapter_weights, around_frozen, policies_on
 from cohort.harness.policy.model import model_config
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run.cold_start import start_policy

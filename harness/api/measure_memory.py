@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import gc
-import json
-import os
+import contextlib
+import ctypes
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..checks.memory_estimate import estimate, peak_bytes
-from ..checks.memory_fit import check_fits
+from ..checks.memory import check_fits, estimate, peak_bytes
 from ..devices.device import resolve_device
-from ..devices.memory import resident_bytes
+from ..devices.memory import peak_memory, reset_peak_memory, resident_bytes
 from ..plugins import nearest
-from ..policy.model import model_config
+from ..policy.model import model_config, save_model
 from ..policy.tiny import TINY, tiny_tokenizer
 from ..spec.errors import SpecError
 from ..spec.raw import with_overrides
 from ..spec.run import RunSpec, parse_run
-from ..study.launchers.local import HOME
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -93,6 +91,7 @@ def measure(
         "dtype": dtype,
         "steps": steps,
     }
+    found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="cohort-memory-") as folder:
         model = Path(folder) / "model"
         raws = [{**base, "model": str(model), "algorithm": algorithm} for algorithm in algorithms]
@@ -101,68 +100,48 @@ def measure(
         for spec, expected in zip(specs, estimates, strict=True):
             check_fits(expected, resolve_device(spec.device), spec)
         _save_random_model(model, config, dtype)
-        found = []
-        for done, spec in enumerate(specs):
+        for done, (spec, expected) in enumerate(zip(specs, estimates, strict=True)):
             on_progress(spec.algorithm.name, done, len(specs))
-            found.append(_in_fresh_process(Path(folder), spec, prompt_tokens))
-    return with_ratios([
-        {"algorithm": spec.algorithm.name, "peak_bytes": peak, "estimate": expected, "seconds": seconds}
-        for spec, expected, (peak, seconds) in zip(specs, estimates, found, strict=True)
-    ])  # fmt: skip
+            with ProcessPoolExecutor(1, get_context("spawn")) as fresh:
+                try:
+                    task = (spec.model_dump(mode="json"), prompt_tokens, Path(folder) / str(done))
+                    peak, seconds = fresh.submit(_measured, *task).result()
+                except BrokenProcessPool:
+                    raise OSError(f"measuring {spec.algorithm.name} was killed, probably for lack of memory") from None
+            found.append({
+                "algorithm": spec.algorithm.name, "peak_bytes": peak, "estimate": expected, "seconds": seconds
+            })  # fmt: skip
+    return with_ratios(found)
 
 
 def _save_random_model(folder: Path, config: PretrainedConfig, dtype: str) -> None:
     """A folder that a run can load: random weights of seed 0, and the built-in tokenizer, whose ids are below 100."""
     from transformers import AutoModelForCausalLM
 
-    from ..policy.model import save_model
-
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     save_model(folder, model.to(getattr(torch, dtype)), tiny_tokenizer())
-    del model
-    gc.collect()
 
 
-def _in_fresh_process(folder: Path, spec: RunSpec, prompt_tokens: int) -> tuple[int, dict[str, float]]:
-    """Bytes at the peak, and seconds per step by phase."""
-    task, result = folder / "task.json", folder / "result.json"
-    result.unlink(missing_ok=True)
-    task.write_text(json.dumps({"spec": spec.model_dump(mode="json"), "prompt_tokens": prompt_tokens}))
-    path = os.pathsep.join(filter(None, [HOME, os.environ.get("PYTHONPATH")]))
-    environment = {"MALLOC_MMAP_THRESHOLD_": str(2**20), **os.environ, "PYTHONPATH": path}
-    command = [sys.executable, "-P", "-m", "cohort.harness.api.measure_memory", str(folder)]
-    ended = subprocess.run(
-        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
-    if ended.returncode or not result.exists():
-        how = "was killed, probably for lack of memory" if ended.returncode < 0 else "failed"
-        raise OSError(f"measuring {spec.algorithm.name} {how}: {ended.stderr.strip()[-500:]}")
-    measured = json.loads(result.read_text())
-    return measured["peak_bytes"], measured["seconds"]
-
-
-def _measure_here(folder: Path) -> None:
-    """Train in this process with the task file in `folder`, and write time and memory beside it."""
-    from ..devices.memory import peak_memory, reset_peak_memory
-
-    task = json.loads((folder / "task.json").read_text())
-    spec, count = parse_run(task["spec"], "cohort memory"), task["prompt_tokens"]
-    prompts = [replace(p, text=p.text.rjust(count, "1")[-count:]) for p in spec.task.prompts("train")]
+def _measured(raw: Mapping[str, Any], prompt_tokens: int, folder: Path) -> tuple[int, dict[str, float]]:
+    """Bytes at the peak of steps in a process that does nothing else, and the median seconds of a step by phase."""
+    with contextlib.suppress(AttributeError):  # without glibc
+        ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: give back freed blocks of 1 MiB and more
+    spec = parse_run(raw, "cohort memory")
+    prompts = [replace(p, text=p.text.rjust(prompt_tokens, "1")[-prompt_tokens:]) for p in spec.task.prompts("train")]
     small = spec.model_copy(update={"model": TINY, "rollouts_per_step": spec.algorithm.group_size, "steps": 1})
-    _train_here(small, prompts, folder / "warm")  # libraries that load on first use do not count as the run's memory
+    _train(small, prompts, folder / "warm")  # libraries that load on first use do not count as the run's memory
     reset_peak_memory()
     before = resident_bytes()
-    steps = _train_here(spec, prompts, folder / "run")
+    steps = _train(spec, prompts, folder / "run")
     peak = peak_memory() - before
     timed = steps[1:] or steps  # the first step warms up
     phases = [name for name in steps[0] if name.startswith("seconds/")]
-    seconds = {name.removeprefix("seconds/"): statistics.median(step[name] for step in timed) for name in phases}
-    (folder / "result.json").write_text(json.dumps({"peak_bytes": peak, "seconds": seconds}))
+    return peak, {name.removeprefix("seconds/"): statistics.median(step[name] for step in timed) for name in phases}
 
 
-def _train_here(spec: RunSpec, prompts: Sequence[Prompt], folder: Path) -> list[dict[str, float]]:
+def _train(spec: RunSpec, prompts: Sequence[Prompt], folder: Path) -> list[dict[str, float]]:
     """The metrics of the run's steps; no token ends a completion, so that all have equal length."""
     from ..engines.transformers import TransformersEngine
     from ..run.state import prepare
@@ -198,7 +177,3 @@ def with_ratios(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         }
         for r in results
     ]
-
-
-if __name__ == "__main__":
-    _measure_here(Path(sys.argv[1]))

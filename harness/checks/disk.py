@@ -14,8 +14,8 @@ from ..policy.sources import start_name
 from ..record.finished import CHECKPOINTS, Finished
 from ..spec.errors import SpecError
 from ..spec.run import RunSpec
+from .memory import gib
 from .memory_count import Shape, saved_bytes
-from .memory_fit import gib
 
 
 @dataclass(frozen=True)

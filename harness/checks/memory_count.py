@@ -26,6 +26,7 @@ from ..policy.forward import Critic, backbone, can_share_prompts, chunk_logprobs
 from ..policy.fused_llama import recognised
 from ..policy.library import import_generation
 from ..policy.lora import add_adapter, hold_frozen_products
+from ..policy.model import empty_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -35,8 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shape:
-    """Everything that decides the counts; a pass reads `rows` rows of full length, or, where `prompts` is not 0, so
-    many prompts once and then the completions of `rows` rows."""
+    """Everything that decides the counts; a pass reads `rows` rows of full length."""
 
     config: str  # of the model, as JSON
     dtype: str
@@ -48,13 +48,12 @@ class Shape:
     rows: int
     prompt_tokens: int
     max_tokens: int
-    prompts: int = 0
 
     @classmethod
-    def of(cls, spec: RunSpec, config: PretrainedConfig, rows: int, prompt_tokens: int, prompts: int = 0) -> Shape:
+    def of(cls, spec: RunSpec, config: PretrainedConfig, rows: int, prompt_tokens: int) -> Shape:
         model = (json.dumps(config.to_dict(), default=str), spec.dtype, spec.autocast, spec.lora)
         needed = (spec.algorithm.needs_critic, spec.algorithm.shares_trunk, spec.algorithm.entropy_needs_gradient)
-        return cls(*model, *needed, rows, prompt_tokens, spec.max_tokens, prompts)
+        return cls(*model, *needed, rows, prompt_tokens, spec.max_tokens)
 
 
 @dataclass
@@ -83,10 +82,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Counts:
-    """Bytes of parameters (a critic's are those that the policy lacks) and bytes that passes keep.
-
-    `shared` is what the trunk keeps of all prompts and of a pass over completions that read them, 0 where it cannot.
-    """
+    """Bytes of parameters (a critic's are those that the policy lacks) and bytes that passes keep."""
 
     policy: int
     weights: int  # number of them without an adapter, as an engine or a saved model has them
@@ -100,7 +96,7 @@ class Counts:
     layer: int  # of the policy's largest layer
     root: int  # of what is in no layer: embeddings, norm and head
     trunk: Kept  # of the policy; a critic's own trunk is a copy of it and keeps the same
-    shared: int
+    can_share: bool  # rows of one prompt may share its keys and values
     states: int  # of the completions, which the head reads
     logprobs: int  # kept after the trunk, the states and all logits among them
     values: int
@@ -136,9 +132,6 @@ def saved_bytes(shape: Shape) -> Saved:
 @lru_cache(maxsize=64)  # arms of a study often share their shape
 def count(shape: Shape) -> Counts:
     """The counts of a shape. Raises the model's own error if it cannot be built or run without numbers."""
-    if shape.prompts:  # arms often differ only in this
-        trunk = replace(shape, needs_critic=False, shares_trunk=False, entropy_gradient=False)
-        return replace(count(replace(shape, prompts=0)), shared=_shared_pass(trunk))
     policy, critic = _models(shape)
     added = _added(policy, critic)
     head = policy.get_output_embeddings().weight
@@ -157,7 +150,7 @@ def count(shape: Shape) -> Counts:
         layer=max(map(num_bytes, layers(policy)), default=0),
         root=_bytes(policy.parameters()) - sum(map(num_bytes, layers(policy))),
         trunk=trunk,
-        shared=0,
+        can_share=can_share_prompts(policy),
         states=shape.rows * shape.max_tokens * policy.config.hidden_size * head.element_size(),
         logprobs=logprobs,
         values=values,
@@ -166,7 +159,7 @@ def count(shape: Shape) -> Counts:
 
 def _models(shape: Shape) -> tuple[Any, Critic | None]:
     """The run's policy and critic with shapes and no storage, which nobody may change."""
-    return _built(replace(shape, entropy_gradient=False, rows=0, prompt_tokens=0, max_tokens=0, prompts=0))
+    return _built(replace(shape, entropy_gradient=False, rows=0, prompt_tokens=0, max_tokens=0))
 
 
 @lru_cache(maxsize=2)  # passes of several sizes, and checkpoints
@@ -185,12 +178,9 @@ def _added(policy: nn.Module, critic: Critic | None) -> list[nn.Parameter]:
 def _meta_policy(shape: Shape) -> Any:
     """The run's policy with shapes and no storage."""
     import_generation()
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    config = AutoConfig.for_model(**json.loads(shape.config))
-    with torch.device("meta"):
-        policy = AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
-    policy = policy.to(dtype=getattr(torch, shape.dtype))
+    policy = empty_model(AutoConfig.for_model(**json.loads(shape.config))).to(dtype=getattr(torch, shape.dtype))
     if shape.lora is not None:
         add_adapter(policy, shape.lora, seed=0)
         if shape.autocast:
@@ -223,44 +213,6 @@ def _pass(shape: Shape, policy: nn.Module, critic: Critic | None) -> tuple[Kept,
     logprobs, values = with_logprobs - trunk.all, kept.all - with_logprobs
     trunk.lengthen(len(left_out))
     return trunk, logprobs, values
-
-
-@lru_cache(maxsize=64)
-def _shared_pass(shape: Shape) -> int:
-    """The bytes that the trunk keeps of prompts that are read once, of two lengths, and of completions after them.
-
-    0 for a model that cannot share prompts.
-    """
-    from transformers.cache_utils import DynamicCache
-
-    policy, _ = _models(shape)
-    if not can_share_prompts(policy):
-        return 0
-    left_out = _repeated(policy)
-    with FakeTensorMode():
-        model: Any = _fake_copy(nn.ModuleList([policy]), left_out)[0]
-        read = shape.prompt_tokens - 1
-        prompts_UT = torch.zeros(shape.prompts, read, dtype=torch.int64)
-        inputs_RC = torch.zeros(shape.rows, shape.max_tokens, dtype=torch.int64)
-        prompt_R = torch.zeros(shape.rows, dtype=torch.int64)
-        filled = torch.ones(shape.rows, read + shape.max_tokens, dtype=torch.bool)
-        first: Any = DynamicCache(config=model.config)
-        rows = DynamicCache(config=model.config)
-        with _watched(model) as kept:
-            with mixed_precision(prompts_UT.device, shape.autocast):
-                backbone(model)(input_ids=prompts_UT, past_key_values=first, use_cache=True)
-            for layer, states in enumerate(first.layers[: len(kept.layers)]):
-                rows.update(states.keys[prompt_R], states.values[prompt_R], layer)
-            with mixed_precision(prompts_UT.device, shape.autocast):  # its graph keeps casts of its own
-                backbone(model)(
-                    input_ids=inputs_RC,
-                    attention_mask=filled,
-                    position_ids=torch.zeros_like(inputs_RC),
-                    past_key_values=rows,
-                    use_cache=True,
-                )
-    kept.lengthen(len(left_out))
-    return kept.all
 
 
 def _repeated(policy: Any) -> list[nn.Module]:

@@ -1,8 +1,9 @@
-"""Checks runs before any of them starts (folder, devices, models, engines, rewards, data) and finds their inputs."""
+"""Checks runs before any of them starts (folder, devices, models, engines, rewards, data, memory) and finds their
+inputs."""
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ..data import Split
@@ -18,16 +19,25 @@ from .survey import Part, longest
 log = logging.getLogger(__name__)
 
 
-def check_inputs(
-    specs: Sequence[RunSpec], runs: Path, splits: Sequence[Split] | None = None, *, models: bool = True
+def check_runs(
+    specs: Sequence[RunSpec],
+    runs: Path,
+    splits: Sequence[Split] | None = None,
+    *,
+    trained: Sequence[RunSpec] | None = None,
+    models: bool = True,
+    here: bool = True,
+    copies: Callable[[RunSpec], int] = lambda spec: 1,
 ) -> None:
-    """ValueError for a runs folder, device, model, chat template, engine, reward or data that cannot be used.
+    """ValueError for runs that cannot start: of a run, a study or a dry run. Reads no weights and writes nothing.
 
-    Reads no weights and writes nothing. Each of the `splits` must have problems, by default all that a run reads.
-    Without `models` only the folder and the data are checked. Settings that specs share are checked once. Warns of
-    training on a cut distribution.
+    Each of the `splits` must have problems, by default all that a run reads. `trained` are the runs that train, by
+    default those with steps: they must fit the devices and the memory of this machine, where `copies` processes run
+    each, unless a cluster places them (not `here`). Without `models` only the folder and the data are checked. Settings
+    that specs share are checked once. Warns of training on a cut distribution.
     """
     check_runs_folder(runs)
+    trained = [spec for spec in specs if spec.steps] if trained is None else trained
     if models:
         _check_models(specs)
     for task, part in parts_read(specs, splits):
@@ -35,12 +45,22 @@ def check_inputs(
             continue
         if part == "demonstrations":
             raise SpecError(f"task '{task.name}' has no worked solutions; set cold_start.steps to 0")
-        raise SpecError(f"task '{task.name}' must have problems in its {part} split, it has none")
-    if any("train" in (splits or _splits(spec)) and (spec.sampling.top_p < 1 or spec.sampling.top_k) for spec in specs):
+        raise SpecError(f"task '{task.name}' has no problems in its {part} split")
+    if any(spec.sampling.top_p < 1 or spec.sampling.top_k for spec in trained):
         log.warning(
             "sampling.top_p below 1 or top_k above 0 biases training: tokens are drawn from the cut distribution, and "
             "ratio and gradient use log-probs of the uncut one; set top_p=1 and top_k=0 to train without that bias"
         )
+    if models:
+        from .memory import check_memory, check_samples
+
+        if here:
+            check_devices(trained)
+        for spec in specs:
+            check_countable(spec)
+            check_samples(spec, copies(spec))
+        for spec in trained:
+            check_memory(spec, copies(spec))
 
 
 def parts_read(specs: Iterable[RunSpec], splits: Sequence[Split] | None = None) -> list[tuple[Task, Part]]:
@@ -109,16 +129,49 @@ def run_inputs(specs: Sequence[RunSpec], cache: Path, splits: Sequence[Split] | 
         return inputs
 
 
+def check_countable(spec: RunSpec) -> None:
+    """SpecError if `max_flops` is set for a model whose operations cannot be counted. Reads no weights."""
+    if spec.max_flops is None:
+        return
+    from ..policy.flops import Costs
+    from ..policy.model import empty_model, model_config
+
+    try:
+        Costs.of(empty_model(model_config(spec.model)))
+    except Exception as error:
+        raise SpecError(f"max_flops must be left out for model '{spec.model}': {error}; use steps") from None
+
+
+def check_length(spec: RunSpec) -> None:
+    """ValueError if a prompt and its completion may be longer than the model can read. Reads no weights."""
+    from ..policy.model import length_limit, model_config
+    from ..policy.text import load_codec
+
+    limit = length_limit(model_config(spec.model))
+    if limit is None:
+        return
+    prompts = list(spec.task.prompts("test")[: spec.evaluation.num_test_prompts])
+    if spec.steps:
+        prompts += spec.task.prompts("train")
+        prompts += spec.task.prompts("validation")[: spec.evaluation.num_prompts]
+    codec = load_codec(spec.model, spec.prompt)
+    texts = sorted((prompt.text for prompt in prompts), key=len)[-16:]
+    longest = max((len(codec.encode(text)) for text in texts), default=0)
+    if longest + spec.max_tokens > limit:
+        raise ValueError(
+            f"a prompt and sampling.max_tokens must fit into {limit} tokens, where the positions of '{spec.model}' end "
+            f"or change for the whole text, got {longest} + {spec.max_tokens}; lower sampling.max_tokens or use "
+            "another model"
+        )
+
+
 def _check_models(specs: Sequence[RunSpec]) -> None:
     from ..devices.device import resolve_device
-    from ..policy.compiled import check_compiler
     from ..policy.model import check_model  # here: it loads torch, which workers of fakes do without
     from ..policy.text import check_prompts
 
-    for device, compiles in dict.fromkeys((spec.device, spec.torch_compile) for spec in specs):
-        place = resolve_device(device)
-        if compiles:
-            check_compiler(place)
+    for device in dict.fromkeys(spec.device for spec in specs):
+        resolve_device(device)
     for model in dict.fromkeys(spec.model for spec in specs):
         check_model(model)
     for model, prompt in {(s.model, s.prompt.model_dump_json()): (s.model, s.prompt) for s in specs}.values():

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import cache
 from itertools import islice
 from multiprocessing.connection import Connection
 from typing import Literal
@@ -44,21 +44,22 @@ def surveyed(parts: Iterable[tuple[Task, Part]]) -> Iterator[None]:
     child = multiprocessing.get_context("fork").Process(target=_survey, args=(list(parts), writer), daemon=True)
     child.start()
     writer.close()
-    token = _ahead.set(cache(partial(_received, reader)))
+
+    @cache
+    def found() -> dict[str, list[str]]:
+        """What the other process has found; waits for it."""
+        try:
+            return json.loads(reader.recv_bytes())
+        except EOFError:  # it was killed
+            return {}
+
+    token = _ahead.set(found)
     try:
         yield
     finally:
         _ahead.reset(token)
         child.kill()
         child.join()
-
-
-def _received(reader: Connection) -> dict[str, list[str]]:
-    """What the other process has found; waits for it."""
-    try:
-        return json.loads(reader.recv_bytes())
-    except EOFError:  # it was killed
-        return {}
 
 
 class _Warned(logging.Handler):

@@ -162,7 +162,7 @@ def _vllm() -> Check:
 def _estimate(run: str, sets: Sequence[str], runs: Path, as_json: bool) -> None:
     """Print the memory and disk that the runs of a file need. ValueError if one cannot fit or cannot be estimated."""
     from ..checks.disk import check_disk, estimate_disk
-    from ..checks.memory_fit import judge
+    from ..checks.memory import judge
     from ..spec.load import runs_of
 
     found = []

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -49,39 +46,38 @@ def contamination(
     Results go to RUNS/probes/NAME and to MLflow's experiment `probe`; reports of studies with the same model and task
     show them.
     """
+    from ..api.contamination import probe_contamination
     from ..api.scale import scale_settings
     from ..console.progress import phase_bar
     from ..data import InvalidRun
-    from ..ground.inputs import digest
     from ..record.finished import model_folder
-    from ..run.probe import ProbeSettings, check_settings, probe_once
     from ..spec.load import load_run
 
     options.use_store(tracking_uri)
-    settings = ProbeSettings(options.checked_split(split), reference, problems, fraction)
     defaults = {"model": model_folder(model), "task": task, "algorithm": "grpo", "seed": seed}
     scale = scale_settings(defaults["model"], sets, trains=False)
     spec = load_run(None, [*(sets or ()), *scale, *options.data_path(path)], defaults)
-    check_settings(spec, settings)
-    key = digest([spec.digest(), dataclasses.asdict(settings)])[:8]
-    name = options.checked_name(name or f"{spec.task.name}-{split}-{key}")
-    reports: Any = importlib.import_module("cohort.reports.contamination")
     try:
         with phase_bar(f"{spec.model} on {spec.task.name}") as show:
-            found = probe_once(spec, settings, runs, name, reports.judge, show)
+            found = probe_contamination(
+                spec,
+                runs,
+                name and options.checked_name(name),
+                split=options.checked_split(split),
+                reference=reference,
+                num_problems=problems,
+                prefix_fraction=fraction,
+                on_progress=show,
+            )
     except InvalidRun as error:
         terminal.fail(error)
         raise typer.Exit(1) from None
-    said = reports.summary(found)
+    said, directory = found.pop("said"), runs / "probes" / found["name"]
     if as_json:
-        terminal.print_json({**found, "verdict": said["verdict"], "directory": runs / "probes" / name})
+        terminal.print_json({**found, "verdict": said["verdict"], "directory": directory})
         return
-    _show(said)
-    terminal.say(f"Files: {runs / 'probes' / name}")
-
-
-def _show(said: Mapping[str, Any]) -> None:
     headers = list(said["headers"])
     terminal.show_table(said["title"], headers, said["rows"], numeric=headers[1:])
     terminal.say(said["exact"])
     terminal.say(said["verdict"])
+    terminal.say(f"Files: {directory}")

@@ -21,7 +21,7 @@ from ..interfaces import RolloutEngine
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ..policy.adapters import AdapterRows
+    from ..policy.lora import AdapterRows
     from ..policy.text import TextCodec
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class TransformersEngine(RolloutEngine):
 
     @classmethod
     def on_base(cls, settings: Settings, base: nn.Module, codec: TextCodec, policies: Sequence[nn.Module]) -> Self:
-        from ..policy.adapters import AdapterRows
+        from ..policy.lora import AdapterRows
 
         adapters = AdapterRows(base, policies)
         engine = cls(settings, adapters.model, codec)
@@ -99,8 +99,7 @@ class TransformersEngine(RolloutEngine):
                     own[name].copy_(value)
 
     def _decoder_class(self) -> Any:
-        from ..policy.fused_llama import recognised
-        from ..policy.llama_decoder import LeanDecoder
+        from ..policy.fused_llama import LeanDecoder, recognised
         from ._decoding import LibraryDecoder, RereadingDecoder
 
         if recognised(self.policy):  # not under autocast
@@ -110,7 +109,7 @@ class TransformersEngine(RolloutEngine):
     def _decoder(self, calls: Sequence[Call], capacity: int) -> Any:
         import torch
 
-        from ..policy.adapters import AdapterDecoder
+        from ..policy.lora import AdapterDecoder
 
         decoder = self._decoder_class()(self.policy, capacity)
         if self.adapters is None:

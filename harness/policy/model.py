@@ -193,6 +193,15 @@ def model_config(name: str) -> PretrainedConfig:
     return AutoConfig.from_pretrained(**local_or_hub(name), trust_remote_code=False)
 
 
+def empty_model(config: PretrainedConfig) -> Any:
+    """A causal language model of that shape with parameters that have no storage."""
+    import_generation()
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
+
+
 def local_or_hub(name: str) -> dict[str, str]:
     """The model's name for transformers: a folder's path with `~` expanded, or else the Hub id and its commit."""
     path = Path(name).expanduser()

@@ -9,14 +9,7 @@ from ..ground.files import MANIFEST, whole_manifest
 from ..ground.inputs import REVISION, Inputs, Sources, digest, digested, expected, verify
 from ..spec.run import RunSpec
 
-SUFFIXES = (
-    ".json",
-    ".jinja",
-    ".model",
-    ".safetensors",
-    ".txt",
-)  # file patterns that transformers reads: weights, tokenizer, ...
-
+SUFFIXES = (".json", ".jinja", ".model", ".safetensors", ".txt")  # of files that transformers reads
 COLD_START = 4  # part of the cache key: raise it when `run/cold_start.py` changes what it trains
 BASE = "base"  # in the manifest of a folder with an adapter
 ADAPTER_CONFIG = "adapter_config.json"  # as peft calls it

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 Row = tuple[Sequence[int], Sequence[float], bool]  # token ids, their log-probs (nats), whether the text ended
 TODAY = datetime(2024, 7, 26)  # for templates that contain today's date, so that a prompt is the same every day
 AUTO = PromptFormat()
-_checked: dict[tuple[str, str], TextCodec] = {}
 QUESTION, ANSWER = "zquestionz", "zanswerz"  # no template has these words, and none is likely to change them
 
 
@@ -37,16 +36,7 @@ def load_codec(model: str, settings: PromptFormat) -> TextCodec:
 def check_prompts(model: str, settings: PromptFormat) -> None:
     """The same ValueError without a codec; a Hub id is left to the loader."""
     if settings.needs_template if model == TINY else Path(model).expanduser().is_dir():
-        _checked.clear()
-        _checked[model, settings.model_dump_json()] = load_codec(model, settings)
-
-
-def checked_codec(model: str, settings: PromptFormat) -> TextCodec:
-    """The codec that `check_prompts` has loaded last, because a large vocabulary takes most of a second; or a new one.
-
-    For estimates alone: its files may have changed since.
-    """
-    return _checked.get((model, settings.model_dump_json())) or load_codec(model, settings)
+        load_codec(model, settings)
 
 
 class TextCodec:

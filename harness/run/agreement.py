@@ -15,9 +15,6 @@ from torch import Tensor, nn
 from ..data import Batch, InvalidRun, Prompt
 from ..devices import ranks
 from ..devices.device import mixed_precision, resolve_device
-from ..policy.model import length_limit, model_config
-from ..policy.text import load_codec
-from ..spec.run import RunSpec
 from .batch import collate
 from .state import Run
 from .weight_sync import BOUNDS, precision
@@ -29,26 +26,6 @@ NUM_PROMPTS, NUM_SAMPLES, MAX_TOKENS = 4, 2, 16
 NOISE = 2**32  # added to the step, so that no rollout of a run shares this noise
 
 log = logging.getLogger(__name__)
-
-
-def check_length(spec: RunSpec) -> None:
-    """ValueError if a prompt and its completion may be longer than the model can read. Reads no weights."""
-    limit = length_limit(model_config(spec.model))
-    if limit is None:
-        return
-    prompts = list(spec.task.prompts("test")[: spec.evaluation.num_test_prompts])
-    if spec.steps:
-        prompts += spec.task.prompts("train")
-        prompts += spec.task.prompts("validation")[: spec.evaluation.num_prompts]
-    codec = load_codec(spec.model, spec.prompt)
-    texts = sorted((prompt.text for prompt in prompts), key=len)[-16:]
-    longest = max((len(codec.encode(text)) for text in texts), default=0)
-    if longest + spec.max_tokens > limit:
-        raise ValueError(
-            f"a prompt and sampling.max_tokens must fit into {limit} tokens, where the positions of '{spec.model}' end "
-            f"or change for the whole text, got {longest} + {spec.max_tokens}; lower sampling.max_tokens or use "
-            "another model"
-        )
 
 
 @torch.no_grad()

@@ -32,6 +32,7 @@ from ..spec.run import RunSpec
 from .evaluate import PROMPTS_AT_ONCE
 from .state import build_engine
 
+NUM_VARIANTS = 4  # of a question, with other numbers
 HELD_BACK_WORDS = 200  # at most; the rest of a longer question is not tested
 _WORD = re.compile(r"\w+|[^\w\s]")
 _NUMBER = re.compile(r"[0-9]+")
@@ -74,7 +75,6 @@ def knowledge(
     spec: RunSpec,
     *,
     prefix_fraction: float = 0.6,
-    num_variants: int = 4,
     on_progress: Callable[[str, int, int], None] = lambda phase, done, total: None,
 ) -> dict[str, Knowledge]:
     """The scores of every question (id -> text) that is not too long for the policy, on the spec's device."""
@@ -84,7 +84,7 @@ def knowledge(
         asked = ask_for_rest(
             list(questions.values()), prefix_fraction, engine, codec, spec, partial(on_progress, "completion")
         )
-    liked = compare_variants(questions, num_variants, policy, codec, spec, partial(on_progress, "likelihood"))
+    liked = compare_variants(questions, policy, codec, spec, partial(on_progress, "likelihood"))
     found = {}
     for key, (start, held_back, continuation) in zip(questions, asked, strict=True):
         own, wanted = words(continuation), words(held_back)
@@ -121,7 +121,6 @@ def ask_for_rest(
 
 def compare_variants(
     questions: Mapping[str, str],
-    num_variants: int,
     policy: nn.Module,
     codec: TextCodec,
     spec: RunSpec,
@@ -131,7 +130,7 @@ def compare_variants(
     variants: dict[str, tuple[list[str], list[str]]] = {}
     for key, text in questions.items():
         random = generator("contamination", spec.seed, key)
-        others = [renumbered(text, random) for _ in range(num_variants)]
+        others = [renumbered(text, random) for _ in range(NUM_VARIANTS)]
         variants[key] = ([other for other in others if other != text], [w for w in [reworded(text)] if w != text])
     texts = dict.fromkeys([*questions.values(), *(text for both in variants.values() for one in both for text in one)])
     known = mean_logprobs(list(texts), policy, codec, spec, on_progress)

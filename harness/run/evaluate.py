@@ -22,9 +22,9 @@ from ..devices.device import mixed_precision, resolve_device
 from ..ground.files import sha256
 from ..ground.streams import generator
 from ..interfaces import RolloutEngine, RunLogger, Task
+from ..policy.flops import Lengths, lengths
 from ..rewards.majority_vote import majority_correct
 from ..spec.run import Evaluation, RunSpec
-from .flops import Lengths, lengths
 from .grading import completion_rows, grade, groups_of, sample_rows
 from .kept import Completions, completions_file
 

@@ -7,16 +7,15 @@ last checkpoint ends as an uninterrupted one would.
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..checks.preflight import run_inputs
+from ..checks.preflight import check_length, run_inputs
 from ..data import InvalidRun, Prompt, Split
 from ..devices import ranks
 from ..devices.memory import peak_memory
 from ..ground.inputs import expecting
 from ..interfaces import RunLogger
 from ..spec.run import RunSpec
-from .agreement import check_agreement, check_length
+from .agreement import check_agreement
 from .evaluate import logged_evaluation
-from .flops import check_countable
 from .gates import check_gates, gates_of
 from .state import OWN_MODELS, Models, Run, RunResult, StoppedEarly, first_prompt, prepare, run_facts
 from .step import train_step
@@ -49,7 +48,6 @@ def _train(
 ) -> RunResult:
     spec.engine.check(spec.sampling_with_limit())
     check_length(spec)
-    check_countable(spec)
     log.prompt(first_prompt(spec, "train" if spec.steps else "validation"))
     train_prompts = spec.task.prompts("train") if spec.steps else []
     if spec.control == "shuffled_gold" and len(train_prompts) == 1:

@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..checks.disk import check_disk
-from ..checks.memory_fit import check_memory
-from ..checks.preflight import check_devices, check_inputs, run_inputs
+from ..checks.preflight import check_runs, run_inputs
 from ..data import TrialState
 from ..ground.files import read_json, write_json
 from ..ground.inputs import Inputs, expecting
@@ -57,11 +56,8 @@ def train_pipeline(
     """
     directory = runs / "train" / name
     with expecting(_recorded(directory).get("inputs", {})):
-        check_inputs([stage.spec for stage in stages], runs, ("train", "validation", "test"))
-        for stage in stages:
-            if stage.kind == "train":
-                check_devices([stage.spec])
-                check_memory(stage.spec)
+        trained = [stage.spec for stage in stages if stage.kind == "train"]
+        check_runs([stage.spec for stage in stages], runs, ("train", "validation", "test"), trained=trained)
         folders = [directory / "stages" / f"{number}-{stage.name}" for number, stage in enumerate(stages, start=1)]
         left = [(s.spec, f) for s, f in zip(stages, folders, strict=True) if s.kind == "train" and not has_ended(f)]
         check_disk(runs, left, 1, "weights")

@@ -11,8 +11,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from ..checks.disk import check_disk
-from ..checks.memory_fit import check_memory, check_samples
-from ..checks.preflight import check_devices, check_inputs, run_inputs
+from ..checks.preflight import check_runs, run_inputs
 from ..data import FINAL, EvaluationResult, Split
 from ..devices.device import resolve_device
 from ..ground.files import read_json
@@ -51,10 +50,7 @@ def train_once(spec: RunSpec, runs: Path, name: str, watch: Watch = UNWATCHED) -
     """
     directory = runs / "train" / name
     with expecting(recorded_inputs(directory)):
-        check_inputs([spec], runs)
-        if spec.steps:
-            check_devices([spec])
-            check_memory(spec)
+        check_runs([spec], runs)
         if not has_ended(directory):
             check_disk(runs, [(spec, directory)], 1, "weights")
         with own_folder(directory, spec), stop_on_signals() as should_stop:
@@ -73,8 +69,7 @@ def evaluate_once(
     Every completion goes to `<split>.jsonl` in `runs/evaluate/name`, from where the next call continues; metrics
     and the first completions go to MLflow's experiment `evaluate` too.
     """
-    check_samples(spec)
-    check_inputs([spec], runs, (split,))
+    check_runs([spec], runs, (split,), trained=())
     directory = runs / "evaluate" / name
     kept = Completions(directory / f"{split}.jsonl")
     with expecting(recorded_inputs(directory) if kept.file.exists() else {}):

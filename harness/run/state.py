@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .. import plugins
-from ..checks.memory_estimate import estimate_run, peak_bytes
+from ..checks.memory import estimate_run, peak_bytes
 from ..checks.preflight import run_inputs
 from ..data import Split, TrialState
 from ..devices import ranks
@@ -116,7 +116,7 @@ class Run:
     ledger: Ledger = field(init=False)
 
     def __post_init__(self) -> None:
-        self.ledger = Ledger.of(self.spec, self.learner.policy, is_alone=self.models.is_alone)
+        self.ledger = Ledger.of(self.spec, self.learner.policy)
 
     def save(self, step: int) -> None:
         """Write the checkpoint of training step `step`; `prepare` can continue from it with any number of devices."""
@@ -216,7 +216,7 @@ def prepare(
     run.accuracies = dict(checkpoint.progress["accuracies"])
     run.kl_beta = checkpoint.progress["kl_beta"]
     run.gates = GateState(**checkpoint.progress["gates"])
-    run.ledger.resume(checkpoint.progress.get("ledger"), run.totals.seconds)
+    run.ledger.spent = dict(checkpoint.progress["ledger"])
     return run, checkpoint.step
 
 

@@ -21,7 +21,7 @@ from .. import plugins
 from ..data import Call, Group, Prompt, Sampling
 from ..devices.memory import give_back_freed_memory, use_one_heap
 from ..interfaces import RolloutEngine
-from ..policy.adapters import policies_on
+from ..policy.lora import policies_on
 from ..policy.text import TextCodec
 from ..spec.run import RunSpec
 from .cold_start import start_policy

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..checks.preflight import check_devices, check_inputs
+from ..checks.preflight import check_runs
 from ..checks.survey import longest
 from ..data import FINAL
 from ..ground.inputs import Inputs
@@ -75,18 +75,13 @@ def check_study(study: StudySpec, runs: Path, workers: int | None, execute: str,
     if workers is not None and workers < 1:
         raise SpecError(f"the number of workers must be at least 1, got {workers}")
     specs = [arm.spec for arm in study.checked_arms()]
-    check_inputs(specs, runs, models=execute == EXECUTE)
     if execute == EXECUTE:
-        from ..checks.memory_fit import check_memory
-        from ..run.flops import check_countable
-
         check_metrics(study, specs)
-        if here:
-            check_devices(specs)
-        for spec in specs:
-            check_countable(spec)
-            if spec.steps:
-                check_memory(spec, num_copies(study, spec, workers, len(specs) * study.most_seeds) if here else 1)
+
+    def copies(spec: RunSpec) -> int:
+        return num_copies(study, spec, workers, len(specs) * study.most_seeds) if here else 1
+
+    check_runs(specs, runs, models=execute == EXECUTE, here=here, copies=copies)
 
 
 def num_copies(study: StudySpec, spec: RunSpec, workers: int | None, trials: int) -> int:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..checks.preflight import check_inputs
+from ..checks.preflight import check_runs
 from ..data import FINAL
 from ..mirror.run_log import read_result
 from ..spec.errors import SpecError, did_you_mean
@@ -95,7 +95,7 @@ def _checked(plan: Plan, parent: str, label: str, changes: Mapping[str, Any], ex
     if spec.devices > plan.study.devices:
         raise SpecError(f"devices of a clone must be at most {plan.study.devices}, which each worker of the study has, "
                         f"got {spec.devices}; lower devices")  # fmt: skip
-    check_inputs([spec], plan.runs, models=execute == EXECUTE)
+    check_runs([spec], plan.runs, models=execute == EXECUTE)
     if execute == EXECUTE:
         check_metrics(plan.study, [spec])
     return spec

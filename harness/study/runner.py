@@ -161,7 +161,7 @@ def dry_run(
     specs = {arm.label: arm.spec for arm in study.checked_arms()}
     memory, disk, sets = {}, None, {}
     with surveyed(parts_read(specs.values())):
-        from ..checks.memory_fit import judge
+        from ..checks.memory import judge
 
         not_checked = missing_here(list(specs.values()))
         if not not_checked:

@@ -61,7 +61,7 @@ def shared(plan: Plan, workers: int, copies: int) -> dict[str, Shared]:
 
 def _most_that_fit(specs: Sequence[RunSpec], most: int, copies: int) -> int:
     """The number of runs, up to `most`, that can share a process when `copies` such processes share a device."""
-    from ..checks.memory_fit import check_memory
+    from ..checks.memory import check_memory
 
     while most > 1:
         try:
@@ -75,7 +75,7 @@ def _most_that_fit(specs: Sequence[RunSpec], most: int, copies: int) -> int:
 
 def _saved(specs: Mapping[str, RunSpec], at_once: int) -> int | None:
     """Bytes that `at_once` runs save by sharing one model; None if a run cannot be estimated."""
-    from ..checks.memory_estimate import estimate_run, peak_bytes
+    from ..checks.memory import estimate_run, peak_bytes
 
     needs = [(estimate_run(spec)[0], estimate_run(spec, at_once)[0]) for spec in specs.values()]
     saved = [at_once * peak_bytes(alone) - peak_bytes(all_) for alone, all_ in needs if alone and all_]

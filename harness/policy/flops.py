@@ -18,24 +18,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..data import Group
 from ..devices.sharding import layers
-from ..policy.forward import backbone, can_share_prompts, is_recomputed, keeps_keys_and_values
-from ..policy.fused_llama import recognised
-from ..policy.library import import_generation
-from ..policy.model import model_config
-from ..spec.errors import SpecError
 from ..spec.run import RunSpec
+from .forward import backbone, can_share_prompts, is_recomputed, keeps_keys_and_values
+from .fused_llama import recognised
 
 Lengths = Sequence[tuple[int, Sequence[int]]]  # for each prompt, its tokens and those of each of its completions
 _KEYS = re.compile(r"k_proj|v_proj|c_attn|qkv|query_key_value")  # weights that make keys and values
 _INPUT = re.compile(f"q_proj|{_KEYS.pattern}")  # those that read a layer's input
-_END = re.compile(
-    r"down_proj|fc2|mlp\.c_proj|dense_4h_to_h"
-)  # whose products are not computed again, because nothing needs them
+_END = re.compile(r"down_proj|fc2|mlp\.c_proj|dense_4h_to_h")  # products that nothing needs again in the backward pass
 
 
 @dataclass(frozen=True)
@@ -128,20 +122,6 @@ class Costs:
     def backward_keys(self, work: Work) -> float:
         """Operations of the gradient of a pass over prompts, which begins at the keys and values of the last layer."""
         return self.keys_gradient * work.tokens + 2 * self.pair * (1 - 1 / self.depth) * work.pairs
-
-
-def check_countable(spec: RunSpec) -> None:
-    """SpecError if `max_flops` is set for a model whose operations cannot be counted. Reads no weights."""
-    if spec.max_flops is None:
-        return
-    import_generation()
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with torch.device("meta"):
-            Costs.of(AutoModelForCausalLM.from_config(model_config(spec.model), trust_remote_code=False))
-    except Exception as error:
-        raise SpecError(f"max_flops must be left out for model '{spec.model}': {error}; use steps") from None
 
 
 def lengths(groups: Sequence[Group]) -> Lengths:

@@ -1,0 +1,291 @@
+"""Estimates the memory of a run from its spec, before anything loads, and refuses a run that does not fit.
+
+Parameters, the bytes that a pass keeps for its backward pass and a sampler's cache are counted (`memory_count`). The
+worst moment of a pass adds 3 x 4 bytes per logit of a chunk, a layer that is computed again, or a gradient of the head;
+without autograd's other temporaries that is within 2 % of the peak of a pass. Gradients always count, because they
+exist from the second micro-batch on. Not counted: the cold start, libraries, CUDA context, intermediates of the
+prefill, and unused bytes that the allocator holds. With glibc the last are up to 60 % of the peak (it keeps blocks
+below 32 MiB), so `cohort memory` makes it give back blocks of 1 MiB and more, like CUDA's allocator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..devices.device import resolve_device
+from ..devices.memory import GIB, device_bytes
+from ..policy.forward import chunk_tokens, is_recomputed, microbatch_tokens
+from ..policy.model import check_model, model_config
+from ..policy.text import load_codec
+from ..spec.errors import SpecError
+from ..spec.run import RunSpec
+from .memory_count import Counts, Shape, count
+from .survey import longest
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+SAMPLE_BYTES, TOKEN_BYTES = 2048, 128  # at most, of a completion that waits to be graded: its ids, log-probs and text
+_LONGEST: dict[tuple[str, str, str], int] = {}
+
+
+def check_memory(spec: RunSpec, copies: int = 1, together: int = 1) -> None:
+    """SpecError if `copies` processes with `together` such runs each cannot fit on the device; passes if there is no
+    estimate."""
+    found, _ = estimate_run(spec, together)
+    if found is not None:
+        check_fits(found, resolve_device(spec.device), spec, copies)
+
+
+def check_samples(spec: RunSpec, copies: int = 1) -> None:
+    """SpecError if the samples of one problem of an evaluation, which a vote needs together, are more than fit."""
+    settings = spec.evaluation
+    named = {"num_samples": settings.num_samples, "num_test_samples": settings.num_test_samples or 0}
+    name, asked = max(named.items(), key=lambda item: item[1])
+    most = device_bytes(torch.device("cpu")) // (copies * (SAMPLE_BYTES + TOKEN_BYTES * spec.max_tokens))
+    if asked > most:
+        raise SpecError(
+            f"evaluation.{name} must be at most {most:,}, the samples of one problem that the free memory holds, "
+            f"got {asked:,}; ask for fewer"
+        )
+
+
+def check_fits(components: Mapping[str, int], device: torch.device, spec: RunSpec, copies: int = 1) -> None:
+    """SpecError if `copies` such runs need more than the GPU has, or than the RAM has free."""
+    needed, available = peak_bytes(components), device_bytes(device)
+    if copies * needed <= available:
+        return
+    has = f"the GPU has {gib(available)}" if device.type == "cuda" else f"this machine has {gib(available)} free"
+    who, each = ("the run", "") if copies == 1 else (f"{copies} workers", "each: ")
+    large = [name for name in sorted(components, key=lambda name: -components[name]) if 50 * components[name] > needed]
+    shown = ", ".join(f"{name} {gib(components[name])}" for name in large)
+    raise SpecError(
+        f"{who} must fit in memory: {has}, and about {gib(copies * needed)} is needed ({each}{shown}); "
+        f"{' or '.join(_fixes(large, components, spec, copies))}"
+    )
+
+
+def _fixes(large: Sequence[str], components: Mapping[str, int], spec: RunSpec, copies: int) -> list[str]:
+    """Changes that would make large components smaller, in their order; none that it has already."""
+    learning = components["activations"] >= components["kv_cache"] + components["sampling"]
+    in_turn = ("kv_cache", "sampling") if learning else ("activations",)  # less than what they take turns with
+    wider = "spread it over more GPUs (devices)"
+    trained = [*(["train adapters (lora.rank=16)"] if spec.lora is None else []), wider]
+    sampling = f"lower engine.{'gpu_memory_utilization' if spec.engine.name == 'vllm' else 'max_batch_rows'}"
+    recompute = [] if spec.gradient_checkpointing else ["set gradient_checkpointing=true"]
+    halved = ["set dtype=bfloat16"] if spec.dtype == "float32" else []
+    fixes = {
+        "activations": ["lower optimizer.tokens_per_microbatch", *recompute],
+        "kv_cache": [sampling],
+        "sampling": [sampling],
+        "engine": ["lower engine.cpu_cache_gib or set engine.sleep=true"],
+        "gradients": trained,
+        "optimizer": trained,
+        "reference": ["set algorithm.kl_beta=0 (no reference)"],
+        "critic": ["use an algorithm without a critic"],
+        "policy": ["use a smaller model", wider, *halved],
+    }
+    fewer = ["use fewer --workers"] if copies > 1 else []
+    return list(
+        dict.fromkeys([*fewer, *(text for name in large if name not in in_turn for text in fixes.get(name, []))])
+    )
+
+
+def gib(size: int) -> str:
+    """`1.50 GiB`, or `12 MiB` below a tenth of one."""
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.0f} MiB"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Bytes that a run needs by component and at its peak (None: unknown); why they are unknown or do not fit."""
+
+    components: dict[str, int] | None
+    peak_bytes: int | None
+    device_bytes: int
+    problem: str | None
+
+
+def judge(spec: RunSpec) -> Fit:
+    """The verdict on a run on this machine; ValueError for a model folder that cannot be used."""
+    check_model(spec.model)
+    components, device = None, resolve_device(spec.device)
+    try:
+        components, problem = estimate_run(spec)
+        if components is not None:
+            check_fits(components, device, spec)
+    except SpecError as error:
+        problem = str(error)
+    peak = None if components is None else peak_bytes(components)
+    return Fit(components, peak, device_bytes(device), problem)
+
+
+def peak_bytes(components: Mapping[str, int]) -> int:
+    """The peak of the components: a step first samples, then learns."""
+    sampling = components["kv_cache"] + components["sampling"]
+    return sum(components.values()) - min(components["activations"], sampling)
+
+
+def estimate_run(spec: RunSpec, together: int = 1) -> tuple[dict[str, int] | None, str | None]:
+    """(estimate, None), or (None, reason) if the model cannot be counted or its shape cannot be read.
+
+    SpecError for an engine that cannot hold the model.
+    """
+    try:
+        return estimate(spec, model_config(spec.model), longest_prompt(spec), together=together), None
+    except SpecError:
+        raise
+    except Exception as error:  # counting fails in many ways for an unusual model, which may still train well
+        return None, (str(error) or type(error).__name__).splitlines()[0]
+
+
+def longest_prompt(spec: RunSpec) -> int:
+    """Tokens of the longest of the training prompts with most characters.
+
+    Kept for each task, model and prompt format: a study asks twice for every arm, and each time would load a tokenizer.
+    """
+    key = spec.task.model_dump_json(), spec.model, spec.prompt.model_dump_json()
+    if key not in _LONGEST:
+        codec = load_codec(spec.model, spec.prompt)
+        _LONGEST[key] = max(len(codec.encode(text)) for text in longest(spec.task, "train"))
+    return _LONGEST[key]
+
+
+def estimate(
+    spec: RunSpec,
+    config: PretrainedConfig,
+    prompt_tokens: int,
+    device: torch.device | None = None,
+    together: int = 1,
+) -> dict[str, int]:
+    """Bytes by component that a run on a model of this shape needs; 0 for a component that it lacks. Reads no weights.
+
+    With several devices they are the bytes per device: weights, gradients and moments are sharded, and `gathered` holds
+    the layers that a pass has whole. For runs that train `together` they are the bytes of all runs: the frozen weights
+    exist once, and one run learns at a time. Every completion counts with its full limit, every prompt with
+    `prompt_tokens`. `activations` never coincide with `kv_cache` and `sampling`: see `peak_bytes`. Raises the errors of
+    `count`, ValueError for a mixture of experts, and SpecError for an engine whose share of a GPU cannot hold the
+    model.
+    """
+    if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        raise ValueError(f"the {config.model_type} is a mixture of experts")  # its passes depend on the tokens
+    device = resolve_device(spec.device) if device is None else device
+    fit = microbatch_tokens(spec.optimizer, device) // (prompt_tokens + spec.max_tokens)
+    rows = spec.rollouts_per_step // spec.optimizer.num_minibatches // spec.devices
+    alone = spec.devices == 1
+    shape = Shape.of(spec, config, min(rows, max(1, fit)), prompt_tokens)
+    counts = count(shape)
+    trunk = counts.trunk.total(spec.gradient_checkpointing)
+    if alone and counts.can_share and spec.algorithm.group_size > 1 and not spec.gradient_checkpointing:
+        trunk = max(trunk, _shared(counts, shape, min(rows, spec.prompts_per_step)))  # sharing may be given up
+    copies = 2 if counts.is_fused and alone else 1  # of weights while they sample, and while they learn
+    own_trunk = spec.algorithm.needs_critic and not spec.algorithm.shares_trunk
+    stale = spec.staleness + 1 if spec.staleness else 0  # copies of trained weights: older ones, and its own meanwhile
+    needs_copy = spec.algorithm.needs_reference and spec.lora is None  # else the adapter is switched off
+    gathered = 0
+    if not alone:  # weights of the root, a layer and the next one, and gradients of a root and a layer to be summed
+        roots = counts.root * (2 if own_trunk else 1)
+        gathered = roots + 2 * counts.layer + min(roots + counts.layer, counts.trainable)
+
+    def part(size: int) -> int:
+        """Bytes of each device, of those that are spread over all."""
+        return -(-size // spec.devices)
+
+    return {
+        "policy": part(counts.policy * copies)
+        + (together - 1) * counts.trainable
+        + stale * min(counts.policy, counts.trainable),
+        "reference": part(counts.policy) if needs_copy else 0,
+        "critic": part(counts.critic * (copies if own_trunk else 1)),
+        "gradients": part(together * counts.trainable),
+        "optimizer": part(2 * together * counts.trainable),  # AdamW: two moments in the precision of the parameters
+        "gathered": gathered,
+        "activations": _activation_bytes(spec, counts, shape, trunk, own_trunk, several=rows > shape.rows),
+        **_engine_bytes(spec, counts, shape, device, together),
+    }
+
+
+def _shared(counts: Counts, shape: Shape, prompts: int) -> int:
+    """Bytes that the trunk keeps of prompts that are read once and of completions, each with its prompt's keys."""
+    before, width = shape.prompt_tokens - 1, shape.prompt_tokens + shape.max_tokens
+    read = prompts * before + shape.rows * shape.max_tokens
+    return (counts.trunk.all * read + sum(counts.trunk.cache) * shape.rows * before) // (shape.rows * width)
+
+
+def _activation_bytes(
+    spec: RunSpec, counts: Counts, shape: Shape, trunk: int, own_trunk: bool, *, several: bool
+) -> int:
+    """Bytes that one micro-batch, of `several`, keeps for its backward pass and adds at its worst moment."""
+    completion = shape.rows * shape.max_tokens
+    at_once = min(chunk_tokens(counts.vocabulary), completion)
+    chunk, again = 4 * at_once * counts.vocabulary, 0
+    logprobs = counts.logprobs
+    if is_recomputed(completion, counts.vocabulary):  # of one chunk alone, in its turn
+        logprobs, again = counts.states, counts.logprobs * at_once // completion
+    policy = trunk + logprobs
+    critic = counts.values + (trunk if own_trunk else 0)
+    several = several or at_once < completion
+    head_gradient = counts.head if several else 0  # a temporary if there is a gradient to add it to
+    # A critic's trunk comes after the log-probs in the forward pass and before them in the backward pass.
+    stages = [policy + critic, policy + again + 3 * chunk, policy + again + chunk + head_gradient]
+    if spec.gradient_checkpointing:
+        others = policy + critic if own_trunk else policy - 4 * completion * counts.vocabulary
+        stages.append(others + counts.trunk.largest_layer())
+        stages.append(policy + counts.cast + 3 * chunk)  # else the copies are kept anyway
+    if counts.head_is_tied:
+        stages.append(2 * head_gradient)  # at the end of the backward pass: the head's and the embeddings'
+    return max(stages)
+
+
+def _engine_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch.device, together: int) -> dict[str, int]:
+    """Bytes of sampling: `kv_cache` and `sampling` while it runs, `engine` all the time."""
+    settings: Any = spec.engine
+    needed = {"kv_cache": 0, "sampling": 0, "engine": 0}
+    if settings.name == "transformers":
+        return needed | _cache_bytes(spec, counts, shape, settings.max_batch_rows, together)
+    if settings.name == "vllm" and device.type == "cuda":
+        share = int(settings.gpu_memory_utilization * device_bytes(device))  # weights included
+        _check_share(spec, counts, shape, share, device)
+        return needed | {"kv_cache" if settings.sleep and together == 1 else "engine": share}
+    if settings.name == "vllm":
+        return needed | {"engine": counts.policy // settings.tensor_parallel_size + int(settings.cpu_cache_gib * GIB)}
+    return needed
+
+
+def _check_share(spec: RunSpec, counts: Counts, shape: Shape, share: int, device: torch.device) -> None:
+    """SpecError if vLLM's share of each GPU cannot hold its weights and the keys and values of one completion."""
+    settings: Any = spec.engine
+    dtype = getattr(settings, "dtype", None) or ("bfloat16" if spec.autocast else spec.dtype)
+    row = sum(counts.trunk.cache) // shape.rows
+    needed = (getattr(torch, dtype).itemsize * counts.weights + row) / settings.tensor_parallel_size
+    if needed > share:
+        least = math.ceil(100 * needed / device_bytes(device)) / 100
+        raise SpecError(
+            f"engine.gpu_memory_utilization must leave vLLM room for the model and a completion, "
+            f"{needed / GIB:.1f} GiB, got {settings.gpu_memory_utilization:g} of the GPU, {share / GIB:.1f} GiB; "
+            + (f"set it to {least:.2f} or more" if least <= 1 else "use a smaller model or engine.tensor_parallel_size")
+        )
+
+
+def _cache_bytes(spec: RunSpec, counts: Counts, shape: Shape, max_rows: int, together: int) -> dict[str, int]:
+    """Of the transformers engine: keys and values of the rows decoded at once, and their distributions."""
+
+    def rows(group: int, prompts: int) -> int:
+        return group * min(together * prompts, max(1, max_rows // group))
+
+    held_out = max(spec.evaluation.num_prompts, spec.evaluation.num_test_prompts)
+    samples = min(max(spec.evaluation.num_samples, spec.evaluation.num_test_samples or 1), 64)  # of a problem at a time
+    prompts = -(-spec.prompts_per_step // spec.devices)
+    at_once = max(rows(spec.algorithm.group_size, prompts), rows(samples, min(64, held_out)))
+    cut = spec.sampling.top_p < 1 or spec.sampling.top_k
+    per_logit = 49 if cut else 25  # logits and log-probs in float32, probabilities, their sums and order in float64
+    layers = counts.trunk.cache
+    cache = sum(layers) + max(layers, default=0)  # one layer is copied when rows are repeated or dropped
+    whole = counts.policy if spec.devices > 1 else 0  # gathered for as long as sampling lasts
+    sampling = at_once * counts.vocabulary * per_logit + whole
+    return {"kv_cache": at_once * cache // shape.rows, "sampling": sampling}
