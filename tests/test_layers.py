@@ -59,7 +59,7 @@ NOT_YET = {
     ("api", "cli"),
     "harness/devices/hosts.py",
     "harness/record/evidence.py",
-    *(f"harness/cli/{name}.py" for name in ("plan", "probe", "train", "verify")),
+    *(f"harness/cli/{name}.py" for name in ("plan", "train", "verify")),
 }
 ONLY_IMPORTER = {"mlflow": "harness/mirror/", "optuna": "harness/study/"}
 HEAVY = {"torch", "transformers", "datasets", "mlflow", "optuna", "matplotlib", "pandas", "scipy"}
