@@ -21,7 +21,7 @@ from cohort.harness.spec.study import StudySpec, parse_study
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Claim, Outcome, Queue
 from cohort.harness.study.runner import run_study
-from cohort.harness.study.search_record import MIN_FOR_IMPORTANCE
+from cohort.harness.study.search import MIN_FOR_IMPORTANCE
 from optuna.trial import TrialState
 
 METRIC = "validation/accuracy"
@@ -112,7 +112,7 @@ def test_every_sampler_runs_each_arm_with_every_seed_and_judges_it_by_the_mean(r
 def test_samplers_learn_from_the_arms_before_though_each_is_made_afresh(runs: Path):
     def trials(sampler: str) -> list[optuna.trial.FrozenTrial]:
         space = {"algorithm.kl_beta": BETA}
-        queue = a_queue(a_search(sampler=sampler, space=space, trials=9, seeds=(0,), startup=4), runs / sampler)
+        queue = a_queue(a_search(sampler=sampler, space=space, trials=9, seeds=(0,), population=4), runs / sampler)
         drive(queue)
         return searched(queue)
 

@@ -100,9 +100,8 @@ class Search(Section):
     objectives: dict[str, Direction] = Field(
         default_factory=dict, description="metric -> direction; by default the study's metric, maximised"
     )
-    startup: int = Field(
-        default=5, ge=1, description="random arms before the sampler learns; nsga2: arms per generation"
-    )
+    startup: int = Field(default=5, ge=1, description="random arms before the sampler learns")
+    population: int = Field(default=8, ge=2, description="nsga2: arms per generation")
 
     @model_validator(mode="after")
     def _searchable(self) -> Self:

@@ -17,23 +17,26 @@ from ..mirror.run_log import read_result
 from ..spec.errors import SpecError, did_you_mean
 from ..spec.run import RunSpec
 from .checks import check_metrics
-from .clones import Clone
-from .plan import Plan
+from .plan import Clone
 from .queue import Queue, open_queue
 from .worker import EXECUTE
 
 START = ("model", "prompt", "dtype", "lora", "cold_start")  # settings that decide the start of a run
 
 
-def stop_arm(name: str, runs: Path, arm: str, storage: str | None = None) -> bool:
+def stop_arm(name: str, runs: Path, arm: str, storage: str | None = None, *, held: bool = True) -> bool:
     """Ask the trials of an arm to stop, each after its step and with a checkpoint; returns whether this changed
-    anything."""
-    return _hold(name, runs, arm, storage, held=True)
+    anything. If not `held`, let them continue instead."""
+    queue = _queue(name, runs, arm, storage)
+    changes = held != queue.is_held(arm)
+    if changes:
+        queue.hold({arm}, held)
+    return changes
 
 
 def resume_arm(name: str, runs: Path, arm: str, storage: str | None = None) -> bool:
     """Let the trials of a stopped arm continue; returns whether this changed anything."""
-    return _hold(name, runs, arm, storage, held=False)
+    return stop_arm(name, runs, arm, storage, held=False)
 
 
 def clone_arm(
@@ -51,6 +54,8 @@ def clone_arm(
     `warm`: each trial starts from its parent's newest intact checkpoint instead of the beginning, if the parent has
     written one; a warning names each that is passed over.
     """
+    if "seed" in changes:
+        raise SpecError("a clone has the seeds of its parent, so 'seed' cannot be set; leave it out")
     queue = _queue(name, runs, parent, storage)
     plan = queue.plan
     with queue.storage.lock():
@@ -58,20 +63,20 @@ def clone_arm(
         shown = ", ".join(f"{path}={json.dumps(value)}" for path, value in changes.items()) or "unchanged"
         label = f"clone {number} of {parent}: {shown}"
         seeds = [seed for arm, seed in plan.keys if arm == parent]
-        spec = _checked(plan, parent, label, changes, execute)
+        spec = plan.study.changed(plan.arms[parent], label, changes).spec
+        if spec.devices > plan.study.devices:
+            raise SpecError(
+                f"devices of a clone must be at most {plan.study.devices}, which each worker of the study has, got "
+                f"{spec.devices}; lower devices"
+            )
+        check_runs([spec], plan.runs, models=execute == EXECUTE)
+        if execute == EXECUTE:
+            check_metrics(plan.study, [spec])
         clone = Clone(label, parent, dict(changes), seeds, [0] * len(seeds))
         if warm:
             clone = replace(clone, steps=_forked(queue, clone, spec))
         queue.add_clone(clone)
     return clone
-
-
-def _hold(name: str, runs: Path, arm: str, storage: str | None, *, held: bool) -> bool:
-    queue = _queue(name, runs, arm, storage)
-    if held == queue.is_held(arm):
-        return False
-    queue.hold({arm}, held)
-    return True
 
 
 def _queue(name: str, runs: Path, arm: str, storage: str | None) -> Queue:
@@ -85,20 +90,6 @@ def _queue(name: str, runs: Path, arm: str, storage: str | None) -> Queue:
         hint = did_you_mean(arm, arms)
         raise SpecError(f"ARM must be an arm of study '{name}', got '{arm}'; {hint}it has: {', '.join(arms)}")
     return queue
-
-
-def _checked(plan: Plan, parent: str, label: str, changes: Mapping[str, Any], execute: str) -> RunSpec:
-    """The run of a clone, with the same checks as every arm. SpecError if it cannot run in this study."""
-    if "seed" in changes:
-        raise SpecError("a clone has the seeds of its parent, so 'seed' cannot be set; leave it out")
-    spec = plan.study.changed(plan.arms[parent], label, changes).spec
-    if spec.devices > plan.study.devices:
-        raise SpecError(f"devices of a clone must be at most {plan.study.devices}, which each worker of the study has, "
-                        f"got {spec.devices}; lower devices")  # fmt: skip
-    check_runs([spec], plan.runs, models=execute == EXECUTE)
-    if execute == EXECUTE:
-        check_metrics(plan.study, [spec])
-    return spec
 
 
 def _forked(queue: Queue, clone: Clone, spec: RunSpec) -> list[int]:

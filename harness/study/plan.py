@@ -2,8 +2,8 @@
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,25 @@ from ..data import GREY
 from ..ground.inputs import NO_INPUTS, Inputs
 from ..spec.run import RunSpec
 from ..spec.study import Arm, StudySpec
-from .clones import Clone
 
 Key = tuple[str, int]  # arm label, seed
+
+
+@dataclass(frozen=True)
+class Clone:
+    """An arm that a user made from another while the study ran: its parent, its changes, and its seeds.
+
+    `steps` has for each seed the training step at which it leaves its parent; 0 if it starts from the beginning.
+    """
+
+    label: str
+    parent: str
+    changes: Mapping[str, Any]
+    seeds: Sequence[int]
+    steps: Sequence[int]
+
+    def left_at(self, seed: int) -> int:
+        return self.steps[list(self.seeds).index(seed)]
 
 
 class Plan:

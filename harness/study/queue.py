@@ -14,14 +14,13 @@ repeated at once. `search.py` decides the arms of a search, `control.py` handles
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Literal
 
 import optuna
 from optuna.samplers import RandomSampler
@@ -35,9 +34,8 @@ from ..record.status import StudyStatus, TrialStatus
 from ..spec.errors import SpecError, did_you_mean
 from ..spec.study import TwoStage, parse_study
 from .attempts import Attempts
-from .clones import Clone
-from .plan import Key, Plan
-from .search import Searches
+from .plan import Clone, Key, Plan
+from .search import ArmSearch
 from .sharing import sharing_key
 from .storage.base import Lease, Storage
 from .storage.files import GRACE_SECONDS, LocalStorage
@@ -48,8 +46,6 @@ SEEDS = "seeds"  # attribute of the Optuna study: the decision on the number of 
 RETRY_BELOW = "retry_failed_below"  # attribute of the Optuna study: failed attempts with lower numbers are repeated
 STOPPED, CLONES = "stopped", "clones"  # attributes too: labels of arms that were asked to stop, clones as mappings
 HELD = "stopped on request; `cohort study resume` continues it"
-P = ParamSpec("P")
-R = TypeVar("R")
 log = logging.getLogger(__name__)
 
 
@@ -69,17 +65,6 @@ class Outcome:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-def _translated(method: Callable[Concatenate[Queue, P], R]) -> Callable[Concatenate[Queue, P], R]:
-    """The method, which raises StorageUnavailable for connection errors of the storage."""
-
-    @functools.wraps(method)
-    def run(queue: Queue, *args: P.args, **kwargs: P.kwargs) -> R:
-        with queue.storage.errors():
-            return method(queue, *args, **kwargs)
-
-    return run
-
-
 class Queue:
     """The Optuna study behind a plan. The last attempt at an (arm, seed) decides its state.
 
@@ -95,13 +80,12 @@ class Queue:
         self._decided: dict[str, Any] | None = None  # on the number of seeds, as of the last read
         self._distributions = plan.distributions()
 
-    @_translated
     def retry_failed(self) -> None:
         """Let the trials that have failed so far be claimed again. The caller holds the lock."""
-        self._searches.create()
+        for search in self._searches:
+            search.create()
         self._study.set_user_attr(RETRY_BELOW, len(self._study.get_trials(deepcopy=False)))
 
-    @_translated
     def claim(self) -> Claim | None:
         """Claim and return the next waiting trial; None if none waits."""
         with self.storage.lock():
@@ -114,7 +98,6 @@ class Queue:
                 return None
             return self._taken(key, lease, attempts)
 
-    @_translated
     def claim_with(self, first: Claim, at_most: int) -> list[Claim]:
         """Claim and return up to `at_most` more waiting trials that can share a model with a claimed one."""
         common, claims = sharing_key(self.plan.spec(first.key)), []
@@ -132,7 +115,6 @@ class Queue:
                     claims += [self._taken(key, lease, attempts)] if lease is not None else []
         return claims
 
-    @_translated
     def finish(self, claim: Claim, outcome: Outcome) -> None:
         """Record how a claimed trial ended and give up its lease."""
         with self.storage.lock():
@@ -147,31 +129,26 @@ class Queue:
     def report(self, key: Key, step: int, value: float) -> str | None:
         """Record a validation of a running trial; returns why a search gives its arm up now, or None."""
         with self.storage.lock():
-            return self._searches.report(*key, step, value)
+            return next(filter(None, (search.report(key, step, value) for search in self._searches)), None)
 
-    @_translated
     def is_held(self, arm: str) -> bool:
         """Whether an arm was asked to stop; cheap enough for every step."""
         return arm in self._attributes().get(STOPPED, ())
 
-    @_translated
     def gives_way(self, key: Key, step: int) -> bool:
         """Whether a waiting trial has done fewer steps than `key`, which has done `step`."""
         attempts = self._read()
         return any(k != key and self._waits(k, attempts) and attempts.step(k) < step for k in self.plan.keys)
 
-    @_translated
     def hold(self, arms: Set[str], held: bool) -> None:
         """Ask arms to stop, or let them continue."""
         with self.storage.lock():
             before = set(self._attributes().get(STOPPED, ()))
             self._study.set_user_attr(STOPPED, sorted(before | arms if held else before - arms))
 
-    @_translated
     def clones(self) -> list[Clone]:
-        return _clones(self._attributes())
+        return [Clone(**fields) for fields in self._attributes().get(CLONES, ())]
 
-    @_translated
     def add_clone(self, clone: Clone) -> None:
         """Let a clone's trials be claimed. The caller holds the lock."""
         self._study.set_user_attr(CLONES, [*self._attributes().get(CLONES, ()), asdict(clone)])
@@ -180,36 +157,33 @@ class Queue:
     @property
     def prunes(self) -> bool:
         """Whether `report` may ever give an arm up."""
-        return self._searches.prunes()
+        return any(search.plan.search.pruner != "none" for search in self._searches)
 
     def search_record(self) -> dict[str, Any]:
-        """The findings of the study's searches so far: see `search_record.py`."""
-        return self._searches.record(self._read())
+        """The content of `search.json` (see `ArmSearch.record`); of a tuned comparison `{"tuning": {cell: record}}`."""
+        attempts = self._read()
+        found = {search.plan.name: search.record(attempts) for search in self._searches}
+        return found.get("", {"tuning": found})
 
-    @_translated
     def seeds_record(self) -> dict[str, Any] | None:
         """The decision of the first seeds: see `two_stage.py`; None before it, and for a study that lists its seeds."""
         self._read()
         return self._decided
 
-    @_translated
     def unfinished(self) -> bool:
         """Whether a trial waits, runs or has to be repeated, or a search or the seeds have another to come."""
         attempts = self._read()
         still = (attempts.state(key) == "running" or self._waits(key, attempts) for key in self.plan.keys)
         return any(still) or self._to_come(attempts) > 0
 
-    @_translated
     def awaits_more(self) -> bool:
         """Whether a search or the seeds have another trial to come."""
         return self._to_come(self._read()) > 0
 
-    @_translated
     def num_claims(self) -> int:
         """Number of attempts that were ever begun."""
         return self._read().size
 
-    @_translated
     def status(self) -> StudyStatus:
         attempts = self._read()
         dead = self._dead(attempts)
@@ -223,14 +197,19 @@ class Queue:
         return StudyStatus(study.name, study.question, tuple(trials), self._to_come(attempts))
 
     @cached_property
-    def _searches(self) -> Searches:
-        return Searches(self.plan.study, self.storage.optuna)
+    def _searches(self) -> list[ArmSearch]:
+        return [ArmSearch(self.plan.study, plan, self.storage.optuna) for plan in self.plan.study.searches()]
+
+    def _add_searched(self) -> None:
+        for search in self._searches:
+            self.plan.add(search.arms())
 
     def _advance(self, attempts: Attempts) -> None:
         """Advance the searches: record ended arms, and add more of their seeds to the plan. If the first seeds have all
         ended, decide the number of seeds, once."""
-        self._searches.advance(attempts)
-        self.plan.add(self._searches.arms())
+        for search in self._searches:
+            search.advance(attempts)
+        self._add_searched()
         states = self._undecided(attempts)
         if states and all(state in FINAL for state in states.values()):
             complete = {key: attempts.end(key)["values"] for key, state in states.items() if state == "complete"}
@@ -246,11 +225,12 @@ class Queue:
         return {key: attempts.state(key) for key in keys}
 
     def _ask(self) -> Key | None:
-        """The first trial of a new arm of a search; None if no arm is due."""
-        key = self._searches.ask()
-        if key is not None:
-            self.plan.add(self._searches.arms())
-        return key
+        """The first trial of a new arm, of the search with the fewest arms; None if no arm is due."""
+        for search in sorted(self._searches, key=lambda search: len(search.handed_out())):
+            if (key := search.ask()) is not None:
+                self._add_searched()
+                return key
+        return None
 
     def _to_come(self, attempts: Attempts) -> int:
         study = self.plan.study
@@ -260,8 +240,9 @@ class Queue:
             waits = not any(s == "failed" or (k[0] in self._held and s not in ENDED) for k, s in states.items())
             more = study.most_seeds - len(study.first_seeds)
             return more * len(study.design_arms()) if states and waits else 0
-        is_searching = study.searches() and self.storage.exists()
-        return self._searches.to_come(attempts) if is_searching else 0
+        with self.storage.errors():
+            is_searching = study.search is not None and self.storage.exists()
+            return sum(search.to_come(attempts) for search in self._searches) if is_searching else 0
 
     @cached_property
     def _study(self) -> optuna.Study:
@@ -273,19 +254,22 @@ class Queue:
 
     def _read(self) -> Attempts:
         """The up-to-date record of all attempts."""
-        if "_study" in self.__dict__ or self.storage.exists():
+        with self.storage.errors():
+            if "_study" not in self.__dict__ and not self.storage.exists():
+                return self._attempts
             trials, attributes = self._study.get_trials(deepcopy=False), self._attributes()
             self._attempts.update(trials, attributes.get(RETRY_BELOW, 0))
             self._held = frozenset(attributes.get(STOPPED, ()))
             self._decided = attributes.get(SEEDS)
             self.plan.take(self._decided["seeds"] if self._decided else ())
-            self.plan.add(self._searches.arms())
-            self.plan.add_clones(_clones(attributes))
+            self._add_searched()
+            self.plan.add_clones([Clone(**fields) for fields in attributes.get(CLONES, ())])
         return self._attempts
 
     def _attributes(self) -> Mapping[str, Any]:
         """The attributes of the Optuna study; from a journal it reads only new entries."""
-        return self._study._storage.get_study_user_attrs(self._study._study_id)
+        with self.storage.errors():
+            return self._study._storage.get_study_user_attrs(self._study._study_id)
 
     def _waits(self, key: Key, attempts: Attempts) -> bool:
         """Whether a trial may be claimed."""
@@ -413,10 +397,6 @@ class Queue:
             on_gpu=last is not None and bool(last.user_attrs.get("gpu")),
             held=held,
         )
-
-
-def _clones(attributes: Mapping[str, Any]) -> list[Clone]:
-    return [Clone(**fields) for fields in attributes.get(CLONES, ())]
 
 
 def open_storage(folder: Path, name: str, url: str | None = None) -> Storage:

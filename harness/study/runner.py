@@ -16,7 +16,6 @@ from typing import Any
 
 from ..checks.preflight import parts_read, run_inputs
 from ..checks.survey import surveyed
-from ..data import TrialState
 from ..ground.files import write_json
 from ..ground.inputs import Inputs, check_same, expecting
 from ..mirror.address import TRACKING_URI, remote_uri
@@ -70,7 +69,10 @@ def run_study(
         on_seeds = partial(_write_seeds, plan, parent_run_id)
         with pool.signals(), _requests_heard(study.name, runs, storage, parent_run_id):
             status = watch(pool, queue, on_status, on_seeds)
-    _write_search(queue, runs, parent_run_id)
+    if study.search is not None:
+        found = queue.search_record()
+        write_json(plan.folder / "search.json", found)
+        log_found(runs, parent_run_id, "search.json", found)
     failures = {}
     for trial in status.trials:
         if trial.state != "running" and trial.directory.exists():  # trials of other hosts have no folder here
@@ -81,7 +83,11 @@ def run_study(
                 failures[plan.run_name(key)] = (plan.tags(key), reason or "")
     log_failures(runs, parent_run_id, failures)
     held = dict.fromkeys(trial.arm for trial in status.trials if trial.held)
-    close_study(runs, parent_run_id, _ending(status), list(held))
+    useless = [trial for trial in status.trials if trial.state in ("failed", "invalid")]
+    ending = (
+        "stopped" if not status.finished else "failed" if useless and len(useless) == len(status.trials) else "complete"
+    )
+    close_study(runs, parent_run_id, ending, list(held))
     return status
 
 
@@ -122,14 +128,6 @@ def _opened(queue: Queue, command: str, inputs: Inputs) -> str:
         write_json(plan.folder / "study.json", document)  # `study list` reads it, wherever the queue lives
         queue.retry_failed()
     return parent_run_id
-
-
-def _ending(status: StudyStatus) -> TrialState:
-    """The end state of the study's parent run: failed if no trial has a valid result."""
-    if not status.finished:
-        return "stopped"
-    without = [trial for trial in status.trials if trial.state in ("failed", "invalid")]
-    return "failed" if without and len(without) == len(status.trials) else "complete"
 
 
 def study_status(name: str, runs: Path, storage: str | None = None) -> StudyStatus:
@@ -269,11 +267,3 @@ def _write_seeds(plan: Plan, parent_run_id: str, decided: dict[str, Any]) -> Non
     """Keep the decision on the number of seeds beside `study.json`, and with the parent run."""
     write_json(plan.folder / "seeds.json", decided)
     log_found(plan.runs, parent_run_id, "seeds.json", decided)
-
-
-def _write_search(queue: Queue, runs: Path, parent_run_id: str) -> None:
-    """Keep the record of the study's searches beside `study.json`, and with the parent run."""
-    if queue.plan.study.searches():
-        found = queue.search_record()
-        write_json(queue.plan.folder / "search.json", found)
-        log_found(runs, parent_run_id, "search.json", found)

@@ -27,6 +27,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner
 from optuna.samplers import BaseSampler, GPSampler, NSGAIISampler, RandomSampler, TPESampler
 from optuna.storages import BaseStorage
+from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from ..data import ENDED, short_path
@@ -35,61 +36,12 @@ from ..spec.search import Dimension, Search
 from ..spec.study import Arm, SearchPlan, StudySpec
 from .attempts import Attempts
 from .plan import Key
-from .search_record import best_trial, keys_of, search_record
 
 LIVE = ("waiting", "running", "stopped", "paused", "lost")
 ENDED_BADLY = tuple(state for state in ENDED if state != "complete")
 MAX_LISTED = 100_000  # largest space whose points are listed to find an untried one
+MIN_FOR_IMPORTANCE = 4  # complete arms; a forest on fewer says nothing
 REPEATED = "the same run as arm"  # how the reason for refusing a repeated point begins
-
-
-class Searches:
-    """All searches of a study: none, one, or one for each algorithm and task of a tuned comparison."""
-
-    def __init__(self, study: StudySpec, storage: BaseStorage) -> None:
-        self._searches = [ArmSearch(study, plan, storage) for plan in study.searches()]
-
-    def create(self) -> None:
-        """Create the missing Optuna studies."""
-        for search in self._searches:
-            search.create()
-
-    def arms(self) -> list[tuple[Arm, list[int]]]:
-        """Every arm that was handed out, in order, with the seeds that it may run."""
-        return [found for search in self._searches for found in search.arms()]
-
-    def advance(self, attempts: Attempts) -> None:
-        """Record ended arms and hand out the next seeds of the others. Idempotent."""
-        for search in self._searches:
-            search.advance(attempts)
-
-    def ask(self) -> Key | None:
-        """The first trial of a new arm, of the search with the fewest arms; None if no arm is due."""
-        for search in sorted(self._searches, key=lambda search: len(search.handed_out())):
-            key = search.ask()
-            if key is not None:
-                return key
-        return None
-
-    def to_come(self, attempts: Attempts) -> int:
-        """Number of (arm, seed) pairs, at most, that are not handed out yet."""
-        return sum(search.to_come(attempts) for search in self._searches)
-
-    def report(self, label: str, seed: int, step: int, value: float) -> str | None:
-        """Record a validation of an arm; returns why the arm is given up now, or None."""
-        for search in self._searches:
-            if (trial := search.running(label)) is not None:
-                return search.report(trial, seed, step, value)
-        return None
-
-    def prunes(self) -> bool:
-        return any(search.plan.search.pruner != "none" for search in self._searches)
-
-    def record(self, attempts: Attempts) -> dict[str, Any]:
-        """The content of `search.json`: see `search_record`; of a tuned comparison `{"tuning": {cell: record}}`."""
-        if len(self._searches) == 1 and not self._searches[0].plan.final_seeds:
-            return self._searches[0].record(attempts)
-        return {"tuning": {search.plan.name: search.record(attempts) for search in self._searches}}
 
 
 class ArmSearch:
@@ -104,6 +56,7 @@ class ArmSearch:
         self._arms: dict[str, Arm] = {}  # by label; a trial keeps its point
 
     def create(self) -> None:
+        """Create the Optuna study if it is missing."""
         try:
             self._load()
         except KeyError:
@@ -115,26 +68,28 @@ class ArmSearch:
         return [trial for trial in self._trials() if "arm" in trial.user_attrs]
 
     def arms(self) -> list[tuple[Arm, list[int]]]:
+        """Every arm that was handed out, in order, with the seeds that it may run."""
         found = [(self._arm(trial), list(trial.user_attrs["seeds"])) for trial in self.handed_out()]
         final = self._final_arm()
         return [*found, *([(final, list(self.plan.final_seeds))] if final else [])]
 
-    def running(self, label: str) -> FrozenTrial | None:
-        """The arm's trial while it has not ended."""
-        return next((t for t in self._unended() if t.user_attrs.get("arm") == label), None)
-
     def advance(self, attempts: Attempts) -> None:
+        """Record ended arms and hand out the next seeds of the others. Idempotent."""
         for trial in self._unended():
             self._advance(trial, attempts)
-        if self.plan.final_seeds and self._final_arm() is None and self._settled(attempts) and self._has_complete():
-            study = self._load()
-            study.set_user_attr("best", best_trial(study).user_attrs["arm"])
+        if self.plan.final_seeds and self._final_arm() is None and self._settled(attempts) and self._complete():
+            self._load().set_user_attr("best", self._best().user_attrs["arm"])
 
     def ask(self) -> Key | None:
+        """The first trial of a new arm; None if no arm is due."""
         while self._is_due():
             trial = self._propose()
             earlier = self.handed_out()
-            label = self._label(len(earlier) + 1, trial.params)
+            shown = (
+                f"{short_path(path)}={value:.3g}" if isinstance(value, float) else f"{short_path(path)}={value}"
+                for path, value in trial.params.items()
+            )
+            label = " ".join(filter(None, [self.plan.name, f"{len(earlier) + 1:03d}:", ", ".join(shown)]))
             try:
                 arm = self._arm_at(label, trial.params)
                 for other in map(self._arm, earlier):
@@ -142,7 +97,7 @@ class ArmSearch:
                         raise SpecError(f"{REPEATED} '{other.label}'")
             except SpecError as error:
                 self._set(trial, "refused", str(error))
-                self._tell(trial, TrialState.FAIL)
+                self._load().tell(trial.number, state=TrialState.FAIL)
                 continue
             seeds = list(self.plan.seeds[:1] if self.plan.search.pruner != "none" else self.plan.seeds)
             self._set(trial, "seeds", seeds)
@@ -152,21 +107,24 @@ class ArmSearch:
         return None
 
     def to_come(self, attempts: Attempts) -> int:
+        """Number of (arm, seed) pairs, at most, that are not handed out yet."""
         seeds = len(self.plan.seeds)
         count = (self.plan.search.trials - len(self.handed_out())) * seeds if self._is_due() else 0
         for trial in self._unended():
-            keys = keys_of(trial)
+            keys = _keys(trial)
             if not any(attempts.state(key) in ENDED_BADLY for key in keys):
                 count += seeds - len(keys)
-        hopeless = self._settled(attempts) and not self._has_complete()  # no final arm will come
+        hopeless = self._settled(attempts) and not self._complete()  # no final arm will come
         if self._final_arm() is None and not hopeless:
             count += len(self.plan.final_seeds)
         return count
 
-    def report(self, trial: FrozenTrial, seed: int, step: int, value: float) -> str | None:
-        if self.plan.search.pruner == "none" or "behind" in trial.user_attrs:
-            return trial.user_attrs.get("behind")
-        position = trial.user_attrs["seeds"].index(seed)
+    def report(self, key: Key, step: int, value: float) -> str | None:
+        """Record a validation of an arm; returns why the arm is given up now, or None."""
+        trial = next((t for t in self._unended() if t.user_attrs.get("arm") == key[0]), None)
+        if trial is None or self.plan.search.pruner == "none" or "behind" in trial.user_attrs:
+            return trial and trial.user_attrs.get("behind")
+        position = trial.user_attrs["seeds"].index(key[1])
         values = [trial.user_attrs[f"seed {i}"][str(step)] for i in range(position)] + [value]
         known = trial.user_attrs.get(f"seed {position}", {})
         self._set(trial, f"seed {position}", {**known, str(step): value})
@@ -186,14 +144,38 @@ class ArmSearch:
         return reason
 
     def record(self, attempts: Attempts) -> dict[str, Any]:
-        return search_record(self._load(), self.plan, attempts)
+        """The findings of the search as plain data.
+
+        objectives   metric -> direction
+        importances  method and path -> share of the variance of the first objective between arms, in [0, 1], or no
+                     method and why
+        arms         label, parameters, state, reason, values (objective -> mean over seeds; only of complete arms) and
+                     seeds (seed -> objective -> value, as far as they are complete)
+        pareto, best labels of the arms that no other arm beats in all objectives; the best arm of a single objective
+        refused      proposed points that are no valid run or repeat one, with the reason
+        """
+        search, objectives, trials = self.plan.search, self.plan.objectives, self._trials()
+        is_complete = bool(self._complete())
+        return {
+            "sampler": search.sampler,
+            "pruner": search.pruner,
+            "trials": search.trials,
+            "objectives": dict(objectives),
+            "importances": self._importances(),
+            "arms": [_arm_record(trial, list(objectives), attempts) for trial in self.handed_out()],
+            "pareto": [trial.user_attrs["arm"] for trial in self._load().best_trials] if is_complete else [],
+            "best": self._best().user_attrs["arm"] if is_complete and len(objectives) == 1 else None,
+            "refused": [
+                {"parameters": t.params, "reason": t.user_attrs["refused"]} for t in trials if "refused" in t.user_attrs
+            ],
+        }
 
     def _advance(self, trial: FrozenTrial, attempts: Attempts) -> None:
         """If all its seeds have ended, record the end of an arm or hand out its next seed."""
         if "arm" not in trial.user_attrs:
             self._end(trial, TrialState.FAIL, "its worker died before it was handed out")
             return
-        keys = keys_of(trial)
+        keys = _keys(trial)
         if any(attempts.state(key) in (*LIVE, "failed") for key in keys):
             return
         for state, ending in (("pruned", TrialState.PRUNED), ("invalid", TrialState.FAIL)):
@@ -204,7 +186,7 @@ class ArmSearch:
         if len(keys) == len(self.plan.seeds):
             values = [attempts.end(key)["values"] for key in dict.fromkeys(keys)]
             means = [statistics.fmean(found[name] for found in values) for name in self.plan.objectives]
-            self._tell(trial, TrialState.COMPLETE, means)
+            self._load().tell(trial.number, means, TrialState.COMPLETE)
         elif "behind" in trial.user_attrs:
             self._end(trial, TrialState.PRUNED, trial.user_attrs["behind"])
         else:
@@ -213,24 +195,21 @@ class ArmSearch:
     def _settled(self, attempts: Attempts) -> bool:
         """Whether no arm is due, running, or able to continue before the study is started again."""
         for trial in self._unended():
-            states = {attempts.state(key) for key in keys_of(trial)}
+            states = {attempts.state(key) for key in _keys(trial)}
             if "failed" not in states or not states.isdisjoint(LIVE):
                 return False
         return not self._is_due()
 
-    def _has_complete(self) -> bool:
-        return any(trial.state == TrialState.COMPLETE for trial in self._trials())
-
     def _is_due(self) -> bool:
         """Whether another arm is due: the search may run more, has refused few points, and has untried ones."""
-        refused, limit = self._refused(), self.plan.search.trials
-        if len(self.handed_out()) >= limit or len(refused) >= 2 * limit:
+        refused, limit = self._num_refused(), self.plan.search.trials
+        if len(self.handed_out()) >= limit or refused >= 2 * limit:
             return False
         return not refused or next(self._untried(), None) is not None
 
     def _propose(self) -> FrozenTrial:
         """A new trial at the sampler's point, or at a random untried point if the sampler repeats itself."""
-        number = len(self.handed_out()) + len(self._refused())
+        number = len(self.handed_out()) + self._num_refused()
         seed = int.from_bytes(hashlib.sha256(f"{self.name}/{number}".encode()).digest()[:4], "big")
         if not any(trial.user_attrs.get("refused", "").startswith(REPEATED) for trial in self._trials()[-1:]):
             study = self._load(_new_sampler(self.plan.search, seed), _new_pruner(self.plan))
@@ -246,11 +225,16 @@ class ArmSearch:
             self._load(RandomSampler(rng.randrange(2**32))).ask(self._distributions)
         return self._trials()[-1]
 
-    def _label(self, number: int, params: Mapping[str, Any]) -> str:
-        shown = [
-            f"{short_path(k)}={v:.3g}" if isinstance(v, float) else f"{short_path(k)}={v}" for k, v in params.items()
-        ]
-        return " ".join(filter(None, [self.plan.name, f"{number:03d}:", ", ".join(shown)]))
+    def _untried(self) -> Iterator[dict[str, Any]]:
+        """The untried points of the space; one empty point if the space is too large to list."""
+        space, tried = self.plan.search.space, [trial.params for trial in self._trials()]
+        if math.prod(dimension.size for dimension in space.values()) > MAX_LISTED:
+            yield {}
+            return
+        for values in itertools.product(*(dimension.points() for dimension in space.values())):
+            point = dict(zip(space, values, strict=True))
+            if point not in tried:
+                yield point
 
     def _arm(self, trial: FrozenTrial) -> Arm:
         label = trial.user_attrs["arm"]
@@ -271,22 +255,39 @@ class ArmSearch:
         best = next(self._arm(trial) for trial in trials if trial.user_attrs["arm"] == label)
         return replace(best, label=self.plan.name, levels=self.plan.base.levels, phase="final")
 
-    def _refused(self) -> list[FrozenTrial]:
-        return [trial for trial in self._trials() if "refused" in trial.user_attrs]
+    def _best(self) -> FrozenTrial:
+        """The complete arm with the best value of a single objective; the first of equal ones."""
+        sign = -1 if self._load().direction == StudyDirection.MAXIMIZE else 1
+        return min(self._complete(), key=lambda trial: (sign * trial.values[0], trial.number))
 
-    def _untried(self) -> Iterator[dict[str, Any]]:
-        """The untried points of the space; one empty point if the space is too large to list."""
-        space, tried = self.plan.search.space, [trial.params for trial in self._trials()]
-        if math.prod(dimension.size for dimension in space.values()) > MAX_LISTED:
-            yield {}
-            return
-        for values in itertools.product(*(dimension.points() for dimension in space.values())):
-            point = dict(zip(space, values, strict=True))
-            if point not in tried:
-                yield point
+    def _importances(self) -> dict[str, Any]:
+        """Shares of the variance of the first objective between complete arms that each setting explains (fANOVA).
+
+        A random forest is fitted to the arms and its variance decomposed (Hutter et al. 2014, PMLR 32(1):754-762); only
+        the effects of single settings are counted, scaled to the sum 1. Few arms make a rough guess.
+        """
+        complete = self._complete()
+        if len(complete) < MIN_FOR_IMPORTANCE:
+            reason = f"needs {MIN_FOR_IMPORTANCE} complete arms, there are {len(complete)}"
+            return {"method": None, "values": {}, "reason": reason}
+        if len({trial.values[0] for trial in complete}) == 1:
+            return {"method": None, "values": {}, "reason": "all complete arms have the same value"}
+        values = optuna.importance.get_param_importances(
+            self._load(),
+            evaluator=optuna.importance.FanovaImportanceEvaluator(seed=0),
+            params=list(self.plan.search.space),
+            target=lambda trial: trial.values[0],
+        )
+        return {"method": "fANOVA", "values": {path: float(value) for path, value in values.items()}, "reason": None}
+
+    def _complete(self) -> list[FrozenTrial]:
+        return [trial for trial in self._trials() if trial.state == TrialState.COMPLETE]
 
     def _unended(self) -> list[FrozenTrial]:
         return [trial for trial in self._trials() if trial.state == TrialState.RUNNING]
+
+    def _num_refused(self) -> int:
+        return sum("refused" in trial.user_attrs for trial in self._trials())
 
     def _trials(self) -> list[FrozenTrial]:
         try:
@@ -296,10 +297,7 @@ class ArmSearch:
 
     def _end(self, trial: FrozenTrial, state: TrialState, reason: str) -> None:
         self._set(trial, "reason", reason)
-        self._tell(trial, state)
-
-    def _tell(self, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None = None) -> None:
-        self._load().tell(trial.number, values, state)
+        self._load().tell(trial.number, state=state)
 
     def _set(self, trial: FrozenTrial, key: str, value: Any) -> None:
         self.storage.set_trial_user_attr(trial._trial_id, key, value)
@@ -307,6 +305,27 @@ class ArmSearch:
     def _load(self, sampler: BaseSampler | None = None, pruner: BasePruner | None = None) -> optuna.Study:
         sampler = sampler or RandomSampler(0)
         return optuna.load_study(study_name=self.name, storage=self.storage, sampler=sampler, pruner=pruner)
+
+
+def _keys(trial: FrozenTrial) -> list[Key]:
+    """The (arm, seed) pairs of an arm that were handed out."""
+    return [(trial.user_attrs.get("arm", ""), seed) for seed in trial.user_attrs.get("seeds", [])]
+
+
+def _arm_record(trial: FrozenTrial, objectives: Sequence[str], attempts: Attempts) -> dict[str, Any]:
+    states = {key: attempts.state(key) for key in _keys(trial)}
+    bad = next((key for key, state in states.items() if state in ("failed", "invalid")), None)
+    state = {"COMPLETE": "complete", "PRUNED": "pruned"}.get(trial.state.name, states[bad] if bad else "running")
+    complete = [key for key, state in states.items() if state == "complete"]
+    return {
+        "label": trial.user_attrs["arm"],
+        "parameters": trial.params,
+        "state": state,
+        "reason": trial.user_attrs.get("reason") or (attempts.end(bad).get("reason") if bad else None),
+        "values": dict(zip(objectives, trial.values, strict=True)) if state == "complete" else {},
+        "seeds": {str(key[1]): attempts.end(key).get("values", {}) for key in complete},
+        "num_seeds": len(states),
+    }
 
 
 def _distribution(dimension: Dimension) -> BaseDistribution:
@@ -326,7 +345,7 @@ def _new_sampler(search: Search, seed: int) -> BaseSampler:
         case "gp":
             return GPSampler(n_startup_trials=search.startup, seed=seed)
         case "nsga2":
-            return NSGAIISampler(population_size=max(2, search.startup), seed=seed)
+            return NSGAIISampler(population_size=search.population, seed=seed)
         case "random":
             return RandomSampler(seed)
 

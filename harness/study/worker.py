@@ -98,35 +98,30 @@ def _run_claims(
     while not stop.is_set():
         claim = _patiently(queue.claim, stop)
         if claim is not None:
-            _run_together([claim, *_others(claim, queue, together, stop)], queue, run_trial, stop)
+            room = together.get(sharing_key(queue.plan.spec(claim.key)) or "", 1) if together else 1
+            more = _patiently(partial(queue.claim_with, claim, room - 1), stop) if room > 1 else []
+            if not more:
+                _run_claim(claim, queue, run_trial, stop)
+            else:  # several in one process on one model, each to its own end
+                from ..run.together import Together  # torch is not for every trial
+
+                def work(claim: Claim, models: Any) -> None:
+                    _run_claim(claim, queue, partial(run_trial, models=models), stop)
+
+                claims = [claim, *more]
+                specs = [queue.plan.spec(one.key) for one in claims]
+                Together(specs, [partial(work, one) for one in claims]).results()
             if not gc.get_freeze_count():  # what is left is code: no collection of a later trial walks through it
                 gc.collect()
                 gc.freeze()
-            if _uses_a_gpu():  # what a trial leaves there, a full memory or a broken context, ends with its process
-                return
+            torch = sys.modules.get("torch")  # torch is never imported for this
+            if torch is not None and torch.cuda.is_initialized():
+                return  # what a trial leaves there, a full memory or a broken context, ends with its process
             idle_since = time.monotonic()
         elif not _patiently(queue.unfinished if time.monotonic() < idle_since + patience else queue.awaits_more, stop):
             return
         else:
             stop.wait(2 * POLL_SECONDS)  # the trial of another worker may still come back to the queue
-
-
-def _others(first: Claim, queue: Queue, together: Mapping[str, int], stop: StopRequest) -> list[Claim]:
-    """Trials to train together with a claimed one."""
-    room = together.get(sharing_key(queue.plan.spec(first.key)) or "", 1) if together else 1
-    return _patiently(lambda: queue.claim_with(first, room - 1), stop) if room > 1 else []
-
-
-def _run_together(claims: Sequence[Claim], queue: Queue, run_trial: Callable[..., Any], stop: StopRequest) -> None:
-    """Run claimed trials, several in one process on one model, each to its own end."""
-    if len(claims) == 1:
-        return _run_claim(claims[0], queue, run_trial, stop)
-    from ..run.together import Together  # torch is not for every trial
-
-    def work(claim: Claim, models: Any) -> None:
-        _run_claim(claim, queue, partial(run_trial, models=models), stop)
-
-    Together([queue.plan.spec(claim.key) for claim in claims], [partial(work, claim) for claim in claims]).results()
 
 
 def _run_claim(claim: Claim, queue: Queue, run_trial: Callable[..., Any], stop: StopRequest) -> None:
@@ -185,11 +180,6 @@ def _failure(error: Exception) -> Outcome:
     traceback.print_exception(error)
     words = raised_by(error) or traceback.format_exception_only(error)[-1].strip()
     return Outcome("failed", words[:500])
-
-
-def _uses_a_gpu() -> bool:
-    torch = sys.modules.get("torch")  # torch is never imported for this
-    return torch is not None and torch.cuda.is_initialized()
 
 
 def _patiently(operation: Callable[[], R], stop: StopRequest) -> R:
@@ -312,15 +302,8 @@ if __name__ == "__main__":
     parser.add_argument("name")
     parser.add_argument("--runs", type=Path, required=True)
     parser.add_argument("--parent", type=int, help="process id of the study's own process")
-    parser.add_argument(
-        "--together",
-        type=json.loads,
-        default={},
-        help="JSON: how many trials that share a model train at a time, by key",
-    )
-    parser.add_argument(
-        "--patience", type=float, default=math.inf, help="seconds to wait for trials that other workers hold"
-    )
+    parser.add_argument("--together", type=json.loads, default={}, help="JSON: trials of one model at a time, by key")
+    parser.add_argument("--patience", type=float, default=math.inf, help="seconds to wait for trials of other workers")
     parser.add_argument("--execute", default=EXECUTE, help=argparse.SUPPRESS)
     options = vars(parser.parse_args())
     sys.exit(worker_main(**options, storage=os.environ.get(STORAGE)))
