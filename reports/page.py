@@ -15,7 +15,7 @@ from .capability import TAUS, Capabilities, Crossover, table_sizes
 from .claims import check_claims
 from .components import ranked_components
 from .controls import MEANINGS, verdicts
-from .figures import capability, curves, grid, outcome, scaling, settings
+from .figures import curves, grid, outcome, settings
 from .figures.style import Drawing, color_of, themed
 from .prose import wording
 from .prose.answer import answer, progress
@@ -44,8 +44,8 @@ def page_drawings(
         "top": [*maps, *outcomes[:num_top]],
         "outcome": outcomes[num_top:] + grid.difficulty_maps(analysis),
         "curves": curves.learning_curves(analysis),
-        "capability": capability.capability_curves(analysis, capable),
-        "scaling": scaling.scaling_curves(analysis, scaled),
+        "capability": curves.capability_curves(analysis, capable),
+        "scaling": curves.scaling_curves(analysis, scaled),
         "settings": settings.best_so_far(analysis) + settings.parallel_coordinates(analysis),
         "slices": settings.slices(analysis),
         "interactions": grid.interactions(analysis),

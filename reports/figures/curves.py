@@ -1,25 +1,33 @@
-"""Decides how training is drawn: learning curves, training dynamics, the quality of majority labels.
+"""Draws curves: learning curves, training dynamics, majority labels, pass@k and Cover@tau, and fitted scaling curves.
 
 The curves of several seeds are aligned at positions that all of them have; dynamics and labels are smoothed.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 
 from ...harness.record.study import TrialRecord
 from ..analysis import Analysis
+from ..capability import Capabilities, Capability, table_sizes
 from ..prose import wording
-from ..statistics import Floats
+from ..scaling import Scalings, curve
+from ..statistics import Floats, Interval
 from ..trials import setting
-from .axes import PLOT, axis_label, cut, label_ends, scale_of, tidy, write_unit
-from .style import GREY, NARROW, PALETTE, WIDE, Draw, Drawing, color_of, drawn, end_label, marker_of
+from . import style
+from .style import Draw, Drawing, End, axis_label, chart, color_of, cut, drawn, scale_of
 
-# metric, title, unit on the y axis
-DYNAMICS = (
+_COSTS = (  # name of a figure, its metric, label on the x axis
+    ("steps", None, "training steps"),
+    ("rollouts", "train/rollouts", "sampled rollouts"),
+    ("tokens", "train/generated_tokens", "generated tokens"),
+    ("seconds", "seconds/total", "seconds"),
+    ("flops", "flops/train", "operations of training"),
+)
+DYNAMICS = (  # metric, title, unit on the y axis
     ("train/accuracy", "Accuracy of training rollouts", "%"),
     ("reward/mean", "Mean reward per completion", "reward"),
     ("kl/reference", "Distance from the reference policy", "KL, nats per token"),
@@ -31,18 +39,16 @@ DYNAMICS = (
     ("critic/explained_variance", "Variance of returns explained by the critic", "fraction"),
 )
 _CAPTION = "Line: mean over seeds; band: lowest to highest seed."
-
-# (name of a line, its metric)
-_LABELS = (
-    ("majority label", "vote/label_accuracy"),
-    ("single rollouts", "train/accuracy"),
-    ("validation", "validation/accuracy"),
-)
-_VOTES = (
-    ("margin", "vote/margin"),
-    ("wrong, but rewarded", "vote/false_positive_rate"),
-    ("with an answer", "vote/answered"),
-)
+_LABELS = {  # name of a line -> its metric
+    "majority label": "vote/label_accuracy",
+    "single rollouts": "train/accuracy",
+    "validation": "validation/accuracy",
+}
+_VOTES = {
+    "margin": "vote/margin",
+    "wrong, but rewarded": "vote/false_positive_rate",
+    "with an answer": "vote/answered",
+}
 _LABELS_CAPTION = (
     "A group's majority answer is its training label. Labels that stay above single rollouts can teach; falling lines "
     "under a rising reward are collapse."
@@ -51,6 +57,8 @@ _VOTES_CAPTION = (
     "Margin: votes of the first answer minus those of the second, over the group. Wrong, but rewarded: share of wrong "
     "completions that agree with the majority."
 )
+_CAPABILITY_CAPTION = "Line: mean over seeds and problems; band: 95 % interval; dashed: before training."
+_SCALING_CAPTION = "Marks: mean over seeds; line: fitted curve, dotted beyond the data; thin line: its ceiling."
 
 
 @dataclass(frozen=True)
@@ -63,63 +71,116 @@ class Series:
 
 @dataclass(frozen=True)
 class _Line:
-    """A series with the name at its end; a grey line has neither name nor marker nor band."""
+    """A curve with the name at its end, as it is shown; `band_2T` has the limits of its band, NaN without one.
+
+    A grey line has no marker and no band.
+    """
 
     name: str
-    series: Series
     color: str
+    x_T: Floats
+    mean_T: Floats
+    band_2T: Floats
     marker: str = ""
+    is_dashed: bool = False
 
 
 def learning_curves(analysis: Analysis) -> list[Drawing]:
     """The study's metric against steps, rollouts, tokens, seconds and operations."""
-    metric = analysis.record.metric
-    drawings = []
-    for name, cost, label in (
-        ("steps", None, "training steps"),
-        ("rollouts", "train/rollouts", "sampled rollouts"),
-        ("tokens", "train/generated_tokens", "generated tokens"),
-        ("seconds", "seconds/total", "seconds"),
-        ("flops", "flops/train", "operations of training"),
-    ):
-        lines = _arm_lines(analysis, metric, cost)
-        if lines:
-            draw = _line_chart(lines, scale_of(metric), label, axis_label(metric), has_markers=cost is None)
+    metric, drawings = analysis.record.metric, []
+    for name, cost, label in _COSTS:
+        if lines := _arm_lines(analysis, metric, cost, has_markers=cost is None):
             title = f"{wording.capitalised(wording.spoken(metric))} against {label}"
-            drawings.append(drawn(f"learning_{name}", title, _CAPTION, draw, WIDE, 2.7))
+            draw = _line_chart(lines, label, axis_label(metric))
+            drawings.append(drawn(f"learning_{name}", title, _CAPTION, draw, style.WIDE, 2.7))
     return drawings
 
 
 def dynamics(analysis: Analysis) -> list[Drawing]:
     """The inside of the runs: one small figure per metric that any arm recorded."""
-    drawings = []
-    for metric, title, unit in DYNAMICS:
-        lines = [replace(line, series=smoothed(line.series)) for line in _arm_lines(analysis, metric)]
-        if lines:
-            draw = _line_chart(lines, scale_of(metric), "training steps", unit)
-            drawings.append(drawn(f"dynamics_{metric.replace('/', '_')}", title, _CAPTION, draw, NARROW, 2.6))
-    return drawings
+    return [
+        drawn(f"dynamics_{metric.replace('/', '_')}", title, _CAPTION, _line_chart(lines, "training steps", unit),
+              style.NARROW, 2.6)
+        for metric, title, unit in DYNAMICS
+        if (lines := _arm_lines(analysis, metric, is_smooth=True))
+    ]  # fmt: skip
 
 
 def label_quality(analysis: Analysis) -> list[Drawing]:
     """For each arm that is paid by a majority vote: how often its labels are right, how clear the votes are."""
-    weight = "rewards.majority_vote.weight"
-    shown = _curve_trials(analysis)
-    voting = [arm for arm, trials in shown.items() if any(setting(trial.spec, weight) for trial in trials)]
-    drawings = []
+    shown, drawings = _curve_trials(analysis), []
+    voting = [
+        arm for arm, trials in shown.items() if any(setting(t.spec, "rewards.majority_vote.weight") for t in trials)
+    ]
     for number, arm in enumerate(voting):
-        right, votes = (_metric_lines(shown[arm], metrics) for metrics in (_LABELS, _VOTES))
-        if "majority label" not in right:  # early studies did not record the votes themselves
-            right |= _metric_lines(shown[arm], [("majority label", "train/majority_accuracy")])
-        for name, question, caption, lines, needed, unit in (
-            ("labels", "Are the majority labels right?", _LABELS_CAPTION, right, "majority label", "% right"),
-            ("votes", "How clear are the votes?", _VOTES_CAPTION, votes, "margin", "%"),
+        for name, question, caption, metrics, unit in (
+            ("labels", "Are the majority labels right?", _LABELS_CAPTION, _LABELS, "% right"),
+            ("votes", "How clear are the votes?", _VOTES_CAPTION, _VOTES, "%"),
         ):
-            if needed in lines:
-                draw = _line_chart(lines.values(), 100.0, "training steps", unit)
-                title = f"{question} {cut(arm, 40)}"
-                drawings.append(drawn(f"{name}_{number}", title, caption, draw, NARROW, 2.8))
+            lines = {}
+            for color, (line, metric) in zip(style.PALETTE, metrics.items(), strict=False):
+                if (series := aligned(shown[arm], metric)) is not None:
+                    # the few points of a validation stay as they are
+                    lines[line] = _line(line, color, series if line == "validation" else smoothed(series), 100.0)
+            if next(iter(metrics)) in lines:
+                draw, title = _line_chart(lines.values(), "training steps", unit), f"{question} {cut(arm, 40)}"
+                drawings.append(drawn(f"{name}_{number}", title, caption, draw, style.NARROW, 2.8))
     return drawings
+
+
+def capability_curves(analysis: Analysis, found: Capabilities | None) -> list[Drawing]:
+    """pass@k and Cover@tau of every arm, before and after training."""
+    if found is None:
+        return []
+    most = max(one.num_samples for one in found.after.values())
+    sizes = np.unique(np.geomspace(1, most, 50).round())
+    taus = np.linspace(0, 1, 41)[1:]
+
+    def lines(
+        x: Floats, read: Callable[[Capability, float], tuple[Floats, Interval | None]], scale: float
+    ) -> list[_Line]:
+        curves = [*((one, True) for one in found.before), *((one, False) for one in found.after.values())]
+        return [_capability_line(analysis, one, start, x, read, scale) for one, start in curves]
+
+    passes = lines(sizes, lambda one, k: (one.passes(int(k)), one.pass_at(int(k))), 1.0)
+    covers = lines(taus, lambda one, tau: (one.covers(tau), one.cover_at(tau)), 100.0)
+    return [
+        drawn("pass_at_k", "pass@k of the test problems", _CAPABILITY_CAPTION,
+              _line_chart(passes, "k samples", "%", table_sizes(most)), style.WIDE, 2.9),
+        drawn("cover_at_tau", "Cover@tau: problems solved at least this often", _CAPABILITY_CAPTION,
+              _line_chart(covers, "tau, % of a problem's samples that are right", "%"), style.WIDE, 2.9),
+    ]  # fmt: skip
+
+
+def scaling_curves(analysis: Analysis, found: Scalings | None) -> list[Drawing]:
+    """The fitted curves of accuracy against compute: points, curve, and what lies beyond the data."""
+    if found is None or not found.fits:
+        return []
+    end = 1.4 * max(float(one.costs_ST.mean(axis=0)[-1]) for one in found.fits)
+
+    def plot(axes: Axes) -> list[End]:
+        ends = []
+        for one in sorted(found.fits, key=lambda fit: color_of(analysis, fit.arm) != style.GREY):
+            color, costs = color_of(analysis, one.arm), one.costs_ST.mean(axis=0)
+            known, beyond = np.linspace(0, costs[-1], 120), np.linspace(costs[-1], end, 60)
+            axes.plot(known, 100 * curve(one.parameters, known), color=color, lw=1.7)
+            axes.plot(beyond, 100 * curve(one.parameters, beyond), color=color, lw=1.4, ls=":")
+            if color != style.GREY:
+                marks = {
+                    "color": color,
+                    "marker": style.marker_of(analysis, one.arm),
+                    "ms": 3.2,
+                    "ls": "",
+                    "alpha": 0.75,
+                }
+                axes.plot(costs, 100 * one.scores_ST.mean(axis=0), **marks)
+                axes.axhline(100 * one.ceiling.estimate, color=color, lw=0.6, alpha=0.7)
+                ends.append((100 * float(curve(one.parameters, beyond)[-1]), style.end_label(analysis, one.arm), color))
+        axes.set_xlim(0, end)
+        return ends
+
+    title = f"{wording.capitalised(wording.spoken(analysis.record.metric))} against {found.cost}: fitted curves"
+    return [drawn("scaling", cut(title, 120), _SCALING_CAPTION, chart(plot, found.cost, "%"), style.WIDE, 2.9)]
 
 
 def aligned(trials: Sequence[TrialRecord], metric: str, cost: str | None = None) -> Series | None:
@@ -166,50 +227,67 @@ def _curve_trials(analysis: Analysis) -> dict[str, list[TrialRecord]]:
     return {label: found for label, found in chosen.items() if found}
 
 
-def _arm_lines(analysis: Analysis, metric: str, cost: str | None = None) -> list[_Line]:
+def _arm_lines(
+    analysis: Analysis, metric: str, cost: str | None = None, *, has_markers: bool = False, is_smooth: bool = False
+) -> list[_Line]:
     """A line per arm that recorded the metric."""
-    found = {arm: aligned(trials, metric, cost) for arm, trials in _curve_trials(analysis).items()}
-    return [
-        _Line(end_label(analysis, arm), series, color_of(analysis, arm), marker_of(analysis, arm))
-        for arm, series in found.items()
-        if series is not None
-    ]
-
-
-def _metric_lines(trials: Sequence[TrialRecord], metrics: Sequence[tuple[str, str]]) -> dict[str, _Line]:
-    """Name -> the smoothed line of its metric, coloured in order; the few points of a validation stay as they are."""
-    found = {}
-    for number, (name, metric) in enumerate(metrics):
-        series = aligned(trials, metric)
-        if series is not None:
-            found[name] = _Line(name, series if name == "validation" else smoothed(series), PALETTE[number])
+    found = []
+    for arm, trials in _curve_trials(analysis).items():
+        if (series := aligned(trials, metric, cost)) is not None:
+            series, marker = (
+                smoothed(series) if is_smooth else series,
+                style.marker_of(analysis, arm) if has_markers else "",
+            )
+            found.append(
+                _line(style.end_label(analysis, arm), color_of(analysis, arm), series, scale_of(metric), marker)
+            )
     return found
 
 
-def _line_chart(lines: Iterable[_Line], scale: float, x_label: str, y_label: str, has_markers: bool = False) -> Draw:
-    def draw(figure: Figure) -> None:
-        axes = figure.add_axes(PLOT)
-        ends = []
-        for line in sorted(lines, key=lambda line: line.color != GREY):  # grey lines lie below the others
-            x, values = line.series.x_T, scale * line.series.values_ST
-            mean, is_grey = values.mean(axis=0), line.color == GREY
-            if len(values) > 1 and not is_grey:
-                axes.fill_between(x, values.min(axis=0), values.max(axis=0), color=line.color, alpha=0.16, lw=0)
-            axes.plot(
-                x,
-                mean,
-                color=line.color,
-                lw=0.9 if is_grey else 1.7,
-                marker=line.marker if has_markers and not is_grey else None,
-                ms=3.4,
-                markevery=max(1, x.size // 8),
-                solid_capstyle="round",
-            )
-            if not is_grey:
-                ends.append((float(mean[-1]), line.name, line.color))
-        tidy(axes)
-        label_ends(axes, ends)
-        axes.set_xlabel(x_label)
-        write_unit(axes, y_label)
+def _line(name: str, color: str, series: Series, scale: float, marker: str = "") -> _Line:
+    values_ST = scale * series.values_ST
+    ends = np.stack([values_ST.min(axis=0), values_ST.max(axis=0)])
+    band_2T = ends if len(values_ST) > 1 else np.full_like(ends, math.nan)
+    return _Line(name, color, series.x_T, values_ST.mean(axis=0), band_2T, marker)
 
-    return draw
+
+def _capability_line(
+    analysis: Analysis,
+    one: Capability,
+    is_start: bool,
+    x_X: Floats,
+    read: Callable[[Capability, float], tuple[Floats, Interval | None]],
+    scale: float,
+) -> _Line:
+    """The curve of one policy; `read` gives each problem's value at a position and the interval of their mean."""
+    shown = x_X[x_X <= one.num_samples]
+    points = [read(one, float(x)) for x in shown]
+    band = [(math.nan, math.nan) if found is None else (100 * found.low, 100 * found.high) for _, found in points]
+    mean = np.array([100 * float(values.mean()) for values, _ in points])
+    is_arm = one.label in [arm.label for arm in analysis.arms]
+    name = "before training" if is_start else style.end_label(analysis, one.label)
+    color = color_of(analysis, one.label) if is_arm else style.MUTED
+    return _Line(name, color, scale * shown, mean, np.array(band).T, is_dashed=is_start)
+
+
+def _line_chart(lines: Iterable[_Line], x_label: str, unit: str, log_ticks: Sequence[int] = ()) -> Draw:
+    """With `log_ticks` the x axis is logarithmic. Of several dashed lines none has a name."""
+    lines = sorted(lines, key=lambda line: line.color != style.GREY)  # grey lines lie below the others
+    is_named = [not line.is_dashed or sum(one.is_dashed for one in lines) == 1 for line in lines]
+
+    def plot(axes: Axes) -> list[End]:
+        for line in lines:
+            is_grey, every = line.color == style.GREY, max(1, line.x_T.size // 8)
+            if not is_grey:
+                axes.fill_between(line.x_T, *line.band_2T, color=line.color, alpha=0.15, lw=0)
+            marks = {"marker": line.marker, "ms": 3.4, "markevery": every} if line.marker and not is_grey else {}
+            style = {"lw": 0.9 if is_grey else 1.7, "ls": "--" if line.is_dashed else "-", **marks}
+            axes.plot(line.x_T, line.mean_T, color=line.color, solid_capstyle="round", **style)
+        if log_ticks:
+            axes.set_xscale("log")
+            axes.minorticks_off()
+            axes.set_xticks(log_ticks, [f"{tick}" for tick in log_ticks])
+        shown = [line for line, named in zip(lines, is_named, strict=True) if named and line.color != style.GREY]
+        return [(float(line.mean_T[-1]), line.name, line.color) for line in shown]
+
+    return chart(plot, x_label, unit)

@@ -1,4 +1,4 @@
-"""Decides how the effect of settings and of difficulty is drawn: heat maps, interactions of a grid, importances."""
+"""Draws the effect of settings and of difficulty: heat maps, interactions of a grid, importances."""
 
 import math
 import re
@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
@@ -16,8 +17,8 @@ from ..analysis import Analysis, marginal
 from ..prose import wording
 from ..statistics import ALPHA
 from ..trials import score
-from .axes import PLOT, axis_label, cut, label_ends, rows, rows_height, scale_of, tidy, write_unit
-from .style import EMPTY, INK, MARKERS, MUTED, NARROW, ON_SHADE, PALETTE, SHADE, WIDE, Draw, Drawing, drawn
+from . import style
+from .style import Draw, Drawing, End, axis_label, chart, cut, drawn, scale_of
 
 _STEPS = 24  # of colour in the bar of a heat map
 _MOST_COLUMNS = 8
@@ -41,11 +42,11 @@ def heat_maps(analysis: Analysis) -> list[Drawing]:
     why = "no effect of the grid is detected" if grid.effects else "no test of the grid is possible yet"
     shade = "stronger colour is higher" if is_detected else f"{why}, so all cells have one colour"
     caption = f"Mean over seeds with its 95 % interval; {shade}."
-    drawings = []
-    for index, (suffix, labels) in enumerate(maps):
-        draw, height = _heat_map(analysis, labels, factors, levels, is_detected), 1.1 + 0.62 * labels.shape[0]
-        drawings.append(drawn(f"heat_{index}", f"{title}{suffix}", caption, draw, WIDE, height))
-    return drawings
+    return [
+        drawn(f"heat_{index}", f"{title}{suffix}", caption, _heat_map(analysis, labels, factors, levels, is_detected),
+              style.WIDE, 1.1 + 0.62 * labels.shape[0])
+        for index, (suffix, labels) in enumerate(maps)
+    ]  # fmt: skip
 
 
 def difficulty_maps(analysis: Analysis) -> list[Drawing]:
@@ -62,16 +63,16 @@ def difficulty_maps(analysis: Analysis) -> list[Drawing]:
     drawings = []
     for tag, metrics in tags.items():
         values = sorted(metrics)
-        cells = np.array([[_mean(seeds, metrics[value]) for value in values] for seeds in arms.values()])
+        means = np.array([[_mean(seeds, metrics[value]) for value in values] for seeds in arms.values()])
         down, across, name = list(arms), [str(value) for value in values], tag.replace("_", " ")
         title = f"Test accuracy (%) by {name}"
         if len(across) > max(len(down), _MOST_COLUMNS):
-            cells, down, across, name = cells.T, across, down, ""
+            means, down, across, name = means.T, across, down, ""
         if len(values) < 2 or len(across) > _MOST_COLUMNS:
             continue
         caption = "Mean over seeds; stronger colour is higher. Differences between cells are not tested."
-        draw, height = _difficulty_map(cells, down, across, name), 1.1 + 0.34 * len(down)
-        drawings.append(drawn(f"difficulty_{len(drawings)}", title, caption, draw, WIDE, height))
+        draw, height = _difficulty_map(means, down, across, name), 1.1 + 0.34 * len(down)
+        drawings.append(drawn(f"difficulty_{len(drawings)}", title, caption, draw, style.WIDE, height))
     return drawings
 
 
@@ -83,26 +84,26 @@ def interactions(analysis: Analysis) -> list[Drawing]:
     grid = analysis.grid
     if grid is None or len(grid.factors) < 2:
         return []
-    effects = {effect.factors: effect for effect in grid.effects}
+    effects, levels = (
+        {effect.factors: effect for effect in grid.effects},
+        dict(zip(grid.factors, grid.levels, strict=True)),
+    )
     pairs = [(a, b) for i, a in enumerate(grid.factors) for b in grid.factors[i + 1 :]]
     pairs.sort(key=lambda pair: effects[pair].p if pair in effects else 1.0)
+    num_others = len(grid.factors) - 2
+    others = f", averaged over the other {'factors' if num_others > 1 else 'factor'}" if num_others else ""
+    caption = (
+        f"{wording.capitalised(analysis.outcome.label)} with its 95 % interval{others}. "
+        "Parallel lines show no interaction."
+    )
     drawings = []
     for number, pair in enumerate(pairs[:6]):
-        levels = dict(zip(grid.factors, grid.levels, strict=True))
         across, lines = sorted(pair, key=lambda factor: -len(levels[factor]))
-        if len(levels[lines]) > len(PALETTE):
-            continue
-        effect = effects.get(pair)
-        found = f": {_interaction_found(effect.p_adjusted)}" if effect is not None else ""
-        title = f"{wording.factor_title((across, lines))}{found}"
-        num_others = len(grid.factors) - 2
-        others = f", averaged over the other {'factors' if num_others > 1 else 'factor'}" if num_others else ""
-        caption = (
-            f"{wording.capitalised(analysis.outcome.label)} with its 95 % interval{others}. "
-            "Parallel lines show no interaction."
-        )
-        draw = _interaction(analysis, across, levels[across], lines, levels[lines])
-        drawings.append(drawn(f"interaction_{number}", title, caption, draw, NARROW, 2.8))
+        if len(levels[lines]) <= len(style.PALETTE):
+            found = f": {_interaction_found(effects[pair].p_adjusted)}" if pair in effects else ""
+            title = f"{wording.factor_title((across, lines))}{found}"
+            draw = _interaction(analysis, across, levels[across], lines, levels[lines])
+            drawings.append(drawn(f"interaction_{number}", title, caption, draw, style.NARROW, 2.8))
     return drawings
 
 
@@ -113,21 +114,19 @@ def importances(analysis: Analysis) -> list[Drawing]:
         return []
     found = search["importances"]
     ranked = sorted(found["values"].items(), key=lambda item: -item[1])
-    names = [short_path(name) for name, _ in ranked]
-    shares = [100 * share for _, share in ranked]
+    names, shares = [short_path(name) for name, _ in ranked], [100 * share for _, share in ranked]
 
     def draw(figure: Figure) -> None:
-        axes = rows(figure, names)
-        axes.barh(range(len(shares)), shares, height=0.5, color=PALETTE[0])
+        axes = style.rows(figure, names)
+        axes.barh(range(len(shares)), shares, height=0.5, color=style.PALETTE[0])
         axes.set_xlim(0, None)
         for row, share in enumerate(shares):
-            axes.text(1.03, row, f"{share:.0f}", transform=axes.get_yaxis_transform(), va="center", weight="bold")
+            style.text_beside(axes, row, f"{share:.0f}")
         axes.set_xlabel("% of importance")
 
-    first, *_ = search["objectives"]
-    title = f"What {cut(wording.spoken(first), 40)} depends on"
+    title = f"What {cut(wording.spoken(next(iter(search['objectives']))), 40)} depends on"
     caption = f"Importance by {found['method']}, over the arms that the search finished."
-    return [drawn("importance_0", title, caption, draw, WIDE, rows_height(names))]
+    return [drawn("importance_0", title, caption, draw, style.WIDE, style.rows_height(names))]
 
 
 def _heat_map(
@@ -144,62 +143,66 @@ def _heat_map(
 
     def draw(figure: Figure) -> None:
         axes = figure.add_axes((0.17, 0.15, 0.68 if is_detected else 0.8, 0.69))
-        for row, column in np.ndindex(labels.shape):
-            arm = analysis.arm(str(labels[row, column]))
+        for (row, column), label in np.ndenumerate(labels):
+            arm = analysis.arm(str(label))
             position = (arm.mean - low) / (high - low) if is_detected and high > low else 0.1
-            empty = math.isnan(arm.mean)
-            axes.add_patch(Rectangle((column - 0.485, row - 0.485), 0.97, 0.97, **_shade(position, empty)))
-            ink = INK if empty or position < _LIGHT_TEXT else ON_SHADE
-            value = "no result" if empty else wording.number(arm.mean, metric)
-            axes.text(column, row - 0.1, value, ha="center", va="center", color=ink, weight="bold", size=9.5)
+            value = "no result" if math.isnan(arm.mean) else wording.number(arm.mean, metric)
             limits = wording.limits(arm.interval, metric).strip("[]").replace(", ", " to ")
-            axes.text(column, row + 0.2, limits, ha="center", va="center", color=ink, size=7)
-        axes.set_xlim(-0.5, labels.shape[1] - 0.5)
+            _cell(axes, row, column, position if arm.scores else math.nan, value, limits)
         axes.set_ylim(labels.shape[0] - 0.5, -0.5)
-        axes.set_xticks(range(labels.shape[1]), [cut(str(level), 12) for level in levels[1]])
         axes.set_yticks(range(labels.shape[0]), [cut(str(level), 10) for level in levels[0]])
-        axes.set_xlabel(short_path(factors[1]))
         axes.set_ylabel(short_path(factors[0]))
-        axes.spines[:].set_visible(False)
-        axes.tick_params(length=0)
+        _columns(axes, [cut(str(level), 12) for level in levels[1]], short_path(factors[1]))
         if is_detected:
             _color_bar(figure, metric, low, high)
 
     return draw
 
 
-def _difficulty_map(cells: np.ndarray, down: Sequence[str], across: Sequence[str], name: str) -> Draw:
+def _difficulty_map(means: np.ndarray, down: Sequence[str], across: Sequence[str], name: str) -> Draw:
     """A cell per arm and value of a tag; `name` is written below what stands across."""
-    low, high = np.nanmin(cells), np.nanmax(cells)
+    low, high = np.nanmin(means), np.nanmax(means)
 
     def draw(figure: Figure) -> None:
-        axes = rows(figure, down)
+        axes = style.rows(figure, down)
         axes.grid(visible=False)
-        for (row, column), mean in np.ndenumerate(cells):
-            position = (mean - low) / (high - low) if high > low else 0.1
-            empty = math.isnan(mean)
-            axes.add_patch(Rectangle((column - 0.485, row - 0.47), 0.97, 0.94, **_shade(position, empty)))
-            ink = INK if empty or position < _LIGHT_TEXT else ON_SHADE
-            value = "-" if empty else wording.number(mean, "test/accuracy")
-            axes.text(column, row, value, ha="center", va="center", color=ink, weight="bold", size=8.5)
-        axes.set_xlim(-0.5, len(across) - 0.5)
-        axes.set_xticks(range(len(across)), [cut(label, 60 // len(across)) for label in across])
-        axes.set_xlabel(name)
-        axes.spines[:].set_visible(False)
-        axes.tick_params(length=0)
+        for (row, column), mean in np.ndenumerate(means):
+            position = (mean - low) / (high - low) if high > low or math.isnan(mean) else 0.1
+            _cell(axes, row, column, position, "-" if math.isnan(mean) else wording.number(mean, "test/accuracy"))
+        _columns(axes, [cut(label, 60 // len(across)) for label in across], name)
 
     return draw
+
+
+def _cell(axes: Axes, row: int, column: int, position: float, value: str, limits: str = "") -> None:
+    """A cell for a value at a position between the lowest and the highest; NaN for none."""
+    axes.add_patch(Rectangle((column - 0.485, row - 0.485), 0.97, 0.97, **_shade(position)))
+    ink = style.ON_SHADE if position >= _LIGHT_TEXT else style.INK
+    centred = {"ha": "center", "va": "center", "color": ink}
+    axes.text(column, row - (0.1 if limits else 0), value, weight="bold", size=9.5 if limits else 8.5, **centred)
+    axes.text(column, row + 0.2, limits, size=7, **centred)
+
+
+def _columns(axes: Axes, names: Sequence[str], label: str) -> None:
+    """Names and label below the columns of a map, without a frame."""
+    axes.set_xlim(-0.5, len(names) - 0.5)
+    axes.set_xticks(range(len(names)), names)
+    axes.set_xlabel(label)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+
+
+def _shade(position: float) -> dict[str, Any]:
+    empty = math.isnan(position)
+    return (
+        {"color": style.EMPTY, "lw": 0} if empty else {"color": style.SHADE, "alpha": 0.08 + 0.84 * position, "lw": 0}
+    )
 
 
 def _mean(trials: Sequence[TrialRecord], metric: str) -> float:
     """The mean of the trials that have the metric; NaN if none has."""
     known = [value for trial in trials if (value := score(trial, metric)) is not None]
     return fmean(known) if known else math.nan
-
-
-def _shade(position: float, empty: bool = False) -> dict[str, Any]:
-    """The style of a patch for a value at a position between the lowest and the highest."""
-    return {"color": EMPTY, "lw": 0} if empty else {"color": SHADE, "alpha": 0.08 + 0.84 * position, "lw": 0}
 
 
 def _color_bar(figure: Figure, metric: str, low: float, high: float) -> None:
@@ -216,41 +219,32 @@ def _color_bar(figure: Figure, metric: str, low: float, high: float) -> None:
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0, labelsize=7)
     if wording.is_fraction(metric):
-        axes.set_title("%", size=8, weight="normal", color=MUTED, loc="center", pad=4)
+        axes.set_title("%", size=8, weight="normal", color=style.MUTED, loc="center", pad=4)
 
 
 def _interaction(analysis: Analysis, across: str, positions: Sequence[Any], lines: str, levels: Sequence[Any]) -> Draw:
-    metric = analysis.outcome.name
-    scale = scale_of(metric)
+    metric, scale = analysis.outcome.name, scale_of(analysis.outcome.name)
 
-    def draw(figure: Figure) -> None:
-        axes = figure.add_axes(PLOT)
+    def plot(axes: Axes) -> list[End]:
         ends = []
-        for number, level in enumerate(levels):
-            color, mean = PALETTE[number], math.nan
-            shift = 0.05 * (number - (len(levels) - 1) / 2)  # so that intervals do not hide each other
+        for color, marker, level in zip(style.PALETTE, style.MARKERS, levels, strict=False):
+            shift = 0.05 * (len(ends) - (len(levels) - 1) / 2)  # so that intervals do not hide each other
             points = []
             for place, position in enumerate(positions):
-                found = marginal(analysis, {across: position, lines: level})
-                if found is None:
-                    continue
-                mean = scale * found.estimate
-                points.append((place + shift, mean))
-                if found.interval is not None:
-                    limits = [scale * found.interval.low, scale * found.interval.high]
-                    axes.plot([place + shift] * 2, limits, color=color, lw=1.2, alpha=0.55)
+                if (found := marginal(analysis, {across: position, lines: level})) is not None:
+                    points.append((place + shift, scale * found.estimate))
+                    if found.interval is not None:
+                        limits = [scale * found.interval.low, scale * found.interval.high]
+                        axes.plot([place + shift] * 2, limits, color=color, lw=1.2, alpha=0.55)
             if points:
-                axes.plot(*zip(*points, strict=True), color=color, lw=1.7, marker=MARKERS[number], ms=5, mec="white")
-                ends.append((mean, cut(str(level), 14), color))
+                axes.plot(*zip(*points, strict=True), color=color, lw=1.7, marker=marker, ms=5, mec="white")
+                ends.append((points[-1][1], cut(str(level), 14), color))
         axes.set_xlim(-0.3, len(positions) - 0.7)
-        axes.set_xlabel(short_path(across))
-        write_unit(axes, axis_label(metric))
-        tidy(axes)
         axes.set_xticks(range(len(positions)), [cut(str(position), 12) for position in positions])
-        label_ends(axes, ends)
-        axes.text(1.02, 1.05, cut(short_path(lines), 16), transform=axes.transAxes, color=MUTED, size=7.5)
+        axes.text(1.02, 1.05, cut(short_path(lines), 16), transform=axes.transAxes, color=style.MUTED, size=7.5)
+        return ends
 
-    return draw
+    return chart(plot, short_path(across), axis_label(metric))
 
 
 def _interaction_found(p: float) -> str:

@@ -12,6 +12,7 @@ from itertools import accumulate
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
@@ -20,8 +21,8 @@ from ..analysis import Analysis
 from ..prose import wording
 from ..statistics import ALPHA
 from ..trials import search_of, tuning_of
-from .axes import PLOT, axis_label, cut, label_ends, scale_of, tidy, wrapped, write_unit
-from .style import MUTED, NARROW, PALETTE, WIDE, Draw, Drawing, color_of, drawn
+from . import style
+from .style import Draw, Drawing, End, axis_label, chart, color_of, cut, drawn, scale_of
 
 _MOST_SETTINGS, _MOST_LEVELS = 6, 6
 _LOGARITHMIC = 20  # largest value over smallest from which on a scale is logarithmic
@@ -31,18 +32,16 @@ _LOGARITHMIC = 20  # largest value over smallest from which on a scale is logari
 class _Space:
     """The arms that have a value, in the study's order.
 
-    values_M   metric -> value of each arm, as it is shown; colour and slices are those of the first metric
-    is_shaded  whether the value may have a colour
-    left_out   a sentence on the arms without a value
+    values_M  metric -> value of each arm, as it is shown; colour and slices are those of the first metric
+    shade     the meaning of a stronger colour; empty if values have no colour
+    left_out  a sentence on the arms without a value
     """
 
     name: str
     settings: Sequence[str]
     parameters: Sequence[Mapping[str, Any]]
     values_M: Mapping[str, Sequence[float]]
-    is_search: bool
-    is_minimized: bool
-    is_shaded: bool
+    shade: str
     left_out: str
 
     @property
@@ -50,21 +49,24 @@ class _Space:
         return next(iter(self.values_M))
 
     @property
+    def of(self) -> str:
+        return f" of {cut(self.name, 40)}" if self.name else ""
+
+    @property
     def alphas(self) -> list[float]:
         """The opacity of each arm's colour: better arms are stronger."""
-        if not self.is_shaded:
-            return [0.55] * len(self.parameters)
-        values = [-value if self.is_minimized else value for value in self.values_M[self.metric]]
+        sign = {"higher": 1, "lower": -1}.get(self.shade, 0)
+        values = [sign * value for value in self.values_M[self.metric]]
         low, high = min(values), max(values)
-        return [0.3 + 0.7 * ((value - low) / (high - low) if high > low else 1.0) for value in values]
+        return [0.3 + 0.7 * (value - low) / (high - low) if high > low else 0.55 for value in values]
 
 
 class _Axis(NamedTuple):
-    """`places` of the arms and `ticks` (place, label) in [0, 1]; `levels` of the arms, None on a continuous axis."""
+    """`places` of the arms and `ticks` (place, label) in [0, 1]; `levels` of the arms, empty on a continuous axis."""
 
     places: Sequence[float]
     ticks: Sequence[tuple[float, str]]
-    levels: Sequence[int] | None
+    levels: Sequence[int] = ()
 
 
 def parallel_coordinates(analysis: Analysis) -> list[Drawing]:
@@ -72,81 +74,75 @@ def parallel_coordinates(analysis: Analysis) -> list[Drawing]:
     drawings = []
     for number, space in enumerate(_spaces(analysis)):
         shown = space.settings[:_MOST_SETTINGS]
-        of = f" of {cut(space.name, 40)}" if space.name else ""
-        title = f"Settings{of} and {wording.spoken(space.metric)}, in parallel coordinates"
-        shade = f"stronger colour is {'lower' if space.is_minimized else 'higher'}"
-        if not space.is_shaded:
-            shade = "one colour, as no effect of the grid is detected"
+        title = f"Settings{space.of} and {wording.spoken(space.metric)}, in parallel coordinates"
+        none = "one colour, as no effect of the grid is detected"
+        shade = f"stronger colour is {space.shade}" if space.shade else none
         most = f" {len(shown)} of {len(space.settings)} settings, by importance." if shown != space.settings else ""
         caption = f"A line per arm; {shade}.{most} {space.left_out}".strip()
-        drawings.append(drawn(f"parallel_{number}", title, caption, _parallel(space, shown), WIDE, 3.1))
+        drawings.append(drawn(f"parallel_{number}", title, caption, _parallel(space, shown), style.WIDE, 3.1))
     return drawings
 
 
 def slices(analysis: Analysis) -> list[Drawing]:
     """The value of every arm against one setting, for each setting."""
-    drawings = []
-    for number, space in enumerate(_spaces(analysis)):
-        of = f" of {cut(space.name, 40)}" if space.name else ""
-        for place, path in enumerate(space.settings):
-            title = f"{wording.capitalised(wording.spoken(space.metric))} against {short_path(path)}{of}"
-            caption = "A dot per arm; bar: mean of the arms at a level."
-            drawings.append(drawn(f"slice_{number}_{place}", title, caption, _slice(space, path), NARROW, 2.6))
-    return drawings
+    return [
+        drawn(f"slice_{number}_{place}",
+              f"{wording.capitalised(wording.spoken(space.metric))} against {short_path(path)}{space.of}",
+              "A dot per arm; bar: mean of the arms at a level.", _slice(space, path), style.NARROW, 2.6)
+        for number, space in enumerate(_spaces(analysis))
+        for place, path in enumerate(space.settings)
+    ]  # fmt: skip
 
 
 def best_so_far(analysis: Analysis) -> list[Drawing]:
     """The best value after each arm of a search, or of each tuned arm's search; empty for several objectives."""
-    found = _searches(analysis)
-    if not found or len(objectives := next(iter(found.values()))["objectives"]) > 1:
+    searches = _searches(analysis)
+    if not searches or len(objectives := next(iter(searches.values()))["objectives"]) > 1:
         return []
     ((metric, direction),) = objectives.items()
     choose, best = (min, "lowest") if direction == "minimize" else (max, "highest")
-    scale, lines = scale_of(metric), []
-    for name, search in found.items():
-        numbered = enumerate(search["arms"], 1)
-        points = [(number, scale * arm["values"][metric]) for number, arm in numbered if _is_known(arm, metric)]
-        if points:
-            color = color_of(analysis, name) if name else PALETTE[0]
-            lines.append((name, color, len(search["arms"]), points, list(accumulate((y for _, y in points), choose))))
-    if not lines:
+    numbered = {name: enumerate(search["arms"], 1) for name, search in searches.items()}
+    points = {
+        name: [(number, scale_of(metric) * arm["values"][metric]) for number, arm in arms if _is_known(arm, metric)]
+        for name, arms in numbered.items()
+    }
+    if not any(points.values()):
         return []
 
-    def draw(figure: Figure) -> None:
-        axes, ends = figure.add_axes(PLOT), []
-        for name, color, last, points, bests in lines:
-            numbers, values = zip(*points, strict=True)
-            axes.plot(numbers, values, "o", color=color, ms=3.2, alpha=0.6, mew=0)
-            axes.step([*numbers, last], [*bests, bests[-1]], where="post", color=color, lw=1.7)
-            ends.append((bests[-1], name or wording.number(bests[-1] / scale, metric), color))
-        tidy(axes)
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        label_ends(axes, ends)
-        axes.set_xlabel("arms proposed")
-        write_unit(axes, axis_label(metric))
+    def plot(axes: Axes) -> list[End]:
+        ends = []
+        for name, found in points.items():
+            if found:
+                color, (numbers, values) = (
+                    color_of(analysis, name) if name else style.PALETTE[0],
+                    zip(*found, strict=True),
+                )
+                bests = list(accumulate(values, choose))
+                axes.plot(numbers, values, "o", color=color, ms=3.2, alpha=0.6, mew=0)
+                steps = [*numbers, len(searches[name]["arms"])], [*bests, bests[-1]]
+                axes.step(*steps, where="post", color=color, lw=1.7)
+                ends.append((bests[-1], name or wording.number(bests[-1] / scale_of(metric), metric), color))
+        return ends
 
     title = f"{wording.capitalised(wording.spoken(metric))}: the best arm so far"
     caption = f"Dot: an arm, mean over seeds; line: the {best} so far. Arms without a value have no dot."
-    return [drawn("best_so_far", title, caption, draw, WIDE, 2.7)]
+    return [drawn("best_so_far", title, caption, chart(plot, "arms proposed", axis_label(metric)), style.WIDE, 2.7)]
 
 
 def _spaces(analysis: Analysis) -> Iterator[_Space]:
     """The grid, the search, or the search of every tuned arm; only those with more than one arm that has a value."""
-    grid = analysis.grid
-    known = [arm for arm in analysis.arms if arm.factors]
+    grid, known = analysis.grid, [arm for arm in analysis.arms if arm.factors]
     if grid is not None and len(grid.factors) > 1 and len(arms := [arm for arm in known if arm.scores]) > 1:
-        metric, missing = analysis.outcome.name, len(known) - len(arms)
-        values = [scale_of(metric) * arm.mean for arm in arms]
+        values = {analysis.outcome.name: [scale_of(analysis.outcome.name) * arm.mean for arm in arms]}
+        missing = len(known) - len(arms)
         left_out = f"Left out: {wording.plural(missing, 'arm')} without a result." if missing else ""
-        is_detected = any(effect.p_adjusted < ALPHA for effect in grid.effects)
-        parameters = [arm.factors for arm in arms]
-        yield _Space("", grid.factors, parameters, {metric: values}, False, False, is_detected, left_out)
+        shade = "higher" if any(effect.p_adjusted < ALPHA for effect in grid.effects) else ""
+        yield _Space("", grid.factors, [arm.factors for arm in arms], values, shade, left_out)
     for name, search in _searches(analysis).items():
         objectives = search["objectives"]
         arms = [arm for arm in search["arms"] if all(_is_known(arm, metric) for metric in objectives)]
-        shared = (
-            [path for path in arms[0]["parameters"] if all(path in arm["parameters"] for arm in arms)] if arms else []
-        )
+        parameters = [arm["parameters"] for arm in arms]
+        shared = [path for path in (parameters or [{}])[0] if all(path in one for one in parameters)]
         if len(arms) < 2 or not shared:
             continue
         others = Counter(arm["state"] for arm in search["arms"] if arm not in arms)
@@ -154,9 +150,8 @@ def _spaces(analysis: Analysis) -> Iterator[_Space]:
         importance = search["importances"]["values"]
         settings = sorted(shared, key=lambda path: -importance.get(path, 0.0))
         values = {metric: [scale_of(metric) * arm["values"][metric] for arm in arms] for metric in objectives}
-        is_minimized = next(iter(objectives.values())) == "minimize"
-        parameters = [arm["parameters"] for arm in arms]
-        yield _Space(name, settings, parameters, values, True, is_minimized, True, left_out)
+        shade = "lower" if next(iter(objectives.values())) == "minimize" else "higher"
+        yield _Space(name, settings, parameters, values, shade, left_out)
 
 
 def _is_known(arm: Mapping[str, Any], metric: str) -> bool:
@@ -170,34 +165,31 @@ def _searches(analysis: Analysis) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _parallel(space: _Space, settings: Sequence[str]) -> Draw:
-    last = [(axis_label(metric, wording.spoken(metric)), _continuous(v)) for metric, v in space.values_M.items()]
-    names, axes_A = zip(*[(short_path(path), _axis_of(space, path)) for path in settings], *last, strict=True)
+    axes_A = {short_path(path): _axis_of([one[path] for one in space.parameters]) for path in settings}
+    axes_A |= {axis_label(metric, wording.spoken(metric)): _continuous(v) for metric, v in space.values_M.items()}
     first, alphas = space.values_M[space.metric], space.alphas
-    places = [_spread(axis, first) for axis in axes_A]
-    right = len(axes_A) - 1
+    places, right = [_spread(axis, first) for axis in axes_A.values()], len(axes_A) - 1
+    is_tight = right > 4  # then neighbours share the width, one above the other
 
     def draw(figure: Figure) -> None:
         axes = figure.add_axes((0.11, 0.24, 0.79, 0.6))
         axes.set_axis_off()
         axes.set_xlim(0, right)
         axes.set_ylim(0, 1)
-        for place in range(len(axes_A)):
-            axes.axvline(place, color=MUTED, lw=0.8, clip_on=False, zorder=1)
         for arm in sorted(range(len(first)), key=lambda arm: alphas[arm]):
-            line = {"color": PALETTE[0], "alpha": alphas[arm], "lw": 1.4 if len(first) <= 40 else 0.9}
+            line = {"color": style.PALETTE[0], "alpha": alphas[arm], "lw": 1.4 if len(first) <= 40 else 0.9}
             axes.plot(range(len(axes_A)), [one[arm] for one in places], **line, clip_on=False, zorder=2)
-        for place, (name, axis) in enumerate(zip(names, axes_A, strict=True)):
-            side = -1 if place < right else 1
+        for place, (name, axis) in enumerate(axes_A.items()):
+            axes.axvline(place, color=style.MUTED, lw=0.8, clip_on=False, zorder=1)
+            box = {"facecolor": "white", "alpha": 0.8, "pad": 0.8, "lw": 0}
+            side, align = (-4, "right") if place < right else (4, "left")
+            shown = {"textcoords": "offset points", "ha": align, "va": "center", "size": 7.5, "zorder": 3, "bbox": box}
             for height, label in axis.ticks:
-                box = {"facecolor": "white", "alpha": 0.8, "pad": 0.8, "lw": 0}
-                shown = {"ha": "right" if side < 0 else "left", "va": "center", "size": 7.5, "zorder": 3, "bbox": box}
-                axes.annotate(
-                    cut(label, 12), (place, height), (4 * side, 0), textcoords="offset points", color=MUTED, **shown
-                )
-            align = {0: "left", right: "right"}.get(place, "center")
-            shift = {"left": -26, "center": 0, "right": 28}[align]
-            is_tight = right > 4  # then neighbours share the width, one above the other
-            lines = wrapped(name.replace(".", ". "), (84 if is_tight else 50) // len(axes_A), 2 if is_tight else 3)
+                axes.annotate(cut(label, 12), (place, height), (side, 0), color=style.MUTED, **shown)
+            align, shift = {0: ("left", -26), right: ("right", 28)}.get(place, ("center", 0))
+            lines = style.wrapped(
+                name.replace(".", ". "), (84 if is_tight else 50) // len(axes_A), 2 if is_tight else 3
+            )
             text, lower = "\n".join(lines).replace(". ", "."), 22 * (is_tight and place % 2)
             below = {"textcoords": "offset points", "va": "top", "size": 7.5, "weight": "bold"}
             axes.annotate(text, (place, 0), (shift, -7 - lower), ha=align, **below)
@@ -206,40 +198,34 @@ def _parallel(space: _Space, settings: Sequence[str]) -> Draw:
 
 
 def _slice(space: _Space, path: str) -> Draw:
-    axis, values = _axis_of(space, path), space.values_M[space.metric]
+    axis, values = _axis_of([one[path] for one in space.parameters]), space.values_M[space.metric]
 
-    def draw(figure: Figure) -> None:
-        axes = figure.add_axes((0.11, 0.19, 0.84, 0.62))
-        for level in sorted(set(axis.levels or ())):
-            at = [arm for arm, one in enumerate(axis.levels or ()) if one == level]
+    def plot(axes: Axes) -> list[End]:
+        for level in sorted(set(axis.levels)):
+            at = [arm for arm, one in enumerate(axis.levels) if one == level]
             if len(at) > 1:
                 mean, place = fmean(values[arm] for arm in at), axis.places[at[0]]
-                axes.plot([place - 0.05, place + 0.05], [mean] * 2, color=MUTED, lw=1.6)
-        dots: dict[str, Any] = {"s": 20, "c": PALETTE[0], "alpha": space.alphas, "linewidths": 0, "zorder": 2}
+                axes.plot([place - 0.05, place + 0.05], [mean] * 2, color=style.MUTED, lw=1.6)
+        dots: dict[str, Any] = {"s": 20, "c": style.PALETTE[0], "alpha": space.alphas, "linewidths": 0, "zorder": 2}
         axes.scatter(axis.places, values, **dots)
-        tidy(axes)
+        axes.set_position((0.11, 0.19, 0.84, 0.62))
         axes.set_xlim(-0.04, 1.04)
         width = 48 // len(axis.ticks)
         axes.set_xticks([place for place, _ in axis.ticks], [cut(label, width) for _, label in axis.ticks])
-        axes.set_xlabel(cut(path, 50))
-        write_unit(axes, axis_label(space.metric))
+        return []
 
-    return draw
+    return chart(plot, cut(path, 50), axis_label(space.metric))
 
 
-def _axis_of(space: _Space, path: str) -> _Axis:
-    """A setting's axis: continuous where a search draws numbers, the levels side by side otherwise."""
-    values = [parameters[path] for parameters in space.parameters]
+def _axis_of(values: Sequence[Any]) -> _Axis:
+    """A setting's axis: continuous for numbers that rarely repeat, the levels side by side otherwise."""
     are_numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-    distinct = len({str(value) for value in values})
-    if space.is_search and are_numbers and (distinct > _MOST_LEVELS or distinct == len(values)):
+    distinct = {str(value): value for value in values}
+    if are_numbers and (len(distinct) > _MOST_LEVELS or len(distinct) == len(values)):
         return _continuous(values)
-    order = list({str(value): value for value in values}.values())
-    if are_numbers or space.is_search:
-        order.sort(key=(lambda value: value) if are_numbers else str)
-    names = [str(value) for value in order]
-    levels = [names.index(str(value)) for value in values]
-    centres = [(level + 0.5) / len(names) for level in range(len(names))]
+    order = sorted(distinct.values()) if are_numbers else list(distinct.values())
+    levels = [[str(value) for value in order].index(str(value)) for value in values]
+    centres = [(level + 0.5) / len(order) for level in range(len(order))]
     ticks = [(centre, wording.short(value)) for centre, value in zip(centres, order, strict=True)]
     return _Axis([centres[level] for level in levels], ticks, levels)
 
@@ -258,15 +244,15 @@ def _continuous(values: Sequence[float]) -> _Axis:
         return math.log(value / low) / math.log(high / low) if is_log else (value - low) / (high - low)
 
     ticks = [(place(mark), wording.short(float(mark))) for mark in marks if low <= mark <= high]
-    return _Axis([place(value) for value in values], ticks or [(place(low), wording.short(low))], None)
+    return _Axis([place(value) for value in values], ticks or [(place(low), wording.short(low))])
 
 
 def _spread(axis: _Axis, values: Sequence[float]) -> list[float]:
     """Places at which the arms of one level lie above each other in the order of their values."""
     places = list(axis.places)
-    for level in set(axis.levels or ()):
-        at = [arm for arm, one in enumerate(axis.levels or ()) if one == level]
-        room = 0.7 / (max(axis.levels or ()) + 1)
+    for level in set(axis.levels):
+        at = [arm for arm, one in enumerate(axis.levels) if one == level]
+        room = 0.7 / (max(axis.levels) + 1)
         for rank, arm in enumerate(sorted(at, key=lambda arm: values[arm])):
             places[arm] += room * (rank / (len(at) - 1) - 0.5) if len(at) > 1 else 0.0
     return places

@@ -1,4 +1,4 @@
-"""Decides what all figures share: colours, type, the place of an arm in the palette, and how a figure is saved.
+"""Decides what all figures share: colours, type, an arm's place in the palette, axes, labels that fit, saved files.
 
 Colours are Okabe and Ito's (2008) palette, safe for colour-blind readers, with a marker per arm for print without
 colour. Arms keep their colour in every figure. With more arms than colours, the baseline (or the best of a search), the
@@ -8,6 +8,7 @@ variables, which the dark theme sets.
 """
 
 import io
+import math
 import re
 import textwrap
 from collections.abc import Callable, Sequence
@@ -18,11 +19,14 @@ from typing import Any
 
 import matplotlib
 from markupsafe import Markup
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
 from ...harness.data import GREY, PALETTE
 from ..analysis import Analysis
+from ..prose.wording import is_fraction
 from ..trials import search_of
 
 INK, MUTED = "#1d2126", "#5c6570"
@@ -70,7 +74,12 @@ _FRESH_STYLE: Any = {key: value for key, value in matplotlib.rcParamsDefault.ite
 
 _STYLED_TAG, _COLOR = re.compile(r'(?:<[^<>]* style=")[^"<>]*'), re.compile(r"(?<=: )#[0-9a-f]{6}(?=;|$)")
 
+PLOT = (0.1, 0.155, 0.66, 0.65)  # left, bottom, width, height of a line chart, as fractions of the figure
+_STEPS = [1, 2, 2.5, 5, 10]
+_ROW = (25, 3)  # characters and lines of a name beside its row
+
 Draw = Callable[[Figure], None]
+End = tuple[float, str, str]  # of a line: its last value, its name and its colour
 
 
 @dataclass(frozen=True)
@@ -146,6 +155,85 @@ def end_label(analysis: Analysis, label: str) -> str:
     return _roles(analysis).get(label, "")
 
 
+def rows(figure: Figure, labels: Sequence[str]) -> Axes:
+    """Axes with one horizontal row per label, the first on top, and room for a number at the right."""
+    height = figure.get_size_inches()[1]
+    left = 0.05 + min(0.0175 * max(len(line) for label in labels for line in wrapped(label, *_ROW)), 0.34)
+    axes = figure.add_axes((left, 0.5 / height, 0.89 - left, 1 - 0.95 / height))
+    axes.set_ylim(len(labels) - 0.4, -0.6)
+    axes.set_yticks(range(len(labels)), ["\n".join(wrapped(label, *_ROW)) for label in labels])
+    axes.tick_params(axis="y", labelcolor=INK, labelsize=7.5)
+    axes.spines["left"].set_visible(False)
+    axes.grid(axis="x")
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=_STEPS))
+    return axes
+
+
+def chart(plot: Callable[[Axes], Sequence[End]], x_label: str, unit: str) -> Draw:
+    """Axes that `plot` fills, with horizontal rules, round ticks and the names of its lines beside their right ends.
+
+    Ticks that `plot` sets stay. `unit` is that of the y axis, written flat above its highest tick.
+    """
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_axes(PLOT)
+        ends = plot(axes)
+        axes.grid(axis="y")
+        axes.spines["left"].set_visible(False)
+        if axes.dataLim.y0 == axes.dataLim.y1 == 0:
+            axes.set_ylim(-0.03, 1)
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=_STEPS))
+        if not isinstance(axes.xaxis.get_major_locator(), FixedLocator):
+            axes.xaxis.set_major_locator(MaxNLocator(4, steps=_STEPS, integer=True))
+            if axes.get_xlim()[1] >= 1e4:
+                axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _thousands(value)))
+        _label_ends(axes, [end for end in ends if end[1]])
+        axes.set_xlabel(x_label)
+        axes.annotate(unit, (0, 1), (-18, 6), xycoords="axes fraction", textcoords="offset points", color=MUTED, size=8)
+
+    return draw
+
+
+def text_beside(axes: Axes, row: float, text: str) -> None:
+    """A number at the right of a row."""
+    axes.text(1.03, row, text, transform=axes.get_yaxis_transform(), va="center", weight="bold")
+
+
+def scale_of(metric: str) -> float:
+    """The factor that turns a value into the number shown: 100 for a fraction, in percent."""
+    return 100.0 if is_fraction(metric) else 1.0
+
+
+def axis_label(metric: str, label: str = "") -> str:
+    """The label with its unit, or the unit alone; fractions are in percent."""
+    if not is_fraction(metric):
+        return label
+    return f"{label}, %" if label else "%"
+
+
+def rows_height(labels: Sequence[str]) -> float:
+    """Inches of a figure with one row per label; the label with most lines sets the height of a row, many are dense."""
+    most, least = max(len(wrapped(label, *_ROW)) for label in labels), 2 if len(labels) <= 12 else 1
+    return 1.05 + (0.12 + 0.15 * max(most, least)) * max(len(labels), 2)
+
+
+def cut(text: str, length: int) -> str:
+    """The text, or its beginning with `...`, in at most `length` characters."""
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def wrapped(label: str, width: int, most: int) -> list[str]:
+    """A label in at most `most` lines, broken at spaces, and after `_` in a word wider than a line."""
+    words = [part for word in label.split() for part in ([word] if len(word) <= width else _parts(word, width))]
+    lines = [""]
+    for word in words:
+        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
+            lines.append("")
+        lines[-1] += f" {word}" if lines[-1] else word
+    lines = [cut(line, width + 3) for line in lines if line] or [label]
+    return lines if len(lines) <= most else [*lines[: most - 1], cut(" ".join(lines[most - 1 :]), width)]
+
+
 def _saved(figure: Figure, suffix: str) -> bytes:
     """The figure in a format, without the time at which it was made."""
     unwanted = {"svg": ("Date", "Creator", "Format", "Type"), "png": ("Software",), "pdf": ("CreationDate", "Producer")}
@@ -168,9 +256,8 @@ def _inline(svg: str, name: str, description: str) -> str:
 
 def _place(analysis: Analysis, label: str) -> int | None:
     """Position of an arm in the palette; None for an arm in the grey background."""
-    labels = [arm.label for arm in analysis.arms]
-    if len(labels) > len(PALETTE):
-        labels = list(_roles(analysis))
+    crowded = len(analysis.arms) > len(PALETTE)
+    labels = list(_roles(analysis)) if crowded else [arm.label for arm in analysis.arms]
     return labels.index(label) if label in labels else None
 
 
@@ -183,3 +270,41 @@ def _roles(analysis: Analysis) -> dict[str, str]:
     for choose, role in ((max, "highest arm"), (min, "lowest arm")) if arms else ():
         found.setdefault(choose(arms, key=lambda arm: arm.mean).label, role)
     return found
+
+
+def _label_ends(axes: Axes, ends: Sequence[End]) -> None:
+    """Names beside the right end of their lines, pushed apart so that none covers another."""
+    low, high = axes.get_ylim()
+    unit = 10 / (axes.get_window_extent().height * 72 / axes.figure.dpi) * (high - low)
+    placed = []
+    bottom = -math.inf
+    for value, name, color in sorted(ends):
+        lines = wrapped(name, int(3.2 * axes.figure.bbox.width / axes.figure.dpi), 4)
+        half = 0.5 * unit * len(lines)
+        center = max(value, bottom + half)
+        bottom = center + half
+        placed.append([center, half, "\n".join(lines), color])
+    overflow = max(0.0, bottom - high)
+    ceiling = math.inf
+    for item in reversed(placed):
+        item[0] = min(item[0], ceiling - item[1]) if ceiling < math.inf else item[0] - overflow
+        ceiling = item[0] - item[1]
+    for center, _, text, color in placed:
+        shown = {"color": color, "va": "center", "size": 7.5, "weight": "bold", "linespacing": 1.05}
+        axes.text(1.02, center, text, transform=axes.get_yaxis_transform(), **shown)
+
+
+def _thousands(value: float) -> str:
+    if abs(value) >= 1e6:
+        return f"{value / 1e6:g}M"
+    return f"{value / 1e3:g}k" if value else "0"
+
+
+def _parts(word: str, width: int) -> list[str]:
+    """A long word in pieces that end in `_` or `=` if one is in reach."""
+    parts = [""]
+    for piece in re.findall(rf"[^_=]{{0,{width - 1}}}[_=]?", word):
+        if parts[-1] and len(parts[-1]) + len(piece) > width:
+            parts.append("")
+        parts[-1] += piece
+    return parts
