@@ -10,7 +10,7 @@ share its task and its start.
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -19,9 +19,10 @@ import numpy as np
 from numpy.random import Generator
 
 from ..harness.data import FINAL
-from ..harness.record.study import StudyRecord, TrialRecord
+from ..harness.record.study import StudyRecord
 from . import statistics
-from .anova import Effect, anova
+from .anova import Grid, grid_of
+from .arms import ArmSummary, Resampled, bounded, exact_at_ends, num_problems, stated, summarise
 from .statistics import ALPHA, CrossedVariance, Floats, Interval, McNemar
 from .trials import (
     Outcome,
@@ -29,7 +30,6 @@ from .trials import (
     arm_specs,
     choose_outcome,
     controls_of,
-    gain,
     num_first,
     score,
     search_of,
@@ -43,57 +43,7 @@ ACCURACIES = re.compile(r"test/(?:(?:greedy_)?accuracy|(?:pass|maj)_at_\d+)")
 
 
 @dataclass(frozen=True)
-class ArmSummary:
-    """One arm over its complete trials.
-
-    scores    seed -> outcome; empty without a complete trial
-    cells     fraction right, seeds (in the order of `scores`) by problems, or None
-    num_problems  problems behind each score; 0 if they were not counted
-    interval  the one that reports state; None with fewer than 2 seeds
-    gain      of the study's metric from before the first step to the last, with Student's interval over seeds; `gain_p`
-              is that of no gain; None and NaN if they are not known
-    rng_seed  of the bootstrap, which is drawn when it is read
-    costs     mean over seeds of the numbers of `TrialRecord.summary`; peak_memory_bytes is the largest
-    """
-
-    label: str
-    is_baseline: bool
-    factors: Mapping[str, Any]
-    scores: Mapping[int, float]
-    cells: Floats | None
-    num_problems: int
-    interval: Interval | None
-    student: Interval | None
-    gain: Interval | None
-    gain_p: float
-    rng_seed: int
-    costs: Mapping[str, float]
-
-    @cached_property
-    def bootstrap(self) -> Interval | None:
-        return statistics.bootstrap_interval(list(self.scores.values()), np.random.default_rng(self.rng_seed))
-
-    @cached_property
-    def crossed_bootstrap(self) -> Interval | None:
-        rng = np.random.default_rng(self.rng_seed)
-        return None if self.cells is None else statistics.crossed_bootstrap_interval(self.cells, rng)
-
-    @property
-    def mean(self) -> float:
-        return float(np.mean(list(self.scores.values()))) if self.scores else math.nan
-
-    @property
-    def interquartile_mean(self) -> float:
-        return statistics.interquartile_mean(list(self.scores.values())) if self.scores else math.nan
-
-    def cells_of(self, seeds: Iterable[int]) -> Floats | None:
-        """The rows of `cells` that belong to these seeds."""
-        order = list(self.scores)
-        return None if self.cells is None else self.cells[[order.index(seed) for seed in seeds]]
-
-
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(Resampled):
     """An arm minus the baseline over the seeds that both completed; intervals are None with fewer than 2.
 
     differences  seed -> difference of the outcome
@@ -123,8 +73,12 @@ class Comparison:
         return tuple(self.differences)
 
     @property
+    def values(self) -> list[float]:
+        return list(self.differences.values())
+
+    @property
     def estimate(self) -> float:
-        return float(np.mean(list(self.differences.values())))
+        return float(np.mean(self.values))
 
     @property
     def is_detected(self) -> bool:
@@ -132,33 +86,24 @@ class Comparison:
 
     @property
     def student(self) -> Interval | None:
-        return _bounded(self.over_seeds, self.outcome, least=-1.0)
+        return bounded(self.over_seeds, self.outcome, least=-1.0)
 
     @property
     def over_seeds(self) -> Interval | None:
         """Student's interval, which may leave the range of the outcome."""
-        return statistics.t_interval(list(self.differences.values()), self.first)
-
-    @cached_property
-    def bootstrap(self) -> Interval | None:
-        return statistics.bootstrap_interval(list(self.differences.values()), np.random.default_rng(self.rng_seed))
-
-    @cached_property
-    def crossed_bootstrap(self) -> Interval | None:
-        rng = np.random.default_rng(self.rng_seed)
-        return None if self.cells is None else statistics.crossed_bootstrap_interval(self.cells, rng)
+        return statistics.t_interval(self.values, self.first)
 
     @cached_property
     def sign_flip_p(self) -> float:
         """Exact and free of normality, but never below 2 / 2^seeds; NaN with 1 seed or more than 16, and if the spread
         of the differences decided the number of seeds, because other signs would have led to another number."""
         has_exact = self.first is None and 2 <= len(self.differences) <= statistics.EXACT_SIGN_FLIPS
-        return statistics.sign_flip_test(list(self.differences.values())) if has_exact else math.nan
+        return statistics.sign_flip_test(self.values) if has_exact else math.nan
 
     @cached_property
     def improvement(self) -> Interval:
         """The probability that a run of the arm is above one of the baseline, over all seeds of both."""
-        arm, baseline = list(self.summary.scores.values()), list(self.baseline.scores.values())
+        arm, baseline = self.summary.values, self.baseline.values
         improved = statistics.probability_of_improvement(arm, baseline)
         return statistics.improvement_interval(improved, len(arm), len(baseline))
 
@@ -195,7 +140,7 @@ class Comparison:
         if self.cells is not None:
             variance, problems = statistics.crossed_variance(self.cells), self.cells.shape[1]
         else:
-            variance = CrossedVariance(float(np.var(list(self.differences.values()), ddof=1)), 0.0, 0.0)
+            variance = CrossedVariance(float(np.var(self.values, ddof=1)), 0.0, 0.0)
             problems = 1
         return statistics.seeds_needed(difference, variance, problems, ALPHA / self.family)
 
@@ -231,19 +176,6 @@ class ControlArm:
     summary: ArmSummary
     comparisons: Sequence[Comparison]
     gaps: Sequence[Gap]
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A full factorial: `labels[i, j, ...]` is the arm at level i of the first factor, j of the second, ...
-
-    `effects` is empty if a cell is missing or fewer than 2 seeds are shared.
-    """
-
-    factors: tuple[str, ...]
-    levels: tuple[tuple[Any, ...], ...]
-    labels: np.ndarray
-    effects: Sequence[Effect]
 
 
 @dataclass(frozen=True)
@@ -289,8 +221,8 @@ def analyse(record: StudyRecord, rng: Generator) -> Analysis:
     everything, controls, outcome = record, controls_of(record), choose_outcome(record)
     record = with_arms(record, {arm for arm in _labels(record) if arm not in controls})
     usable = usable_trials(record, outcome)
-    arms = [_summarise(label, record, outcome, usable, rng) for label in _labels(record)]
-    grid = _grid(arms, record) if search_of(record) is None else None
+    arms = [summarise(label, record, outcome, usable, rng) for label in _labels(record)]
+    grid = grid_of(arms, record) if search_of(record) is None else None
     comparisons = _compare(arms, next((arm for arm in arms if arm.is_baseline), None), record, outcome, rng)
     effects = grid.effects if grid is not None else ()
     p_values = [one.p for one in (*comparisons, *effects)]
@@ -319,11 +251,11 @@ def outcome_contrast(analysis: Analysis, weights: Mapping[str, float]) -> Contra
     cells = [(weight, analysis.arm(arm).cells_of(found.differences)) for arm, weight in weights.items()]
     weighted = [weight * rows for weight, rows in cells if rows is not None]
     if found.interval is None or len(weighted) < len(weights):
-        return replace(found, interval=_bounded(found.interval, analysis.outcome, *ends))
+        return replace(found, interval=bounded(found.interval, analysis.outcome, *ends))
     summed = np.sum(weighted, axis=0)
     first = num_first(analysis.record, found.differences)
     p = _p_value(None, found.differences, summed, first, resolution=1 / summed.shape[1])
-    interval = _bounded(statistics.cautious_interval(summed, first), analysis.outcome, *ends)
+    interval = bounded(statistics.cautious_interval(summed, first), analysis.outcome, *ends)
     return Contrast(found.differences, interval, p)
 
 
@@ -368,8 +300,8 @@ def held_out_accuracies(analysis: Analysis) -> dict[str, dict[str, tuple[float, 
             if name == analysis.outcome.name:
                 found[name][arm.label] = (arm.mean, arm.interval)
             elif len(values) == len(trials):
-                interval = _bounded(statistics.t_interval(values, num_first(analysis.record, arm.scores)), outcome)
-                interval = _exact_at_ends(interval, _num_problems(trials, outcome))
+                interval = bounded(statistics.t_interval(values, num_first(analysis.record, arm.scores)), outcome)
+                interval = exact_at_ends(interval, num_problems(trials, outcome))
                 found[name][arm.label] = (float(np.mean(values)), interval)
     return found
 
@@ -390,7 +322,7 @@ def _control(
     """A control arm with the arms to compare it with; `record` includes all arms."""
     alone, specs = with_arms(record, {label}), arm_specs(record.trials)
     usable = usable_trials(alone, outcome)
-    summary = _summarise(label, alone, outcome, usable, rng)
+    summary = summarise(label, alone, outcome, usable, rng)
     alike = [arm for arm in arms if arm.label in specs and _origin(specs[arm.label]) == _origin(specs[label])]
     return ControlArm(control, summary, _compare(alike, summary, record, outcome, rng), _gaps(alone, usable))
 
@@ -398,74 +330,6 @@ def _control(
 def _origin(spec: Mapping[str, Any]) -> list[Any]:
     """The task of a run and the model that it starts from."""
     return [spec.get(key) for key in ("model", "task", "prompt", "cold_start")]
-
-
-def _summarise(label: str, record: StudyRecord, outcome: Outcome, usable: Trials, rng: Generator) -> ArmSummary:
-    mine = sorted((trial for (arm, _), trial in usable.items() if arm == label), key=lambda trial: trial.seed)
-    scores = {trial.seed: value for trial in mine if (value := score(trial, outcome.name)) is not None}
-    cells = _cells(mine) if outcome.per_problem and mine else None
-    values = list(scores.values())
-    num_problems, first = _num_problems(mine, outcome), num_first(record, scores)
-    interval = _exact_at_ends(_bounded(_stated(values, cells, first), outcome), num_problems)
-    gains = [found for trial in mine if (found := gain(trial, record.metric)) is not None]
-    gained = statistics.t_interval(gains, first) if len(gains) == len(mine) else None
-    judged = _num_problems(mine, Outcome(record.metric, per_problem=False))
-    return ArmSummary(
-        label=label,
-        is_baseline=label == record.baseline and search_of(record) is None,
-        factors=next((trial.factors for trial in record.trials if trial.arm == label), {}),
-        scores=scores,
-        cells=cells,
-        num_problems=num_problems,
-        interval=interval,
-        student=_bounded(statistics.t_interval(values, first), outcome),
-        gain=_bounded(gained, outcome, least=-1.0),
-        gain_p=math.nan if gained is None else statistics.t_test(gained, 1 / judged if judged else 0.0),
-        rng_seed=int(rng.integers(2**32)),
-        costs=_costs(mine),
-    )
-
-
-def _cells(trials: Sequence[TrialRecord]) -> Floats:
-    problems = sorted(trials[0].per_problem)
-    return np.array([[trial.per_problem[problem] for problem in problems] for trial in trials], dtype=float)
-
-
-def _stated(values: Sequence[float], cells: Floats | None, first: int | None) -> Interval | None:
-    """The interval that reports state: over seeds and problems if single problems are known, otherwise over seeds."""
-    return statistics.t_interval(values, first) if cells is None else statistics.cautious_interval(cells, first)
-
-
-def _bounded(interval: Interval | None, outcome: Outcome, least: float = 0.0, most: float = 1.0) -> Interval | None:
-    """The same interval without values that a fraction cannot have, or a sum of fractions from `least` to `most`."""
-    if interval is None or not outcome.is_fraction:
-        return interval
-    return replace(interval, low=max(interval.low, least), high=min(interval.high, most))
-
-
-def _exact_at_ends(interval: Interval | None, num_problems: int) -> Interval | None:
-    """The same interval, or the exact one of a fraction if all seeds are 0 or all are 1 and there is no spread to
-    estimate."""
-    if interval is None or interval.error > 0 or interval.estimate not in (0.0, 1.0) or not num_problems:
-        return interval
-    return statistics.exact_interval(interval.estimate, num_problems)
-
-
-def _num_problems(trials: Sequence[TrialRecord], outcome: Outcome) -> int:
-    """Problems behind each score; 0 if the outcome is no fraction, or they were not counted."""
-    if not trials or not outcome.is_fraction:
-        return 0
-    counted = trials[0].history.get(f"{outcome.name.partition('/')[0]}/num_prompts")
-    return len(trials[0].per_problem) if outcome.per_problem else int(counted[-1][1]) if counted else 0
-
-
-def _costs(trials: Sequence[TrialRecord]) -> dict[str, float]:
-    costs: dict[str, float] = {}
-    for key in dict.fromkeys(key for trial in trials for key in trial.summary):
-        values = [trial.summary[key] for trial in trials if math.isfinite(trial.summary.get(key, math.nan))]
-        if values:
-            costs[key] = float(np.max(values) if key == "peak_memory_bytes" else np.mean(values))
-    return costs
 
 
 def _compare(
@@ -481,7 +345,7 @@ def _compare(
         if arm is baseline or not differences:
             continue
         first = num_first(record, differences)
-        interval = _bounded(_difference(differences, cells, arm, baseline, first), outcome, least=-1.0)
+        interval = bounded(_difference(differences, cells, arm, baseline, first), outcome, least=-1.0)
         p = _p_value(interval, differences, cells, first, resolution)
         rng_seed = int(rng.integers(2**32))
         found.append(Comparison(arm, baseline, differences, cells, interval, p, p, 1, outcome, rng_seed, first))
@@ -503,7 +367,7 @@ def _difference(
     first: int | None,
 ) -> Interval | None:
     """The stated interval of a paired difference; it spans those of the arms if both are all right or all wrong."""
-    interval = _stated(list(differences.values()), cells, first)
+    interval = stated(list(differences.values()), cells, first)
     if interval is None or interval.error > 0 or arm.interval is None or baseline.interval is None:
         return interval
     low, high = arm.interval.low - baseline.interval.high, arm.interval.high - baseline.interval.low
@@ -550,44 +414,3 @@ def _gaps(record: StudyRecord, usable: Trials) -> list[Gap]:
         else:
             gaps.append(Gap(arm, seed, trial.state, trial.reason or "no reason recorded"))
     return gaps
-
-
-def _grid(arms: Sequence[ArmSummary], record: StudyRecord) -> Grid | None:
-    """The factorial that the arms form, or None: at least 2 factors, or one of at least 3 numeric levels."""
-    known = [arm for arm in arms if arm.factors]
-    names = list(dict.fromkeys(name for arm in known for name in arm.factors))
-    if any(set(arm.factors) != set(names) for arm in known):
-        return None
-    levels = {name: tuple(dict.fromkeys(arm.factors[name] for arm in known)) for name in names}
-    levels = {name: tuple(sorted(found)) if _numeric(found) else found for name, found in levels.items()}
-    varied = tuple(name for name in names if len(levels[name]) > 1)
-    shape = tuple(len(levels[name]) for name in varied)
-    place = {tuple(levels[name].index(arm.factors[name]) for name in varied): arm for arm in known}
-    if not varied or (len(varied) == 1 and (shape[0] < 3 or not _numeric(levels[varied[0]]))):
-        return None
-    if len(place) != len(known) or len(place) != math.prod(shape):
-        return None
-    labels = np.empty(shape, dtype=object)
-    for index, arm in place.items():
-        labels[index] = arm.label
-    effects = _effects(varied, labels, {arm.label: arm for arm in known}, record)
-    return Grid(varied, tuple(levels[name] for name in varied), labels, effects)
-
-
-def _numeric(levels: tuple[Any, ...]) -> bool:
-    return all(isinstance(level, int | float) and not isinstance(level, bool) for level in levels)
-
-
-def _effects(
-    factors: tuple[str, ...], labels: np.ndarray, arms: Mapping[str, ArmSummary], record: StudyRecord
-) -> list[Effect]:
-    seeds = sorted(set.intersection(*(set(arm.scores) for arm in arms.values())))
-    first = num_first(record, seeds)
-    if len(seeds[:first]) < 2:
-        return []
-    ordered = [arms[label] for label in labels.flat]
-    scores = np.array([[arm.scores[seed] for seed in seeds] for arm in ordered]).reshape(*labels.shape, len(seeds))
-    found = [rows for arm in ordered if (rows := arm.cells_of(seeds)) is not None]
-    cells = np.reshape(found, (*scores.shape, -1)) if len(found) == len(ordered) else None
-    resolution = 1 / ordered[0].num_problems if ordered[0].num_problems else 0.0
-    return anova(scores, factors, cells, resolution, first)

@@ -9,14 +9,18 @@ epsilon, so the spread may differ between arms. For factors of two levels p is t
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy import special
 
+from ..harness.record.study import StudyRecord
+from .arms import ArmSummary
 from .statistics import Floats
+from .trials import num_first
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,41 @@ class Effect:
     p: float
     partial_omega_squared: float
     p_adjusted: float = math.nan
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A full factorial: `labels[i, j, ...]` is the arm at level i of the first factor, j of the second, ...
+
+    `effects` is empty if a cell is missing or fewer than 2 seeds are shared.
+    """
+
+    factors: tuple[str, ...]
+    levels: tuple[tuple[Any, ...], ...]
+    labels: np.ndarray
+    effects: Sequence[Effect]
+
+
+def grid_of(arms: Sequence[ArmSummary], record: StudyRecord) -> Grid | None:
+    """The factorial that the arms form, or None: at least 2 factors, or one of at least 3 numeric levels."""
+    known = [arm for arm in arms if arm.factors]
+    names = list(dict.fromkeys(name for arm in known for name in arm.factors))
+    if any(set(arm.factors) != set(names) for arm in known):
+        return None
+    levels = {name: tuple(dict.fromkeys(arm.factors[name] for arm in known)) for name in names}
+    levels = {name: tuple(sorted(found)) if _numeric(found) else found for name, found in levels.items()}
+    varied = tuple(name for name in names if len(levels[name]) > 1)
+    shape = tuple(len(levels[name]) for name in varied)
+    place = {tuple(levels[name].index(arm.factors[name]) for name in varied): arm for arm in known}
+    if not varied or (len(varied) == 1 and (shape[0] < 3 or not _numeric(levels[varied[0]]))):
+        return None
+    if len(place) != len(known) or len(place) != math.prod(shape):
+        return None
+    labels = np.empty(shape, dtype=object)
+    for index, arm in place.items():
+        labels[index] = arm.label
+    effects = _effects(varied, labels, {arm.label: arm for arm in known}, record)
+    return Grid(varied, tuple(levels[name] for name in varied), labels, effects)
 
 
 def anova(
@@ -120,3 +159,22 @@ def _covariance(deviations: Floats, degrees: int) -> Floats:
     """[df, df] from deviations [df, ...]."""
     flat = deviations.reshape(len(deviations), -1)
     return flat @ flat.T / degrees
+
+
+def _numeric(levels: tuple[Any, ...]) -> bool:
+    return all(isinstance(level, int | float) and not isinstance(level, bool) for level in levels)
+
+
+def _effects(
+    factors: tuple[str, ...], labels: np.ndarray, arms: Mapping[str, ArmSummary], record: StudyRecord
+) -> list[Effect]:
+    seeds = sorted(set.intersection(*(set(arm.scores) for arm in arms.values())))
+    first = num_first(record, seeds)
+    if len(seeds[:first]) < 2:
+        return []
+    ordered = [arms[label] for label in labels.flat]
+    scores = np.array([[arm.scores[seed] for seed in seeds] for arm in ordered]).reshape(*labels.shape, len(seeds))
+    found = [rows for arm in ordered if (rows := arm.cells_of(seeds)) is not None]
+    cells = np.reshape(found, (*scores.shape, -1)) if len(found) == len(ordered) else None
+    resolution = 1 / ordered[0].num_problems if ordered[0].num_problems else 0.0
+    return anova(scores, factors, cells, resolution, first)

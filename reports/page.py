@@ -10,13 +10,13 @@ import yaml
 from ..harness.data import SampleRow
 from ..harness.record.study import StudyRecord, TrialRecord
 from . import contamination
-from .analysis import PLANNED_DIFFERENCES, Analysis, ArmSummary, Comparison, held_out_accuracies
+from .analysis import PLANNED_DIFFERENCES, Analysis, Comparison, held_out_accuracies
+from .arms import ArmSummary
 from .capability import TAUS, Capabilities, Crossover, table_sizes
 from .claims import check_claims
-from .components import ranked_components
-from .controls import MEANINGS, verdicts
 from .figures import curves, grid, outcome, settings
 from .figures.style import Drawing, color_of, themed
+from .findings import MEANINGS, ranked_components, verdicts
 from .prose import wording
 from .prose.answer import answer, progress
 from .prose.notes import accuracies_reading, interval_method, interval_reading, notes
@@ -235,7 +235,6 @@ def _costs(analysis: Analysis) -> dict[str, Any]:
 
 
 def _hours(seconds: float | None) -> str:
-    """Seconds as hours, or joules as watt-hours."""
     return "n/a" if seconds is None else f"{seconds / 3600:.3g}"
 
 

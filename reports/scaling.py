@@ -22,7 +22,7 @@ from scipy import optimize, special
 from ..harness.record.study import TrialRecord
 from . import statistics
 from .analysis import Analysis
-from .collapse import collapse_step
+from .findings import collapse_step
 from .statistics import Floats, Interval
 from .trials import num_first, usable_trials
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from .analysis import Analysis, ArmSummary
+from .analysis import Analysis
+from .arms import ArmSummary
 from .prose import wording
 from .statistics import Interval, t_interval
 from .trials import wanted_pairs

@@ -12,7 +12,7 @@ from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study
 from cohort.harness.spec.study import parse_study
 from cohort.reports.analysis import analyse
-from cohort.reports.components import ranked_components
+from cohort.reports.findings import ranked_components
 from cohort.reports.render import write_report
 from fake_study import FakeArm, fake_study
 

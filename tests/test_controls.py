@@ -26,7 +26,7 @@ from cohort.harness.spec.run import RunSpec, parse_run
 from cohort.harness.spec.study import parse_study
 from cohort.harness.study.two_stage import decide
 from cohort.reports.analysis import Analysis, analyse
-from cohort.reports.controls import verdicts
+from cohort.reports.findings import verdicts
 from cohort.reports.render import results_csv, write_report
 from fake_study import FakeArm, fake_study
 from fakes import MemoryLog, assert_same_weights, final_weights, graded_group

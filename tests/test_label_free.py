@@ -18,7 +18,7 @@ from cohort.harness.run.sampling import sample_groups
 from cohort.harness.run.state import Clock, prepare
 from cohort.harness.spec.run import parse_run
 from cohort.reports.analysis import analyse
-from cohort.reports.collapse import collapse_step, collapses
+from cohort.reports.findings import collapse_step, collapses
 from cohort.reports.prose.notes import notes
 from fake_study import fake_study
 from fakes import MemoryLog, graded_group

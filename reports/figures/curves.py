@@ -166,14 +166,8 @@ def scaling_curves(analysis: Analysis, found: Scalings | None) -> list[Drawing]:
             axes.plot(known, 100 * curve(one.parameters, known), color=color, lw=1.7)
             axes.plot(beyond, 100 * curve(one.parameters, beyond), color=color, lw=1.4, ls=":")
             if color != style.GREY:
-                marks = {
-                    "color": color,
-                    "marker": style.marker_of(analysis, one.arm),
-                    "ms": 3.2,
-                    "ls": "",
-                    "alpha": 0.75,
-                }
-                axes.plot(costs, 100 * one.scores_ST.mean(axis=0), **marks)
+                marker = style.marker_of(analysis, one.arm)
+                axes.plot(costs, 100 * one.scores_ST.mean(axis=0), marker, color=color, ms=3.2, alpha=0.75)
                 axes.axhline(100 * one.ceiling.estimate, color=color, lw=0.6, alpha=0.7)
                 ends.append((100 * float(curve(one.parameters, beyond)[-1]), style.end_label(analysis, one.arm), color))
         axes.set_xlim(0, end)
@@ -234,13 +228,9 @@ def _arm_lines(
     found = []
     for arm, trials in _curve_trials(analysis).items():
         if (series := aligned(trials, metric, cost)) is not None:
-            series, marker = (
-                smoothed(series) if is_smooth else series,
-                style.marker_of(analysis, arm) if has_markers else "",
-            )
-            found.append(
-                _line(style.end_label(analysis, arm), color_of(analysis, arm), series, scale_of(metric), marker)
-            )
+            shown, marker = smoothed(series) if is_smooth else series, style.marker_of(analysis, arm)
+            name, color = style.end_label(analysis, arm), color_of(analysis, arm)
+            found.append(_line(name, color, shown, scale_of(metric), marker if has_markers else ""))
     return found
 
 
@@ -281,8 +271,8 @@ def _line_chart(lines: Iterable[_Line], x_label: str, unit: str, log_ticks: Sequ
             if not is_grey:
                 axes.fill_between(line.x_T, *line.band_2T, color=line.color, alpha=0.15, lw=0)
             marks = {"marker": line.marker, "ms": 3.4, "markevery": every} if line.marker and not is_grey else {}
-            style = {"lw": 0.9 if is_grey else 1.7, "ls": "--" if line.is_dashed else "-", **marks}
-            axes.plot(line.x_T, line.mean_T, color=line.color, solid_capstyle="round", **style)
+            look = {"lw": 0.9 if is_grey else 1.7, "ls": "--" if line.is_dashed else "-", **marks}
+            axes.plot(line.x_T, line.mean_T, color=line.color, solid_capstyle="round", **look)
         if log_ticks:
             axes.set_xscale("log")
             axes.minorticks_off()

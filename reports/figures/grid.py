@@ -84,10 +84,8 @@ def interactions(analysis: Analysis) -> list[Drawing]:
     grid = analysis.grid
     if grid is None or len(grid.factors) < 2:
         return []
-    effects, levels = (
-        {effect.factors: effect for effect in grid.effects},
-        dict(zip(grid.factors, grid.levels, strict=True)),
-    )
+    effects = {effect.factors: effect for effect in grid.effects}
+    levels = dict(zip(grid.factors, grid.levels, strict=True))
     pairs = [(a, b) for i, a in enumerate(grid.factors) for b in grid.factors[i + 1 :]]
     pairs.sort(key=lambda pair: effects[pair].p if pair in effects else 1.0)
     num_others = len(grid.factors) - 2
@@ -178,9 +176,10 @@ def _cell(axes: Axes, row: int, column: int, position: float, value: str, limits
     """A cell for a value at a position between the lowest and the highest; NaN for none."""
     axes.add_patch(Rectangle((column - 0.485, row - 0.485), 0.97, 0.97, **_shade(position)))
     ink = style.ON_SHADE if position >= _LIGHT_TEXT else style.INK
-    centred = {"ha": "center", "va": "center", "color": ink}
+    centred: dict[str, Any] = {"ha": "center", "va": "center", "color": ink}
     axes.text(column, row - (0.1 if limits else 0), value, weight="bold", size=9.5 if limits else 8.5, **centred)
-    axes.text(column, row + 0.2, limits, size=7, **centred)
+    if limits:
+        axes.text(column, row + 0.2, limits, size=7, **centred)
 
 
 def _columns(axes: Axes, names: Sequence[str], label: str) -> None:
@@ -193,10 +192,9 @@ def _columns(axes: Axes, names: Sequence[str], label: str) -> None:
 
 
 def _shade(position: float) -> dict[str, Any]:
-    empty = math.isnan(position)
-    return (
-        {"color": style.EMPTY, "lw": 0} if empty else {"color": style.SHADE, "alpha": 0.08 + 0.84 * position, "lw": 0}
-    )
+    if math.isnan(position):
+        return {"color": style.EMPTY, "lw": 0}
+    return {"color": style.SHADE, "alpha": 0.08 + 0.84 * position, "lw": 0}
 
 
 def _mean(trials: Sequence[TrialRecord], metric: str) -> float:

@@ -7,7 +7,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..analysis import Analysis, ArmSummary
+from ..analysis import Analysis
+from ..arms import ArmSummary
 from ..prose import wording
 from ..statistics import Interval
 from . import style
@@ -114,11 +115,7 @@ def _scatter(analysis: Analysis, costs: Sequence[tuple[ArmSummary, float]], labe
                 axes.plot([cost, cost], bar, color=color_of(analysis, arm.label), lw=1.4, alpha=0.6)
             _mark(axes, analysis, arm.label, cost, scale * arm.mean)
         axes.margins(x=0.12, y=0.1)
-        colors = [(arm, color_of(analysis, arm.label)) for arm, _ in costs]
-        return [
-            (scale * arm.mean, style.end_label(analysis, arm.label), color)
-            for arm, color in colors
-            if color != style.GREY
-        ]
+        ends = [(scale * arm.mean, arm.label, color_of(analysis, arm.label)) for arm, _ in costs]
+        return [(y, style.end_label(analysis, label), color) for y, label, color in ends if color != style.GREY]
 
     return chart(plot, label, axis_label(analysis.outcome.name))

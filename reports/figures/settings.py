@@ -113,10 +113,8 @@ def best_so_far(analysis: Analysis) -> list[Drawing]:
         ends = []
         for name, found in points.items():
             if found:
-                color, (numbers, values) = (
-                    color_of(analysis, name) if name else style.PALETTE[0],
-                    zip(*found, strict=True),
-                )
+                color = color_of(analysis, name) if name else style.PALETTE[0]
+                numbers, values = zip(*found, strict=True)
                 bests = list(accumulate(values, choose))
                 axes.plot(numbers, values, "o", color=color, ms=3.2, alpha=0.6, mew=0)
                 steps = [*numbers, len(searches[name]["arms"])], [*bests, bests[-1]]

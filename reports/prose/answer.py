@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...harness.data import short_path
-from ..analysis import Analysis, ArmSummary, Comparison, level_means
-from ..components import ranked_components
-from ..controls import unexplained, verdicts
+from ..analysis import Analysis, Comparison, level_means
+from ..arms import ArmSummary
+from ..findings import ranked_components, verdicts
 from ..statistics import ALPHA
 from ..trials import search_of, tuning_of
 from . import wording
@@ -30,7 +30,8 @@ def answer(analysis: Analysis) -> str:
         candidates = [factors, _finding(analysis), "" if is_detected else _detectable(analysis)]
         candidates += [_components(analysis), _unexplained(analysis), _tuned(analysis), _left_out(analysis)]
     parts = [part for part in candidates if part]
-    opening = _caveat(analysis) + _near_zero(analysis)
+    unfinished = [gap for gap in analysis.gaps if gap.state not in ("invalid", "no value", "pruned")]
+    opening = (f"Preliminary ({progress(analysis)}): " if unfinished else "") + _near_zero(analysis)
     for number, part in enumerate(parts):
         if (opening or number) and part.startswith(("No ", "Over ", "The ")):
             parts[number] = part[0].lower() + part[1:]
@@ -50,30 +51,26 @@ def _search_finding(analysis: Analysis, search: Mapping[str, Any]) -> str:
     count = wording.plural(len(complete), "complete arm")
     if len(search["objectives"]) > 1:
         goals = [f"{wording.spoken(name)} ({way.removesuffix('e')}ed)" for name, way in search["objectives"].items()]
-        front = search["pareto"]
+        front = len(search["pareto"])
         return (
-            f"{len(front)} of {count} {'form' if len(front) > 1 else 'forms'} the Pareto front of "
-            f"{wording.listed(goals, len(goals))}: no other arm beats {'them' if len(front) > 1 else 'it'} in every "
+            f"{front} of {count} {'form' if front > 1 else 'forms'} the Pareto front of "
+            f"{wording.listed(goals, len(goals))}: no other arm beats {'them' if front > 1 else 'it'} in every "
             f"objective, so weigh the objectives against each other, choose an arm of the front and {_AGAIN}"
         )
-    (metric,) = search["objectives"]
+    (metric,), found = search["objectives"], search["importances"]
     best = next(arm for arm in complete if arm["label"] == search["best"])
     value = f"{wording.with_unit(best['values'][metric], metric)} {wording.spoken(metric)}"
     scored = [arm for arm in analysis.finished_arms if arm.label == best["label"]]
     tested = f" and {_value(scored[0], analysis)}" if scored and analysis.outcome.name != metric else ""
+    ranked = sorted(found["values"].items(), key=lambda item: -item[1])
+    shares = ", ".join(f"{short_path(path)} {100 * share:.0f} %" for path, share in ranked)
+    known = f"importance by {found['method']}: {shares}"
+    unknown = f"the importance of each setting is unknown ({found['reason']})"
     return (
         f"The best of {count} has {wording.settings(best['parameters'])}: {value}{tested} "
-        f"({wording.plural(len(analysis.record.seeds), 'seed')}); {_importances(search['importances'])}; the best of "
-        f"many is overestimated, so {_AGAIN}"
+        f"({wording.plural(len(analysis.record.seeds), 'seed')}); "
+        f"{known if ranked else unknown}; the best of many is overestimated, so {_AGAIN}"
     )
-
-
-def _importances(found: Mapping[str, Any]) -> str:
-    if not found["values"]:
-        return f"the importance of each setting is unknown ({found['reason']})"
-    ranked = sorted(found["values"].items(), key=lambda item: -item[1])
-    shares = [f"{short_path(path)} {100 * share:.0f} %" for path, share in ranked]
-    return f"importance by {found['method']}: {', '.join(shares)}"
 
 
 def _tuned(analysis: Analysis) -> str:
@@ -100,8 +97,11 @@ def _components(analysis: Analysis) -> str:
 
 def _unexplained(analysis: Analysis) -> str:
     """The arms whose effect a control reproduces; empty if there are none."""
-    found = unexplained(verdicts(analysis)).items()
-    arms = [f"{arm} (by {wording.listed(controls)})" for arm, controls in found]
+    found: dict[str, list[str]] = {}
+    for one in verdicts(analysis):
+        if one.reading == "unexplained":
+            found.setdefault(one.arm, []).append(one.control)
+    arms = [f"{arm} (by {wording.listed(controls)})" for arm, controls in found.items()]
     return f"the effect of {wording.listed(arms, len(arms))} is unexplained, as a control reproduces it" if arms else ""
 
 
@@ -113,26 +113,30 @@ def _near_zero(analysis: Analysis) -> str:
 
 
 def _finding(analysis: Analysis) -> str:
-    best = max(analysis.finished_arms, key=lambda arm: arm.mean)
-    baseline = analysis.baseline
+    best, baseline = max(analysis.finished_arms, key=lambda arm: arm.mean), analysis.baseline
+    reaches = f"{best.label} reaches {_value(best, analysis)}"
     if len(analysis.arms) == 1:
-        seeds = wording.plural(len(best.scores), "seed")
-        return f"{_reaches(best, analysis)} ({seeds}); no other arm to compare it with"
+        return f"{reaches} ({wording.plural(len(best.scores), 'seed')}); no other arm to compare it with"
     if baseline is None or not baseline.scores:
         return (
-            f"{_reaches(best, analysis)}, the highest of {wording.plural(len(analysis.finished_arms), 'arm')} with a "
-            f"result; the baseline {analysis.record.baseline} has none, so no difference to it can be stated"
+            f"{reaches}, the highest of {wording.plural(len(analysis.finished_arms), 'arm')} with a result; the "
+            f"baseline {analysis.record.baseline} has none, so no difference to it can be stated"
         )
     if not analysis.comparisons:
-        return f"{_reaches(best, analysis)}; no arm shares a complete seed with the baseline {baseline.label} yet"
+        return f"{reaches}; no arm shares a complete seed with the baseline {baseline.label} yet"
     if all(comparison.interval is None for comparison in analysis.comparisons):
-        return _single_seed_finding(analysis, baseline)
+        top, metric = max(analysis.comparisons, key=lambda comparison: comparison.estimate), analysis.outcome.name
+        return (
+            f"{top.arm} reaches {_value(top.summary, analysis)}, {_apart(top)} {baseline.label} "
+            f"({wording.with_unit(baseline.mean, metric)}); with one shared seed no interval or test over seeds is "
+            "possible, so this does not show a difference between the arms"
+        )
     if not any(comparison.is_detected for comparison in analysis.comparisons):
         return _nothing_detected(analysis, baseline)
     top = analysis.comparison(best.label)
     if top is not None and top.is_detected:
-        return f"{_reaches(best, analysis)}, {_apart(top, analysis)} {baseline.label} ({_evidence(top)})"
-    return _baseline_stands(analysis, baseline)
+        return f"{reaches}, {_apart(top)} {baseline.label} ({_evidence(top)})"
+    return _baseline_stands(analysis, baseline, best)
 
 
 def _is_any_effect_detected(analysis: Analysis) -> bool:
@@ -143,61 +147,42 @@ def _grid_finding(analysis: Analysis) -> str:
     """The effect of each factor over the whole grid, which averages over more runs than any one arm."""
     metric = analysis.outcome.name
     effects = [one for one in (analysis.grid.effects if analysis.grid else ()) if not math.isnan(one.p_adjusted)]
-    if effects and not _is_any_effect_detected(analysis):
+    if not effects:
+        return ""
+    single = [effect for effect in effects if len(effect.factors) == 1]
+    if not _is_any_effect_detected(analysis):
         least = min(effects, key=lambda effect: effect.p)
-        factors = [short_path(effect.factors[0]) for effect in effects if len(effect.factors) == 1]
+        factors = [short_path(effect.factors[0]) for effect in single]
+        text = f"Over the whole grid no effect of {wording.listed(factors, len(factors))} is detected"
         if len(factors) == 1:
-            return f"Over the whole grid no effect of {factors[0]} is detected ({_holm(least.p_adjusted)})"
-        return (
-            f"Over the whole grid no effect of {wording.listed(factors, len(factors))} is detected, alone or together "
-            f"(the smallest p is that of {wording.factor_title(least.factors)}: {_holm(least.p_adjusted)})"
-        )
+            return f"{text} ({_holm(least.p_adjusted)})"
+        smallest = f"the smallest p is that of {wording.factor_title(least.factors)}"
+        return f"{text}, alone or together ({smallest}: {_holm(least.p_adjusted)})"
     found = []
-    for effect in effects:
-        factor, *others = effect.factors
-        means = level_means(analysis, factor)
-        if others or not effect.p_adjusted < ALPHA or not means:
-            continue
-        low, high = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
-        found.append(
-            f"{short_path(factor)} matters: {wording.with_unit(means[low], metric)} at {low} and "
-            f"{wording.with_unit(means[high], metric)} at {high} ({_holm(effect.p_adjusted)})"
-        )
-    if not found and effects:
-        found = ["no factor matters by itself"]
-    return f"Over the whole grid {', and '.join(found)}{_interaction_finding(analysis)}" if found else ""
-
-
-def _interaction_finding(analysis: Analysis) -> str:
-    """The detected interactions of factors; empty for a grid of one factor."""
-    effects = [effect for effect in (analysis.grid.effects if analysis.grid else ()) if len(effect.factors) > 1]
-    detected = [effect for effect in effects if effect.p_adjusted < ALPHA]
-    if detected:
-        each = [f"{wording.factor_title(effect.factors)} ({_holm(effect.p_adjusted)})" for effect in detected]
-        return f", and factors interact: {', '.join(each)}"
-    return ", and no interaction of factors is detected" if effects else ""
-
-
-def _single_seed_finding(analysis: Analysis, baseline: ArmSummary) -> str:
-    top = max(analysis.comparisons, key=lambda comparison: comparison.estimate)
-    metric = analysis.outcome.name
-    return (
-        f"{_reaches(analysis.arm(top.arm), analysis)}, {wording.apart(top.estimate, metric)} {baseline.label} "
-        f"({wording.with_unit(baseline.mean, metric)}); with one shared seed no interval or test over seeds is "
-        "possible, so this does not show a difference between the arms"
-    )
+    for effect in single:
+        means = level_means(analysis, effect.factors[0])
+        if effect.p_adjusted < ALPHA and means:
+            low, high = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
+            found.append(
+                f"{short_path(effect.factors[0])} matters: {wording.with_unit(means[low], metric)} at {low} and "
+                f"{wording.with_unit(means[high], metric)} at {high} ({_holm(effect.p_adjusted)})"
+            )
+    joint = [effect for effect in effects if len(effect.factors) > 1]
+    each = [f"{wording.factor_title(one.factors)} ({_holm(one.p_adjusted)})" for one in joint if one.p_adjusted < ALPHA]
+    interacting = f"factors interact: {', '.join(each)}" if each else "no interaction of factors is detected"
+    parts = [*(found or ["no factor matters by itself"]), *([interacting] if joint else [])]
+    return f"Over the whole grid {', and '.join(parts)}"
 
 
 def _nothing_detected(analysis: Analysis, baseline: ArmSummary) -> str:
     largest = max((c for c in analysis.comparisons if c.interval), key=lambda c: abs(c.estimate))
-    arm = analysis.arm(largest.arm)
     if len(analysis.comparisons) > 1:
-        text = f"{_reaches(baseline, analysis)}, and no arm differs detectably from it: the furthest, {arm.label},"
+        value = _value(baseline, analysis)
+        text = f"{baseline.label} reaches {value}, and no arm differs detectably from it: the furthest, {largest.arm},"
     else:
-        text = f"No difference between {arm.label} and {baseline.label} could be detected: {arm.label}"
-    return (
-        f"{text} reaches {_value(arm, analysis)}, {_apart(largest, analysis)} {baseline.label} ({_evidence(largest)})"
-    )
+        text = f"No difference between {largest.arm} and {baseline.label} could be detected: {largest.arm}"
+    reached = _value(largest.summary, analysis)
+    return f"{text} reaches {reached}, {_apart(largest)} {baseline.label} ({_evidence(largest)})"
 
 
 def _detectable(analysis: Analysis) -> str:
@@ -211,48 +196,42 @@ def _detectable(analysis: Analysis) -> str:
     return f"a difference of about {size} would be found in 4 of 5 such studies"
 
 
-def _baseline_stands(analysis: Analysis, baseline: ArmSummary) -> str:
+def _baseline_stands(analysis: Analysis, baseline: ArmSummary, highest: ArmSummary) -> str:
     """The highest arm is the baseline or not detectably above it, but some arm differs detectably."""
     detected = [c for c in analysis.comparisons if c.is_detected]
     undecided = [c for c in analysis.comparisons if not c.is_detected]
-    highest = max(analysis.finished_arms, key=lambda arm: arm.mean)
     surest = max(detected, key=lambda c: c.estimate)
     if surest.estimate > 0:
         rival = analysis.comparison(highest.label)
-        apart = f"{_apart(rival, analysis)} it ({_evidence(rival)})" if rival is not None else "without a shared seed"
+        apart = f"{_apart(rival)} it ({_evidence(rival)})" if rival is not None else "without a shared seed"
         return (
-            f"{_reaches(analysis.arm(surest.arm), analysis)}, {_apart(surest, analysis)} {baseline.label} "
+            f"{surest.arm} reaches {_value(surest.summary, analysis)}, {_apart(surest)} {baseline.label} "
             f"({_evidence(surest)}); {highest.label} has the highest mean, {_value(highest, analysis)}, but its "
             f"difference to {baseline.label} is not detected: {apart}"
         )
     if undecided:
-        top = max(undecided, key=lambda c: c.estimate)
-        worst = min(detected, key=lambda c: c.estimate)
+        top, worst = max(undecided, key=lambda c: c.estimate), min(detected, key=lambda c: c.estimate)
         return (
             f"No arm is detectably above {baseline.label} ({_value(baseline, analysis)}): the closest, {top.arm}, is "
-            f"{_apart(top, analysis)} it ({_evidence(top)}), while {worst.arm} is {_apart(worst, analysis)} it "
-            f"({_p(worst)})"
+            f"{_apart(top)} it ({_evidence(top)}), while {worst.arm} is {_apart(worst)} it ({_p(worst)})"
         )
-    reach = _reaches(baseline, analysis)
+    reaches = f"{baseline.label} reaches {_value(baseline, analysis)}"
+    apart = f"is {_apart(surest)} it ({_evidence(surest)})"
     if len(detected) == 1:
-        return f"{reach}; {surest.arm} is {_apart(surest, analysis)} it ({_evidence(surest)})"
+        return f"{reaches}; {surest.arm} {apart}"
     others = "every other arm" if len(detected) == len(analysis.finished_arms) - 1 else "every arm compared with it"
-    return f"{reach}, above {others}; the closest, {surest.arm}, is {_apart(surest, analysis)} it ({_evidence(surest)})"
-
-
-def _reaches(arm: ArmSummary, analysis: Analysis) -> str:
-    return f"{arm.label} reaches {_value(arm, analysis)}"
+    return f"{reaches}, above {others}; the closest, {surest.arm}, {apart}"
 
 
 def _value(arm: ArmSummary, analysis: Analysis) -> str:
     """`81.2 % test accuracy [79.0, 83.4]`."""
     metric = analysis.outcome.name
-    bounds = wording.limits(arm.interval, metric)
-    return f"{wording.with_unit(arm.mean, metric)} {analysis.outcome.label}{' ' + bounds if bounds else ''}"
+    value = f"{wording.with_unit(arm.mean, metric)} {analysis.outcome.label}"
+    return f"{value} {wording.limits(arm.interval, metric)}".rstrip()
 
 
-def _apart(comparison: Comparison, analysis: Analysis) -> str:
-    return wording.apart(comparison.estimate, analysis.outcome.name, comparison.interval)
+def _apart(comparison: Comparison) -> str:
+    return wording.apart(comparison.estimate, comparison.outcome.name, comparison.interval)
 
 
 def _evidence(comparison: Comparison) -> str:
@@ -265,11 +244,6 @@ def _p(comparison: Comparison) -> str:
 
 def _holm(p: float) -> str:
     return f"Holm-adjusted {wording.p_equals(p)}"
-
-
-def _caveat(analysis: Analysis) -> str:
-    unfinished = [gap for gap in analysis.gaps if gap.state not in ("invalid", "no value", "pruned")]
-    return f"Preliminary ({progress(analysis)}): " if unfinished else ""
 
 
 def _left_out(analysis: Analysis) -> str:

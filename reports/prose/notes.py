@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..analysis import Analysis
-from ..collapse import Collapse, collapses
+from ..findings import Collapse, collapses
 from ..join import JoinedStudy
 from ..statistics import ALPHA
 from ..trials import arm_specs, search_of, setting, tuning_of
