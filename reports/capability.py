@@ -9,8 +9,7 @@ polynomial; with n samples the bias is of order 1 / n for problems near tau.
 "Before training" is the evaluation of `evaluation.test_at_start`, "after training" the final one of every run.
 """
 
-import csv
-import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -22,6 +21,7 @@ from ..harness.record.study import TrialRecord
 from . import statistics
 from .analysis import Analysis
 from .statistics import Floats, Interval
+from .tables import csv_text
 from .trials import num_first, usable_trials
 
 MIN_SAMPLES = 16  # of each problem; fewer make no useful curve
@@ -106,11 +106,15 @@ def capabilities(analysis: Analysis) -> Capabilities | None:
             starts.append(found)
     if not after:
         return None
-    pairs = [(after[one.label], one) for one in starts if one.label in after]
-    base = after.get(analysis.baseline.label) if analysis.baseline is not None else None
-    pairs += [(one, base) for one in after.values() if base is not None and one is not base]
-    named = [(a, replace(b, label=f"start of {b.label}") if a.label == b.label else b) for a, b in pairs]
-    return Capabilities(after, _distinct(starts), [found for a, b in named if (found := crossover(a, b)) is not None])
+    pairs = [(after[b.label], replace(b, label=f"start of {b.label}")) for b in starts if b.label in after]
+    if analysis.baseline is not None and (base := after.get(analysis.baseline.label)) is not None:
+        pairs += [(one, base) for one in after.values() if one is not base]
+    crossings = [found for a, b in pairs if (found := crossover(a, b)) is not None]
+    same: dict[tuple, list[Capability]] = {}  # arms that start from one policy with equal noise give one curve
+    for one in starts:
+        same.setdefault((one.seeds, one.num_samples, one.counts_SN.tobytes()), []).append(one)
+    before = [replace(ones[0], label=", ".join(one.label for one in ones)) for ones in same.values()]
+    return Capabilities(after, before, crossings)
 
 
 def crossover(one: Capability, two: Capability) -> Crossover | None:
@@ -170,19 +174,17 @@ def table_sizes(num_samples: int) -> list[int]:
 
 
 def capability_csv(found: Capabilities) -> str:
-    """Every k of every curve: policy, when, k, pass_at_k, low, high."""
-    table = io.StringIO()
-    writer = csv.writer(table, lineterminator="\n")
-    writer.writerow(["policy", "when", "seeds", "problems", "k", "pass_at_k", "low", "high"])
+    """Every k of every curve, as a file."""
+    rows = []
     curves = [*(("before", one) for one in found.before), *(("after", one) for one in found.after.values())]
     for when, one in curves:
         seeds, problems = one.counts_SN.shape
         for k in range(1, one.num_samples + 1):
             interval = one.pass_at(k)
-            limits = [] if interval is None else [interval.low, interval.high]
+            limits = (math.nan, math.nan) if interval is None else (interval.low, interval.high)
             numbers = [float(f"{value:.6g}") for value in (float(one.passes(k).mean()), *limits)]
-            writer.writerow([one.label, when, seeds, problems, k, *numbers])
-    return table.getvalue()
+            rows.append([one.label, when, seeds, problems, k, *numbers])
+    return csv_text(["policy", "when", "seeds", "problems", "k", "pass_at_k", "low", "high"], rows)
 
 
 def _capability(label: str, trials: Sequence[TrialRecord], area: str, first: int | None) -> Capability | None:
@@ -194,14 +196,6 @@ def _capability(label: str, trials: Sequence[TrialRecord], area: str, first: int
     order = sorted(fractions[0])
     counts = [[round(one[problem] * size) for problem in order] for one in fractions]
     return Capability(label, tuple(trial.seed for trial in trials), np.array(counts, dtype=np.int64), size, first)
-
-
-def _distinct(starts: Sequence[Capability]) -> list[Capability]:
-    """Arms that start from one policy with equal noise give one curve, named after all of them."""
-    groups: dict[tuple, list[Capability]] = {}
-    for one in starts:
-        groups.setdefault((one.seeds, one.num_samples, one.counts_SN.tobytes()), []).append(one)
-    return [replace(same[0], label=", ".join(one.label for one in same)) for same in groups.values()]
 
 
 def _rows(one: Capability, seeds: Sequence[int]) -> Capability:

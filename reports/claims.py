@@ -75,13 +75,9 @@ def _memory(analysis: Analysis, trials: Trials) -> _Evidence:
     its peak is mostly the memory of the libraries.
     """
     weights = _ppo_minus_grpo(trials)
-    if not weights:
-        return _Evidence(_NO_PAIR)
-    found = contrast(
-        analysis.record, _per_seed(trials, lambda trial: _log(trial.summary.get("peak_memory_bytes"))), weights
-    )
-    if not found.differences:
-        return _Evidence("No seed shared by PPO and GRPO has a recorded peak memory.")
+    found = _contrast(analysis, trials, weights, lambda trial: _log(trial.summary.get("peak_memory_bytes")))
+    if found is None:
+        return _Evidence("No seed shared by PPO and GRPO has a recorded peak memory." if weights else _NO_PAIR)
     text = f"PPO's peak is {_ratio(found)} times that of GRPO"
     if any(trial.spec.get("model") == "tiny" for (arm, _), trial in trials.items() if arm in weights):
         return _Evidence(f"{text}, but with the model tiny the libraries take most of the peak.")
@@ -95,11 +91,9 @@ def _time(analysis: Analysis, trials: Trials) -> _Evidence:
     critic is computed in the same way as the policy, so the ratio is due to the algorithms.
     """
     weights = _ppo_minus_grpo(trials)
-    if not weights:
-        return _Evidence(_NO_PAIR)
-    found = contrast(analysis.record, _per_seed(trials, _log_seconds), weights)
-    if not found.differences:
-        return _Evidence("No seed shared by PPO and GRPO has timed steps.")
+    found = _contrast(analysis, trials, weights, _log_seconds)
+    if found is None:
+        return _Evidence("No seed shared by PPO and GRPO has timed steps." if weights else _NO_PAIR)
     text = f"A training step of GRPO takes {_ratio(found, inverse=True)} times as long as one of PPO"
     return _against(found, -math.log(1 - TIME_SAVED), text)
 
@@ -111,11 +105,9 @@ def _accuracy(analysis: Analysis, trials: Trials) -> _Evidence:
     counts as supported if GRPO is detectably above: finding no difference does not show equality.
     """
     weights = {arm: -weight for arm, weight in _ppo_minus_grpo(trials).items()}
-    if not weights:
-        return _Evidence(_NO_PAIR)
-    found = outcome_contrast(analysis, weights)
-    if not found.differences:
-        return _Evidence("PPO and GRPO share no complete seed.")
+    found = outcome_contrast(analysis, weights) if weights else None
+    if found is None or not found.differences:
+        return _Evidence("PPO and GRPO share no complete seed." if weights else _NO_PAIR)
     verdict = "supported" if found.estimate >= 0 else "contradicted"
     return _tested(f"GRPO is {_points(found, analysis)} PPO", verdict, found.p, found)
 
@@ -133,10 +125,8 @@ def _group_size(analysis: Analysis, trials: Trials) -> _Evidence:
     weights = _block_weights(blocks)
     if not weights:
         return _Evidence(f"No arms with group sizes on both sides of {STABLE_GROUP} that differ in nothing else.")
-    found = contrast(
-        analysis.record, _per_seed(trials, lambda trial: _drawdown(trial, analysis.record.metric)), weights
-    )
-    if not found.differences:
+    found = _contrast(analysis, trials, weights, lambda trial: _drawdown(trial, analysis.record.metric))
+    if found is None:
         return _Evidence("No seed shared by such arms has a learning curve.")
     text = (
         f"Runs with G >= {STABLE_GROUP} end {wording.points(found.estimate, analysis.record.metric, found.interval)} "
@@ -163,20 +153,17 @@ def _kl_weight(analysis: Analysis, trials: Trials) -> _Evidence:
     contrasts: dict[float, Contrast] = {}
     for level in outside:
         pairs = [([a for b, a in found if low <= b <= high], [a for b, a in found if b == level]) for found in blocks]
-        weights = _block_weights(pairs)
-        if weights:
-            found = outcome_contrast(analysis, weights)
-            if found.differences:
-                contrasts[level] = found
+        if (weights := _block_weights(pairs)) and (found := outcome_contrast(analysis, weights)).differences:
+            contrasts[level] = found
     if not contrasts:
         return _Evidence(f"No arms with beta inside and outside of {low} to {high} that differ in nothing else.")
     parts = [f"{_points(found, analysis)} beta = {level:g}" for level, found in contrasts.items()]
     text = f"Arms with beta from {low} to {high} are {'; '.join(parts)}"
     below = [level for level, found in contrasts.items() if found.estimate < 0]
     if not below:
-        return _tested(text, "supported", max((found.p for found in contrasts.values()), key=_nan_last))
+        return _tested(text, "supported", float(np.max([found.p for found in contrasts.values()])))
     adjusted = dict(zip(contrasts, statistics.holm([found.p for found in contrasts.values()]), strict=True))
-    return _tested(text, "contradicted", min((adjusted[level] for level in below), key=_nan_last))
+    return _tested(text, "contradicted", float(np.fmin.reduce([adjusted[level] for level in below])))
 
 
 def _hard_tasks(analysis: Analysis, trials: Trials) -> _Evidence:
@@ -204,8 +191,8 @@ def _hard_tasks(analysis: Analysis, trials: Trials) -> _Evidence:
         ends = [score(trial, metric) for metric in (hard, easy)]
         return None if ends[0] is None or ends[1] is None else ends[0] - ends[1]
 
-    found = contrast(analysis.record, _per_seed(trials, gap), weights)
-    if not found.differences:
+    found = _contrast(analysis, trials, weights, gap)
+    if found is None:
         return _Evidence("No seed shared by such arms has accuracy by difficulty.")
     found = _over_problems(analysis, found, weights, shares)
     names = [metric.rpartition("accuracy_")[2].replace("_", " ") for metric in (hard, easy)]
@@ -270,14 +257,17 @@ def _key(spec: Mapping[str, Any], dotted: str) -> str:
     return json.dumps(kept, sort_keys=True)
 
 
-def _per_seed(trials: Trials, value: Callable[[TrialRecord], float | None]) -> dict[str, dict[int, float]]:
-    """Arm -> seed -> value, for the trials that have one."""
+def _contrast(
+    analysis: Analysis, trials: Trials, weights: Weights, value: Callable[[TrialRecord], float | None]
+) -> Contrast | None:
+    """The contrast of a value of every trial; None without weights, or if no seed has the value in all arms."""
     found: dict[str, dict[int, float]] = {arm: {} for arm, _ in trials}
     for (arm, seed), trial in trials.items():
         number = value(trial)
         if number is not None and math.isfinite(number):
             found[arm][seed] = number
-    return found
+    summed = contrast(analysis.record, found, weights) if weights else None
+    return summed if summed is not None and summed.differences else None
 
 
 def _difficulty(trials: Trials, outcome: str) -> tuple[str, str, tuple[float, ...]] | None:
@@ -362,8 +352,3 @@ def _ratio(found: Contrast, inverse: bool = False) -> str:
 
 def _points(found: Contrast, analysis: Analysis) -> str:
     return wording.apart(found.estimate, analysis.outcome.name, found.interval)
-
-
-def _nan_last(p: float) -> float:
-    """A sort key: an unknown p is the largest, so it never decides."""
-    return 2.0 if math.isnan(p) else p

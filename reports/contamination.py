@@ -1,10 +1,10 @@
 """Decides whether a model knows the problems of a benchmark better than other problems of the same kind.
 
-A probe scores each probed and each reference problem separately. If the model has seen neither set, or both equally
-often, and both are random samples of one source, their scores are exchangeable, whatever the score is: then the
-one-sided permutation test of their means is exact, for a weak model and a strong one. A problem and its own variants
-are not exchangeable: the numbers and words that people choose are likelier than others even to a model that has never
-seen the problem. Holm's correction covers the probes.
+A probe has several tests; each scores every probed and every reference problem. If the model has seen neither set, or
+both equally often, and both are random samples of one source, their scores are exchangeable, whatever the score is:
+then the one-sided permutation test of their means is exact, for a weak model and a strong one. A problem and its own
+variants are not exchangeable: the numbers and words that people choose are likelier than others even to a model that
+has never seen the problem. Holm's correction covers the tests of a probe.
 """
 
 import math
@@ -24,13 +24,13 @@ MEANINGS = {
     "renumbered": "Likelier than with other numbers, nats per token",
     "reworded": "Likelier than with other words, nats per token",
 }
-HEADERS = ("probe", "probed (problems)", "reference (problems)", "p", "p, Holm", "flags")
-Scores = Mapping[str, Sequence[float]]  # probe -> the score of each problem; NaN without a score
+HEADERS = ("test", "probed (problems)", "reference (problems)", "p", "p, Holm", "flags")
+Scores = Mapping[str, Sequence[float]]  # test -> the score of each problem; NaN without a score
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one probe: mean scores, numbers of problems with a score, and p-values.
+    """The result of one test of a probe: mean scores, numbers of problems with a score, and p-values.
 
     The alternative of `p` and `p_adjusted` is that the model knows the probed problems better; that of `p_reverse`,
     which is uncorrected, is that it knows the reference better. NaN without problems.
@@ -51,15 +51,14 @@ class Finding:
 
 
 def judge(probed: Scores, reference: Scores, rng: Generator) -> list[Finding]:
-    """The finding of every probe, in order; both have the same probes."""
-    sides = {name: (_known(probed[name]), _known(reference[name])) for name in probed}
-    tests = [permutation_test(one, other, rng) for one, other in sides.values()]
-    reverse = [permutation_test(other, one, rng) for one, other in sides.values()]
+    """The finding of every test, in order; both sides have the same tests."""
+    known = {name: [_known(side[name]) for side in (probed, reference)] for name in probed}
+    tests = [permutation_test(one, other, rng) for one, other in known.values()]
+    reverse = [permutation_test(other, one, rng) for one, other in known.values()]
+    p_values = zip(tests, holm(tests), reverse, strict=True)
     return [
-        Finding(name, _mean(one), _mean(other), len(one), len(other), p, p_adjusted, p_reverse)
-        for (name, (one, other)), p, p_adjusted, p_reverse in zip(
-            sides.items(), tests, holm(tests), reverse, strict=True
-        )
+        Finding(name, *(fmean(side) if side else math.nan for side in sides), *map(len, sides), *ps)
+        for (name, sides), ps in zip(known.items(), p_values, strict=True)
     ]
 
 
@@ -108,10 +107,6 @@ def summary(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def _known(values: Sequence[float]) -> list[float]:
     return [value for value in values if not math.isnan(value)]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return fmean(values) if values else math.nan
 
 
 def _counted(value: float, count: int) -> str:

@@ -36,11 +36,20 @@ def join(records: Sequence[StudyRecord]) -> JoinedStudy:
     names = [record.name for record in records]
     if len(records) < 2 or len(set(names)) != len(names):
         raise ValueError(f"a comparison needs at least two different studies, got {', '.join(names) or 'none'}")
-    _check_seeds(records)
-    _check_metric(records)
+    first = records[0]
+    for record in records:
+        if record.two_stage is not None:  # then tests between studies would not be exact
+            raise ValueError(
+                f"studies must list their seeds to be compared: the first seeds of '{record.name}' decided how many it "
+                "takes; run the arms in one study"
+            )
+        if record.metric != first.metric:
+            raise ValueError(
+                f"studies must share their metric to be compared: '{first.name}' has {first.metric}, '{record.name}' "
+                f"{record.metric}; compare studies of one metric"
+            )
     _check_settings(records)
     _check_problems(records)
-    first = records[0]
     questions = dict.fromkeys(record.question for record in records)
     keys = dict.fromkeys(key for record in records for key in record.versions)
     return JoinedStudy(
@@ -70,27 +79,6 @@ def _label(record: StudyRecord, arm: str) -> str:
     return f"{record.name}: {arm}"
 
 
-def _check_seeds(records: Sequence[StudyRecord]) -> None:
-    """ValueError if a study's own spread decided its number of seeds, because tests between studies would not be
-    exact."""
-    for record in records:
-        if record.two_stage is not None:
-            raise ValueError(
-                f"studies must list their seeds to be compared: the first seeds of '{record.name}' decided how many it "
-                "takes; run the arms in one study"
-            )
-
-
-def _check_metric(records: Sequence[StudyRecord]) -> None:
-    first, *others = records
-    for other in others:
-        if other.metric != first.metric:
-            raise ValueError(
-                f"studies must share their metric to be compared: '{first.name}' has {first.metric}, '{other.name}' "
-                f"{other.metric}; compare studies of one metric"
-            )
-
-
 def _check_settings(records: Sequence[StudyRecord]) -> None:
     """All trials of all studies must share the task and the way accuracy is measured."""
     settings: dict[str, dict[str, str]] = {}
@@ -114,11 +102,7 @@ def _check_settings(records: Sequence[StudyRecord]) -> None:
 
 def _check_problems(records: Sequence[StudyRecord]) -> None:
     """All studies must share their test problems: a data set may have changed under equal settings."""
-    known: dict[str, frozenset[str]] = {}
-    for record in records:
-        for trial in record.trials:
-            if trial.per_problem:
-                known.setdefault(record.name, frozenset(trial.per_problem))
+    known = {record.name: set(one.per_problem) for record in records for one in record.trials if one.per_problem}
     for other, there in known.items():
         first, here = next(iter(known.items()))
         if here != there:
@@ -131,23 +115,20 @@ def _check_problems(records: Sequence[StudyRecord]) -> None:
 def _warnings(records: Sequence[StudyRecord]) -> dict[str, dict[str, str]]:
     """Settings that differ between the base runs; those that a study varies itself are left out."""
     varied = {path for record in records for trial in record.trials for path in trial.factors}
-    values: dict[str, dict[str, dict[str, None]]] = {}
+    values: dict[str, dict[str, dict[str, None]]] = {}  # setting -> study -> its values
     for record in records:
         for trial in record.trials:
             for key, value in _flat({k: v for k, v in trial.spec.items() if k not in _EACH_RUNS_OWN}, ""):
                 values.setdefault(key, {}).setdefault(record.name, {})[value] = None
-    found = {}
     begun = [record.name for record in records if record.trials]
-    for key, by_study in values.items():
-        texts = {name: ", ".join(by_study.get(name, {"not set": None})) for name in begun}
-        if key not in varied and len(set(texts.values())) > 1:
-            found[key] = texts
-    versions = {key for record in records for key in record.versions}
-    for key in sorted(versions):
-        texts = {record.name: record.versions.get(key, "unknown") for record in records}
-        if len(set(texts.values())) > 1:
-            found[f"version of {key}"] = texts
-    return found
+    texts = {
+        key: {name: ", ".join(by_study.get(name, ["not set"])) for name in begun}
+        for key, by_study in values.items()
+        if key not in varied
+    }
+    for key in sorted({key for record in records for key in record.versions}):
+        texts[f"version of {key}"] = {record.name: record.versions.get(key, "unknown") for record in records}
+    return {key: each for key, each in texts.items() if len(set(each.values())) > 1}
 
 
 def _flat(settings: Any, prefix: str) -> list[tuple[str, str]]:

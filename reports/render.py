@@ -7,6 +7,7 @@ page must not carry (control characters, bidirectional overrides, lone surrogate
 
 import dataclasses
 import re
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from .join import JoinedStudy
 from .page import FLOPS, page_drawings, page_values
 from .prose.wording import factor_title, p_value
 from .scaling import scalings
-from .tables import arm_means, comparison_csv, csv_text, data_uri
+from .tables import arm_means, comparison_table, csv_text
 from .trials import score, setting
 
 BOOTSTRAP_SEED = 0
@@ -72,7 +73,7 @@ def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FOR
     values: dict[str, Any] = {
         **page_values(analysis, drawings, capable, scaled),
         "bootstrap_seed": BOOTSTRAP_SEED,
-        "comparison_csv": data_uri(comparison_csv(analysis)),
+        "comparison_csv": b64encode(csv_text(*comparison_table(analysis)).encode()).decode(),
         "tables": ["results.csv", *([CAPABILITY] if capable is not None else [])],
     }
     files = ReportFiles(

@@ -83,7 +83,12 @@ def scalings(analysis: Analysis) -> Scalings | None:
     fits, refused = [], {}
     for arm in analysis.finished_arms:
         trials = [usable[arm.label, seed] for seed in arm.scores]
-        found = fit_trials(arm.label, trials, record.metric, cost, num_first(record, arm.scores))
+        fallen = [one.seed for one in trials if collapse_step(one.history.get(record.metric, ())) is not None]
+        found = f"seed {', '.join(map(str, fallen))} collapsed, and a curve that saturates cannot fall"
+        if not fallen:
+            found = fit_curve(
+                arm.label, list(arm.scores), *_points(trials, record.metric, cost), num_first(record, arm.scores)
+            )
         if isinstance(found, str):
             refused[arm.label] = found
         else:
@@ -93,22 +98,10 @@ def scalings(analysis: Analysis) -> Scalings | None:
     return Scalings(COSTS[cost], fits, refused, shifts)
 
 
-def fit_trials(
-    arm: str, trials: Sequence[TrialRecord], metric: str, cost: str, first: int | None = None
-) -> Scaling | str:
-    """The curve of an arm's trials, or the reason that there is none."""
-    costs_ST, scores_ST = _points(trials, metric, cost)
-    fallen = [trial.seed for trial in trials if collapse_step(trial.history.get(metric, ())) is not None]
-    if fallen:
-        return f"seed {', '.join(map(str, fallen))} collapsed, and a curve that saturates cannot fall"
-    seeds = [trial.seed for trial in trials]
-    return fit_curve(arm, seeds, costs_ST, scores_ST, first)
-
-
 def fit_curve(
     arm: str, seeds: Sequence[int], costs_ST: Floats, scores_ST: Floats, first: int | None = None
 ) -> Scaling | str:
-    """The same for accuracies at points of compute; the first point of each seed is before training, at 0."""
+    """The curve of accuracies at points of compute, or the reason that there is none; each seed starts at 0."""
     found = _fit(costs_ST, scores_ST, first)
     if isinstance(found, str):
         return found

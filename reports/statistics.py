@@ -321,10 +321,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def probability_of_improvement(scores_S: ArrayLike, baseline_S: ArrayLike) -> float:
-    """Chance that a run of the arm beats a run of the baseline, ties counting half (Agarwal et al. 2021, eq. 1).
-
-    A second axis of both holds tasks; their probabilities are averaged.
-    """
+    """Chance that a run of the arm beats a run of the baseline, ties counting half (Agarwal et al. 2021, eq. 1)."""
     arm, baseline = np.asarray(scores_S, dtype=float)[:, None], np.asarray(baseline_S, dtype=float)[None, :]
     return float(np.mean(np.heaviside(arm - baseline, 0.5)))
 

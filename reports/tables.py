@@ -4,14 +4,12 @@ import csv
 import io
 import math
 import re
-from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from .analysis import Analysis
-from .arms import ArmSummary
 from .prose import wording
 from .statistics import Interval, t_interval
 from .trials import wanted_pairs
@@ -42,11 +40,6 @@ def csv_text(columns: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
     return table.getvalue()
 
 
-def comparison_csv(analysis: Analysis) -> str:
-    """`comparison_table` as a file."""
-    return csv_text(*comparison_table(analysis))
-
-
 def comparison_table(analysis: Analysis) -> tuple[list[str], list[list[Any]]]:
     """Columns, and one row per arm of the comparison, its numbers in full; those that are not known are NaN or None."""
     name, wanted = analysis.outcome.name, [label for label, _ in wanted_pairs(analysis.record)]
@@ -64,16 +57,24 @@ def comparison_table(analysis: Analysis) -> tuple[list[str], list[list[Any]]]:
 
 def comparison_latex(analysis: Analysis) -> str:
     """The page's main table as LaTeX for a paper, rounded as on the page; it needs the package booktabs."""
+    metric, compared = analysis.outcome.name, bool(analysis.comparisons)
     outcome = f"{wording.capitalised(analysis.outcome.label)}{' (%)' if analysis.outcome.is_fraction else ''}"
-    columns = ["Arm", "Seeds", outcome]
-    compared = ["Difference", "p (Holm)"] if analysis.comparisons else []
+    rows = [["Arm", "Seeds", outcome, *(("Difference", "p (Holm)") if compared else ())]]
+    for arm in analysis.arms:
+        cells = [arm.label, str(len(arm.scores)), _with_limits(arm.mean, arm.interval, metric)]
+        if (one := analysis.comparison(arm.label)) is not None:
+            cells += [_with_limits(one.estimate, one.interval, metric, signed=True), wording.p_value(one.p_adjusted)]
+        elif compared:
+            cells += ["baseline" if arm.is_baseline else "", ""]
+        rows.append(cells)
+    head, *body = (" & ".join(map(latex, cells)) + r" \\" for cells in rows)
     lines = [
         "% Mean over seeds [95 % interval]; difference to the baseline, seed by seed. Needs \\usepackage{booktabs}.",
-        f"\\begin{{tabular}}{{l{'r' * (len(columns + compared) - 1)}}}",
+        f"\\begin{{tabular}}{{l{'r' * (len(rows[0]) - 1)}}}",
         "\\toprule",
-        _latex_row(columns + compared),
+        head,
         "\\midrule",
-        *(_latex_row(_latex_cells(arm, analysis)) for arm in analysis.arms),
+        *body,
         "\\bottomrule",
         "\\end{tabular}",
     ]
@@ -88,20 +89,8 @@ def latex(text: str) -> str:
     return opening + re.sub(r"(?<![\w.,-])-(?=\d)", "$-$", escaped)
 
 
-def _latex_cells(arm: ArmSummary, analysis: Analysis) -> list[str]:
-    metric, one = analysis.outcome.name, analysis.comparison(arm.label)
-    cells = [arm.label, str(len(arm.scores)), _with_limits(arm.mean, arm.interval, metric)]
-    if one is not None:
-        return [*cells, _with_limits(one.estimate, one.interval, metric, signed=True), wording.p_value(one.p_adjusted)]
-    return [*cells, *(["baseline" if arm.is_baseline else "", ""] if analysis.comparisons else [])]
-
-
 def _with_limits(value: float, interval: Interval | None, metric: str, signed: bool = False) -> str:
     return f"{wording.number(value, metric, signed)} {wording.limits(interval, metric, signed)}".strip()
-
-
-def _latex_row(cells: Iterable[str]) -> str:
-    return " & ".join(map(latex, cells)) + r" \\"
 
 
 def arm_means(analysis: Analysis) -> list[dict[str, Any]]:
@@ -118,11 +107,6 @@ def arm_means(analysis: Analysis) -> list[dict[str, Any]]:
             low, high = _limits(interval)
             rows.append({"arm": arm.label, "metric": metric, "seeds": seeds, "mean": mean, "low": low, "high": high})
     return rows
-
-
-def data_uri(table: str) -> str:
-    """The table as a data URL, so that a page sent without its files still has it."""
-    return f"data:text/csv;charset=utf-8;base64,{b64encode(table.encode()).decode()}"
 
 
 def _limits(interval: Interval | None) -> list[float | None]:

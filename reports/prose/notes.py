@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..analysis import Analysis
-from ..findings import Collapse, collapses
+from ..findings import collapses
 from ..join import JoinedStudy
 from ..statistics import ALPHA
 from ..trials import arm_specs, search_of, setting, tuning_of
@@ -69,7 +69,7 @@ def notes(analysis: Analysis) -> list[_Note]:
     found = [
         _join_note(analysis),
         _seeds_note(analysis),
-        *_clip_notes(specs),
+        _clip_note(specs),
         *_reward_notes(specs),
         _collapse_note(analysis, specs),
         _cold_start_note(specs),
@@ -132,7 +132,7 @@ def _seeds_note(analysis: Analysis) -> _Note | None:
         )
     lost = [one["arm"] for one in stage["comparisons"] if one["asks"] is None]
     if lost:
-        text += f" {wording.listed(lost)} completed fewer than two of them: no interval, not counted for the number."
+        text += f" {wording.listed(lost)} completed fewer than two of them: no interval, ignored when choosing seeds."
     if stage["asked"] > stage["at_most"]:
         text += f" The study allows {stage['at_most']} at most."
     compared = {one.arm: one.over_seeds for one in analysis.comparisons} or {
@@ -154,7 +154,7 @@ def _seeds_note(analysis: Analysis) -> _Note | None:
     return f"Why {wording.plural(len(stage['seeds']), 'seed')}", text
 
 
-def _clip_notes(specs: _Specs) -> list[_Note]:
+def _clip_note(specs: _Specs) -> _Note:
     epochs, minibatches = (_values(specs, f"optimizer.{key}", 1) for key in ("num_inner_epochs", "num_minibatches"))
     updates = {arm: int(epochs[arm]) * int(minibatches[arm]) for arm in specs}
     stale = [arm for arm, steps in _values(specs, "staleness", 0).items() if steps]
@@ -164,29 +164,24 @@ def _clip_notes(specs: _Specs) -> list[_Note]:
         if stale:
             why = "Each batch is sampled by older weights or receives several optimiser steps"
         text = f"{why}, so ratios leave 1 and clipping can bind; see the clip fraction under training dynamics."
-        return [("Clipping is active", text)]
-    who = "Every arm" if len(single) == len(specs) else wording.listed(single)
-    verb = "gives" if len(single) == 1 or who == "Every arm" else "give"
+        return "Clipping is active", text
+    is_every = len(single) == len(specs)
+    who = "Every arm" if is_every else wording.listed(single)
     text = (
-        f"{who} {verb} each batch one optimiser step (num_inner_epochs x num_minibatches = 1): the ratio is exactly 1, "
-        "so clip_epsilon cannot bind."
+        f"{who} {'gives' if is_every or len(single) == 1 else 'give'} each batch one optimiser step "
+        "(num_inner_epochs x num_minibatches = 1): the ratio is exactly 1, so clip_epsilon cannot bind."
     )
-    same = _same_but_for_clipping({arm: specs[arm] for arm in single})
-    if same:
+    groups: dict[str, list[str]] = {}
+    for arm in single:
+        kept = {key: value for key, value in specs[arm].items() if key not in ("seed", "algorithm")}
+        algorithm = setting(specs[arm], "algorithm", {})
+        own = {key: v for key, v in algorithm.items() if not key.startswith("clip_") and key != "ratio_bound"}
+        groups.setdefault(repr((sorted(kept.items()), sorted(own.items()))), []).append(arm)
+    if same := [arms for arms in groups.values() if len(arms) > 1]:
         shown = [wording.listed(arms) for arms in same[:2]]
         shown += [wording.plural(len(same) - 2, "more such set")] if len(same) > 2 else []
         text += f" Arms that differ only in it are identical by construction: {'; '.join(shown)}."
-    return [("The clip range has no effect" if len(single) == len(specs) else "Clipping in some arms only", text)]
-
-
-def _same_but_for_clipping(specs: _Specs) -> list[list[str]]:
-    groups: dict[str, list[str]] = {}
-    for arm, spec in specs.items():
-        kept = {key: value for key, value in spec.items() if key not in ("seed", "algorithm")}
-        settings = setting(spec, "algorithm", {})
-        algorithm = {k: v for k, v in settings.items() if not k.startswith("clip_") and k != "ratio_bound"}
-        groups.setdefault(repr((sorted(kept.items()), sorted(algorithm.items()))), []).append(arm)
-    return [arms for arms in groups.values() if len(arms) > 1]
+    return "The clip range has no effect" if is_every else "Clipping in some arms only", text
 
 
 def _reward_notes(specs: _Specs) -> list[_Note]:
@@ -198,7 +193,7 @@ def _reward_notes(specs: _Specs) -> list[_Note]:
             "group of equal rewards teaches nothing."
         )
         found.append(("Reward scale cancels", text))
-    paid = {arm: _paid(rewards) for arm, rewards in _values(specs, "rewards", {}).items()}
+    paid = _paid(specs)
     if blind := _label_free(specs):
         text = (
             f"{wording.listed(blind)} {'is' if len(blind) == 1 else 'are'} rewarded for agreement with the group or "
@@ -216,8 +211,7 @@ def _reward_notes(specs: _Specs) -> list[_Note]:
 
 def _label_free(specs: _Specs) -> list[str]:
     """The arms that are rewarded for the policy's own votes or confidence instead of gold answers."""
-    paid = {arm: _paid(rewards) for arm, rewards in _values(specs, "rewards", {}).items()}
-    return [arm for arm, names in paid.items() if LABEL_FREE & names.keys() and "accuracy" not in names]
+    return [arm for arm, names in _paid(specs).items() if LABEL_FREE & names.keys() and "accuracy" not in names]
 
 
 def _collapse_note(analysis: Analysis, specs: _Specs) -> _Note | None:
@@ -226,27 +220,24 @@ def _collapse_note(analysis: Analysis, specs: _Specs) -> _Note | None:
         return None
     arms: dict[str, list[str]] = {}
     for one in found:
-        arms.setdefault(one.arm, []).append(_collapsed(one))
+        limits = "" if one.interval is None else f" [{one.interval.low:.0f}, {one.interval.high:.0f}]"
+        step, seeds = sum(one.steps) / len(one.steps), wording.plural(one.num_seeds, "seed")
+        text = f"{one.what} in {len(one.steps)} of {seeds}, at step {step:.0f}{limits}"
+        arms.setdefault(one.arm, []).append(text)
     shown = "; ".join(f"{arm}: {', '.join(parts)}" for arm, parts in arms.items())
-    text = (
+    return "Collapse", (
         "Labels (the majority's answer is right) or the policy (validation accuracy) collapse at the first step "
         "from which they stay below half of their best earlier value. "
         + (f"{shown}. Intervals are Student's, over the seeds that collapsed." if shown else "No arm collapsed.")
     )
-    return "Collapse", text
 
 
-def _collapsed(one: Collapse) -> str:
-    mean = sum(one.steps) / len(one.steps)
-    limits = "" if one.interval is None else f" [{one.interval.low:.0f}, {one.interval.high:.0f}]"
-    return f"{one.what} in {len(one.steps)} of {wording.plural(one.num_seeds, 'seed')}, at step {mean:.0f}{limits}"
-
-
-def _paid(rewards: object) -> dict[str, float]:
-    """Name -> weight of a run's rewards; empty if its record does not name them."""
-    if not isinstance(rewards, dict):
-        return {}
-    return {name: settings["weight"] for name, settings in rewards.items() if settings.get("weight")}
+def _paid(specs: _Specs) -> dict[str, dict[str, float]]:
+    """Arm -> name -> weight of its rewards; empty for one whose record does not name them."""
+    return {
+        arm: {name: one["weight"] for name, one in (rewards or {}).items() if one.get("weight")}
+        for arm, rewards in _values(specs, "rewards", {}).items()
+    }
 
 
 def _cold_start_note(specs: _Specs) -> _Note | None:
@@ -259,11 +250,7 @@ def _cold_start_note(specs: _Specs) -> _Note | None:
         )
     first = next(iter(specs.values()))
     steps, seed = setting(first, "cold_start.steps", 0), setting(first, "cold_start.seed", 0)
-    origin = (
-        f"one cold start ({wording.plural(steps, 'step')}, cold_start.seed {seed})"
-        if steps
-        else "the same initial model"
-    )
+    origin = f"one cold start ({wording.plural(steps, 'step')}, cold_start.seed {seed})" if steps else "the same model"
     return (
         "One starting point",
         f"All arms and seeds start from {origin}. Intervals therefore cover the seeds of reinforcement learning only, "
@@ -289,31 +276,30 @@ def _budget_note(analysis: Analysis, specs: _Specs) -> _Note:
         text = f"All arms draw {each} per step for {length}."
         if len(groups) > 1:
             text += " A larger group means fewer prompts per step, never more samples."
-        drawn = {arm.label: arm.costs["rollouts"] for arm in analysis.arms if "rollouts" in arm.costs}
-        if len(set(drawn.values())) > 1:
-            least, most = min(drawn, key=drawn.__getitem__), max(drawn, key=drawn.__getitem__)
-            text += (
-                f" Greedy answers and dynamic sampling are extra: {least} drew {wording.quantity(drawn[least])} "
-                f"completions per run, {most} {wording.quantity(drawn[most])}."
-            )
+        least, most, ratio = _extremes(analysis, "rollouts")
+        if ratio > 1:
+            text += f" Greedy answers and dynamic sampling are extra: {least} completions per run, {most}."
         return "Equal budgets", text
     differing = [name for name, values in (("rollouts_per_step", rollouts), ("steps", steps)) if len(values) > 1]
-    return (
-        "Budgets differ",
-        f"Arms differ in {' and '.join(differing)}: read the curves against rollouts or tokens, not against steps.",
-    )
+    text = f"Arms differ in {' and '.join(differing)}: read the curves against rollouts or tokens, not against steps."
+    return "Budgets differ", text
 
 
 def _token_note(analysis: Analysis) -> _Note | None:
-    tokens = {arm.label: arm.costs["generated_tokens"] for arm in analysis.arms if "generated_tokens" in arm.costs}
-    if len(tokens) < 2 or max(tokens.values()) < 1.1 * min(tokens.values()):
+    least, most, ratio = _extremes(analysis, "generated_tokens", "generated")
+    if ratio < 1.1:
         return None
-    least, most = min(tokens, key=tokens.__getitem__), max(tokens, key=tokens.__getitem__)
-    return (
-        "Equal rollouts are not equal tokens",
-        f"Completions differ in length: {least} generated {wording.quantity(tokens[least])} tokens per run, {most} "
-        f"{wording.quantity(tokens[most])}.",
-    )
+    return "Equal rollouts are not equal tokens", f"Completions differ in length: {least} tokens per run, {most}."
+
+
+def _extremes(analysis: Analysis, cost: str, verb: str = "drew") -> tuple[str, str, float]:
+    """The arms with the least and the most of a cost, in words, and the ratio of the two."""
+    costs = {arm.label: arm.costs[cost] for arm in analysis.arms if cost in arm.costs}
+    if not costs:
+        return "", "", 1.0
+    least, most = min(costs, key=costs.__getitem__), max(costs, key=costs.__getitem__)
+    first = f"{least} {verb} {wording.quantity(costs[least])}"
+    return first, f"{most} {wording.quantity(costs[most])}", costs[most] / costs[least] if costs[least] else 1.0
 
 
 def _evaluation_note(analysis: Analysis, specs: _Specs) -> _Note:
