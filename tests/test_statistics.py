@@ -34,19 +34,18 @@ def close(value: float) -> object:
     return pytest.approx(value, rel=1e-6, abs=1e-9)
 
 
-def test_the_student_interval_of_1_2_3_is_2_plus_minus_2_484() -> None:
+def test_the_student_interval_and_test_agree_with_scipy() -> None:
     # standard deviation 1, error 1 / sqrt(3), t(2, 0.975) = 4.302653: half width 2.484138
     interval = ours.t_interval([1.0, 2.0, 3.0])
     assert interval is not None
     assert (interval.low, interval.estimate, interval.high) == (close(-0.4841377), close(2.0), close(4.4841377))
-
-
-def test_the_student_interval_agrees_with_scipy() -> None:
-    values = np.random.default_rng(0).normal(size=7)
-    interval = ours.t_interval(values)
-    low, high = stats.t.interval(0.95, 6, values.mean(), stats.sem(values))
+    rng = np.random.default_rng(0)
+    arm, baseline = rng.normal(0.5, 1, 7), rng.normal(0, 1, 7)
+    low, high = stats.t.interval(0.95, 6, (arm - baseline).mean(), stats.sem(arm - baseline))
+    interval = ours.t_interval(arm - baseline)
     assert interval is not None
     assert (interval.low, interval.high) == (close(low), close(high))
+    assert ours.t_test(interval) == close(stats.ttest_rel(arm, baseline).pvalue)
 
 
 def test_one_seed_has_no_interval_of_any_kind() -> None:
@@ -76,13 +75,10 @@ def test_a_negative_variance_component_counts_as_zero() -> None:
     assert interval is not None
     assert interval.error == close(0.5)
     assert ours.crossed_variance(scores) == ours.CrossedVariance(0.0, 0.0, 1.0)
-
-
-def test_variance_components_reproduce_the_error_of_the_two_way_interval() -> None:
-    scores = random_scores(np.random.default_rng(3), 1, 5, 64)[0]
-    interval = ours.crossed_interval(scores)
+    random = random_scores(np.random.default_rng(3), 1, 5, 64)[0]
+    interval = ours.crossed_interval(random)
     assert interval is not None
-    assert ours.crossed_variance(scores).of_mean(5, 64) == close(interval.error**2)
+    assert ours.crossed_variance(random).of_mean(5, 64) == close(interval.error**2)
 
 
 def test_the_cautious_interval_is_never_narrower_than_its_two_parts() -> None:
@@ -101,14 +97,9 @@ def test_the_cautious_interval_is_never_narrower_than_its_two_parts() -> None:
     assert chosen == {0, 1}
 
 
-def test_the_exact_interval_of_no_success_in_100_reaches_3_6_percent() -> None:
-    # 1 - 0.025^(1/100) = 0.036217
-    interval = ours.exact_interval(0.0, 100)
-    assert (interval.low, interval.high) == (0.0, close(1 - 0.025**0.01))
-
-
 @pytest.mark.parametrize("problems", [1, 2, 7, 100, 1319])
 def test_the_exact_interval_agrees_with_scipy(problems: int) -> None:
+    assert ours.exact_interval(0.0, problems).high == close(1 - 0.025 ** (1 / problems))
     for right in range(0, problems + 1, max(1, problems // 20)):
         interval, theirs = ours.exact_interval(right / problems, problems), stats.binomtest(right, problems)
         bounds = theirs.proportion_ci(0.95, "exact")
@@ -122,44 +113,23 @@ def test_the_bootstrap_over_three_seeds_ends_at_the_lowest_and_the_highest() -> 
     assert (interval.low, interval.high) == (close(0.2), close(0.9))
 
 
-def test_the_bootstrap_over_seeds_agrees_with_scipy() -> None:
+def test_the_bootstraps_agree_with_scipy_and_equal_generators_draw_equal_ones() -> None:
     values = np.random.default_rng(0).normal(size=20)
-    interval = ours.bootstrap_interval(values, np.random.default_rng(1), resamples=20_000)
     other = stats.bootstrap(
         (values,), np.mean, method="percentile", n_resamples=20_000, rng=np.random.default_rng(2)
     ).confidence_interval
-    assert interval is not None
-    assert (interval.low, interval.high) == (pytest.approx(other.low, abs=0.02), pytest.approx(other.high, abs=0.02))
-
-
-def test_with_equal_seeds_the_crossed_bootstrap_is_the_bootstrap_over_problems() -> None:
-    problems = np.random.default_rng(0).random(50)
-    interval = ours.crossed_bootstrap_interval(np.tile(problems, (3, 1)), np.random.default_rng(1), resamples=20_000)
-    other = stats.bootstrap(
-        (problems,), np.mean, method="percentile", n_resamples=20_000, rng=np.random.default_rng(2)
-    ).confidence_interval
-    assert interval is not None
-    assert (interval.low, interval.high) == (pytest.approx(other.low, abs=0.005), pytest.approx(other.high, abs=0.005))
-
-
-def test_two_calls_with_one_generator_seed_are_identical() -> None:
-    scores = random_scores(np.random.default_rng(0), 1, 4, 32)[0]
-    for method, values in (
-        (ours.bootstrap_interval, (scores[:, 0],)),
-        (ours.crossed_bootstrap_interval, (scores,)),
-    ):
-        first, second = (method(*values, np.random.default_rng(7)) for _ in range(2))
-        assert first is not None
-        assert second is not None
-        assert (first.low, first.high) == (second.low, second.high)
-
-
-def test_the_paired_t_test_agrees_with_scipy() -> None:
-    rng = np.random.default_rng(0)
-    arm, baseline = rng.normal(0.5, 1, 6), rng.normal(0, 1, 6)
-    interval = ours.t_interval(arm - baseline)
-    assert interval is not None
-    assert ours.t_test(interval) == close(stats.ttest_rel(arm, baseline).pvalue)
+    draws = (
+        lambda: ours.bootstrap_interval(values, np.random.default_rng(1), resamples=20_000),
+        # with equal seeds the bootstrap over seeds and problems is that over problems
+        lambda: ours.crossed_bootstrap_interval(np.tile(values, (3, 1)), np.random.default_rng(1), resamples=20_000),
+    )
+    for draw in draws:
+        interval = draw()
+        assert interval is not None and interval == draw()
+        assert (interval.low, interval.high) == (
+            pytest.approx(other.low, abs=0.02),
+            pytest.approx(other.high, abs=0.02),
+        )
 
 
 def test_a_difference_without_spread_is_tested_against_the_rounding_of_its_scores_or_not_at_all() -> None:
@@ -209,38 +179,24 @@ def test_what_is_detectable_exceeds_half_the_interval_and_larger_differences_nee
     assert needed == sorted(needed, reverse=True)
 
 
-def test_three_seeds_cannot_give_a_sign_flip_p_below_a_quarter() -> None:
+def test_the_sign_flip_test_is_exact_and_refuses_what_it_cannot_enumerate() -> None:
     # 1 + 2 + 3 and its mirror image are the 2 most extreme of 8 sign patterns
     assert ours.sign_flip_test([1.0, 2.0, 3.0]) == 0.25
     assert ours.sign_flip_test([1.0, 2.0, -3.0]) == 1.0
-
-
-def test_the_sign_flip_test_agrees_with_scipys_exact_permutation_test() -> None:
     differences = np.random.default_rng(0).normal(0.6, 1, 8)
     exact = stats.permutation_test(
         (differences, np.zeros(8)), lambda a, b: np.sum(a - b), permutation_type="samples", n_resamples=np.inf
     )
     assert ours.sign_flip_test(differences) == close(exact.pvalue)
-
-
-def test_more_pairs_than_can_be_enumerated_are_an_error() -> None:
     with pytest.raises(ValueError, match=r"at most 16 pairs, got 17"):
         ours.sign_flip_test(np.ones(17))
 
 
-def test_holm_multiplies_the_smallest_p_by_the_number_of_tests() -> None:
+def test_holm_agrees_with_statsmodels_and_leaves_out_what_has_no_p() -> None:
     # sorted 0.01, 0.03, 0.04 times 3, 2, 1 = 0.03, 0.06, 0.04, made monotone: 0.03, 0.06, 0.06
     assert ours.holm([0.01, 0.04, 0.03]) == [close(0.03), close(0.06), close(0.06)]
-    assert ours.holm([0.9, 0.8]) == [1.0, 1.0]
-
-
-def test_a_comparison_without_p_does_not_count_in_the_family() -> None:
-    adjusted = ours.holm([math.nan, 0.02, 0.03])
-    assert math.isnan(adjusted[0])
-    assert adjusted[1:] == [close(0.04), close(0.04)]
-
-
-def test_holm_agrees_with_statsmodels() -> None:
+    unknown, *adjusted = ours.holm([math.nan, 0.02, 0.03])
+    assert math.isnan(unknown) and adjusted == [close(0.04), close(0.04)]
     p_values = np.random.default_rng(0).random(9) ** 3
     assert ours.holm(list(p_values)) == [close(p) for p in multipletests(p_values, method="holm")[1]]
 
@@ -257,15 +213,11 @@ def test_mcnemar_reads_only_the_problems_on_which_two_arms_disagree() -> None:
     found = ours.mcnemar_test(arm, baseline)
     assert (found.only_arm, found.only_baseline, found.p) == (1, 6, close(0.125))
     assert ours.mcnemar_test(arm, arm) == ours.McNemar(0, 0, 1.0)
-
-
-def test_mcnemar_agrees_with_statsmodels_and_scipy() -> None:
     rng = np.random.default_rng(0)
-    arm, baseline = rng.random(200) < 0.7, rng.random(200) < 0.6
-    found = ours.mcnemar_test(arm, baseline)
-    table = [[(arm & baseline).sum(), found.only_arm], [found.only_baseline, (~arm & ~baseline).sum()]]
+    one, other = rng.random(200) < 0.7, rng.random(200) < 0.6
+    found = ours.mcnemar_test(one, other)
+    table = [[(one & other).sum(), found.only_arm], [found.only_baseline, (~one & ~other).sum()]]
     assert found.p == close(mcnemar(table, exact=True).pvalue)
-    assert found.p == close(stats.binomtest(found.only_baseline, found.only_arm + found.only_baseline).pvalue)
 
 
 def test_mcnemar_takes_the_luck_of_seeds_for_evidence_and_so_cannot_decide() -> None:
@@ -282,15 +234,8 @@ def test_probability_of_improvement_is_the_mann_whitney_statistic_over_all_pairs
     arm, baseline = [0.3, 0.5, 0.5, 0.9], [0.1, 0.5, 0.6]
     expected = stats.mannwhitneyu(arm, baseline).statistic / 12
     assert ours.probability_of_improvement(arm, baseline) == close(expected)
+    assert ours.probability_of_improvement(arm, baseline) == close(rank_compare_2indep(arm, baseline).prob1)
     assert ours.probability_of_improvement([1.0], [1.0]) == 0.5
-
-
-def test_probability_of_improvement_agrees_with_statsmodels_and_averages_over_tasks() -> None:
-    rng = np.random.default_rng(0)
-    arm, baseline = rng.normal(0.5, 1, (6, 2)).round(1), rng.normal(0, 1, (5, 2)).round(1)
-    each = [rank_compare_2indep(arm[:, task], baseline[:, task]).prob1 for task in range(2)]
-    assert ours.probability_of_improvement(arm[:, 0], baseline[:, 0]) == close(each[0])
-    assert ours.probability_of_improvement(arm, baseline) == close(np.mean(each))
 
 
 def test_a_limit_of_newcombes_interval_is_z_standard_errors_of_the_limit_away() -> None:
@@ -315,23 +260,14 @@ def test_arms_that_do_not_overlap_are_not_certain_to_differ() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 8, 21])  # of 21 values 5 are dropped at each end
-def test_the_interquartile_mean_agrees_with_scipy(count: int) -> None:
+def test_the_interquartile_mean_drops_a_quarter_at_each_end(count: int) -> None:
     values = np.random.default_rng(0).normal(size=count)
     assert ours.interquartile_mean(values) == close(stats.trim_mean(values, 0.25))
-
-
-def test_the_interquartile_mean_drops_a_quarter_at_each_end() -> None:
     # of 8 values 2 are dropped at each end: 2, 3, 4, 5 stay
     assert ours.interquartile_mean([100, 1, 2, 3, 4, 5, 6, -50]) == close((2 + 3 + 4 + 5) / 4)
-    assert ours.interquartile_mean([1, 2, 6]) == close(3.0)
 
 
-def test_the_detectable_difference_with_known_error_is_2_8_errors() -> None:
-    # normal quantiles 1.959964 + 0.841621
-    assert ours.minimum_detectable_difference(0.01, df=1e6) == pytest.approx(0.01 * 2.801585, rel=1e-4)
-
-
-def test_detectable_difference_and_seeds_needed_agree_with_statsmodels() -> None:
+def test_detectable_difference_and_seeds_needed_agree_with_statsmodels_and_textbooks() -> None:
     for seeds, alpha in ((4, 0.05), (10, 0.05 / 3)):
         effect = TTestPower().solve_power(nobs=seeds, alpha=alpha, power=0.8)
         error = 0.02 / math.sqrt(seeds)  # an effect of 1 is the deviation of one pair, 0.02
@@ -341,6 +277,12 @@ def test_detectable_difference_and_seeds_needed_agree_with_statsmodels() -> None
         seeds_only = ours.CrossedVariance(0.02**2, 0.0, 0.0)
         assert ours.seeds_needed(1.0001 * found, seeds_only, 1, alpha) == seeds
         assert ours.seeds_needed(0.999 * found, seeds_only, 1, alpha) == seeds + 1
+    # normal quantiles 1.959964 + 0.841621
+    assert ours.minimum_detectable_difference(0.01, df=1e6) == pytest.approx(0.01 * 2.801585, rel=1e-4)
+    # the textbook sizes of a two-sided paired t test with power 0.8: 10 pairs for d = 1, 34 for d = 0.5
+    assert [ours.seeds_needed(d, ours.CrossedVariance(1.0, 0.0, 0.0), 1) for d in (1.0, -0.5)] == [10, 34]
+    # 100 problems with variance 1 leave an error of at least 0.1, which seeds do not average out
+    assert ours.seeds_needed(0.05, ours.CrossedVariance(0.01, 1.0, 0.1), 100) is None
 
 
 def test_the_detectable_difference_is_detected_in_4_of_5_simulated_studies() -> None:
@@ -351,48 +293,13 @@ def test_the_detectable_difference_is_detected_in_4_of_5_simulated_studies() -> 
     assert found.mean() == pytest.approx(0.8, abs=0.02)
 
 
-def test_ten_pairs_find_a_difference_of_one_standard_deviation() -> None:
-    # the textbook sizes of a two-sided paired t test with power 0.8: 10 pairs for d = 1, 34 for d = 0.5
-    seeds_only = ours.CrossedVariance(1.0, 0.0, 0.0)
-    assert ours.seeds_needed(1.0, seeds_only, 1) == 10
-    assert ours.seeds_needed(-0.5, seeds_only, 1) == 34
-
-
-def test_seeds_cannot_average_out_the_choice_of_problems() -> None:
-    # 100 problems with variance 1 leave an error of at least 0.1, above the difference itself
-    assert ours.seeds_needed(0.05, ours.CrossedVariance(0.01, 1.0, 0.1), 100) is None
-
-
 def test_anova_of_two_levels_is_the_squared_paired_t_statistic() -> None:
     scores = np.random.default_rng(0).normal(size=(2, 6))
     (effect,) = anova(scores, ["beta"])
     test = stats.ttest_rel(scores[0], scores[1])
     assert (effect.f, effect.p, effect.df) == (close(test.statistic**2), close(test.pvalue), 1)
-
-
-def test_anova_agrees_with_nested_least_squares_models() -> None:
-    scores = np.random.default_rng(0).normal(size=(2, 3, 4))
-    effects = {effect.factors: effect for effect in anova(scores, ["a", "b"])}
-    a, b, seed = (axis.ravel() for axis in np.indices(scores.shape))
-
-    def columns(*labels: np.ndarray) -> np.ndarray:
-        """One indicator column per combination of the labels."""
-        codes = np.unique(np.stack(labels), axis=1, return_inverse=True)[1].ravel()
-        return np.eye(codes.max() + 1)[codes]
-
-    def residual(*blocks: np.ndarray) -> float:
-        design = np.hstack(blocks)
-        return float(((scores.ravel() - design @ np.linalg.lstsq(design, scores.ravel())[0]) ** 2).sum())
-
-    seeds, main_a, main_b, cells = columns(seed), columns(a), columns(b), columns(a, b)
-    assert effects["a",].sum_of_squares == close(residual(seeds) - residual(seeds, main_a))
-    assert effects["b",].sum_of_squares == close(residual(seeds) - residual(seeds, main_b))
-    interaction = residual(seeds, main_a, main_b) - residual(seeds, cells)
-    assert effects["a", "b"].sum_of_squares == close(interaction)
-    # partial omega squared: df (F - 1) / (df (F - 1) + 24), at least 0
-    for effect in effects.values():
-        gain = effect.df * (effect.f - 1)
-        assert effect.partial_omega_squared == close(max(gain / (gain + 24), 0.0))
+    with pytest.raises(ValueError, match="at least 2 per factor"):
+        anova(np.zeros((1, 3, 4)), ["a", "b"])
 
 
 def test_anova_agrees_with_statsmodels() -> None:
@@ -404,6 +311,14 @@ def test_anova_agrees_with_statsmodels() -> None:
         row = table.loc[":".join(effect.factors)]
         assert (effect.f, effect.df) == (close(row["F Value"]), row["Num DF"])
         assert effect.df > 1 or effect.p == close(row["Pr > F"])  # with more, epsilon changes it
+        # partial omega squared: df (F - 1) / (df (F - 1) + 24), at least 0
+        gain = effect.df * (effect.f - 1)
+        assert effect.partial_omega_squared == close(max(gain / (gain + 24), 0.0))
+    # the sum of squares of a main effect: 12 scores at each level of `a`, 8 at each of `b`
+    by_a, by_b = scores.mean(axis=(1, 2)), scores.mean(axis=(0, 2))
+    squares = {one.factors: one.sum_of_squares for one in anova(scores, ["a", "b"])}
+    assert squares["a",] == close(12 * ((by_a - scores.mean()) ** 2).sum())
+    assert squares["b",] == close(8 * ((by_b - scores.mean()) ** 2).sum())
 
 
 def test_epsilon_of_greenhouse_and_geisser_shrinks_both_degrees_of_freedom() -> None:
@@ -456,11 +371,6 @@ def test_an_added_variance_widens_an_interval_and_shares_its_degrees_of_freedom(
     assert ours.with_variance(narrow, 0.01, 1000) == narrow
 
 
-def test_anova_refuses_a_factor_with_one_level() -> None:
-    with pytest.raises(ValueError, match="at least 2 per factor"):
-        anova(np.zeros((1, 3, 4)), ["a", "b"])
-
-
 @pytest.mark.parametrize("num_seeds", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (5, 10))])
 def test_simulated_coverage_is_what_the_report_says(num_seeds: int) -> None:
     studies, truth = 200, random_scores_truth()
@@ -493,17 +403,11 @@ def test_simulated_coverage_is_what_the_report_says(num_seeds: int) -> None:
         assert hits[name] / studies == pytest.approx(share, abs=3.5 * deviation), name
 
 
-def test_every_stated_interval_is_said_to_cover_93_to_97_percent_with_5_and_10_seeds() -> None:
-    stated = [shares for name, shares in ours.SIMULATED_COVERAGE.items() if name.startswith("Stated")]
-    assert len(stated) == 3
-    assert all(93 <= shares[seeds] <= 97 for shares in stated for seeds in (5, 10))
-
-
 @pytest.mark.parametrize("num_seeds", [5, 10])
 def test_the_stated_intervals_cover_93_to_97_percent(num_seeds: int) -> None:
     truth, rng = random_scores_truth(), np.random.default_rng(10 + num_seeds)
     covered: list[list[bool]] = [[], [], []]
-    for study in range(1000):
+    for study in range(600):
         cells, other = random_scores(rng, 2, num_seeds)
         apart = study % 3
         probability = ours.probability_of_improvement(rng.normal(apart, 1, num_seeds), rng.normal(0, 1, num_seeds))
@@ -515,6 +419,8 @@ def test_the_stated_intervals_cover_93_to_97_percent(num_seeds: int) -> None:
         for hits, (interval, value) in zip(covered, stated, strict=True):
             hits.append(interval is not None and interval.low <= value <= interval.high)
     assert all(0.93 <= np.mean(hits) <= 0.97 for hits in covered), [np.mean(hits) for hits in covered]
+    stated = [shares for name, shares in ours.SIMULATED_COVERAGE.items() if name.startswith("Stated")]
+    assert len(stated) == 3 and all(93 <= shares[num_seeds] <= 97 for shares in stated)
 
 
 def test_on_these_very_problems_students_interval_covers_93_to_97_percent_with_3_5_and_10_seeds() -> None:
@@ -534,18 +440,10 @@ def test_on_these_very_problems_students_interval_covers_93_to_97_percent_with_3
         assert 0.93 <= np.mean(abs(scores.mean(axis=1) - truth) <= half) <= 0.97
 
 
-def test_the_bootstrap_over_three_seeds_misses_a_quarter_of_normal_truths() -> None:
-    # the lowest and the highest of 3 enclose the mean unless all 3 fall on one side of it: 1 - 2 / 8 = 0.75
-    rng = np.random.default_rng(0)
-    intervals = [ours.bootstrap_interval(rng.normal(size=3), rng, resamples=1000) for _ in range(1500)]
-    share = np.mean([one is not None and one.low <= 0 <= one.high for one in intervals])
-    assert share == pytest.approx(0.75, abs=0.04)
-
-
 def test_three_comparisons_of_equal_arms_find_a_difference_in_at_most_5_percent_of_studies() -> None:
     rng = np.random.default_rng(0)
     corrected, raw = [], []
-    for _ in range(1000):
+    for _ in range(500):
         arms = random_scores(rng, 4, 5, 128)
         p_values = []
         for arm in arms[1:]:

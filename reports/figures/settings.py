@@ -62,11 +62,10 @@ class _Space:
 
 
 class _Axis(NamedTuple):
-    """`places` of the arms and `ticks` (place, label) in [0, 1]; `levels` of the arms, empty on a continuous axis."""
+    """`places` of the arms and `ticks` (place, label), all in [0, 1]."""
 
     places: Sequence[float]
     ticks: Sequence[tuple[float, str]]
-    levels: Sequence[int] = ()
 
 
 def parallel_coordinates(analysis: Analysis) -> list[Drawing]:
@@ -164,9 +163,9 @@ def _searches(analysis: Analysis) -> Mapping[str, Mapping[str, Any]]:
 
 def _parallel(space: _Space, settings: Sequence[str]) -> Draw:
     axes_A = {short_path(path): _axis_of([one[path] for one in space.parameters]) for path in settings}
-    axes_A |= {axis_label(metric, wording.spoken(metric)): _continuous(v) for metric, v in space.values_M.items()}
-    first, alphas = space.values_M[space.metric], space.alphas
-    places, right = [_spread(axis, first) for axis in axes_A.values()], len(axes_A) - 1
+    axes_A |= {axis_label(metric, wording.spoken(metric)): _axis_of(v) for metric, v in space.values_M.items()}
+    places = [_spread(axis.places, space.values_M[space.metric]) for axis in axes_A.values()]
+    alphas, right = space.alphas, len(axes_A) - 1
     is_tight = right > 4  # then neighbours share the width, one above the other
 
     def draw(figure: Figure) -> None:
@@ -174,9 +173,9 @@ def _parallel(space: _Space, settings: Sequence[str]) -> Draw:
         axes.set_axis_off()
         axes.set_xlim(0, right)
         axes.set_ylim(0, 1)
-        for arm in sorted(range(len(first)), key=lambda arm: alphas[arm]):
-            line = {"color": style.PALETTE[0], "alpha": alphas[arm], "lw": 1.4 if len(first) <= 40 else 0.9}
-            axes.plot(range(len(axes_A)), [one[arm] for one in places], **line, clip_on=False, zorder=2)
+        for arm in sorted(range(len(alphas)), key=lambda arm: alphas[arm]):
+            line = {"color": style.PALETTE[0], "alpha": alphas[arm], "lw": 1.4 if len(alphas) <= 40 else 0.9}
+            axes.plot([one[arm] for one in places], **line, clip_on=False, zorder=2)
         for place, (name, axis) in enumerate(axes_A.items()):
             axes.axvline(place, color=style.MUTED, lw=0.8, clip_on=False, zorder=1)
             box = {"facecolor": "white", "alpha": 0.8, "pad": 0.8, "lw": 0}
@@ -185,10 +184,7 @@ def _parallel(space: _Space, settings: Sequence[str]) -> Draw:
             for height, label in axis.ticks:
                 axes.annotate(cut(label, 12), (place, height), (side, 0), color=style.MUTED, **shown)
             align, shift = {0: ("left", -26), right: ("right", 28)}.get(place, ("center", 0))
-            lines = style.wrapped(
-                name.replace(".", ". "), (84 if is_tight else 50) // len(axes_A), 2 if is_tight else 3
-            )
-            text, lower = "\n".join(lines).replace(". ", "."), 22 * (is_tight and place % 2)
+            text, lower = "\n".join(style.wrapped(name, 84 // len(axes_A), 2)), 22 * (is_tight and place % 2)
             below = {"textcoords": "offset points", "va": "top", "size": 7.5, "weight": "bold"}
             axes.annotate(text, (place, 0), (shift, -7 - lower), ha=align, **below)
 
@@ -199,15 +195,14 @@ def _slice(space: _Space, path: str) -> Draw:
     axis, values = _axis_of([one[path] for one in space.parameters]), space.values_M[space.metric]
 
     def plot(axes: Axes) -> list[End]:
-        for level in sorted(set(axis.levels)):
-            at = [arm for arm, one in enumerate(axis.levels) if one == level]
+        for place in set(axis.places):
+            at = [value for value, one in zip(values, axis.places, strict=True) if one == place]
             if len(at) > 1:
-                mean, place = fmean(values[arm] for arm in at), axis.places[at[0]]
-                axes.plot([place - 0.05, place + 0.05], [mean] * 2, color=style.MUTED, lw=1.6)
+                axes.plot([place - 0.05, place + 0.05], [fmean(at)] * 2, color=style.MUTED, lw=1.6)
         dots: dict[str, Any] = {"s": 20, "c": style.PALETTE[0], "alpha": space.alphas, "linewidths": 0, "zorder": 2}
         axes.scatter(axis.places, values, **dots)
         axes.set_position((0.11, 0.19, 0.84, 0.62))
-        axes.set_xlim(-0.04, 1.04)
+        axes.set_xlim(-0.1, 1.1)
         width = 48 // len(axis.ticks)
         axes.set_xticks([place for place, _ in axis.ticks], [cut(label, width) for _, label in axis.ticks])
         return []
@@ -216,41 +211,33 @@ def _slice(space: _Space, path: str) -> Draw:
 
 
 def _axis_of(values: Sequence[Any]) -> _Axis:
-    """A setting's axis: continuous for numbers that rarely repeat, the levels side by side otherwise."""
+    """Numbers that rarely repeat on a scale, which is logarithmic if they span much; others as levels side by side."""
     are_numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-    distinct = {str(value): value for value in values}
-    if are_numbers and (len(distinct) > _MOST_LEVELS or len(distinct) == len(values)):
-        return _continuous(values)
-    order = sorted(distinct.values()) if are_numbers else list(distinct.values())
-    levels = [[str(value) for value in order].index(str(value)) for value in values]
-    centres = [(level + 0.5) / len(order) for level in range(len(order))]
-    ticks = [(centre, wording.short(value)) for centre, value in zip(centres, order, strict=True)]
-    return _Axis([centres[level] for level in levels], ticks, levels)
-
-
-def _continuous(values: Sequence[float]) -> _Axis:
+    distinct = list({str(value): value for value in values}.values())
+    if not are_numbers or len(distinct) < min(len(values), _MOST_LEVELS + 1):
+        order = [str(value) for value in (sorted(distinct) if are_numbers else distinct)]
+        centres = {text: (level + 0.5) / len(order) for level, text in enumerate(order)}
+        shown = {str(value): wording.short(value) for value in distinct}
+        return _Axis([centres[str(value)] for value in values], [(centres[text], shown[text]) for text in order])
     low, high = min(values), max(values)
     is_log = low > 0 and high / low >= _LOGARITHMIC
-    if is_log:
-        marks = LogLocator(subs=(1.0,) if high / low >= 1000 else (1.0, 3.0)).tick_values(low, high)
-    else:
-        marks = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
+    locator = LogLocator(subs=(1.0, 3.0)) if is_log else MaxNLocator(5, steps=[1, 2, 2.5, 5, 10])
 
     def place(value: float) -> float:
         if low == high:
             return 0.5
         return math.log(value / low) / math.log(high / low) if is_log else (value - low) / (high - low)
 
-    ticks = [(place(mark), wording.short(float(mark))) for mark in marks if low <= mark <= high]
-    return _Axis([place(value) for value in values], ticks or [(place(low), wording.short(low))])
+    marks = [float(mark) for mark in locator.tick_values(low, high) if low <= mark <= high] or [low]
+    return _Axis([place(value) for value in values], [(place(mark), wording.short(mark)) for mark in marks])
 
 
-def _spread(axis: _Axis, values: Sequence[float]) -> list[float]:
-    """Places at which the arms of one level lie above each other in the order of their values."""
-    places = list(axis.places)
-    for level in set(axis.levels):
-        at = [arm for arm, one in enumerate(axis.levels) if one == level]
-        room = 0.7 / (max(axis.levels) + 1)
-        for rank, arm in enumerate(sorted(at, key=lambda arm: values[arm])):
-            places[arm] += room * (rank / (len(at) - 1) - 0.5) if len(at) > 1 else 0.0
-    return places
+def _spread(places: Sequence[float], values: Sequence[float]) -> list[float]:
+    """Places at which arms of one level lie above each other in the order of their values, so that lines can be told
+    apart."""
+    found, room = list(places), 0.7 / len(set(places))
+    for place in set(places):
+        at = sorted((arm for arm, one in enumerate(places) if one == place), key=lambda arm: values[arm])
+        for rank, arm in enumerate(at):
+            found[arm] += room * (rank / (len(at) - 1) - 0.5) if len(at) > 1 else 0.0
+    return found

@@ -224,14 +224,9 @@ def cut(text: str, length: int) -> str:
 
 def wrapped(label: str, width: int, most: int) -> list[str]:
     """A label in at most `most` lines, broken at spaces, and after `_` in a word wider than a line."""
-    words = [part for word in label.split() for part in ([word] if len(word) <= width else _parts(word, width))]
-    lines = [""]
-    for word in words:
-        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
-            lines.append("")
-        lines[-1] += f" {word}" if lines[-1] else word
-    lines = [cut(line, width + 3) for line in lines if line] or [label]
-    return lines if len(lines) <= most else [*lines[: most - 1], cut(" ".join(lines[most - 1 :]), width)]
+    words = [word.replace("_", "_ ") if len(word) > width else word for word in label.split()]
+    lines = textwrap.wrap(" ".join(words), width, max_lines=most, placeholder="...")
+    return [line.replace("_ ", "_") for line in lines] or [label]
 
 
 def _saved(figure: Figure, suffix: str) -> bytes:
@@ -298,13 +293,3 @@ def _thousands(value: float) -> str:
     if abs(value) >= 1e6:
         return f"{value / 1e6:g}M"
     return f"{value / 1e3:g}k" if value else "0"
-
-
-def _parts(word: str, width: int) -> list[str]:
-    """A long word in pieces that end in `_` or `=` if one is in reach."""
-    parts = [""]
-    for piece in re.findall(rf"[^_=]{{0,{width - 1}}}[_=]?", word):
-        if parts[-1] and len(parts[-1]) + len(piece) > width:
-            parts.append("")
-        parts[-1] += piece
-    return parts
