@@ -88,7 +88,7 @@ def covered(design: tuple, studies: int) -> dict[str, float]:
     return {name: 100 * count / studies for name, count in held.items()}
 
 
-@pytest.mark.parametrize("design", DESIGNS[2:5:2])
+@pytest.mark.parametrize("design", DESIGNS[4:5])
 def test_intervals_of_pass_at_k_and_cover_hold_in_95_percent_of_beta_binomial_studies(design: tuple):
     shares = covered(design, 150)
     assert 93 <= np.mean(list(shares.values())) <= 97.5  # the error of a single share is 1.8, of their mean about 1
@@ -149,11 +149,6 @@ def test_a_study_with_many_samples_shows_curves_before_and_after_training(tmp_pa
     assert float(last["pass_at_k"]) == pytest.approx(found.after["mild"].passes(64).mean(), abs=1e-5)
     assert ("sharp", "start of sharp") in [(one.leader, one.other) for one in found.crossovers]
     assert '<th scope="col">pass@2</th>' not in page  # in the curves, not in the table of accuracies
-
-
-def test_one_seed_is_enough_for_curves_over_problems():
-    _, found = found_in(capability_study(num_problems=60, num_samples=32, seeds=(0,)))
-    assert found.after["mild"].pass_at(8) is not None
 
 
 def test_the_curves_of_one_policy_have_every_k_with_its_interval():

@@ -31,6 +31,8 @@ def respecified(record: StudyRecord, section: str, **values: Any) -> StudyRecord
 
 
 def test_arms_are_named_after_their_study_and_compared_with_the_first_studys_baseline() -> None:
+    asked = join([study("a", range(2)), study("b", range(3))])  # each study for its own seeds only
+    assert not analyse(asked, np.random.default_rng(0)).gaps
     joined = join([study("a"), study("b")])
     assert joined.arms == ["a: low", "a: high", "b: low", "b: high"]
     assert (joined.name, joined.baseline, joined.expected) == ("a + b", "a: low", 12)
@@ -41,37 +43,31 @@ def test_arms_are_named_after_their_study_and_compared_with_the_first_studys_bas
     assert analysis.grid is None
 
 
-def test_each_study_is_asked_for_its_own_seeds_only() -> None:
-    joined = join([study("a", range(2)), study("b", range(3))])
-    analysis = analyse(joined, np.random.default_rng(0))
-    assert not analysis.gaps
-    assert [comparison.seeds for comparison in analysis.comparisons] == [(0, 1)] * 3
-
-
-def test_another_task_or_evaluation_is_an_error_that_names_the_setting() -> None:
-    other = respecified(study("b"), "task", name="gsm8k")
-    with pytest.raises(ValueError, match=r"task\.name is arithmetic in 'a', gsm8k in 'b'"):
-        join([study("a"), other])
-    with pytest.raises(ValueError, match=r"evaluation\.num_test_prompts is 512 in 'a', 64 in 'b'"):
-        join([study("a"), respecified(study("b"), "evaluation", num_test_prompts=64)])
-    with pytest.raises(ValueError, match=r"'a' has validation/accuracy, 'b' kl/reference"):
-        join([study("a"), dataclasses.replace(study("b"), metric="kl/reference")])
-
-
-def test_other_test_problems_under_equal_settings_are_an_error() -> None:
-    other = study("b")
-    moved = [
-        dataclasses.replace(t, per_problem={f"new-{k}": v for k, v in t.per_problem.items()}) for t in other.trials
+def with_other_problems(record: StudyRecord) -> StudyRecord:
+    trials = [
+        dataclasses.replace(t, per_problem={f"new-{k}": v for k, v in t.per_problem.items()}) for t in record.trials
     ]
-    with pytest.raises(ValueError, match=r"'a' has 128, 'b' 128, 0 of them in both"):
-        join([study("a"), dataclasses.replace(other, trials=moved)])
+    return dataclasses.replace(record, trials=trials)
 
 
-def test_one_study_or_the_same_twice_cannot_be_joined() -> None:
-    with pytest.raises(ValueError, match="at least two different studies, got a, a"):
-        join([study("a"), study("a")])
-    with pytest.raises(ValueError, match="got a"):
-        join([study("a")])
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        ([respecified(study("b"), "task", name="gsm8k")], r"task\.name is arithmetic in 'a', gsm8k in 'b'"),
+        ([respecified(study("b"), "evaluation", num_test_prompts=64)],
+         r"evaluation\.num_test_prompts is 512 in 'a', 64 in 'b'"),
+        ([dataclasses.replace(study("b"), metric="kl/reference")], "'a' has validation/accuracy, 'b' kl/reference"),
+        ([with_other_problems(study("b"))], "'a' has 128, 'b' 128, 0 of them in both"),
+        ([dataclasses.replace(study("b"), two_stage={"first": 2})], "the first seeds of 'b' decided how many it takes"),
+        ([study("a")], "at least two different studies, got a, a"),
+        ([], "got a"),
+    ],
+)  # fmt: skip
+def test_studies_that_measure_something_else_are_refused_with_the_difference(
+    others: list[StudyRecord], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        join([study("a"), *others])
 
 
 def test_differences_between_base_runs_are_warned_about_but_not_what_a_study_varies() -> None:

@@ -36,7 +36,6 @@ from cohort.harness.study.two_stage import decide
 from cohort.reports import statistics
 from cohort.reports.analysis import Analysis, analyse
 from cohort.reports.anova import anova
-from cohort.reports.join import join
 from cohort.reports.prose.notes import notes
 from cohort.reports.render import results_csv, write_report
 from fake_study import fake_study, three_algorithms
@@ -503,11 +502,6 @@ def test_a_reader_can_redo_the_decision_from_the_table():
     assert "stage" not in results_csv(fake_study()).splitlines()[0]
 
 
-def test_studies_with_stages_are_not_joined():
-    with pytest.raises(ValueError, match="studies must list their seeds to be compared: the first seeds of 'fake'"):
-        join([fake_study(name="other"), reported()])
-
-
 # Simulated studies.
 
 
@@ -516,10 +510,10 @@ def check(found: Tally, covers: float, wrong: float) -> None:
     assert found.wrong / found.studies <= wrong
 
 
-@pytest.mark.parametrize("spread", [SPREADS[0], SPREADS[2], SPREADS[-1]])
+@pytest.mark.parametrize("spread", [SPREADS[2], SPREADS[-1]])
 def test_intervals_hold_whatever_number_of_seeds_was_asked_for(spread: float):
     # true shares of 95 and 5 % are outside of these in 1 of 1000 tests
-    studies = 200
+    studies = 100
     low, high = (float(stats.binom.ppf(p, studies, q)) / studies for p, q in ((0.001, 0.95), (0.999, 0.05)))
     found = simulate(spread, studies)
     check(found, low, high)
