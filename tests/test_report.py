@@ -203,7 +203,7 @@ NONE = {(arm.label, seed): None for arm in three_algorithms() for seed in range(
          ("Over the whole grid group_size matters: ", ", and no interaction of factors is detected; ")),
         (fake_study(states={("ppo", 1): None, ("grpo", 2): "running"}), ("Preliminary (7 of 9 trials complete): ",)),
         (fake_study(states={**NONE, ("ppo", 0): "running"}),
-         ("No answer yet: 0 of 9 trials complete (8 not started, 1 running).",)),
+         ("No answer yet: 0 of 9 trials complete (1 running, 8 not started).",)),
     ],
     ids=["best", "equal", "one seed", "interaction", "one factor", "preliminary", "none"],
 )  # fmt: skip
