@@ -11,8 +11,8 @@ from cohort.harness.data import Prompt
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.policy.library import import_generation
 from cohort.harness.run.agreement import own_logprobs
-from cohort.harness.run.batch import collate
 from cohort.harness.run.learner import Learner
+from cohort.harness.run.rollout import collate
 from cohort.harness.run.state import Run
 from cohort.harness.spec.run import parse_run
 from fakes import tiny_codec
@@ -150,7 +150,7 @@ def differences(model):
     run = small_run(model)
     sampling = run.spec.sampling
     groups = run.engine.generate(PROMPTS, 3, sampling, seed=0, step=0)
-    batch = collate(groups, [[0.0] * 3] * len(groups))
+    batch = collate(groups)
     own = own_logprobs(model, batch, sampling.temperature)
     shared = run.learner.logprobs(model, batch)
     was_shared = run.learner._prompt_states(model, batch) is not None

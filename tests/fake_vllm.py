@@ -5,15 +5,19 @@ ends in an illegal address where it stops, loads or samples with memory that `sl
 says so. Weights are random until the first reload, as after `load_format="dummy"`. `Pool` is its memory, of BYTES.
 """
 
+import copy
 import os
 import sys
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from cohort.harness.devices.device import UNMAPPED
+from cohort.harness.policy.lora import merge_saved
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 BYTES = {"weights": 1_000, "kv_cache": 500_000}
@@ -45,13 +49,21 @@ class SamplingParams:
     detokenize: bool = True
 
 
+@dataclass
+class LoRARequest:
+    name: str
+    number: int
+    folder: str
+    load_inplace: bool = False
+
+
 class LLM:
     last: ClassVar["LLM"]
     loads_weights: ClassVar[bool] = True  # False: a reload is missed, without an error
     memory_is_full: ClassVar[bool] = False
 
-    def __init__(self, *, model: str, dtype: str, load_format: str, **settings: Any) -> None:
-        assert load_format == "dummy", "weights through a folder"
+    def __init__(self, *, model: str, dtype: str, load_format: str = "auto", **settings: Any) -> None:
+        assert (load_format == "dummy") != bool(settings.get("enable_lora")), "only adapters read weights from a folder"
         self.settings, self.environment = settings, dict(os.environ)
         self.folder, self.dtype = model, getattr(torch, dtype)
         with torch.random.fork_rng():
@@ -59,12 +71,23 @@ class LLM:
             self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).to(self.dtype).eval()
         limit = settings["max_model_len"] or self.model.config.max_position_embeddings
         core = SimpleNamespace(shutdown=self._shutdown)
-        self.llm_engine = SimpleNamespace(engine_core=core, model_config=SimpleNamespace(max_model_len=limit))
+        self.llm_engine = SimpleNamespace(
+            engine_core=core, model_config=SimpleNamespace(max_model_len=limit), add_lora=self._add_lora
+        )
+        self.adapted: dict[int, Any] = {}  # the model with each adapter
         self.asleep: frozenset[str] = frozenset()
         self.calls: list[str] = ["start"]
         self.batches: list[int] = []  # requests per call
-        self.has_weights = False
+        self.has_weights = load_format == "auto"
+        if self.has_weights:
+            self.model.load_state_dict(load_file(Path(model) / "x.safetensors"))
         LLM.last = self
+
+    def _add_lora(self, request: Any) -> None:
+        self.calls.append("adapter")
+        self._need(*TAGS)
+        self.adapted[request.number] = copy.deepcopy(self.model)
+        merge_saved(self.adapted[request.number], Path(request.folder))
 
     def collective_rpc(self, method: str, args: tuple = (), kwargs: dict[str, Any] | None = None) -> None:
         self.calls.append(method)
@@ -79,7 +102,7 @@ class LLM:
 
     def sleep(self, level: int) -> None:
         self.calls.append("sleep")
-        self.asleep, self.has_weights = TAGS, not LLM.loads_weights
+        self.asleep, self.has_weights = TAGS, level == 1 or not LLM.loads_weights
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         self.calls.append("wake " + " ".join(tags or sorted(TAGS)))
@@ -91,7 +114,9 @@ class LLM:
         self._need("kv_cache")
         return True
 
-    def generate(self, prompts: list[dict], parameters: list[SamplingParams], use_tqdm: bool) -> list[Any]:
+    def generate(
+        self, prompts: list[dict], parameters: list[SamplingParams], use_tqdm: bool, lora_request: Any = None
+    ) -> list[Any]:
         self.calls.append("score" if parameters[0].prompt_logprobs is not None else "generate")
         self._need(*TAGS)
         assert not torch.is_autocast_enabled("cpu"), "the learner's autocast reaches vLLM's model"
@@ -99,17 +124,18 @@ class LLM:
             raise RuntimeError("samples before it has weights")
         self.batches.append(len(prompts))
         rows = [tuple(prompt["prompt_token_ids"]) for prompt in prompts]
-        return [self._answer(*pair) for pair in zip(rows, parameters, strict=True)]
+        models = [self.adapted[r.number] for r in lora_request] if lora_request else [self.model] * len(rows)
+        return [self._answer(*asked) for asked in zip(rows, parameters, models, strict=True)]
 
     @torch.inference_mode()
-    def _answer(self, row: tuple[int, ...], parameters: SamplingParams) -> Any:
+    def _answer(self, row: tuple[int, ...], parameters: SamplingParams, model: Any) -> Any:
         tokens, values = list(row), []
         if parameters.prompt_logprobs is not None:
-            found = self._logprobs(tokens)[:-1].gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+            found = self._logprobs(model, tokens)[:-1].gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
             return SimpleNamespace(prompt_logprobs=SimpleNamespace(logprobs=found))
         noise = torch.Generator().manual_seed(parameters.seed or 0)
         while len(values) < parameters.max_tokens and (not values or tokens[-1] not in parameters.stop_token_ids):
-            logprobs = torch.log_softmax(self._logprobs(tokens)[-1] / (parameters.temperature or 1.0), -1)
+            logprobs = torch.log_softmax(self._logprobs(model, tokens)[-1] / (parameters.temperature or 1.0), -1)
             drawn = int(torch.multinomial(logprobs.exp(), 1, generator=noise))
             tokens.append(drawn if parameters.temperature else int(logprobs.argmax()))
             values.append(float(logprobs[tokens[-1]]))
@@ -117,8 +143,8 @@ class LLM:
             outputs=[SimpleNamespace(token_ids=tokens[len(row) :], logprobs=SimpleNamespace(logprobs=values))]
         )
 
-    def _logprobs(self, tokens: list[int]) -> torch.Tensor:
-        return torch.log_softmax(self.model(input_ids=torch.tensor([tokens])).logits[0].float(), -1)
+    def _logprobs(self, model: Any, tokens: list[int]) -> torch.Tensor:
+        return torch.log_softmax(model(input_ids=torch.tensor([tokens])).logits[0].float(), -1)
 
     def _need(self, *tags: str) -> None:
         if self.asleep & set(tags):
@@ -138,8 +164,11 @@ def install(monkeypatch: Any, cache: Any, *, on_gpu: bool = True) -> type[LLM]:
     vars(envs).update(VLLM_CACHE_ROOT=str(cache))
     cumem = ModuleType("vllm.device_allocator.cumem")
     vars(cumem).update(CuMemAllocator=Pool)
+    request, ranks = ModuleType("vllm.lora.request"), ModuleType("vllm.config.lora")
+    vars(request).update(LoRARequest=LoRARequest)
+    vars(ranks).update(MaxLoRARanks=Literal[8, 16])
     monkeypatch.setattr(UNMAPPED, "count", 0)
-    for module in (vllm, platforms, envs, cumem):
+    for module in (vllm, platforms, envs, cumem, request, ranks):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(LLM, "loads_weights", True)
     monkeypatch.setattr(LLM, "memory_is_full", False)

@@ -7,7 +7,7 @@ from cohort.harness.data import GradedGroup, Group, Prompt, Rollout
 from cohort.harness.interfaces import Reward
 from cohort.harness.rewards.accuracy import Accuracy
 from cohort.harness.run.grading import grade
-from cohort.harness.run.scoring import score
+from cohort.harness.run.rollout import reward_metrics, score
 from cohort.tasks.arithmetic import Arithmetic
 
 TEXTS = ("2+2=4#### 4", "2+2=5 so #### 5", "no answer", "4*3=12#### 12")
@@ -33,7 +33,10 @@ def assert_never_sees_gold(reward: Reward) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Prompt, "gold", property(_reads_gold))
         scored = [reward.score(seen) for group in worlds for seen in (group.blind(), group)]
-        scored += [score({"it": reward}, [group]).parts["it"][0] for group in worlds for _ in range(2)]
+        for group in (world for world in worlds for _ in range(2)):
+            found = score({"it": reward}, [group])
+            scored.append(found[0].parts["it"])
+            reward_metrics({"it": reward}, [group], found)
     assert all(values == scored[0] for values in scored), "its scores move with gold"
 
 

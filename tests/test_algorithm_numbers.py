@@ -25,7 +25,7 @@ from cohort.algorithms.rgra import RGRA
 from cohort.algorithms.rloo import RLOO
 from cohort.algorithms.sapo import SAPO
 from cohort.harness.data import PolicyOutput
-from cohort.harness.run.scoring import score
+from cohort.harness.run.rollout import score
 from cohort.harness.spec.run import parse_run
 from fakes import graded_group
 from test_objectives import batch_of
@@ -104,7 +104,7 @@ def test_dapos_rewards_have_the_papers_proportions():
     spec = parse_run({"task": "arithmetic", "algorithm": "dapo"}, "test")
     lengths = {"num_tokens": (50, 90, 90, 100), "max_tokens": 100}
     group = graded_group([0, 0, 1, 1], correct=(True, True, False, False), **lengths)
-    ((*paid,),) = score(spec.rewards, [group]).totals
+    (paid,) = (found.totals for found in score(spec.rewards, [group]))
     assert [2 * reward - 1 for reward in paid] == pytest.approx([1, 0.5, -1.5, -2])
     ours, papers = (
         DAPO(std_floor=1e-9).advantages(batch_of([[1]] * 4, rewards, 4)).advantages_BT

@@ -18,9 +18,9 @@ from cohort.harness.interfaces import Task
 from cohort.harness.policy.sources import start_name
 from cohort.harness.record.study import StudyRecord, TrialRecord
 from cohort.harness.run import gates
-from cohort.harness.run.control_rewards import control_rewards
 from cohort.harness.run.grading import grade, grade_by_other_gold
 from cohort.harness.run.loop import train
+from cohort.harness.run.rollout import control_rewards
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import RunSpec, parse_run
 from cohort.harness.spec.study import parse_study
@@ -216,7 +216,7 @@ def test_shuffled_gold_is_the_answer_of_another_problem_always_the_same_for_a_se
 
 def test_a_split_of_one_problem_cannot_be_shuffled(tmp_path: Path):
     task = {**BASE["task"], "num_train": 1}
-    with pytest.raises(ValueError, match="control must not be shuffled_gold with one train problem"):
+    with pytest.raises(ValueError, match="shuffled_gold needs at least 2 train problems, got 1"):
         train(spec_of(task=task, control="shuffled_gold"), tmp_path, MemoryLog(), cache=tmp_path)
 
 

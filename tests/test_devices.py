@@ -48,7 +48,6 @@ MORE = {
     "lora": case(lora={"rank": 4}),
     "one_update": case(),
     "recomputed": case(gradient_checkpointing=True),
-    "compiled": case(lora={"rank": 4}, gradient_checkpointing=True, torch_compile=True),
     "shared_trunk": {"algorithm": {"name": "ppo", "group_size": 4, "critic": "shared"}},
     "reference": {"algorithm": {"name": "grpo", "group_size": 4, "kl_beta": 0.1}, "kl": {"refresh_reference_every": 1}},
     "dynamic": case("dapo", dynamic_sampling=2),

@@ -3,9 +3,8 @@
 import pytest
 from cohort.harness.data import Prompt
 from cohort.harness.run.loop import train
-from cohort.harness.run.sampling import further_prompts, sample_groups
-from cohort.harness.run.scoring import score
-from cohort.harness.run.state import Clock, prepare
+from cohort.harness.run.rollout import Drawn, further_prompts, generate, reward_metrics, score
+from cohort.harness.run.state import prepare
 from cohort.harness.run.step import train_step
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import parse_run
@@ -47,22 +46,22 @@ def scripted_run(tmp_path, max_batches, mixed, **changes):
 
 def test_groups_of_equal_rewards_are_replaced_and_all_that_was_sampled_is_charged(tmp_path):
     run, prompts, place = scripted_run(tmp_path, 8, lambda i: i % 3 == 0)
-    drawn, _ = sample_groups(run, prompts, 0, Clock())
+    metrics, drawn = train_step(run, prompts, 0)
+    costs = run.charge_step(drawn, 1.0)
     assert drawn.num_batches > 1
     assert len(drawn.groups) == 4 * drawn.num_batches
     assert len({g.prompt.id for g in drawn.groups}) == len(drawn.groups)  # no prompt is asked twice in a step
     chosen = drawn.trained_on(4)
     assert [place[g.prompt.id] % 3 for g in chosen.groups] == [0] * 4
-    assert chosen.scores.totals == [[1.0, 0.0]] * 4
+    assert chosen.totals == [[1.0, 0.0]] * 4
     assert [g.prompt_id for g in chosen.graded] == [g.prompt.id for g in chosen.groups]
     first_mixed = [g.prompt.id for g in drawn.groups if place[g.prompt.id] % 3 == 0][:4]
     assert [g.prompt.id for g in chosen.groups] == first_mixed
-    metrics, _ = train_step(run, prompts, 0)
     assert metrics["sampling/batches"] == drawn.num_batches
     assert (metrics["sampling/kept_groups"], metrics["sampling/filled_groups"]) == (4, 0)
-    assert metrics["train/rollouts"] == run.totals.rollouts == 8 * drawn.num_batches
+    assert costs["train/rollouts"] == run.totals.rollouts == 8 * drawn.num_batches
     tokens = sum(len(r.token_ids) for g in drawn.groups for r in g.rollouts)
-    assert metrics["train/generated_tokens"] == run.totals.generated_tokens == tokens
+    assert costs["train/generated_tokens"] == run.totals.generated_tokens == tokens
     share = sum(place[g.prompt.id] % 3 > 0 for g in drawn.groups) / len(drawn.groups)
     assert metrics["train/zero_variance_groups"] == pytest.approx(share, abs=1e-6)  # of all that was sampled
     assert metrics["train/zero_advantage_groups"] == 0  # of what was trained on
@@ -71,11 +70,10 @@ def test_groups_of_equal_rewards_are_replaced_and_all_that_was_sampled_is_charge
 
 def test_a_step_whose_budget_is_spent_is_filled_and_says_so(tmp_path):
     run, prompts, place = scripted_run(tmp_path, 3, lambda i: i == 0, rollouts_per_step=40)  # 20 prompts a batch, of 60
-    metrics, _ = train_step(run, prompts, 0)
+    metrics, drawn = train_step(run, prompts, 0)
     assert metrics["sampling/batches"] == 3
     assert (metrics["sampling/kept_groups"], metrics["sampling/filled_groups"]) == (1, 19)
-    assert metrics["train/rollouts"] == 3 * 40
-    drawn, _ = sample_groups(run, prompts, 0, Clock())
+    assert sum(len(g.rollouts) for g in drawn.groups) == 3 * 40
     assert 0 in [place[g.prompt.id] for g in drawn.trained_on(20).groups]
 
 
@@ -90,9 +88,8 @@ def test_a_step_with_enough_unequal_groups_samples_one_batch_as_without_dynamic_
     steps = []
     for name, budget in (("off", 1), ("on", 5)):
         run, prompts, _ = scripted_run(tmp_path / name, budget, lambda i: True)
-        metrics, rows = train_step(run, prompts, 0)
-        steps.append(rows)
-        assert metrics["train/rollouts"] == 8
+        metrics, drawn = train_step(run, prompts, 0)
+        steps.append((drawn.groups, drawn.totals))
         assert ("sampling/batches" in metrics) == (budget > 1)
     assert steps[0] == steps[1]
 
@@ -108,7 +105,8 @@ def test_a_greedy_answer_of_each_prompt_is_rewarded_charged_and_not_trained_on(t
         return generate(prompts, group_size, sampling, **keys)
 
     run.engine.generate = listening  # pyright: ignore
-    drawn, _ = sample_groups(run, prompts, 0, Clock())
+    metrics, drawn = train_step(run, prompts, 0)
+    costs = run.charge_step(drawn, 1.0)
     limit = run.spec.max_tokens
     assert asked == [(4, 2, 1.0, limit), (4, 1, 0.0, limit)] * drawn.num_batches
     assert drawn.num_batches > 1
@@ -117,23 +115,21 @@ def test_a_greedy_answer_of_each_prompt_is_rewarded_charged_and_not_trained_on(t
     chosen = drawn.trained_on(4)
     assert chosen.greedy_rewards == (1.0,) * 4
     assert [g.prompt for g in chosen.greedy] == [g.prompt for g in chosen.groups]
-    metrics, rows = train_step(run, prompts, 0)
     every = [r for g in (*drawn.groups, *drawn.greedy) for r in g.rollouts]
-    assert metrics["train/rollouts"] == run.totals.rollouts == 12 * drawn.num_batches == len(every)
-    assert metrics["train/generated_tokens"] == sum(len(r.token_ids) for r in every)
+    assert costs["train/rollouts"] == run.totals.rollouts == 12 * drawn.num_batches == len(every)
+    assert costs["train/generated_tokens"] == sum(len(r.token_ids) for r in every)
     assert metrics["reward/greedy"] == pytest.approx(sum(drawn.greedy_rewards) / len(drawn.groups))
     assert metrics["train/accuracy"] == pytest.approx(metrics["reward/greedy"] / 2)  # of the samples alone
-    assert len(rows) == 8  # samples of prompts, none of them greedy
 
 
 def test_a_greedy_baseline_is_what_the_policy_would_say_without_noise(tmp_path):
     spec = make_spec(1, engine="transformers", algorithm={"name": "remax", "group_size": 2}, sampling={"max_tokens": 8})
     run, _ = prepare(spec, tmp_path, MemoryLog(), tmp_path, lambda: False)
     prompts = spec.task.prompts("train")
-    drawn, _ = sample_groups(run, prompts, 0, Clock())
+    groups = generate(run, prompts, 0, Drawn())
     greedy = spec.sampling_with_limit().model_copy(update={"temperature": 0.0})
-    again = run.engine.generate([g.prompt for g in drawn.groups], 1, greedy, seed=7, step=99)
-    assert [g.rollouts[0].token_ids for g in drawn.greedy] == [g.rollouts[0].token_ids for g in again]
+    again = run.engine.generate([g.prompt for g in groups[0]], 1, greedy, seed=7, step=99)
+    assert [g.rollouts[0].token_ids for g in groups[1]] == [g.rollouts[0].token_ids for g in again]
 
 
 def test_further_prompts_are_new_and_keyed_by_seed_step_and_attempt():
@@ -149,9 +145,12 @@ def test_further_prompts_are_new_and_keyed_by_seed_step_and_attempt():
 
 def test_scores_of_two_batches_are_those_of_both_at_once(tmp_path):
     run, prompts, _ = scripted_run(tmp_path, 9, lambda i: i % 3 == 0, rewards={"format": 0.5, "process": 1.0})
-    drawn, _ = sample_groups(run, prompts, 0, Clock())
+    metrics, drawn = train_step(run, prompts, 0)
     assert drawn.num_batches > 1
-    assert repr(drawn.scores) == repr(score(run.spec.rewards, drawn.graded))  # NaN is not equal to itself
+    scores = score(run.spec.rewards, drawn.graded)
+    assert list(drawn.scores) == scores
+    found = reward_metrics(run.spec.rewards, drawn.graded, scores)
+    assert {name: metrics[name] for name in found} == pytest.approx(found, nan_ok=True)
 
 
 @pytest.mark.parametrize("name", ["dapo"])

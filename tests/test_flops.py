@@ -14,9 +14,9 @@ from cohort.harness.policy import flops
 from cohort.harness.policy.forward import token_logprobs
 from cohort.harness.policy.lora import add_adapter
 from cohort.harness.policy.tiny import tiny_model
-from cohort.harness.run.batch import collate
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import train
+from cohort.harness.run.rollout import collate
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import RunSpec, parse_run
 from fakes import MemoryLog, StopAfter, tiny_codec
@@ -86,7 +86,7 @@ def a_step(spec: RunSpec, policy):
     groups, sampling = counted(lambda: engine.generate(prompts, group_size, spec.sampling_with_limit(), seed=0, step=0))
     if spec.gradient_checkpointing:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    batch = collate(groups, [[float(i % 2) for i in range(group_size)] for _ in groups])
+    batch = collate(groups).replace(rewards_B=torch.arange(len(groups) * group_size).remainder(group_size) % 2.0)
     batch, scoring = counted(lambda: learner.annotate(batch, sampler_is_exact=False))
     batch = learner.algorithm.advantages(batch)
     _, learning = counted(lambda: learner.update(batch, 0))

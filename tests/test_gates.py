@@ -3,8 +3,10 @@
 import pytest
 import torch
 from cohort.harness.data import Batch, InvalidRun
-from cohort.harness.run.gates import STEPS, GateState, check_gates, group_metrics, weight_sample, weights_metric
+from cohort.harness.run.gates import STEPS, GateState, check_gates
+from cohort.harness.run.learner import weight_sample, weights_metric
 from cohort.harness.run.loop import train
+from cohort.harness.run.step import group_metrics
 from cohort.harness.spec.run import Gates, parse_run
 from fakes import MemoryLog, StopAfter
 

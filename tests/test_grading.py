@@ -8,9 +8,9 @@ import pytest
 from cohort.harness.data import Group, Prompt, Rollout
 from cohort.harness.interfaces import Task
 from cohort.harness.rewards.accuracy import Accuracy
-from cohort.harness.run.batch import rollout_metrics
 from cohort.harness.run.evaluate import metric_names, problem_score, sample_metrics
 from cohort.harness.run.grading import grade, sample_rows
+from cohort.harness.run.rollout import Score, rollout_metrics
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import Evaluation, parse_run
 
@@ -107,7 +107,8 @@ def test_a_blind_group_has_no_correctness():
 def test_samples_show_the_first_rollout_of_each_prompt_before_the_second_of_any():
     groups = [group("1", "=1", "=2", prompt_id="a"), group("5", "=5555", "x", prompt_id="b")]
     graded = grade(FractionTask(), groups, 8)
-    rows = sample_rows(groups, graded, [[1.0, 0.0], [0.5, 0.25]], step=7, split="train", limit=3)
+    scores = [Score([1.0, 0.0], None, None, {}), Score([0.5, 0.25], None, None, {})]
+    rows = sample_rows(groups, graded, scores, step=7, split="train", limit=3)
     assert [(row.prompt_id, row.completion, row.reward) for row in rows] == [
         ("a", "=1", 1.0),
         ("b", "=5555", 0.5),

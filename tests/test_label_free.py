@@ -14,8 +14,9 @@ from cohort.harness.rewards.answer_entropy import AnswerEntropy
 from cohort.harness.rewards.majority_vote import MajorityVote
 from cohort.harness.rewards.self_certainty import SelfCertainty
 from cohort.harness.rewards.token_entropy import TokenEntropy
-from cohort.harness.run.sampling import sample_groups
-from cohort.harness.run.state import Clock, prepare
+from cohort.harness.run.rollout import Drawn, generate, grade_rollouts, score_rollouts
+from cohort.harness.run.state import prepare
+from cohort.harness.run.step import train_step
 from cohort.harness.spec.run import parse_run
 from cohort.reports.analysis import analyse
 from cohort.reports.findings import collapse_step, collapses
@@ -108,10 +109,11 @@ def confident_run(tmp_path, rewards, **changes):
 @pytest.mark.parametrize("changes", [{}, {"sampling": {"temperature": 0.7}}, {"engine": "scripted"}])
 def test_a_completion_has_the_means_over_its_tokens_that_the_models_own_forward_pass_gives(tmp_path, changes):
     run, prompts = confident_run(tmp_path, {"self_certainty": 1, "token_entropy": 1, "majority_vote": 0}, **changes)
-    drawn, _ = sample_groups(run, prompts, 0, Clock())
+    (groups,) = generate(run, prompts, 0, Drawn())
+    marked = grade_rollouts(run, groups)
     temperature = run.spec.sampling.temperature
-    parts = [drawn.scores.parts[name] for name in ("self_certainty", "token_entropy")]
-    for group, graded, *rows in zip(drawn.groups, drawn.graded, *parts, strict=True):
+    for group, graded, score in zip(groups, marked, score_rollouts(run, prompts, groups, marked, 0, 0), strict=True):
+        rows = [score.parts[name] for name in ("self_certainty", "token_entropy")]
         for i, rollout in enumerate(group.rollouts):
             tokens = torch.tensor([*group.prompt_token_ids, *rollout.token_ids])
             with torch.no_grad():
@@ -127,7 +129,7 @@ def test_a_completion_has_the_means_over_its_tokens_that_the_models_own_forward_
 def test_a_run_whose_rewards_ask_for_no_distribution_pays_for_none(tmp_path):
     run, prompts = confident_run(tmp_path, {})
     run.learner.token_means = None  # pyright: ignore
-    drawn, _ = sample_groups(run, prompts, 0, Clock())
+    _, drawn = train_step(run, prompts, 0)
     assert all(group.token_means == {} for group in drawn.graded)
 
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from cohort.harness.ground.inputs import InputsChanged
 from cohort.harness.policy.forward import token_logprobs
-from cohort.harness.policy.lora import adapter_off, adapter_weights, add_adapter, merged_weights
+from cohort.harness.policy.lora import adapter_off, adapter_weights, add_adapter, base_weights
 from cohort.harness.policy.model import check_model, load_policy, save_model
 from cohort.harness.policy.sources import Base, model_sources
 from cohort.harness.policy.tiny import tiny_config, tiny_model, tiny_tokenizer
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import train
-from cohort.harness.run.weight_sync import _learner_scores
+from cohort.harness.run.sync import _learner_scores
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import parse_run
 from fakes import MemoryLog
@@ -75,19 +75,16 @@ def test_the_reference_is_the_model_without_its_adapter():
     assert not torch.allclose(logprobs(policy, batch), annotated.ref_logprobs_BT, atol=1e-3)
 
 
-def test_merged_weights_are_those_of_a_plain_model_that_does_the_same(tmp_path):
+def test_a_saved_adapter_loads_merged_into_its_base_and_does_the_same(tmp_path):
     batch = make_batch(tiny_model(0))
     spec, policy, learner = adapted()
     updated(spec, learner, batch)
-    plain = tiny_model(1)
-    weights = merged_weights(policy)
-    assert weights.keys() == plain.state_dict().keys()
-    plain.load_state_dict(weights)
-    assert torch.allclose(logprobs(plain, batch), logprobs(policy, batch), atol=1e-5)
+    plain = tiny_model(0).state_dict()
+    assert all(torch.equal(value, plain[name]) for name, value in base_weights(policy).items())
+    assert base_weights(policy).keys() == plain.keys()
     save_model(tmp_path, policy, tiny_tokenizer(), base=Base.of("tiny", 0))
     loaded = load_policy(str(tmp_path), seed=7)  # the seed of the base is the one that it was trained with
     assert torch.allclose(logprobs(loaded, batch), logprobs(policy, batch), atol=1e-5)
-    assert all(torch.equal(value, weights[name]) for name, value in loaded.state_dict().items())
 
 
 def test_a_saved_adapter_is_all_that_is_saved_and_peft_loads_it(tmp_path):
@@ -177,13 +174,12 @@ def test_autocast_keeps_frozen_products_in_bfloat16_and_computes_the_same(algori
             assert {kinds["norm"], kinds["embed_tokens"], kinds["default"]} == {torch.float32}
         metrics = updated(spec, learner, make_batch())
         with torch.no_grad():
-            found.append((metrics, learner.logprobs(policy, make_batch()), merged_weights(policy)))
+            found.append((metrics, learner.logprobs(policy, make_batch())))
         if holds:
             assert np.isfinite(_learner_scores(policy, [((5, 9, 11, 30), 2)])).all()  # outside of the learner
-    (metrics, logprobs, merged), (others, theirs, _) = found
+    (metrics, logprobs), (others, theirs) = found
     assert metrics == others
     assert torch.equal(logprobs, theirs)
-    assert {x.dtype for x in merged.values()} == {torch.float32}
 
 
 def untied():
@@ -194,14 +190,6 @@ def untied():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return LlamaForCausalLM(config).eval()
-
-
-def test_merged_weights_are_computed_one_at_a_time():
-    _, policy, _ = adapted()
-    merged = merged_weights(policy)
-    name = "model.layers.0.mlp.up_proj.weight"
-    assert merged[name].data_ptr() != merged[name].data_ptr()  # nobody holds them
-    assert merged["model.norm.weight"].data_ptr() == policy.model.norm.weight.data_ptr()
 
 
 def test_chosen_layers_get_the_adapter_and_unknown_names_are_refused():

@@ -8,7 +8,7 @@ from cohort.harness.data import InvalidRun, Prompt, Sampling
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.policy.forward import token_logprobs
 from cohort.harness.policy.tiny import tiny_model
-from cohort.harness.run.weight_sync import check_sync, probe
+from cohort.harness.run.sync import check_sync, probe
 from fakes import tiny_codec
 
 PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-", "7+7=", "8-3+2="])]

@@ -15,7 +15,7 @@ from cohort.harness.rewards.overlong import Overlong
 from cohort.harness.rewards.process import Process
 from cohort.harness.rewards.reasoning_length import ReasoningLength
 from cohort.harness.rewards.repetition import Repetition, repeated_fraction
-from cohort.harness.run.scoring import events, score, token_at
+from cohort.harness.run.rollout import collate, events, reward_metrics, score, token_at
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import parse_run
 from fakes import graded_group
@@ -136,20 +136,22 @@ def test_process_rewards_sit_at_the_end_of_their_calculation():
 def test_a_total_is_the_weighted_sum_and_a_weight_of_zero_only_measures():
     group = graded_group([0, None], [True, False], format_scores=(0.5, 0.0))
     rewards = {"accuracy": Accuracy(weight=2.0), "format": Format(weight=0.1), "majority_vote": MajorityVote(weight=0)}
-    scores = score(rewards, [group])
-    assert scores.totals == [[pytest.approx(2.05), 0.0]]
+    (scores,) = score(rewards, [group])
+    assert scores.totals == [pytest.approx(2.05), 0.0]
     assert scores.outcomes == scores.totals
     assert scores.steps is None
-    assert scores.parts["majority_vote"] == [[1.0, -0.1]]
-    assert scores.metrics["reward/accuracy"] == 0.5
-    assert scores.metrics["reward/format"] == 0.25
-    assert scores.metrics["reward/majority_vote"] == pytest.approx(0.45)
-    assert scores.metrics["vote/label_accuracy"] == 1.0
+    assert scores.parts["majority_vote"] == [1.0, -0.1]
+    metrics = reward_metrics(rewards, [group], [scores])
+    assert metrics["reward/accuracy"] == 0.5
+    assert metrics["reward/format"] == 0.25
+    assert metrics["reward/majority_vote"] == pytest.approx(0.45)
+    assert metrics["vote/label_accuracy"] == 1.0
 
 
 def test_metrics_average_over_the_groups_in_which_they_are_defined():
     groups = [graded_group([None], [False]), graded_group([0], [True])]
-    metrics = score({"majority_vote": MajorityVote()}, groups).metrics
+    rewards = {"majority_vote": MajorityVote()}
+    metrics = reward_metrics(rewards, groups, score(rewards, groups))
     assert metrics["vote/label_accuracy"] == 1.0  # the group without votes has no label
     assert metrics["vote/answered"] == 0.5
 
@@ -166,10 +168,10 @@ def test_step_rewards_are_earned_by_the_token_that_ends_the_step_and_the_outcome
     both = score({"accuracy": Accuracy(), "process": Process(weight=0.5, wrong=-1.0)}, [group])
     # one token per character, so the character before the end; the last token is the end of the sequence
     assert events(sampled, both, tiny_tokenizer()) == [{4: 0.5, 11: -0.5, 12: 1.0}, {7: 0.0}]
-    assert both.totals == [[1.0, 0.0]]
+    assert both[0].totals == [1.0, 0.0]
     alone = score({"accuracy": Accuracy(weight=0), "process": Process()}, [group])
     assert events(sampled, alone, tiny_tokenizer()) == [{4: 1.0, 11: 0.0}, {}]
-    assert events(sampled, score({"accuracy": Accuracy()}, [group]), tiny_tokenizer()) is None
+    assert collate(sampled, score({"accuracy": Accuracy()}, [group])).step_rewards_BT is None
 
 
 class PairTokenizer:
@@ -226,9 +228,9 @@ def test_rewards_that_cannot_be_paid_are_refused(changes, message):
 def test_a_self_consistency_run_may_measure_what_it_must_not_be_paid_for():
     spec = run(algorithm="grpo_self_consistency", rewards={"accuracy": 0})
     group = graded_group([0, 0, 1], [False, False, True])
-    scores = score(spec.rewards, [group])
-    assert scores.totals == [[1.0, 1.0, -0.1]]
-    assert scores.metrics["reward/accuracy"] == pytest.approx(1 / 3)
+    (scores,) = score(spec.rewards, [group])
+    assert scores.totals == [1.0, 1.0, -0.1]
+    assert reward_metrics(spec.rewards, [group], [scores])["reward/accuracy"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_the_critics_rate_follows_the_policys_schedule():
     assert learner.critic is not None
     used = []
     for step in range(6):
-        learner.begin_step(step, None)
+        learner.begin_step(step)
         used.append([learner.optimizers[name].param_groups[0]["lr"] for name in ("policy", "critic")])
     factor = [0.5, 1, 1, 0.75, 0.5, 0.25]
     assert used == [[pytest.approx(f * 1e-3), pytest.approx(f * 5e-2)] for f in factor]
@@ -143,7 +143,7 @@ def test_a_refreshed_reference_is_the_policy_of_that_step():
     learner = Learner(spec, policy)
     batch = make_batch(policy).replace(group_size=4)
     for step in range(3):
-        learner.begin_step(step, None)
+        learner.begin_step(step)
         annotated = learner.annotate(batch, sampler_is_exact=True)
         assert annotated.ref_logprobs_BT is not None
         with torch.no_grad():

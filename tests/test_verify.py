@@ -26,10 +26,10 @@ from cohort.harness.mirror.studies import close_study, open_study, read_study
 from cohort.harness.record.events import EVENTS, event_line, is_as_written, read_events, summed
 from cohort.harness.record.evidence import EVIDENCE, content_sum, from_files, write_evidence
 from cohort.harness.record.study import StudyRecord
-from cohort.harness.run.batch import rollout_metrics
 from cohort.harness.run.evaluate import logged_evaluation
 from cohort.harness.run.grading import grade, sample_rows
 from cohort.harness.run.kept import keep_rows, rollouts_file
+from cohort.harness.run.rollout import rollout_metrics, score
 from cohort.harness.spec.run import RunSpec
 from cohort.harness.spec.study import StudySpec, parse_study
 from cohort.harness.study.plan import Plan
@@ -73,12 +73,12 @@ def run_trial(spec: RunSpec, directory: Path, log: RunLog) -> None:
     for step in (1, 2):
         groups = engine.generate(prompts, spec.algorithm.group_size, Sampling(max_tokens=8), seed=spec.seed, step=step)
         graded = grade(spec.task, groups, spec.max_tokens)
-        rewards = [[float(right) for right in group.correct or ()] for group in graded]
-        rows = sample_rows(groups, graded, rewards, step=step, split="train")
+        scores = score(spec.rewards, graded)
+        rows = sample_rows(groups, graded, scores, step=step, split="train")
         if step == 1:
             keep_rows(directory, log, step, rollouts_file(step), [vars_of(row) for row in rows])
         costs = {"train/rollouts": 16.0 * step, "seconds/total": 0.123 * step, "policy/loss": 0.0123456789 / step}
-        log.metrics(step, {**rollout_metrics(graded, rewards), **costs})
+        log.metrics(step, {**rollout_metrics(graded, [found.totals for found in scores]), **costs})
     log.samples(rows[:4])
     last = logged_evaluation(spec, engine, directory, log, "validation", 2)
     test = logged_evaluation(spec, engine, directory, log, "test", 2)

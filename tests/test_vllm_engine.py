@@ -18,7 +18,7 @@ from cohort.harness.policy.lora import adapter_weights
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run import launch
 from cohort.harness.run.loop import train
-from cohort.harness.run.weight_sync import check_sync, probe
+from cohort.harness.run.sync import check_sync, probe
 from cohort.harness.spec.run import parse_run
 from fakes import MemoryLog, tiny_codec
 from ranks_at_work import RUN

@@ -11,7 +11,7 @@ from cohort.harness.data import Prompt, Sampling
 from cohort.harness.devices.device import mixed_precision
 from cohort.harness.devices.memory import peak_memory, reset_peak_memory, resident_bytes
 from cohort.harness.engines.vllm import VLLMEngine
-from cohort.harness.policy.lora import add_adapter, merged_weights
+from cohort.harness.policy.lora import adapter_weights, add_adapter
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run.evaluate import evaluate_run
 from cohort.harness.run.loop import train
@@ -20,6 +20,7 @@ from fakes import MemoryLog, tiny_codec
 
 PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-"])]
 SAMPLING = Sampling(max_tokens=6)
+LOAD = ["wake weights", "reload_weights", "wake kv_cache"]
 BFLOAT16 = {"name": "vllm", "dtype": "bfloat16"}
 
 
@@ -58,15 +59,28 @@ def test_two_starts_of_one_shape_share_a_folder_and_another_shape_has_its_own(ll
     assert start(other).llm.folder != first
 
 
-def test_a_new_engine_has_an_adapter_merged(llm):
+def test_an_adapter_is_served_as_an_adapter_on_frozen_weights_that_outlive_the_engines_sleep(llm):
     policy = tiny_model(0)
     add_adapter(policy, LoRA(rank=2), seed=0)
+    engine = start(policy)
+    assert engine.llm.settings["max_lora_rank"] == 8
+    frozen = tiny_model(0).state_dict()
+    assert all(torch.equal(value, frozen[name]) for name, value in engine.llm.model.state_dict().items())
     with torch.no_grad():
-        for parameter in policy.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.1)
-    own, merged = start(policy).llm.model.state_dict(), merged_weights(policy)
-    assert all(torch.equal(own[name], merged[name]) for name in own)
+        for parameter in adapter_weights(policy).values():
+            parameter.add_(0.1)
+    ids = tuple(range(5, 12))
+    stale = engine.score([(ids, 3)])
+    engine.sleep()
+    with pytest.raises(AssertionError, match="no weights before load_weights"):
+        engine.score([(ids, 3)])
+    engine.load_weights(policy.state_dict(), 1)
+    found = engine.score([(ids, 3)])
+    with torch.no_grad():
+        logprobs = torch.log_softmax(policy(torch.tensor([ids])).logits[0], -1)
+    own = [float(logprobs[place - 1, ids[place]]) for place in range(3, 7)]
+    assert found == [pytest.approx(own, abs=1e-5)] and stale != found
+    assert engine.llm.calls == ["start", "adapter", "score", "sleep", "wake kv_cache weights", "adapter", "score"]
 
 
 @pytest.mark.parametrize(
@@ -143,9 +157,10 @@ def test_an_engine_that_cannot_wake_to_close_leaves_the_runs_own_end_to_be_told(
 def test_a_run_sleeps_wakes_reloads_and_samples_in_every_step(llm, tmp_path, changes):
     result = train(run_spec(**changes), tmp_path / "run", log := MemoryLog(), cache=tmp_path)
     assert (result.state, result.reason) == ("complete", None)
-    step = ["generate", "score", "sleep", "wake weights", "reload_weights", "wake kv_cache", "score"]
+    load = ["wake kv_cache weights", "adapter"] if "lora" in changes else LOAD
+    step = ["generate", "score", "sleep", *load, "score"]
     evaluation = ["generate", "generate"]
-    begin = ["start", "reload_weights", "generate", *evaluation]
+    begin = ["start", "adapter" if "lora" in changes else "reload_weights", "generate", *evaluation]
     assert llm.last.calls == [*begin, *step, *step, *evaluation, *evaluation, "shutdown"]
     rounding = 0.5 if changes else 1e-4
     assert all(value < rounding for _, value in log.history("mismatch/after_sync"))

@@ -21,10 +21,10 @@ from ..mirror.store import SYSTEM
 from ..mirror.writer import Identity
 from ..record.events import EVENTS, RunHistory, is_as_written, is_torn, read_events
 from ..record.study import TrialRecord
-from ..run.batch import rollout_metrics
 from ..run.evaluate import NO_LIMIT, evaluate_again, evaluation_metrics
 from ..run.grading import grade, group_of
 from ..run.kept import completions_file
+from ..run.rollout import rollout_metrics
 from ..spec.errors import parsed
 from .findings import Place
 

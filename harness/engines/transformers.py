@@ -76,12 +76,10 @@ class TransformersEngine(RolloutEngine):
         return self.generate_each([Call(prompts, group_size, seed, step)], sampling)[0]
 
     def generate_each(self, calls: Sequence[Call], sampling: Sampling) -> list[list[Group]]:
-        import torch
-
         from ..devices.sharding import whole
 
         groups: list[list[Group]] = [[] for _ in calls]
-        with whole(self.policy), torch.compiler.set_stance("force_eager"):  # what the learner has compiled
+        with whole(self.policy):
             for chunk in _chunks(calls, self.settings.max_batch_rows):
                 for (number, _), found in zip(
                     chunk, self._generate([part for _, part in chunk], sampling), strict=True

@@ -2,7 +2,8 @@
 
 vLLM keeps its own copy of the weights, which every `load_weights` overwrites in full. It starts with random ones, from
 a folder with the model's config alone whose path depends on that config alone: vLLM keeps compiled graphs by the path
-of the model, so later starts find them. Each sample is a separate request with a seed that hashes (seed, step,
+of the model, so later starts find them. An adapter is served as an adapter: vLLM reads the frozen weights once, and
+every `load_weights` replaces the adapter alone. Each sample is a separate request with a seed that hashes (seed, step,
 prompt id, sample), so a row depends on its batch only through floating-point rounding; prefix caching shares the
 common part of a group's prompts. The seeds are not the noise of the transformers engine: arms of a study share noise
 only among arms with this engine.
@@ -38,10 +39,10 @@ from torch import Tensor, nn
 
 from ..data import Call, Group, Prompt, Sampling
 from ..devices.device import UNMAPPED
-from ..devices.sharding import class_name
+from ..devices.sharding import class_name, full
 from ..ground.files import write_text
 from ..interfaces import Precision, RolloutEngine
-from ..policy.lora import ADAPTER, adapted_layers, adapter_weights, merged_weights, save_adapter
+from ..policy.lora import ADAPTER, adapted_layers, adapter_weights, base_weights, has_adapter, save_adapter
 from ..policy.text import TextCodec, as_groups
 
 GIB = 2**30
@@ -51,8 +52,8 @@ log = logging.getLogger(__name__)
 class VLLMEngine(RolloutEngine):
     """In-process vLLM. One lives per process: a new one shuts down the one before it, whose parallel groups are global.
 
-    On a GPU that the learner shares, `sleep` throws the engine's weights away: `load_weights` comes before the next
-    sample.
+    On a GPU that the learner shares, `sleep` throws the engine's weights away, or moves those under an adapter to the
+    host's memory: `load_weights` comes before the next sample.
     """
 
     plans_batches: ClassVar[bool] = True
@@ -99,10 +100,11 @@ class VLLMEngine(RolloutEngine):
     _last: ClassVar[weakref.ref[VLLMEngine] | None] = None
 
     def __init__(self, settings: Settings, policy: nn.Module, codec: TextCodec, adapters: Sequence[nn.Module] = ()):
-        """With `adapters`, policies on the frozen weights of `policy`, it holds those weights and every adapter."""
+        """With `adapters`, policies on the frozen weights of `policy`, it holds those weights and every adapter; by
+        default the policy's own, if it has one."""
         _check_installed()
         self.settings = settings
-        self.adapters = adapters
+        self.adapters = adapters = adapters or ([policy] if has_adapter(policy) else [])
         self.codec = codec
         self.end_ids = codec.end_ids(policy)
         self.asleep = self.has_weights = self.closed = False
@@ -120,7 +122,7 @@ class VLLMEngine(RolloutEngine):
         self.precision: Precision = "tf32" if self.on_gpu and dtype == "float32" else dtype  # pyright: ignore
         VLLMEngine._last = weakref.ref(self)
         if not adapters:
-            self.load_weights(merged_weights(policy), 0)
+            self.load_weights(policy.state_dict(), 0)
         for number in range(len(adapters)):
             self.load_adapter(number)
 
@@ -161,17 +163,20 @@ class VLLMEngine(RolloutEngine):
         return [as_groups(call.prompts, part, islice(found, size), self.codec) for call, part, size in sizes]
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Overwrite every weight and forget the cached prefixes, which the old weights computed.
+        """Overwrite every weight, or the adapter alone, and forget the cached prefixes, which the old ones computed.
 
         vLLM rounds each weight to its own precision as it copies it. A slept engine takes back the memory of the cache
         only after that of the weights is filled, so both and what copying needs are never there at once.
         """
+        if self.adapters:
+            return self.load_adapter(0)
         self._check_open()
         if self.asleep:
             self.llm.wake_up(tags=["weights"])
             UNMAPPED.set(_unmapped_bytes())
         with _process_state_kept():
-            reload = {"weights_iterator": iter(weights.items()), "is_checkpoint_format": True}
+            whole = ((name, full(value)) for name, value in weights.items())
+            reload = {"weights_iterator": whole, "is_checkpoint_format": True}
             self.llm.collective_rpc("reload_weights", kwargs=reload)
         if self.asleep:
             self.llm.wake_up(tags=["kv_cache"])
@@ -182,11 +187,15 @@ class VLLMEngine(RolloutEngine):
     def load_adapter(self, policy: int) -> None:
         """Like `load_weights`, for one adapter; vLLM reads it from a folder."""
         self._check_open()
+        if self.asleep:
+            self.llm.wake_up()
+            UNMAPPED.set(0)
         model: Any = self.adapters[policy]
+        weights = {name: full(value) for name, value in adapter_weights(model).items()}
         with tempfile.TemporaryDirectory(prefix="cohort-vllm-") as folder, _process_state_kept():
-            save_adapter(Path(folder), model, adapter_weights(model), "base")
+            save_adapter(Path(folder), model, weights, "base")
             self.llm.llm_engine.add_lora(self._adapter(policy, folder, load_inplace=True))
-        self.has_weights = True
+        self.asleep, self.has_weights = False, True
         self._forget_prefixes()
 
     def score(self, rows: Sequence[tuple[Sequence[int], int]], policy: int = 0) -> list[list[float]]:
@@ -204,9 +213,9 @@ class VLLMEngine(RolloutEngine):
         ]  # the first token has none
 
     def sleep(self) -> None:
-        """Free the GPU memory of weights and key-value cache, both for good; on a CPU nothing happens."""
+        """Free the GPU memory of weights and key-value cache; on a CPU nothing happens."""
         if self.on_gpu and self.settings.sleep and not self.asleep:
-            self.llm.sleep(level=2)  # level 1 would keep a copy of weights that the learner is about to replace
+            self.llm.sleep(level=1 if self.adapters else 2)  # 1 keeps a copy of weights, which only adapters need
             self.asleep, self.has_weights = True, False
             UNMAPPED.set(_unmapped_bytes())
 
@@ -334,7 +343,7 @@ def _start_with_adapters(
         "lora_target_modules": names,
     }
     with tempfile.TemporaryDirectory(prefix="cohort-vllm-") as folder:
-        _write_weights(Path(folder), policy.state_dict())
+        _write_weights(Path(folder), base_weights(policy))
         write_text(Path(folder) / "config.json", _config_text(policy))
         return _start(settings, Path(folder), dtype, enable_lora=True, **room)
 
@@ -407,11 +416,12 @@ def _unmapped_bytes() -> int:
 
 
 def _write_weights(folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """One safetensors file with every name. Tied weights are copied: vLLM 0.32 reloads named weights only, and without
-    `lm_head.weight` it keeps the old head."""
+    """One safetensors file with every name. Tied weights are copied: without `lm_head.weight` vLLM 0.32 keeps random
+    values in a head."""
     from safetensors.torch import save_file
 
-    save_file({name: value.detach().clone().contiguous() for name, value in weights.items()}, folder / "x.safetensors")
+    copies = {name: full(value).detach().clone().contiguous() for name, value in weights.items()}
+    save_file(copies, folder / "x.safetensors")
 
 
 @contextlib.contextmanager

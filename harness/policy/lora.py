@@ -1,7 +1,7 @@
 """Adds low-rank adapters to a policy's linear layers and trains only them (LoRA, Hu et al. 2021, arXiv:2106.09685).
 
 The adapter starts as the identity and lives inside the model, whose class and methods stay as they are (peft). With the
-adapter off, the model is the reference; with it merged, the weights have the model's own names, which engines expect.
+adapter off, the model is the reference.
 It is saved in peft's format, without the model.
 
 Several adapters on one frozen model are policies that share its weights: copies of its modules around them. Sampling
@@ -22,7 +22,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..devices.sharding import full
 from .sources import ADAPTER_CONFIG
 
 if TYPE_CHECKING:
@@ -93,31 +92,10 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def merged_weights(model: nn.Module) -> Mapping[str, Tensor]:
-    """The model's state, whole, with every adapter added to its layer, under the names and in the precision that the
-    model has without. A tensor is computed when it is asked for, so that no second model is in memory."""
-    return _Merged(model)
-
-
-class _Merged(Mapping[str, Tensor]):
-    def __init__(self, model: nn.Module):
-        self.layers = dict(adapted_layers(model))
-        self.dtype = model.get_input_embeddings().weight.dtype  # pyright: ignore  # frozen products may have another
-        state = {name: value for name, value in model.state_dict().items() if ".lora_" not in name}
-        self.state = {name.replace(".base_layer.", "."): value for name, value in state.items()}
-
-    @torch.no_grad()
-    def __getitem__(self, name: str) -> Tensor:
-        value, (owner, _, kind) = self.state[name], name.rpartition(".")
-        if owner in self.layers and kind == "weight":
-            value = value.float() + self.layers[owner].get_delta_weight(ADAPTER).float()
-        return full(value.to(self.dtype) if value.is_floating_point() else value)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.state)
-
-    def __len__(self) -> int:
-        return len(self.state)
+def base_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The model's state without its adapter, under the names that the model has without."""
+    state = {name: value for name, value in model.state_dict().items() if ".lora_" not in name}
+    return {name.replace(".base_layer.", "."): value for name, value in state.items()}
 
 
 def adapter_weights(model: nn.Module) -> dict[str, Tensor]:

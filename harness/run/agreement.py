@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from ..data import Batch, InvalidRun, Prompt
 from ..devices import ranks
 from ..devices.device import mixed_precision, resolve_device
-from .batch import collate
+from .rollout import collate
 from .state import Run
-from .weight_sync import BOUNDS, precision
+from .sync import BOUNDS, precision
 
 # Nats, in float32 between paths over the same weights, up to this many parameters. Rounding alone reached 7e-6 on small
 # models of 52 architectures, 1.4e-5 with 16 layers and 53 million parameters, 5e-5 with 24 layers and 372 million.
@@ -44,11 +44,11 @@ def check_agreement(run: Run, prompts: Sequence[Prompt], step: int) -> dict[str,
     sampling = spec.sampling.model_copy(update={"max_tokens": min(MAX_TOKENS, spec.max_tokens)})
     chosen = prompts[:: max(1, len(prompts) // NUM_PROMPTS)][:NUM_PROMPTS]
     device = resolve_device(spec.device)
-    with mixed_precision(device, spec.autocast), torch.compiler.set_stance("force_eager"):
+    with mixed_precision(device, spec.autocast):
         key = {"seed": spec.seed, "step": NOISE + step}
         draw = partial(engine.generate, group_size=NUM_SAMPLES, sampling=sampling, **key)
         groups = ranks.shared(chosen, draw, spec.engine.processes)
-        batch = collate(groups, [[0.0] * NUM_SAMPLES for _ in groups]).to(device)
+        batch = collate(groups).to(device)
         own_BT = own_logprobs(policy, batch, sampling.temperature)
     policy.train(spec.gradient_checkpointing)  # as in an update
     shares, learner.shares_prompts = learner.shares_prompts, False

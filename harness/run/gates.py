@@ -9,19 +9,11 @@ a row had more than 90 % of the groups without an advantage (self-consistency fr
 was at least 0.92 times that of the start, and the entropy fell to 0.004 nats per token at 91 % test accuracy.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor, nn
-
-from ..data import Batch, InvalidRun
-from ..devices import ranks
-from ..devices.sharding import local
+from ..data import InvalidRun
 from ..spec.run import Gates, RunSpec
-
-LEAST_GRADIENT = 1e-6  # gradient norm below which AdamW's epsilon (1e-8 per weight) makes the update vanish
-SAMPLED = 4096
 
 
 @dataclass
@@ -61,8 +53,6 @@ def check_gates(settings: Gates, state: GateState, metrics: Mapping[str, float],
     """Count the metrics out of bounds after training step `step` (from 1).
 
     InvalidRun names metric, bound, value and steps.
-
-    `metrics` are the step's own, with those of `group_metrics` and `weights_metric`.
     """
     if state.answered_at_start is None:
         state.answered_at_start = metrics["train/answered"]
@@ -80,44 +70,3 @@ def check_gates(settings: Gates, state: GateState, metrics: Mapping[str, float],
                 f"{metric} was {side} {bound:.3g} for {row} ({value:.3g} at step {step}): "
                 f"{meaning.format(start=state.answered_at_start)} (gates.{name})"
             )
-
-
-def group_metrics(batch: Batch, state: GateState) -> dict[str, float]:
-    """Shares of the batch's groups: `train/zero_advantage_groups` have no advantage on any token; `train/stuck_groups`
-    are those among them whose reward is not the best that the run has seen.
-
-    A group in which every completion earns the best reward is solved, not stuck: a run whose groups are all solved (or,
-    with votes, unanimous) has nothing left to learn. As long as all rewards of a run are equal, none counts as best.
-    """
-    assert batch.advantages_BT is not None
-    rewards_PG = batch.rewards_PG
-    lowest, highest = float(rewards_PG.min()), float(rewards_PG.max())
-    state.lowest_reward = lowest if state.lowest_reward is None else min(lowest, state.lowest_reward)
-    state.highest_reward = highest if state.highest_reward is None else max(highest, state.highest_reward)
-    zero_P = (batch.advantages_BT.view(len(rewards_PG), -1) == 0).all(dim=1)
-    best_P = (rewards_PG == state.highest_reward).all(dim=1) & (state.highest_reward > state.lowest_reward)
-    return {
-        "train/zero_advantage_groups": float(zero_P.float().mean()),
-        "train/stuck_groups": float((zero_P & ~best_P).float().mean()),
-    }
-
-
-def weight_sample(policy: nn.Module) -> list[Tensor]:
-    """Copies of at most `SAMPLED` weights of each trained tensor, the same ones every time."""
-    trained = [local(p.detach()).flatten() for p in policy.parameters() if p.requires_grad]
-    return [p[:: p.numel() // SAMPLED | 1].clone() for p in trained]  # an odd stride visits all columns of a matrix
-
-
-def weights_metric(
-    policy: nn.Module, before: Sequence[Tensor], *, gradient_norm: float, rate: float
-) -> dict[str, float]:
-    """`policy/weights_changed`: the share of the sampled weights that an update changed.
-
-    Empty if the update had no effect to expect: the learning rate is 0 or the gradient norm is below `LEAST_GRADIENT`.
-    """
-    if not rate > 0 or not gradient_norm > LEAST_GRADIENT:
-        return {}
-    changed = torch.stack([(old != new).sum() for old, new in zip(before, weight_sample(policy), strict=True)]).sum()
-    total = torch.full_like(changed, sum(map(len, before)))
-    num_changed, num_sampled = ranks.summed(torch.stack([changed, total])).tolist()
-    return {"policy/weights_changed": num_changed / num_sampled}

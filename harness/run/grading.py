@@ -1,21 +1,22 @@
 """Grades rollouts: answers, their equivalence classes and correctness. The only reader of `Prompt.gold`.
 
-Classes and correctness use the task's own equality, never string equality. Each answer is compared with one
-representative of each class. So G completions of a prompt cost one extraction each, one comparison with gold per class,
-and the comparisons between classes, most of which `tasks._symbolic` decides from cached values of the expressions. An
-answer must also count as one (`Task.is_answered`): a restatement of the question is wrong although it equals gold, and
-has no class, so that a majority of restatements cannot become a target.
+Rows of completions for files and readers state gold too, and stand here for that reason.
 """
+
+from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..data import GradedGroup, Group, Prompt, Rollout, SampleRow, Split
 from ..ground.streams import generator
 from ..interfaces import Task
+
+if TYPE_CHECKING:
+    from .rollout import Score
 
 GROUP_OVERRUNS = 2  # comparisons of a group that may reach their time limit (slow ones count in part); then no more
 # are made
@@ -25,14 +26,55 @@ OVERRUNS = 8  # the same for groups graded together, in a step or an evaluation;
 def grade(task: Task, groups: Sequence[Group], max_tokens: int) -> list[GradedGroup]:
     """One graded group per group, in order, with correctness; an unanswered completion has no class and is wrong.
 
-    `max_tokens` is the limit under which the completions were sampled.
+    `max_tokens` is the limit under which the completions were sampled. Classes and correctness use the task's own
+    equality, never string equality. Each answer is compared with one representative of each class. So G completions of
+    a prompt cost one extraction each, one comparison with gold per class, and the comparisons between classes, most of
+    which `tasks._symbolic` decides from cached values of the expressions. An answer must also count as one
+    (`Task.is_answered`): a restatement of the question is wrong although it equals gold, and has no class, so that a
+    majority of restatements cannot become a target.
     """
     graded: list[GradedGroup] = []
     left: float = OVERRUNS
     for group in groups:
         allowed = max(1, min(GROUP_OVERRUNS, left))
         task.allow_overruns(allowed)
-        graded.append(_grade_group(task, group, max_tokens))
+        answers = tuple(task.extract(rollout.text) for rollout in group.rollouts)
+        representatives: list[str] = []  # the first answer of each class, numbered by first appearance
+        classes: dict[str | None, int | None] = {None: None}
+        for answer in answers:
+            if answer is not None and answer not in classes:
+                equal = (number for number, first in enumerate(representatives) if task.equivalent(answer, first))
+                classes[answer] = next(equal, len(representatives))
+                if classes[answer] == len(representatives):
+                    representatives.append(answer)
+        question, gold = group.prompt.text, group.prompt.gold
+        is_gold = [answer == gold or task.equivalent(answer, gold) for answer in representatives]
+        correct, votes, scores = {}, {}, {}
+        for answer in dict.fromkeys(answers):
+            number = classes[answer]
+            if answer is None or number is None:
+                correct[answer], votes[answer], scores[answer] = False, None, 0.0
+                continue
+            correct[answer] = is_gold[number] and (answer == gold or task.is_answered(answer, question, gold))
+            scores[answer] = task.score(answer, gold) if task.partial_credit else 0.0
+            votes[answer] = number if task.is_answered(answer, question, None) else None
+        texts = [rollout.text for rollout in group.rollouts]
+        graded.append(
+            GradedGroup(
+                prompt_id=group.prompt.id,
+                prompt=group.prompt.text,
+                completions=tuple(texts),
+                num_tokens=tuple(len(rollout.token_ids) for rollout in group.rollouts),
+                max_tokens=max_tokens,
+                truncated=tuple(rollout.finish_reason == "length" for rollout in group.rollouts),
+                answers=answers,
+                classes=tuple(votes[answer] for answer in answers),
+                format_scores=tuple(task.format_score(text) for text in texts),
+                reasoning_chars=tuple(len(task.reasoning(text)) for text in texts),
+                correct=tuple(correct[answer] for answer in answers),
+                scores=tuple(scores[answer] for answer in answers) if task.partial_credit else None,
+            )
+        )
         left -= allowed - task.allow_overruns(None)
     return graded
 
@@ -96,8 +138,7 @@ def _written(group: Group) -> list[tuple[str, int, str]]:
 def sample_rows(
     groups: Sequence[Group],
     graded: Sequence[GradedGroup],
-    rewards: Sequence[Sequence[float]] | None = None,
-    parts: Mapping[str, Sequence[Sequence[float]]] | None = None,
+    scores: Sequence[Score] | None = None,
     *,
     step: int,
     split: Split,
@@ -106,11 +147,10 @@ def sample_rows(
     """Every rollout, group by group. With a `limit`, at most that many for a reader: the first of each prompt, then the
     second, and so on.
 
-    `graded` carries correctness; `rewards` is None in an evaluation; `parts` holds each reward by name, before its
-    weight.
+    `graded` carries correctness; `scores` is None in an evaluation.
     """
     assert len(graded) == len(groups)
-    assert rewards is None or len(rewards) == len(groups)
+    assert scores is None or len(scores) == len(groups)
     places = [(p, i) for p, group in enumerate(groups) for i in range(len(group.rollouts))]
     if limit is not None:
         places = sorted(places, key=lambda place: (place[1], place[0]))[:limit]
@@ -128,56 +168,10 @@ def sample_rows(
                 gold=prompt.gold,
                 answer=graded[p].answers[i],
                 correct=correct[i],
-                reward=None if rewards is None else rewards[p][i],
+                reward=None if scores is None else scores[p].totals[i],
                 num_tokens=len(rollout.token_ids),
                 finish_reason=rollout.finish_reason,
-                rewards={name: values[p][i] for name, values in (parts or {}).items()},
+                rewards={} if scores is None else {name: values[i] for name, values in scores[p].parts.items()},
             )
         )
     return rows
-
-
-def _grade_group(task: Task, group: Group, max_tokens: int) -> GradedGroup:
-    answers = tuple(task.extract(rollout.text) for rollout in group.rollouts)
-    classes, representatives = _classes(task, answers)
-    question, gold = group.prompt.text, group.prompt.gold
-    is_gold = [answer == gold or task.equivalent(answer, gold) for answer in representatives]
-    stated = dict(zip(answers, classes, strict=True))
-    correct = {a: c is not None and is_gold[c] and _counts(task, a, question, gold) for a, c in stated.items()}
-    scores = {a: 0.0 if a is None else task.score(a, gold) for a in stated if task.partial_credit}
-    votes = {a: None if a is None or not task.is_answered(a, question, None) else c for a, c in stated.items()}
-    return GradedGroup(
-        prompt_id=group.prompt.id,
-        prompt=group.prompt.text,
-        completions=tuple(rollout.text for rollout in group.rollouts),
-        num_tokens=tuple(len(rollout.token_ids) for rollout in group.rollouts),
-        max_tokens=max_tokens,
-        truncated=tuple(rollout.finish_reason == "length" for rollout in group.rollouts),
-        answers=answers,
-        classes=tuple(votes[answer] for answer in answers),
-        format_scores=tuple(task.format_score(rollout.text) for rollout in group.rollouts),
-        reasoning_chars=tuple(len(task.reasoning(rollout.text)) for rollout in group.rollouts),
-        correct=tuple(correct[answer] for answer in answers),
-        scores=tuple(scores[answer] for answer in answers) if scores else None,
-    )
-
-
-def _counts(task: Task, answer: str | None, question: str, gold: str) -> bool:
-    return answer is not None and (answer == gold or task.is_answered(answer, question, gold))
-
-
-def _classes(task: Task, answers: Sequence[str | None]) -> tuple[tuple[int | None, ...], list[str]]:
-    """The class of each answer, numbered by first appearance, and the first answer of each class.
-
-    An answer joins the first class whose representative it equals; equal strings are never compared.
-    """
-    representatives: list[str] = []
-    class_of: dict[str, int] = {}
-    for answer in answers:
-        if answer is None or answer in class_of:
-            continue
-        equal = (number for number, first in enumerate(representatives) if task.equivalent(answer, first))
-        class_of[answer] = next(equal, len(representatives))
-        if class_of[answer] == len(representatives):
-            representatives.append(answer)
-    return tuple(None if answer is None else class_of[answer] for answer in answers), representatives

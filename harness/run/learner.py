@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from ..data import Batch, InvalidRun, PolicyOutput
 from ..devices import ranks
 from ..devices.device import mixed_precision, resolve_device
-from ..devices.sharding import full, is_sharded, kept, shard, spread, spread_like
+from ..devices.sharding import full, is_sharded, kept, local, shard, spread, spread_like
 from ..ground.streams import generator
 from ..ground.tensors import kl_k3
 from ..interfaces import Distribution
-from ..policy.compiled import compile_layers
 from ..policy.forward import (
     Critic,
     PromptStates,
@@ -32,10 +31,12 @@ from ..policy.forward import (
     token_logprobs,
     token_uniform_kls,
 )
-from ..policy.lora import adapter_off, adapter_weights, has_adapter, hold_frozen_products, load_adapter, merged_weights
+from ..policy.lora import adapter_off, adapter_weights, has_adapter, hold_frozen_products, load_adapter
 from ..spec.run import Mismatch, RunSpec
-from .gates import weight_sample, weights_metric
-from .schedules import learning_rate_factor
+from .schedules import adapted_kl_beta, kl_beta_factor, learning_rate_factor
+
+LEAST_GRADIENT = 1e-6  # gradient norm below which AdamW's epsilon (1e-8 per weight) makes the update vanish
+SAMPLED = 4096  # weights of each tensor that show whether an update changed it
 
 
 class Learner:
@@ -48,14 +49,11 @@ class Learner:
         self.adapted = has_adapter(policy)
         if self.adapted and spec.autocast:
             hold_frozen_products(policy, torch.bfloat16)
-        self.shares_prompts = not spec.torch_compile  # nor if `training.agreement` finds that it changes log-probs
+        self.kl_beta = spec.algorithm.kl_beta  # of the next step, where it is adaptive
+        self.shares_prompts = True  # unless `check_agreement` finds that it changes log-probs
         needs_copy = spec.algorithm.needs_reference and not self.adapted
         self.reference = deepcopy(policy).requires_grad_(False) if needs_copy else None
         self.critic = Critic(policy, shared=spec.algorithm.shares_trunk) if spec.algorithm.needs_critic else None
-        if spec.torch_compile:
-            for trunk in (*self._trunks(), self.reference):
-                if trunk is not None:
-                    compile_layers(trunk)
         if ranks.world_size() > 1:
             self._shard()
         self.older: deque[dict[str, Tensor]] = deque(maxlen=spec.staleness)  # trained weights of the last steps
@@ -109,11 +107,6 @@ class Learner:
         finally:
             self._set_trained(now)
 
-    def keep_weights(self) -> None:
-        """Keep the weights before an update, if later steps sample from them."""
-        if self.spec.staleness:
-            self.older.append(self._trained_weights())
-
     def _trained_weights(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.policy.named_parameters() if p.requires_grad}
 
@@ -122,8 +115,8 @@ class Learner:
         for name, value in weights.items():
             self.policy.get_parameter(name).copy_(value)
 
-    def begin_step(self, step: int, kl_beta: float | None) -> dict[str, float]:
-        """Set rates, KL weight (None: as it is) and reference for training step `step`.
+    def begin_step(self, step: int) -> dict[str, float]:
+        """Set rates, KL weight and reference for training step `step`.
 
         Returns the ones that vary over the run, as metrics.
         """
@@ -136,20 +129,26 @@ class Learner:
                 for group in optimizer.param_groups:
                     group["lr"] = factor * rates[name]
             metrics["optimizer/learning_rate"] = factor * self.policy_rate
-        if kl_beta is not None:
-            self.algorithm = self.spec.algorithm.model_copy(update={"kl_beta": kl_beta})
-            metrics["kl/beta"] = kl_beta
+        if self.spec.kl.schedule == "cosine":
+            self.kl_beta = kl_beta_factor(self.spec.kl, step, self.spec.steps) * self.spec.algorithm.kl_beta
+        if self.spec.kl.schedule != "constant":
+            self.algorithm = self.spec.algorithm.model_copy(update={"kl_beta": self.kl_beta})
+            metrics["kl/beta"] = self.kl_beta
         every = self.spec.kl.refresh_reference_every
         if every and step and step % every == 0 and self.reference is not None:
             self.reference.load_state_dict(self.policy.state_dict())
         return metrics
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
-        """Make mu passes over the batch. Metrics are means over the optimiser steps, except that `mismatch/` is from
-        the first step (the policy is still the sampler's) and `policy/ratio_max` is the largest. If older weights
-        sampled, `staleness/` replaces `mismatch/`. InvalidRun on a non-finite value.
+        """Make mu passes over the batch, and adapt the KL weight if its schedule says so.
+
+        Metrics are means over the optimiser steps, except that `mismatch/` is from the first step (the policy is still
+        the sampler's) and `policy/ratio_max` is the largest. If older weights sampled, `staleness/` replaces
+        `mismatch/`. InvalidRun on a non-finite value.
         """
         steps: list[dict[str, float]] = []
+        if self.spec.staleness:  # later steps sample from these weights
+            self.older.append(self._trained_weights())
         weights = weight_sample(self.policy)
         for epoch in range(self.spec.optimizer.num_inner_epochs):
             for minibatch in self._minibatches(batch, step, epoch):
@@ -158,12 +157,14 @@ class Learner:
         metrics["policy/ratio_max"] = max(values["policy/ratio_max"] for values in steps)
         if self.critic is not None:
             metrics["critic/explained_variance"] = explained_variance(batch)
+        if self.spec.kl.schedule == "adaptive":
+            self.kl_beta = adapted_kl_beta(self.spec.kl, self.kl_beta, metrics["kl/reference"])
         rate = self.optimizers["policy"].param_groups[0]["lr"]
         return metrics | weights_metric(self.policy, weights, gradient_norm=metrics["policy/grad_norm"], rate=rate)
 
-    def weights(self, *, merged: bool) -> Mapping[str, Tensor]:
-        """The policy's state. `merged`: gathered, with its adapter merged, for an engine that has its own copy."""
-        return merged_weights(self.policy) if merged else self.policy.state_dict()
+    def weights(self) -> Mapping[str, Tensor]:
+        """The policy's state; with several devices each tensor is spread over them."""
+        return self.policy.state_dict()
 
     def state(self) -> dict[str, Any]:
         """Optimiser states, critic and adapter: everything that a resumed run needs besides the policy's folder.
@@ -438,3 +439,24 @@ def _ratio_max(logprobs: Tensor, other: Tensor | None, mask: Tensor) -> Tensor:
     """The largest ratio of two probabilities of a token, at least 1."""
     assert other is not None
     return torch.exp(((logprobs - other).abs() * mask).max())
+
+
+def weight_sample(policy: nn.Module) -> list[Tensor]:
+    """Copies of at most `SAMPLED` weights of each trained tensor, the same ones every time."""
+    trained = [local(p.detach()).flatten() for p in policy.parameters() if p.requires_grad]
+    return [p[:: p.numel() // SAMPLED | 1].clone() for p in trained]  # an odd stride visits all columns of a matrix
+
+
+def weights_metric(
+    policy: nn.Module, before: Sequence[Tensor], *, gradient_norm: float, rate: float
+) -> dict[str, float]:
+    """`policy/weights_changed`: the share of the sampled weights that an update changed.
+
+    Empty if the update had no effect to expect: the learning rate is 0 or the gradient norm is below `LEAST_GRADIENT`.
+    """
+    if not rate > 0 or not gradient_norm > LEAST_GRADIENT:
+        return {}
+    changed = torch.stack([(old != new).sum() for old, new in zip(before, weight_sample(policy), strict=True)]).sum()
+    total = torch.full_like(changed, sum(map(len, before)))
+    num_changed, num_sampled = ranks.summed(torch.stack([changed, total])).tolist()
+    return {"policy/weights_changed": num_changed / num_sampled}

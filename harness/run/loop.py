@@ -5,6 +5,8 @@ last checkpoint ends as an uninterrupted one would.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from ..checks.preflight import check_length, run_inputs
@@ -17,8 +19,10 @@ from ..spec.run import RunSpec
 from .agreement import check_agreement
 from .evaluate import logged_evaluation
 from .gates import check_gates, gates_of
+from .grading import sample_rows
+from .kept import keep_rows, rollouts_file
 from .state import OWN_MODELS, Models, Run, RunResult, StoppedEarly, first_prompt, prepare, run_facts
-from .step import train_step
+from .step import merged, train_step
 
 
 def train(
@@ -51,7 +55,7 @@ def _train(
     log.prompt(first_prompt(spec, "train" if spec.steps else "validation"))
     train_prompts = spec.task.prompts("train") if spec.steps else []
     if spec.control == "shuffled_gold" and len(train_prompts) == 1:
-        raise ValueError("control must not be shuffled_gold with one train problem, whose gold no other can have")
+        raise ValueError("control shuffled_gold needs at least 2 train problems, got 1; use another control")
     run: Run | None = None
     try:
         run, step = prepare(spec, directory, log, cache, should_stop, models)
@@ -76,18 +80,23 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
             _evaluate(run, "test", 0, "start")
     while step < spec.steps and not run.ledger.is_spent:
         start = run.models.now()
-        metrics, rows = train_step(run, prompts, step)
+        metrics, drawn = train_step(run, prompts, step)
         step += 1
+        metrics = merged(metrics, run.charge_step(drawn, metrics["seconds/step"]))
         run.charge(run.models.now() - start)
         metrics["seconds/total"] = run.totals.seconds
         run.totals.peak_memory_bytes = max(run.totals.peak_memory_bytes, peak_memory())
         metrics["memory/peak_bytes"] = run.totals.peak_memory_bytes
         run.log.metrics(step, metrics)
+        rows = partial(sample_rows, drawn.groups, drawn.graded, drawn.scores, step=step, split="train")
+        every = spec.checkpoints.rollouts_every
+        if every and (step - 1) % every == 0 and ranks.rank() == 0:
+            keep_rows(run.directory, run.log, step, rollouts_file(step), [asdict(row) for row in rows()])
         run.log.progress("train", step, spec.steps)
         check_gates(gates_of(spec), run.gates, metrics, step)  # decided from metrics that all ranks share
         is_last = step == spec.steps or run.ledger.is_spent
         if step % spec.evaluation.every == 0 or is_last:
-            run.log.samples(rows)
+            run.log.samples(rows(limit=8))
             _evaluate(run, "validation", step)
         stop = ranks.same(should_stop)
         if step % spec.checkpoints.every == 0 or is_last or stop:

@@ -1,10 +1,12 @@
 """Builds or resumes a run in progress: its models, costs and accuracies."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -29,7 +31,10 @@ from .cold_start import start_policy
 from .gates import GateState
 from .learner import Learner
 from .ledger import Ledger
-from .weight_sync import Probe
+from .sync import Probe
+
+if TYPE_CHECKING:
+    from .rollout import Drawn
 
 
 @dataclass(frozen=True)
@@ -50,22 +55,6 @@ class Totals:
     optimizer_steps: int = 0
     seconds: float = 0.0
     peak_memory_bytes: int = 0
-
-
-class Clock:
-    """Seconds of the phases of a step, by the run's own clock."""
-
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self.now = now
-        self.start = self.last = now()
-        self.seconds: dict[str, float] = {}
-
-    def lap(self, phase: str) -> None:
-        now = self.now()
-        self.seconds[phase], self.last = self.seconds.get(phase, 0.0) + now - self.last, now
-
-    def metrics(self) -> dict[str, float]:
-        return {**{f"seconds/{k}": v for k, v in self.seconds.items()}, "seconds/step": self.last - self.start}
 
 
 class Models:
@@ -111,19 +100,23 @@ class Run:
     probe: Probe | None = None  # of the engine's weights in the last step
     totals: Totals = field(default_factory=Totals)
     accuracies: dict[str, float] = field(default_factory=dict)
-    kl_beta: float = 0.0  # of the next step, where it is adaptive
     gates: GateState = field(default_factory=GateState)
     ledger: Ledger = field(init=False)
 
     def __post_init__(self) -> None:
         self.ledger = Ledger.of(self.spec, self.learner.policy)
 
+    @property
+    def sampler_is_exact(self) -> bool:
+        """Whether the engine's log-probs serve as the learner's of the policy before the step."""
+        return self.engine.exact_logprobs and not (self.spec.staleness and self.spec.mismatch.correction != "none")
+
     def save(self, step: int) -> None:
         """Write the checkpoint of training step `step`; `prepare` can continue from it with any number of devices."""
         progress = {
             "totals": vars(self.totals),
             "accuracies": self.accuracies,
-            "kl_beta": self.kl_beta,
+            "kl_beta": self.learner.kl_beta,
             "gates": vars(self.gates),
             "ledger": self.ledger.spent,
             "num_events": self.log.sync(),  # must be on disk before the checkpoint that relies on them
@@ -143,6 +136,29 @@ class Run:
                 inputs=self.inputs,
                 base=self.base,
             )
+
+    def charge_step(self, drawn: Drawn, seconds: float) -> dict[str, float]:
+        """Add the costs of a step (everything that it has sampled) to the run's totals, and return those as metrics;
+        `seconds` is its time."""
+        groups = (*drawn.groups, *drawn.greedy)
+        generated = sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
+        totals, learner = self.totals, self.learner
+        totals.rollouts += sum(len(group.rollouts) for group in groups)
+        totals.generated_tokens += generated
+        totals.optimizer_steps += self.spec.updates_per_step
+        return {
+            "train/rollouts": totals.rollouts,
+            "train/generated_tokens": totals.generated_tokens,
+            "train/optimizer_steps": totals.optimizer_steps,
+            "throughput/tokens_per_second": generated / seconds,
+            **self.ledger.step(
+                drawn.groups,
+                drawn.greedy,
+                drawn.trained_on(self.spec.prompts_per_step).groups,
+                reads_old=learner.scores_old(self.sampler_is_exact),
+                share=learner.shares_prompts,
+            ),
+        }
 
     def charge(self, seconds: float) -> None:
         self.totals.seconds += seconds
@@ -189,7 +205,7 @@ def prepare(
     inputs = run_inputs([spec], cache)
 
     def has_its_events(checkpoint: Checkpoint) -> bool:
-        return ranks.same(lambda: log.holds(checkpoint.step, checkpoint.progress.get("num_events", 0)))
+        return ranks.same(lambda: log.holds(checkpoint.step, checkpoint.progress["num_events"]))
 
     checkpoint = latest_checkpoint(directory / CHECKPOINTS, spec.digest(), inputs, has_its_events)
     log.resume(checkpoint.step if checkpoint else -1)
@@ -206,15 +222,14 @@ def prepare(
     engine = models.engine(spec, policy, codec)
     base = Base.of(start_name(spec, cache), spec.cold_start.seed) if spec.lora is not None else None
     run = Run(spec, engine, learner, log, directory, codec, models, memory_before, inputs, base)
-    run.kl_beta = spec.algorithm.kl_beta
     if checkpoint is None:
         return run, 0
     weights = {} if spec.lora else checkpoint.policy_weights(policy)  # an adapter is in the learner's state
     learner.load_state(weights, checkpoint.learner_state())
-    engine.load_weights(learner.weights(merged=not engine.exact_logprobs), checkpoint.step)
+    engine.load_weights(learner.weights(), checkpoint.step)
     run.totals = Totals(**checkpoint.progress["totals"])
     run.accuracies = dict(checkpoint.progress["accuracies"])
-    run.kl_beta = checkpoint.progress["kl_beta"]
+    learner.kl_beta = checkpoint.progress["kl_beta"]
     run.gates = GateState(**checkpoint.progress["gates"])
     run.ledger.spent = dict(checkpoint.progress["ledger"])
     return run, checkpoint.step

@@ -274,11 +274,6 @@ class RunSpec(Section):
     gradient_checkpointing: bool = Field(
         default=False, description="recompute activations in the backward pass: less memory, more time"
     )
-    torch_compile: bool = Field(
-        default=False,
-        description="compile the layers that learn (torch.compile), which then read each completion with its prompt; "
-        "not yet run on a GPU",
-    )
     devices: int = Field(
         default=1, ge=1, description="GPUs (on a CPU: processes) over which the run's weights and rows are split"
     )

@@ -11,7 +11,7 @@ from cohort.harness.data import Batch, PolicyOutput
 from cohort.harness.policy.forward import token_logprobs
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run.learner import Learner
-from cohort.harness.run.scoring import score
+from cohort.harness.run.rollout import score
 from cohort.harness.spec.run import parse_run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -92,7 +92,7 @@ def weighted(algorithm, batch):
 def rewards_of(algorithm, groups):
     """What a run of the algorithm pays by default for these groups."""
     spec = parse_run({"task": "arithmetic", "algorithm": algorithm}, "test")
-    return [value for group in score(spec.rewards, groups).totals for value in group]
+    return [value for found in score(spec.rewards, groups) for value in found.totals]
 
 
 def test_the_name_is_the_file_and_settings_round_trip(name, algorithm):

@@ -42,7 +42,6 @@ from ..ground.tensors import pad_right
 from ..interfaces import Precision, RolloutEngine
 from ..policy.forward import token_logprobs
 from ..policy.lora import holds_products
-from .learner import Learner
 
 # Nats, by the coarser precision of engine and learner. float32: 50 times the largest difference of an engine in step;
 # tf32 and bfloat16: 9 and 7 times, as GPUs and larger models were not measured. If a run's first probe differs by more
@@ -101,12 +100,6 @@ def precision(policy: nn.Module) -> Precision:
     if weight.dtype == torch.bfloat16:
         return "bfloat16"
     return "tf32" if weight.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32" else "float32"
-
-
-def load_weights(engine: RolloutEngine, learner: Learner, version: int, before: Probe | None) -> dict[str, float]:
-    """Give the engine the learner's weights; returns `mismatch/after_sync` if it has its own copy of the weights."""
-    engine.load_weights(learner.weights(merged=not engine.exact_logprobs), version)
-    return {} if before is None else {"mismatch/after_sync": check_sync(engine, learner.policy, before)}
 
 
 def check_sync(engine: RolloutEngine, policy: nn.Module, before: Probe, *, bound: float | None = None) -> float:
