@@ -47,15 +47,6 @@ def spec_of(**changes: Any) -> RunSpec:
 # The run ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_without_a_control_is_what_it_was_before_there_were_controls():
-    plain, controlled = spec_of(), spec_of(control="random")
-    assert "control" not in plain.model_dump(mode="json")
-    assert {**plain.model_dump(mode="json"), "control": "random"} == controlled.model_dump(mode="json")
-    assert parse_run(controlled.model_dump(mode="json"), "test") == controlled
-    assert plain.digest() != controlled.digest()
-    assert start_name(plain, Path("cache")) == start_name(controlled, Path("cache"))
-
-
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cold-starts")

@@ -202,9 +202,8 @@ def test_accuracy_pays_partial_credit_only_where_it_is_asked_to():
         Accuracy(partial=True).score(graded.blind())
 
 
-def test_partial_credit_is_refused_for_a_task_without_it_and_leaves_the_digest_of_other_runs_alone():
+def test_partial_credit_is_refused_for_a_task_without_it():
     run = {"task": "arithmetic", "algorithm": "grpo"}
     with pytest.raises(SpecError, match=r"rewards\.accuracy\.partial must be false for arithmetic, .* got true"):
         parse_run({**run, "rewards": {"accuracy": {"partial": True}}}, "test")
-    assert Accuracy().model_dump() == {"weight": 1.0}
     assert parse_run({**run, "task": "reasoning_gym", "rewards": {"accuracy": {"partial": True}}}, "test").digest()

@@ -62,18 +62,6 @@ def test_in_a_held_out_vote_each_half_is_judged_by_the_other():
     assert MajorityVote(held_out=True).score(graded_group([0])) == [-0.1]  # nobody else votes
 
 
-def test_runs_that_use_no_variant_keep_their_digest():
-    def digest(**rewards):
-        return parse_run({"task": "arithmetic", "algorithm": "grpo_self_consistency", "rewards": rewards}, "t").digest()
-
-    plain = parse_run({"task": "arithmetic", "algorithm": "grpo_self_consistency"}, "t")
-    settings = plain.model_dump(mode="json")["rewards"]
-    assert settings == {"majority_vote": {"weight": 1.0, "majority_reward": 1.0, "minority_reward": -0.1}}
-    assert digest(majority_vote={"soft": False, "min_share": 0.0, "held_out": False}) == plain.digest()
-    changed = [digest(majority_vote=settings) for settings in ({"soft": True}, {"min_share": 0.5}, {"held_out": True})]
-    assert len({plain.digest(), *changed}) == 4
-
-
 def test_the_entropy_of_the_answers_is_paid_in_parts_whose_mean_is_minus_the_entropy():
     # shares 1/2, 1/2, 1/4; no answer is a class of its own, 1/4: H = (2 ln 2 + 2 ln 4) / 4 = 1.5 ln 2
     group = graded_group([0, 0, 1, None], [True, True, False, False])
