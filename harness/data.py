@@ -199,6 +199,22 @@ class GradedGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class Score:
+    """Rewards of a group of G completions.
+
+    totals    [G] sum of all weighted rewards, those of steps included
+    outcomes  [G] the part that the whole completion earned; None if no outcome is rewarded
+    steps     [G] (character, weighted value) of each rewarded step; None if no steps are rewarded
+    parts     reward name -> [G] values before the weight
+    """
+
+    totals: list[float]
+    outcomes: list[float] | None
+    steps: list[list[tuple[int, float]]] | None
+    parts: dict[str, list[float]]
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """B rows of tokens with all inputs of a loss; a row is prompt, completion, padding.
 

@@ -5,12 +5,12 @@ from fractions import Fraction
 from typing import Literal
 
 import pytest
-from cohort.harness.data import Group, Prompt, Rollout
+from cohort.harness.data import Group, Prompt, Rollout, Score
 from cohort.harness.interfaces import Task
 from cohort.harness.rewards.accuracy import Accuracy
 from cohort.harness.run.evaluate import metric_names, problem_score, sample_metrics
 from cohort.harness.run.grading import grade, sample_rows
-from cohort.harness.run.rollout import Score, rollout_metrics
+from cohort.harness.run.rollout import rollout_metrics
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import Evaluation, parse_run
 

@@ -3,20 +3,15 @@
 Rows of completions for files and readers state gold too, and stand here for that reason.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..data import GradedGroup, Group, Prompt, Rollout, SampleRow, Split
+from ..data import GradedGroup, Group, Prompt, Rollout, SampleRow, Score, Split
 from ..ground.streams import generator
 from ..interfaces import Task
-
-if TYPE_CHECKING:
-    from .rollout import Score
 
 GROUP_OVERRUNS = 2  # comparisons of a group that may reach their time limit (slow ones count in part); then no more
 # are made

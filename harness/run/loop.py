@@ -21,6 +21,7 @@ from .evaluate import logged_evaluation
 from .gates import check_gates, gates_of
 from .grading import sample_rows
 from .kept import keep_rows, rollouts_file
+from .rollout import Drawn
 from .state import OWN_MODELS, Models, Run, RunResult, StoppedEarly, first_prompt, prepare, run_facts
 from .step import merged, train_step
 
@@ -82,7 +83,7 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
         start = run.models.now()
         metrics, drawn = train_step(run, prompts, step)
         step += 1
-        metrics = merged(metrics, run.charge_step(drawn, metrics["seconds/step"]))
+        metrics = merged(metrics, charge_step(run, drawn, metrics["seconds/step"]))
         run.charge(run.models.now() - start)
         metrics["seconds/total"] = run.totals.seconds
         run.totals.peak_memory_bytes = max(run.totals.peak_memory_bytes, peak_memory())
@@ -105,6 +106,30 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
             return RunResult("stopped", None, run.summary())
     _evaluate(run, "test", step)
     return RunResult("complete", None, run.summary())
+
+
+def charge_step(run: Run, drawn: Drawn, seconds: float) -> dict[str, float]:
+    """Add the costs of a step (everything that it has sampled) to the run's totals, and return those as metrics;
+    `seconds` is its time."""
+    groups = (*drawn.groups, *drawn.greedy)
+    generated = sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
+    totals, learner = run.totals, run.learner
+    totals.rollouts += sum(len(group.rollouts) for group in groups)
+    totals.generated_tokens += generated
+    totals.optimizer_steps += run.spec.updates_per_step
+    return {
+        "train/rollouts": totals.rollouts,
+        "train/generated_tokens": totals.generated_tokens,
+        "train/optimizer_steps": totals.optimizer_steps,
+        "throughput/tokens_per_second": generated / seconds,
+        **run.ledger.step(
+            drawn.groups,
+            drawn.greedy,
+            drawn.trained_on(run.spec.prompts_per_step).groups,
+            reads_old=learner.scores_old(run.sampler_is_exact),
+            share=learner.shares_prompts,
+        ),
+    }
 
 
 def _evaluate(run: Run, split: Split, step: int, area: str = "") -> None:

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..data import Batch, GradedGroup, Group, Prompt, Rollout, Sampling
+from ..data import Batch, GradedGroup, Group, Prompt, Rollout, Sampling, Score
 from ..devices import ranks
 from ..devices.device import mixed_precision, resolve_device
 from ..ground.streams import generator
@@ -41,22 +41,6 @@ from ..spec.run import RunSpec
 from .grading import grade, grade_by_other_gold
 from .state import Run
 from .sync import probe
-
-
-@dataclass(frozen=True)
-class Score:
-    """Rewards of a group of G completions.
-
-    totals    [G] sum of all weighted rewards, those of steps included
-    outcomes  [G] the part that the whole completion earned; None if no outcome is rewarded
-    steps     [G] (character, weighted value) of each rewarded step; None if no steps are rewarded
-    parts     reward name -> [G] values before the weight
-    """
-
-    totals: list[float]
-    outcomes: list[float] | None
-    steps: list[list[tuple[int, float]]] | None
-    parts: dict[str, list[float]]
 
 
 @dataclass(frozen=True)

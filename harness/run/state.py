@@ -1,12 +1,10 @@
 """Builds or resumes a run in progress: its models, costs and accuracies."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -32,9 +30,6 @@ from .gates import GateState
 from .learner import Learner
 from .ledger import Ledger
 from .sync import Probe
-
-if TYPE_CHECKING:
-    from .rollout import Drawn
 
 
 @dataclass(frozen=True)
@@ -136,29 +131,6 @@ class Run:
                 inputs=self.inputs,
                 base=self.base,
             )
-
-    def charge_step(self, drawn: Drawn, seconds: float) -> dict[str, float]:
-        """Add the costs of a step (everything that it has sampled) to the run's totals, and return those as metrics;
-        `seconds` is its time."""
-        groups = (*drawn.groups, *drawn.greedy)
-        generated = sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
-        totals, learner = self.totals, self.learner
-        totals.rollouts += sum(len(group.rollouts) for group in groups)
-        totals.generated_tokens += generated
-        totals.optimizer_steps += self.spec.updates_per_step
-        return {
-            "train/rollouts": totals.rollouts,
-            "train/generated_tokens": totals.generated_tokens,
-            "train/optimizer_steps": totals.optimizer_steps,
-            "throughput/tokens_per_second": generated / seconds,
-            **self.ledger.step(
-                drawn.groups,
-                drawn.greedy,
-                drawn.trained_on(self.spec.prompts_per_step).groups,
-                reads_old=learner.scores_old(self.sampler_is_exact),
-                share=learner.shares_prompts,
-            ),
-        }
 
     def charge(self, seconds: float) -> None:
         self.totals.seconds += seconds
