@@ -74,7 +74,7 @@ def wait_for(file: Path) -> None:
 
 
 def main(folder: Path, cases: dict[str, dict[str, Any]]) -> None:
-    from cohort.harness.run.launch import loopback
+    from cohort.harness.devices.group import loopback
     from fakes import StopAfter
 
     for part in ("1", "2"):

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,13 @@ import psutil
 import pytest
 import torch
 from cohort.harness.checks import memory, preflight
-from cohort.harness.devices import hosts
+from cohort.harness.devices import group
 from cohort.harness.devices import ranks as rank_messages
 from cohort.harness.devices.memory import GIB
 from cohort.harness.engines.vllm import VLLMEngine
-from cohort.harness.ground.machine import HOSTS, Hosts
 from cohort.harness.policy.model import load_policy
 from cohort.harness.policy.tiny import tiny_config, tiny_model
-from cohort.harness.run import launch
-from cohort.harness.run.launch import train
+from cohort.harness.run.loop import train
 from cohort.harness.run.pipeline import train_pipeline
 from cohort.harness.run.single import train_once
 from cohort.harness.run.stages import Stage
@@ -40,11 +37,12 @@ def case(algorithm: str = "grpo", **changes: Any) -> dict[str, Any]:
     return {"algorithm": {"name": algorithm, "group_size": 4}, **changes}
 
 
-CASES = {name: case(name) for name in ("ppo", "grpo_self_consistency", "dr_grpo", "gspo", "online_dpo")} | {
+CASES = {
     "lora_recomputed": case("ppo", lora={"rank": 4}, gradient_checkpointing=True),
     "grpo": case(optimizer={"num_minibatches": 2, "num_inner_epochs": 2, "tokens_per_microbatch": 60}),
 }
 MORE = {
+    **{name: case(name) for name in ("ppo", "grpo_self_consistency", "dr_grpo", "gspo", "online_dpo")},
     "lora": case(lora={"rank": 4}),
     "one_update": case(),
     "recomputed": case(gradient_checkpointing=True),
@@ -98,67 +96,54 @@ def last_policy(directory: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.attack("SIGKILL of one process of a trial on two devices")
-def test_a_rank_that_is_killed_ends_the_attempt_and_the_next_one_goes_on_from_its_checkpoint(tmp_path: Path):
-    changes = {**RUN, "steps": 60, "checkpoints": {"every": 1}}
+def test_a_process_that_is_killed_ends_the_attempt_and_the_next_one_goes_on_from_its_checkpoint(tmp_path: Path):
+    changes = {**RUN, "device": "cpu", "steps": 60, "checkpoints": {"every": 1}}
+    (tmp_path / "run.yaml").write_text(json.dumps(changes))
+    command = [sys.executable, "-m", "cohort", "train", str(tmp_path / "run.yaml"), "--devices", "2", "--name", "one"]
+    agent = subprocess.Popen([*command, "--runs", str(tmp_path)], stderr=subprocess.PIPE, text=True)
+    folder, deadline = tmp_path / "train/one", time.monotonic() + 240
+    while not list(folder.glob("checkpoints/step-*")):
+        assert agent.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    ranks = psutil.Process(agent.pid).children()
+    addresses = {one.laddr.ip for process in (*ranks, psutil.Process(agent.pid)) for one in process.net_connections()
+                 if one.status == psutil.CONN_LISTEN}  # fmt: skip
+    assert addresses <= {"127.0.0.1", "::1"}  # nothing of it can be reached from another machine
+    ranks[1].kill()
+    _, words = agent.communicate(timeout=240)
+    assert agent.returncode == 137
+    assert "process 1 of the trial was killed by signal 9; the trial continues from its last checkpoint" in words
+    assert not [one for one in ranks if one.is_running()]
     log = MemoryLog()
-
-    def kill() -> None:
-        while len(log.history("policy/loss")) < 2:  # the checkpoint of the first step is there
-            time.sleep(0.02)
-        ranks()[0].kill()
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    with pytest.raises(
-        ChildProcessError, match=r"process [01] of the trial's 2 was killed by signal 9; the trial continues"
-    ):
-        train(parse_run({**changes, "devices": 2}, "killed"), tmp_path / "run", log, cache=tmp_path)
-    killer.join()
-    assert ranks() == []
-    result = train(parse_run(changes, "next"), tmp_path / "run", log, cache=tmp_path, should_stop=StopAfter(1))
-    assert result.state == "stopped"
-    assert log.resumed_at[0] == -1 and log.resumed_at[1] >= 1
+    log.holds = lambda *_: True
+    spec = parse_run(changes, "next")
+    assert train(spec, folder, log, cache=tmp_path / "cache", should_stop=StopAfter(1)).state == "stopped"
+    assert log.resumed_at[0] >= 1
 
 
-def ranks() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if launch.__name__ in child.cmdline()]
+def test_the_first_error_of_a_process_reaches_the_first_one_and_the_group_lives_on(tmp_path: Path):
+    """In `group_at_work.py`, whose trials end in several ways, one after another."""
+    script = Path(__file__).with_name("group_at_work.py")
+    done = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [
+        ["well", "complete"],
+        ["follower fails", "SpecError", "bad data"],
+        ["follower fails oddly", "RuntimeError", "process 1: ZeroDivisionError: division by zero"],
+        ["follower is invalid", "invalid"],
+        ["first fails", "KeyError", "'own'"],
+        ["first stops alone", "stopped"],
+        ["well", "complete"],
+        ["other files", "SpecError", "all hosts of a trial must see the same rank, process 1 sees others than process "
+         f"0; give all the same files (the run is in '{tmp_path}')"],
+        ["follower dies", "ChildProcessError", "only 1 of the trial's 2 processes answer; the trial continues from its "
+         "last checkpoint when it is started again"],
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "raised"),
-    [
-        ("ask('metrics', 1, {}); end('result')", "time.sleep(60)", None),
-        ("time.sleep(60)", "end(ValueError('bad data'))", "bad data"),
-        ("time.sleep(60)", "os.kill(os.getpid(), 9)", "process 1 of the trial's 2 was killed by signal 9"),
-        ("end(RuntimeError('lost sight of 1'))", "os._exit(3)", "process 1 of the trial's 2 ended with status 3"),
-        ("time.sleep(0.5); end('result')", "end('result')", None),
-    ],
-)
-def test_the_first_result_or_error_of_a_rank_decides(
-    first: str, second: str, raised: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    begin = (
-        "import os, sys, time\nfrom multiprocessing.connection import Connection\nfrom types import SimpleNamespace\n"
-        "pipe = Connection(int(sys.argv[1]))\npipe.recv()\n"
-        "def ask(*call):\n    pipe.send(('call', call))\n    assert pipe.recv() == 'noted'\n"
-        "def end(what):\n"
-        "    pipe.send(('end', what if isinstance(what, Exception) else SimpleNamespace(state='complete')))\n"
-        "    os._exit(0)\n"
-    )
-    programs = [tmp_path / "first.py", tmp_path / "second.py"]
-    for program, rest in zip(programs, (first, second), strict=True):
-        program.write_text(begin + rest)
-    left = iter(programs)
-    monkeypatch.setattr(hosts, "rank_command", lambda fd: [sys.executable, str(next(left)), str(fd)])
-    calls: list[Any] = []
-    with launch._Ranks([None, None], [{}, {}]) as both:  # pyright: ignore
-        if raised:
-            with pytest.raises((ValueError, ChildProcessError), match=raised):
-                both.result(lambda *call: calls.append(call) or "noted")
-        else:
-            assert both.result(lambda *call: calls.append(call) or "noted").state == "complete"
-    assert calls == ([("metrics", 1, {})] if "metrics" in first else [])
-    assert all(process.poll() is not None for process in both.processes.values())
+def test_a_run_on_several_devices_needs_a_group(tmp_path: Path):
+    with pytest.raises(SpecError, match=r"devices=2 needs a group of as many processes.*`cohort train`"):
+        group.train(train, parse_run({**RUN, "devices": 2}, "alone"), tmp_path, MemoryLog(), cache=tmp_path)
 
 
 def test_bad_numbers_of_devices_are_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -185,10 +170,11 @@ def test_devices_that_cannot_share_an_engine_are_refused_before_anything_starts(
     with pytest.raises(SpecError, match="must divide the 2 attention heads of 'tiny', got 4; use 2"):
         preflight.check_devices([run(4, 4)])
     preflight.check_devices([run(4, 2)])
-    monkeypatch.setenv(HOSTS, Hosts(2, "127.0.0.1").environment()[HOSTS])
-    preflight.check_devices([run(4, 2)])
-    with pytest.raises(SpecError, match="must divide the devices on each host, 1 and 1, got 2; lower it, or change"):
+    monkeypatch.setattr(group, "_own", group.Group(None, 0, 4, 1, ""))  # four hosts
+    with pytest.raises(SpecError, match="must divide the processes on each host, 1, got 2"):
         preflight.check_devices([run(2, 2)])
+    with pytest.raises(SpecError, match="devices must be at most 4, the processes of this group, got 8"):
+        preflight.check_devices([run(8, 1)])
 
 
 @pytest.mark.parametrize(("together", "parts"), [(1, [[0], [1, 2], [3], [4, 5]]), (2, [[0, 1, 2], [3, 4, 5]])])

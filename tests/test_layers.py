@@ -57,7 +57,6 @@ ROOMS = (
 RANK = {room: rank for rank, rooms in enumerate(ROOMS) for room in rooms}
 NOT_YET = {
     ("api", "cli"),
-    "harness/devices/hosts.py",
     "harness/record/evidence.py",
     *(f"harness/cli/{name}.py" for name in ("plan", "train", "verify")),
 }
@@ -65,7 +64,7 @@ ONLY_IMPORTER = {"mlflow": "harness/mirror/", "optuna": "harness/study/"}
 HEAVY = {"torch", "transformers", "datasets", "mlflow", "optuna", "matplotlib", "pandas", "scipy"}
 LIGHT = tuple(
     f"harness/{file}.py"
-    for file in ("cli/app", "cli/commands", "cli/options", "cli/train", "cli/join", "cli/probe", "cli/reward_model",
+    for file in ("cli/app", "cli/commands", "cli/options", "cli/train", "cli/probe", "cli/reward_model",
                  "cli/compare", "cli/study", "cli/plan", "cli/report", "cli/verify", "cli/inspect", "cli/ui",
                  "cli/doctor", "cli/memory", "cli/lists", "cli/views/answers", "cli/views/studies", "console/terminal")
 )  # fmt: skip

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..data import Split
 from ..ground.inputs import Inputs, digested, expecting
-from ..ground.machine import addresses, hosts, interface, usable_cores, usable_gpus
+from ..ground.machine import usable_cores, usable_gpus
 from ..interfaces import Task
 from ..mirror.store import check_runs_folder
 from ..policy.sources import model_sources
@@ -74,37 +74,32 @@ def parts_read(specs: Iterable[RunSpec], splits: Sequence[Split] | None = None) 
 
 
 def check_devices(specs: Sequence[RunSpec]) -> None:
-    """SpecError for a run on more devices (GPUs, or else cores) than its hosts have, assuming all are like this one, or
-    for devices that cannot share an engine."""
+    """SpecError for a run on more devices than this machine has (GPUs, or else cores), or than the group of this
+    process, or for devices that cannot share an engine."""
+    from ..devices import group
     from ..devices.device import resolve_device
     from ..policy.model import model_config
 
-    place = hosts()
-    if place.count > 1 and interface(place.address) is None:
-        raise SpecError(
-            f"--listen must be an address of this host by which the others reach it, got '{place.address}'; "
-            f"it has {', '.join(addresses())}"
-        )
     for kind, count in dict.fromkeys((resolve_device(spec.device).type, spec.devices) for spec in specs):
         available, what = (len(usable_gpus()), "GPUs") if kind == "cuda" else (usable_cores(), "cores")
-        if max(place.shares(count)) > max(1, available):
-            machine = "this machine" if place.count == 1 else f"{place.count} machines such as this one"
+        what = f"{what} of this machine"
+        if group.size() > 1:
+            available, what = group.size(), "processes of this group"
+        if count > max(1, available):
             raise SpecError(
-                f"devices must be at most {available * place.count}, the {what} of {machine}, got {count}; lower "
-                "devices, or take more hosts (--hosts N --listen ADDRESS here and `cohort join` on each other one, or "
-                "a study with --launcher ray)"
+                f"devices must be at most {available}, the {what}, got {count}; lower devices, or take several hosts "
+                "(`torchrun`, or a study with --launcher ray)"
             )
-    for model, size, count in {(s.model, s.engine.processes, s.devices) for s in specs if s.engine.processes > 1}:
-        heads, shares = model_config(model).num_attention_heads, place.shares(count)
+    for model, size in {(s.model, s.engine.processes) for s in specs if s.engine.processes > 1}:
+        heads = model_config(model).num_attention_heads
         if heads % size:
             raise SpecError(
                 f"engine.tensor_parallel_size must divide the {heads} attention heads of '{model}', got {size}; "
                 f"use {math.gcd(heads, size)}"
             )
-        if any(share % size for share in shares):
+        if group.size() > 1 and group.size_here() % size:
             raise SpecError(
-                f"engine.tensor_parallel_size must divide the devices on each host, {' and '.join(map(str, shares))}, "
-                f"got {size}; lower it, or change devices or --hosts"
+                f"engine.tensor_parallel_size must divide the processes on each host, {group.size_here()}, got {size}"
             )
 
 

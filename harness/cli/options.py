@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import sys
@@ -76,11 +75,6 @@ Storage = Annotated[
         "~/.pgpass, or you are asked for it.",
     ),
 ]
-Hosts = Annotated[int, typer.Option(min=1, metavar="N", help="Number of hosts of a trial; needs --listen.")]
-Listen = Annotated[
-    str | None,
-    typer.Option(metavar="ADDRESS[:PORT]", help="This host's address for the others, which run `cohort join`."),
-]
 DataPath = Annotated[
     str | None, typer.Option("--path", metavar="PATH", help="The task's data: a Hub id, or a local file or folder.")
 ]
@@ -95,20 +89,6 @@ def num_workers(text: str) -> int | None:
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"--workers must be a number of at least 1, or auto, got '{text}'")
     return int(text)
-
-
-def spread(count: int, listen: str | None) -> None:
-    """Let the trials of this command run on this many hosts; this host listens for the others."""
-    from ..ground.addresses import split_url
-    from ..ground.machine import Hosts
-
-    if (count > 1) != bool(listen):
-        raise ValueError("--hosts N (at least 2) and --listen ADDRESS belong together; give both or neither")
-    if listen:
-        place = split_url(f"//{listen}")
-        if place is None or not place.hostname:
-            raise ValueError(f"--listen must be ADDRESS or ADDRESS:PORT, got '{listen}'")
-        os.environ |= Hosts(count, place.hostname, place.port or 0).environment()
 
 
 def use_store(tracking_uri: str | None) -> None:

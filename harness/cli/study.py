@@ -54,8 +54,6 @@ def study_run(
     name: options.Name = None,
     interleave: options.Interleave = None,
     storage: options.Storage = None,
-    hosts: options.Hosts = 1,
-    listen: options.Listen = None,
     launcher: Annotated[str, typer.Option(metavar="local|ray|slurm", help="Where the workers run.")] = "local",
     ray_address: Annotated[
         str | None,
@@ -99,7 +97,6 @@ def study_run(
     """
     terminal.say_if_slow("Checking the study's settings, models, data, memory and disk ...")
     options.use_store(tracking_uri)
-    options.spread(hosts, listen)
     started = None if name or sets or seeds else started_study(study, runs, interleave)
     if started is not None:
         terminal.say(f"Continuing '{study}' of {runs} with the settings that it was started with.", stderr=True)
@@ -113,16 +110,11 @@ def study_run(
     cluster = _slurm(spec, on_slurm) if launcher == "slurm" else _cluster(launcher, ray_address, ray_cpus, ray_gpus)
     if cluster and workers == "0":
         raise ValueError("--workers 0 starts no worker, so --launcher has nothing to do; leave one of them out")
-    if cluster and listen:
-        raise ValueError(
-            "--listen is only for --launcher local, because Ray gives a trial the nodes that it needs; leave it out"
-        )
     storage = options.with_password(storage)
     if dry_run:
         return show_dry_run(spec, runs, count, storage, together, as_json)
     placed = {"--launcher": launcher, **(on_slurm if launcher == "slurm" else on_ray)} if cluster else {}
-    spread = {"--hosts": hosts, "--listen": listen} if listen else {}
-    given = {"--seeds": seeds, "--set": sets, "--name": name, "--interleave": interleave, **placed, **spread}
+    given = {"--seeds": seeds, "--set": sets, "--name": name, "--interleave": interleave, **placed}
     how = {None: "", True: " --together", False: " --apart"}[together]
     command = "" if started else options.shell(f"study run {shlex.quote(study)}", given) + how
     if workers == "0":
@@ -135,6 +127,7 @@ def study_run(
     "work",
     "cohort study work group_size --runs /shared/runs",
     "COHORT_STORAGE=postgresql://me:secret@db/cohort cohort study work group_size    (in a job of a scheduler)",
+    "srun torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT -m cohort study work s",
 )
 def study_work(
     study: options.Started,

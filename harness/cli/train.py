@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -30,7 +31,7 @@ EXIT_CODE = {"complete": 0, "stopped": 130}  # by a run's state; 1 for any other
     "cohort train --set task=arithmetic --set algorithm=grpo --set cold_start.steps=400 --set steps=50",
     "cohort train my_run.yaml --set seed=1",
     "cohort train my_7b_run.yaml --devices 8",
-    "cohort train my_7b_run.yaml --devices 16 --hosts 2 --listen 10.0.0.1 --runs /shared/runs",
+    "torchrun --nproc-per-node 8 -m cohort train my_7b_run.yaml --devices 8",
     "cohort train my_pipeline.yaml --set stages.polish.steps=20",
 )
 def train(
@@ -41,8 +42,6 @@ def train(
     devices: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="GPUs of the run (processes on a machine without GPU).")
     ] = None,
-    hosts: options.Hosts = 1,
-    listen: options.Listen = None,
     name: options.Name = None,
     runs: options.Runs = options.RUNS,
     tracking_uri: options.TrackingUri = None,
@@ -54,12 +53,12 @@ def train(
     from ..spec.raw import read_yaml
 
     options.use_store(tracking_uri)
-    options.spread(hosts, listen)
     sets = [*(sets or ()), *([] if devices is None else [f"devices={devices}"])]
     if spec is not None and isinstance(raw := read_yaml(spec), dict) and "stages" in raw:
         return _train_pipeline(spec, sets, name, runs, as_json)
     run = load_run(None if spec is None else str(spec), sets)
     name = options.checked_name(name or f"{run.task.name}-{run.algorithm.name}-seed{run.seed}-{run.digest()[:8]}")
+    _together([run])
     from ..run.single import train_once  # after the checks, because it takes seconds
 
     with _watched() as watch:
@@ -68,6 +67,26 @@ def train(
         rows = [(key, terminal.quantity(key, value)) for key, value in result.summary.items()]
         terminal.show_table("", ["quantity", "value"], rows, numeric=["value"])
     _end(name, runs, result, as_json)
+
+
+def _together(specs: Sequence[RunSpec]) -> None:
+    """Run this command in a group of processes if a run has several devices; returns in the one that leads it."""
+    from ..ground.machine import in_group
+
+    devices = max(spec.devices for spec in specs)
+    if in_group():
+        from ..devices.group import join
+        from ..run.loop import train as run
+
+        if (group := join()) is not None and group.rank:
+            group.follow(run)
+            raise typer.Exit()
+    elif devices > 1:
+        from ..checks.preflight import check_devices
+        from ..devices.launch import start
+
+        check_devices(specs)
+        raise typer.Exit(start(["-P", "-m", "cohort", *sys.argv[1:]], devices))
 
 
 @contextmanager
@@ -88,6 +107,7 @@ def _train_pipeline(spec: Path, sets: list[str] | None, name: str | None, runs: 
 
     stages = load_pipeline(spec, sets or ())
     name = options.checked_name(name or f"{spec.stem}-{digest([s.document() for s in stages])[:8]}")
+    _together([stage.spec for stage in stages])
     with _watched() as watch:
         result, ended = train_pipeline(stages, runs, name, watch)
     if not as_json:

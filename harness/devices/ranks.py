@@ -4,11 +4,15 @@ A single process is rank 0 of 1, and every function here is then the identity. A
 """
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ..spec.errors import SpecError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -47,13 +51,29 @@ def shared(items: Sequence[T], work: Callable[[Sequence[T]], Sequence[R]], toget
 
 
 def one_by_one(work: Callable[[], T]) -> T:
-    """The rank's own result; rank 0 works first, so that the others can use what it leaves in a cache."""
+    """The rank's own result; rank 0 works first, however long it takes, so that the others can use what it
+    leaves in a cache."""
+    if world_size() == 1:
+        return work()
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
     if rank() > 0:
-        dist.barrier()
+        dist.barrier(patient)
     result = work()
-    if rank() == 0 and world_size() > 1:
-        dist.barrier()
+    if rank() == 0:
+        dist.barrier(patient)
     return result
+
+
+def check_same(directory: Path, **seen: object) -> None:
+    """SpecError if ranks do not see the same, because their hosts have different files."""
+    for what, own in seen.items() if world_size() > 1 else ():
+        alike: list[bool] = [True] * world_size()
+        dist.all_gather_object(alike, own == same(lambda own=own: own))
+        if not all(alike):
+            raise SpecError(
+                f"all hosts of a trial must see the same {what}, process {alike.index(False)} sees others than process "
+                f"0; give all the same files (the run is in '{directory}')"
+            )
 
 
 def summed(values: Tensor) -> Tensor:

@@ -1,58 +1,25 @@
-"""The cores, GPUs and network interfaces of this machine, and the hosts over which this process's trials spread."""
+"""The cores, GPUs and network interfaces of this machine, and whether this process is one of a group."""
 
-import json
 import os
 import shutil
-import socket
 import subprocess
-from dataclasses import asdict, dataclass
 from functools import lru_cache
 
 import psutil
 
-HOSTS = "COHORT_HOSTS"  # environment variable, which workers inherit
+HOSTS = "COHORT_HOSTS"  # environment variable of a worker on several hosts: their number, where they meet
+SECRET = "COHORT_SECRET"  # the same for all hosts of a group
 
 
-@dataclass(frozen=True)
-class Hosts:
-    """The hosts that share a trial's devices; the first one listens at `address` and `port` (0: any free port).
-
-    By default a trial has one host, and nothing listens.
-    """
-
-    count: int = 1
-    address: str = ""
-    port: int = 0
-    group: str = ""  # hosts that join must name the same group
-
-    def shares(self, devices: int) -> list[int]:
-        """The devices of a trial on each of its hosts."""
-        count = min(self.count, devices)
-        return [devices * (host + 1) // count - devices * host // count for host in range(count)]
-
-    def environment(self) -> dict[str, str]:
-        return {HOSTS: json.dumps(asdict(self))}
-
-
-def hosts() -> Hosts:
-    """The hosts over which this process spreads its trials."""
-    return Hosts(**json.loads(os.environ.get(HOSTS, "{}")))
+def in_group() -> bool:
+    """Whether torch's elastic agent started this process as one of several."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def interface(address: str) -> str | None:
-    """The network interface of this host that has the address or name."""
-    try:
-        ends = {str(end[4][0]) for end in socket.getaddrinfo(address, None)} if address else set()
-    except OSError:
-        return None
-    return next((name for own, name in addresses().items() if own in ends), None)
-
-
-def addresses() -> dict[str, str]:
-    """The interface of each internet address of this host."""
-    found = psutil.net_if_addrs().items()
-    kinds = (socket.AF_INET, socket.AF_INET6)
-    return {own.address: name for name, owned in found for own in owned if own.family in kinds}
+    """The network interface of this host that has the address."""
+    found = ((name, own.address) for name, owned in psutil.net_if_addrs().items() for own in owned)
+    return next((name for name, own in found if own == address), None)
 
 
 def usable_cores() -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 SLICE_SECONDS = 0.1
+ORDERLY = {signal.SIGINT, signal.SIGTERM}  # signals that `stop_on_signals` takes
 LEAVE = (signal.SIGUSR1, signal.SIGUSR2)  # signals by which a scheduler asks for the machine back
 STEP = "Stopping: each run finishes its step and writes a checkpoint; Ctrl-C again stops at once."
 _open: list[str] = []  # what a signal does to those that stop in an orderly way, the innermost last
@@ -104,8 +105,8 @@ def stop_on_signals(
         request.set()
         on_first()
 
-    signals = (signal.SIGINT, signal.SIGTERM, *also) if threading.current_thread() is threading.main_thread() else ()
-    before = {number: signal.signal(number, handle) for number in dict.fromkeys(signals)}
+    signals = (*ORDERLY, *also) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, handle) for number in signals}
     _open.append(words)
     try:
         yield request

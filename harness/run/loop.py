@@ -15,6 +15,7 @@ from ..devices import ranks
 from ..devices.memory import peak_memory
 from ..ground.inputs import expecting
 from ..interfaces import RunLogger
+from ..record.finished import CHECKPOINTS
 from ..spec.run import RunSpec
 from .agreement import check_agreement
 from .evaluate import logged_evaluation
@@ -43,6 +44,8 @@ def train(
     shares with others.
     """
     inputs = run_inputs([spec], cache)
+    found = sorted(folder.name for folder in (directory / CHECKPOINTS).glob("step-*"))
+    ranks.check_same(directory, checkpoints=found, inputs=inputs)
     log.inputs(inputs)
     with expecting(inputs):
         return _train(spec, directory, log, cache, should_stop, models)

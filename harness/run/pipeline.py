@@ -22,12 +22,13 @@ import numpy as np
 from ..checks.disk import check_disk
 from ..checks.preflight import check_runs, run_inputs
 from ..data import TrialState
+from ..devices import group
 from ..ground.files import read_json, write_json
 from ..ground.inputs import Inputs, expecting
 from ..ground.stop import stop_on_signals
 from ..mirror.run_log import RunLog
 from ..spec.errors import SpecError
-from .launch import train
+from .loop import train
 from .rejection import rejection_sampling
 from .single import UNWATCHED, Execute, Watch, ended_result, has_ended, own_folder, run_logged
 from .stages import Kind, Stage, policy_folder
@@ -73,7 +74,7 @@ def train_pipeline(
             results = []
             for number, (stage, folder) in enumerate(zip(stages, folders, strict=True), start=1):
                 spec = stage.spec.model_copy(update={"model": model})
-                execute: Execute = train
+                execute: Execute = partial(group.train, train)
                 if stage.kind == "rejection_sampling":
                     execute = partial(rejection_sampling, stage=stage, start=stages[0].spec)
                 run = partial(run_logged, execute, spec, runs, folder, f"{name}/{stage.name}", should_stop, watch)

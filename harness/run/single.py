@@ -13,6 +13,7 @@ from filelock import FileLock, Timeout
 from ..checks.disk import check_disk
 from ..checks.preflight import check_runs, run_inputs
 from ..data import FINAL, EvaluationResult, Split
+from ..devices import group
 from ..devices.device import resolve_device
 from ..ground.files import read_json
 from ..ground.inputs import Inputs, expecting
@@ -25,7 +26,7 @@ from ..spec.run import RunSpec
 from .cold_start import start_policy
 from .evaluate import evaluate_run, evaluation_metrics
 from .kept import Completions
-from .launch import train
+from .loop import train
 from .state import RunResult, build_engine, first_prompt
 
 Execute = Callable[..., RunResult]  # called like `harness.run.loop.train`
@@ -58,7 +59,7 @@ def train_once(spec: RunSpec, runs: Path, name: str, watch: Watch = UNWATCHED) -
             if (ended := ended_result(directory, spec)) is not None:
                 replay(runs, directory, None)
                 return ended
-            return run_logged(train, spec, runs, directory, name, should_stop, watch)
+            return run_logged(partial(group.train, train), spec, runs, directory, name, should_stop, watch)
 
 
 def evaluate_once(

@@ -215,7 +215,7 @@ def _pool(
         job = Job(name, plan.runs, execute, dict(together))
         yield SlurmPool(job, workers, logs, environment, cluster)
         return
-    pool = RayPool(MODULE, arguments, workers, logs, environment, cluster=cluster, devices=devices, runs=plan.runs)
+    pool = RayPool(MODULE, arguments, workers, logs, environment, cluster=cluster, devices=devices)
     with pool.connected():
         if storage is None or pool.hosts > 1:
             pool.check_shared(plan.runs)

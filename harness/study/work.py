@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..ground.machine import in_group
 from ..mirror.address import TRACKING_URI, remote_uri
 from ..record.status import StudyStatus
 from .launchers.local import Pool, WorkerPool
 from .queue import Queue, open_queue
 from .storage.base import StorageUnavailable
-from .worker import EXECUTE, MAX_WAIT_SECONDS, MODULE, STORAGE, log
+from .worker import EXECUTE, MAX_WAIT_SECONDS, MODULE, STORAGE, log, worker_main
 
 HINT = "; `cohort study run NAME --workers 0` starts one for workers like this one"
 PATIENCE_SECONDS = 90.0  # longer than the lease of a dead worker, so that its trial can be taken over
@@ -48,6 +49,9 @@ def work(
     once. ValueError for a study that was not started. The other arguments are those of `run_study`.
     """
     runs = runs.resolve()
+    if in_group():  # of torch's agent, which starts it again: this process is the worker, or follows it
+        worker_main(name, runs, execute=execute, storage=storage, patience=patience)
+        return Work(open_queue(name, runs, storage, HINT).status(), ())
     environment = {STORAGE: storage or "", TRACKING_URI: remote_uri() or ""}
     queue = open_queue(name, runs, storage, HINT)
     arguments = [name, "--runs", str(runs), "--parent", "{parent}", "--execute", execute]

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ from ..data import FINAL, TrialState
 from ..ground.disk import EXIT_STATUS, disk_full
 from ..ground.files import file_lock
 from ..ground.inputs import expecting
+from ..ground.machine import HOSTS, in_group
 from ..ground.stop import LEAVE, StopRequest, stop_on_signals
 from ..interfaces import RunLogger
 from ..mirror.run_log import RunLog, read_result
@@ -36,7 +38,7 @@ from .sharing import sharing_key
 from .storage.base import StorageUnavailable
 
 MODULE = "cohort.harness.study.worker"
-EXECUTE = "cohort.harness.run.launch:train"
+EXECUTE = "cohort.harness.run.loop:train"
 ORPHAN_SECONDS = 120.0  # how long a worker whose parent died may take to stop after its current step
 POLL_SECONDS = 0.5
 MAX_WAIT_SECONDS = 15.0  # between attempts to reach a storage
@@ -60,18 +62,27 @@ def worker_main(
 
     `together` says of trials that share a model, by their key, how many train at a time.
 
-    A worker that has used a GPU ends after its trial, and its pool starts another. A worker also ends if all trials
-    have been taken for `patience` seconds and no more can come.
+    A worker of a pool that has used a GPU ends after its trial, and the pool starts another. A worker also ends if all
+    trials have been taken for `patience` seconds and no more can come.
 
     `parent` is the id of the study's own process: when that dies, the worker stops after its current step. The worker
     waits for a storage that it cannot reach, also with the result of a trial.
     """
     runs = runs.resolve()
+    group = None
+    if in_group():  # torch is not for every worker
+        from ..devices.group import join
+
+        group = join()
+        if group is not None and group.rank:
+            group.follow(_function(execute))
+            return 0
     with stop_on_signals(on_second=at_once_on(lambda number: os._exit(128 + number)), also=LEAVE) as stop:
-        if parent is not None:
-            threading.Thread(target=_watch_parent, args=(parent, stop), name="parent", daemon=True).start()
+        if parent is not None and group is None:  # a process of a group ends with its agent
+            threading.Thread(target=_watch_parent, args=(parent, stop.set), name="parent", daemon=True).start()
         try:
-            _run_claims(name, runs, execute, storage, together, patience, stop)
+            pooled = parent is not None or group is None
+            _run_claims(name, runs, execute, storage, together, patience, stop, pooled)
         except Exception as error:
             if disk_full(error, runs) is None:
                 raise
@@ -87,12 +98,16 @@ def _run_claims(
     together: Mapping[str, int],
     patience: float,
     stop: StopRequest,
+    pooled: bool,
 ) -> None:
     queue = _patiently(lambda: open_queue(name, runs, storage), stop)
     if not _patiently(queue.unfinished, stop):
         return
-    module, _, function = execute.partition(":")
-    run_trial = getattr(importlib.import_module(module), function)
+    run_trial = _function(execute)
+    if queue.plan.study.devices > 1:
+        from ..devices.group import train
+
+        run_trial = partial(train, run_trial)
     _ensure_tracked(queue)
     idle_since = time.monotonic()
     while not stop.is_set():
@@ -115,13 +130,18 @@ def _run_claims(
                 gc.collect()
                 gc.freeze()
             torch = sys.modules.get("torch")  # torch is never imported for this
-            if torch is not None and torch.cuda.is_initialized():
+            if pooled and torch is not None and torch.cuda.is_initialized():
                 return  # what a trial leaves there, a full memory or a broken context, ends with its process
             idle_since = time.monotonic()
         elif not _patiently(queue.unfinished if time.monotonic() < idle_since + patience else queue.awaits_more, stop):
             return
         else:
             stop.wait(2 * POLL_SECONDS)  # the trial of another worker may still come back to the queue
+
+
+def _function(execute: str) -> Callable[..., Any]:
+    module, _, name = execute.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def _run_claim(claim: Claim, queue: Queue, run_trial: Callable[..., Any], stop: StopRequest) -> None:
@@ -289,10 +309,10 @@ def _with_metrics(outcome: Outcome, objectives: Sequence[str]) -> Outcome:
     return Outcome("failed", reason, outcome.summary, outcome.metrics)
 
 
-def _watch_parent(parent: int, stop: StopRequest) -> None:
+def _watch_parent(parent: int, ask_to_stop: Callable[[], object]) -> None:
     while os.getppid() == parent:
         time.sleep(POLL_SECONDS)
-    stop.set()
+    ask_to_stop()
     time.sleep(ORPHAN_SECONDS)
     os._exit(4)
 
@@ -305,5 +325,13 @@ if __name__ == "__main__":
     parser.add_argument("--together", type=json.loads, default={}, help="JSON: trials of one model at a time, by key")
     parser.add_argument("--patience", type=float, default=math.inf, help="seconds to wait for trials of other workers")
     parser.add_argument("--execute", default=EXECUTE, help=argparse.SUPPRESS)
+    parser.add_argument("--devices", type=int, default=1, help="processes of the worker on this host, one per device")
     options = vars(parser.parse_args())
+    devices = options.pop("devices")
+    if not in_group() and (devices > 1 or HOSTS in os.environ):
+        from ..devices.launch import start
+
+        arguments = (options["parent"] or os.getppid(), partial(os.kill, os.getpid(), signal.SIGTERM))
+        threading.Thread(target=_watch_parent, args=arguments, daemon=True).start()
+        sys.exit(start(["-P", "-m", MODULE, *sys.argv[1:]], devices, when_stopped=0))
     sys.exit(worker_main(**options, storage=os.environ.get(STORAGE)))

@@ -25,9 +25,10 @@ HOME = str(Path(__file__).absolute().parents[3])  # a worker imports this code f
 log = logging.getLogger(__name__)
 
 
-def worker_command(module: str, arguments: Sequence[str]) -> list[str]:
+def worker_command(module: str, arguments: Sequence[str], devices: int = 1) -> list[str]:
     """The command of a worker process; `{parent}` in it stands for the id of the process that starts it."""
-    return [sys.executable, "-P", "-m", module, *arguments]
+    spread = ["--devices", str(devices)] if devices > 1 else []
+    return [sys.executable, "-P", "-m", module, *arguments, *spread]
 
 
 def with_parent(command: Sequence[str]) -> list[str]:
@@ -139,7 +140,7 @@ class WorkerPool(Pool):
         self.size, self._name = size, name
         self.environment = environment
         self._devices = devices
-        self._command = with_parent(worker_command(module, arguments))
+        self._command = with_parent(worker_command(module, arguments, devices))
         self._alive: dict[int, subprocess.Popen[bytes]] = {}
 
     def _ask_to_stop(self) -> None:

@@ -2,14 +2,16 @@
 
 A task starts the same worker process as the local launcher, so trials run the same under both. Ray only places workers:
 the queue decides which trial runs where, and the leases return the trials of a node that dies. If no single node has
-the devices of a trial, its worker gets a placement group: a bundle for itself, and one for each other host that joins
-its trials (`training/hosts.py`). Ray is imported only for a study that uses it.
+the devices of a trial, its worker gets a placement group: a bundle for each host of
+its group of processes (`devices/launch.py`). Ray is imported only for a study that uses it.
 """
 
 import importlib.util
 import math
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...ground.machine import Hosts, usable_cores, usable_gpus
+from ...ground.machine import HOSTS, SECRET, usable_cores, usable_gpus
 from ...spec.errors import SpecError
 from .local import HOME, POLL_SECONDS, Pool, with_parent, worker_command
 
@@ -61,24 +63,6 @@ class Cluster:
     num_gpus: float | None = None
 
 
-@dataclass(frozen=True)
-class Spread:
-    """The placement group of a worker whose trials span hosts, each host's resources, and the others' command."""
-
-    group: Any
-    count: int
-    share: Mapping[str, float]
-    joining: Sequence[str]
-
-    def placed(self, run: Any, bundle: int) -> Any:
-        """The remote function on one of the hosts; the worker's own is the first."""
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        strategy = PlacementGroupSchedulingStrategy(self.group, bundle)
-        asked = {"num_cpus": self.share.get("CPU", 0), "num_gpus": self.share.get("GPU", 0)}
-        return run.options(**asked, scheduling_strategy=strategy)
-
-
 class RayPool(Pool):
     """At most `size` workers on a cluster, placed by Ray."""
 
@@ -92,17 +76,15 @@ class RayPool(Pool):
         *,
         cluster: Cluster,
         devices: int = 1,
-        runs: Path = Path(),
     ) -> None:
         super().__init__(logs)
-        self._command = worker_command(module, arguments)
+        self._module, self._arguments = module, arguments
         self._environment = dict(environment)
         self._address = cluster.address or os.environ.get("RAY_ADDRESS") or "local"
         self._ray = import_ray(self._address)
         self._num_cpus, self._num_gpus, self._devices = cluster.num_cpus * devices, cluster.num_gpus, devices
         self._wanted_size, self.size = size, size or 0
-        self._tasks: dict[Any, Spread | None] = {}
-        self._joining = worker_command("cohort.harness.devices.hosts", [str(runs), "--parent", "{parent}"])
+        self._tasks: dict[Any, Any] = {}  # with its placement group
         self.hosts = 1  # of each worker
 
     @contextmanager
@@ -147,11 +129,13 @@ class RayPool(Pool):
                 f"{gpus:g}; lower --ray-cpus or --ray-gpus"
             )
         self.hosts, self._asked = hosts, share
+        self._shares = [self._devices * (i + 1) // hosts - self._devices * i // hosts for i in range(hosts)]
         self.size = self._wanted_size or room
         flag = self._ray.remote(num_cpus=0)(StopFlag)
         self._flag = flag.remote()
         num_cpus, num_gpus = share.get("CPU", 0), share.get("GPU", 0)
         self._run = self._ray.remote(num_cpus=num_cpus, num_gpus=num_gpus, max_retries=0)(run_worker)
+        self._command = worker_command(self._module, self._arguments, self._devices if hosts == 1 else 1)
 
     def _share(self, hosts: int) -> dict[str, float]:
         """The resources that a worker asks for on each host, if it has that many hosts."""
@@ -193,22 +177,19 @@ class RayPool(Pool):
 
     def fill(self, wanted: int, waiting: int = 0) -> None:
         while len(self._tasks) < min(self.size, wanted) and not self.stopping:
-            run, spread = self._run, None
-            if self.hosts > 1:
-                group = self._ray.util.placement_group([self._asked] * self.hosts)
-                spread = Spread(group, self.hosts, self._asked, self._joining)
-                run = spread.placed(run, 0)
-            task = run.remote(self._command, self._environment, str(self.logs), self._flag, spread)
-            self._tasks[task] = spread
+            group = self._ray.util.placement_group([self._asked] * self.hosts) if self.hosts > 1 else None
+            run = self._run if group is None else placed(self._run, group, 0)
+            task = run.remote(self._command, self._environment, str(self.logs), self._flag, group, self._shares)
+            self._tasks[task] = group
 
     def collect(self, claims: int | None) -> int:
         self._note_claims(claims)
         if self._tasks:
             ended, _ = self._ray.wait(list(self._tasks), num_returns=len(self._tasks), timeout=0)
             for task in ended:
-                spread, end = self._tasks.pop(task), _end(task, self._ray)
-                if spread is not None:
-                    self._ray.util.remove_placement_group(spread.group)  # and with it the other hosts' tasks
+                group, end = self._tasks.pop(task), _end(task, self._ray)
+                if group is not None:
+                    self._ray.util.remove_placement_group(group)  # and with it the other hosts' tasks
                 self._note_end("a worker", *end)
         return len(self._tasks)
 
@@ -231,22 +212,40 @@ def sees(file: str) -> bool:
     return Path(file).exists()
 
 
+def placed(run: Any, group: Any, bundle: int) -> Any:
+    """The remote function on one of the hosts of a placement group."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    return run.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle))
+
+
 def run_worker(
-    command: Sequence[str], environment: Mapping[str, str], logs: str, flag: Any, spread: Spread | None = None
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    logs: str,
+    flag: Any,
+    group: Any = None,
+    shares: Sequence[int] = (1,),
 ) -> tuple[int, str]:
     """Run one worker process on this node to its end; returns its exit status and the last lines of its output.
 
-    It has the GPUs that Ray gave this task (CUDA_VISIBLE_DEVICES), and stops after its step when the flag is set. If
-    its trials have several hosts, it ends as soon as one of the others fails.
+    It has the GPUs that Ray gave this task (CUDA_VISIBLE_DEVICES), and stops after its step when the flag is set. With
+    a placement group it has `shares` of processes on its hosts, and ends as soon as one of the others fails.
     """
     import ray
 
     others = []
-    if spread is not None:
-        place = Hosts(spread.count, ray.util.get_node_ip_address(), group=uuid.uuid4().hex)
-        joining, run = [*spread.joining, "--group", place.group], ray.remote(max_retries=0)(run_worker)
-        others = [spread.placed(run, i).remote(joining, environment, logs, flag) for i in range(1, spread.count)]
-        environment = {**environment, **place.environment()}
+    if group is not None:
+        with socket.socket() as free:
+            free.bind(("", 0))
+            place = f"{len(shares)} {ray.util.get_node_ip_address()} {free.getsockname()[1]}"
+        environment = {**environment, HOSTS: place, SECRET: secrets.token_hex(32)}
+        asked = {name.lower(): amount for name, amount in group.bundle_specs[0].items()}
+        run = ray.remote(max_retries=0, num_cpus=asked.get("cpu", 0), num_gpus=asked.get("gpu", 0))(run_worker)
+        for bundle in range(1, len(shares)):
+            others.append(placed(run, group, bundle).remote(command, environment, logs, flag, None, shares[bundle:]))
+    if SECRET in environment:
+        command = [*command, "--devices", str(shares[0])]
     folder = Path(logs)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"worker-ray-{os.getpid()}-{uuid.uuid4().hex[:6]}.log"

@@ -1,0 +1,313 @@
+"""The group of processes in which a trial with several devices runs: who they are, and the trials that rank 0 tells.
+
+torch's agent starts them, on one host (`launch.py`) or on several (`torchrun`). Rank 0 decides, logs and claims trials;
+the others run the trials that it tells them, in a process group of their own for each. They talk through torch's
+TCPStore, which lets in whoever reaches it: so both sides prove that they know a secret before any trial is told, and
+what rank 0 tells is signed with it. The messages of a trial itself (gloo, NCCL) are neither signed nor encrypted.
+
+The first error of any rank ends the trial on all of them, and rank 0 raises it; the group lives on. A rank that dies
+ends the group, and a new one continues from the last checkpoint.
+"""
+
+import atexit
+import gc
+import hmac
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ..data import InvalidRun, TrialState
+from ..ground import stop
+from ..ground.inputs import InputsChanged, all_expected, expecting
+from ..ground.machine import SECRET, in_group, interface, usable_gpus
+from ..interfaces import RunLogger
+from ..record.provenance import versions
+from ..spec.errors import SpecError
+from ..spec.run import RunSpec, parse_run
+from .device import resolve_device
+
+STORE = "COHORT_STORE"  # that of a group on one host: ADDRESS:PORT
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+PATIENCE = timedelta(minutes=30)  # of a rank in a message to others
+LEAVE_SECONDS = 20.0  # for living ranks to leave a trial that failed
+POLL_SECONDS = 0.1
+OF_THE_AGENT = {
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", STORE, SECRET,
+}  # fmt: skip
+KINDS = {kind.__name__: kind for kind in (SpecError, InputsChanged, InvalidRun, ValueError)}
+_own: "Group | None" = None
+log = logging.getLogger(__name__)
+
+
+class Group:
+    """This process as one of `size`, of which `size_here` are on this host; rank 0 leads and the others follow."""
+
+    def __init__(self, store: Any, rank: int, size: int, size_here: int, secret: str):
+        self.rank, self.size, self.size_here = rank, size, size_here
+        self._store, self._secret, self._trials = store, secret.encode(), 0
+
+    def meet(self) -> None:
+        """Wait for all; SpecError if one has another secret or other versions."""
+        ours = dict(versions())
+        if self.rank == 0:
+            for key in ("refused", *(f"hello-{rank}" for rank in range(1, self.size))):
+                self._store.delete_key(key)  # of a group that ended before; who lives says it again
+            hellos = [self._heard(f"hello-{rank}") for rank in range(1, self.size)]
+            refusal = next(filter(None, (_refusal(hello, ours) for hello in hellos)), None)
+            attempt = secrets.token_hex(8)
+            self._say("welcome", {"attempt": attempt, "to": [h and h["nonce"] for h in hellos], "refusal": refusal})
+        else:
+            attempt, refusal = self._welcomed(ours)
+        if refusal:
+            self._gone("refused")
+            raise SpecError(refusal)
+        self._attempt, self._store = attempt, dist.PrefixStore(attempt, self._store)
+
+    def _welcomed(self, ours: Mapping[str, str]) -> tuple[str, str | None]:
+        """The name of this attempt and the reason that there is none, which rank 0 tells this process."""
+        nonce = secrets.token_hex(8)
+        while True:
+            self._say(f"hello-{self.rank}", {"nonce": nonce, "host": socket.gethostname(), "versions": ours})
+            if self._store.check(["welcome"]):
+                if (told := self._heard("welcome")) is None:
+                    return (
+                        "",
+                        f"{SECRET} must be the same on all hosts, that of the first process differs from this one",
+                    )
+                if nonce in told["to"]:
+                    return told["attempt"], told["refusal"]
+            time.sleep(POLL_SECONDS)
+
+    def lead(self, execute: Callable[..., Any], spec: RunSpec, directory: Path, log: RunLogger, **how: Any) -> Any:
+        """The result of `execute(spec, directory, log, **how)` on the first `spec.devices` ranks, this one the first.
+
+        Raises the first error of any; ChildProcessError if one of them is gone.
+        """
+        job = {
+            "spec": spec.model_dump(mode="json"), "directory": str(directory.resolve()),
+            "cache": str(how["cache"].resolve()), "inputs": all_expected(),
+        }  # fmt: skip
+        self._trials += 1
+        self._say(f"trial-{self._trials}", job)
+        return self._run(job, lambda: execute(spec, directory, log, **how))
+
+    def follow(self, execute: Callable[..., Any]) -> None:
+        """Take part in the trials that rank 0 tells, until it ends. SystemExit if it is gone."""
+        try:
+            while job := self._next():
+                if self.rank < job["spec"]["devices"]:
+                    try:
+                        self._run(job, partial(_follow, execute, job))
+                    except Exception as error:  # rank 0 has heard of it
+                        log.warning("%s: %s", type(error).__name__, error)
+                        traceback.clear_frames(error.__traceback__)
+            self._gone("ended")
+        except dist.DistNetworkError:
+            raise SystemExit("the first process of the group is gone") from None
+
+    def end(self) -> None:
+        """Let the others go."""
+        self._trials += 1
+        self._say(f"trial-{self._trials}", {})
+        self._gone("ended")
+
+    def _next(self) -> Any:
+        """The next trial that rank 0 tells; empty if there is none. SpecError if it was not rank 0 who told it."""
+        self._trials += 1
+        job = self._heard(f"trial-{self._trials}")
+        if job is None:
+            raise SpecError("a trial was told by someone who does not know the secret of this group")
+        return job
+
+    def _run(self, job: Mapping[str, Any], run: Callable[[], Any]) -> Any:
+        """The result of this rank's part of a trial."""
+        store: Any = dist.PrefixStore(f"{self._trials}/", self._store)
+        size = job["spec"]["devices"]
+        backend = "cpu:gloo,cuda:nccl" if resolve_device(job["spec"]["device"]).type == "cuda" else "gloo"
+        try:
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=size, timeout=PATIENCE)
+            with expecting(job["inputs"]):
+                end = run()
+            if self.rank and end.state == "invalid":
+                raise InvalidRun(end.reason)
+        except Exception as error:
+            end = error
+            words = json.dumps([self.rank, type(error).__name__, str(error)])
+            store.compare_set("error", "", words)  # the first counts
+            traceback.clear_frames(error.__traceback__)  # they hold what holds the connections to the others
+            gc.collect()
+        if dist.is_initialized():
+            dist.destroy_process_group()  # whoever waits for this rank fails now
+        store.add("left", 1)
+        if not isinstance(end, Exception):
+            return end
+        if self.rank:
+            raise end
+        if (left := _counted(store, "left", size)) < size:
+            raise ChildProcessError(
+                f"only {left} of the trial's {size} processes answer; the trial continues from its last checkpoint "
+                "when it is started again"
+            )
+        rank, kind, words = json.loads(store.get("error"))
+        if rank == 0:
+            raise end
+        if kind == InvalidRun.__name__:
+            return Invalid(words)
+        raise KINDS.get(kind, RuntimeError)(words if kind in KINDS else f"process {rank}: {kind}: {words}")
+
+    def _gone(self, why: str) -> None:
+        """Say that this process ends; rank 0, which may hold the store, then waits for the others."""
+        self._store.add(why, 1)
+        if self.rank == 0:
+            _counted(self._store, why, self.size)
+
+    def _say(self, key: str, value: Any) -> None:
+        body = json.dumps(value)
+        self._store.set(key, json.dumps([self._signature(key, body), body]))
+
+    def _heard(self, key: str) -> Any:
+        """What was said; None if whoever said it does not know the secret. Waits for it."""
+        while not self._store.check([key]):
+            time.sleep(POLL_SECONDS)
+        signature, body = json.loads(self._store.get(key))
+        return json.loads(body) if hmac.compare_digest(signature, self._signature(key, body)) else None
+
+    def _signature(self, key: str, body: str) -> str:
+        attempt = getattr(self, "_attempt", "") if key.startswith("trial") else ""
+        return hmac.digest(self._secret, f"{attempt} {key} {body}".encode(), "sha256").hex()
+
+
+@dataclass(frozen=True)
+class Invalid:
+    """The end of a trial that another rank than 0 found to be invalid."""
+
+    reason: str
+    state: TrialState = "invalid"
+    summary: Mapping[str, float] = field(default_factory=dict)
+
+
+class _Silent:
+    """The `RunLogger` of ranks other than 0."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *given: None
+
+
+def join() -> Group | None:
+    """The group in which an agent of torch started this process; None if none did.
+
+    SpecError if a process of the group may not be in it. The process ends when the agent does.
+    """
+    global _own
+    if not in_group():
+        return _own
+    rank, size, local_rank, local_size = (
+        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    )
+    secret = os.environ.get(SECRET, "")
+    if local_size < size and not secret:
+        raise SpecError(f"a group of several hosts needs {SECRET}; set it to the same long random text on all of them")
+    threading.Thread(target=_watch_parent, args=(os.getppid(),), name="agent", daemon=True).start()
+    if STORE in os.environ:
+        host, _, port = os.environ[STORE].partition(":")
+        store: Any = dist.TCPStore(host, int(port), is_master=False, timeout=PATIENCE)
+    else:
+        store, *_ = next(dist.rendezvous("env://", timeout=PATIENCE))  # pyright: ignore
+    own = loopback() if local_size == size else _interface_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    for variable in INTERFACES if own else ():
+        os.environ[variable] = own if local_size == size else os.environ.get(variable, own)
+    if local_rank < len(gpus := usable_gpus()):
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[local_rank]
+        usable_gpus.cache_clear()
+    for name in [n for n in os.environ if n.startswith("TORCHELASTIC_") or n in OF_THE_AGENT]:
+        del os.environ[name]  # processes that this one starts are in no group, and libraries look at these too
+    stop.ORDERLY.discard(signal.SIGTERM)  # with it the agent ends a group that has lost a process
+    for number in (signal.SIGINT, *stop.LEAVE) if rank else ():
+        signal.signal(number, signal.SIG_IGN)  # rank 0 decides when to stop
+    _own = Group(store, rank, size, local_size, secret)
+    _own.meet()
+    if rank == 0:
+        atexit.register(_own.end)
+    return _own
+
+
+def train(execute: Callable[..., Any], spec: RunSpec, directory: Path, log: RunLogger, **how: Any) -> Any:
+    """The result of `execute(spec, directory, log, **how)`, on `spec.devices` processes of the group that this one
+    leads."""
+    if spec.devices == 1:
+        return execute(spec, directory, log, **how)
+    if _own is None or _own.size < spec.devices:
+        raise SpecError(
+            f"a run with devices={spec.devices} needs a group of as many processes, this is one of {size()}; start it "
+            f"with `cohort train`, or with `torchrun --nproc-per-node {spec.devices} -m cohort train`"
+        )
+    return _own.lead(execute, spec, directory, log, **how)
+
+
+def size() -> int:
+    """The processes of the group that this one is in."""
+    return 1 if _own is None else _own.size
+
+
+def size_here() -> int:
+    """Those of them on this host."""
+    return 1 if _own is None else _own.size_here
+
+
+def loopback() -> str:
+    """The interface over which the processes of one host reach each other, closed to other machines."""
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+
+
+def _interface_to(host: str, port: int) -> str | None:
+    """The network interface of this host over which it reaches the store."""
+    with socket.create_connection((host, port), timeout=PATIENCE.total_seconds()) as connection:
+        return interface(connection.getsockname()[0])
+
+
+def _refusal(hello: Any, ours: Mapping[str, str]) -> str | None:
+    """The reason that a process may not be in the group of this one, or None if it may."""
+    if hello is None:
+        return f"{SECRET} must be the same on all hosts, that of another process differs from that of the first"
+    theirs = hello["versions"]
+    if other := next((name for name in ours | theirs if ours.get(name) != theirs.get(name)), None):
+        return (
+            f"all hosts must run the same versions, {other} is {theirs.get(other)} on {hello['host']} and "
+            f"{ours.get(other)} on {socket.gethostname()}"
+        )
+    return None
+
+
+def _follow(execute: Callable[..., Any], job: Mapping[str, Any]) -> Any:
+    """The result of a rank other than 0, which logs nothing and never asks to stop."""
+    spec = parse_run(job["spec"], "a trial's own settings")
+    return execute(spec, Path(job["directory"]), _Silent(), cache=Path(job["cache"]), should_stop=lambda: False)
+
+
+def _counted(store: Any, key: str, wanted: int) -> int:
+    """How many have counted themselves, once that is as many as wanted or LEAVE_SECONDS have passed."""
+    deadline = time.monotonic() + LEAVE_SECONDS
+    while (count := store.add(key, 0)) < wanted and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    return count
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(5 * POLL_SECONDS)
+    os._exit(4)
