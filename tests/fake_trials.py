@@ -2,7 +2,8 @@
 
 `install` makes them plugins named `fake`, as an installed package would. `optimizer.weight_decay` of a spec says how
 its run ends: 0 complete; 0.1 invalid at step 2; 0.2 a crash at step 2 while the file `crash` lies in the runs folder;
-0.3 complete without the study's metric. A step takes FAKE_STEP_SECONDS (environment).
+0.3 complete without the study's metric. A step takes FAKE_STEP_SECONDS (environment), and
+ends not before the file `hold` is gone from the runs folder or the run is asked to stop.
 """
 
 from __future__ import annotations
@@ -163,6 +164,9 @@ def train(
         if ending == 0.2 and step == 2 and (runs / "crash").exists():
             raise RuntimeError("no memory left at step 2")
         stop = should_stop()
+        while not stop and (runs / "hold").exists():  # so that a test can act in the middle of a run
+            time.sleep(0.05)
+            stop = should_stop()
         if step % CHECKPOINT_EVERY == 0 or stop:
             write_json(checkpoint, {"step": step, "num_events": log.sync()})
             sync(directory)

@@ -77,10 +77,8 @@ def in_progress(status: StudyStatus) -> bool:
 
 
 @pytest.mark.attack("Signals of a scheduler: preemption, a time limit")
-def test_a_worker_that_is_preempted_returns_its_trial_at_once_and_the_next_one_goes_on(
-    runs: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.1")
+def test_a_worker_that_is_preempted_returns_its_trial_at_once_and_the_next_one_goes_on(runs: Path):
+    (runs / "hold").touch()  # else the trial may end before the signal arrives
     study, sent = started(a_study(seeds=[0]), runs), []
 
     def preempt_once(status: StudyStatus) -> None:
@@ -94,6 +92,7 @@ def test_a_worker_that_is_preempted_returns_its_trial_at_once_and_the_next_one_g
     assert first.status.counts() == {"stopped": 1, "waiting": 1}
     stopped = next(trial.directory for trial in first.status.trials if trial.state == "stopped")
     assert not (stopped / "lease").exists()
+    (runs / "hold").unlink()
     assert json.loads((stopped / "checkpoint.json").read_text())["step"] >= 1
     assert worker_main("sizes", runs, execute=fake_trials.EXECUTE) == 0
     check_as_undisturbed(study, runs)
