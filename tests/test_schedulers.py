@@ -18,7 +18,6 @@ from pathlib import Path
 
 import fake_slurm
 import fake_trials
-import psutil
 import pytest
 import typer
 import yaml
@@ -251,32 +250,6 @@ def test_an_interrupt_cancels_waiting_jobs_and_lets_those_at_work_end_their_step
     (cluster / "slots").write_text("2")
     assert run_on(study, runs, Slurm(minutes=60), 2).finished
     check_as_undisturbed(study, runs)
-
-
-@needs_submitit
-@pytest.mark.long
-@pytest.mark.timeout(1200)
-@pytest.mark.attack("SIGKILL of a job, or its cancellation")
-def test_jobs_of_submitits_local_executor_are_killed_preempted_and_run_out_of_time_and_lose_nothing(
-    runs: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
-):
-    monkeypatch.setenv("FAKE_STEP_SECONDS", "1.5")
-    study, told = a_study(seeds=[0, 1, 2]), []
-
-    def disturb(status: StudyStatus) -> None:
-        tasks = psutil.Process().children(recursive=True)
-        tasks = [p for p in tasks if p.status() != psutil.STATUS_ZOMBIE and "submitit.core._submit" in p.cmdline()]
-        if len(told) < 2 and len(tasks) == 2 and status.counts().get("running") == 2 and in_progress(status):
-            told.append(tasks[0].pid)
-            tasks[0].send_signal(signal.SIGKILL if len(told) == 1 else signal.SIGUSR2)
-
-    # A job has 30 s, the last ten for its checkpoint; the six trials of ten seconds do not fit in two jobs.
-    status = run_on(study, runs, Slurm(minutes=0.5, signal_seconds=10, submitit="local"), 2, disturb)
-    assert (status.finished, status.all_valid, len(told)) == (True, True, 2)
-    record_property("tried", len(told))
-    check_as_undisturbed(study, runs)
-    said = "".join(file.read_text() for file in (runs / "studies/sizes/logs/slurm").glob("*_log.*"))
-    assert "this job is timed-out" in said
 
 
 # Bad input ------------------------------------------------------------------------------------------------------------

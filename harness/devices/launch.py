@@ -64,7 +64,7 @@ def start(command: Sequence[str], processes: int, when_stopped: int = 130) -> in
         config = LaunchConfig(
             hosts, hosts, processes, DefaultLogsSpecs(log_dir=folder), "cohort", rdzv_endpoint=endpoint,
             rdzv_backend="c10d", rdzv_configs=rules, max_restarts=0, signals_to_handle="SIGINT",
-            local_addr="127.0.0.1" if hosts == 1 else None, shutdown_timeout=STOP_SECONDS,
+            local_addr=_address_towards(place.partition(" ")[0] or "127.0.0.1"), shutdown_timeout=STOP_SECONDS,
         )  # fmt: skip
         try:
             elastic_launch(config, sys.executable)(*command)
@@ -86,3 +86,11 @@ def start(command: Sequence[str], processes: int, when_stopped: int = 130) -> in
         finally:
             del store  # it closes
     return 0
+
+
+def _address_towards(host: str) -> str:
+    """This host's address in messages to another."""
+    family, *_, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # it sends nothing
+        probe.connect(place)
+        return probe.getsockname()[0]

@@ -78,7 +78,7 @@ class RayPool(Pool):
         devices: int = 1,
     ) -> None:
         super().__init__(logs)
-        self._module, self._arguments = module, arguments
+        self._command = worker_command(module, arguments)
         self._environment = dict(environment)
         self._address = cluster.address or os.environ.get("RAY_ADDRESS") or "local"
         self._ray = import_ray(self._address)
@@ -135,7 +135,6 @@ class RayPool(Pool):
         self._flag = flag.remote()
         num_cpus, num_gpus = share.get("CPU", 0), share.get("GPU", 0)
         self._run = self._ray.remote(num_cpus=num_cpus, num_gpus=num_gpus, max_retries=0)(run_worker)
-        self._command = worker_command(self._module, self._arguments, self._devices if hosts == 1 else 1)
 
     def _share(self, hosts: int) -> dict[str, float]:
         """The resources that a worker asks for on each host, if it has that many hosts."""
@@ -240,16 +239,14 @@ def run_worker(
             free.bind(("", 0))
             place = f"{len(shares)} {ray.util.get_node_ip_address()} {free.getsockname()[1]}"
         environment = {**environment, HOSTS: place, SECRET: secrets.token_hex(32)}
-        asked = {name.lower(): amount for name, amount in group.bundle_specs[0].items()}
-        run = ray.remote(max_retries=0, num_cpus=asked.get("cpu", 0), num_gpus=asked.get("gpu", 0))(run_worker)
+        cpus, gpus = (group.bundle_specs[0].get(name, 0) for name in ("CPU", "GPU"))
+        run = ray.remote(max_retries=0, num_cpus=cpus, num_gpus=gpus)(run_worker)
         for bundle in range(1, len(shares)):
             others.append(placed(run, group, bundle).remote(command, environment, logs, flag, None, shares[bundle:]))
-    if SECRET in environment:
-        command = [*command, "--devices", str(shares[0])]
     folder = Path(logs)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"worker-ray-{os.getpid()}-{uuid.uuid4().hex[:6]}.log"
-    words = [sys.executable, *with_parent(command[1:])]
+    words = [sys.executable, *with_parent(command[1:]), "--devices", str(shares[0])]
     with file.open("ab") as output:
         process = subprocess.Popen(
             words, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=output, stderr=output,

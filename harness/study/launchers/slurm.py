@@ -21,9 +21,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-
-import psutil
+from typing import Any
 
 from ...ground.disk import EXIT_STATUS, disk_full
 from ...ground.stop import LEAVE
@@ -44,16 +42,13 @@ OURS = ("array", "chdir", "error", "job-name", "open-mode", "output", "parsable"
 
 @dataclass(frozen=True)
 class Slurm:
-    """The resources of each job. `parameters` are further ones of sbatch. Submitit's executor "local" runs jobs as
-    processes on this machine."""
+    """The resources of each job. `parameters` are further ones of sbatch."""
 
     partition: str | None = None
     minutes: float = 240
     num_cpus: int | None = None
     num_gpus: int = 0
     parameters: Mapping[str, str | bool] = field(default_factory=dict)
-    signal_seconds: int = SIGNAL_SECONDS
-    submitit: Literal["slurm", "local"] = "slurm"
 
 
 @dataclass(frozen=True)
@@ -138,16 +133,9 @@ class SlurmPool(Pool):
 
     def _tell(self, *options: str) -> None:
         """Cancel the jobs, or send them a signal, or cancel those that wait."""
-        if self._jobs and self._slurm.submitit == "slurm":
+        if self._jobs:
             ids = [job.job_id for job in self._jobs]
             subprocess.run(["scancel", *options, *ids], capture_output=True, check=False)
-        elif options == ("--signal=INT",):
-            for job in self._jobs:
-                for process in psutil.Process(int(job.job_id)).children():
-                    process.send_signal(signal.SIGINT)
-        elif not options:
-            for job in self._jobs:
-                job.cancel()
 
     def _submitted(self, count: int) -> list[Any]:
         """So many new jobs, several as an array."""
@@ -168,20 +156,16 @@ class SlurmPool(Pool):
     def _executor(self, count: int) -> Any:
         import submitit
 
-        slurm, most = self._slurm, 10**6  # a job that is queued again has come further
-        if slurm.submitit == "local":
-            executor = submitit.LocalExecutor(self._folder, max_num_timeout=most)
-            executor.update_parameters(timeout_min=slurm.minutes, signal_delay_s=slurm.signal_seconds)
-            return executor
+        slurm = self._slurm
         submitit.SlurmJob.watcher._delay_s = REFRESH_SECONDS
-        executor = submitit.SlurmExecutor(self._folder, max_num_timeout=most)
+        executor = submitit.SlurmExecutor(self._folder, max_num_timeout=10**6)  # one queued again has come further
         asked: dict[str, Any] = {"partition": slurm.partition, "gpus_per_node": slurm.num_gpus or None}
         if slurm.num_cpus is not None:  # srun does not take it from sbatch
             asked |= {"cpus_per_task": slurm.num_cpus, "srun_args": [f"--cpus-per-task={slurm.num_cpus}"]}
         executor.update_parameters(
             **{name: value for name, value in asked.items() if value is not None},
             time=int(slurm.minutes), job_name=f"cohort-{self._job.name}", array_parallelism=count,
-            signal_delay_s=slurm.signal_seconds, additional_parameters={"requeue": True, **slurm.parameters},
+            signal_delay_s=SIGNAL_SECONDS, additional_parameters={"requeue": True, **slurm.parameters},
         )  # fmt: skip
         return executor
 
@@ -191,8 +175,6 @@ def check_slurm(slurm: Slurm, runs: Path, workers: int | None) -> None:
     check_submitit()
     if workers is None:
         raise SpecError("--launcher slurm needs --workers N, the number of jobs at a time; give it")
-    if slurm.submitit == "local":
-        return
     if missing := [command for command in COMMANDS if shutil.which(command) is None]:
         raise SpecError(
             f"--launcher slurm needs the commands of SLURM, '{missing[0]}' is not on PATH; start the study on a login "
