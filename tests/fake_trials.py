@@ -166,6 +166,7 @@ def train(
         stop = should_stop()
         while not stop and (runs / "hold").exists():  # so that a test can act in the middle of a run
             time.sleep(0.05)
+            log.progress("train", step, spec.steps)  # which writes only now and then
             stop = should_stop()
         if step % CHECKPOINT_EVERY == 0 or stop:
             write_json(checkpoint, {"step": step, "num_events": log.sync()})
