@@ -1,7 +1,10 @@
 """The vLLM engine against the learner's own log-probs and the transformers engine; needs vllm (`make test-vllm`)."""
 
+import json
 import os
 import random
+import subprocess
+import sys
 from collections import Counter
 from functools import cache
 from importlib.util import find_spec
@@ -16,7 +19,7 @@ from cohort.harness.engines.vllm import VLLMEngine, _check_sampling, _write_weig
 from cohort.harness.policy.forward import token_logprobs
 from cohort.harness.policy.lora import adapter_weights
 from cohort.harness.policy.tiny import tiny_model
-from cohort.harness.run import launch
+from cohort.harness.record.events import read_events
 from cohort.harness.run.loop import train
 from cohort.harness.run.sync import check_sync, probe
 from cohort.harness.spec.run import parse_run
@@ -337,13 +340,33 @@ def test_a_bfloat16_engine_trains_a_model_of_the_shape_of_qwen_beside_a_float32_
     assert all(0 < value < 0.01 for value in divergences)
 
 
+def trained(raw, folder):
+    """What a complete run logs that the command starts, in a group of processes if it has several devices."""
+    folder.mkdir(exist_ok=True)
+    (folder / "run.yaml").write_text(json.dumps(raw))
+    command = [
+        sys.executable,
+        "-m",
+        "cohort",
+        "train",
+        str(folder / "run.yaml"),
+        "--runs",
+        str(folder),
+        "--name",
+        "run",
+    ]
+    subprocess.run(command, check=True)
+    log, events = MemoryLog(), read_events(folder / "train/run/events.jsonl")
+    log.events = [(event["step"], event["values"]) for event in events if event["type"] == "metrics"]
+    return log
+
+
 @needs_vllm
 @pytest.mark.parametrize("changes", [{}, {"lora": {"rank": 2}}], ids=str)
 def test_each_of_two_devices_samples_with_a_vllm_of_its_own_that_gets_the_whole_weights(tmp_path, changes):
     raw = {**RUN, "devices": 2, "optimizer": {"learning_rate": 1e-3}, "sampling": {"max_tokens": 32}, **changes,
            "engine": {"name": "vllm", "max_model_len": 128, "cpu_cache_gib": 0.2}}  # fmt: skip
-    result = launch.train(parse_run(raw, "test"), tmp_path / "run", log := MemoryLog(), cache=tmp_path)
-    assert (result.state, result.reason) == ("complete", None)
+    log = trained(raw, tmp_path)
     assert max(value for _, value in log.history("policy/weights_changed")) > 0.5
     for name in ("mismatch/after_sync", "mismatch/kl"):
         assert max(value for _, value in log.history(name)) < 1e-4
@@ -354,12 +377,10 @@ def test_each_of_two_devices_samples_with_a_vllm_of_its_own_that_gets_the_whole_
 def test_two_devices_that_share_one_vllm_sample_log_and_learn_what_one_alone_does(tmp_path):
     engine = {"name": "vllm", "max_model_len": 128, "cpu_cache_gib": 0.2}
     raw = {**RUN, "algorithm": {"name": "remax"}, "optimizer": {"learning_rate": 1e-3}}
-    logs = []
-    for devices in (1, 2):
-        spec = parse_run({**raw, "devices": devices, "engine": {**engine, "tensor_parallel_size": devices}}, "test")
-        result = launch.train(spec, tmp_path / str(devices), log := MemoryLog(), cache=tmp_path)
-        assert (result.state, result.reason) == ("complete", None)
-        logs.append(log)
+    logs = [
+        trained({**raw, "devices": n, "engine": {**engine, "tensor_parallel_size": n}}, tmp_path / str(n))
+        for n in (1, 2)
+    ]
     alone, both = (log.without_clocks() for log in logs)
     assert [step for step, _ in alone] == [step for step, _ in both]
     for (step, values), (_, others) in zip(alone, both, strict=True):
