@@ -71,10 +71,12 @@ def page_values(
         "rows": [_row(arm, analysis) for arm in analysis.arms],
         "effects": analysis.grid.effects if analysis.grid is not None else [],
         "outcome": analysis.outcome.label,
+        "scored": analysis.outcome.name,
+        "plans": {one.arm: _plan(one) for one in analysis.comparisons},
         "metric": wording.spoken(record.metric),
         "search": _search(analysis),
-        "components": _components(analysis),
-        "controls": _controls(analysis),
+        "components": ranked_components(analysis),
+        "controls": {"rows": _control_rows(analysis), "verdicts": verdicts(analysis)},
         "gaps": [*analysis.gaps, *(gap for control in analysis.controls for gap in control.gaps)],
         "exploratory": _exploratory(analysis),
         "probes": [_probe(one) for one in record.probes],
@@ -144,52 +146,14 @@ def _search(analysis: Analysis) -> dict[str, Any] | None:
     return {"is_tuning": bool(tuning), "objectives": units, "rows": rows}
 
 
-def _components(analysis: Analysis) -> list[dict[str, Any]]:
-    """Each component as text, the one that adds most first."""
-    metric = analysis.outcome.name
-    return [
-        {
-            "name": one.name,
-            "effect": wording.number(one.effect, metric, signed=True),
-            "limits": wording.limits(one.interval, metric, signed=True),
-            "p_adjusted": wording.p_value(one.comparison.p_adjusted),
-            "is_detected": one.comparison.is_detected,
-        }
-        for one in ranked_components(analysis)
-    ]
-
-
-def _controls(analysis: Analysis) -> dict[str, Any]:
-    """The control arms as text: their results, and their verdicts on the other arms."""
-    metric = analysis.outcome.name
+def _control_rows(analysis: Analysis) -> list[dict[str, Any]]:
+    """The control arms and then the others, each with its meaning and its complete seeds; empty without controls."""
     arms = [(MEANINGS.get(one.control, one.control), one.summary, one.gaps) for one in analysis.controls]
-    if arms:
-        arms += [("", arm, [gap for gap in analysis.gaps if gap.arm == arm.label]) for arm in analysis.arms]
-    rows = [
-        {
-            "label": arm.label,
-            "meaning": meaning,
-            "seeds": f"{len(arm.scores)}/{len(arm.scores) + len(gaps)}",
-            "outcome": wording.number(arm.mean, metric),
-            "limits": wording.limits(arm.interval, metric),
-            "gain": wording.number(arm.gain.estimate if arm.gain else math.nan, metric, signed=True),
-            "gain_limits": wording.limits(arm.gain if arm.gain and arm.gain.error else None, metric, signed=True),
-        }
+    arms += [("", arm, [gap for gap in analysis.gaps if gap.arm == arm.label]) for arm in analysis.arms if arms]
+    return [
+        {"arm": arm, "meaning": meaning, "seeds": f"{len(arm.scores)}/{len(arm.scores) + len(gaps)}"}
         for meaning, arm, gaps in arms
     ]
-    read = [
-        {
-            "arm": one.arm,
-            "control": one.control,
-            "difference": wording.number(one.comparison.estimate, metric, signed=True),
-            "limits": wording.limits(one.comparison.interval, metric, signed=True),
-            "p": wording.p_value(one.comparison.p),
-            "reading": f"{one.reading}: {one.reason}" if one.reason else one.reading,
-            "is_unexplained": bool(one.reason),
-        }
-        for one in verdicts(analysis)
-    ]
-    return {"rows": rows, "verdicts": read}
 
 
 def _probe(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,23 +183,12 @@ def _exploratory(analysis: Analysis) -> list[dict[str, str]]:
 
 
 def _costs(analysis: Analysis) -> dict[str, Any]:
-    """The arms' costs as text: names of the columns that any arm has, and a row per arm."""
-    arms = [*analysis.arms, *(control.summary for control in analysis.controls)]
-    columns = {f"flops_{name}": (title, wording.operations) for name, title in FLOPS.items()} | {
-        "core_seconds": ("Core-hours", _hours),
-        "gpu_seconds": ("GPU-hours", _hours),
-    }
-    known = [key for key in columns if any(key in arm.costs for arm in arms)]
-    rows = [
-        {"label": arm.label, "cells": [columns[key][1](arm.costs.get(key)) for key in known]}
-        for arm in arms
-        if arm.costs
-    ]
-    return {"names": [columns[key][0] for key in known], "rows": rows if known else []}
-
-
-def _hours(seconds: float | None) -> str:
-    return "n/a" if seconds is None else f"{seconds / 3600:.3g}"
+    """The columns of costs that any arm has, key -> name, and the arms."""
+    arms = [arm for arm in [*analysis.arms, *(control.summary for control in analysis.controls)] if arm.costs]
+    columns = {f"flops_{name}": title for name, title in FLOPS.items()}
+    columns |= {"core_seconds": "Core-hours", "gpu_seconds": "GPU-hours"}
+    known = {key: name for key, name in columns.items() if any(key in arm.costs for arm in arms)}
+    return {"names": known, "arms": arms if known else []}
 
 
 def _capability(capable: Capabilities | None) -> dict[str, Any] | None:
@@ -249,15 +202,10 @@ def _capability(capable: Capabilities | None) -> dict[str, Any] | None:
         ({f"pass@{k}": k for k in table_sizes(most)}, lambda one, k: one.pass_at(k) if k <= one.num_samples else None),
         ({f"Cover@{tau:g}": tau for tau in TAUS}, lambda one, tau: one.cover_at(tau)),
     ):
-        rows = [{"label": label, "cells": [_estimate(read(one, x)) for x in names.values()]} for label, one in curves]
+        rows = [{"label": label, "cells": [read(one, x) for x in names.values()]} for label, one in curves]
         tables.append({"names": list(names), "rows": rows})
     crossings = [{"leader": x.leader, "other": x.other, **_crossing(x)} for x in capable.crossovers]
     return {"tables": tables, "crossings": crossings, "has_start": bool(capable.before)}
-
-
-def _estimate(interval: Interval | None) -> tuple[str, str]:
-    value = interval.estimate if interval is not None else math.nan
-    return wording.number(value, "test/accuracy"), wording.limits(interval, "test/accuracy")
 
 
 def _crossing(found: Crossover) -> dict[str, str]:
@@ -310,87 +258,38 @@ def _checked(error: Interval | None, metric: str) -> tuple[str, str]:
 
 
 def _accuracies(analysis: Analysis, capable: Capabilities | None) -> dict[str, Any]:
-    """Every accuracy of the test split, as text: the names of its metrics, and each arm's (value, limits) of them.
+    """Every accuracy of the test split: metric -> its name, and metric -> arm -> (mean, interval).
 
     pass@k is in separate tables if there is a curve of it.
     """
     found = held_out_accuracies(analysis)
     if capable is not None:
         found = {name: arms for name, arms in found.items() if "/pass_at_" not in name}
-    unknown = (math.nan, None)
-    rows = [
-        {
-            "label": arm.label,
-            "cells": [
-                (wording.number(mean, name), wording.limits(interval, name))
-                for name, arms in found.items()
-                for mean, interval in [arms.get(arm.label, unknown)]
-            ],
-        }
-        for arm in analysis.finished_arms
-    ]
-    return {"names": [_ACCURACY.get(name) or _at_k(name) for name in found], "rows": rows}
-
-
-def _at_k(metric: str) -> str:
-    """`pass@4` for `test/pass_at_4`."""
-    return metric.rpartition("/")[2].replace("_at_", "@")
+    names = {name: _ACCURACY.get(name) or name.rpartition("/")[2].replace("_at_", "@") for name in found}
+    return {"names": names, "found": found}
 
 
 def _row(arm: ArmSummary, analysis: Analysis) -> dict[str, Any]:
-    """An arm's table cells as text; unknown intervals are empty."""
-    metric = analysis.outcome.name
-    comparison = analysis.comparison(arm.label)
-    costs = arm.costs
+    """An arm with its comparison, colour and tag; its seeds with a result, of those that the study asks for."""
     is_best = (search_of(analysis.record) or {}).get("best") == arm.label
     wanted = [seed for label, seed in wanted_pairs(analysis.record) if label == arm.label]
     return {
-        "label": arm.label,
+        "arm": arm,
+        "comparison": analysis.comparison(arm.label),
         "color": themed(color_of(analysis, arm.label)),
         "tag": "baseline" if arm.is_baseline else "best of the search" if is_best else "",
-        "has_result": bool(arm.scores),
         "seeds": f"{len(arm.scores)}/{max(len(wanted), len(arm.scores))}",
-        "initial": wording.number(costs.get("accuracy_initial", math.nan), "accuracy"),
-        "final": wording.number(costs.get("accuracy_final", math.nan), "accuracy"),
-        "outcome": wording.number(arm.mean, metric),
-        "interquartile_mean": wording.number(arm.interquartile_mean, metric),
-        "limits": wording.limits(arm.interval, metric),
-        "student": wording.limits(arm.student, metric),
-        "bootstrap": wording.limits(arm.bootstrap, metric),
-        "crossed_bootstrap": wording.limits(arm.crossed_bootstrap, metric),
-        "comparison": _compared(comparison, metric) if comparison is not None else None,
-        "tokens": wording.quantity(costs.get("generated_tokens")),
-        "seconds": wording.duration(costs.get("seconds")),
-        "memory": wording.size(costs.get("peak_memory_bytes")),
     }
 
 
-def _compared(comparison: Comparison, metric: str) -> dict[str, Any]:
-    """The table cells of a comparison with the baseline, as text."""
-    mcnemar, improvement = comparison.mcnemar, comparison.improvement
-    is_testable = not math.isnan(comparison.detectable)
-    return {
-        "difference": wording.number(comparison.estimate, metric, signed=True),
-        "limits": wording.limits(comparison.interval, metric, signed=True),
-        "student": wording.limits(comparison.student, metric, signed=True),
-        "bootstrap": wording.limits(comparison.bootstrap, metric, signed=True),
-        "crossed_bootstrap": wording.limits(comparison.crossed_bootstrap, metric, signed=True),
-        "p": wording.p_value(comparison.p),
-        "p_adjusted": wording.p_value(comparison.p_adjusted),
-        "is_detected": comparison.is_detected,
-        "sign_flip_p": wording.p_value(comparison.sign_flip_p),
-        "improvement": f"{100 * improvement.estimate:.0f}",
-        "improvement_limits": f"[{100 * improvement.low:.0f}, {100 * improvement.high:.0f}]",
-        "mcnemar": f"{mcnemar.only_arm} / {mcnemar.only_baseline}" if mcnemar else "n/a",
-        "mcnemar_p": wording.p_value(mcnemar.p if mcnemar else math.nan),
-        "detectable": wording.points(comparison.detectable, metric) if is_testable else "n/a",
-        "seeds_needed": _seeds(comparison.seeds_needed) if is_testable else "n/a",
-        "seeds_for": [_seeds(count) for count in comparison.seeds_for.values()] or ["n/a"] * len(PLANNED_DIFFERENCES),
-    }
-
-
-def _seeds(count: int | None) -> str:
-    return "> 200" if count is None else str(count)
+def _plan(one: Comparison) -> list[str]:
+    """The detectable difference, and the seeds needed for the one seen and for each planned one, as text."""
+    if math.isnan(one.detectable):
+        return ["n/a"] * (2 + len(PLANNED_DIFFERENCES))
+    counts = [one.seeds_needed, *one.seeds_for.values()]
+    seeds = ["> 200" if count is None else str(count) for count in counts]
+    unknown = ["n/a"] * (1 + len(PLANNED_DIFFERENCES) - len(counts))
+    return [wording.points(one.detectable, one.outcome.name), *seeds, *unknown]
 
 
 def _rollouts(analysis: Analysis) -> dict[str, Any]:

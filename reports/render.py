@@ -6,6 +6,7 @@ page must not carry (control characters, bidirectional overrides, lone surrogate
 """
 
 import dataclasses
+import math
 import re
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ from .capability import capabilities, capability_csv
 from .figures.style import FORMATS, color_of, write_files
 from .join import JoinedStudy
 from .page import FLOPS, page_drawings, page_values
-from .prose.wording import factor_title, p_value
+from .prose import wording
 from .scaling import scalings
 from .tables import arm_means, comparison_table, csv_text
 from .trials import score, setting
@@ -42,7 +43,20 @@ _JINJA: dict[str, Any] = {
     "trim_blocks": True,
     "lstrip_blocks": True,
 }
-_FILTERS: dict[str, Any] = {"p_value": p_value, "factor_title": factor_title}
+_FILTERS: dict[str, Any] = {
+    "p_value": wording.p_value,
+    "factor_title": wording.factor_title,
+    "number": lambda value, metric, signed=False: wording.number(math.nan if value is None else value, metric, signed),
+    "limits": wording.limits,
+    "estimate": lambda one, metric, signed=False: (
+        wording.number(one.estimate if one is not None else math.nan, metric, signed),
+        wording.limits(one, metric, signed),
+    ),
+    "quantity": wording.quantity,
+    "duration": wording.duration,
+    "size": wording.size,
+    "cost": lambda value, key: (wording.operations if key.startswith("flops") else wording.hours)(value),
+}
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 # An interval such as [0.1, 2.3] is left readable; without "](" and "]:" it cannot become a link.
 _MARKDOWN = re.compile(r"[\\`*_{}#|!~$]|\[(?![-+.\d]+, [-+.\d]+\])|(?<=\])[(:\[]")

@@ -105,6 +105,10 @@ def operations(count: float | None) -> str:
     return f"{count / scale:.3g} {prefix}FLOP"
 
 
+def hours(seconds: float | None) -> str:
+    return "n/a" if seconds is None else f"{seconds / 3600:.3g}"
+
+
 def duration(seconds: float | None) -> str:
     """Seconds as `48 s`, `3 min 20 s` or `2 h 05 min`."""
     if seconds is None or math.isnan(seconds):
