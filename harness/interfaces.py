@@ -346,7 +346,7 @@ class RolloutEngine(ABC):
 
 
 class RunLogger(Protocol):
-    """Receives the reports of a training run; the implementation is `harness.mirror.run_log.RunLog`."""
+    """Receives the reports of a training run; the implementation is `harness.record.run.RunLog`."""
 
     def inputs(self, inputs: Inputs) -> None:
         """Record the files and commits that the run reads; call before `resume`."""

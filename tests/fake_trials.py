@@ -20,7 +20,10 @@ from typing import Any, ClassVar, Literal
 from cohort.harness.data import Batch, Demonstration, Prompt, SampleRow, Split, TrialState
 from cohort.harness.ground.files import read_json, sync, write_json
 from cohort.harness.interfaces import Algorithm, RolloutEngine, RunLogger, Task
+from cohort.harness.mirror.follow import Mirror
 from cohort.harness.mirror.store import connect
+from cohort.harness.mirror.writer import Place
+from cohort.harness.record.study import keep_document, study_document
 from cohort.harness.spec.run import RunSpec
 from cohort.harness.spec.study import StudySpec, parse_study
 
@@ -127,6 +130,26 @@ def a_study(**changes: object) -> StudySpec:
         **changes,
     }
     return parse_study(raw, "test")
+
+
+def begin_study(runs: Path, study: StudySpec, command: str = "cohort study run sizes") -> Path:
+    """The folder of a study that has begun, with its document."""
+    folder = runs / "studies" / study.name
+    known = read_json(folder / "study.json") if (folder / "study.json").exists() else None
+    keep_document(folder, study_document(study, command, known=known))
+    return folder
+
+
+def in_mlflow(runs: Path, folder: Path) -> str:
+    """The id of the MLflow run of the record in a folder, after all that it has was copied."""
+    root = next(one for one in (folder, *folder.parents) if one.parent.parent == runs)
+    Mirror(runs, root).copy()
+    return str(Place.load(folder).run_id)
+
+
+def open_study(runs: Path, study: StudySpec, command: str = "cohort study run sizes") -> str:
+    """The id of the parent run of a study that has begun."""
+    return in_mlflow(runs, begin_study(runs, study, command))
 
 
 def accuracy(spec: RunSpec, step: int) -> float:

@@ -18,10 +18,11 @@ import browser
 import fake_trials
 import pytest
 from cohort.harness.mirror.address import tracking_uri
-from cohort.harness.mirror.studies import open_study, study_url
+from cohort.harness.mirror.studies import study_url
 from cohort.harness.mirror.ui import APP, serve_ui
+from fake_trials import a_study, begin_study, in_mlflow
 from mlflow import MlflowClient
-from test_tracking import a_study, log_trial
+from test_tracking import log_trial
 
 HOSTILE = (
     "2+2=4<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
@@ -79,16 +80,17 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 def write_study(runs: Path) -> tuple[str, str]:
     """A study of two arms, the first with a hostile rollout; the ids of its trace and of the experiment."""
-    parent = open_study(runs, a_study(), "cohort study run sizes")
+    begin_study(runs, a_study())
     row = dataclasses.replace(
         fake_trials.sample(1, HOSTILE), prompt="What is <b>2+2</b>?", correct=False, reward=-0.25,
         rewards={"accuracy": 0.0, "format": 0.5},
     )  # fmt: skip
-    log = log_trial(runs, parent, "group_size=2", 0, "complete", rows=[row])
-    log_trial(runs, parent, "group_size=4", 0, "complete")
+    log = log_trial(runs, "group_size=2", 0, "complete", rows=[row])
+    log_trial(runs, "group_size=4", 0, "complete")
     client = MlflowClient(tracking_uri(runs))
-    experiment = client.get_run(parent).info.experiment_id
-    wanted = f"metadata.`mlflow.sourceRun` = '{log.run_id}'"
+    run_id = in_mlflow(runs, log.directory)
+    experiment = client.get_run(run_id).info.experiment_id
+    wanted = f"metadata.`mlflow.sourceRun` = '{run_id}'"
     (found,) = client.search_traces(locations=[experiment], filter_string=wanted, include_spans=False)
     return found.info.trace_id, experiment
 

@@ -25,10 +25,10 @@ import kill_points
 import postgres_server
 import psutil
 import pytest
-from cohort.harness.mirror.studies import read_study
 from cohort.harness.mirror.writer import COST_AREAS
 from cohort.harness.record.events import read_events
 from cohort.harness.record.status import StudyStatus
+from cohort.harness.record.study import read_study
 from cohort.harness.spec.study import StudySpec, parse_study
 from cohort.harness.study import worker
 from cohort.harness.study.launchers.ray import Cluster, import_ray

@@ -33,7 +33,7 @@ from cohort.harness.cli.views.answers import show_samples
 from cohort.harness.console import progress, terminal
 from cohort.harness.data import SampleRow, TrialState
 from cohort.harness.mirror import address as mlflow_address
-from cohort.harness.mirror.run_log import read_progress
+from cohort.harness.record.run import read_progress
 from cohort.harness.record.status import StudyStatus, TrialStatus
 from cohort.harness.spec.run import Optimizer
 from cohort.harness.study import runner

@@ -14,10 +14,10 @@ import pytest
 import torch
 from cohort.harness.api.contamination import probe_contamination, scores
 from cohort.harness.data import Demonstration
-from cohort.harness.mirror.run_log import RunLog
-from cohort.harness.mirror.studies import open_study, read_study
 from cohort.harness.policy.text import TextCodec
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
+from cohort.harness.record.run import RunLog
+from cohort.harness.record.study import read_study
 from cohort.harness.run import contamination
 from cohort.harness.run.cold_start import fit_demonstrations
 from cohort.harness.run.contamination import knowledge, mean_logprobs, parted, renumbered, reworded, rouge_l, words
@@ -28,6 +28,7 @@ from cohort.reports.render import write_report
 from cohort.reports.statistics import permutation_test
 from factories import make_spec
 from fake_study import HOSTILE, fake_study
+from fake_trials import begin_study
 from scipy import stats
 from test_cli import Shell
 from test_report import read_page
@@ -211,13 +212,11 @@ def test_a_probe_is_kept_and_read_with_a_study_of_that_model_and_task(cohort: Sh
     def probes_of(name: str, **changes: Any) -> list[Any]:
         raw = {"task": "arithmetic", "algorithm": "grpo", **changes}
         study = StudySpec(name=name, question="?", run=raw, seeds=[0])
-        parent = open_study(runs, study, "command")
+        begin_study(runs, study)
         tags = {"cohort.kind": "trial", "cohort.seed": "0", "cohort.factors": "{}"}
         tags["cohort.arm"] = next(iter(study.arm_labels()))
         folder = runs / "studies" / name / "trials" / "one"
-        with RunLog.open(
-            runs, folder, parse_run(raw, "test"), experiment=name, run_name="one", parent_run_id=parent, tags=tags
-        ) as log:
+        with RunLog.open(runs, folder, parse_run(raw, "test"), experiment=name, run_name="one", tags=tags) as log:
             log.resume(-1)
             log.finish("complete", None, {})
         return list(read_study(runs, name).probes)

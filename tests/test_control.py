@@ -21,12 +21,11 @@ from cohort.harness.api.report import Refresher
 from cohort.harness.console.watch import Page, spark, watch
 from cohort.harness.ground.files import read_json, write_json
 from cohort.harness.mirror.store import connect, search_runs
-from cohort.harness.mirror.studies import log_failures, open_study, read_study
 from cohort.harness.mirror.writer import COST_AREAS
 from cohort.harness.record.events import EVENTS, read_events
 from cohort.harness.record.finished import CHECKPOINTS
 from cohort.harness.record.status import StudyStatus
-from cohort.harness.record.study import ExploratoryArm
+from cohort.harness.record.study import ExploratoryArm, read_study
 from cohort.harness.run import loop
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.study import StudySpec, parse_study
@@ -40,7 +39,7 @@ from cohort.harness.study.worker import worker_main
 from cohort.reports.analysis import analyse
 from cohort.reports.render import write_report as render
 from fake_study import fake_study
-from fake_trials import a_study
+from fake_trials import a_study, begin_study, in_mlflow
 from rich.console import Console
 from safetensors.torch import load_file
 from test_checkpoint import save
@@ -230,10 +229,17 @@ def last_step(directory: Path) -> int:
     return max(event.get("step", 0) for event in read_events(directory / EVENTS))
 
 
+def with_a_trial(runs: Path) -> str:
+    """The id of the parent run of a study in MLflow that has a trial of the first arm."""
+    failed = {"trial": "one", "arm": ARMS[0], "seed": 0, "factors": {}, "reason": "no reason"}
+    folder = begin_study(runs, a_study())
+    write_json(folder / "status.json", {"state": "running", "stopped": [], "failed": [failed]})
+    return in_mlflow(runs, folder)
+
+
 def test_tags_in_mlflow_stop_and_resume_the_arm_of_a_trial_or_all_arms(runs: Path):
     queue = new_queue(a_study(), runs)
-    parent = open_study(runs, a_study(), "cmd")
-    log_failures(runs, parent, {"x": (queue.plan.tags((ARMS[0], 0)), "no reason")})  # makes the run of a trial
+    parent = with_a_trial(runs)
     client = connect(runs)
     (child,) = (run for run in search_runs(client, "1", "") if "mlflow.parentRunId" in run.data.tags)
     for run_id, request, held in (
@@ -243,7 +249,7 @@ def test_tags_in_mlflow_stop_and_resume_the_arm_of_a_trial_or_all_arms(runs: Pat
         (parent, "resume", [False, False]),
     ):
         client.set_tag(run_id, "cohort.control", request)
-        take_up_requests("sizes", runs, None, parent)
+        take_up_requests("sizes", runs, None)
         assert [queue.is_held(arm) for arm in ARMS] == held
         assert "cohort.control" not in client.get_run(run_id).data.tags
 
@@ -252,8 +258,7 @@ def test_a_tag_in_mlflow_clones_the_arm_of_a_trial_and_one_that_cannot_be_follow
     runs: Path, caplog: pytest.LogCaptureFixture
 ):
     queue = new_queue(a_study(), runs)
-    parent = open_study(runs, a_study(), "cmd")
-    log_failures(runs, parent, {"x": (queue.plan.tags((ARMS[0], 0)), "no reason")})
+    parent = with_a_trial(runs)
     client = connect(runs)
     (child,) = (run for run in search_runs(client, "1", "") if "mlflow.parentRunId" in run.data.tags)
     for run_id, request in (
@@ -264,11 +269,11 @@ def test_a_tag_in_mlflow_clones_the_arm_of_a_trial_and_one_that_cannot_be_follow
     ):
         caplog.clear()
         client.set_tag(run_id, "cohort.control", request)
-        take_up_requests("sizes", runs, None, parent)
+        take_up_requests("sizes", runs, None)
         assert "changed nothing" in caplog.text
         assert queue.clones() == []
     client.set_tag(child.info.run_id, "cohort.control", "clone --set algorithm.kl_beta=0.5")
-    take_up_requests("sizes", runs, None, parent)
+    take_up_requests("sizes", runs, None)
     (clone,) = queue.clones()
     assert (clone.parent, clone.changes) == (ARMS[0], {"algorithm.kl_beta": 0.5})
 

@@ -14,8 +14,8 @@ import fake_trials
 import pytest
 from cohort.harness.cli import app
 from cohort.harness.ground.disk import DiskFull, disk_full
-from cohort.harness.mirror.studies import read_study
 from cohort.harness.record.status import StudyStatus
+from cohort.harness.record.study import read_study
 from cohort.harness.study.runner import study_status
 from fake_trials import a_study
 from test_study import check_history, completions, journal, living_workers, run, wanted

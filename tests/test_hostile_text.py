@@ -9,11 +9,13 @@ import fake_trials
 import postgres_server
 import pytest
 from cohort.harness.mirror import address as mlflow_address
-from cohort.harness.mirror.run_log import RunLog
-from cohort.harness.mirror.studies import open_study, read_study
+from cohort.harness.mirror.store import connect
+from cohort.harness.record.run import RunLog
+from cohort.harness.record.study import read_study
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.study import parse_study
 from cohort.harness.study.queue import Outcome
+from fake_trials import begin_study, in_mlflow
 from test_storage import a_study as a_queued_study
 from test_storage import claimed, new_queue
 from test_tracking import a_spec, a_study
@@ -26,21 +28,21 @@ pytestmark = pytest.mark.usefixtures("plugins")
 
 
 def check_store(runs: Path) -> None:
-    """A trial whose reason is hostile arrives in the MLflow store, and can be read from it."""
+    """A trial whose reason is hostile is recorded as it is, and arrives in the MLflow store."""
     study = a_study().model_copy(update={"question": HOSTILE})
-    parent = open_study(runs, study, f"cohort study run {HOSTILE}")
+    folder = begin_study(runs, study, f"cohort study run {HOSTILE}")
     arm = study.arm_labels()[0]
     tags = {"cohort.kind": "trial", "cohort.study": "sizes", "cohort.arm": arm, "cohort.seed": "0", "odd": HOSTILE}
     log = RunLog.open(
-        runs, runs / "trial", a_spec(seed=0), experiment="sizes", run_name="t", parent_run_id=parent,
+        runs, folder / "trials" / "one", a_spec(seed=0), experiment="sizes", run_name="t",
         tags={**tags, "cohort.factors": "{}"},
     )  # fmt: skip
-    log.drain_seconds = 30.0
     log.metrics(0, {"validation/accuracy": 0.5})
     log.finish("failed", HOSTILE + "x" * 1_000_000, {})
     (trial,) = read_study(runs, "sizes").trials
-    assert trial.reason is not None
-    assert trial.reason.startswith(SHOWN)
+    assert str(trial.reason).startswith(HOSTILE)
+    run = connect(runs).get_run(in_mlflow(runs, log.directory))
+    assert run.data.tags["cohort.reason"].startswith(SHOWN) and run.data.tags["odd"] == SHOWN
 
 
 @pytest.mark.attack("NUL and broken Unicode in a reason")

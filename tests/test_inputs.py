@@ -15,9 +15,9 @@ from cohort.harness.ground import files
 from cohort.harness.ground.files import read_json, sha256, write_json
 from cohort.harness.ground.inputs import InputsChanged, digested, expecting
 from cohort.harness.mirror.store import connect
-from cohort.harness.mirror.studies import read_study
 from cohort.harness.policy.model import save_model
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
+from cohort.harness.record.study import read_study
 from cohort.harness.run.loop import train
 from cohort.harness.run.pipeline import train_pipeline
 from cohort.harness.run.single import train_once

@@ -57,7 +57,6 @@ ROOMS = (
 RANK = {room: rank for rank, rooms in enumerate(ROOMS) for room in rooms}
 NOT_YET = {
     ("api", "cli"),
-    "harness/record/evidence.py",
     *(f"harness/cli/{name}.py" for name in ("plan", "train", "verify")),
 }
 ONLY_IMPORTER = {"mlflow": "harness/mirror/", "optuna": "harness/study/"}
@@ -287,7 +286,7 @@ def test_every_shipped_file_keeps(rule: str):
         ("no_text_runs_as_code", "harness/run/checkpoint.py", "torch.load(path)"),
         ("no_text_runs_as_code", "harness/run/checkpoint.py", "torch.load(path, weights_only=False)"),
         ("no_text_runs_as_code", "harness/spec/run.py", "yaml.load(text, Loader=yaml.SafeLoader)"),
-        ("no_text_runs_as_code", "harness/mirror/run_log.py", "subprocess.run(command, shell=True)"),
+        ("no_text_runs_as_code", "harness/record/run.py", "subprocess.run(command, shell=True)"),
         ("no_text_runs_as_code", "harness/policy/model.py", "AutoModel.from_pretrained(name, trust_remote_code=True)"),
         ("no_text_runs_as_code", "harness/policy/model.py", "AutoModel.from_pretrained(name, trust_remote_code=flag)"),
         ("no_text_runs_as_code", "harness/policy/model.py", "np.load(path, allow_pickle=True)"),
@@ -308,7 +307,7 @@ def test_a_planted_violation_is_seen(rule: str, path: str, source: str):
         ),
         ("reports/render.py", "from ..harness.record.study import StudyRecord\nx = row.gold"),
         ("harness/mirror/writer.py", "import mlflow"),
-        ("harness/study/queue.py", "import optuna\nfrom ..mirror.run_log import RunLog"),
+        ("harness/study/queue.py", "import optuna\nfrom ..record.run import RunLog"),
         ("harness/study/runner.py", "from .queue import Queue\nfrom ..plugins import nearest"),
         ("harness/cli/app.py", "def f():\n    import torch\n    from ..api import run"),
         ("harness/api/study.py", "import yaml\nfrom .result import Result\nfrom ...reports.render import write_report"),

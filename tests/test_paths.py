@@ -12,13 +12,12 @@ from pathlib import Path
 import fake_trials
 import pytest
 from cohort.harness.cli import app
-from cohort.harness.ground.files import read_json
-from cohort.harness.mirror.run_log import replay
 from cohort.harness.mirror.store import check_runs_folder
-from cohort.harness.mirror.studies import log_report, open_study, read_study
 from cohort.harness.mirror.ui import serve_ui
+from cohort.harness.record.evidence import write_evidence
+from cohort.harness.record.study import read_study
 from cohort.harness.study.runner import run_study, study_status
-from fake_trials import a_study
+from fake_trials import a_study, begin_study, in_mlflow
 from test_tracking import log_trial
 
 TAKEN = ["#", "%", "%%", " ", "'", '"', "\u00e9", "e\u0301", "\u6f22", "\n", "\t", "\r", "\x01", "\x7f", "\u202e", "&",
@@ -78,7 +77,8 @@ def test_a_path_that_does_not_survive_as_a_url_is_refused_and_nothing_is_written
     with pytest.raises(ValueError, match=r"must not have '\?', '%' before two hexadecimal digits"):
         run_study(a_study(), runs, workers=1, command="", execute=fake_trials.EXECUTE)
     with pytest.raises(ValueError, match="choose another with --runs or COHORT_RUNS"):
-        open_study(runs, a_study(), "command")
+        in_mlflow(runs, begin_study(runs, a_study()))
+    shutil.rmtree(tmp_path / "here")
     evaluate = ["evaluate", "tiny", "--task", "arithmetic"]
     train = ["train", "--set", "task=arithmetic", "--set", "algorithm=grpo"]
     for command in (["ui"], evaluate, train):
@@ -94,21 +94,22 @@ def test_pages_and_report_of_a_copied_folder_show_the_copy_and_leave_the_origina
     tmp_path: Path, empty_store: Path, caplog: pytest.LogCaptureFixture
 ):
     original = new_runs(tmp_path / "original", empty_store)
-    parent = open_study(original, a_study(), "command")
-    log = log_trial(original, parent, "group_size=2", 0, "complete")
+    folder = begin_study(original, a_study())
+    log = log_trial(original, "group_size=2", 0, "complete")
+    (folder / "report").mkdir()
+    (folder / "report" / "index.html").write_text("<p>yes")
+    write_evidence(folder, read_study(original, "sizes"), "Yes.")
+    run_id, parent = in_mlflow(original, log.directory), in_mlflow(original, folder)
     copy = tmp_path / AWKWARD
     shutil.copytree(original, copy)
-    kept = f"mlartifacts/sizes/{log.run_id}/artifacts"
+    kept = f"mlartifacts/sizes/{run_id}/artifacts"
     (copy / kept / "config.yaml").write_text("seed: 17\n")  # so that the two can be told apart
     before = contents(original)
-    assert read_study(copy, "sizes").trials[0].spec == {"seed": 17}
-    (tmp_path / "report").mkdir()
-    (tmp_path / "report" / "index.html").write_text("<p>yes")
-    log_report(copy, "sizes", tmp_path / "report", "Yes.")
+    assert repr(read_study(copy, "sizes")) == repr(read_study(original, "sizes"))
     with serve_ui(copy, free_port()) as server:
-        assert fetched(server.address, log.run_id, "config.yaml") == b"seed: 17\n"
+        assert fetched(server.address, run_id, "config.yaml") == b"seed: 17\n"
         assert fetched(server.address, parent, "report/index.html") == b"<p>yes"
-    assert "was copied or moved: its pages show it as it is now" in caplog.text
+    assert "is a copy: its pages show it as it is now" in caplog.text
     assert contents(original) == before
     with pytest.raises(ValueError, match=r"was moved; move it back"):
         check_runs_folder(copy)
@@ -119,18 +120,16 @@ def test_deleted_artifacts_are_copied_again(
     tmp_path: Path, empty_store: Path, record_property: Callable[[str, object], None]
 ):
     runs = new_runs(tmp_path / "runs", empty_store)
-    log = log_trial(runs, parent := open_study(runs, a_study(), "command"), "group_size=2", 0, "complete")
-    before, artifacts = read_study(runs, "sizes"), contents(runs / "mlartifacts")
-    files = [f"sizes/{log.run_id}/artifacts/{name}" for name in ("config.yaml", "samples.json", "per_problem.json")]
-    for tried, lost in enumerate(["", f"sizes/{log.run_id}", *files], start=1):
+    begin_study(runs, a_study())
+    log = log_trial(runs, "group_size=2", 0, "complete")
+    run_id, artifacts = in_mlflow(runs, log.directory), contents(runs / "mlartifacts")
+    files = [f"sizes/{run_id}/artifacts/{name}" for name in ("config.yaml", "samples.json", "per_problem.json")]
+    for tried, lost in enumerate(["", f"sizes/{run_id}", *files], start=1):
         place = runs / "mlartifacts" / lost
         shutil.rmtree(place) if place.is_dir() else place.unlink()
-        assert open_study(runs, a_study(), "command") == parent
-        replay(runs, log.directory, parent)
+        assert in_mlflow(runs, log.directory) == run_id
         assert contents(runs / "mlartifacts") == artifacts
-        assert repr(read_study(runs, "sizes")) == repr(before)  # text: NaN is not equal to itself
         record_property("tried", tried)
-    assert read_json(log.directory / "run.json")["run_id"] == log.run_id
     written = (runs / "mlflow.db").read_bytes()
-    replay(runs, log.directory, parent)
-    assert (runs / "mlflow.db").read_bytes() == written  # nothing is left to do
+    assert in_mlflow(runs, log.directory) == run_id
+    assert (runs / "mlflow.db").read_bytes() == written

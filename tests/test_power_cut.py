@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ import fake_trials
 import pytest
 from cohort.harness.data import FINAL
 from cohort.harness.ground.files import sync, write_text
-from cohort.harness.mirror.run_log import RunLog, read_result
-from cohort.harness.mirror.writer import COST_AREAS, Copier
+from cohort.harness.mirror.writer import COST_AREAS
 from cohort.harness.record.events import EVENTS, RunHistory, read_events
+from cohort.harness.record.run import RunLog, read_result
 from cohort.harness.spec.run import RunSpec, parse_run
 from power_cut import Disk, Image, restore
 
@@ -28,32 +28,13 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # the power stays on: `Disk` says what would be left
 
 
-class NoStore:
-    """In place of the copy in MLflow; `cut` is called after each event that was written."""
-
-    def __init__(self, copier: Copier, cut: Cut) -> None:
-        self.identity, self.history, self._cut = copier.identity, RunHistory(), cut
-
-    def push(self, event: Mapping[str, Any]) -> None:
-        self.history.add(event)
-        self._cut()
-
-    def start(self) -> None: ...
-
-    def wake(self) -> None: ...
-
-    def stop(self, drain_seconds: float) -> None: ...
-
-    def take_system(self) -> dict[str, float]:
-        return {}
-
-
 def work(runs: Path, spec: RunSpec, train: Callable[..., Any], cache: Path, cut: Cut = lambda: None) -> None:
     """What a worker does with a trial: run it, or continue it, and record in another file that it has ended."""
 
     class Log(RunLog):
-        def __init__(self, directory: Path, copier: Copier, on_progress: Any) -> None:
-            super().__init__(directory, NoStore(copier, cut), on_progress)  # pyright: ignore
+        def _append(self, event: dict[str, Any]) -> None:
+            super()._append(event)
+            cut()
 
     trial = runs / "trials" / "one"
     if (runs / "recorded").exists():
@@ -77,7 +58,7 @@ def logged(runs: Path) -> tuple[Any, ...]:
         for key, steps in history.history.items()
         if not key.startswith(COST_AREAS)
     }
-    costs = {key: sorted(steps) for key, steps in history.history.items()}
+    costs = {key: sorted(steps) for key, steps in history.history.items() if not key.startswith("system/")}
     return values, costs, history.rows(), history.per_problem, [end["state"] for end in history.finish]
 
 

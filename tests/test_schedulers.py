@@ -22,9 +22,9 @@ import pytest
 import typer
 import yaml
 from cohort.harness.cli.app import app
-from cohort.harness.mirror.studies import read_study
 from cohort.harness.record.events import read_events
 from cohort.harness.record.status import StudyStatus
+from cohort.harness.record.study import read_study
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.study import StudySpec
 from cohort.harness.study import work

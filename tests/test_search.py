@@ -16,7 +16,7 @@ import fake_trials
 import optuna
 import pytest
 from cohort.harness.ground.files import read_json, write_json
-from cohort.harness.mirror.studies import read_study
+from cohort.harness.record.study import read_study
 from cohort.harness.spec.study import StudySpec, parse_study
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Claim, Outcome, Queue

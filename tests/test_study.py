@@ -24,10 +24,9 @@ from cohort.harness.api.report import write_report
 from cohort.harness.ground.files import read_json, write_json
 from cohort.harness.ground.stop import StopRequest
 from cohort.harness.mirror.store import connect, search_runs
-from cohort.harness.mirror.studies import read_study
 from cohort.harness.record.events import read_events
 from cohort.harness.record.status import StudyStatus
-from cohort.harness.record.study import TrialRecord
+from cohort.harness.record.study import TrialRecord, read_study
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study, shipped_studies
 from cohort.harness.spec.study import StudySpec

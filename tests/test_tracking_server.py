@@ -22,16 +22,20 @@ import fake_trials
 import pytest
 from cohort.harness.cli.app import app
 from cohort.harness.ground.addresses import shown
-from cohort.harness.ground.files import read_json
 from cohort.harness.mirror import address as mlflow_address
-from cohort.harness.mirror import writer as mlflow_copy
+from cohort.harness.mirror import follow
+from cohort.harness.mirror.follow import mirrored
 from cohort.harness.mirror.models import register_policy
-from cohort.harness.mirror.run_log import RunLog, replay
 from cohort.harness.mirror.store import check_runs_folder
-from cohort.harness.mirror.studies import close_study, list_studies, log_report, open_study, read_study
+from cohort.harness.mirror.studies import fetch_study, list_studies
 from cohort.harness.mirror.ui import UIServer, start_server
+from cohort.harness.mirror.writer import Place
+from cohort.harness.record.evidence import write_evidence
+from cohort.harness.record.run import RunLog
+from cohort.harness.record.study import read_study
+from fake_trials import a_study, begin_study, in_mlflow
 from mlflow import MlflowClient
-from test_tracking import COLUMN, a_spec, a_study, in_file, in_store, kept_policy, log_trial, open_log
+from test_tracking import COLUMN, in_file, in_store, kept_policy, log_trial, open_log, wait_for
 from typer.testing import CliRunner
 
 OUTAGE_SECONDS = float(os.environ.get("COHORT_OUTAGE_SECONDS", "3"))
@@ -87,42 +91,46 @@ def test_a_study_is_written_and_read_through_a_server_alone(
     use(server, monkeypatch)
     runs = tmp_path / "runs"
     check_runs_folder(runs)
-    parent = open_study(runs, a_study(), "cohort study run sizes")
-    log = log_trial(runs, parent, "group_size=4", 0, "complete")
-    close_study(runs, parent, "complete")
-    (tmp_path / "report").mkdir()
-    (tmp_path / "report" / "index.html").write_text("<p>yes")
-    log_report(runs, "sizes", tmp_path / "report", "Yes.")
-    finite = [item for item in in_store(runs, str(log.run_id)) if not math.isnan(item[2])]
+    folder = begin_study(runs, a_study())
+    log = log_trial(runs, "group_size=4", 0, "complete")
+    (log.directory / "completions").mkdir()
+    (log.directory / "completions" / "test-000001.jsonl").write_text("{}\n")
+    (folder / "report").mkdir()
+    (folder / "report" / "index.html").write_text("<p>yes")
+    before = read_study(runs, "sizes")
+    write_evidence(folder, before, "Yes.")
+    run_id, parent = in_mlflow(runs, log.directory), in_mlflow(runs, folder)
+    finite = [item for item in in_store(runs, run_id) if not math.isnan(item[2])]
     assert finite == [("kl/old", 1, sys.float_info.max), (COLUMN, 0, 0.25), (COLUMN, 1, 0.5)]
     assert capsys.readouterr().out == ""  # MLflow's client likes to print addresses, and stdout may be JSON
     shutil.rmtree(runs)
     assert list_studies(runs) == ["sizes"]
-    record = read_study(runs, "sizes")
-    (trial,) = record.trials
-    assert (record.question, record.command) == ("Do larger groups help?", "cohort study run sizes")
-    assert trial.history["kl/old"] == [(1, math.inf)]
-    assert math.isnan(trial.history["policy/loss"][0][1])
-    assert trial.per_problem == {"p1": 0.75}
-    assert trial.spec == a_spec(seed=0).model_dump(mode="json")
-    assert list(trial.samples) == [fake_trials.sample(1)]
+    assert not runs.exists()  # nothing was read from, or written to, a file beside the server
     note = MlflowClient(server.uri).get_run(parent).data.tags["mlflow.note.content"]
     assert note == "Do larger groups help?\n\nYes."
-    assert not runs.exists()  # nothing was read from, or written to, a file beside the server
+    fetch_study(runs, "sizes")  # as `cohort report` on a host that shares only the server
+    assert repr(read_study(runs, "sizes")) == repr(before)  # text: NaN is not equal to itself
+    assert (log.directory / "completions" / "test-000001.jsonl").read_text() == "{}\n"
+    written = {file: file.stat().st_mtime_ns for file in runs.rglob("*") if file.suffix in (".json", ".jsonl")}
+    fetch_study(runs, "sizes")
+    assert in_mlflow(runs, log.directory) == run_id  # and what was fetched is not sent back
+    assert all(file.stat().st_mtime_ns == time for file, time in written.items() if file.name != "mlflow.json")
 
 
 def test_a_policy_is_registered_with_a_copy_that_the_server_keeps(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     use(server, monkeypatch)
-    log = log_trial(tmp_path, open_study(tmp_path, a_study(), "command"), "group_size=4", 0, "complete")
+    begin_study(tmp_path, a_study())
+    log = log_trial(tmp_path, "group_size=4", 0, "complete")
     policy = kept_policy(log.directory)
     config = (policy / "config.json").read_text()
     assert register_policy(tmp_path, log.directory, policy, "sizes") == 1
+    run_id = str(Place.load(log.directory).run_id)
     shutil.rmtree(log.directory)
     client = MlflowClient(server.uri)
-    assert client.get_model_version("sizes", "1").source.endswith(f"{log.run_id}/artifacts/model")
-    model = Path(client.download_artifacts(str(log.run_id), "model", str(tmp_path)))
+    assert client.get_model_version("sizes", "1").source.endswith(f"{run_id}/artifacts/model")
+    model = Path(client.download_artifacts(run_id, "model", str(tmp_path)))
     assert (model / "policy" / "config.json").read_text() == config and (model / "MLmodel").is_file()
 
 
@@ -132,27 +140,23 @@ def test_a_server_that_is_killed_in_the_middle_of_a_run_loses_nothing(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     use(server, monkeypatch)
-    log = open_log(tmp_path)
-    log_batch(log, 0, 10)
-    wait_for(lambda: log.run_id is not None and len(in_store(tmp_path, str(log.run_id))) == 22, 60)
-    server.kill()
-    began, step, slowest = time.monotonic(), 10, 0.0
-    while time.monotonic() - began < OUTAGE_SECONDS:
-        step += 1
-        start = time.perf_counter()
-        log_batch(log, step, step)
-        slowest = max(slowest, time.perf_counter() - start)
-        time.sleep(min(0.1, OUTAGE_SECONDS / 30))
-    server.start()
-    away = time.monotonic() - began
-    log_batch(log, step + 1, step + 5)
-    log.finish("complete", None, {})
-    assert in_store(tmp_path, str(log.run_id)) == in_file(log.directory)
+    with mirrored(tmp_path, tmp_path / "train" / "run"):
+        log = open_log(tmp_path)
+        log_batch(log, 0, 10)
+        run_id = lambda: str(Place.load(log.directory).run_id)  # noqa: E731
+        wait_for(lambda: run_id() != "None" and len(in_store(tmp_path, run_id())) >= 22)
+        server.kill()
+        began, step = time.monotonic(), 10
+        while time.monotonic() - began < OUTAGE_SECONDS:
+            step += 1
+            log_batch(log, step, step)
+            time.sleep(min(0.1, OUTAGE_SECONDS / 30))
+        server.start()
+        log_batch(log, step + 1, step + 5)
+        log.finish("complete", None, {})
+    assert in_store(tmp_path, run_id()) == in_file(log.directory)
     assert len([key for key, *_ in in_file(log.directory) if not key.startswith("system/")]) == 2 * (step + 6)
-    assert len(traces(server.uri, str(log.run_id))) == 2  # of steps 0 and 10, once each
-    assert read_json(log.directory / "run.json")["synced"]
-    assert slowest < 1  # training never waited for the server
-    print(f"away for {away:.0f} s, {2 * (step + 6)} values, the slowest call took {slowest * 1e3:.1f} ms")
+    assert len(traces(server.uri, run_id())) == 2  # of steps 0 and 10, once each
 
 
 def log_batch(log: RunLog, first: int, last: int) -> None:
@@ -166,13 +170,6 @@ def traces(uri: str, run_id: str) -> list[object]:
     experiment = MlflowClient(uri).get_run(run_id).info.experiment_id
     wanted = f"metadata.`mlflow.sourceRun` = '{run_id}'"
     return list(MlflowClient(uri).search_traces(locations=[experiment], filter_string=wanted, include_spans=False))
-
-
-def wait_for(condition: object, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():  # pyright: ignore
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 # Addresses ------------------------------------------------------------------------------------------------------------
@@ -273,7 +270,8 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of a server that takes calls and never answers; patience is short."""
     monkeypatch.setattr(mlflow_address, "ANSWER_SECONDS", 0.4)
     monkeypatch.setattr(mlflow_address, "SILENT_SECONDS", 0.1)
-    monkeypatch.setattr(mlflow_copy, "SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(follow, "SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(follow, "DRAIN_SECONDS", 1.0)
     monkeypatch.setattr(mlflow_address, "_chosen", None)  # which a command sets
     with socket.create_server(("127.0.0.1", 0)) as place:
         uri = f"http://127.0.0.1:{place.getsockname()[1]}"
@@ -298,28 +296,20 @@ def test_a_command_says_that_it_waits_for_a_silent_server_and_refuses_it(
 def test_a_run_goes_on_without_a_silent_server_says_so_once_and_loses_nothing(
     silent: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    log = open_log(tmp_path)
-    log.drain_seconds = 1.0
-    log_batch(log, 0, 5)
-    wait_for(lambda: "'run' goes on" in caplog.text, 30)
-    slowest = 0.0
-    for step in range(6, 40):
-        start = time.perf_counter()
-        log_batch(log, step, step)
-        slowest = max(slowest, time.perf_counter() - start)
-    log.finish("complete", None, {})
-    log._copier.join()
+    with mirrored(tmp_path, tmp_path / "train" / "run"), open_log(tmp_path) as log:
+        log_batch(log, 0, 5)
+        wait_for(lambda: "'run' goes on" in caplog.text)
+        log_batch(log, 6, 39)
+    wait_for(lambda: "mlflow" not in [thread.name for thread in follow.threading.enumerate()])
     store = f"the MLflow store at {silent}"
     said = [r.message for r in caplog.records if "'run' goes on" in r.message]  # those of other tests may still copy
     assert said == [
         f"{store} does not answer (timed out); 'run' goes on, and what the store misses is copied when it returns"
     ]
     assert f"waiting up to 1 s for {store} to take all of" in caplog.text
-    assert "is copied when the same command runs again" in caplog.text
-    assert slowest < 1  # training never waited for the server
+    assert "everything is in" in caplog.text and "`cohort ui` copies it later" in caplog.text
     monkeypatch.delenv(mlflow_address.TRACKING_URI)
-    replay(tmp_path, log.directory, None)
-    assert in_store(tmp_path, str(read_json(log.directory / "run.json")["run_id"])) == in_file(log.directory)
+    assert in_store(tmp_path, in_mlflow(tmp_path, log.directory)) == in_file(log.directory)
     assert len([key for key, *_ in in_file(log.directory) if not key.startswith("system/")]) == 2 * 40
 
 

@@ -21,9 +21,8 @@ import psutil
 import pytest
 from cohort.harness.cli.views.studies import show_dry_run
 from cohort.harness.ground.files import read_json
-from cohort.harness.mirror.studies import read_study
 from cohort.harness.record.status import StudyStatus
-from cohort.harness.record.study import StudyRecord
+from cohort.harness.record.study import StudyRecord, read_study
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.study import StudySpec, TwoStage, parse_study
 from cohort.harness.study import two_stage

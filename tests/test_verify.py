@@ -19,13 +19,12 @@ from cohort.harness.api.findings import Findings
 from cohort.harness.api.verify import verify_study
 from cohort.harness.cli import app
 from cohort.harness.data import Group, Prompt, Rollout, Sampling
-from cohort.harness.ground.files import sha256, write_json
+from cohort.harness.ground.files import sha256
 from cohort.harness.interfaces import RolloutEngine
-from cohort.harness.mirror.run_log import RunLog
-from cohort.harness.mirror.studies import close_study, open_study, read_study
 from cohort.harness.record.events import EVENTS, event_line, is_as_written, read_events, summed
-from cohort.harness.record.evidence import EVIDENCE, content_sum, from_files, write_evidence
-from cohort.harness.record.study import StudyRecord
+from cohort.harness.record.evidence import EVIDENCE, content_sum, write_evidence
+from cohort.harness.record.run import RunLog
+from cohort.harness.record.study import StudyRecord, read_study
 from cohort.harness.run.evaluate import logged_evaluation
 from cohort.harness.run.grading import grade, sample_rows
 from cohort.harness.run.kept import keep_rows, rollouts_file
@@ -35,6 +34,7 @@ from cohort.harness.spec.study import StudySpec, parse_study
 from cohort.harness.study.plan import Plan
 from cohort.reports.render import results_csv
 from cohort.reports.render import write_report as render
+from fake_trials import begin_study
 
 from cohort import open_result
 
@@ -93,24 +93,18 @@ def vars_of(row: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
-    """The runs folder of a finished study."""
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runs folder of a finished study, without an MLflow store."""
     runs = tmp_path_factory.mktemp("made") / "runs"
-    runs.mkdir()
-    shutil.copy(empty_store, runs / "mlflow.db")
     study = a_study()
     plan = Plan(study, runs)
-    parent = open_study(runs, study, "cohort study run sizes")
-    write_json(plan.folder / "study.json", {"digest": study.digest(), "inputs": {}, **study.model_dump(mode="json")})
+    begin_study(runs, study)
     for key in plan.keys:
         directory, title, tags = plan.directory(key), plan.title(key), plan.tags(key)
         spec = plan.spec(key)
-        with RunLog.open(
-            runs, directory, spec, experiment="sizes", run_name=title, parent_run_id=parent, tags=tags
-        ) as log:
+        with RunLog.open(runs, directory, spec, experiment="sizes", run_name=title, tags=tags) as log:
             run_trial(spec, directory, log)
-    close_study(runs, parent, "complete")
-    record = from_files(read_study(runs, "sizes"), plan.folder)
+    record = read_study(runs, "sizes")
     render(record, plan.folder / "report", ("svg",))
     write_evidence(plan.folder, record)
     return runs
@@ -164,7 +158,7 @@ def test_a_copied_study_folder_is_verified_without_the_store_and_its_report_is_w
     assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
 
 
-def test_python_reads_the_same_result_from_the_store_and_from_the_folder_alone(made: Path, folder: Path):
+def test_python_reads_the_same_result_from_the_runs_folder_and_from_a_copy_of_the_study_alone(made: Path, folder: Path):
     stored, copied = open_result("sizes", runs=made), open_result(folder)
     for frame in ("trials", "curves", "problems", "rollouts"):
         assert len(getattr(stored, frame))
@@ -272,12 +266,11 @@ def test_a_line_keeps_its_sum_when_a_run_goes_on(folder: Path):
     assert [event_line(event).encode() for event in read_events(file)] == [line + b"\n" for line in lines]
 
 
-def test_a_run_that_goes_on_after_a_kill_keeps_what_verifies_it(made: Path, tmp_path: Path):
+def test_a_run_that_goes_on_after_a_kill_keeps_what_verifies_it(tmp_path: Path):
     study = a_study()
     plan = Plan(study, tmp_path)
     key = plan.keys[0]
     log_of = lambda: RunLog.open(tmp_path, tmp_path / "run", plan.spec(key), experiment="x", run_name="x")  # noqa: E731
-    shutil.copy(made / "mlflow.db", tmp_path / "mlflow.db")
     with log_of() as log:
         logged_evaluation(plan.spec(key), cast(Any, Guesser()), log.directory, log, "validation", 0)
         log.metrics(1, {"policy/loss": 0.5})
@@ -295,22 +288,27 @@ def test_a_run_that_goes_on_after_a_kill_keeps_what_verifies_it(made: Path, tmp_
 # What is lacking ---------------------------------------------------------------------------------------------------
 
 
-def test_a_run_of_an_earlier_version_is_read_and_what_it_lacks_is_said(folder: Path):
+def test_an_evaluation_without_its_completions_is_lacking(folder: Path):
     file = events_files(folder)[0]
     events = [event for event in read_events(file) if event["type"] != "kept"]
-    file.write_text("".join(event_line({k: v for k, v in event.items() if k != "sum"}) for event in events))
+    file.write_text("".join(event_line(event) for event in events))
     reseal(folder)
     findings = verified(folder)
-    assert not findings.mismatches
-    assert not findings.is_verified
-    assert any("have no sum" in words for words in findings.lacks)
+    assert not findings.mismatches and not findings.is_verified
     assert any("1 evaluations on the test split have no completions" in words for words in findings.lacks)
 
 
-def test_a_trial_whose_folder_is_gone_is_lacking(folder: Path):
+def test_a_study_without_results_is_not_verified(folder: Path):
+    for file in events_files(folder):
+        rewrite(file, lambda e: e.update(state="stopped") if e["type"] == "finish" else None)
+    with pytest.raises(ValueError, match="has no results"):
+        verified(folder)
+
+
+def test_a_trial_whose_folder_is_gone_is_named(folder: Path):
     shutil.rmtree(events_files(folder)[0].parent)
     findings = verified(folder)
-    assert any("no files here" in words for words in findings.lacks)
+    assert any(one.file.endswith(EVENTS) and one.stored is None for one in findings.mismatches)
 
 
 @pytest.mark.attack("A study or capsule that cannot be verified")
@@ -320,8 +318,7 @@ def test_a_trial_whose_folder_is_gone_is_lacking(folder: Path):
         (lambda folder: (folder / EVIDENCE).unlink(), "cohort report copied"),
         (lambda folder: (folder / "study.json").unlink(), "is not the folder of a study"),
         (lambda folder: (folder / EVIDENCE).write_text("[1"), "is not valid JSON"),
-        (lambda folder: (folder / EVIDENCE).write_text('{"format": 1}'), "is not what Cohort wrote"),
-        (lambda folder: set_states(folder, "stopped"), "has no results"),
+        (lambda folder: (folder / EVIDENCE).write_text('{"format": 2}'), "is not what Cohort wrote"),
         (lambda folder: name_file(folder, "../outside"), "must name files of the study alone"),
     ],
 )
@@ -466,10 +463,6 @@ def reseal(folder: Path, change: Callable[[dict[str, Any]], Any] = lambda docume
     document["files"] = {name: sha256(folder / name) for name in document["files"]}
     change(document)
     (folder / EVIDENCE).write_text(json.dumps({**document, "sum": content_sum(document)}))
-
-
-def set_states(folder: Path, state: str) -> None:
-    reseal(folder, lambda document: [trial.update(state=state) for trial in document["record"]["trials"]])
 
 
 def name_file(folder: Path, name: str) -> None:

@@ -7,7 +7,6 @@ folder, which is deleted afterwards. Nothing in it is run.
 
 import json
 import os
-import re
 import shutil
 import stat
 import tempfile
@@ -19,14 +18,13 @@ from pathlib import Path
 
 from ..ground.files import FORMAT, MANIFEST, sha256
 from ..record.events import EVENTS, read_events
-from ..record.evidence import EVIDENCE, from_files, trial_folder
-from .verify import open_evidence
+from ..record.evidence import EVIDENCE, is_inside, read_evidence
+from ..record.study import STUDY
 
 MOST_FILES = 500_000
 MOST_INFLATION = 200  # bytes in all for each of the zip file, beyond ALLOWANCE; text of runs takes 5 to 40
 ALLOWANCE = 2**24
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # equal studies give equal capsules
-_PART = re.compile(r"[^\\:\x00-\x1f/]+")
 
 
 def export_capsule(folder: Path, target: Path) -> int:
@@ -93,15 +91,14 @@ def altered(file: Path, folder: Path) -> dict[str, tuple[str, str]]:
 
 def _names(folder: Path) -> list[str]:
     """The files that verify a study: those that its evidence names and those that its runs have kept."""
-    evidence = open_evidence(folder)
-    names = {"study.json", EVIDENCE, *evidence.files}
-    record = from_files(evidence.record, folder)
-    for trial in [*record.trials, *(trial for arm in record.exploratory for trial in arm.trials)]:
-        directory = trial_folder(folder, trial)
-        kept = {event["file"] for event in read_events(directory / EVENTS) if event["type"] == "kept"}
-        names |= {f"{directory.relative_to(folder).as_posix()}/{file}" for file in kept}
+    if not (folder / STUDY).is_file():
+        raise ValueError(f"'{folder}' is not the folder of a study: it has no {STUDY}")
+    names = {EVIDENCE, *read_evidence(folder).files}
+    for events in [name for name in names if name.endswith(f"/{EVENTS}")]:
+        directory = events.removesuffix(EVENTS)
+        names |= {directory + event["file"] for event in read_events(folder / events) if event["type"] == "kept"}
     for name in names:
-        if not all(_PART.fullmatch(part) and part not in (".", "..") for part in name.split("/")):
+        if not is_inside(name):
             raise ValueError(f"the files of a study must be in its folder, got {name!r:.80}")
     return sorted(names)
 
@@ -121,9 +118,9 @@ def _checked(file: Path, members: list[zipfile.ZipInfo]) -> list[zipfile.ZipInfo
         )
     seen: set[str] = set()
     for member in members:
-        parts, kind = member.filename.split("/"), stat.S_IFMT(member.external_attr >> 16)
+        kind = stat.S_IFMT(member.external_attr >> 16)
         is_plain = kind in (0, stat.S_IFREG) and member.orig_filename == member.filename
-        if not is_plain or not all(_PART.fullmatch(part) and part not in (".", "..") for part in parts):
+        if not is_plain or not is_inside(member.filename):
             raise ValueError(
                 f"capsule '{file}' must hold plain files with names in its own folder, got "
                 f"{member.orig_filename!r:.80}; nothing was unpacked"

@@ -16,8 +16,9 @@ from ..devices.device import resolve_device
 from ..ground.files import write_json
 from ..ground.inputs import digest, expecting
 from ..ground.streams import generator
-from ..mirror.run_log import RunLog
-from ..mirror.studies import PROBE, log_found
+from ..mirror.follow import mirrored
+from ..record.run import RunLog
+from ..record.study import PROBE
 from ..run.cold_start import start_policy
 from ..run.contamination import Knowledge, knowledge, words
 from ..run.single import own_folder
@@ -68,7 +69,8 @@ def probe_contamination(
     with (
         expecting(inputs),
         own_folder(directory, spec),
-        RunLog.open(runs, directory, spec, experiment=PROBE, run_name=name) as log,
+        mirrored(runs, directory),
+        RunLog.open(runs, directory, spec, experiment="probe", run_name=name) as log,
     ):
         log.inputs(inputs)
         log.prompt(first_prompt(spec, split))
@@ -102,10 +104,8 @@ def probe_contamination(
         log.metrics(0, metrics)
         log.samples([_sample(one, split) for one in known[0]])
         rows = [[asdict(one) for one in side] for side in known]
-        write_json(directory / "probe.json", {**document, "probed": rows[0], "reference_problems": rows[1]})
+        write_json(directory / PROBE, {**document, "probed": rows[0], "reference_problems": rows[1]})
         log.finish("complete", None, {})
-        if log.run_id is not None:
-            log_found(runs, log.run_id, "probe.json", document)
     return document | {"said": summary(document)}
 
 

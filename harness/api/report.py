@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -28,30 +27,30 @@ def write_joined_report(names: Sequence[str], runs: Path) -> "ReportFiles":
     """One report of several studies, in RUNS/reports. ValueError if they measure different things."""
     from ...reports.join import join
     from ...reports.render import write_report
-    from ..mirror.studies import read_study
 
-    record = join([read_study(runs, name) for name in names])
+    record = join([read_record(name, runs) for name in names])
     return write_report(record, runs / "reports" / "+".join(names))
 
 
 def read_record(name: str, runs: Path) -> "StudyRecord":
-    """A study's record, from its trials' files if they are here, and from the MLflow store."""
-    from ..mirror.studies import read_study
-    from ..record.evidence import by_its_files
+    """A study's record, with the trials that only an MLflow server has."""
+    from ..mirror.studies import fetch_study
+    from ..record.study import read_study
 
-    return read_study(runs, name, partial(by_its_files, runs / "studies" / name))
+    fetch_study(runs, name)
+    return read_study(runs, name)
 
 
 def keep_report(record: "StudyRecord", runs: Path) -> "ReportFiles":
-    """The report of a study. The record is kept for `cohort verify`, and the MLflow run gets the report too."""
+    """The report of a study, sealed for `cohort verify`; the MLflow run gets it too."""
     from ...reports.render import write_report
-    from ..mirror.studies import log_report
+    from ..mirror.follow import catch_up
     from ..record.evidence import write_evidence
 
     folder = runs / "studies" / record.name
     files = write_report(record, folder / "report")
-    write_evidence(folder, record)
-    log_report(runs, record.name, folder / "report", files.answer, files.means, files.colors)
+    write_evidence(folder, record, files.answer, files.means, files.colors)
+    catch_up(runs, folder)
     return files
 
 

@@ -102,12 +102,10 @@ def run(study: Study | str | Path, *, workers: int | None = None, runs: str | Pa
 def open_result(name_or_folder: str | Path, *, runs: str | Path | None = None) -> "Result":
     """The result of a study that has begun, by its name in the runs folder or by its own folder.
 
-    Reads what `cohort report` reads: the MLflow store, and the files of the trials where they are here. A study's
-    folder that was copied without a store is read from its files alone, once its report was written.
+    Reads what `cohort report` reads: the study's folder, wherever it is.
     """
-    from ..record.evidence import EVIDENCE, from_files
+    from ..record.study import read_folder
     from .result import Result
-    from .verify import open_evidence
 
     folder = Path(name_or_folder)
     if (folder / "study.json").is_file():
@@ -118,13 +116,7 @@ def open_result(name_or_folder: str | Path, *, runs: str | Path | None = None) -
         folder = store / "studies" / folder
     else:
         raise SpecError(f"'{folder}' is not the folder of a study: it has no study.json")
-    if store is not None:
-        try:
-            return Result(read_record(folder.name, store), folder, store)
-        except ValueError:
-            if not (folder / EVIDENCE).is_file():
-                raise
-    return Result(from_files(open_evidence(folder).record, folder), folder, None)
+    return Result(read_folder(folder) if store is None else read_record(folder.name, store), folder, store)
 
 
 def evaluate(

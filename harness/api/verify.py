@@ -1,23 +1,20 @@
 """Verifies a study from its folder alone: its trials, its search's findings, and its report, which it writes again."""
 
 import csv
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..ground.files import sha256
-from ..record.events import EVENTS
-from ..record.evidence import EVIDENCE, Evidence, from_files, read_evidence, trial_folder, writing_versions
-from ..record.study import StudyRecord
+from ..record.evidence import EVIDENCE, Evidence, read_evidence, writing_versions
+from ..record.study import STUDY, StudyRecord, read_folder
 from .findings import Findings, Place
 from .verify_trial import check_trial
 
 WriteReport = Callable[..., Any]  # `reports.render.write_report`
 TABLE = "results.csv"
 _WRITTEN = (".html", ".md", ".csv", ".svg")  # files of a report that are written alike each time
-_PARTS = re.compile(r"[^\\:\x00]+")
 
 
 def verify_study(folder: Path, write_report: WriteReport) -> tuple[StudyRecord, Findings]:
@@ -25,8 +22,9 @@ def verify_study(folder: Path, write_report: WriteReport) -> tuple[StudyRecord, 
 
     ValueError for a folder that is not a study's, has no results or no evidence.
     """
-    evidence = open_evidence(folder)
-    findings = Findings()
+    if not (folder / STUDY).is_file():
+        raise ValueError(f"'{folder}' is not the folder of a study: it has no {STUDY}")
+    evidence, findings = read_evidence(folder), Findings()
     everywhere = Place(findings)
     if not evidence.is_as_written:
         everywhere.differs(EVIDENCE, "sum", "the sum of another content", "its own sum")
@@ -35,12 +33,11 @@ def verify_study(folder: Path, write_report: WriteReport) -> tuple[StudyRecord, 
             everywhere.differs(name, "", None, "a file of the study")
         else:
             everywhere.compare_hash(name, digest, sha256(folder / name))
-    record = from_files(evidence.record, folder)
+    record = read_folder(folder, evidence.probes)
+    if all(trial.state != "complete" for trial in record.trials):
+        raise ValueError(f"study '{record.name}' has no results: no trial is complete")
     for trial in [*record.trials, *(trial for arm in record.exploratory for trial in arm.trials)]:
-        place, directory = Place(findings, trial.arm, trial.seed), trial_folder(folder, trial)
-        if not (directory / EVENTS).is_file():
-            place.lacks("no files here (another host ran it, or its folder is gone)")
-            continue
+        place, directory = Place(findings, trial.arm, trial.seed), folder / "trials" / trial.trial
         try:
             check_trial(directory, trial, place)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
@@ -48,27 +45,6 @@ def verify_study(folder: Path, write_report: WriteReport) -> tuple[StudyRecord, 
     _check_search(record, everywhere)
     _check_report(folder, record, evidence, everywhere, write_report)
     return record, findings
-
-
-def open_evidence(folder: Path) -> Evidence:
-    """The evidence of a study that has results. ValueError for any other folder."""
-    if not (folder / "study.json").is_file():
-        raise ValueError(f"'{folder}' is not the folder of a study: it has no study.json")
-    if not (folder / EVIDENCE).is_file():
-        raise ValueError(
-            f"study '{folder.name}' has no {EVIDENCE}, which its report leaves; write the report with: "
-            f"cohort report {folder.name}"
-        )
-    evidence = read_evidence(folder)
-    if all(trial.state != "complete" for trial in evidence.record.trials):
-        raise ValueError(
-            f"study '{evidence.record.name}' has no results: no trial was complete when its report was written"
-        )
-    for name in evidence.files:
-        parts = name.split("/")
-        if not all(_PARTS.fullmatch(part) and part not in (".", "..") for part in parts):
-            raise ValueError(f"{folder / EVIDENCE} must name files of the study alone, got {name!r:.80}")
-    return evidence
 
 
 def _check_search(record: StudyRecord, place: Place) -> None:

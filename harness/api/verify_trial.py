@@ -16,11 +16,10 @@ from .. import plugins
 from ..data import Split
 from ..ground.files import sha256
 from ..interfaces import Task
-from ..mirror.run_log import read_result
-from ..mirror.store import SYSTEM
-from ..mirror.writer import Identity
-from ..record.events import EVENTS, RunHistory, is_as_written, is_torn, read_events
+from ..record.events import EVENTS, RunHistory, is_as_written, is_torn, read_history
+from ..record.run import RunInfo, read_result
 from ..record.study import TrialRecord
+from ..record.system import SYSTEM
 from ..run.evaluate import NO_LIMIT, evaluate_again, evaluation_metrics
 from ..run.grading import grade, group_of
 from ..run.kept import completions_file
@@ -43,22 +42,18 @@ def check_trial(directory: Path, trial: TrialRecord, place: Place) -> None:
     name = f"trials/{trial.trial}"
     _check_lines(directory / EVENTS, f"{name}/{EVENTS}", place)
     try:
-        identity, events, result = Identity.load(directory), read_events(directory / EVENTS), read_result(directory)
-        history = RunHistory()
-        for event in events:
-            history.add(event)
+        info, history, result = RunInfo.load(directory), read_history(directory / EVENTS), read_result(directory)
     except ValueError as error:
         return place.differs(name, "", "files of a run", str(error))
-    if identity is None:
+    if info is None:
         return place.differs(name, "run.json", None, "settings of a run")
-    place.compare("events", f"{name}/run.json", "arm", identity.tags.get("cohort.arm"), trial.arm)
-    place.compare("events", f"{name}/run.json", "seed", identity.spec.get("seed"), trial.seed)
+    place.compare("events", f"{name}/run.json", "seed", info.spec.get("seed"), trial.seed)
     _check_result(f"{name}/result.json", trial, history, result, place)
     try:
-        task = _task(identity.spec["task"])
+        task = _task(info.spec["task"])
     except ValueError as error:
         return place.lacks(f"its task cannot be loaded here, so nothing is graded ({error})")
-    check = _Completions(directory, name, task, int(identity.spec["algorithm"]["group_size"]), history, place)
+    check = _Completions(directory, name, task, int(info.spec["algorithm"]["group_size"]), history, place)
     check.files()
     check.evaluations()
     check.batches()
@@ -73,20 +68,13 @@ def _task(settings: Mapping[str, Any]) -> Task:
 
 def _check_lines(file: Path, name: str, place: Place) -> None:
     """Compare every line of an event file with its checksum."""
-    unsummed = 0
-    content = file.read_bytes().partition(b"\0")[0]
-    for number, line in enumerate(content.split(b"\n")[:-1], 1):
-        whole = is_as_written(line)
-        unsummed += whole is None
-        if whole is False:
+    for number, line in enumerate(file.read_bytes().partition(b"\0")[0].split(b"\n")[:-1], 1):
+        if not is_as_written(line):
             found = re.match(rb'{"type":"(\w+)"(?:,"step":(\d+))?', line)
             of = "" if not found else f" ({b' of step '.join(filter(None, found.groups())).decode()})"
             place.differs(name, f"line {number}{of}", "the sum of another line", "its own sum")
     if is_torn(file):
         place.lacks(f"{EVENTS} ends in half a line, as a kill leaves it, which counts for nothing")
-    if unsummed:
-        place.lacks(f"{unsummed} lines of {EVENTS} have no sum (an earlier version ran it): a digit that changed in "
-                    "them is found only where another number follows from it")  # fmt: skip
 
 
 def _check_result(
@@ -105,8 +93,6 @@ def _check_result(
             place.compare("events", file, f"{name}/{key}", result[name].get(key), derived.get(key))
     place.compare("events", file, "state", result["state"], end["state"])
     place.compare("events", file, "reason", result["reason"], end["reason"])
-    if trial.state not in ("pruned", "failed"):  # the study may have decided it afterwards
-        place.compare("events", "evidence.json", "state", trial.state, end["state"])
     last = {key: metrics[metric] for key, metric in _LAST.items() if metric in metrics}
     if steps := history.history.get("validation/accuracy"):
         last["accuracy_initial"] = steps[min(steps)][0]

@@ -17,9 +17,10 @@ def report(
     runs: Runs = RUNS,
     tracking_uri: TrackingUri = None,
 ) -> None:
-    """Write a study's report again, from its files and the MLflow store; several studies of one task give one report.
+    """Write a study's report again from its files; several studies of one task give one report.
 
-    A report of several studies goes to RUNS/reports, with arms named `study: arm`.
+    A report of several studies goes to RUNS/reports, with arms named `study: arm`. Trials that ran on
+    other hosts come from the MLflow server that --tracking-uri names.
     """
     from ..api.report import write_joined_report, write_report
     from ..console.progress import phase_bar

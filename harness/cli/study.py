@@ -404,7 +404,7 @@ def run_and_report(
     elsewhere = ran_elsewhere(study, status, record)
     if elsewhere:
         terminal.say(
-            f"This host's MLflow store and report lack {elsewhere} of {len(status.trials)} trials, because other "
+            f"This host's report lacks {elsewhere} of {len(status.trials)} trials, because other "
             "hosts ran them. `cohort study status` shows all trials.",
             stderr=True,
         )
@@ -453,12 +453,13 @@ def ran_elsewhere(study: StudySpec, status: StudyStatus, record: StudyRecord) ->
 def started_study(name: str, runs: Path, interleave: int | None = None) -> StudySpec | None:
     """A study of the runs folder with the settings that it was started with; None without one."""
     from ..ground.files import read_json
-    from ..spec.study import StudySpec, parse_study
+    from ..record.study import study_settings
+    from ..spec.study import parse_study
 
     file = runs / "studies" / name / "study.json"
     if not file.is_file():
         return None
-    raw = {key: value for key, value in read_json(file).items() if key in StudySpec.model_fields}
+    raw = study_settings(read_json(file))
     return parse_study(raw if interleave is None else {**raw, "interleave": interleave}, str(file))
 
 

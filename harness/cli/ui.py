@@ -20,7 +20,7 @@ def ui(
     runs: Runs = RUNS,
     tracking_uri: TrackingUri = None,
 ) -> None:
-    """Serve the MLflow pages of the runs folder on 127.0.0.1 until Ctrl-C.
+    """Serve the MLflow pages of the runs folder on 127.0.0.1 until Ctrl-C, with all that its records have.
 
     With the --tracking-uri of an MLflow server, print the addresses of its pages instead.
     """
@@ -38,15 +38,17 @@ def ui(
 def _serve_pages(runs: Path, port: int, browser: bool, should_stop: Callable[[], bool]) -> str | None:
     """Serve the pages until `should_stop()`; returns why they ended earlier, or None."""
     from ..mirror.address import is_server, remote_uri
+    from ..mirror.follow import catch_up, caught_up
     from ..mirror.store import TRAINING_PAGES
     from ..mirror.ui import serve_ui
 
     address = remote_uri()
     if address is not None and is_server(address):  # which serves its own pages
+        catch_up(runs)
         _show_pages(runs, address, browser, lambda: False, f"{address}/#/experiments?{TRAINING_PAGES}")
         return None
     try:
-        with serve_ui(runs, port, should_stop=should_stop) as server:
+        with serve_ui(runs, port, should_stop=should_stop) as server, caught_up(runs):
             _show_pages(runs, server.address, browser, should_stop, server.url)
             terminal.say("MLflow serves these pages until Ctrl-C.")
             return f"the MLflow server ended by itself with status {server.wait(should_stop)}"

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 from filelock import FileLock
 
-FORMAT = 1  # of every JSON file of a runs folder
+FORMAT = 2  # of every JSON file of a runs folder: see docs/record.md
 MANIFEST = "manifest.json"
 LARGE = 2**26  # bytes from which a file's hash is kept on disk
 SETTLED_SECONDS = 2.0  # a file that changed less long ago could change again within one tick of its clock

@@ -7,10 +7,11 @@ Its folder has the policy as `policy`, and for `mlflow.transformers.load_model` 
 from pathlib import Path
 
 from ..data import FINAL
+from ..record.run import RunInfo, read_result
 from .address import is_server, patient, remote_uri, store_name
-from .run_log import read_result
-from .store import active_run, existing_store
-from .writer import Identity
+from .follow import catch_up
+from .store import active_run, connect
+from .writer import Place
 
 _TAGS = ("cohort.study", "cohort.arm", "cohort.seed", "cohort.state")
 _METRICS = ("validation/accuracy", "summary/test_accuracy")
@@ -23,16 +24,20 @@ def register_policy(runs: Path, directory: Path, policy: Path, name: str) -> int
     A run that is registered already keeps its version. ValueError for a run that has not ended, or that the store does
     not have.
     """
-    identity, ended = Identity.load(directory), read_result(directory)
-    if identity is None or ended is None or ended["state"] not in FINAL:
+    ended = read_result(directory)
+    if RunInfo.load(directory) is None or ended is None or ended["state"] not in FINAL:
         raise ValueError(
             "only a run that has ended can be registered: RUN must be its folder, as RUNS/train/NAME or "
             f"RUNS/studies/NAME/trials/TRIAL, got '{directory}'"
         )
-    client = existing_store(runs)
-    run = active_run(client, identity.run_id) if client else None
-    if client is None or run is None:
-        raise ValueError(f"{store_name(runs)} must have the run of '{directory}'; name its runs folder with --runs")
+    refusal = ValueError(f"{store_name(runs)} must have the run of '{directory}'; name its runs folder with --runs")
+    if not directory.resolve().is_relative_to(runs.resolve()):
+        raise refusal
+    catch_up(runs, runs.joinpath(*directory.resolve().relative_to(runs.resolve()).parts[:2]))  # RUNS/train/NAME
+    client = connect(runs)
+    run = active_run(client, Place.load(directory).run_id)
+    if run is None:
+        raise refusal
     if not client.search_registered_models(f"name = '{name}'"):
         client.create_registered_model(name)
     run_id, folder = run.info.run_id, policy.resolve().parent

@@ -1,6 +1,6 @@
 """Checks the MLflow store of a runs folder, connects to it and finds its runs.
 
-Only the `mlflow_*` modules import mlflow, inside functions because the import takes seconds.
+Only this room imports mlflow, inside functions because the import takes seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sqlite3
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,12 +23,11 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote, urlsplit
 
 import psutil
-import yaml
 
 from ..data import TrialState
-from ..ground.files import file_lock, read_json, strict, write_text
+from ..ground.files import file_lock, read_json
 from ..ground.inputs import Inputs, short
-from ..record.provenance import uncommitted_diff, versions
+from ..record.provenance import versions
 from .address import check_answers, check_remote, check_spelling, is_server, remote_uri, tracking_uri
 from .traces import storable, traces_per_split
 
@@ -41,7 +40,7 @@ MIN_FREE_BYTES = 100_000_000
 MAX_PARAM = 6000  # characters of a parameter
 LOCK_SECONDS = 60.0  # how long a command waits at its start for another process to unlock the store
 NOTE = "mlflow.note.content"
-SUMMARY, SYSTEM = "summary/", "system/"
+SUMMARY = "summary/"
 TRAINING_PAGES = "workflowType=machine_learning"  # the UI has others, for chat agents
 STATUS: Mapping[TrialState, str] = {
     "running": "RUNNING", "complete": "FINISHED", "invalid": "FAILED", "failed": "FAILED", "stopped": "KILLED",
@@ -50,7 +49,7 @@ STATUS: Mapping[TrialState, str] = {
 _ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # `patiently` waits for outages; MLflow's own 7 tries block for minutes
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # `patient` waits for outages; MLflow's own 7 tries block for minutes
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
@@ -129,10 +128,6 @@ def connect(runs: Path) -> MlflowClient:
     return MlflowClient(uri)
 
 
-def existing_store(runs: Path) -> MlflowClient | None:
-    return connect(runs) if remote_uri() or (runs / "mlflow.db").exists() else None
-
-
 def own_store(runs: Path, scratch: Path) -> str:
     """The address of a store whose paths are in this runs folder: its own, or a corrected copy in `scratch`.
 
@@ -142,38 +137,44 @@ def own_store(runs: Path, scratch: Path) -> str:
     if remote_uri() is not None:
         return tracking_uri(runs)
     store, here = runs.resolve() / "mlflow.db", runs.resolve().as_uri()
-    with closing(sqlite3.connect(f"file:{quote(str(store))}?mode=ro", uri=True)) as database:
-        places = [row[0] for row in database.execute("SELECT artifact_location FROM experiments")]
-        moved = {place.rsplit("/", 2)[0] for place in places if _elsewhere(place, runs)}
-        if not moved:
-            return tracking_uri(runs)
-        with closing(sqlite3.connect(scratch / "mlflow.db")) as copy, copy:
-            database.backup(copy)
-            for old in moved:
-                for table, column in _PLACES:
-                    copy.execute(
-                        f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?",
-                        (here, len(old) + 1, len(old) + 1, f"{old}/"),
-                    )
+    moved = {place.rsplit("/", 2)[0] for place in moved_places(runs)}
+    if not moved:
+        return tracking_uri(runs)
+    with (
+        closing(sqlite3.connect(f"file:{quote(str(store))}?mode=ro", uri=True)) as database,
+        closing(sqlite3.connect(scratch / "mlflow.db")) as copy,
+        copy,
+    ):
+        database.backup(copy)
+        for old in moved:
+            for table, column in _PLACES:
+                copy.execute(
+                    f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?",
+                    (here, len(old) + 1, len(old) + 1, f"{old}/"),
+                )
     return f"sqlite:///{scratch / 'mlflow.db'}"
 
 
-def source_tags() -> dict[str, str]:
+def source_tags(versions: Mapping[str, str]) -> dict[str, str]:
     """MLflow's own tags for the code of a run, and the versions."""
-    tags = {"mlflow.source.name": "cohort", "mlflow.source.type": "LOCAL", "cohort.versions": json.dumps(versions())}
-    commit = versions()["git_commit"].removesuffix("-dirty")
+    tags = {"mlflow.source.name": "cohort", "mlflow.source.type": "LOCAL", "cohort.versions": json.dumps(versions)}
+    commit = versions.get("git_commit", "unknown").removesuffix("-dirty")
     return tags | ({"mlflow.source.git.commit": commit} if commit != "unknown" else {})
+
+
+def moved_places(runs: Path) -> list[str]:
+    """The artifact folders in the file of a runs folder that lie elsewhere, because the folder was copied or moved."""
+    store = runs.resolve() / "mlflow.db"
+    if remote_uri() is not None or not store.exists():
+        return []
+    with closing(sqlite3.connect(f"file:{quote(str(store))}?mode=ro", uri=True)) as database:
+        places = [row[0] for row in database.execute("SELECT artifact_location FROM experiments")]
+    return [place for place in places if _elsewhere(place, runs)]
 
 
 def inputs_tag(inputs: Inputs) -> dict[str, str]:
     """One hash or commit for each source that a run or a study reads, cut where a store would refuse it."""
     return {"cohort.inputs": json.dumps(short(inputs))[:5000]}
-
-
-def log_diff(client: MlflowClient, run_id: str) -> None:
-    """Attach the uncommitted changes of the checkout, if any."""
-    if text := uncommitted_diff():
-        client.log_text(run_id, text, "uncommitted.diff")
 
 
 def experiment_of(client: MlflowClient, runs: Path, name: str) -> Experiment:
@@ -212,12 +213,10 @@ def active_run(client: MlflowClient, run_id: str | None) -> Run | None:
     return run if run.info.lifecycle_stage == "active" else None
 
 
-def newest_parent(client: MlflowClient, name: str) -> Run | None:
-    experiment = client.get_experiment_by_name(name)
-    if experiment is None:
-        return None
-    wanted = f"tags.`cohort.kind` = 'study' and tags.`cohort.study` = '{name}'"
-    return next(iter(search_runs(client, experiment.experiment_id, wanted)), None)
+def artifacts_of(run: Run) -> set[str] | None:
+    """The names of a run's artifacts in the runs folder; None if a server keeps them."""
+    place = urlsplit(run.info.artifact_uri or "")
+    return {file.name for file in Path(unquote(place.path)).glob("*")} if place.scheme in ("", "file") else None
 
 
 def search_runs(client: MlflowClient, experiments: str | list[str], wanted: str) -> list[Run]:
@@ -250,35 +249,6 @@ def log_params(client: MlflowClient, run_id: str, settings: Mapping[str, Any], k
         client.log_batch(run_id, params=params[start : start + 100])
 
 
-def artifact(client: MlflowClient, runs: Path, run: Run, name: str) -> Any:
-    """A run's JSON or YAML artifact, or None."""
-    folder = _artifacts(runs, run)
-    if folder is None:
-        return _download(client, run, name)
-    return _parse(folder / name) if (folder / name).exists() else None
-
-
-def log_table(client: MlflowClient, runs: Path, run: Run, rows: Sequence[Mapping[str, Any]], name: str) -> None:
-    """Attach rows with equal keys to a run, in the form of MlflowClient.log_table: the UI shows them as a table."""
-    columns = list(rows[0])
-    table = strict({"columns": columns, "data": [[row[column] for column in columns] for row in rows]})
-    place = _artifacts(runs, run)
-    if place is None:
-        client.log_dict(run.info.run_id, table, name)
-    else:  # as in `log_folder`
-        write_text(place / name, json.dumps(table))
-    set_tags(client, run.info.run_id, {"mlflow.loggedArtifacts": json.dumps([{"path": name, "type": "table"}])})
-
-
-def log_folder(client: MlflowClient, runs: Path, run: Run, folder: Path, name: str) -> None:
-    """Attach the files of a folder to a run."""
-    place = _artifacts(runs, run)
-    if place is None:
-        client.log_artifacts(run.info.run_id, str(folder), name)
-    else:  # MLflow would write to the path in the store, which may be in the folder that this one was copied from
-        shutil.copytree(folder, place / name, dirs_exist_ok=True)
-
-
 def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in settings.items():
         if isinstance(value, Mapping) and all(_KEY.fullmatch(str(inner)) for inner in value):
@@ -287,39 +257,9 @@ def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
             yield prefix + key, value
 
 
-def _artifacts(runs: Path, run: Run) -> Path | None:
-    """The folder of a run's artifacts in this runs folder, even if the store has the path in the folder it was copied
-    from.
-
-    None if a server keeps them.
-    """
-    place = urlsplit(run.info.artifact_uri or "")
-    if place.scheme not in ("", "file"):
-        return None
-    named = Path(unquote(place.path))
-    here = runs / Path(*named.parts[-4:])  # mlartifacts/<experiment>/<run>/artifacts
-    return here if here.exists() or remote_uri() is None else named
-
-
-def _download(client: MlflowClient, run: Run, name: str) -> Any:
-    if all(file.path != name for file in client.list_artifacts(run.info.run_id)):
-        return None
-    with tempfile.TemporaryDirectory() as folder:
-        return _parse(Path(client.download_artifacts(run.info.run_id, name, folder)))
-
-
-def _parse(file: Path) -> Any:
-    text = file.read_text(encoding="utf-8")
-    return json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
-
-
 def as_stored(value: float) -> float:
     """A metric as MLflow keeps it: infinities become the largest double."""
     return math.copysign(_LARGEST, value) if math.isinf(value) else value
-
-
-def from_stored(value: float) -> float:
-    return math.copysign(math.inf, value) if abs(value) >= _LARGEST else value
 
 
 def _check_file(runs: Path, only_read: bool) -> None:

@@ -1,145 +1,195 @@
-"""Writes studies to the MLflow store as a parent run with its trials as children, and reads them back as records."""
+"""Shows a study in MLflow as a parent run with its trials as children, and fetches the records of trials that ran
+where only an MLflow server is shared."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import shlex
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import shutil
+import tempfile
+import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
-from ..data import FINAL, GREY, TrialState
-from ..ground.files import FORMAT, read_json, write_json
-from ..ground.inputs import NO_INPUTS, Inputs, short
-from ..record.provenance import versions
-from ..record.study import ExploratoryArm, StudyRecord, TrialRecord
-from ..spec.errors import did_you_mean
+from ..data import FINAL, GREY
+from ..ground.files import publish_folder, read_json
+from ..record.events import EVENTS
+from ..record.evidence import EVIDENCE, Evidence, read_evidence
+from ..record.provenance import DIFF
+from ..record.run import read_result
+from ..record.study import SEARCH, SEEDS, STATUS, STUDY, study_settings
 from .address import is_server, patient, remote_uri, store_name
 from .store import (
     NOTE,
-    STATUS,
-    SUMMARY,
-    SYSTEM,
     TRAINING_PAGES,
     active_run,
-    artifact,
+    artifacts_of,
     connect,
-    existing_store,
     experiment_of,
-    from_stored,
     inputs_tag,
-    log_diff,
-    log_folder,
     log_params,
-    log_table,
-    newest_parent,
     search_runs,
     set_tags,
     source_tags,
 )
+from .store import STATUS as STATUS_OF
 from .traces import storable
-from .trial_folder import sample_row
 from .view import GROUP, RUN_COLOR, STUDY_GROUP, color_tag, view_tags
+from .writer import RECORD, Place
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
-    from ..spec.study import StudySpec
-
-
-ByFiles = Callable[[TrialRecord], TrialRecord]  # the trial itself where there are none
-PROBE = "probe"  # the experiment of `cohort probe`
 MAX_NOTE = 5000  # characters of a tag that every store takes
 CONTROL = "cohort.control"  # a tag by which users ask for something
+METRIC = "mlflow.experiment.primaryMetric.name"
+log = logging.getLogger(__name__)
 
 
-@patient
-def open_study(runs: Path, study: StudySpec, command: str, inputs: Inputs = NO_INPUTS) -> str:
-    """The id of the study's parent run, after updating it; it stays the same as long as the study's folder exists.
+class StudyMirror:
+    """The copy of a study's own files in its parent run. A file is copied again when it changed."""
 
-    An empty `command` keeps the recorded command, which started the study.
-    """
-    client = connect(runs)
-    file = _study_run_file(runs, study.name)
-    known = study_run_id(runs, study.name) if file.exists() else None
-    run = active_run(client, known)
-    if run is None:
-        experiment = experiment_of(client, runs, study.name)
-        tags = {"cohort.kind": "study", "cohort.study": study.name, **source_tags()}
-        run = client.create_run(experiment.experiment_id, tags=tags, run_name=study.name)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, {"run_id": run.info.run_id})
-    run_id = run.info.run_id
-    command = command or run.data.tags.get("cohort.command") or f"cohort study run {shlex.quote(study.name)}"
-    labels = study.arm_labels()
-    document = {
-        "format": FORMAT,
-        "spec": study.model_dump(mode="json"),
-        "arms": labels,
-        "baseline": study.baseline or next(iter(labels), ""),
-        "command": command,
-        "versions": versions(),
-        "inputs": inputs,
-    }
-    client.log_dict(run_id, document, "study.json")
-    log_diff(client, run_id)
-    design = study.model_dump(mode="json", exclude={"name", "question", "seeds"}, exclude_defaults=True)
-    log_params(client, run_id, {"design": study.design, **design}, known=run.data.params)
-    client.set_experiment_tag(run.info.experiment_id, NOTE, storable(study.question))
-    factors = dict.fromkeys(path for arm in study.checked_arms() for path in arm.levels if path != "arm")
-    by_label = study.arm_colors()
-    colors = {arm.short_label: by_label[arm.label] for arm in study.checked_arms() if arm.label in by_label}
-    for key, value in view_tags(study.metric, list(factors), colors).items():
-        client.set_experiment_tag(run.info.experiment_id, key, storable(value))
-    client.set_experiment_tag(run.info.experiment_id, "mlflow.experiment.primaryMetric.name", study.metric)
-    set_tags(
-        client,
-        run_id,
-        {
+    def __init__(self, runs: Path, folder: Path) -> None:
+        self.runs, self.folder = runs, folder
+        self.place = Place.load(folder)
+        self._is_known = False
+
+    def copy(self, client: MlflowClient) -> str:
+        """Copy what is new; the id of the parent run."""
+        if not self._is_known or STUDY in self._changed():
+            self._open(client)
+            self._is_known = True
+        assert self.place.run_id is not None
+        return self.place.run_id
+
+    def finish(self, client: MlflowClient) -> None:
+        """Copy what speaks of the trials' runs too, and so comes after them."""
+        changed, run_id = self._changed(), self.place.run_id
+        for name in (SEARCH, SEEDS):
+            if run_id and name in changed:
+                client.log_dict(run_id, read_json(self.folder / name), name)
+                self._note(name, changed)
+        if run_id and STATUS in changed:
+            status = read_json(self.folder / STATUS)
+            set_tags(client, run_id, {"cohort.state": status["state"], "cohort.stopped": json.dumps(status["stopped"])})
+            self._show_failures(client, run_id, status["failed"])
+            if status["state"] == "running":
+                client.update_run(run_id, status="RUNNING")
+            else:
+                client.set_terminated(run_id, STATUS_OF[status["state"]])
+            self._note(STATUS, changed)
+        if run_id and EVIDENCE in changed:
+            self._show_report(client, run_id, read_evidence(self.folder))
+            self._note(EVIDENCE, changed)
+
+    def _changed(self) -> dict[str, list[int]]:
+        """The files that the run does not have as they are now, with their stamps."""
+        files = [self.folder / name for name in (STUDY, SEARCH, SEEDS, STATUS, EVIDENCE)]
+        stats = {file.name: file.stat() for file in files if file.exists()}
+        stamps = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+        return {name: stamp for name, stamp in stamps.items() if self.place.copied.get(name) != stamp}
+
+    def _note(self, name: str, changed: Mapping[str, list[int]]) -> None:
+        self.place.copied[name] = changed[name]
+        self.place.save(self.folder)
+
+    def _open(self, client: MlflowClient) -> None:
+        """Find or make the parent run. Hosts that share only the store and the study's document share the run."""
+        changed, document = self._changed(), read_json(self.folder / STUDY)
+        spec = study_settings(document)
+        self.place.token = document["id"]
+        run = self.place.run_in(client, spec["name"])
+        if run is None:
+            experiment = experiment_of(client, self.runs, spec["name"])
+            tags = {"cohort.kind": "study", "cohort.study": spec["name"], "cohort.token": document["id"]}
+            tags |= source_tags(document["versions"])
+            run = client.create_run(experiment.experiment_id, tags=tags, run_name=spec["name"])
+        kept = artifacts_of(run)
+        if run.info.run_id != self.place.run_id or (kept is not None and STUDY not in kept):
+            self.place.run_id, self.place.copied = run.info.run_id, {}
+            self.place.save(self.folder)
+            changed = self._changed()
+        if STUDY not in changed:
+            return
+        run_id, experiment_id = run.info.run_id, run.info.experiment_id
+        client.log_dict(run_id, document, STUDY)
+        if (self.folder / DIFF).exists():
+            client.log_artifact(run_id, str(self.folder / DIFF))
+        design = {key: value for key, value in spec.items() if key not in ("name", "question", "seeds") and value}
+        log_params(client, run_id, design, known=run.data.params)
+        view = view_tags(spec["metric"], document["shown"]["factors"], document["shown"]["colors"])
+        for key, value in {NOTE: spec["question"], METRIC: spec["metric"], **view}.items():
+            client.set_experiment_tag(experiment_id, key, storable(value))
+        tags = {
             "cohort.state": "running",
             GROUP: STUDY_GROUP,
-            "cohort.command": command,
-            "cohort.seeds": json.dumps(document["spec"]["seeds"]),
-            NOTE: study.question,
-            **inputs_tag(inputs),
-        },
-    )
-    client.update_run(run_id, status="RUNNING")
-    return run_id
+            "cohort.command": document["command"],
+            "cohort.seeds": json.dumps(spec["seeds"]),
+            NOTE: spec["question"],
+            **inputs_tag(document["inputs"]),
+        }
+        set_tags(client, run_id, tags)
+        client.update_run(run_id, status="RUNNING")
+        self.place.copied = {STUDY: changed[STUDY]}  # what follows speaks of the study as it is now
+        self.place.save(self.folder)
+
+    def _show_failures(self, client: MlflowClient, run_id: str, failed: Sequence[Mapping[str, Any]]) -> None:
+        """Mark the runs of failed trials; a trial without files, or whose files cannot be read, gets a run for it."""
+        if not failed:
+            return
+        experiment = client.get_run(run_id).info.experiment_id
+        known = _trial_runs(client, experiment, run_id)
+        for one in failed:
+            run = known.get((one["arm"], one["seed"]))
+            if run is not None and (_state(run) in FINAL or run.data.tags.get("cohort.reason") == one["reason"]):
+                continue
+            if run is None:
+                tags = {
+                    "cohort.kind": "trial", "cohort.study": self.folder.name, "cohort.trial": one["trial"],
+                    "cohort.arm": one["arm"], "cohort.seed": str(one["seed"]), "mlflow.parentRunId": run_id,
+                }  # fmt: skip
+                run = client.create_run(experiment, tags=tags, run_name=f"{one['arm']} | seed {one['seed']}")
+            set_tags(client, run.info.run_id, {"cohort.state": "failed", "cohort.reason": one["reason"] or ""})
+            client.set_terminated(run.info.run_id, STATUS_OF["failed"])
+
+    def _show_report(self, client: MlflowClient, run_id: str, report: Evidence) -> None:
+        """Attach the report, its numbers as a table, its answer as the note, and give the runs the figures' colours."""
+        client.log_artifacts(run_id, str(self.folder / "report"), "report")
+        question = read_json(self.folder / STUDY)["question"]
+        note = "\n\n".join(filter(None, [question, report.answer, _markdown(report.means)]))
+        tags = {NOTE: note if len(note) <= MAX_NOTE else note[:MAX_NOTE].rpartition("\n")[0]}
+        if report.means:
+            columns = list(report.means[0])  # in the form of MlflowClient.log_table, which needs pandas
+            table = {"columns": columns, "data": [[row[column] for column in columns] for row in report.means]}
+            client.log_dict(run_id, table, "arms.json")
+            tags["mlflow.loggedArtifacts"] = json.dumps([{"path": "arms.json", "type": "table"}])
+        set_tags(client, run_id, tags)
+        if report.colors:
+            groups, experiment = {}, client.get_run(run_id).info.experiment_id
+            for (arm, _), run in _trial_runs(client, experiment, run_id).items():
+                color = groups[run.data.tags.get(GROUP, arm)] = report.colors.get(arm, GREY)
+                if color != run.data.tags.get(RUN_COLOR):
+                    set_tags(client, run.info.run_id, {RUN_COLOR: color})
+            client.set_experiment_tag(experiment, *color_tag(groups))
 
 
-def study_run_id(runs: Path, name: str) -> str:
-    """The id of the parent run that `open_study` made for the study in this runs folder."""
-    return read_json(_study_run_file(runs, name))["run_id"]
-
-
-@patient
-def log_found(runs: Path, run_id: str, file: str, document: Mapping[str, Any]) -> None:
-    """Attach the findings of a study's searches (`search.json`) or first seeds (`seeds.json`) to its parent run, for
-    `read_study`."""
-    connect(runs).log_dict(run_id, {"format": FORMAT, **document}, file)
-
-
-@patient
-def close_study(runs: Path, run_id: str, state: TrialState, stopped: Sequence[str] = ()) -> None:
-    """Record in the study's parent run how the study ended, and which arms were stopped."""
-    client = connect(runs)
-    set_tags(client, run_id, {"cohort.state": state, "cohort.stopped": json.dumps(list(stopped))})
-    client.set_terminated(run_id, STATUS[state])
-
-
-def take_requests(runs: Path, run_id: str) -> list[tuple[str | None, str]]:
-    """(arm, text) of every tag `cohort.control` that a user has set on the study's run (arm None) or on a trial's run.
+def take_requests(runs: Path, folder: Path) -> list[tuple[str | None, str]]:
+    """(arm, text) of every tag `cohort.control` that a user has set on the run of the study in a folder (arm None) or
+    on a trial's run.
 
     Deletes the tags.
     """
+    run_id = Place.load(folder).run_id
+    if run_id is None:
+        return []
     client = connect(runs)
-    experiment = client.get_run(run_id).info.experiment_id
+    if (parent := active_run(client, run_id)) is None:
+        return []
     found = []
-    for run in search_runs(client, experiment, f"tags.`{CONTROL}` != ''"):
+    for run in search_runs(client, parent.info.experiment_id, f"tags.`{CONTROL}` != ''"):
         if run_id in (run.info.run_id, run.data.tags.get("mlflow.parentRunId")):
             found.append((run.data.tags.get("cohort.arm"), run.data.tags[CONTROL].strip()))
             client.delete_tag(run.info.run_id, CONTROL)
@@ -147,124 +197,40 @@ def take_requests(runs: Path, run_id: str) -> list[tuple[str | None, str]]:
 
 
 @patient
-def log_failures(runs: Path, run_id: str, failures: Mapping[str, tuple[Mapping[str, str], str]]) -> None:
-    """Record trials that the study counts as failed: name -> tags and reason.
-
-    A trial whose files cannot be read, or whose workers all died, could not record that itself. A result already in the
-    store stays.
-    """
-    if not failures:
+def fetch_study(runs: Path, name: str) -> None:
+    """Bring the records of a study's ended trials that an MLflow server has and this runs folder lacks; nothing
+    without a server. A study that never ran here gets its document too."""
+    if not is_server(remote_uri()):
         return
-    client = connect(runs)
-    experiment = client.get_run(run_id).info.experiment_id
-    known = _trial_runs(client, experiment, run_id)
-    for name, (tags, reason) in failures.items():
-        run = known.get((tags["cohort.arm"], int(tags["cohort.seed"])))
-        if run is not None and (_state(run) in FINAL or run.data.tags.get("cohort.reason") == reason):
-            continue
-        if run is None:
-            tags = {**tags, "mlflow.parentRunId": run_id, **source_tags()}
-            run = client.create_run(experiment, tags=tags, run_name=name)
-        set_tags(client, run.info.run_id, {"cohort.state": "failed", "cohort.reason": reason})
-        client.set_terminated(run.info.run_id, STATUS["failed"])
-
-
-@patient
-def log_report(
-    runs: Path,
-    name: str,
-    folder: Path,
-    answer: str,
-    means: Sequence[Mapping[str, Any]] = (),
-    colors: Mapping[str, str] = {},
-) -> None:
-    """Attach a written report to the study's parent run, and the answer to the note that the UI shows there.
-
-    `means` are its numbers by arm and metric, shown as a table of the run; `colors` are the arms' colours in its
-    figures, which the trials' runs get too.
-    """
-    client = connect(runs)
-    parent = newest_parent(client, name)
+    client, folder = connect(runs), runs / "studies" / name
+    parent = _newest_parent(client, name, Place.load(folder).run_id)
     if parent is None:
-        raise ValueError(f"{store_name(runs)} has no study '{name}'")
-    log_folder(client, runs, parent, folder, "report")
-    document = artifact(client, runs, parent, "study.json") or {"spec": {"question": name}}
-    note = "\n\n".join(filter(None, [document["spec"]["question"], answer, _markdown(means)]))
-    note = note if len(note) <= MAX_NOTE else note[:MAX_NOTE].rpartition("\n")[0]
-    set_tags(client, parent.info.run_id, {NOTE: note})
-    if means:
-        log_table(client, runs, parent, means, "arms.json")
-    if colors:
-        groups = {}
-        for (arm, _), run in _trial_runs(client, parent.info.experiment_id, parent.info.run_id).items():
-            groups[run.data.tags.get(GROUP, arm)] = colors.get(arm, GREY)
-            if (color := colors.get(arm, GREY)) != run.data.tags.get(RUN_COLOR):
-                set_tags(client, run.info.run_id, {RUN_COLOR: color})
-        client.set_experiment_tag(parent.info.experiment_id, *color_tag(groups))
-
-
-@patient
-def read_study(runs: Path, name: str, by_files: ByFiles | None = None) -> StudyRecord:
-    """The study as rebuilt from the MLflow store: one record for each (arm, seed) that has begun.
-
-    If an (arm, seed) has several MLflow runs, the newest complete one counts, or else the newest. For a trial that
-    `by_files` reads from elsewhere, the store's metrics are not queried, which saves one query per metric. ValueError
-    for a study that the store does not have.
-    """
-    client = existing_store(runs)
-    parent = newest_parent(client, name) if client else None
-    if client is None or parent is None:
-        known = list_studies(runs)
-        there = f"it has: {', '.join(known)}" if known else "run one with: cohort study run NAME"
-        raise ValueError(f"{store_name(runs)} has no study '{name}'; {did_you_mean(name, known)}{there}")
-    document = artifact(client, runs, parent, "study.json")
-    if document is None or document.get("format") != FORMAT:
-        raise ValueError(
-            f"study '{name}' in {store_name(runs)} is incomplete or of another version; run the study again"
-        )
-    spec = document["spec"]
-    trials = _trial_runs(client, parent.info.experiment_id, parent.info.run_id)
-    search = artifact(client, runs, parent, "search.json")
-    arms = document["arms"] or sorted({arm for arm, _ in trials})  # the arms of a search are numbered
-    seeds, two_stage = spec["seeds"], None
-    if isinstance(seeds, Mapping):
-        two_stage = {**seeds, **(artifact(client, runs, parent, "seeds.json") or {})}
-        begun = {seed for _, seed in trials}  # a study whose process was killed has not attached its decision
-        seeds = two_stage.get("seeds") or sorted({*range(two_stage["first"]), *begun})
-    wanted = [(arm, seed) for arm in arms for seed in seeds]
-    found = {key: _trial_record(client, runs, trials[key], by_files) for key in wanted if key in trials}
-    for arm in (search or {}).get("arms", []):
-        if arm["state"] == "pruned":  # every mean is over the same number of seeds
-            for key, trial in found.items():
-                if key[0] == arm["label"] and trial.state == "complete":
-                    found[key] = dataclasses.replace(trial, state="pruned", reason=arm["reason"])
-            wanted = [key for key in wanted if key in found or key[0] != arm["label"]]
-    return StudyRecord(
-        name=name,
-        question=spec["question"],
-        metric=spec["metric"],
-        baseline=document["baseline"] or next(iter(arms), ""),
-        arms=arms,
-        seeds=seeds,
-        expected=len(wanted),
-        spec=spec,
-        trials=list(found.values()),
-        command=document["command"],
-        versions={**document["versions"], **short(document.get("inputs", {}))},
-        search=search,
-        stopped=json.loads(parent.data.tags.get("cohort.stopped", "[]")),
-        exploratory=_exploratory(client, runs, trials, by_files),
-        two_stage=two_stage,
-        probes=_probes(client, runs, list(found.values()), document.get("inputs", {})),
-    )
+        return
+    if not (folder / STUDY).is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        here = {file.path for file in client.list_artifacts(parent.info.run_id)}
+        for file in here & {STUDY, SEARCH, SEEDS, DIFF}:
+            client.download_artifacts(parent.info.run_id, file, str(folder))
+        Place(uuid.uuid4().hex, parent.info.run_id).save(folder)
+    for run in _trial_runs(client, parent.info.experiment_id, parent.info.run_id).values():
+        directory = folder / "trials" / Path(run.data.tags["cohort.trial"]).name
+        ended = read_result(directory)
+        if _state(run) == "running" or (ended is not None and (ended["state"] in FINAL or _state(run) not in FINAL)):
+            continue
+        if all(file.path != str(RECORD) for file in client.list_artifacts(run.info.run_id)):
+            continue
+        with tempfile.TemporaryDirectory() as scratch, publish_folder(directory) as new:
+            shutil.copytree(client.download_artifacts(run.info.run_id, str(RECORD), scratch), new, dirs_exist_ok=True)
+            size = (new / EVENTS).stat().st_size
+            Place(run.data.tags.get("cohort.token", ""), run.info.run_id, copied={EVENTS: size}).save(new)
 
 
 @patient
 def list_studies(runs: Path, by: Literal["name", "start"] = "name") -> list[str]:
     """Names of the studies in the store, sorted, or the newest last; empty without a store."""
-    client = existing_store(runs)
-    if client is None:
+    if remote_uri() is None and not (runs / "mlflow.db").exists():
         return []
+    client = connect(runs)
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     parents = search_runs(client, experiments, "tags.`cohort.kind` = 'study'")  # newest first
     names = list(dict.fromkeys(run.data.tags["cohort.study"] for run in parents))
@@ -278,16 +244,37 @@ def study_url(runs: Path, name: str, address: str) -> str:
     The pages of `cohort ui` know the study's view. On another server the trials are sorted by the study's metric, best
     first: sorted by date, the parent run would hide them.
     """
-    client = connect(runs)
-    parent = newest_parent(client, name)
-    document = artifact(client, runs, parent, "study.json") if parent else None
-    if parent is None or document is None:
+    experiment = connect(runs).get_experiment_by_name(name)
+    if experiment is None:
         raise ValueError(f"{store_name(runs)} has no study '{name}'")
-    page = f"{address}/#/experiments/{parent.info.experiment_id}/runs?{TRAINING_PAGES}"
+    page = f"{address}/#/experiments/{experiment.experiment_id}/runs?{TRAINING_PAGES}"
     if not is_server(remote_uri()):
         return page
-    order = quote(f"metrics.`{document['spec']['metric']}`", safe="")
+    order = quote(f"metrics.`{experiment.tags.get(METRIC, 'validation/accuracy')}`", safe="")
     return f"{page}&orderByKey={order}&orderByAsc=false"
+
+
+def _newest_parent(client: MlflowClient, name: str, known: str | None) -> Run | None:
+    """The parent run with the id `known`, or else the newest of this name."""
+    if (run := active_run(client, known)) is not None:
+        return run
+    experiment = client.get_experiment_by_name(name)
+    wanted = f"tags.`cohort.kind` = 'study' and tags.`cohort.study` = '{name}'"
+    return next(iter(search_runs(client, experiment.experiment_id, wanted)), None) if experiment else None
+
+
+def _trial_runs(client: MlflowClient, experiment: str, parent: str) -> dict[tuple[str, int], Run]:
+    """The MLflow run that counts for each (arm, seed): the newest complete one, or else the newest."""
+    trials: dict[tuple[str, int], Run] = {}
+    for run in search_runs(client, experiment, f"tags.`mlflow.parentRunId` = '{parent}'"):  # newest first
+        key = (run.data.tags["cohort.arm"], int(run.data.tags["cohort.seed"]))
+        if key not in trials or (_state(run) == "complete" and _state(trials[key]) != "complete"):
+            trials[key] = run
+    return trials
+
+
+def _state(run: Run) -> Any:
+    return run.data.tags.get("cohort.state", "running")
 
 
 def _markdown(means: Sequence[Mapping[str, Any]]) -> str:
@@ -302,98 +289,3 @@ def _markdown(means: Sequence[Mapping[str, Any]]) -> str:
     lines = [["arm", *columns], ["---"] * (len(columns) + 1)]
     lines += [[arm, *(known.get(column, "") for column in columns)] for arm, known in cells.items()]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
-def _study_run_file(runs: Path, name: str) -> Path:
-    return runs / "studies" / name / "mlflow.json"
-
-
-def _trial_runs(client: MlflowClient, experiment: str, parent: str) -> dict[tuple[str, int], Run]:
-    """The MLflow run that counts for each (arm, seed): the newest complete one, or else the newest."""
-    trials: dict[tuple[str, int], Run] = {}
-    for run in search_runs(client, experiment, f"tags.`mlflow.parentRunId` = '{parent}'"):  # newest first
-        key = (run.data.tags["cohort.arm"], int(run.data.tags["cohort.seed"]))
-        if key not in trials or (_state(run) == "complete" and _state(trials[key]) != "complete"):
-            trials[key] = run
-    return trials
-
-
-def _trial_record(client: MlflowClient, runs: Path, run: Run, by_files: ByFiles | None) -> TrialRecord:
-    tags, run_id = run.data.tags, run.info.run_id
-    known = TrialRecord(
-        trial=tags["cohort.trial"],
-        arm=tags["cohort.arm"],
-        seed=int(tags["cohort.seed"]),
-        state=_state(run),
-        reason=tags.get("cohort.reason") or None,
-        spec={},
-        factors=json.loads(tags["cohort.factors"]),
-        history={},
-        summary={key: float(value) for key, value in json.loads(tags.get("cohort.summary", "{}")).items()},
-        per_problem={},
-        samples=[],
-        threads=tags.get("cohort.threads", "").split(),
-    )
-    if by_files is not None and (found := by_files(known)) is not known:
-        return found
-    table = artifact(client, runs, run, "samples.json") or {"columns": [], "data": []}
-    keys = sorted(key for key in run.data.metrics if not key.startswith((SUMMARY, SYSTEM)))
-    samples = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
-    return dataclasses.replace(
-        known,
-        spec=artifact(client, runs, run, "config.yaml") or {},
-        history={key: _history(client, run_id, key) for key in keys},
-        per_problem=artifact(client, runs, run, "per_problem.json") or {},
-        samples=[sample_row(row) for row in samples],
-        start_per_problem=artifact(client, runs, run, "start_per_problem.json") or {},
-    )
-
-
-def _exploratory(
-    client: MlflowClient, runs: Path, trials: Mapping[tuple[str, int], Run], by_files: ByFiles | None
-) -> list[ExploratoryArm]:
-    clones: dict[str, dict[int, Run]] = {}
-    for (arm, seed), run in sorted(trials.items()):
-        if run.data.tags.get("cohort.phase") == "exploratory":
-            clones.setdefault(arm, {})[seed] = run
-    found = []
-    for label, members in clones.items():
-        tags = next(iter(members.values())).data.tags
-        left_at = {seed: int(run.data.tags["cohort.left_at"]) for seed, run in members.items()}
-        records = [_trial_record(client, runs, run, by_files) for run in members.values()]
-        changes = json.loads(tags["cohort.changes"])
-        found.append(ExploratoryArm(label, tags["cohort.parent"], changes, left_at, records))
-    return found
-
-
-def _probes(client: MlflowClient, runs: Path, trials: Sequence[TrialRecord], inputs: Inputs) -> list[Mapping[str, Any]]:
-    """The results of probes on the task with a model that trials start from, the newest first."""
-    experiment = client.get_experiment_by_name(PROBE)
-    if experiment is None:
-        return []
-    documents = [artifact(client, runs, run, "probe.json") for run in search_runs(client, experiment.experiment_id, "")]
-    found = [one for one in documents if one is not None and one.get("format") == FORMAT]
-    starts = [_start(trial.spec) for trial in trials if trial.spec]
-    return [
-        {key: value for key, value in one.items() if key not in ("format", "spec", "inputs")}
-        for one in found
-        if _start(one["spec"]) in starts
-        and all(inputs[source] == one["inputs"][source] for source in inputs.keys() & one["inputs"].keys())
-    ]
-
-
-def _start(spec: Mapping[str, Any]) -> list[Any]:
-    """The settings that decide the model that a run starts from (not the content of files), and the name of its
-    task."""
-    cold = [spec["task"], spec["prompt"]] if spec["cold_start"]["steps"] else []
-    return [spec["model"], spec["task"]["name"], spec["cold_start"], *cold]
-
-
-def _state(run: Run) -> Any:
-    return run.data.tags.get("cohort.state", "running")
-
-
-def _history(client: MlflowClient, run_id: str, key: str) -> list[tuple[int, float]]:
-    """(step, value), steps rising; the newest value of a step counts."""
-    points = sorted(client.get_metric_history(run_id, key), key=lambda metric: metric.timestamp)
-    return sorted({metric.step: from_stored(metric.value) for metric in points}.items())

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import logging
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ TRACES = "COHORT_TRACES"
 DEFAULT_TRACES = 4
 _BATCH = 32
 _PREVIEW = 1000  # characters that MLflow keeps for its tables
+log = logging.getLogger(__name__)
 _Row = Mapping[str, Any]  # a SampleRow of the event file
 _Place = tuple[int, str, int]  # step, split, number of the row
 

@@ -19,7 +19,7 @@ from .address import health, tracking_uri
 from .store import TRAINING_PAGES, check_runs_folder, connect, own_store
 
 log = logging.getLogger(__name__)
-APP = "cohort"  # the entry point of `mlflow_page`
+APP = "cohort"  # the entry point of `page.py`
 START_SECONDS = 120.0  # how long a server may take to start
 
 
@@ -72,7 +72,7 @@ def serve_ui(runs: Path, port: int, should_stop: Callable[[], bool] = lambda: Fa
     scratch = tempfile.TemporaryDirectory(prefix="cohort-ui-")
     uri = own_store(runs, Path(scratch.name))
     if uri != tracking_uri(runs):
-        log.warning("'%s' was copied or moved: its pages show it as it is now, and no change made there is kept", runs)
+        log.warning("'%s' is a copy: its pages show it as it is now, and changes made there are lost", runs)
     return replace(start_server(uri, runs / "mlartifacts", port, should_stop, views=True), scratch=scratch)
 
 
@@ -88,7 +88,7 @@ def start_server(
     """An `mlflow server` for the database at `uri`, on 127.0.0.1, once it answers; same errors as `serve_ui`.
 
     With `proxied`, artifacts are written and read through the server, as from another machine. With `views`, the pages
-    show studies as described in `mlflow_page`.
+    show studies as described in `page.py`.
     """
     place = artifacts.resolve().as_uri()
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]

@@ -1,7 +1,7 @@
 """Decides how MLflow shows a study: the columns of its table of runs, its first charts, its arms as coloured groups.
 
 MLflow has no setting for this, so the view is written as its UI saves one (version 3.17): as a tag of the experiment.
-Every server lists it in the menu "Views"; the pages of `cohort ui` open with it (`mlflow_page.py`).
+Every server lists it in the menu "Views"; the pages of `cohort ui` open with it (`page.py`).
 """
 
 import json

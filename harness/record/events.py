@@ -3,7 +3,7 @@
 One JSON object a line: `start` of an attempt, `metrics` of a step, `samples`, `per_problem`, `kept` (a file and its
 SHA-256), `finish`; each has its `time` (milliseconds since 1970), and the events of a training step have its number.
 Non-finite numbers are "nan", "inf", "-inf". A line ends with `sum`, a hash of the text before it, so that a changed
-digit is found. It detects damage, not forgery. Lines of earlier versions have none.
+digit is found. It detects damage, not forgery.
 """
 
 import hashlib
@@ -71,28 +71,56 @@ class RunHistory:
         return [row for key in sorted(self.samples) for row in self.samples[key][1]]
 
 
-def read_events(file: Path) -> list[dict[str, Any]]:
-    """The events of a file. ValueError, with the line's number, if a run cannot have written the line.
+class Tail:
+    """Reads an event file from an offset, again and again: what a mirror needs to follow a run."""
 
-    A kill leaves a last line without its end; a power cut can leave NUL bytes in place of the content. Such a line and
-    all after it are skipped.
-    """
-    if not file.exists():
-        return []
-    events, history = [], RunHistory()
-    for number, line in enumerate(file.read_bytes().partition(b"\0")[0].split(b"\n")[:-1], 1):
-        try:
-            event = json.loads(line.decode("utf-8"))
-            if not isinstance(event.get("step", 0), int):
-                raise ValueError(f"step {event['step']!r}")
-            history.add(event)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(
-                f"{file} has no event of a run in line {number} ({type(error).__name__}: {str(error)[:80]}); "
-                "restore it from a copy, or move its folder away: the run then starts again from the beginning"
-            ) from None
-        events.append(event)
-    return events
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._offset, self._number = 0, 0
+        self._last = b""  # the line before the offset: an attempt that goes on from a checkpoint rewrites the file
+
+    def read(self) -> tuple[bool, list[dict[str, Any]]]:
+        """Whether the file was read from its beginning, and the events after the offset, which moves behind them.
+
+        ValueError, with the line's number, if a run cannot have written the line. A kill leaves a last line without its
+        end; a power cut can leave NUL bytes in place of the content. Such a line and all after it are skipped.
+        """
+        if not self.file.exists():
+            return self._offset == 0, []
+        with self.file.open("rb") as file:
+            file.seek(self._offset - len(self._last))
+            if file.read(len(self._last)) != self._last:
+                self._offset, self._number, self._last = 0, 0, b""
+                file.seek(0)
+            content = file.read().partition(b"\0")[0]
+        anew, events, history = self._offset == 0, [], RunHistory()
+        for line in (text + b"\n" for text in content.split(b"\n")[:-1]):
+            try:
+                event = json.loads(line.decode("utf-8"))
+                if not isinstance(event.get("step", 0), int):
+                    raise ValueError(f"step {event['step']!r}")
+                history.add(event)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise ValueError(
+                    f"{self.file} has no event of a run in line {self._number + 1} ({type(error).__name__}: "
+                    f"{str(error)[:80]}); restore it from a copy, or move its folder away: the run then starts again "
+                    "from the beginning"
+                ) from None
+            events.append(event)
+            self._offset, self._number, self._last = self._offset + len(line), self._number + 1, line
+        return anew, events
+
+
+def read_events(file: Path) -> list[dict[str, Any]]:
+    """The events of a file; none if there is no file. ValueError as of `Tail.read`."""
+    return Tail(file).read()[1]
+
+
+def read_history(file: Path) -> RunHistory:
+    history = RunHistory()
+    for event in read_events(file):
+        history.add(event)
+    return history
 
 
 def is_torn(file: Path) -> bool:
@@ -110,11 +138,10 @@ def summed(event: Mapping[str, Any]) -> dict[str, Any]:
     return {**event, "sum": _sum(event_line(event)[:-2].encode())}
 
 
-def is_as_written(line: bytes) -> bool | None:
-    """True for a line (without its newline) that fits its sum, False for one that was changed; None for a line without
-    a sum, of an earlier version."""
-    content, mark, end = line.rpartition(b',"sum":"')
-    return end == f'{_sum(content)}"}}'.encode() if mark else None
+def is_as_written(line: bytes) -> bool:
+    """Whether a line (without its newline) fits its sum."""
+    content, _, end = line.rpartition(b',"sum":"')
+    return end == f'{_sum(content)}"}}'.encode()
 
 
 def _sum(content: bytes) -> str:

@@ -44,8 +44,5 @@ def model_folder(model: str) -> str:
         if (folder / "policy" / "config.json").is_file():
             return str(folder / "policy")
     if (Path(model) / "run.json").is_file():
-        raise SpecError(
-            f"a run must have kept weights to be a model, '{model}' has none; a trial of a study keeps them with "
-            "checkpoints.finished=weights"
-        )
+        raise SpecError(f"'{model}' kept no weights; a trial of a study keeps them with checkpoints.finished=weights")
     return model

@@ -8,7 +8,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from ..ground.files import write_text
+
 ROOT = Path(__file__).resolve().parents[2]
+DIFF = "uncommitted.diff"
 MAX_DIFF = 500_000  # characters
 
 
@@ -22,8 +25,14 @@ def versions() -> Mapping[str, str]:
     return found
 
 
+def write_diff(folder: Path) -> None:
+    """Keep the uncommitted changes of the checkout, if there are any, beside the record of what runs with them."""
+    if text := _uncommitted_diff():
+        write_text(folder / DIFF, text)
+
+
 @functools.cache
-def uncommitted_diff(limit: int = MAX_DIFF) -> str:
+def _uncommitted_diff(limit: int = MAX_DIFF) -> str:
     """Changes of tracked files since the commit of `versions()`, cut at `limit` characters; empty without changes."""
     if not _git_commit().endswith("-dirty"):
         return ""

@@ -1,17 +1,41 @@
-"""Defines the plain data of finished trials and studies, from which reports are made."""
+"""The files of a study, and the plain data that reports read: a function of its folder, at any time.
+
+`study.json` is its document, written at each start; `status.json` has what the trials cannot know; `search.json` and
+`seeds.json` have the findings of its searches and of its first seeds; `trials/` has its trials' folders (`run.py`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import json
+import logging
+import shlex
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ..data import SampleRow, TrialState
+from ..data import FINAL, SampleRow, TrialState
+from ..ground.files import read_json, write_json
+from ..ground.inputs import NO_INPUTS, Inputs, short
+from ..spec.errors import did_you_mean
+from .events import EVENTS, read_history
+from .provenance import versions
+from .run import RunInfo
+from .status import StudyStatus
+from .system import SYSTEM
+
+if TYPE_CHECKING:
+    from ..spec.study import StudySpec
+
+STUDY, STATUS, SEARCH, SEEDS, PROBE = "study.json", "status.json", "search.json", "seeds.json", "probe.json"
+_ABOUT = ("format", "id", "digest", "inputs", "command", "versions", "labels", "shown")  # what is no setting of a study
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """One (arm, seed) of a study, as read back from the tracking store.
+    """One (arm, seed) of a study, as its folder records it.
 
     history     metric name (`area/quantity`) -> [(step, value), ...], steps rising
     summary     the numbers of results.csv: accuracy_initial, accuracy_final, test_accuracy (fractions), rollouts,
@@ -50,7 +74,7 @@ class ExploratoryArm:
 
 @dataclass(frozen=True)
 class StudyRecord:
-    """All data of a report, from the tracking store and, where they are on this machine, the trials' own files.
+    """All data of a report.
 
     spec      the study as a JSON-like mapping (keys of `harness.spec.study.StudySpec`)
     arms      arm labels in the study's order, the baseline being `baseline`
@@ -85,3 +109,220 @@ class StudyRecord:
     exploratory: Sequence[ExploratoryArm] = ()
     two_stage: Mapping[str, Any] | None = None
     probes: Sequence[Mapping[str, Any]] = ()
+
+
+def study_document(
+    study: StudySpec, command: str, inputs: Inputs = NO_INPUTS, known: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The content of `study.json` at a start of the study; `known` is that of the start before.
+
+    id        the same at every start and on every host
+    command   that which started the study; an empty one keeps the known one
+    labels    of the arms, as far as a design names them
+    shown     how a mirror shows it: paths of the factors, colour of each arm by its short label
+    The other keys are the settings of the study.
+    """
+    known = known or {}
+    arms, colors = study.checked_arms(), study.arm_colors()
+    return {
+        "id": known.get("id") or uuid.uuid4().hex,
+        "digest": study.digest(),
+        "inputs": inputs,
+        "command": command or known.get("command") or f"cohort study run {shlex.quote(study.name)}",
+        "versions": dict(versions()),
+        "labels": study.arm_labels(),
+        "shown": {
+            "factors": list(dict.fromkeys(path for arm in arms for path in arm.levels if path != "arm")),
+            "colors": {arm.short_label: colors[arm.label] for arm in arms if arm.label in colors},
+        },
+        **study.model_dump(mode="json"),
+    }
+
+
+def study_settings(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings in a study's document."""
+    return {key: value for key, value in document.items() if key not in _ABOUT}
+
+
+def keep_document(folder: Path, document: Mapping[str, Any]) -> None:
+    """Write a study's document into its folder here, if it changed: its queue may live elsewhere."""
+    folder.mkdir(parents=True, exist_ok=True)
+    document = {key: value for key, value in document.items() if key != "format"}
+    if document != _optional(folder / STUDY):
+        write_json(folder / STUDY, document)
+
+
+def write_status(folder: Path, status: StudyStatus, failed: Sequence[Mapping[str, Any]], *, ended: bool) -> None:
+    """Keep what the trials' own files cannot say, if it changed: how the study stands, which arms were asked to stop,
+    and the trials (trial, arm, seed, factors, reason) that failed, perhaps without a word of their own."""
+    without = [trial for trial in status.trials if trial.state in ("failed", "invalid")]
+    state: TrialState = "failed" if without and len(without) == len(status.trials) else "complete"
+    document = {
+        "state": "running" if not ended else state if status.finished else "stopped",
+        "stopped": list(dict.fromkeys(trial.arm for trial in status.trials if trial.held)),
+        "failed": list(failed),
+    }
+    if document != _optional(folder / STATUS):
+        write_json(folder / STATUS, document)
+
+
+def read_study(runs: Path, name: str) -> StudyRecord:
+    """The record of a study in a runs folder. ValueError for one that is not there."""
+    folder = runs / "studies" / name
+    if not (folder / STUDY).is_file():
+        known = sorted(file.parent.name for file in (runs / "studies").glob(f"*/{STUDY}"))
+        there = f"it has: {', '.join(known)}" if known else "run one with: cohort study run NAME"
+        raise ValueError(f"the runs folder '{runs}' has no study '{name}'; {did_you_mean(name, known)}{there}")
+    return read_folder(folder)
+
+
+def read_folder(folder: Path, probes: Sequence[Mapping[str, Any]] | None = None) -> StudyRecord:
+    """The record of the study in a folder: one trial for each (arm, seed) that has begun.
+
+    `probes` are those of the runs folder around it, unless they are given.
+    """
+    document = read_json(folder / STUDY)
+    spec = study_settings(document)
+    status = _optional(folder / STATUS) or {"stopped": [], "failed": []}
+    search = _optional(folder / SEARCH)
+    trials, clones = _trials(folder, status["failed"])
+    arms = document["labels"] or sorted({arm for arm, _ in trials})  # the arms of a search are numbered
+    seeds, two_stage = spec["seeds"], None
+    if isinstance(seeds, Mapping):
+        two_stage = {**seeds, **(_optional(folder / SEEDS) or {})}
+        seeds = two_stage.get("seeds") or sorted({*range(two_stage["first"]), *(seed for _, seed in trials)})
+    wanted = [(arm, seed) for arm in arms for seed in seeds]
+    found = {key: trials[key] for key in wanted if key in trials}
+    for arm in (search or {}).get("arms", []):
+        if arm["state"] == "pruned":  # every mean is over the same number of seeds
+            for key, trial in found.items():
+                if key[0] == arm["label"] and trial.state == "complete":
+                    found[key] = replace(trial, state="pruned", reason=arm["reason"])
+            wanted = [key for key in wanted if key in found or key[0] != arm["label"]]
+    if probes is None:
+        probes = list(_probes(folder.resolve().parents[1], list(found.values()), document["inputs"]))
+    return StudyRecord(
+        name=spec["name"],
+        question=spec["question"],
+        metric=spec["metric"],
+        baseline=spec["baseline"] or next(iter(arms), ""),
+        arms=arms,
+        seeds=seeds,
+        expected=len(wanted),
+        spec=spec,
+        trials=list(found.values()),
+        command=document["command"],
+        versions={**document["versions"], **short(document["inputs"])},
+        search=search,
+        stopped=status["stopped"],
+        exploratory=clones,
+        two_stage=two_stage,
+        probes=probes,
+    )
+
+
+def read_trial(directory: Path) -> TrialRecord | None:
+    """A trial as its folder records it; None if it has not begun. ValueError for files that a run cannot have
+    written."""
+    info, history = RunInfo.load(directory), read_history(directory / EVENTS)
+    if info is None or not history.attempts:
+        return None
+    end = history.finish[0] if history.finish else {"state": "running", "reason": None, "summary": {}}
+    try:
+        return TrialRecord(
+            trial=directory.name,
+            arm=info.tags["cohort.arm"],
+            seed=int(info.tags["cohort.seed"]),
+            state=end["state"],
+            reason=end["reason"],
+            spec=info.spec,
+            factors=json.loads(info.tags["cohort.factors"]),
+            history={
+                key: sorted((step, value) for step, (value, _) in steps.items())
+                for key, steps in sorted(history.history.items())
+                if not key.startswith(SYSTEM)
+            },
+            summary={key: float(value) for key, value in end["summary"].items()},
+            per_problem=dict(history.per_problem),
+            samples=[sample_row(row) for row in history.rows()],
+            threads=sorted({attempt.get("threads", "") for attempt in history.attempts} - {""}),
+            start_per_problem=dict(history.start_per_problem),
+        )
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"'{directory}' does not hold a trial of a study ({error!r:.200}); restore it from a copy"
+        ) from None
+
+
+def sample_row(row: Mapping[str, Any]) -> SampleRow:
+    rewards = {name: float(value) for name, value in row["rewards"].items()}
+    reward = None if row["reward"] is None else float(row["reward"])
+    return SampleRow(**{**row, "reward": reward, "rewards": rewards})
+
+
+def _trials(
+    folder: Path, failed: Sequence[Mapping[str, Any]]
+) -> tuple[dict[tuple[str, int], TrialRecord], list[ExploratoryArm]]:
+    """The trials of the study by arm and seed, and its clones with theirs. What cannot be read counts as failed."""
+    unknown: dict[str, Any] = {"spec": {}, "history": {}, "summary": {}, "per_problem": {}, "samples": []}
+    trials = {(one["arm"], one["seed"]): TrialRecord(**unknown, **one, state="failed") for one in failed}
+    clones: dict[str, tuple[dict[str, str], dict[int, int], list[TrialRecord]]] = {}
+    for directory in sorted((folder / "trials").glob("[!.]*/")):
+        tags = {}
+        try:
+            trial = read_trial(directory)
+            tags = (RunInfo.load(directory) or RunInfo("", "")).tags
+        except ValueError as error:
+            log.warning("a trial cannot be read: %s", error)
+            trial = next((one for one in trials.values() if one.trial == directory.name), None)
+        if trial is None:
+            continue
+        known = trials.get((trial.arm, trial.seed))
+        if known is not None and trial.state not in FINAL:
+            trial = replace(trial, state="failed", reason=known.reason)
+        trials[trial.arm, trial.seed] = trial
+        if tags.get("cohort.phase") == "exploratory":
+            _, left_at, members = clones.setdefault(trial.arm, (tags, {}, []))
+            left_at[trial.seed] = int(tags["cohort.left_at"])
+            members.append(trial)
+    return trials, [
+        ExploratoryArm(
+            label,
+            tags["cohort.parent"],
+            json.loads(tags["cohort.changes"]),
+            dict(sorted(left_at.items())),
+            sorted(members, key=lambda trial: trial.seed),
+        )
+        for label, (tags, left_at, members) in sorted(clones.items())
+    ]
+
+
+def _probes(runs: Path, trials: Sequence[TrialRecord], inputs: Inputs) -> Iterator[Mapping[str, Any]]:
+    """The results of probes on the task with a model that trials start from, the newest first."""
+    starts = [_start(trial.spec) for trial in trials if trial.spec]
+    files = sorted((runs / "probes").glob(f"*/{PROBE}"), key=lambda file: file.stat().st_mtime, reverse=True)
+    for one in map(read_json, files):
+        reads = inputs.keys() & one["inputs"].keys()
+        if _start(one["spec"]) in starts and all(inputs[source] == one["inputs"][source] for source in reads):
+            own = ("format", "spec", "inputs", "probed", "reference_problems")
+            yield probe_numbers({key: value for key, value in one.items() if key not in own})
+
+
+def probe_numbers(probe: Mapping[str, Any]) -> dict[str, Any]:
+    """A probe's result as read from JSON, with its findings that are not finite as floats again."""
+    findings = [
+        {key: float(v) if isinstance(v, str) and key != "probe" else v for key, v in found.items()}
+        for found in probe["findings"]
+    ]
+    return {**probe, "findings": findings}
+
+
+def _start(spec: Mapping[str, Any]) -> list[Any]:
+    """The settings that decide the model that a run starts from (not the content of files), and the name of its
+    task."""
+    cold = [spec["task"], spec["prompt"]] if spec["cold_start"]["steps"] else []
+    return [spec["model"], spec["task"]["name"], spec["cold_start"], *cold]
+
+
+def _optional(file: Path) -> dict[str, Any] | None:
+    return {key: value for key, value in read_json(file).items() if key != "format"} if file.exists() else None

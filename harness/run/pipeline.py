@@ -10,7 +10,6 @@ not run again; reinforcement learning continues from its checkpoint, fine-tuning
 """
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +25,8 @@ from ..devices import group
 from ..ground.files import read_json, write_json
 from ..ground.inputs import Inputs, expecting
 from ..ground.stop import stop_on_signals
-from ..mirror.run_log import RunLog
+from ..mirror.follow import mirrored
+from ..record.run import RunLog
 from ..spec.errors import SpecError
 from .loop import train
 from .rejection import rejection_sampling
@@ -35,7 +35,6 @@ from .stages import Kind, Stage, policy_folder
 from .state import RunResult
 
 PIPELINE = "pipeline.json"
-PARENT_SECONDS = 60.0  # how long the stages wait for the MLflow run that they are children of
 
 
 @dataclass(frozen=True)
@@ -67,10 +66,10 @@ def train_pipeline(
         _check_unchanged(directory, stages, inputs)
         tags = {"cohort.pipeline": name}
         opened = RunLog.open(runs, directory, stages[0].spec, experiment="train", run_name=name, tags=tags)
-        with opened as log, stop_on_signals() as should_stop:
+        with mirrored(runs, directory), opened as log, stop_on_signals() as should_stop:
             log.inputs(inputs)
             log.resume(-1)
-            parent, model = _parent_run(log), stages[0].spec.model
+            model = stages[0].spec.model
             results = []
             for number, (stage, folder) in enumerate(zip(stages, folders, strict=True), start=1):
                 spec = stage.spec.model_copy(update={"model": model})
@@ -78,7 +77,7 @@ def train_pipeline(
                 if stage.kind == "rejection_sampling":
                     execute = partial(rejection_sampling, stage=stage, start=stages[0].spec)
                 run = partial(run_logged, execute, spec, runs, folder, f"{name}/{stage.name}", should_stop, watch)
-                result = ended_result(folder, spec) or run(parent_run_id=parent, tags=_tags(stage, name))
+                result = ended_result(folder, spec) or run(tags=_tags(stage, name))
                 results.append(StageResult(stage.name, stage.kind, folder, result))
                 if result.state == "complete":  # a stage that continues later would contradict the logged values
                     log.metrics(number, _stage_metrics(result))
@@ -95,15 +94,6 @@ def _tags(stage: Stage, pipeline: str) -> dict[str, str]:
     if stage.kind == "rejection_sampling":
         tags |= {f"cohort.{key}": json.dumps(stage.document()[key]) for key in ("rejection", "fit")}
     return tags
-
-
-def _parent_run(log: RunLog) -> str | None:
-    """The id of the pipeline's MLflow run; None if the store does not answer, and then the stages have no parent
-    run."""
-    deadline = time.monotonic() + PARENT_SECONDS
-    while log.run_id is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return log.run_id
 
 
 def _recorded(directory: Path) -> dict[str, Any]:

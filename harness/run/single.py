@@ -18,8 +18,9 @@ from ..devices.device import resolve_device
 from ..ground.files import read_json
 from ..ground.inputs import Inputs, expecting
 from ..ground.stop import stop_on_signals
-from ..mirror.run_log import RunLog, read_result, replay
+from ..mirror.follow import mirrored
 from ..record.finished import drop_checkpoints
+from ..record.run import RunLog, read_result
 from ..record.status import StudyStatus, TrialStatus
 from ..spec.errors import SpecError
 from ..spec.run import RunSpec
@@ -54,10 +55,9 @@ def train_once(spec: RunSpec, runs: Path, name: str, watch: Watch = UNWATCHED) -
         check_runs([spec], runs)
         if not has_ended(directory):
             check_disk(runs, [(spec, directory)], 1, "weights")
-        with own_folder(directory, spec), stop_on_signals() as should_stop:
+        with own_folder(directory, spec), stop_on_signals() as should_stop, mirrored(runs, directory):
             run_inputs([spec], runs / "cache")  # checked for an ended run too, because they may have changed
             if (ended := ended_result(directory, spec)) is not None:
-                replay(runs, directory, None)
                 return ended
             return run_logged(partial(group.train, train), spec, runs, directory, name, should_stop, watch)
 
@@ -78,6 +78,7 @@ def evaluate_once(
     with (
         expecting(inputs),
         own_folder(directory, spec),
+        mirrored(runs, directory),
         RunLog.open(runs, directory, spec, experiment="evaluate", run_name=name) as log,
     ):
         log.inputs(inputs)
@@ -129,7 +130,6 @@ def run_logged(
     should_stop: Callable[[], bool],
     watch: Watch,
     *,
-    parent_run_id: str | None = None,
     tags: Mapping[str, str] = {},
 ) -> RunResult:
     """The result of `execute`, called like `harness.run.loop.train`, with a log and a watcher.
@@ -146,7 +146,6 @@ def run_logged(
         spec,
         experiment="train",
         run_name=name,
-        parent_run_id=parent_run_id,
         tags=tags,
         on_progress=show,
     )

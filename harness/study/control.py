@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from ..checks.preflight import check_runs
 from ..data import FINAL
-from ..mirror.run_log import read_result
+from ..record.run import read_result
 from ..spec.errors import SpecError, did_you_mean
 from ..spec.run import RunSpec
 from .checks import check_metrics

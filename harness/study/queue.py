@@ -31,6 +31,7 @@ from ..data import ENDED, FINAL, TrialState
 from ..ground.files import sweep
 from ..ground.machine import usable_gpus
 from ..record.status import StudyStatus, TrialStatus
+from ..record.study import study_settings
 from ..spec.errors import SpecError, did_you_mean
 from ..spec.study import TwoStage, parse_study
 from .attempts import Attempts
@@ -424,6 +425,5 @@ def open_queue(name: str, runs: Path, url: str | None, hint: str = "") -> Queue:
         known = sorted(file.parent.name for file in folder.glob("*/study.json"))
         there = f"there are: {', '.join(known)}" if known else "start one with: cohort study run NAME"
         raise SpecError(f"no study '{name}' was started in '{runs}'; {did_you_mean(name, known)}{there}{hint}")
-    fields = {key: value for key, value in document.items() if key not in ("format", "digest", "inputs")}
-    study = parse_study(fields, where=storage.document_place)
+    study = parse_study(study_settings(document), where=storage.document_place)
     return Queue(Plan(study, runs, document.get("inputs", {})), storage)

@@ -8,7 +8,7 @@ import json
 import shlex
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,11 @@ from ..checks.survey import surveyed
 from ..ground.files import write_json
 from ..ground.inputs import Inputs, check_same, expecting
 from ..mirror.address import TRACKING_URI, remote_uri
-from ..mirror.run_log import replay
-from ..mirror.studies import close_study, log_failures, log_found, open_study, take_requests
+from ..mirror.follow import mirrored
+from ..mirror.studies import take_requests
+from ..record.provenance import write_diff
 from ..record.status import StudyStatus
+from ..record.study import SEARCH, SEEDS, keep_document, read_trial, study_document, write_status
 from ..spec.raw import parse_overrides
 from ..spec.study import StudySpec
 from .checks import check_room, check_study, check_unchanged, missing_here, trials_together
@@ -65,29 +67,19 @@ def run_study(
     inputs, sets = _checked(queue, workers, execute, here=cluster is None, together=together)
     at_once = {key: found.at_once for key, found in sets.items()}
     with _pool(study.name, plan, execute, workers, storage, cluster, at_once) as pool:
-        parent_run_id = _opened(queue, command, inputs)
-        on_seeds = partial(_write_seeds, plan, parent_run_id)
-        with pool.signals(), _requests_heard(study.name, runs, storage, parent_run_id):
-            status = watch(pool, queue, on_status, on_seeds)
-    if study.search is not None:
-        found = queue.search_record()
-        write_json(plan.folder / "search.json", found)
-        log_found(runs, parent_run_id, "search.json", found)
-    failures = {}
-    for trial in status.trials:
-        if trial.state != "running" and trial.directory.exists():  # trials of other hosts have no folder here
-            unreadable = replay(runs, trial.directory, parent_run_id)
-            if trial.state == "failed" or unreadable:
-                key = (trial.arm, trial.seed)
-                reason = trial.reason if trial.state == "failed" else unreadable
-                failures[plan.run_name(key)] = (plan.tags(key), reason or "")
-    log_failures(runs, parent_run_id, failures)
-    held = dict.fromkeys(trial.arm for trial in status.trials if trial.held)
-    useless = [trial for trial in status.trials if trial.state in ("failed", "invalid")]
-    ending = (
-        "stopped" if not status.finished else "failed" if useless and len(useless) == len(status.trials) else "complete"
-    )
-    close_study(runs, parent_run_id, ending, list(held))
+        _opened(queue, command, inputs)
+
+        def show(status: StudyStatus) -> None:
+            with suppress(OSError):  # a full disk ends the workers, and they say so
+                write_status(plan.folder, status, _failed(plan, status), ended=False)
+            if on_status is not None:
+                on_status(status)
+
+        with pool.signals(), mirrored(runs, plan.folder), _requests_heard(study.name, runs, storage):
+            status = watch(pool, queue, show, partial(write_json, plan.folder / SEEDS))
+            if study.search is not None:
+                write_json(plan.folder / SEARCH, queue.search_record())
+            write_status(plan.folder, status, _failed(plan, status, ended=True), ended=True)
     return status
 
 
@@ -117,17 +109,33 @@ def _checked(
         return {**(known or {}), **run_inputs([arm.spec for arm in study.checked_arms()], runs / "cache")}, sets
 
 
-def _opened(queue: Queue, command: str, inputs: Inputs) -> str:
-    """Write the study to the storage and let failed trials be claimed again; returns the id of its parent run."""
+def _opened(queue: Queue, command: str, inputs: Inputs) -> None:
+    """Write the study to the storage and to its folder, and let failed trials be claimed again."""
     plan, digest = queue.plan, queue.plan.study.digest()
     with queue.storage.lock():
         check_same(check_unchanged(plan.study, digest, queue.storage) or {}, inputs)
-        parent_run_id = open_study(plan.runs, plan.study, command, inputs)
-        document = {"digest": digest, "inputs": inputs, **plan.study.model_dump(mode="json")}
+        document = study_document(plan.study, command, inputs, queue.storage.read_document())
         queue.storage.write_document(document)
-        write_json(plan.folder / "study.json", document)  # `study list` reads it, wherever the queue lives
+        keep_document(plan.folder, document)
+        write_diff(plan.folder)
         queue.retry_failed()
-    return parent_run_id
+
+
+def _failed(plan: Plan, status: StudyStatus, *, ended: bool = False) -> list[dict[str, Any]]:
+    """The trials that failed; once the study has ended also those whose files here cannot be read."""
+    found = []
+    for trial in status.trials:
+        reason = trial.reason if trial.state == "failed" else None
+        if ended and reason is None and trial.state != "running" and trial.directory.exists():
+            try:
+                read_trial(trial.directory)
+            except ValueError as error:
+                reason = str(error)
+        if reason is not None or trial.state == "failed":
+            key = (trial.arm, trial.seed)
+            name, factors = trial.directory.name, dict(plan.arms[trial.arm].levels)
+            found.append({"trial": name, "arm": key[0], "seed": key[1], "factors": factors, "reason": reason or ""})
+    return found
 
 
 def study_status(name: str, runs: Path, storage: str | None = None) -> StudyStatus:
@@ -223,14 +231,14 @@ def _pool(
 
 
 @contextmanager
-def _requests_heard(name: str, runs: Path, storage: str | None, run_id: str) -> Iterator[None]:
+def _requests_heard(name: str, runs: Path, storage: str | None) -> Iterator[None]:
     """Inside the context, a thread handles the users' requests in MLflow, independent of the workers."""
     ended = threading.Event()
 
     def listen() -> None:
         while not ended.wait(REQUEST_SECONDS):
             try:
-                take_up_requests(name, runs, storage, run_id)
+                take_up_requests(name, runs, storage)
             except Exception as error:  # tries again if the store does not answer
                 log.warning("requests in MLflow cannot be read now: %s", error)
 
@@ -241,13 +249,13 @@ def _requests_heard(name: str, runs: Path, storage: str | None, run_id: str) -> 
         ended.set()
 
 
-def take_up_requests(name: str, runs: Path, storage: str | None, run_id: str) -> None:
+def take_up_requests(name: str, runs: Path, storage: str | None) -> None:
     """Carry out the tag `cohort.control` of a run in MLflow for its arm: stop, resume, or clone [--warm] PATH=VALUE.
 
     The study's run speaks for all arms, and cannot be cloned.
     """
     actions = {"stop": stop_arm, "resume": resume_arm}
-    for arm, request in take_requests(runs, run_id):
+    for arm, request in take_requests(runs, runs / "studies" / name):
         try:
             word, *rest = shlex.split(request)
             if word == "clone" and arm:
@@ -261,9 +269,3 @@ def take_up_requests(name: str, runs: Path, storage: str | None, run_id: str) ->
                 raise ValueError("must be stop or resume, or clone [--warm] PATH=VALUE ... on a trial's run")
         except ValueError as error:
             log.warning("the tag cohort.control, '%s', changed nothing: %s", request, error)
-
-
-def _write_seeds(plan: Plan, parent_run_id: str, decided: dict[str, Any]) -> None:
-    """Keep the decision on the number of seeds beside `study.json`, and with the parent run."""
-    write_json(plan.folder / "seeds.json", decided)
-    log_found(plan.runs, parent_run_id, "seeds.json", decided)

@@ -15,7 +15,9 @@ from typing import Any
 
 from ..ground.machine import in_group
 from ..mirror.address import TRACKING_URI, remote_uri
+from ..mirror.follow import mirrored
 from ..record.status import StudyStatus
+from ..record.study import keep_document
 from .launchers.local import Pool, WorkerPool
 from .queue import Queue, open_queue
 from .storage.base import StorageUnavailable
@@ -58,7 +60,8 @@ def work(
     arguments += ["--together", json.dumps(together), "--patience", str(patience)]
     logs, own = queue.plan.folder / "logs", f"worker-{socket.gethostname()}-{os.getpid()}"
     pool = WorkerPool(MODULE, arguments, 1, logs, environment, queue.plan.study.devices, own)
-    with pool.signals(scheduled=True) as stop:
+    keep_document(queue.plan.folder, queue.storage.read_document() or {})  # this host may share only a database
+    with pool.signals(scheduled=True) as stop, mirrored(runs, queue.plan.folder):
         status = watch(pool, queue, on_status, leaves=True)
     return Work(status, tuple(stop.signals))
 

@@ -23,15 +23,13 @@ from tenacity import Retrying, retry_if_exception_type, wait_exponential
 
 from ..data import FINAL, TrialState
 from ..ground.disk import EXIT_STATUS, disk_full
-from ..ground.files import file_lock
 from ..ground.inputs import expecting
 from ..ground.machine import HOSTS, in_group
 from ..ground.stop import LEAVE, StopRequest, stop_on_signals
 from ..interfaces import RunLogger
-from ..mirror.run_log import RunLog, read_result
-from ..mirror.studies import open_study, study_run_id
 from ..plugins import raised_by
 from ..record.finished import drop_checkpoints
+from ..record.run import RunLog, read_result
 from .launchers.local import at_once_on
 from .queue import HELD, Claim, Outcome, Queue, open_queue
 from .sharing import sharing_key
@@ -108,7 +106,6 @@ def _run_claims(
         from ..devices.group import train
 
         run_trial = partial(train, run_trial)
-    _ensure_tracked(queue)
     idle_since = time.monotonic()
     while not stop.is_set():
         claim = _patiently(queue.claim, stop)
@@ -168,8 +165,8 @@ def _outcome(claim: Claim, queue: Queue, run_trial: Callable[..., Any], stop: St
     if ended is not None and ended["state"] in FINAL:
         return _with_metrics(Outcome(**ended), objectives)
     name, spec, tags = plan.study.name, plan.spec(claim.key), plan.tags(claim.key)
-    parent, title = study_run_id(plan.runs, name), plan.run_name(claim.key)
-    run_log = RunLog.open(plan.runs, directory, spec, experiment=name, run_name=title, parent_run_id=parent, tags=tags)
+    title = plan.run_name(claim.key)
+    run_log = RunLog.open(plan.runs, directory, spec, experiment=name, run_name=title, tags=tags)
     judged = _JudgedLog(run_log, plan.study.metric, queue, claim, stop) if queue.prunes else None
     turn = _Turn(queue, claim, run_log, judged, stop)
     try:
@@ -213,16 +210,6 @@ def _patiently(operation: Callable[[], R], stop: StopRequest) -> R:
         reraise=True,
     )
     return retrying(operation)
-
-
-def _ensure_tracked(queue: Queue) -> None:
-    """Make the study's parent run on a host that has none yet, because only workers run there."""
-    plan = queue.plan
-    try:
-        study_run_id(plan.runs, plan.study.name)
-    except FileNotFoundError:
-        with file_lock(plan.folder / "tracking.lock"):
-            open_study(plan.runs, plan.study, f"cohort study run {plan.study.name}", plan.inputs)
 
 
 class _Turn:

@@ -14,7 +14,7 @@ from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
 from ...ground.files import file_lock, read_json, write_json
-from ...mirror.run_log import read_progress
+from ...record.run import read_progress
 from .base import Lease, Storage, is_alive, this_process
 
 BEAT_SECONDS = 2.0

@@ -28,7 +28,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, Operationa
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from ...ground.addresses import shown, without_secrets
-from ...mirror.run_log import read_progress
+from ...record.run import read_progress
 from ...spec.errors import SpecError
 from .base import Lease, Storage, StorageUnavailable, is_alive, this_process
 

@@ -1,11 +1,7 @@
-"""Keeps the results of a run: its own event file is authoritative, and MLflow is a copy for browsing and reports.
+"""The files of one run: `run.json` says what it is, `events.jsonl` what happened (`events.py`), `progress.json` how far
+it is, `result.json` how it ended.
 
-A run appends to `events.jsonl` in its folder (`events.py`), each event flushed at once. A thread copies the events to
-MLflow in batches, so that a slow or absent store never holds up training; the next attempt or `replay` copies the rest.
-In MLflow a study is a parent run and a trial a child run; `mlflow_studies.read_study` needs the store alone.
-
-Non-finite metrics are kept: as text in the file, as NaN or the largest double in MLflow (its convention), and as floats
-again when read. Only the `mlflow_*` modules import mlflow.
+They are the only truth about the run; whatever shows it elsewhere, as MLflow does, follows them.
 """
 
 from __future__ import annotations
@@ -17,24 +13,55 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self
 
 from ..data import SampleRow, TrialState
 from ..ground.files import read_json, sync, write_json, write_text
 from ..ground.inputs import Inputs
-from ..record.events import EVENTS, event_line, is_torn, read_events, summed
-from .address import patient
-from .store import SYSTEM
-from .writer import Copier, Identity
+from .events import EVENTS, event_line, is_torn, read_events, read_history, summed
+from .provenance import versions, write_diff
+from .system import SYSTEM, SystemSampler
 
 if TYPE_CHECKING:
     from ..spec.run import RunSpec
 
-
-FLUSH_STEPS = 20
+INFO, RESULT, PROGRESS = "run.json", "result.json", "progress.json"
 PROGRESS_SECONDS = 0.25
+SYSTEM_SECONDS = 10.0
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class RunInfo:
+    """`run.json`: the run's settings, what it reads, and the names and tags under which it is shown.
+
+    experiment  the study, or `train`, `evaluate` or `probe`
+    tags        of a trial: `cohort.arm`, `cohort.seed`, `cohort.factors` (JSON), `cohort.phase` and others
+    prompt      the first one, as the policy reads it
+    """
+
+    experiment: str
+    name: str
+    tags: dict[str, str] = field(default_factory=dict)
+    spec: dict[str, Any] = field(default_factory=dict)
+    inputs: dict[str, Any] = field(default_factory=dict)
+    prompt: str = ""
+    objective: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, directory: Path) -> RunInfo | None:
+        file = directory / INFO
+        if not file.exists():
+            return None
+        fields = read_json(file)
+        try:
+            return cls(**{key: value for key, value in fields.items() if key != "format"})
+        except TypeError as error:
+            raise ValueError(f"{file} describes no run ({error}); restore it from a copy, or move its folder away: the "
+                             "run then starts again from the beginning") from None  # fmt: skip
 
 
 def read_result(directory: Path) -> dict[str, Any] | None:
@@ -42,7 +69,7 @@ def read_result(directory: Path) -> dict[str, Any] | None:
 
     ValueError if a run cannot have written the file.
     """
-    file = directory / "result.json"
+    file = directory / RESULT
     if not file.exists():
         return None
     result = read_json(file)
@@ -59,7 +86,7 @@ def read_progress(directory: Path) -> dict[str, Any]:
 
     Empty before the start, and for an unreadable file, because only progress views read it.
     """
-    file = directory / "progress.json"
+    file = directory / PROGRESS
     try:
         shown = read_json(file) if file.exists() else {}
     except ValueError:
@@ -69,13 +96,7 @@ def read_progress(directory: Path) -> dict[str, Any]:
 
 
 class RunLog:
-    """The `RunLogger` of one run: the event file first, MLflow second.
-
-    Errors of the store never reach the training run; `finish` waits for the copy, at most `drain_seconds`, and warns if
-    it is incomplete.
-    """
-
-    drain_seconds = 60.0
+    """The `RunLogger` of one run. Each event is flushed at once."""
 
     @classmethod
     def open(
@@ -86,11 +107,10 @@ class RunLog:
         *,
         experiment: str,
         run_name: str,
-        parent_run_id: str | None = None,
         tags: Mapping[str, str] = {},
         on_progress: Callable[[Mapping[str, Any]], None] = lambda progress: None,
     ) -> Self:
-        """The log of a new run, or of a continued run, which keeps its folder and its MLflow run.
+        """The log of a new run, or of a continued run, which keeps its folder.
 
         `on_progress` gets the content of `progress.json` at every change.
         """
@@ -98,30 +118,28 @@ class RunLog:
         for folder in directory.parents:  # a power cut loses a folder whose name is not on disk
             if folder.is_relative_to(runs):
                 sync(folder)
-        (directory / "result.json").unlink(missing_ok=True)
-        identity = Identity.load(directory)
-        document = spec.model_dump(mode="json")
-        if identity is None or (identity.parent_run_id, identity.spec) != (parent_run_id, document):
-            identity = Identity(experiment, run_name, parent_run_id, spec=document)
-        identity.tags = dict(tags)
-        identity.objective = dict(spec.algorithm.objective)
-        identity.synced = False
-        identity.save(directory)
-        return cls(directory, Copier(runs, directory, identity), on_progress)
+        RunInfo.load(directory)  # an unreadable one is left for the user to see
+        (directory / RESULT).unlink(missing_ok=True)
+        info = RunInfo(experiment, run_name, dict(tags), spec.model_dump(mode="json"))
+        info.objective, info.versions = dict(spec.algorithm.objective), dict(versions())
+        if "cohort.study" not in info.tags:  # a study keeps it for all its trials
+            write_diff(directory)
+        return cls(directory, info, on_progress)
 
-    def __init__(self, directory: Path, copier: Copier, on_progress: Callable[[Mapping[str, Any]], None]) -> None:
+    def __init__(self, directory: Path, info: RunInfo, on_progress: Callable[[Mapping[str, Any]], None]) -> None:
         self.directory = directory
-        self._copier = copier
+        self._info = info
         self._on_progress = on_progress
         self._path = directory / EVENTS
         self._file: IO[str] | None = None
         self.latest: dict[str, float] = {}  # the last value of every metric of this run
         self._progress: dict[str, Any] = {"phase": "", "done": 0, "total": 0, "step": 0}
         self._progress_written = -math.inf
-        self._steps_pending = 0
+        self._system, self._sampled = SystemSampler(), time.monotonic()
         self._num_events = 0  # number of events in the file, without the `start` events
         self.resumed_at = 0  # training step from which this attempt continues
         self._closed = False
+        write_json(directory / INFO, dataclasses.asdict(info))
 
     def __enter__(self) -> Self:
         return self
@@ -130,47 +148,36 @@ class RunLog:
         self.close()
 
     @property
-    def run_id(self) -> str | None:
-        """The id of the MLflow run; None until the store has answered."""
-        return self._copier.identity.run_id
-
-    @property
     def step(self) -> int:
         """The last training step that was logged."""
         return self._progress["step"]
 
     def inputs(self, inputs: Inputs) -> None:
         """Record the run's inputs; call before `resume`."""
-        self._copier.identity.inputs = dict(inputs)
-        self._copier.identity.save(self.directory)
+        self._info.inputs = dict(inputs)
+        write_json(self.directory / INFO, dataclasses.asdict(self._info))
 
     def prompt(self, text: str) -> None:
         """Record the first prompt as the policy reads it; call before `resume`."""
-        self._copier.identity.prompt = text
-        self._copier.identity.save(self.directory)
+        self._info.prompt = text
+        write_json(self.directory / INFO, dataclasses.asdict(self._info))
 
     def resume(self, step: int) -> None:
         """Keep the events up to `step` (none for -1) and continue from there; call before logging anything."""
         assert self._file is None, "resume() comes before the first event"
         events = read_events(self._path)
         if is_torn(self._path):
-            log.warning(
-                "%s ends in half a line, as a kill or power cut leaves it: that line is left out, and the %d whole "
-                "ones before it count", self._path, len(events),
-            )  # fmt: skip
+            log.warning("%s: truncated last line ignored, %d whole lines kept", self._path, len(events))
         kept = [e for e in events if e["type"] == "start" or e.get("step", math.inf) <= step]
         write_text(self._path, "".join(event_line(event) for event in kept))
         self._file = self._path.open("a", encoding="utf-8")
         self._num_events = _num_events(kept)
-        for event in kept:
-            self._copier.push(event)
         threads = os.environ.get("OMP_NUM_THREADS", "")
         self._append({"type": "start", "host": platform.node(), "pid": os.getpid(), "threads": threads})
-        latest = self._copier.history.latest()
+        latest = read_history(self._path).latest()
         self.latest = {key: value for key, value in latest.items() if not key.startswith(SYSTEM)}
         self._note_progress(self.latest, step)
         self.resumed_at = self.step
-        self._copier.start()
 
     def sync(self) -> int:
         assert self._file is not None, "sync() comes after resume()"
@@ -187,17 +194,14 @@ class RunLog:
         self._on_progress(self._progress)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        numbers = {key: float(value) for key, value in values.items()}
-        self._append({"type": "metrics", "step": step, "values": numbers | self._copier.take_system()})
+        numbers, system = {key: float(value) for key, value in values.items()}, {}
+        if time.monotonic() - self._sampled >= SYSTEM_SECONDS:
+            system, self._sampled = self._system.sample(), time.monotonic()
+        self._append({"type": "metrics", "step": step, "values": numbers | system})
         self.latest |= numbers
         self._note_progress(numbers, step)
         self._write_progress()
         self._on_progress(self._progress)
-        self._steps_pending += 1
-        evaluation = any(key.startswith(("validation/", "test/")) for key in numbers)
-        if evaluation or self._steps_pending >= FLUSH_STEPS:
-            self._steps_pending = 0
-            self._copier.wake()
 
     def samples(self, rows: Sequence[SampleRow]) -> None:
         if rows:
@@ -212,18 +216,16 @@ class RunLog:
         self._append({"type": "kept", "step": step, "file": file, "sha256": digest})
 
     def finish(self, state: TrialState, reason: str | None, summary: Mapping[str, float]) -> None:
-        """Record how the run ended, wait until MLflow has everything, and close. A paused run continues soon, so it
-        does not wait."""
+        """Record how the run ended, and close."""
         end = {"state": state, "reason": reason, "summary": {key: float(value) for key, value in summary.items()}}
         try:
             self._append({"type": "finish", **end})
             self._closed = True
             self.sync()  # the events must be on disk before the result
-            write_json(self.directory / "result.json", {**end, "metrics": self.latest})
+            write_json(self.directory / RESULT, {**end, "metrics": self.latest})
             sync(self.directory)
             self._write_progress(now=True)
         finally:
-            self._copier.stop(None if state == "paused" else self.drain_seconds)
             if self._file is not None:
                 self._file.close()
 
@@ -242,7 +244,6 @@ class RunLog:
         self._file.flush()
         self._closed = False
         self._num_events += _num_events([event])
-        self._copier.push(event)
 
     def _note_progress(self, values: Mapping[str, float], step: int) -> None:
         self._progress["step"] = max(step, 0)
@@ -258,37 +259,9 @@ class RunLog:
     def _write_progress(self, now: bool = False) -> None:
         if now or time.monotonic() - self._progress_written >= PROGRESS_SECONDS:
             self._progress_written = time.monotonic()
-            write_json(self.directory / "progress.json", self._progress, sync=False)
+            write_json(self.directory / PROGRESS, self._progress, sync=False)
 
 
 def _num_events(events: Iterable[Mapping[str, Any]]) -> int:
     """The number of these events that belong to a step of the run."""
     return sum("step" in event for event in events)
-
-
-@patient
-def replay(runs: Path, directory: Path, parent_run_id: str | None) -> str | None:
-    """Copy the events of the run in `directory` that MLflow lacks; cheap if none are missing.
-
-    Returns the reason if the run's files cannot be read and so nothing was copied. Raises MLflow's own error if the
-    store cannot be written.
-    """
-    try:
-        identity, events = Identity.load(directory), read_events(directory / EVENTS)
-    except (OSError, ValueError) as error:
-        log.warning("a trial was not copied to MLflow: %s", error)
-        return str(error)
-    if identity is None or not events:
-        return None
-    same_store = identity.parent_run_id == parent_run_id
-    if not same_store:
-        identity = dataclasses.replace(identity, parent_run_id=parent_run_id, token="", run_id=None, superseded=None)
-    copier = Copier(runs, directory, identity)
-    for event in events:
-        copier.push(event)
-    if same_store and identity.synced and copier.has_artifacts():
-        return None
-    identity.synced = False
-    identity.save(directory)
-    copier.flush()
-    return None

@@ -1,0 +1,190 @@
+"""Follows records and copies them to MLflow: beside a live run or study, and later all that a runs folder has.
+
+One process at a time copies a record; it holds the lock `mlflow.lock` in its folder. A store that is away delays the
+copy and loses nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from ..ground.disk import disk_full
+from ..ground.files import file_lock
+from ..record.run import INFO
+from ..record.study import STUDY
+from .address import SILENT_SECONDS, check_answers, is_outage, remote_uri, said_after, store_name
+from .store import connect, import_mlflow, moved_places
+from .studies import StudyMirror
+from .writer import RunMirror
+
+FOLLOW_SECONDS = 1.0  # between two looks at a live record
+LATER_SECONDS = 5.0  # between two looks at all records of a runs folder
+RETRY_SECONDS, LONGEST_RETRY_SECONDS = 1.0, 20.0
+DRAIN_SECONDS = 60.0  # how long the end of a run or study waits for the store
+log = logging.getLogger(__name__)
+
+
+class Mirror:
+    """The copy of one record: a run, a pipeline with its stages, or a study with its trials."""
+
+    def __init__(self, runs: Path, folder: Path) -> None:
+        self.runs, self.folder = runs, folder
+        self._study = StudyMirror(runs, folder) if (folder / STUDY).exists() else None
+        self._members: dict[Path, RunMirror] = {}
+        self._unreadable: dict[Path, str] = {}
+
+    def copy(self) -> None:
+        """Copy what is new. Raises MLflow's error if the store refuses it, ConnectionError if it does not answer."""
+        check_answers(aloud=False)
+        client = connect(self.runs)
+        if self._study is not None:
+            parent = self._study.copy(client)
+        else:
+            self._member(self.folder).copy(client)
+            parent = self._member(self.folder).place.run_id
+        for file in sorted(self.folder.glob(f"[ts]*/*/{INFO}")):  # trials/ and stages/
+            member = self._member(file.parent)
+            try:
+                member.copy(client, parent)
+            except ValueError as error:  # of its record; the others are copied
+                if self._unreadable.get(file.parent) != str(error):
+                    log.warning("'%s' is not copied to MLflow: %s", file.parent.name, error)
+                    self._unreadable[file.parent] = str(error)
+        if self._study is not None:
+            self._study.finish(client)
+
+    def _member(self, directory: Path) -> RunMirror:
+        if directory not in self._members:
+            self._members[directory] = RunMirror(self.runs, directory)
+        return self._members[directory]
+
+
+@contextmanager
+def mirrored(runs: Path, folder: Path) -> Iterator[None]:
+    """Inside the context a thread copies the record in a folder to MLflow as it grows; at the end it copies the rest.
+
+    Errors of the store never reach what runs inside: one line says that the store does not answer, and one at the end
+    if it lacks something, which `cohort ui` copies later.
+    """
+    import_mlflow()  # here: two threads that import large packages at the same time can fail
+    follower = _Follower(runs.resolve(), folder.resolve())
+    follower.start()
+    try:
+        yield
+    finally:
+        follower.finish()
+
+
+def catch_up(runs: Path, folder: Path | None = None) -> None:
+    """Copy all records of a runs folder, or the one in `folder`, that nobody is copying now; warns of what fails."""
+    runs = runs.resolve()
+    if moved_places(runs):  # MLflow would write to the paths in the store
+        return
+    import_mlflow()
+    kinds = {"studies": STUDY, "train": INFO, "evaluate": INFO, "probes": INFO}
+    found = [file.parent for kind, name in kinds.items() for file in sorted((runs / kind).glob(f"*/{name}"))]
+    for one in found if folder is None else [folder.resolve()]:
+        lock = file_lock(one / "mlflow.lock")
+        try:
+            with lock.acquire(timeout=0):
+                Mirror(runs, one).copy()
+        except Timeout:
+            continue
+        except Exception as error:  # of MLflow or a library below it; the record stays whole
+            log.warning("%s lacks some of '%s': %s", store_name(runs), one.name, error)
+            if remote_uri() is not None and is_outage(error):
+                return
+
+
+@contextmanager
+def caught_up(runs: Path) -> Iterator[None]:
+    """All records of a runs folder are copied, and inside the context a thread copies what is added to them."""
+    ended, seen = threading.Event(), {}
+
+    def look() -> None:
+        while not ended.wait(LATER_SECONDS):
+            files = [file for kind in ("studies", "train", "evaluate", "probes") for file in (runs / kind).glob("*")]
+            for folder in files:
+                stamp = _stamp(folder)
+                if seen.get(folder) != stamp and any((folder / name).exists() for name in (STUDY, INFO)):
+                    catch_up(runs, folder)
+                    seen[folder] = stamp
+
+    catch_up(runs)
+    thread = threading.Thread(target=look, name="catch-up", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(LATER_SECONDS)
+
+
+def _stamp(folder: Path) -> int:
+    """A number that changes when a file of the record does."""
+    files = [*folder.glob("*.json*"), *folder.glob("[ts]*/*/events.jsonl")]
+    return max((f.stat().st_mtime_ns for f in files if not f.name.startswith((".", "mlflow"))), default=0)
+
+
+class _Follower:
+    def __init__(self, runs: Path, folder: Path) -> None:
+        self._runs, self._folder = runs, folder
+        self._stop, self._give_up = threading.Event(), threading.Event()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="mlflow", daemon=True)
+        self.start: Callable[[], None] = self._thread.start
+
+    def finish(self) -> None:
+        """Wait until all is copied, DRAIN_SECONDS at most."""
+        self._stop.set()
+        store, name = store_name(self._runs), self._folder.name
+        words = f"waiting up to {DRAIN_SECONDS:.0f} s for {store} to take all of '{name}'"
+        with said_after(SILENT_SECONDS, words) if remote_uri() else nullcontext():
+            self._thread.join(DRAIN_SECONDS)
+        if self._thread.is_alive() or self._error is not None:
+            self._give_up.set()
+            log.warning("%s has not received all of '%s' (%s); everything is in '%s', and `cohort ui` copies it later",
+                        store, name, self._error, self._folder)  # fmt: skip
+
+    def _run(self) -> None:
+        lock, retry, said = file_lock(self._folder / "mlflow.lock"), RETRY_SECONDS, False
+        mirror: Mirror | None = None
+        while not self._give_up.is_set():
+            last = self._stop.is_set()
+            if mirror is None and (self._folder / STUDY).exists() | (self._folder / INFO).exists() and _taken(lock):
+                mirror = Mirror(self._runs, self._folder)
+            try:
+                if mirror is not None:
+                    mirror.copy()
+            except Exception as error:  # kept, retried, and reported at the end: the run goes on without the store
+                if not said and remote_uri() is not None and is_outage(error):
+                    log.warning(
+                        "%s does not answer (%s); '%s' goes on, and what the store misses is copied when it returns",
+                        store_name(self._runs), error, self._folder.name,
+                    )  # fmt: skip
+                said, self._error = True, error
+                if last and disk_full(error, self._folder) is not None:
+                    break
+                (self._give_up if last else self._stop).wait(retry)
+                retry = min(2 * retry, LONGEST_RETRY_SECONDS)
+                continue
+            said, retry, self._error = False, RETRY_SECONDS, None
+            if last:
+                break
+            self._stop.wait(FOLLOW_SECONDS)
+        lock.release()
+
+
+def _taken(lock: FileLock) -> bool:
+    """Whether no other process copies the record; this one does from now on."""
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return False
+    return True
