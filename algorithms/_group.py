@@ -7,7 +7,7 @@ from pydantic import Field
 
 from ..harness.data import Batch, Tensor
 from ._advantages import group_advantages, group_standardised
-from ._surrogate import ClippedLoss, SurrogateLoss
+from ._surrogate import SurrogateLoss
 
 
 class GroupStandardised(SurrogateLoss):
@@ -33,11 +33,3 @@ class GroupStandardised(SurrogateLoss):
 
     def advantages(self, batch: Batch) -> Batch:
         return batch.replace(advantages_BT=group_advantages(batch, self.normalised))
-
-
-class GroupRelative(ClippedLoss, GroupStandardised):
-    """GRPO's objective: clipped surrogate on standardised rewards, KL in the loss (arXiv:2402.03300, eq. 3-4)."""
-
-    objective: ClassVar[Mapping[str, str]] = {**GroupStandardised.objective, **ClippedLoss.objective}
-
-    kl_beta: float = Field(0.04, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none")

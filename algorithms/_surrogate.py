@@ -70,6 +70,12 @@ class SurrogateLoss(Algorithm):
     def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
         """(per-token loss without the KL, whether a clip binds the token), both [B, T]."""
 
+    def kl_to_reference(self, batch: Batch, policy: PolicyOutput) -> Tensor:
+        """[B, T] nats: the estimate of each token's KL to the reference."""
+        assert batch.ref_logprobs_BT is not None
+        estimate = kl_estimate(self.kl_estimator, policy.logprobs_BT, batch.ref_logprobs_BT)
+        return token_ratio(batch, policy) * estimate if self.kl_importance_weighted else estimate
+
     def token_weights(self, batch: Batch) -> Tensor:
         """[B, T]: the weight of each token in the loss; it differs from `loss_weight_BT` if it does not sum to 1."""
         assert batch.loss_weight_BT is not None
@@ -78,10 +84,7 @@ class SurrogateLoss(Algorithm):
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         per_token, clipped = self.surrogate(batch, policy)
         if batch.ref_logprobs_BT is not None:
-            divergence = kl_estimate(self.kl_estimator, policy.logprobs_BT, batch.ref_logprobs_BT)
-            if self.kl_importance_weighted:
-                divergence = token_ratio(batch, policy) * divergence
-            per_token = per_token + self.kl_beta * divergence
+            per_token = per_token + self.kl_beta * self.kl_to_reference(batch, policy)
         loss = (self.token_weights(batch) * per_token).sum()
         return loss, {"policy/loss": loss.detach(), **policy_metrics(batch, policy, clipped)}
 

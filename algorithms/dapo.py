@@ -16,15 +16,15 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from ..harness.data import Tensor
-from ._group import GroupRelative
 from ._losses import token_mean_weights
+from .grpo import GRPO
 
 
-class DAPO(GroupRelative):
+class DAPO(GRPO):
     """GRPO with a higher upper clip, a mean over all tokens, an overlong penalty and no KL (DAPO)."""
 
     default_rewards: ClassVar[Mapping[str, float]] = {"accuracy": 1.0, "overlong": 0.5}
-    objective: ClassVar[Mapping[str, str]] = {**GroupRelative.objective, "aggregation": "mean over all tokens"}
+    objective: ClassVar[Mapping[str, str]] = {**GRPO.objective, "aggregation": "mean over all tokens"}
 
     name: Literal["dapo"] = "dapo"
     clip_epsilon_high: float | None = Field(

@@ -8,12 +8,51 @@ neither); other KL estimators, their weight by the ratio (DeepSeek-V3.2), a high
 ratio of bad answers (dual clip) and the deviation of the whole batch (Lite PPO) can be set.
 """
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
-from ._group import GroupRelative
+from pydantic import Field
+
+from ..harness.data import Batch, PolicyOutput, Tensor
+from ._advantages import group_advantages, group_standardised
+from ._group import GroupStandardised
+from ._losses import clipped_surrogate, policy_metrics, token_ratio
+from ._surrogate import Clip
 
 
-class GRPO(GroupRelative):
+class GRPO(Clip, GroupStandardised):
     """Group-standardised verifiable rewards, clipped surrogate, KL in the loss (DeepSeekMath)."""
 
+    objective: ClassVar[Mapping[str, str]] = {
+        **GroupStandardised.objective,
+        "clip": "ratio of each token, 1 - clip_epsilon to 1 + clip_epsilon_high, at most ratio_bound",
+    }
+
     name: Literal["grpo"] = "grpo"
+    kl_beta: float = Field(0.04, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none")
+
+    def advantages(self, batch: Batch) -> Batch:
+        """(r - mean) / (std + std_floor) in the group, on every token of the answer (sections 4.1.2 and 4.1.3)."""
+
+        def standardised(rewards_PG: Tensor, mask_PG: Tensor | None) -> Tensor:
+            return group_standardised(rewards_PG, self.std_floor, mask_PG, of_batch=self.std_over == "batch")
+
+        return batch.replace(advantages_BT=group_advantages(batch, standardised))
+
+    def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
+        """-min(ratio * A, clip(ratio, 1 - clip_epsilon, 1 + clip_epsilon_high) * A) of each token, and where it is
+        clipped (eq. 3)."""
+        assert batch.advantages_BT is not None
+        ratio_BT = token_ratio(batch, policy)
+        bounds = (self.clip_epsilon, self.clip_epsilon_high, self.ratio_bound)
+        return clipped_surrogate(ratio_BT, batch.advantages_BT, *bounds)
+
+    def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
+        """The surrogate plus kl_beta times the KL to the reference; `loss_weights` is the mean over an answer's tokens,
+        then over answers (eq. 3-4)."""
+        assert batch.loss_weight_BT is not None
+        per_token, clipped = self.surrogate(batch, policy)
+        if batch.ref_logprobs_BT is not None:
+            per_token = per_token + self.kl_beta * self.kl_to_reference(batch, policy)
+        loss = (batch.loss_weight_BT * per_token).sum()
+        return loss, {"policy/loss": loss.detach(), **policy_metrics(batch, policy, clipped)}

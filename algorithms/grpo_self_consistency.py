@@ -9,10 +9,10 @@ floor, so 1.0 / -0.1 and 1 / 0 train alike.
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from ._group import GroupRelative
+from .grpo import GRPO
 
 
-class GRPOSelfConsistency(GroupRelative):
+class GRPOSelfConsistency(GRPO):
     """GRPO on majority-vote rewards, without gold answers (TTRL)."""
 
     sees_gold: ClassVar[bool] = False

@@ -14,15 +14,15 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from ..harness.data import Batch, PolicyOutput, Tensor
-from ._group import GroupRelative
 from ._losses import row_log_ratio
+from .grpo import GRPO
 
 
-class GSPO(GroupRelative):
+class GSPO(GRPO):
     """GRPO whose ratio and clip belong to the whole completion (GSPO)."""
 
     objective: ClassVar[Mapping[str, str]] = {
-        **GroupRelative.objective,
+        **GRPO.objective,
         "clip": "ratio of each row (geometric mean of its tokens'), 1 - clip_epsilon to 1 + clip_epsilon_high, "
         "at most ratio_bound",
     }

@@ -14,15 +14,15 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from ..harness.data import Tensor
-from ._group import GroupRelative
 from ._losses import token_mean_weights
+from .grpo import GRPO
 
 
-class LitePPO(GroupRelative):
+class LitePPO(GRPO):
     """GRPO with the group's mean, the batch's deviation and a mean over all tokens (Lite PPO)."""
 
     objective: ClassVar[Mapping[str, str]] = {
-        **GroupRelative.objective,
+        **GRPO.objective,
         "advantage": "(r - mean in the group) / (std + std_floor) of the batch (of the group: std_over)",
         "aggregation": "mean over all tokens",
     }
