@@ -14,10 +14,9 @@ from pathlib import Path
 
 import fake_trials
 import pytest
-from cohort.harness.cli.app import app
 from cohort.harness.mirror import store as mlflow_store
+from cohort.harness.mirror.follow import catch_up
 from cohort.harness.mirror.store import check_runs_folder
-from typer.testing import CliRunner
 
 HOLD = """
 import sqlite3, sys
@@ -99,12 +98,13 @@ def test_a_damaged_store_is_said_to_be_and_left_alone(store: Path, damage: bytes
 
 @pytest.mark.attack("Damaged MLflow store")
 @pytest.mark.parametrize("damage", [b"no database", b"SQLite format 3\0" + b"\xff" * 5000])
-def test_a_report_from_a_damaged_store_is_one_sentence_that_names_the_file(store: Path, damage: bytes):
+def test_records_are_read_and_left_whole_beside_a_damaged_store(
+    store: Path, damage: bytes, caplog: pytest.LogCaptureFixture
+):
     store.write_bytes(damage)
-    result = CliRunner().invoke(app, ["report", "quickstart", "--runs", str(store.parent)])
-    *_, error = result.output.splitlines()
-    assert result.exit_code == 2
-    assert re.match(rf"Error: {store} is damaged \(.*\); nothing was changed. Restore it from a backup", error)
+    catch_up(store.parent)
+    (said,) = [record.message for record in caplog.records]
+    assert re.match(rf"the MLflow store in '{store.parent}' cannot be read \(.*\); the records are whole", said)
     assert store.read_bytes() == damage
 
 

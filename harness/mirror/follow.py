@@ -7,6 +7,7 @@ copy and loses nothing.
 from __future__ import annotations
 
 import logging
+import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -38,6 +39,7 @@ class Mirror:
         self._study = StudyMirror(runs, folder) if (folder / STUDY).exists() else None
         self._members: dict[Path, RunMirror] = {}
         self._unreadable: dict[Path, str] = {}
+        self.num_copied = 0  # how often the store took what a run had
 
     def copy(self) -> None:
         """Copy what is new. Raises MLflow's error if the store refuses it, ConnectionError if it does not answer."""
@@ -52,6 +54,7 @@ class Mirror:
             member = self._member(file.parent)
             try:
                 member.copy(client, parent)
+                self.num_copied += 1
             except ValueError as error:  # of its record; the others are copied
                 if self._unreadable.get(file.parent) != str(error):
                     log.warning("'%s' is not copied to MLflow: %s", file.parent.name, error)
@@ -84,7 +87,11 @@ def mirrored(runs: Path, folder: Path) -> Iterator[None]:
 def catch_up(runs: Path, folder: Path | None = None) -> None:
     """Copy all records of a runs folder, or the one in `folder`, that nobody is copying now; warns of what fails."""
     runs = runs.resolve()
-    if moved_places(runs):  # MLflow would write to the paths in the store
+    try:
+        if moved_places(runs):  # MLflow would write to the paths in the store
+            return
+    except sqlite3.DatabaseError as error:
+        log.warning("%s cannot be read (%s); the records are whole without it", store_name(runs), error)
         return
     import_mlflow()
     kinds = {"studies": STUDY, "train": INFO, "evaluate": INFO, "probes": INFO}
@@ -137,16 +144,19 @@ class _Follower:
         self._runs, self._folder = runs, folder
         self._stop, self._give_up = threading.Event(), threading.Event()
         self._error: Exception | None = None
+        self._mirror: Mirror | None = None
         self._thread = threading.Thread(target=self._run, name="mlflow", daemon=True)
         self.start: Callable[[], None] = self._thread.start
 
     def finish(self) -> None:
-        """Wait until all is copied, DRAIN_SECONDS at most."""
+        """Wait until all is copied, or for DRAIN_SECONDS in which the store takes nothing."""
         self._stop.set()
         store, name = store_name(self._runs), self._folder.name
         words = f"waiting up to {DRAIN_SECONDS:.0f} s for {store} to take all of '{name}'"
         with said_after(SILENT_SECONDS, words) if remote_uri() else nullcontext():
-            self._thread.join(DRAIN_SECONDS)
+            copied = -1
+            while self._thread.is_alive() and copied != (copied := self._mirror.num_copied if self._mirror else 0):
+                self._thread.join(DRAIN_SECONDS)
         if self._thread.is_alive() or self._error is not None:
             self._give_up.set()
             log.warning("%s has not received all of '%s' (%s); everything is in '%s', and `cohort ui` copies it later",
@@ -154,14 +164,14 @@ class _Follower:
 
     def _run(self) -> None:
         lock, retry, said = file_lock(self._folder / "mlflow.lock"), RETRY_SECONDS, False
-        mirror: Mirror | None = None
         while not self._give_up.is_set():
             last = self._stop.is_set()
-            if mirror is None and (self._folder / STUDY).exists() | (self._folder / INFO).exists() and _taken(lock):
-                mirror = Mirror(self._runs, self._folder)
+            has_begun = (self._folder / STUDY).exists() or (self._folder / INFO).exists()
+            if self._mirror is None and has_begun and _taken(lock):
+                self._mirror = Mirror(self._runs, self._folder)
             try:
-                if mirror is not None:
-                    mirror.copy()
+                if self._mirror is not None:
+                    self._mirror.copy()
             except Exception as error:  # kept, retried, and reported at the end: the run goes on without the store
                 if not said and remote_uri() is not None and is_outage(error):
                     log.warning(
