@@ -21,6 +21,7 @@ from . import _data, _formats
 from ._answers import AnswerTask
 from ._formats import AnswerFormat
 
+CAPS = {"demonstrations": 20_000, "validation": 512, "test": 1024}  # problems of a part, at most
 # Cumulative shares of the distinct problems, by hash; `demonstrations` are the cold start's.
 _SHARES = (("demonstrations", 0.60), ("train", 0.85), ("validation", 0.90), ("test", 1.0))
 _Problem = tuple[str, tuple[int, ...]]  # its text and its operands, which are signed
@@ -29,16 +30,13 @@ _SLACK = 4  # tokens beyond the longest correct solution
 
 
 class Arithmetic(AnswerTask):
-    """Difficulty is the number of operands and their size; the other fields cap the size of each split."""
+    """Difficulty is the number of operands and their size."""
 
     name: Literal["arithmetic"] = "arithmetic"
     min_operands: int = Field(default=3, ge=2, le=16, description="operands in the shortest chain")
     max_operands: int = Field(default=5, ge=2, le=16, description="operands in the longest chain")
     max_operand: int = Field(default=9, ge=1, le=999, description="operands are drawn from 1 to this")
-    num_demonstrations: int = Field(default=20_000, ge=1, le=100_000, description="worked solutions, at most")
     num_train: int = Field(default=8192, ge=1, le=100_000, description="problems for reinforcement learning, at most")
-    num_validation: int = Field(default=512, ge=1, le=100_000, description="validation problems, at most")
-    num_test: int = Field(default=1024, ge=1, le=100_000, description="test problems, at most")
     answer_format: AnswerFormat = Field("hash", description="how the worked solutions state the answer")
 
     @model_validator(mode="after")
@@ -84,12 +82,7 @@ def _prompts(task: Arithmetic, split: Split) -> tuple[Prompt, ...]:
 @lru_cache(maxsize=4)
 def _build(task: Arithmetic) -> dict[str, tuple[_Problem, ...]]:
     """Every split of the task; the same on every machine and in every process."""
-    caps = {
-        "demonstrations": task.num_demonstrations,
-        "train": task.num_train,
-        "validation": task.num_validation,
-        "test": task.num_test,
-    }
+    caps = {**CAPS, "train": task.num_train}
     parts: dict[str, list[_Problem]] = {part: [] for part in caps}
     for problem in _distinct(task):
         position = _data.stable_fraction(problem[0])

@@ -1,7 +1,7 @@
 r"""GSM8K (Cobbe et al. 2021, arXiv:2110.14168): grade-school word problems with a number as the answer.
 
-A row has `question` and `answer`, a worked rationale that ends in `#### 72`. Answers are compared as exact rationals,
-however they are written (`tasks._numbers`).
+A row has `question` and `answer`, a worked rationale that ends in `#### 72`; its calculator marks (`<<48/2=24>>`) are
+left out. Answers are compared as exact rationals, however they are written (`tasks._numbers`).
 """
 
 import re
@@ -21,7 +21,6 @@ class GSM8K(DatasetTask):
     name: Literal["gsm8k"] = "gsm8k"
     path: str = Field("openai/gsm8k", min_length=1, description="Hub id, or a local file or folder")
     config: str | None = Field("main", description="Hub configuration, or subfolder if there is one of that name")
-    keep_calculator_marks: bool = Field(default=False, description="keep <<48/2=24>> in the worked solutions")
 
     def parse_row(self, row: Row) -> Problem:
         question, answer = text_field(row, "question"), text_field(row, "answer")
@@ -29,7 +28,5 @@ class GSM8K(DatasetTask):
         gold = _formats.first_readable(_formats.stated(answer, "hash"), self.read) if marker else None
         if gold is None:
             raise BadRow(f"field 'answer' must end in '#### ' and a number, got ...{answer[-40:]!r}")
-        if not self.keep_calculator_marks:
-            rationale = _CALCULATOR_MARK.sub("", rationale)
-        rationale = rationale.rstrip()
+        rationale = _CALCULATOR_MARK.sub("", rationale).rstrip()
         return Problem(question, gold, _formats.write(self.answer_format, rationale, gold) if rationale else None)

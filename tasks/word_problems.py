@@ -27,6 +27,9 @@ from ._graphs import Limits
 from ._numbers import spell
 from ._stories import FAMILIES, FamilyName
 
+MIN_NUMBER = 2  # of a fact or a difference
+NUM_VALIDATION = 512  # problems, at most
+NUM_TEST = 1024
 _SHARES: Mapping[Split, tuple[float, float]] = {"train": (0.0, 0.7), "validation": (0.7, 0.8), "test": (0.8, 1.0)}
 _TRIES = 400  # draws of one depth; if none is new, hardly any problem of it is left
 _SLACK = 4  # tokens beyond the longest correct solution
@@ -53,15 +56,12 @@ class WordProblems(QuestionTask):
     test_families: tuple[FamilyName, ...] | None = Field(
         default=None, min_length=1, description="families of the test split; default: same"
     )
-    min_number: int = Field(default=2, ge=2, le=999, description="smallest number of a fact or a difference")
     max_number: int = Field(default=20, ge=2, le=999, description="largest number of a fact or a difference")
     max_value: int = Field(default=1000, ge=2, le=100_000, description="largest value on the way to an answer")
     max_distractors: int = Field(default=2, ge=0, le=8, description="irrelevant facts in a problem, at most")
     fractions: bool = Field(default=False, description="values may be fractions where the family's things divide")
     shuffled: bool = Field(default=False, description="tell the quantities in any order, not as they are worked out")
     num_train: int = Field(default=8192, ge=1, le=100_000, description="training problems, at most")
-    num_validation: int = Field(default=512, ge=1, le=100_000, description="validation problems, at most")
-    num_test: int = Field(default=1024, ge=1, le=100_000, description="test problems, at most")
     seed: int = Field(default=0, ge=0, le=2**31 - 1, description="of the problems; splits are disjoint across seeds")
     answer_format: AnswerFormat = Field("hash", description="how the prompt and the worked solutions state the answer")
     template: str = Field(
@@ -73,7 +73,6 @@ class WordProblems(QuestionTask):
         ranges = {
             ("min_depth", "max_depth"): (self.min_depth, self.max_depth),
             ("test_min_depth", "test_max_depth"): self.depths("test"),
-            ("min_number", "max_number"): (self.min_number, self.max_number),
             ("max_number", "max_value"): (self.max_number, self.max_value),
         }
         for (low, high), (least, most) in ranges.items():
@@ -113,7 +112,7 @@ class WordProblems(QuestionTask):
         if not problems:
             least, most = self.depths(split)
             raise ValueError(
-                f"word_problems: depth {least} to {most} with numbers from {self.min_number} to {self.max_number} and "
+                f"word_problems: depth {least} to {most} with numbers from {MIN_NUMBER} to {self.max_number} and "
                 f"values up to {self.max_value} makes too few distinct problems for a {split} split; raise "
                 "task.max_number or task.max_value"
             )
@@ -122,7 +121,7 @@ class WordProblems(QuestionTask):
 
 @lru_cache(maxsize=6)
 def _drawn(task: WordProblems, split: Split) -> tuple[Problem, ...]:
-    count = {"train": task.num_train, "validation": task.num_validation, "test": task.num_test}[split]
+    count = {"train": task.num_train, "validation": NUM_VALIDATION, "test": NUM_TEST}[split]
     return tuple(islice(draw(task, split), count))
 
 
@@ -141,7 +140,7 @@ def draw(task: WordProblems, split: Split) -> Iterator[Problem]:
         for _ in range(_TRIES):
             family = families[int(uniform() * len(families))]
             fractions = task.fractions and FAMILIES[family].divisible
-            limits = Limits(task.min_number, task.max_number, task.max_value, fractions)
+            limits = Limits(MIN_NUMBER, task.max_number, task.max_value, fractions)
             graph = _graphs.draw(depth, limits, uniform)
             if graph is None or len(graph) + task.max_distractors > len(FAMILIES[family].names):
                 continue

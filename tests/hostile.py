@@ -24,14 +24,14 @@ ANSWERS = [
     "<script>alert(1)</script>", "'; DROP TABLE runs; --", "x.__class__",
 ]
 
-# Whole completions: an answer in each place where one is looked for, and floods of a megabyte.
+# Whole completions: an answer in each place where one is looked for, and floods of a hundred kilobytes.
 COMPLETIONS = [
     *(wrap for text in ANSWERS for wrap in (text, f"#### {text}", rf"\boxed{{{text}}}")),
-    "#" * 10**6, "#### " * 200_000, "9" * 10**6, "#### " + "9" * 10**6, r"\boxed{" * 140_000, "{" * 10**6, "}" * 10**6,
-    r"\boxed{" + "{" * 500_000 + "}" * 500_000 + "}", r"\boxed 5 " * 100_000, r"\boxed{1} or " * 80_000,
-    "".join(rf"\boxed{{{n}}}," for n in range(80_000)), r"\boxed{1}" + " and" * 250_000, "\0" * 10**6, "\\" * 10**6,
-    " \n" * 500_000,
-    "#### " + "1,000" * 200_000, "#### \u202e" + "\u0663" * 10**6, r"\boxed{" + r"\frac{1}{" * 100_000,
-    "#### " + "m2" * 500_000,
+    "#" * 10**5, "#### " * 20_000, "9" * 10**5, "#### " + "9" * 10**5, r"\boxed{" * 14_000, "{" * 10**5, "}" * 10**5,
+    r"\boxed{" + "{" * 50_000 + "}" * 50_000 + "}", r"\boxed 5 " * 10_000, r"\boxed{1} or " * 8_000,
+    "".join(rf"\boxed{{{n}}}," for n in range(8_000)), r"\boxed{1}" + " and" * 25_000, "\0" * 10**5, "\\" * 10**5,
+    " \n" * 50_000,
+    "#### " + "1,000" * 20_000, "#### \u202e" + "\u0663" * 10**5, r"\boxed{" + r"\frac{1}{" * 10_000,
+    "#### " + "m2" * 50_000,
 ]
 # fmt: on

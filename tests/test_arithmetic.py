@@ -10,7 +10,7 @@ from cohort.harness.spec.run import parse_run
 from cohort.tasks import arithmetic
 from cohort.tasks.arithmetic import Arithmetic
 
-SMALL = Arithmetic(num_demonstrations=60, num_train=40, num_validation=10, num_test=20)
+SMALL = Arithmetic(num_train=40)
 
 
 def test_a_prompt_and_its_solution_read_as_documented():
@@ -26,19 +26,23 @@ def test_a_prompt_and_its_solution_read_as_documented():
         assert answer == str(total)
 
 
-def test_gold_is_the_value_of_the_chain():
-    for prompt in SMALL.prompts("test"):
-        # 4+4-6= is the sum of +4, +4 and -6.
-        assert int(prompt.gold) == sum(map(int, re.findall(r"[+-]?\d+", prompt.text)))
-
-
 def test_the_splits_have_the_documented_sizes_and_build_within_a_second():
     arithmetic._build.cache_clear()
     start = time.process_time()
     task = Arithmetic()
-    sizes = [len(task.demonstrations()), *(len(task.prompts(split)) for split in ("train", "validation", "test"))]
+    texts = [[d.prompt for d in task.demonstrations()]]
+    texts += [[p.text for p in task.prompts(split)] for split in ("train", "validation", "test")]
     assert time.process_time() - start < 1.0
-    assert sizes == [20_000, 8192, 512, 1024]
+    assert [*map(len, texts)] == [20_000, 8192, 512, 1024]
+    assert len(set().union(*texts)) == sum(map(len, texts))  # none occurs twice
+
+
+def test_gold_is_the_value_of_the_chain_and_the_number_of_operands_a_tag():
+    for prompt in SMALL.prompts("test"):
+        # 4+4-6= is the sum of +4, +4 and -6.
+        operands = re.findall(r"[+-]?\d+", prompt.text)
+        assert int(prompt.gold) == sum(map(int, operands))
+        assert prompt.tags == (("operands", str(len(operands))),)
 
 
 def test_lengths_are_even_as_far_as_problems_exist():
@@ -48,23 +52,10 @@ def test_lengths_are_even_as_far_as_problems_exist():
     assert abs(lengths[4] - lengths[5]) < 0.05 * lengths[5]
 
 
-def test_no_problem_occurs_twice_in_any_split():
-    prompts = [p.text for split in ("train", "validation", "test") for p in Arithmetic().prompts(split)]
-    prompts += [d.prompt for d in Arithmetic().demonstrations()]
-    assert len(set(prompts)) == len(prompts) == 20_000 + 8192 + 512 + 1024
-
-
-def test_a_cap_shortens_a_split_without_changing_its_problems():
-    # What is drawn, and which split it falls into, does not depend on the caps.
-    assert SMALL.prompts("test") == Arithmetic().prompts("test")[:20]
-    assert SMALL.demonstrations() == Arithmetic().demonstrations()[:60]
-
-
-def test_the_token_limit_is_the_longest_solution_with_its_end_and_four_more():
-    # 9+9=18;18+9=27;27+9=36;36+9=45#### 45 has 6+1+7+1+7+1+7 = 30 characters of steps and 7 of answer.
-    assert Arithmetic().max_completion_tokens == 37 + 1 + 4
-    longest = max(len(d.completion) for d in Arithmetic().demonstrations())
-    assert 30 < longest <= 37
+def test_a_cap_shortens_a_split_without_changing_any_problem():
+    # What is drawn, and which split it falls into, does not depend on the cap.
+    assert SMALL.prompts("train") == Arithmetic().prompts("train")[:40]
+    assert SMALL.prompts("test") == Arithmetic().prompts("test")
 
 
 @pytest.mark.parametrize(
@@ -85,12 +76,6 @@ def test_the_answer_is_the_number_after_the_last_marker(completion, answer):
     assert SMALL.extract(completion) == answer
 
 
-def test_answers_are_equal_as_numbers():
-    assert SMALL.equivalent("12", "12.0")
-    assert not SMALL.equivalent("12", "13")
-    assert not SMALL.equivalent("x", "x y")
-
-
 @pytest.mark.parametrize(
     ("answer_format", "completion", "max_tokens"),
     [
@@ -103,7 +88,7 @@ def test_answers_are_equal_as_numbers():
 def test_worked_solutions_follow_the_answer_format(answer_format, completion, max_tokens):
     task = SMALL.model_copy(update={"answer_format": answer_format})
     assert task.max_completion_tokens == max_tokens
-    for demonstration, plain in zip(task.demonstrations(), SMALL.demonstrations(), strict=True):
+    for demonstration, plain in zip(task.demonstrations()[:100], SMALL.demonstrations()[:100], strict=True):
         steps, _, answer = plain.completion.partition("#### ")
         assert demonstration.prompt == plain.prompt
         assert demonstration.completion == completion.format(steps=steps, answer=answer)
@@ -111,18 +96,6 @@ def test_worked_solutions_follow_the_answer_format(answer_format, completion, ma
         assert task.format_score(demonstration.completion) == 1.0
         assert task.reasoning(demonstration.completion) == steps
     assert [p.text for p in task.prompts("test")] == [p.text for p in SMALL.prompts("test")]
-
-
-def test_the_number_of_operands_is_a_tag():
-    for prompt in SMALL.prompts("test"):
-        assert prompt.tags == (("operands", str(len(re.findall(r"\d+", prompt.text)))),)
-
-
-def test_lenient_extraction_reads_the_last_number():
-    assert SMALL.extract_lenient("4+4=8;8+5=13") == "13"
-    assert SMALL.extract_lenient("4+4=8#### 8;9") == "9"
-    assert SMALL.extract_lenient("#### 8 and 9 #### 7") == "7"
-    assert SMALL.extract_lenient(";") is None
 
 
 def test_settings_with_too_few_problems_say_so():
@@ -138,9 +111,3 @@ def test_min_operands_above_max_operands_is_an_error_of_the_spec():
     task = {"name": "arithmetic", "min_operands": 6}
     with pytest.raises(SpecError, match=r"min_operands must not exceed max_operands \(5\), got 6"):
         parse_run({"task": task, "algorithm": "grpo"}, where="here")
-
-
-@pytest.mark.parametrize("field", ["max_operand", "num_train", "num_validation", "num_test", "num_demonstrations"])
-def test_a_size_below_one_is_an_error(field):
-    with pytest.raises(ValueError, match=field):
-        Arithmetic.model_validate({field: 0})

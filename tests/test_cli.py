@@ -46,7 +46,7 @@ from cohort import evaluate, load_study, open_result, run
 
 # Seconds instead of minutes: an untrained model, few rollouts, few held-out problems.
 QUICK = [
-    "task.num_train=64", "task.num_demonstrations=64", "task.max_operands=3", "sampling.max_tokens=4",
+    "task.num_train=64", "task.max_operands=3", "sampling.max_tokens=4",
     "rollouts_per_step=8", "algorithm.group_size=4", "steps=2", "evaluation.num_prompts=4",
     "evaluation.num_test_prompts=4", "evaluation.num_samples=2", "checkpoints.every=1",
 ]  # fmt: skip

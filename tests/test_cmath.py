@@ -7,6 +7,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+from cohort.tasks._data import BadRow
 from cohort.tasks.cmath import CMATH
 from cohort.tasks.gsm8k import GSM8K
 from real_data import real_data
@@ -113,15 +114,6 @@ def test_gold_is_a_plain_number_however_it_is_written(golden, gold):
         (r"\boxed{96\text{\u652f}}".replace(r"\u652f", "\u652f"), "96"),
         ("<think>\u4e58\u6cd5</think><answer>96 \u652f</answer>", "96"),
         ("#### 3\u4e07\u5143", "30000"),
-    ],
-)
-def test_answers_in_chinese_are_read(completion, gold):
-    assert CMATH().extract(completion) == gold
-
-
-@pytest.mark.parametrize(
-    ("completion", "gold"),
-    [
         ("#### 450\u5343\u7c73", "450"),
         ("#### 3.5\u5343\u514b", "3.5"),
         ("#### \u4e8c\u5341\u5343\u7c73", "20"),
@@ -136,7 +128,7 @@ def test_answers_in_chinese_are_read(completion, gold):
         ("#### 5\u5206\u4e4b3\u5343\u7c73", "0.6"),
     ],
 )
-def test_chinese_units_signs_and_fractions_are_read(completion, gold):
+def test_answers_with_chinese_numerals_units_signs_and_fractions_are_read(completion, gold):
     assert CMATH().extract(completion) == gold
 
 
@@ -148,11 +140,9 @@ def test_chinese_units_signs_and_fractions_are_read(completion, gold):
         ({"golden": "\u5f88\u591a"}, "field 'golden' must be a number"),
     ],
 )
-def test_a_bad_row_is_an_error_that_names_file_row_and_field(tmp_path, changes, message):
-    file = tmp_path / "test.jsonl"
-    file.write_text(json.dumps(ROW) + "\n" + json.dumps({**ROW, **changes}) + "\n")
-    with pytest.raises(ValueError, match=rf"test\.jsonl, row 2: {message}"):
-        task(file).prompts("test")
+def test_a_bad_row_names_its_field(changes, message):
+    with pytest.raises(BadRow, match=message):
+        CMATH().parse_row({**ROW, **changes})
 
 
 def test_real_cmath_loads_in_full():

@@ -12,24 +12,51 @@ from cohort.tasks._formats import AnswerFormat
 FORMATS = get_args(AnswerFormat)
 
 FLOODS = [
-    "<think>" * 300_000,
-    "<answer>" * 100_000,
-    "</answer>" * 100_000,
-    "<answer>" * 100_000 + "</answer>",
-    "<answer>" + "</answer>" * 100_000,
-    "<answer></answer>" * 60_000,
-    "<answer>\\boxed{" * 60_000 + "}" * 60_000 + "</answer>",
-    "<think>" + "x" * 2_000_000,
-    "<think>" + "</think" * 200_000,
-    "<" * 10**6,
-    "the answer is " * 80_000,
-    "= " * 500_000,
-    "answer" + " " * 10**6 + "is 5",
-    "$" * 10**6,
-    "$x" * 500_000,
-    "1," * 500_000,
-    "1/" * 500_000,
-    "-" * 10**6,
+    "<think>" * 30_000,
+    "<answer>" * 10_000,
+    "</answer>" * 10_000,
+    "<answer>" * 10_000 + "</answer>",
+    "<answer>" + "</answer>" * 10_000,
+    "<answer></answer>" * 6_000,
+    "<answer>\\boxed{" * 6_000 + "}" * 6_000 + "</answer>",
+    "<think>" + "x" * 20_000,
+    "<think>" + "</think" * 20_000,
+    "<" * 10**5,
+    "the answer is " * 8_000,
+    "= " * 50_000,
+    "answer" + " " * 10**5 + "is 5",
+    "$" * 10**5,
+    "$x" * 50_000,
+    "1," * 50_000,
+    "1/" * 50_000,
+    "-" * 10**5,
+]
+
+
+TAGS = [
+    ("<think>a</think><answer>1</answer>", 1.0),
+    (" \n<think>a</think>\n\n<answer>1</answer>\n", 1.0),
+    ("<think></think><answer>1</answer>", 1.0),
+    # Both pairs are there, but not as they should be.
+    ("so <think>a</think><answer>1</answer>", 0.5),
+    ("<think>a</think> so <answer>1</answer>", 0.5),
+    ("<think>a</think><answer>1</answer> done", 0.5),
+    ("<answer>1</answer><think>a</think>", 0.5),
+    ("<think>a<answer>1</answer></think>", 0.5),
+    ("<think>a<answer>1</think></answer>", 0.5),
+    # One pair is.
+    ("<think>a</think>1", 0.5),
+    ("<answer>1</answer>", 0.5),
+    ("<think>a</think><answer> </answer>", 0.5),
+    ("<think>a</think><answer>1</answer><answer>2</answer>", 0.5),
+    ("<think>a<think></think><answer>1</answer>", 0.5),
+    ("<think>a<answer>1</answer>", 0.5),
+    ("a</think><answer>1</answer>", 0.5),
+    # None is.
+    ("</think>a<think> </answer>1<answer>", 0.0),
+    ("<think>a", 0.0),
+    ("#### 1", 0.0),
+    ("", 0.0),
 ]
 
 
@@ -63,11 +90,6 @@ def test_the_configured_marker_comes_first_and_then_the_others(completion, answe
     assert stated(completion, answer_format) == texts
 
 
-def test_the_first_text_that_can_be_read_counts():
-    assert _formats.first_readable(["many", "4", "5"], _numbers.canonical) == "4"
-    assert _formats.first_readable(["many"], _numbers.canonical) is None
-
-
 @pytest.mark.parametrize(
     ("answer_format", "separator", "completion"),
     [
@@ -87,40 +109,9 @@ def test_what_is_written_is_read_back_and_scores_one(answer_format, separator, c
 
 
 @pytest.mark.parametrize(
-    ("completion", "score"),
-    [
-        ("<think>a</think><answer>1</answer>", 1.0),
-        (" \n<think>a</think>\n\n<answer>1</answer>\n", 1.0),
-        ("<think></think><answer>1</answer>", 1.0),
-        # Both pairs are there, but not as they should be.
-        ("so <think>a</think><answer>1</answer>", 0.5),
-        ("<think>a</think> so <answer>1</answer>", 0.5),
-        ("<think>a</think><answer>1</answer> done", 0.5),
-        ("<answer>1</answer><think>a</think>", 0.5),
-        ("<think>a<answer>1</answer></think>", 0.5),
-        ("<think>a<answer>1</think></answer>", 0.5),
-        # One pair is.
-        ("<think>a</think>1", 0.5),
-        ("<answer>1</answer>", 0.5),
-        ("<think>a</think><answer> </answer>", 0.5),
-        ("<think>a</think><answer>1</answer><answer>2</answer>", 0.5),
-        ("<think>a<think></think><answer>1</answer>", 0.5),
-        ("<think>a<answer>1</answer>", 0.5),
-        ("a</think><answer>1</answer>", 0.5),
-        # None is.
-        ("</think>a<think> </answer>1<answer>", 0.0),
-        ("<think>a", 0.0),
-        ("#### 1", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_tags_score_one_in_order_half_for_a_pair_and_else_nothing(completion, score):
-    assert _formats.score(completion, "think_answer") == score
-
-
-@pytest.mark.parametrize(
     ("answer_format", "completion", "score"),
     [
+        *((("think_answer", *row)) for row in TAGS),
         ("hash", "so #### 4", 1.0),
         ("hash", "so #### \n", 0.0),
         ("hash", r"\boxed{4}", 0.0),
@@ -131,7 +122,7 @@ def test_tags_score_one_in_order_half_for_a_pair_and_else_nothing(completion, sc
         ("boxed", "#### 4", 0.0),
     ],
 )
-def test_a_marker_scores_one_with_something_at_it(answer_format, completion, score):
+def test_a_marker_scores_one_with_something_at_it_and_tags_half_for_a_pair(answer_format, completion, score):
     assert _formats.score(completion, answer_format) == score
 
 
@@ -212,15 +203,15 @@ def test_no_text_makes_a_format_raise_or_take_long(answer_format):
         assert _formats.reasoning(completion, answer_format) in completion
 
 
-@pytest.mark.parametrize("answer_format", FORMATS)
 @pytest.mark.parametrize("unit", ["<think>", "<answer>", "</answer>", "<answer></answer>", "answer is ", "$x$ = 1 "])
-def test_the_time_grows_with_the_text_and_not_with_its_square(answer_format, unit):
+def test_the_time_grows_with_the_text_and_not_with_its_square(unit):
     def seconds(text: str) -> float:
         start = time.process_time()
-        list(_formats.stated(text, answer_format))
+        for answer_format in FORMATS:
+            list(_formats.stated(text, answer_format))
+            _formats.score(text, answer_format)
+            _formats.reasoning(text, answer_format)
         list(_formats.last_resort(text))
-        _formats.score(text, answer_format)
-        _formats.reasoning(text, answer_format)
         return time.process_time() - start
 
     # Sixteen times the text takes about 16 times as long; squares would take 256 times. Below 50 ms nothing is told.

@@ -90,12 +90,6 @@ def test_the_number_plus_one_is_another_number(text):
     assert not _numbers.equal(text, str(-value) if value else "1")
 
 
-def test_nothing_is_rounded():
-    assert not _numbers.equal("0.333333333333", "1/3")
-    assert not _numbers.equal("100000000000000000001", "100000000000000000000")
-    assert _numbers.equal("0.1", "1/10")
-
-
 @pytest.mark.parametrize(
     ("value", "spelling"),
     # 1/8 = 0.125; 10^-12 is the shortest decimal step that is written as one, 10^-13 is a fraction.

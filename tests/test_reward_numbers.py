@@ -7,12 +7,11 @@ import pytest
 from cohort.harness.data import Group, Prompt, Rollout
 from cohort.harness.interfaces import Reward
 from cohort.harness.policy.tiny import tiny_tokenizer
-from cohort.harness.rewards._calculations import MAX_CALCULATIONS, MAX_CHARS, calculations
 from cohort.harness.rewards.accuracy import Accuracy
 from cohort.harness.rewards.format import Format
 from cohort.harness.rewards.majority_vote import MajorityVote
 from cohort.harness.rewards.overlong import Overlong
-from cohort.harness.rewards.process import Process
+from cohort.harness.rewards.process import MAX_CALCULATIONS, MAX_CHARS, Process, calculations
 from cohort.harness.rewards.reasoning_length import ReasoningLength
 from cohort.harness.rewards.repetition import Repetition, repeated_fraction
 from cohort.harness.run.rollout import collate, events, reward_metrics, score, token_at
@@ -26,10 +25,7 @@ def test_votes_are_counted_over_classes_and_every_tied_class_wins():
     assert reward.score(graded_group([0, 0, 1, None])) == [1.0, 1.0, -0.1, -0.1]
     assert reward.score(graded_group([0, 0, 1, 1, 2])) == [1.0, 1.0, 1.0, 1.0, -0.1]
     assert reward.score(graded_group([None, None, None, 3])) == [-0.1, -0.1, -0.1, 1.0]
-
-
-def test_completions_without_an_answer_never_win():
-    assert MajorityVote().score(graded_group([None, None, None])) == [-0.1, -0.1, -0.1]
+    assert reward.score(graded_group([None, None])) == [-0.1, -0.1]  # no answer never wins
 
 
 def test_the_vote_reports_its_label_its_margin_and_what_it_wrongly_rewards():
@@ -54,7 +50,6 @@ def test_the_vote_reports_its_label_its_margin_and_what_it_wrongly_rewards():
 def test_reasoning_pays_by_its_length_up_to_saturation_and_only_in_the_right_format():
     group = graded_group([0] * 4, reasoning_chars=(250, 1000, 4000, 4000), format_scores=(1.0, 1.0, 1.0, 0.5))
     assert ReasoningLength().score(group) == [0.25, 1.0, 1.0, 0.0]
-    assert ReasoningLength(saturation_chars=500).score(group) == [0.5, 1.0, 1.0, 0.0]
 
 
 def test_the_overlong_penalty_grows_over_the_buffer_and_a_cut_completion_gets_all_of_it():
@@ -197,13 +192,6 @@ def test_a_run_is_paid_by_its_algorithms_reward_and_by_what_the_spec_adds():
     rewards = run(rewards={"format": 0.2, "overlong": {"buffer_fraction": 0.5}, "accuracy": 0}).rewards
     assert {n: r.weight for n, r in rewards.items()} == {"accuracy": 0.0, "format": 0.2, "overlong": 0.5}
     assert rewards["overlong"].model_dump()["buffer_fraction"] == 0.5
-
-
-def test_a_spec_with_rewards_survives_json_with_the_same_digest():
-    spec = run(rewards={"overlong": {"buffer_fraction": 0.5}, "format": 0.3})
-    again = type(spec).model_validate_json(spec.model_dump_json())
-    assert again == spec
-    assert again.digest() == spec.digest()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ Each caller cuts its text into tokens by its own rules, and so decides how stric
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 Token = Fraction | str  # a number; an operator or a bracket
@@ -44,16 +44,19 @@ class _Parser:
         self.steps: list[Step] = []
 
     def sum(self, depth: int) -> Fraction:
-        value = self.product(depth)
-        while symbol := self.take("+", "-"):
-            value = self.apply(value, symbol, self.product(depth))
-        return value
+        return self.chain(depth, self.product, "+", "-")
 
     def product(self, depth: int) -> Fraction:
-        value = self.factor(depth)
-        while symbol := self.take("*", "/"):
-            value = self.apply(value, symbol, self.factor(depth))
-        return value
+        return self.chain(depth, self.factor, "*", "/")
+
+    def chain(self, depth: int, part: Callable[[int], Fraction], *symbols: str) -> Fraction:
+        left = part(depth)
+        while symbol := self.take(*symbols):
+            right = part(depth)
+            result = _OPERATIONS[symbol](left, right)
+            self.steps.append((left, symbol, right, result))
+            left = result
+        return left
 
     def factor(self, depth: int) -> Fraction:
         token = self.tokens[self.position]
@@ -77,8 +80,3 @@ class _Parser:
             return None
         self.position += 1
         return token
-
-    def apply(self, left: Fraction, symbol: str, right: Fraction) -> Fraction:
-        result = _OPERATIONS[symbol](left, right)
-        self.steps.append((left, symbol, right, result))
-        return result

@@ -25,36 +25,25 @@ Classes = Sequence[int | None]
 
 
 class MajorityVote(Reward):
-    """One value for the answers with the most votes, another for every other completion (TTRL)."""
+    """1 for an answer with the most votes, another value for every other completion (TTRL)."""
 
-    majority_reward: float = Field(default=1.0, description="value for an answer with the most votes")
-    minority_reward: float = Field(default=-0.1, description="value for any other completion")
-    soft: bool = Field(
-        default=False,
-        description="pay an answer by its share of the votes, from minority_reward to majority_reward",
-    )
+    minority_reward: float = Field(default=-0.1, description="value for a completion that does not win")
+    soft: bool = Field(default=False, description="pay by the share of the votes, from minority_reward to 1")
     min_share: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="least share of the votes for a majority; below it all get minority_reward",
+        default=0.0, ge=0, le=1, description="least share of the votes for a majority; below it none wins"
     )
-    held_out: bool = Field(
-        default=False,
-        description="judge each half of the group by the votes of the other half",
-    )
+    held_out: bool = Field(default=False, description="judge each half of the group by the votes of the other half")
 
     def score(self, group: GradedGroup) -> list[float]:
-        gain = self.majority_reward - self.minority_reward
-        scores = []
+        scores: list[float] = []
         for judged, voters in self._ballots(group.classes):
             counts, won = votes(voters), self._winners(voters)
             for c in judged:
-                share = counts[c] / len(voters) if c is not None and won else 0.0
                 if self.soft:
-                    scores.append(self.minority_reward + gain * share)
+                    share = counts[c] / len(voters) if c is not None and won else 0.0
+                    scores.append(self.minority_reward + (1.0 - self.minority_reward) * share)
                 else:
-                    scores.append(self.majority_reward if c in won else self.minority_reward)
+                    scores.append(1.0 if c in won else self.minority_reward)
         return scores
 
     def metrics(self, group: GradedGroup, scores: Sequence[float]) -> Mapping[str, float]:
@@ -71,9 +60,8 @@ class MajorityVote(Reward):
         counts = votes(group.classes)
         first, second = [*sorted(counts.values(), reverse=True), 0, 0][:2]
         labels = [len(won & right) / len(won) for _, won in ballots if won]
-        won_by = [won for judged, won in ballots for _ in judged]
-        judged = zip(group.classes, won_by, group.correct, strict=True)
-        rewarded = [c in won for c, won, correct in judged if not correct]
+        is_rewarded = [c in won for judged, won in ballots for c in judged]
+        rewarded = [paid for paid, correct in zip(is_rewarded, group.correct, strict=True) if not correct]
         accepted = {"vote/accepted": len(labels) / len(ballots)} if self.min_share else {}
         return {
             "vote/label_accuracy": sum(labels) / len(labels) if labels else nan,

@@ -16,13 +16,12 @@ class RewardModel(Reward):
     """The score of an `AutoModelForSequenceClassification` with one label."""
 
     path: str = Field(min_length=1, description="Hub id, or a local folder")
-    batch_rows: int = Field(default=32, ge=1, description="completions scored at once; affects only memory")
 
     def score(self, group: GradedGroup) -> list[float]:
         from ..policy.bradley_terry import load_scorer
 
         rows = [(group.prompt, completion) for completion in group.completions]
-        return load_scorer(self.path).score(rows, self.batch_rows)
+        return load_scorer(self.path).score(rows)
 
     def check(self) -> None:
         from ..policy.model import check_model

@@ -1,11 +1,10 @@
 """How fast a step's completions are sampled: our engines beside the library's own paths, in turn in one process.
 
-    python tests/benchmarks/engines.py [--setting a|b] [--rounds 5] [--compile] [--continuous]
+    python tests/benchmarks/engines.py [--setting a|b] [--rounds 5]
 
-Paths: our engine as it is; the same loop around the model's own forward pass; `model.generate` with a dynamic, a static
-and (`--compile`) a compiled static cache; (`--continuous`) transformers' continuous batching; vLLM where it can be
-imported. A path that fails is listed with its error. Prints medians and writes `results/engines.json` beside; the first
-call, start-up and compilation included, is a column of its own.
+Paths: our engine as it is; the same loop around the model's own forward pass; `model.generate` with a dynamic and a
+static cache; vLLM where it can be imported. A path that fails is listed with its error. Prints medians and writes
+`results/engines.json` beside; the first call, start-up included, is a column of its own.
 """
 
 from __future__ import annotations
@@ -51,8 +50,18 @@ def ours(engine: RolloutEngine, setting: Setting) -> Sampler:
     return sample
 
 
-def library(model: Any, codec: TextCodec, setting: Setting, cache: str | None, compiled: bool = False) -> Sampler:
-    config = _config(codec.tokenizer, setting, cache_implementation=cache, disable_compile=not compiled)
+def library(model: Any, codec: TextCodec, setting: Setting, cache: str | None) -> Sampler:
+    from transformers import GenerationConfig
+
+    config = GenerationConfig(
+        max_new_tokens=setting.max_tokens,
+        do_sample=True,
+        top_k=0,
+        pad_token_id=codec.tokenizer.pad_token_id,
+        eos_token_id=codec.tokenizer.eos_token_id,
+        cache_implementation=cache,
+        disable_compile=True,
+    )
 
     def sample(prompts: list[Prompt], step: int) -> int:
         rows = torch.tensor([codec.encode(p.text) for p in prompts for _ in range(GROUP_SIZE)])
@@ -64,33 +73,7 @@ def library(model: Any, codec: TextCodec, setting: Setting, cache: str | None, c
     return sample
 
 
-def continuous(model: Any, codec: TextCodec, setting: Setting) -> Sampler:
-    config = _config(codec.tokenizer, setting)
-
-    def sample(prompts: list[Prompt], step: int) -> int:
-        rows = [list(codec.encode(p.text)) for p in prompts for _ in range(GROUP_SIZE)]
-        results = model.generate_batch(inputs=rows, generation_config=config, progress_bar=False)
-        if len(results) != len(rows):
-            raise RuntimeError(f"{len(results)} of {len(rows)} requests came back")
-        return sum(len(result.generated_tokens) for result in results.values())
-
-    return sample
-
-
-def _config(tokenizer: Any, setting: Setting, **settings: Any) -> Any:
-    from transformers import GenerationConfig
-
-    return GenerationConfig(
-        max_new_tokens=setting.max_tokens,
-        do_sample=True,
-        top_k=0,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        **settings,
-    )
-
-
-def paths(setting: Setting, folder: Path, options: argparse.Namespace) -> dict[str, Callable[[], Sampler]]:
+def paths(setting: Setting, folder: Path) -> dict[str, Callable[[], Sampler]]:
     """What is compared, each made only when its turn comes."""
 
     def policy() -> Any:
@@ -104,10 +87,6 @@ def paths(setting: Setting, folder: Path, options: argparse.Namespace) -> dict[s
         "generate, dynamic cache": lambda: library(policy(), codec, setting, None),
         "generate, static cache": lambda: library(policy(), codec, setting, "static"),
     }
-    if options.continuous:
-        made["continuous batching"] = lambda: continuous(policy(), codec, setting)
-    if options.compile:
-        made["generate, compiled"] = lambda: library(policy(), codec, setting, "static", compiled=True)
     if find_spec("vllm") is not None:
         made["vllm"] = lambda: ours(_vllm(policy(), codec), setting)
     return made
@@ -126,7 +105,7 @@ def measure(setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
     failed: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         write_model(setting, Path(folder))
-        made = paths(setting, Path(folder), options)
+        made = paths(setting, Path(folder))
         samplers: dict[str, Sampler] = {}
         for step in range(options.rounds + 1):
             chosen = [
@@ -167,8 +146,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--setting", choices=["a", "b"], default="a")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--compile", action="store_true", help="also model.generate under torch.compile")
-    parser.add_argument("--continuous", action="store_true", help="also continuous batching, which may never return")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "engines.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
