@@ -21,7 +21,7 @@ from ..harness.data import Demonstration, Prompt, Split
 from ..harness.ground.inputs import Sources, digest, digested, expected, verify
 from ._answers import QuestionTask
 from ._formats import AnswerFormat
-from ._rows import Found, MissingSplit, Row, Rows, SourceSplit, find_rows, source_name
+from ._rows import Found, MissingSplit, Row, SourceSplit, find_rows, source_name
 
 _log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class DatasetTask(QuestionTask):
     def num_skipped_rows(self, split: Split) -> int:
         """The number of bad rows left out of the source of a split; train and validation have one source."""
         part = "test" if split == "test" else "train"
-        return _source(self, part, _version(self, part)).num_skipped  # pyright: ignore[reportArgumentType]
+        return _source(self, part, _version(self, part))[1]  # pyright: ignore[reportArgumentType]
 
     def _problems(self, split: Split) -> Sequence[Problem]:
         version = _version(self, "test" if split == "test" else "train")
@@ -161,20 +161,12 @@ def text_field(row: Row, *names: str) -> str:
     return text
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """The problems of a split of the source, in the order of their hashes, and the number of skipped rows."""
-
-    problems: tuple[Problem, ...]
-    num_skipped: int
-
-
 @lru_cache(maxsize=8)
 def _split(task: DatasetTask, split: Split, version: str) -> tuple[Problem, ...]:
     """The problems of a split; `version` stands for the content of its source."""
     if split == "test":
-        return _source(task, "test", version).problems  # pyright: ignore[reportArgumentType]
-    train = _source(task, "train", version).problems  # pyright: ignore[reportArgumentType]
+        return _source(task, "test", version)[0]  # pyright: ignore[reportArgumentType]
+    train = _source(task, "train", version)[0]  # pyright: ignore[reportArgumentType]
     is_validation = split == "validation"
     chosen = tuple(p for p in train if (stable_fraction(p.question) < task.validation_fraction) == is_validation)
     if not chosen:
@@ -186,13 +178,27 @@ def _split(task: DatasetTask, split: Split, version: str) -> tuple[Problem, ...]
 
 
 @lru_cache(maxsize=8)
-def _source(task: DatasetTask, split: SourceSplit, version: str) -> _Source:
-    """The problems of a split of the source, without repeated questions, and for train without those of test.
+def _source(task: DatasetTask, split: SourceSplit, version: str) -> tuple[tuple[Problem, ...], int]:
+    """The problems of a split of the source, in the order of their hashes, and the number of skipped rows.
 
-    ValueError if the source differs from the expected one, or changes meanwhile.
+    Repeated questions are left out, and for train those of test. ValueError for a row that may not be skipped, or if
+    the source differs from the expected one, or changes meanwhile.
     """
     path, _ = task.source(split)
-    problems, num_rows, num_skipped = _read(task, path, _find(task, split).rows())
+    problems: list[Problem] = []
+    bad: list[str] = []
+    num_rows = 0
+    for num_rows, (where, row) in enumerate(_find(task, split).rows(), start=1):  # noqa: B007 (the count is used)
+        try:
+            problem = task.parse_row(row)
+        except BadRow as error:
+            if task.on_bad_row == "error":
+                raise ValueError(f"{where}: {error}; correct the row or set task.on_bad_row=skip") from None
+            bad.append(f"{where}: {error}")
+        else:
+            problems += [problem] if problem is not None else []
+    if bad:
+        _log.warning("%s: skipped %d of %d rows; the first: %s", path, len(bad), num_rows, bad[0])
     sources = _sources(task, split)
     verify(sources)
     if digest(digested(sources)) != version:
@@ -203,7 +209,7 @@ def _source(task: DatasetTask, split: SourceSplit, version: str) -> _Source:
     taken: set[str] = set()
     if split == "train":
         with suppress(MissingSplit):
-            taken = {problem.question for problem in _source(task, "test", _version(task, "test")).problems}  # pyright: ignore[reportArgumentType]
+            taken = {problem.question for problem in _source(task, "test", _version(task, "test"))[0]}  # pyright: ignore[reportArgumentType]
     kept: dict[str, Problem] = {}
     for problem in problems:
         if problem.question not in taken:
@@ -212,7 +218,7 @@ def _source(task: DatasetTask, split: SourceSplit, version: str) -> _Source:
         _log.warning("%s: %d repeated problems left out of %s", path, len(problems) - len(kept), split)
     if not kept:
         raise ValueError(f"{path}: every training problem is also in the test split; point test_path elsewhere")
-    return _Source(tuple(sorted(kept.values(), key=lambda problem: stable_id(problem.question))), num_skipped)
+    return tuple(sorted(kept.values(), key=lambda problem: stable_id(problem.question))), len(bad)
 
 
 def _version(task: DatasetTask, split: SourceSplit) -> str:
@@ -233,23 +239,3 @@ def _sources(task: DatasetTask, split: SourceSplit) -> Sources:
 
 def _find(task: DatasetTask, split: SourceSplit) -> Found:
     return find_rows(*task.source(split), split, task.train_words)
-
-
-def _read(task: DatasetTask, path: str, rows: Rows) -> tuple[list[Problem], int, int]:
-    """The problems in the rows, the number of rows and that of skipped ones. ValueError for a row that may not be."""
-    problems: list[Problem] = []
-    bad: list[str] = []
-    count = 0
-    for count, (where, row) in enumerate(rows, start=1):  # noqa: B007 (the count is returned)
-        try:
-            problem = task.parse_row(row)
-        except BadRow as error:
-            if task.on_bad_row == "error":
-                raise ValueError(f"{where}: {error}; correct the row or set task.on_bad_row=skip") from None
-            bad.append(f"{where}: {error}")
-            continue
-        if problem is not None:
-            problems.append(problem)
-    if bad:
-        _log.warning("%s: skipped %d of %d rows; the first: %s", path, len(bad), count, bad[0])
-    return problems, count, len(bad)

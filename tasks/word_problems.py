@@ -1,8 +1,8 @@
 """Generates grade-school problems in plain English, with irrelevant facts and worked steps.
 
-A problem is a graph of quantities (`tasks._graphs`). Each is a fact or one operation on earlier quantities, and several
-later ones may use it; `depth` counts the operations, and the answer needs every one. A story (`tasks._stories`) tells
-the graph and some irrelevant facts, and asks for the last quantity. A worked solution has one line for each operation,
+A problem is a graph of quantities, told as a story (`tasks._stories`). Each is a fact or one operation on earlier
+quantities, and several later ones may use it; `depth` counts the operations, and the answer needs every one. A story
+also tells some irrelevant facts, and asks for the last quantity. A worked solution has one line for each operation,
 such as `Ben: Ana+3=4+3=7`. All values are exact.
 
 Two problems are the same if they have the same calculation with the same numbers: words, irrelevant facts and the order
@@ -19,13 +19,12 @@ from typing import Literal, Self, get_args
 from pydantic import Field, model_validator
 
 from ..harness.data import Demonstration, Prompt, Split
-from . import _data, _formats, _graphs, _stories
+from . import _data, _formats, _stories
 from ._answers import QuestionTask
 from ._data import Problem
 from ._formats import AnswerFormat
-from ._graphs import Limits
 from ._numbers import spell
-from ._stories import FAMILIES, FamilyName
+from ._stories import FAMILIES, FamilyName, Limits
 
 MIN_NUMBER = 2  # of a fact or a difference
 NUM_VALIDATION = 512  # problems, at most
@@ -141,10 +140,10 @@ def draw(task: WordProblems, split: Split) -> Iterator[Problem]:
             family = families[int(uniform() * len(families))]
             fractions = task.fractions and FAMILIES[family].divisible
             limits = Limits(MIN_NUMBER, task.max_number, task.max_value, fractions)
-            graph = _graphs.draw(depth, limits, uniform)
+            graph = _stories.draw(depth, limits, uniform)
             if graph is None or len(graph) + task.max_distractors > len(FAMILIES[family].names):
                 continue
-            key = _graphs.calculation(graph)
+            key = _stories.calculation(graph)
             if key in seen or not start <= _data.stable_fraction(key) < end:
                 continue
             seen.add(key)
