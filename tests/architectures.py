@@ -1,9 +1,5 @@
-"""Small random models of many architectures, each with whatever it does to its logits, masks and positions switched on.
+"""Small random models of many architectures, each with whatever it does to its logits, masks and positions on."""
 
-`python tests/architectures.py` prints how far the paths to a log-prob are from each model's own forward pass.
-"""
-
-import logging
 from pathlib import Path
 
 import torch
@@ -158,10 +154,3 @@ def differences(model):
     found = [batch.sampler_logprobs_BT, run.learner.logprobs(model, batch), shared]
     engine, learner, shared = (float((x - own).abs().max()) for x in found)
     return engine, learner, shared if was_shared else float("nan")
-
-
-if __name__ == "__main__":
-    logging.disable()
-    print("| architecture | engine | learner | shared prompts |\n|---|---|---|---|")
-    for name in SETTINGS:
-        print(f"| {name} | {' | '.join('none' if x != x else f'{x:.1e}' for x in differences(build_model(name)))} |")

@@ -18,7 +18,8 @@ from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import train
 from cohort.harness.run.rollout import collate
 from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.run import RunSpec, parse_run
+from cohort.harness.spec.run import RunSpec
+from factories import make_spec
 from fakes import MemoryLog, StopAfter, tiny_codec
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -72,7 +73,7 @@ def counted(work):
 
 
 def a_spec(**changes) -> RunSpec:
-    return parse_run({"task": "arithmetic", "rollouts_per_step": 8, "sampling": {"max_tokens": 12}, **changes}, "test")
+    return make_spec(**{"rollouts_per_step": 8, "sampling": {"max_tokens": 12}, **changes})
 
 
 def a_step(spec: RunSpec, policy):
@@ -129,16 +130,11 @@ def a_run(**changes) -> RunSpec:
     return a_spec(**{**more, **changes})
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cold-starts")
-
-
-def test_a_run_writes_its_operations_and_a_resumed_one_the_same(tmp_path: Path, cache: Path):
-    whole, parts = MemoryLog(), MemoryLog()
-    result = train(a_run(), tmp_path / "whole", whole, cache=cache)
-    train(a_run(), tmp_path / "parts", parts, cache=cache, should_stop=StopAfter(2))
-    resumed = train(a_run(), tmp_path / "parts", parts, cache=cache)
+def test_a_run_writes_its_operations_a_resumed_one_the_same_and_a_limit_ends_it(tmp_path: Path):
+    whole, parts, short = MemoryLog(), MemoryLog(), MemoryLog()
+    result = train(a_run(), tmp_path / "whole", whole, cache=tmp_path)
+    train(a_run(), tmp_path / "parts", parts, cache=tmp_path, should_stop=StopAfter(2))
+    resumed = train(a_run(), tmp_path / "parts", parts, cache=tmp_path)
     counts = {name: value for name, value in result.summary.items() if name.startswith("flops_")}
     assert counts == {name: value for name, value in resumed.summary.items() if name.startswith("flops_")}
     assert counts["flops_train"] == sum(counts[f"flops_{name}"] for name in ("sampling", "scoring", "learning"))
@@ -147,20 +143,14 @@ def test_a_run_writes_its_operations_and_a_resumed_one_the_same(tmp_path: Path, 
     assert steps == sorted(steps) and steps == parts.history("flops/train")
     assert [value for _, value in steps][-1] == counts["flops_train"]
     assert result.summary["core_seconds"] == pytest.approx(torch.get_num_threads() * result.summary["seconds"])
-
-
-def test_a_run_ends_with_the_step_that_spends_its_operations(tmp_path: Path, cache: Path):
-    whole = MemoryLog()
-    train(a_run(), tmp_path / "whole", whole, cache=cache)
-    (_, first), (_, second), *_ = sorted(set(whole.history("flops/train")))[:3]
-    log = MemoryLog()
+    (_, first), (_, second), *_ = sorted(set(steps))[:3]
     limit = (first + second) / 2
-    result = train(a_run(max_flops=limit), tmp_path / "short", log, cache=cache)
+    result = train(a_run(max_flops=limit), tmp_path / "short", short, cache=tmp_path)
     assert result.state == "complete"
     assert result.summary["flops_train"] == second >= limit > first
-    assert [step for step, _ in log.history("validation/accuracy")] == [0, 2]
-    assert [step for step, _ in log.history("test/accuracy")] == [2]
-    again = train(a_run(max_flops=limit), tmp_path / "short", log, cache=cache)  # its last checkpoint has spent them
+    assert [step for step, _ in short.history("validation/accuracy")] == [0, 2]
+    assert [step for step, _ in short.history("test/accuracy")] == [2]
+    again = train(a_run(max_flops=limit), tmp_path / "short", short, cache=tmp_path)  # its last checkpoint spent them
     assert again.summary["flops_train"] == second
 
 

@@ -22,12 +22,12 @@ from cohort.harness.run.loop import train
 from cohort.harness.run.pipeline import train_pipeline
 from cohort.harness.run.single import train_once
 from cohort.harness.run.stages import Stage
-from cohort.harness.spec.run import parse_run
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Queue
 from cohort.harness.study.runner import dry_run, run_study, study_status
 from cohort.harness.study.worker import EXECUTE, worker_main
 from cohort.tasks.gsm8k import GSM8K
+from factories import FEW, make_spec
 from fakes import MemoryLog, StopAfter
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -80,13 +80,8 @@ def start(study, runs):
 
 def a_run(data, **changes):
     """A run on the data with the tiny model, in a second."""
-    raw = {
-        "task": {"name": "gsm8k", "path": str(data), "validation_fraction": 0.2},
-        "algorithm": {"name": "grpo", "group_size": 2},
-        "rollouts_per_step": 4, "steps": 2, "sampling": {"max_tokens": 4}, "device": "cpu",
-        "evaluation": {"num_prompts": 1, "num_test_prompts": 1, "num_samples": 1}, **changes,
-    }  # fmt: skip
-    return parse_run(raw, "test")
+    task = {"name": "gsm8k", "path": str(data), "validation_fraction": 0.2}
+    return make_spec(**{**FEW, "task": task, "steps": 2, "sampling": {"max_tokens": 4}, **changes})
 
 
 @pytest.mark.attack("Data, model or tokenizer edited after the start")
@@ -245,33 +240,6 @@ def test_the_hash_of_a_large_file_is_noted_for_other_processes_until_the_file_ch
         stream.write(b"x")
     os.utime(large, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert sha256(large, notes) != first
-
-
-class FakeHub:
-    """Stands for the `datasets` module: the Hub's `main` has moved on to another commit."""
-
-    def __init__(self):
-        self.asked = []
-
-    def load_dataset(self, path, config, revision=OTHER):
-        self.asked.append(revision)
-        return {split: Rows(split, revision) for split in ("train", "test")}
-
-
-class Rows(list):
-    def __init__(self, split, commit):
-        super().__init__({"question": f"{split} {commit} {i}?", "answer": f"so\n#### {i}"} for i in range(20))
-        self.cache_files = [{"filename": f"/cache/some___moved/main/0.0.0/{commit}/moved-{split}.arrow"}]
-
-
-def test_the_commit_of_a_hub_data_set_is_recorded_and_asked_for_ever_after(monkeypatch):
-    hub, task = FakeHub(), GSM8K(path="some/moved")
-    monkeypatch.setitem(sys.modules, "datasets", hub)
-    assert digested(task.inputs("test")) == {"data some/moved (main, test)": {"revision": OTHER}}
-    with expecting({f"data some/moved (main, {split})": {"revision": COMMIT} for split in ("train", "test")}):
-        assert all(COMMIT in prompt.text for split in ("train", "test") for prompt in task.prompts(split))
-        assert digested(task.inputs("test")) == {"data some/moved (main, test)": {"revision": COMMIT}}
-    assert hub.asked == [OTHER, COMMIT]
 
 
 OFFLINE = """

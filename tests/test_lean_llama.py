@@ -17,41 +17,18 @@ from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.spec.run import LoRA
 from fakes import tiny_codec
 from torch import nn
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 1e4,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 16}  # fmt: skip
+SIZES = {
+    "vocab_size": 50, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 40, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
 
 
 def config(kind, **changes):
-    return kind(
-        **{
-            "vocab_size": 50,
-            "hidden_size": 24,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "intermediate_size": 40,
-            "max_position_embeddings": 64,
-            "bos_token_id": None,
-            "eos_token_id": 1,
-            "pad_token_id": 0,
-            **changes,
-        }
-    )
+    return kind(**{**SIZES, **changes})
 
 
 MODELS = {
@@ -98,38 +75,47 @@ def test_the_lean_decoder_gives_the_logits_of_the_library(name):
         assert mine == pytest.approx(theirs, abs=1e-5)
 
 
+def library(model):
+    """A copy that is not recognised, because of a hook that changes nothing."""
+    other = deepcopy(model)
+    other.register_forward_hook(lambda module, inputs, output: output)
+    return other
+
+
+def assert_equal_to_the_library(model, tokens, mask, compute):
+    """The numbers that `compute` takes from shared prompts, and their gradients; the library's norms are in float32."""
+    results = []
+    for body in (model, library(model)):
+        prompts = prompt_states(body, tokens, mask)
+        assert prompts is not None and (prompts.lean is None) == (body is not model)
+        values, total = compute(body, prompts)
+        total.sum().backward()
+        prompts.backward()
+        results.append((values, {key: p.grad for key, p in body.named_parameters()}))
+    (mine, my_gradients), (theirs, gradients) = results
+    assert theirs.abs().max() > 0.1
+    assert torch.allclose(mine, theirs, rtol=0, atol=1e-5)
+    for key, gradient in gradients.items():
+        assert gradient.norm() > 0, key
+        assert (my_gradients[key] - gradient).norm() <= 2e-6 * gradient.norm(), key
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("columns", [7, 140])  # plain products, the library's kernel
 def test_logprobs_and_gradients_are_those_of_the_library(name, columns):
-    """In float64; a hook makes the second model one that is not recognised. Token 0 is padding: sampled it counts."""
-    lean = nn.Module.to(randomised(MODELS[name]()), torch.float64)
+    """In float64. Token 0 is padding: sampled it counts."""
     starts = torch.tensor([4, 4, 2, 2, 3])
     tokens = torch.randint(50, (5, columns), generator=torch.Generator().manual_seed(0))
     tokens[1, :4], tokens[3, :2] = tokens[0, :4], tokens[2, :2]
     tokens[:, 5] = 0
     column = torch.arange(columns)
     mask = (column >= starts[:, None]) & (column < torch.tensor([columns, 6, columns - 1, 7, 5])[:, None])
-    results = []
-    for model in (lean, library(lean)):
-        prompts = prompt_states(model, tokens, mask)
-        assert prompts is not None
-        assert (prompts.lean is None) == (model is not lean)
+
+    def compute(model, prompts):
         logprobs, entropies = token_logprobs(model, tokens, mask, 0.8, prompts=prompts, entropy_gradient=True)
-        (logprobs * torch.cos(column) + entropies).sum().backward()
-        prompts.backward()
-        results.append((logprobs, {key: p.grad for key, p in model.named_parameters()}))
-    (mine, my_gradients), (theirs, gradients) = results
-    assert torch.allclose(mine, theirs, rtol=0, atol=1e-5)  # the library's norms are in float32
-    for key, gradient in gradients.items():
-        assert gradient.norm() > 0, key
-        assert (my_gradients[key] - gradient).norm() <= 2e-6 * gradient.norm(), key
+        return logprobs, logprobs * torch.cos(column) + entropies
 
-
-def library(model):
-    """A copy that is not recognised, because of a hook that changes nothing."""
-    other = deepcopy(model)
-    other.register_forward_hook(lambda module, inputs, output: output)
-    return other
+    assert_equal_to_the_library(nn.Module.to(randomised(MODELS[name]()), torch.float64), tokens, mask, compute)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -139,21 +125,12 @@ def test_a_critics_values_and_gradients_are_those_of_the_library_too(name):
     mask = torch.arange(9) >= torch.tensor([4, 4, 3, 3])[:, None]
     critic = Critic(nn.Module.to(randomised(MODELS[name]()), torch.float64))
     nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(1))
-    trunk = critic.backbone
-    assert trunk is not None
-    results = []
-    for body, is_lean in ((trunk, True), (library(trunk), False)):
-        prompts = prompt_states(body, tokens, mask)
-        assert prompts is not None and (prompts.lean is not None) is is_lean
-        values = critic(mask, completion_states(body, tokens, mask, prompts))
-        (values * torch.cos(torch.arange(9))).sum().backward()
-        prompts.backward()
-        results.append((values, {key: p.grad for key, p in body.named_parameters()}))
-    (mine, my_gradients), (theirs, gradients) = results
-    assert theirs.abs().max() > 0.1
-    assert torch.allclose(mine, theirs, rtol=0, atol=1e-5)
-    for key, gradient in gradients.items():
-        assert (my_gradients[key] - gradient).norm() <= 2e-6 * gradient.norm(), key
+
+    def compute(trunk, prompts):
+        values = critic(mask, completion_states(trunk, tokens, mask, prompts))
+        return values, values * torch.cos(torch.arange(9))
+
+    assert_equal_to_the_library(critic.backbone, tokens, mask, compute)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -192,21 +169,9 @@ def test_rollouts_are_those_of_the_library_with_stop_texts_ended_rows_and_prompt
         assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
 
 
-def adapted():
-    model = tiny_model(0)
-    add_adapter(model, LoRA(rank=2), seed=0)
-    return model
-
-
-def hooked():
+def changed(change):
     model: Any = tiny_model(0)
-    model.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: output)
-    return model
-
-
-def replaced():
-    model: Any = tiny_model(0)
-    model.model.layers[0].mlp.act_fn = nn.GELU()
+    change(model)
     return model
 
 
@@ -215,9 +180,9 @@ class Derived(LlamaForCausalLM):
 
 
 UNKNOWN = {
-    "adapter": adapted,
-    "hook": hooked,
-    "replaced activation": replaced,
+    "adapter": lambda: changed(lambda model: add_adapter(model, LoRA(rank=2), seed=0)),
+    "hook": lambda: library(tiny_model(0).model),
+    "replaced activation": lambda: changed(lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.GELU())),
     "other class": lambda: Derived(config(LlamaConfig)),
     "activation": lambda: LlamaForCausalLM(config(LlamaConfig, hidden_act="gelu")),
     "biases behind attention": lambda: LlamaForCausalLM(config(LlamaConfig, attention_bias=True)),

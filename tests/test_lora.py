@@ -14,19 +14,17 @@ from cohort.harness.policy.tiny import tiny_config, tiny_model, tiny_tokenizer
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import train
 from cohort.harness.run.sync import _learner_scores
-from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.run import parse_run
-from fakes import MemoryLog
+from factories import FEW, make_spec
+from fakes import MemoryLog, StopAfter
 from safetensors.torch import load_file
 from test_learner import make_batch
-from test_train import BASE, StopAfter
 
 LORA = {"rank": 4, "alpha": 8.0}
 
 
 def spec_of(algorithm="grpo", **changes):
-    raw = {"task": "arithmetic", "algorithm": {"name": algorithm, "group_size": 2}, "rollouts_per_step": 8}
-    return parse_run({**raw, "lora": LORA, "optimizer": {"learning_rate": 1e-2}, **changes}, "test")
+    fixed = {"rollouts_per_step": 8, "lora": LORA, "optimizer": {"learning_rate": 1e-2}}
+    return make_spec({"name": algorithm, "group_size": 2}, **{**fixed, **changes})
 
 
 def adapted(algorithm="grpo", **changes):
@@ -204,12 +202,6 @@ def test_chosen_layers_get_the_adapter_and_unknown_names_are_refused():
         add_adapter(tiny_model(0), wrong, 0)
 
 
-def test_a_mistyped_setting_of_the_adapter_is_explained():
-    with pytest.raises(SpecError, match=r"lora\.rnak: unknown key 'rnak'; did you mean 'rank'\?"):
-        spec_of(lora={"rnak": 3})
-    assert parse_run({"task": "arithmetic", "algorithm": "grpo", "lora": {}}, "test").lora is not None
-
-
 def gradient(**changes):
     spec, policy = spec_of(lora=None, **changes), tiny_model(0).double()
     if spec.gradient_checkpointing:
@@ -245,21 +237,16 @@ def test_mixed_precision_keeps_float32_weights_and_stays_near_the_full_precision
     assert {p.dtype for p in policy.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("algorithm", [pytest.param("grpo", marks=pytest.mark.long), "ppo"])
-def test_a_run_with_an_adapter_resumes_bit_for_bit_and_its_checkpoint_is_a_model(algorithm, tmp_path):
-    raw = {**BASE, "algorithm": {"name": algorithm, "group_size": 4, "kl_beta": 0.02}, "lora": LORA}
-    spec = parse_run({**raw, "optimizer": {"learning_rate": 1e-2}}, "test")
+def test_a_run_with_an_adapter_resumes_bit_for_bit_and_its_checkpoint_is_a_model(tmp_path):
+    changes = {"algorithm": {"name": "ppo", "group_size": 4, "kl_beta": 0.02}, "lora": LORA, "steps": 3}
+    spec = make_spec(**{**FEW, **changes, "optimizer": {"learning_rate": 1e-2}})
     whole, parts = MemoryLog(), MemoryLog()
     train(spec, tmp_path / "whole", whole, cache=tmp_path / "cache")
-    train(spec, tmp_path / "parts", parts, cache=tmp_path / "cache", should_stop=StopAfter(3))
+    train(spec, tmp_path / "parts", parts, cache=tmp_path / "cache", should_stop=StopAfter(2))
     assert train(spec, tmp_path / "parts", parts, cache=tmp_path / "cache").state == "complete"
     assert parts.without_clocks() == whole.without_clocks()
     assert all(value < 1e-6 for _, value in whole.history("mismatch/kl"))
-    assert whole.history("kl/reference")[0][1] == pytest.approx(0, abs=1e-7) if algorithm == "grpo" else True
-    folder = sorted((tmp_path / "whole/checkpoints").glob("step-*"))[-1] / "policy"
+    (folder, *_) = (tmp_path / "whole/checkpoints").glob("step-*3/policy")
     again = MemoryLog()
-    train(parse_run({**BASE, "algorithm": raw["algorithm"], "model": str(folder), "steps": 0, "cold_start": {}}, "t"),
-          tmp_path / "eval", again, cache=tmp_path / "cache")  # fmt: skip
-    assert again.history("validation/accuracy")[0][1] == pytest.approx(
-        whole.history("validation/accuracy")[-1][1], abs=0.2
-    )
+    train(make_spec(**{**FEW, "model": str(folder), "steps": 0}), tmp_path / "eval", again, cache=tmp_path / "cache")
+    assert again.history("validation/accuracy")[0][1] == whole.history("validation/accuracy")[-1][1]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from chats import SHORT, SPECIAL, VOCABULARY, chat_folder, chat_model, chat_tokenizer, qwen_run
+from chats import SHORT, chat_folder, chat_model, chat_tokenizer
 from cohort.harness.checks.preflight import check_runs
 from cohort.harness.data import Demonstration, Prompt, PromptFormat, Sampling
 from cohort.harness.engines.transformers import TransformersEngine
@@ -15,9 +15,11 @@ from cohort.harness.run.cold_start import fit_demonstrations, start_policy
 from cohort.harness.run.grading import grade
 from cohort.harness.run.loop import train
 from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.run import ColdStart, RunSpec, parse_run
+from cohort.harness.spec.run import ColdStart
 from cohort.tasks.gsm8k import GSM8K
+from factories import make_spec
 from fakes import MemoryLog
+from tokenizers.processors import TemplateProcessing
 
 FIXTURE = Path(__file__).parent / "fixtures" / "gsm8k"
 
@@ -25,11 +27,6 @@ FIXTURE = Path(__file__).parent / "fixtures" / "gsm8k"
 def shown(tokenizer, text="1+1=", **settings):
     codec = TextCodec(tokenizer, PromptFormat(**settings))
     return codec.decode(codec.encode(text))
-
-
-def make_spec(model="tiny", prompt=None, **changes) -> RunSpec:
-    raw = {"task": "arithmetic", "algorithm": "grpo", "model": model, "prompt": prompt or {}, **changes}
-    return parse_run(raw, "test")
 
 
 def test_a_prompt_is_a_chat_where_there_is_a_template_and_plain_where_not_or_where_told():
@@ -81,16 +78,11 @@ def test_a_template_that_states_todays_date_states_the_same_one_every_day():
 def test_the_beginning_of_a_sequence_is_not_doubled():
     tokenizer = chat_tokenizer("{{ bos_token }}" + SHORT)
     tokenizer.add_special_tokens({"bos_token": "<s>"})
-    tokenizer.backend_tokenizer.post_processor = _begins_with(tokenizer.bos_token_id)
+    begun = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = begun
     assert shown(tokenizer) == "<s><|im_start|>user:1+1=<|im_end|>"
     assert shown(tokenizer, format="plain") == "<s>1+1="
     assert shown(tokenizer, "<s>1+1=", format="plain") == "<s>1+1="
-
-
-def _begins_with(token):
-    from tokenizers.processors import TemplateProcessing
-
-    return TemplateProcessing(single="<s> $A", special_tokens=[("<s>", token)])
 
 
 @pytest.mark.parametrize("form", ["chat", "plain"])
@@ -134,7 +126,7 @@ def test_a_grader_never_reads_past_the_end_of_turn(form, special):
 def test_prompt_settings_are_part_of_the_cold_start(tmp_path):
     model = chat_folder(tmp_path / "model")
     settings = [{}, {"format": "plain"}, {"system": "Be brief."}, {"template_arguments": {"deep": True}}]
-    assert len({cold_start_key(make_spec(model, prompt)) for prompt in settings}) == len(settings)
+    assert len({cold_start_key(make_spec(model=model, prompt=prompt)) for prompt in settings}) == len(settings)
 
 
 HOSTILE = {
@@ -158,7 +150,7 @@ HOSTILE = {
 def test_a_template_that_cannot_be_used_is_one_error_before_weights_load(template, tmp_path):
     model = chat_folder(tmp_path / "model", template)
     prompt = {"system": "Be brief."}
-    spec = make_spec(model, prompt, steps=1, cold_start={"steps": 1})
+    spec = make_spec(model=model, prompt=prompt, steps=1, cold_start={"steps": 1})
     message = (
         rf"the chat template of '{model}' (fails \(\w+: .+\)|leaves out .+); correct it or set prompt\.format=plain$"
     )
@@ -180,19 +172,3 @@ def test_worked_examples_are_the_same_text_in_every_format():
         plain, chat = (shown(chat_tokenizer(), prompt.text, format=form) for form in ("plain", "chat"))
         assert chat == f"<|im_start|>user:{plain}<|im_end|><|im_start|>assistant:"
         assert plain.count("#### ") == prompt.text.count("#### ") >= shots
-
-
-@pytest.mark.long
-def test_a_model_of_the_shape_of_qwen_trains_on_gsm8k(tmp_path):
-    spec, log = qwen_run(tmp_path / "model"), MemoryLog()
-    result = train(spec, tmp_path, log, cache=tmp_path)
-    assert result.state == "complete", result.reason
-    codec, first = load_codec(spec.model, spec.prompt), spec.task.prompts("train")[0]
-    assert [codec.decode([i]) for i in codec.end_ids()] == [SPECIAL[0], SPECIAL[2]]
-    assert max(codec.end_ids()) < VOCABULARY
-    assert log.first_prompt == (
-        f"<|im_start|>system\nBe helpful.<|im_end|>\n<|im_start|>user\n{first.text}<|im_end|>\n"
-        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    )
-    assert [step for step, _ in log.history("mismatch/kl")] == [1, 2, 3]
-    assert max(value for _, value in log.history("mismatch/kl")) < 1e-6

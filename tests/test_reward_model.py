@@ -10,7 +10,7 @@ from cohort.harness.policy.bradley_terry import Ranked, Scorer, load_scorer, pai
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
 from cohort.harness.rewards.reward_model import RewardModel
 from cohort.harness.run.loop import train
-from cohort.harness.spec.run import parse_run
+from factories import FEW, make_spec
 from fakes import MemoryLog, graded_group
 
 
@@ -50,11 +50,7 @@ def test_ranked_rollouts_keep_distinct_completions_and_count_prompts_that_rank_n
         ("not json\n", "reward", r"line 1: must be a JSON object"),
         ("{}\n", "reward", "line 1: field 'prompt_id' is missing"),
         (line("a", "y", 1.0), "nothing", "--by must be one of reward, correct, format, got 'nothing'"),
-        (
-            line("a", "y", 1.0),
-            "reward",
-            "whose completions differ in 'reward', got 1 prompts without",
-        ),
+        (line("a", "y", 1.0), "reward", "whose completions differ in 'reward', got 1 prompts without"),
     ],
 )
 def test_rollouts_that_cannot_be_used_are_refused_before_a_model_loads(tmp_path, monkeypatch, content, by, message):
@@ -84,13 +80,6 @@ def test_a_fit_ranks_held_out_prompts_and_loads_as_a_reward(tmp_path, rollouts):
     reward.check()
     right, wrong = reward.score(graded_group([0, 1], prompt="77+1=", completions=("y", "n")))
     assert right > wrong
-
-
-def test_the_same_seed_gives_the_same_reward_model(tmp_path, rollouts):
-    for name in ("a", "b"):
-        train_reward_model([rollouts], "tiny", tmp_path / name, epochs=1, seed=3)
-    rows = [("1+1=", "y"), ("1+1=", "n")]
-    assert load_scorer(str(tmp_path / "a")).score(rows) == load_scorer(str(tmp_path / "b")).score(rows)
 
 
 def test_dropout_follows_the_seed_and_leaves_the_global_numbers_alone(tmp_path, rollouts, monkeypatch):
@@ -135,17 +124,10 @@ def test_a_language_model_is_no_reward_model(tmp_path):
 
 
 def test_a_runs_rollouts_make_a_reward_model_that_pays_the_next_run(tmp_path):
-    base = {
-        "task": {"name": "arithmetic", "min_operands": 2, "max_operands": 3},
-        "algorithm": {"name": "grpo", "group_size": 8},
-        "cold_start": {"steps": 60},
-        "evaluation": {"every": 4, "num_prompts": 8, "num_test_prompts": 8, "num_samples": 2},
-        "checkpoints": {"rollouts_every": 1},
-        "rollouts_per_step": 64,
-        "steps": 4,
-    }
+    base = {**FEW, "algorithm": {"name": "grpo", "group_size": 8}, "cold_start": {"steps": 60},
+            "checkpoints": {"rollouts_every": 1}, "rollouts_per_step": 64, "steps": 4}  # fmt: skip
     first = tmp_path / "first"
-    assert train(parse_run(base, "test"), first, MemoryLog(), cache=tmp_path).state == "complete"
+    assert train(make_spec(**base), first, MemoryLog(), cache=tmp_path).state == "complete"
     files = sorted((first / "rollouts").glob("*.jsonl"))
     assert [file.name for file in files] == [f"step-{step:06d}.jsonl" for step in (1, 2, 3, 4)]
     rows = [json.loads(row) for row in files[0].read_text().splitlines()]
@@ -155,17 +137,9 @@ def test_a_runs_rollouts_make_a_reward_model_that_pays_the_next_run(tmp_path):
     assert fit.num_pairs > 50
     paid = {**base, "rewards": {"accuracy": 0, "reward_model": {"path": str(tmp_path / "rm")}}, "steps": 1}
     log = MemoryLog()
-    assert train(parse_run(paid, "test"), tmp_path / "second", log, cache=tmp_path).state == "complete"
+    assert train(make_spec(**paid), tmp_path / "second", log, cache=tmp_path).state == "complete"
     ((_, learned),) = log.history("reward/reward_model")
     ((_, total),) = log.history("reward/mean")
     assert total == pytest.approx(learned, abs=1e-5)
     ((_, accuracy),) = log.history("reward/accuracy")
     assert accuracy == pytest.approx(log.history("train/accuracy")[0][1])
-
-
-def test_a_reward_model_is_found_under_the_home_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    network, tokenizer = bradley_terry.load_classifier("tiny", 3)
-    bradley_terry.save_model(tmp_path / "scorer", network, tokenizer)
-    found, _ = bradley_terry.load_classifier("~/scorer")
-    assert torch.equal(found.score.weight, network.score.weight)  # pyright: ignore

@@ -62,18 +62,13 @@ def test_another_process_reads_the_data():
     assert Numbers.readers == [HERE]
 
 
-def test_a_part_that_nobody_asked_for_is_read_here():
-    task = Numbers()
-    with surveyed([(task, "train")]):
+def test_a_part_without_problems_is_empty_and_one_that_nobody_asked_for_is_read_here():
+    bare, task = Numbers(is_bare=True), Numbers()
+    with surveyed([(bare, "train"), (bare, "demonstrations")]):
+        assert longest(bare, "train") == longest(bare, "demonstrations") == []
+        assert Numbers.readers == []
         assert longest(task, "test") == ["7=", "4+1=", "1+2+3="]
     assert Numbers.readers == [HERE]
-
-
-def test_a_part_without_problems_is_empty():
-    task = Numbers(is_bare=True)
-    with surveyed([(task, "train"), (task, "demonstrations")]):
-        assert longest(task, "train") == longest(task, "demonstrations") == []
-    assert Numbers.readers == []
 
 
 def test_what_fails_there_fails_here_with_its_error():
@@ -122,7 +117,7 @@ def test_a_dry_run_says_the_same_where_everything_is_read_here(tmp_path: Path):
     from cohort.harness.spec.load import load_study
     from cohort.harness.study.runner import dry_run
 
-    memory = dry_run(load_study("group_size_by_difficulty"), Path("runs"), workers=2)["memory"]
+    memory = dry_run(load_study("quickstart"), Path("runs"), workers=2)["memory"]
     print(json.dumps({arm: found["components"] for arm, found in memory.items()}))
     """
     first, second = (
@@ -133,4 +128,4 @@ def test_a_dry_run_says_the_same_where_everything_is_read_here(tmp_path: Path):
         for modules in ("json", "json, torch")
     )  # fmt: skip
     assert first.stdout == second.stdout
-    assert len(json.loads(first.stdout)) == 9
+    assert len(json.loads(first.stdout)) == 3

@@ -7,17 +7,11 @@ from cohort.harness.policy.forward import token_logprobs
 from cohort.harness.policy.tiny import tiny_model
 
 
-def test_left_padding_ends_every_row_in_the_last_column():
+def test_padding_is_on_the_left_or_the_right_and_the_mean_of_an_empty_mask_is_zero():
     tokens, mask = pad_left([(5, 6), (7,)])
     assert tokens.tolist() == [[5, 6], [0, 7]]
     assert mask.tolist() == [[True, True], [False, True]]
-
-
-def test_right_padding_starts_every_row_in_the_first_column():
     assert pad_right([(5, 6), (7,)], torch.int64).tolist() == [[5, 6], [7, 0]]
-
-
-def test_masked_mean_of_an_empty_mask_is_zero():
     assert masked_mean(torch.ones(3), torch.zeros(3, dtype=torch.bool)).item() == 0
 
 

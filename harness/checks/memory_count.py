@@ -116,10 +116,10 @@ class Saved:
 @lru_cache(maxsize=64)
 def saved_bytes(shape: Shape) -> Saved:
     """The sizes of a checkpoint's parts. Raises the model's own error if it cannot be built."""
-    policy, critic = _models(shape)
+    policy, _, added = _models(shape)
     model = [p for name, p in policy.named_parameters() if ".lora_" not in name]
     trained = _bytes(p for p in policy.parameters() if p.requires_grad)
-    valued = _bytes(p for p in _added(policy, critic) if p.requires_grad)
+    valued = _bytes(p for p in added if p.requires_grad)
     adapter = trained if shape.lora is not None else 0  # in the learner's state too
     return Saved(
         policy=adapter or _bytes(model),
@@ -132,8 +132,7 @@ def saved_bytes(shape: Shape) -> Saved:
 @lru_cache(maxsize=64)  # arms of a study often share their shape
 def count(shape: Shape) -> Counts:
     """The counts of a shape. Raises the model's own error if it cannot be built or run without numbers."""
-    policy, critic = _models(shape)
-    added = _added(policy, critic)
+    policy, critic, added = _models(shape)
     head = policy.get_output_embeddings().weight
     linear = [m.weight for m in backbone(policy).modules() if isinstance(m, nn.Linear) and m.weight.requires_grad]
     trunk, logprobs, values = _pass(shape, policy, critic)
@@ -157,35 +156,25 @@ def count(shape: Shape) -> Counts:
     )
 
 
-def _models(shape: Shape) -> tuple[Any, Critic | None]:
-    """The run's policy and critic with shapes and no storage, which nobody may change."""
+def _models(shape: Shape) -> tuple[Any, Critic | None, list[nn.Parameter]]:
+    """The run's policy and critic with shapes and no storage, which nobody may change, and what only the critic has."""
     return _built(replace(shape, entropy_gradient=False, rows=0, prompt_tokens=0, max_tokens=0))
 
 
 @lru_cache(maxsize=2)  # passes of several sizes, and checkpoints
-def _built(shape: Shape) -> tuple[Any, Critic | None]:
-    with torch.random.fork_rng(devices=[]):  # heads and adapters draw initial weights
-        policy = _meta_policy(shape)
-        return policy, Critic(policy, shared=shape.shares_trunk) if shape.needs_critic else None
-
-
-def _added(policy: nn.Module, critic: Critic | None) -> list[nn.Parameter]:
-    """The critic's parameters that are not the policy's."""
-    own = {id(p) for p in policy.parameters()}
-    return [p for p in critic.parameters() if id(p) not in own] if critic is not None else []
-
-
-def _meta_policy(shape: Shape) -> Any:
-    """The run's policy with shapes and no storage."""
+def _built(shape: Shape) -> tuple[Any, Critic | None, list[nn.Parameter]]:
     import_generation()
     from transformers import AutoConfig
 
-    policy = empty_model(AutoConfig.for_model(**json.loads(shape.config))).to(dtype=getattr(torch, shape.dtype))
-    if shape.lora is not None:
-        add_adapter(policy, shape.lora, seed=0)
-        if shape.autocast:
-            hold_frozen_products(policy, torch.bfloat16)
-    return policy
+    with torch.random.fork_rng(devices=[]):  # heads and adapters draw initial weights
+        policy = empty_model(AutoConfig.for_model(**json.loads(shape.config))).to(dtype=getattr(torch, shape.dtype))
+        if shape.lora is not None:
+            add_adapter(policy, shape.lora, seed=0)
+            if shape.autocast:
+                hold_frozen_products(policy, torch.bfloat16)
+        critic = Critic(policy, shared=shape.shares_trunk) if shape.needs_critic else None
+    own = {id(p) for p in policy.parameters()}
+    return policy, critic, [p for p in critic.parameters() if id(p) not in own] if critic is not None else []
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
@@ -220,37 +209,27 @@ def _repeated(policy: Any) -> list[nn.Module]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     found = list(layers(policy))
+    kinds = getattr(policy.config, "layer_types", None) or ()  # attention to all tokens, or to a window
     are_seen = all(isinstance(layer, GradientCheckpointingLayer) for layer in found)  # by `_watched`
-    return found[2:] if are_seen and len({_likeness(layer) for layer in found}) == 1 else []
+    return found[2:] if are_seen and len({*map(repr, found)}) == 1 and len({*kinds}) < 2 else []
 
 
 def _fake_copy(models: nn.ModuleList, left_out: list[nn.Module]) -> nn.ModuleList:
-    """A copy without numbers, of which the first model lacks the layers `left_out`, inside FakeTensorMode."""
+    """A copy without numbers, on the CPU, of which the first model lacks the layers `left_out`; in FakeTensorMode."""
+
+    def fake(x: Tensor) -> Tensor:
+        empty = torch.empty(x.shape, dtype=x.dtype)
+        return nn.Parameter(empty, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else empty
+
     unused = {id(x) for layer in left_out for x in (*layer.parameters(), *layer.buffers())}
     copies: dict[int, Any] = {id(layer): None for layer in left_out}
-    copies |= {id(x): _fake(x) for x in (*models.parameters(), *models.buffers()) if id(x) not in unused}
+    copies |= {id(x): fake(x) for x in (*models.parameters(), *models.buffers()) if id(x) not in unused}
     models = deepcopy(models, copies)
     if left_out:
         remaining: Any = layers(models[0])
         del remaining[2:]
         backbone(models[0]).config.num_hidden_layers = 2
     return models
-
-
-def _likeness(layer: nn.Module) -> str:
-    """Equal for layers that differ at most in their weights and their place: modules, sizes and other attributes."""
-    simple = (int, float, str, bool, type(None))
-    modules = [
-        {k: v for k, v in vars(part).items() if k != "layer_idx" and isinstance(v, simple)} for part in layer.modules()
-    ]
-    weights = [(name, *p.shape, p.requires_grad) for name, p in layer.named_parameters()]
-    return repr((layer, modules, weights))
-
-
-def _fake(x: Tensor) -> Tensor:
-    """`x` without numbers, on the CPU, inside FakeTensorMode."""
-    empty = torch.empty(x.shape, dtype=x.dtype)
-    return nn.Parameter(empty, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else empty
 
 
 @contextmanager

@@ -88,10 +88,10 @@ def write_manifest(
     return files
 
 
-def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, Any] | None:
+def read_manifest(folder: Path) -> dict[str, Any] | None:
     """The manifest of a folder; None unless the folder holds exactly the files that it names, unchanged."""
     with suppress(ValueError):
-        return whole_manifest(folder, name)
+        return whole_manifest(folder)
     return None
 
 
@@ -125,7 +125,8 @@ def sha256(file: Path, notes: Path | None = None) -> str:
     """
     stamp = _stamp(file)
     note = notes / hashlib.sha256(repr(stamp).encode()).hexdigest() if notes and stamp[2] >= LARGE else None
-    noted = _read_note(note)
+    noted = note.read_text(encoding="utf-8", errors="replace") if note is not None and note.is_file() else ""
+    noted = noted if re.fullmatch("[0-9a-f]{64}", noted) else None
     digest = _hashes.get(stamp) or noted
     if digest is None:
         settled = time.time_ns() - max(stamp[3:]) > SETTLED_SECONDS * 1e9
@@ -147,13 +148,6 @@ def _stamp(file: Path) -> tuple[str, int, int, int, int]:
     """The absolute path of a file, its inode, size in bytes, modification time and change time (ns)."""
     status = file.stat()
     return str(file.absolute()), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
-def _read_note(note: Path | None) -> str | None:
-    if note is None or not note.is_file():
-        return None
-    text = note.read_text(encoding="utf-8", errors="replace")
-    return text if re.fullmatch("[0-9a-f]{64}", text) else None
 
 
 def sync(path: Path) -> None:

@@ -44,6 +44,11 @@ class Ranked:
     completions: tuple[str, ...]
     ranks: tuple[float, ...]
 
+    def better(self) -> Tensor:
+        """[K, K] bool: whether completion i is ranked higher than completion j."""
+        ranks = torch.tensor(self.ranks, dtype=torch.float64)
+        return ranks[:, None] > ranks[None, :]
+
 
 @dataclass(frozen=True)
 class RewardModelFit:
@@ -160,30 +165,47 @@ def train_reward_model(
             "rank by another value, or keep rollouts of more steps (checkpoints.rollouts_every)"
         )
     network, tokenizer = load_classifier(model, seed)
-    scorer = Scorer(network.to(resolve_device("auto")).train(), tokenizer)
-    device = next(network.parameters()).device
+    device = resolve_device("auto")
+    scorer = Scorer(network.to(device).train(), tokenizer)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=learning_rate, weight_decay=0.0)
+    losses: list[float] = []
+    total = epochs * -(-len(train) // prompts_per_batch)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(int(generator("reward model dropout", seed).integers(2**63)))
-        loss = _fit(scorer, train, epochs, prompts_per_batch, learning_rate, seed, on_progress)
+        for epoch in range(epochs):
+            order = generator("reward model order", seed, epoch).permutation(len(train))
+            for start in range(0, len(train), prompts_per_batch):
+                batch = [train[i] for i in order[start : start + prompts_per_batch]]
+                optimizer.zero_grad(set_to_none=True)
+                scores = scorer([(item.prompt, c) for item in batch for c in item.completions])
+                parts = scores.split([len(item.completions) for item in batch])
+                loss = torch.stack([pair_loss(s, item.better()) for s, item in zip(parts, batch, strict=True)]).mean()
+                if not torch.isfinite(loss):
+                    raise InvalidRun(f"the loss is {float(loss)} at step {len(losses)}; lower --learning-rate")
+                loss.backward()
+                nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+                optimizer.step()
+                losses.append(float(loss.detach()))
+                on_progress(len(losses), total)
     network.eval()
     right, pairs = count_right(scorer, train)
     held_right, held_pairs = count_right(scorer, held_out)
     with publish_folder(out) as partial:
         save_model(partial, network.cpu(), tokenizer)
     accuracy = held_right / held_pairs if held_pairs else None
-    return RewardModelFit(len(train), pairs, len(held_out), held_pairs, dropped, loss, right / pairs, accuracy)
+    last = float(np.mean(losses[-total // epochs :]))
+    return RewardModelFit(len(train), pairs, len(held_out), held_pairs, dropped, last, right / pairs, accuracy)
 
 
 def read_ranked(sources: Sequence[Path], by: str) -> tuple[list[Ranked], int]:
     """(prompts with completions of different rank, number of prompts without), in the order of the files."""
     groups: dict[tuple[str, str, int], dict[str, float]] = defaultdict(dict)
-    for file in rollout_files(sources):
-        for number, row in enumerate(_rows(file), start=1):
-            value = row.get(by, row.get("rewards", {}).get(by))
-            if not isinstance(value, int | float):
-                known = ["reward", "correct", *row.get("rewards", {})]
-                raise ValueError(f"{file}, line {number}: --by must be one of {', '.join(known)}, got '{by}'")
-            groups[row["prompt_id"], row["prompt"], row["step"]].setdefault(row["completion"], float(value))
+    for place, row in _rollouts(sources):
+        value = row.get(by, row.get("rewards", {}).get(by))
+        if not isinstance(value, int | float):
+            known = ["reward", "correct", *row.get("rewards", {})]
+            raise ValueError(f"{place}: --by must be one of {', '.join(known)}, got '{by}'")
+        groups[row["prompt_id"], row["prompt"], row["step"]].setdefault(row["completion"], float(value))
     ranked = [
         Ranked(prompt, tuple(ranks), tuple(ranks.values()))
         for (_, prompt, _), ranks in groups.items()
@@ -192,16 +214,24 @@ def read_ranked(sources: Sequence[Path], by: str) -> tuple[list[Ranked], int]:
     return ranked, len(groups) - len(ranked)
 
 
-def rollout_files(sources: Sequence[Path]) -> list[Path]:
-    """The rollout files of paths: a file itself, or the files in a folder or in its `rollouts/`."""
-    files: list[Path] = []
+def _rollouts(sources: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file and line, rollout) of files, or of the files in a folder or in its `rollouts/`."""
     for source in sources:
         found = [source] if source.is_file() else sorted({*source.glob("*.jsonl"), *source.glob("rollouts/*.jsonl")})
-        found = [file for file in found if file.name != "events.jsonl"]
-        if not found:
+        files = [file for file in found if file.name != "events.jsonl"]
+        if not files:
             raise ValueError(f"'{source}' has no rollouts (*.jsonl, or rollouts/*.jsonl in a run's folder)")
-        files += found
-    return files
+        for file in files:
+            for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+                place = f"{file}, line {number}"
+                try:
+                    row = json.loads(line)
+                    missing = [key for key in ("prompt_id", "prompt", "completion", "step") if key not in row]
+                except (ValueError, TypeError):
+                    raise ValueError(f"{place}: must be a JSON object, got {line[:40]!r}") from None
+                if missing:
+                    raise ValueError(f"{place}: field '{missing[0]}' is missing; is it a file of rollouts?")
+                yield place, row
 
 
 def count_right(scorer: Scorer, ranked: Sequence[Ranked]) -> tuple[int, int]:
@@ -209,9 +239,8 @@ def count_right(scorer: Scorer, ranked: Sequence[Ranked]) -> tuple[int, int]:
     right = total = 0
     for item in ranked:
         scores = torch.tensor(scorer.score([(item.prompt, c) for c in item.completions]))
-        better = _better(item)
-        right += int(((scores[:, None] > scores[None, :]) & better).sum())
-        total += int(better.sum())
+        right += int(((scores[:, None] > scores[None, :]) & item.better()).sum())
+        total += int(item.better().sum())
     return right, total
 
 
@@ -219,57 +248,6 @@ def pair_loss(scores_K: Tensor, better_KK: Tensor) -> Tensor:
     """Mean of -log sigmoid(s_i - s_j) over the pairs (i, j) in which i is ranked higher."""
     difference = scores_K[:, None] - scores_K[None, :]
     return -F.logsigmoid(difference[better_KK.to(difference.device)]).mean()
-
-
-def _fit(
-    scorer: Scorer,
-    train: Sequence[Ranked],
-    epochs: int,
-    prompts_per_batch: int,
-    learning_rate: float,
-    seed: int,
-    on_progress: Callable[[int, int], None],
-) -> float:
-    """Train in place; returns the mean loss of the last pass."""
-    optimizer = torch.optim.AdamW(scorer.model.parameters(), lr=learning_rate, weight_decay=0.0)
-    total = epochs * -(-len(train) // prompts_per_batch)
-    done, losses = 0, []
-    for epoch in range(epochs):
-        losses = []
-        order = generator("reward model order", seed, epoch).permutation(len(train))
-        for start in range(0, len(train), prompts_per_batch):
-            batch = [train[i] for i in order[start : start + prompts_per_batch]]
-            optimizer.zero_grad(set_to_none=True)
-            scores = scorer([(item.prompt, c) for item in batch for c in item.completions])
-            parts = scores.split([len(item.completions) for item in batch])
-            loss = torch.stack([pair_loss(s, _better(item)) for s, item in zip(parts, batch, strict=True)]).mean()
-            if not torch.isfinite(loss):
-                raise InvalidRun(f"the loss is {float(loss)} at step {done}; lower --learning-rate")
-            loss.backward()
-            nn.utils.clip_grad_norm_(scorer.model.parameters(), 1.0)
-            optimizer.step()
-            losses.append(float(loss.detach()))
-            done += 1
-            on_progress(done, total)
-    return float(np.mean(losses))
-
-
-def _better(item: Ranked) -> Tensor:
-    """[K, K] bool: whether completion i is ranked higher than completion j."""
-    ranks = torch.tensor(item.ranks, dtype=torch.float64)
-    return ranks[:, None] > ranks[None, :]
-
-
-def _rows(file: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            row = json.loads(line)
-            missing = [key for key in ("prompt_id", "prompt", "completion", "step") if key not in row]
-        except (ValueError, TypeError):
-            raise ValueError(f"{file}, line {number}: must be a JSON object, got {line[:40]!r}") from None
-        if missing:
-            raise ValueError(f"{file}, line {number}: field '{missing[0]}' is missing; is it a file of rollouts?")
-        yield row
 
 
 def _fraction(text: str) -> float:

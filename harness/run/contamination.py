@@ -10,7 +10,7 @@ are easy to complete. So scores are compared with those of other questions of th
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -152,27 +152,18 @@ def mean_logprobs(
 ) -> dict[str, float]:
     """Text -> mean log-prob (nats) of its tokens after the first; NaN for a text of one token."""
     device = resolve_device(spec.device)
+    rows = sorted(((text, codec.encode(text)) for text in texts), key=lambda row: len(row[1]))
+    at_once = max(1, microbatch_tokens(spec.optimizer, device) // max((len(row) for _, row in rows), default=1))
     found: dict[str, float] = {}
-    for batch in _batches({text: codec.encode(text) for text in texts}, microbatch_tokens(spec.optimizer, device)):
-        tokens = pad_right(list(batch.values()), torch.int64).to(device)
-        mask = pad_right([[0] + [1] * (len(row) - 1) for row in batch.values()], torch.bool).to(device)
+    for start in range(0, len(rows), at_once):
+        some, ids = zip(*rows[start : start + at_once], strict=True)
+        tokens = pad_right(ids, torch.int64).to(device)
+        mask = pad_right([[0] + [1] * (len(row) - 1) for row in ids], torch.bool).to(device)
         with torch.no_grad(), mixed_precision(device, spec.autocast):
             sums = token_logprobs(policy, tokens, mask, 1.0)[0].sum(dim=1)
-        found |= dict(zip(batch, (sums / mask.sum(dim=1)).tolist(), strict=True))
+        found |= dict(zip(some, (sums / mask.sum(dim=1)).tolist(), strict=True))
         on_progress(len(found), len(texts))
     return found
-
-
-def _batches(rows: Mapping[str, Sequence[int]], max_tokens: int) -> Iterator[dict[str, Sequence[int]]]:
-    """Batches of rows, short ones first, each of at most `max_tokens` with padding, but at least one row."""
-    batch: dict[str, Sequence[int]] = {}
-    for text, row in sorted(rows.items(), key=lambda item: len(item[1])):
-        if batch and len(row) * (len(batch) + 1) > max_tokens:
-            yield batch
-            batch = {}
-        batch[text] = row
-    if batch:
-        yield batch
 
 
 def parted(question: str, fraction: float) -> tuple[str, str]:

@@ -43,65 +43,53 @@ def rejection_sampling(
     With `rejection.restart` the policy of `start` is fine-tuned instead. Fine-tuning is in float32 and trains all
     weights.
     """
-    inputs = run_inputs([spec, start] if stage.rejection.restart else [spec], cache)
-    log.inputs(inputs)
-    with expecting(inputs):
-        log.prompt(first_prompt(spec, "train"))
-        log.resume(-1)
-        return _run(spec, directory, log, stage, start, cache, should_stop)
-
-
-def _run(
-    spec: RunSpec,
-    directory: Path,
-    log: RunLogger,
-    stage: Stage,
-    start: RunSpec,
-    cache: Path,
-    should_stop: Callable[[], bool],
-) -> RunResult:
     begun = time.perf_counter()
+    inputs = run_inputs([spec, start] if stage.rejection.restart else [spec], cache)
 
     def watch(phase: str, done: int, total: int) -> None:
         log.progress(phase, done, total)
         if should_stop():
             raise StoppedEarly
 
-    policy, codec = start_policy(spec, cache)
-    policy = policy.to(device=resolve_device(spec.device), dtype=getattr(torch, spec.dtype))
-    engine = build_engine(spec, policy, codec)
-    try:
-        before = logged_evaluation(spec, engine, directory, log, "validation", 0)
-        kept, costs = kept_answers(spec, directory, engine, stage.rejection, partial(watch, "sample"))
-        log.metrics(0, costs)
-        if not kept:
-            raise InvalidRun(
-                f"rejection sampling kept none of {costs['rejection/samples']:.0f} completions: the policy answers "
-                "nothing correctly; sample more (rejection.num_samples) or train longer before"
+    log.inputs(inputs)
+    with expecting(inputs):
+        log.prompt(first_prompt(spec, "train"))
+        log.resume(-1)
+        policy, codec = start_policy(spec, cache)
+        policy = policy.to(device=resolve_device(spec.device), dtype=getattr(torch, spec.dtype))
+        engine = build_engine(spec, policy, codec)
+        try:
+            before = logged_evaluation(spec, engine, directory, log, "validation", 0)
+            kept, costs = kept_answers(spec, directory, engine, stage.rejection, partial(watch, "sample"))
+            log.metrics(0, costs)
+            if not kept:
+                raise InvalidRun(
+                    f"rejection sampling kept none of {costs['rejection/samples']:.0f} completions: the policy answers "
+                    "nothing correctly; sample more (rejection.num_samples) or train longer before"
+                )
+            engine.sleep()
+            fitted, _ = start_policy(start if stage.rejection.restart else spec, cache)
+            fit_demonstrations(
+                fitted,
+                codec,
+                kept,
+                stage.fit,
+                device=resolve_device(spec.device),
+                on_progress=partial(watch, "fit"),
+                on_loss=lambda step, loss: log.metrics(step, {"fit/loss": loss}),
             )
-        engine.sleep()
-        fitted, _ = start_policy(start if stage.rejection.restart else spec, cache)
-        fit_demonstrations(
-            fitted,
-            codec,
-            kept,
-            stage.fit,
-            device=resolve_device(spec.device),
-            on_progress=partial(watch, "fit"),
-            on_loss=lambda step, loss: log.metrics(step, {"fit/loss": loss}),
-        )
-        with publish_folder(directory / "policy") as folder:
-            save_model(folder, fitted.cpu(), codec.tokenizer)
-        policy.load_state_dict(fitted.state_dict())
-        engine.load_weights(policy.state_dict(), stage.fit.steps)
-        after = logged_evaluation(spec, engine, directory, log, "validation", stage.fit.steps)
-        test = logged_evaluation(spec, engine, directory, log, "test", stage.fit.steps)
-    except InvalidRun as invalid:
-        return RunResult("invalid", str(invalid), {})
-    except StoppedEarly:
-        return RunResult("stopped", None, {})
-    finally:
-        engine.close()
+            with publish_folder(directory / "policy") as folder:
+                save_model(folder, fitted.cpu(), codec.tokenizer)
+            policy.load_state_dict(fitted.state_dict())
+            engine.load_weights(policy.state_dict(), stage.fit.steps)
+            after = logged_evaluation(spec, engine, directory, log, "validation", stage.fit.steps)
+            test = logged_evaluation(spec, engine, directory, log, "test", stage.fit.steps)
+        except InvalidRun as invalid:
+            return RunResult("invalid", str(invalid), {})
+        except StoppedEarly:
+            return RunResult("stopped", None, {})
+        finally:
+            engine.close()
     summary = {
         "accuracy_initial": before.metrics["accuracy"],
         "accuracy_final": after.metrics["accuracy"],

@@ -84,24 +84,14 @@ def evaluate_once(
         log.inputs(inputs)
         log.prompt(first_prompt(spec, split))
         log.resume(-1)
-        result = _evaluate(spec, split, runs, on_progress, kept)
+        policy, codec = start_policy(spec, runs / "cache", on_progress)
+        policy = policy.to(device=resolve_device(spec.device), dtype=getattr(torch, spec.dtype))
+        with closing(build_engine(spec, policy, codec)) as engine:
+            result = evaluate_run(spec, engine, split, 0, partial(on_progress, split), MOST_SHOWN, kept)
         log.metrics(0, evaluation_metrics(result, split))
         log.samples(result.samples)
         log.finish("complete", None, {f"{split}_accuracy": result.metrics["accuracy"]})
     return result
-
-
-def _evaluate(
-    spec: RunSpec,
-    split: Split,
-    runs: Path,
-    on_progress: OnProgress = lambda phase, done, total: None,
-    kept: Completions | None = None,
-) -> EvaluationResult:
-    policy, codec = start_policy(spec, runs / "cache", on_progress)
-    policy = policy.to(device=resolve_device(spec.device), dtype=getattr(torch, spec.dtype))
-    with closing(build_engine(spec, policy, codec)) as engine:
-        return evaluate_run(spec, engine, split, 0, partial(on_progress, split), MOST_SHOWN, kept)
 
 
 def ended_result(directory: Path, spec: RunSpec) -> RunResult | None:
