@@ -97,4 +97,4 @@ def test_a_model_needs_no_scikit_learn_which_stays_available(code):
     code += "; import sys; assert 'transformers.models.llama.modeling_llama' in sys.modules"
     code += "; assert 'sklearn' not in sys.modules"
     code += "; from transformers.utils import is_sklearn_available; assert is_sklearn_available()"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True)
