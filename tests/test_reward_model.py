@@ -124,8 +124,9 @@ def test_a_language_model_is_no_reward_model(tmp_path):
 
 
 def test_a_runs_rollouts_make_a_reward_model_that_pays_the_next_run(tmp_path):
-    base = {**FEW, "algorithm": {"name": "grpo", "group_size": 8}, "cold_start": {"steps": 60},
-            "checkpoints": {"rollouts_every": 1}, "rollouts_per_step": 64, "steps": 4}  # fmt: skip
+    task = {"name": "arithmetic", "min_operands": 2, "max_operands": 3}
+    base = {**FEW, "task": task, "algorithm": {"name": "grpo", "group_size": 8}, "cold_start": {"steps": 60},
+            "sampling": {}, "checkpoints": {"rollouts_every": 1}, "rollouts_per_step": 64, "steps": 4}  # fmt: skip
     first = tmp_path / "first"
     assert train(make_spec(**base), first, MemoryLog(), cache=tmp_path).state == "complete"
     files = sorted((first / "rollouts").glob("*.jsonl"))
