@@ -1,4 +1,4 @@
-"""Figures of the house: rooms, arrows, circles, product lines, calls that leave the file of a step, parses of an arm.
+"""Figures of the house: rooms, arrows, circles, product lines, files that a step leads through, parses of an arm.
 
     python tests/house.py [FOLDER of a checkout, by default this one]
 
@@ -16,13 +16,14 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 PRODUCT = ("harness", "algorithms", "tasks", "studies", "reports")
 STUDY = "group_size"
+ROOMS = ("ground", "devices", "spec", "data", "interfaces", "policy", "engines", "plugins")
+NOT_FOLLOWED = tuple(f"harness/{name}" for name in ROOMS)
 
 
 def modules(root: Path) -> dict[str, ast.Module]:
@@ -98,23 +99,27 @@ def load(root: Path, module: str) -> Any:
     return importlib.import_module(f"cohort.{module}" if (root / "cohort").exists() else module)
 
 
-def step_calls(root: Path) -> tuple[int, int]:
-    """(calls from `train_step`'s file into other files of the product during one step, distinct files it enters)."""
+def step_stays(root: Path) -> tuple[int, int]:
+    """(stays, files) of a reader who follows one `train_step` through its calls, in the order of execution.
+
+    The reader reads a function when it is first called and never again; a stay begins where a function stands in
+    another file than the one read before it. `NOT_FOLLOWED` are read by their names: what every room uses, and the
+    inside of an engine and a model. What is left are the files of the step, its algorithm, its task and its rewards.
+    """
     home = next(f for f in (root / "harness").rglob("*.py") if "def train_step(" in f.read_text())
     step_module = load(root, ".".join(home.relative_to(root).with_suffix("").parts))
-    spec_module = "harness.spec.run" if (root / "harness/spec/run.py").exists() else "harness.spec"
     raw = {"task": "arithmetic", "algorithm": "grpo", "rollouts_per_step": 8, "steps": 1, "device": "cpu"}
-    spec = load(root, spec_module).parse_run(raw, "house")
-    if spec_module == "harness.spec":
-        prepare = step_module._prepare
-    else:
-        prepare = load(root, "harness.run.state").prepare
-    calls: Counter[str] = Counter()
+    spec = load(root, "harness.spec.run").parse_run(raw, "house")
+    prepare = load(root, "harness.run.state").prepare
+    seen: set[Any] = set()
+    files: list[str] = []
 
     def note(frame: FrameType) -> None:
-        caller, callee = product_file(frame.f_back, root), product_file(frame, root)
-        if caller == os.path.relpath(home, root) and callee not in (None, caller):
-            calls[str(callee)] += 1
+        file, code = product_file(frame, root), frame.f_code
+        if file is None or file.startswith(NOT_FOLLOWED) or code.co_name.startswith("<") or code in seen:
+            return
+        seen.add(code)
+        files.append(file)
 
     class Forgetful:
         def __getattr__(self, _: str) -> Any:
@@ -124,7 +129,7 @@ def step_calls(root: Path) -> tuple[int, int]:
         run, _ = prepare(spec, Path(folder), Forgetful(), Path(folder), lambda: False)
         prompts = spec.task.prompts("train")
         profiled(lambda: step_module.train_step(run, prompts, 0), note)
-    return calls.total(), len(calls)
+    return sum(before != file for before, file in zip(["", *files], files, strict=False)), len(set(files))
 
 
 def parses(root: Path) -> tuple[int, int]:
@@ -156,7 +161,7 @@ def main(root: Path) -> None:
     print(f"modules {len(arrows)}, arrows between them {sum(map(len, arrows.values()))}, circles {circles(arrows)}")
     print(f"rooms {len(rooms)}, arrows between them {sum(map(len, rooms.values()))}, circles {circles(rooms)}")
     print(f"product lines of Python {lines}, of them {code} neither import nor docstring nor comment nor blank")
-    print("one train_step leaves its file {} times, for {} other files".format(*step_calls(root)))
+    print("one train_step is {} stays in {} files".format(*step_stays(root)))
     print("parse_run {} times in the dry run of a study of {} arms".format(*parses(root)))
 
 

@@ -100,7 +100,7 @@ def test_shared_prompts_that_alone_are_off_are_given_up(caplog):
     run.learner.off_if_shared = True
     assert check_agreement(run, PROMPTS, 0)["mismatch/at_start"] < 1e-4
     assert not run.learner.shares_prompts
-    assert "shared ones are 0.01 nats off" in caplog.text
+    assert "sharing them is 0.01 nats off" in caplog.text
 
 
 def test_an_engine_that_samples_no_policy_is_compared_with_nothing():

@@ -1,4 +1,4 @@
-"""The expected gradient of every estimator, enumerated exactly on a problem small enough to list all its groups.
+"""The expected gradient of estimators that claim a true one, enumerated on a problem small enough to list all groups.
 
 The policy is a table of logits, one row for each prefix. All groups of G completions are enumerated with their
 probabilities, so that an expectation is a finite sum in float64. True gradients come from autograd of the enumerated
@@ -11,25 +11,15 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from cohort.algorithms.cispo import CISPO
-from cohort.algorithms.dapo import DAPO
 from cohort.algorithms.dppo import DPPO
 from cohort.algorithms.dr_grpo import DrGRPO
-from cohort.algorithms.gmpo import GMPO
 from cohort.algorithms.grpo import GRPO
-from cohort.algorithms.gspo import GSPO
-from cohort.algorithms.kl_cov import KLCov
-from cohort.algorithms.lite_ppo import LitePPO
 from cohort.algorithms.maxrl import MaxRL
 from cohort.algorithms.online_dpo import OnlineDPO
-from cohort.algorithms.opo import OPO
 from cohort.algorithms.pass_at_k import PassAtK
 from cohort.algorithms.ppo import PPO
-from cohort.algorithms.reinforce_plus_plus import ReinforcePlusPlus
 from cohort.algorithms.remax import ReMax
-from cohort.algorithms.rgra import RGRA
 from cohort.algorithms.rloo import RLOO
-from cohort.algorithms.sapo import SAPO
 from cohort.harness.data import Batch, PolicyOutput
 
 STOP = 2
@@ -140,18 +130,6 @@ def close(one, other, tolerance=1e-9):
     return torch.allclose(one, other, rtol=0, atol=tolerance)
 
 
-def cosine(one, other):
-    return F.cosine_similarity(one.flatten(), other.flatten(), dim=0).item()
-
-
-def standardised(rewards, floor=1e-4):
-    if len(set(rewards)) == 1:
-        return [0.0] * len(rewards)
-    mean = sum(rewards) / len(rewards)
-    std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1))
-    return [(r - mean) / (std + floor) for r in rewards]
-
-
 def test_the_probabilities_of_all_completions_sum_to_one():
     for bandit in (Bandit(1), Bandit(2), Bandit(2, stops=True), Bandit(3, stops=True)):
         assert bandit.logprobs(bandit.logits).exp().sum().item() == pytest.approx(1, abs=1e-12)
@@ -198,33 +176,6 @@ def test_grpo_keeps_the_direction_for_binary_rewards_of_single_tokens(size):
     assert close(bandit.expected_update(GRPO(kl_beta=0.0), size), expected)
 
 
-def test_grpo_is_biased_by_deviation_and_length():
-    bandit = Bandit(2, stops=True)
-    update = bandit.expected_update(GRPO(kl_beta=0.0), 3)
-
-    def coefficients(rewards, lengths):
-        return [a / n / len(rewards) for a, n in zip(standardised(rewards), lengths, strict=True)]
-
-    assert close(update, bandit.expectation(coefficients, 3))
-    assert cosine(update, bandit.gradient(bandit.expected_reward())) < 0.999
-
-
-@pytest.mark.parametrize("algorithm", [DAPO(), CISPO()], ids=lambda a: a.name)
-def test_token_level_losses_weigh_every_token_of_a_minibatch_alike(algorithm):
-    bandit = Bandit(2, stops=True)
-
-    def coefficients(rewards, lengths):
-        return [a / sum(lengths) for a in standardised(rewards)]
-
-    assert close(bandit.expected_update(algorithm, 3), bandit.expectation(coefficients, 3))
-
-
-def test_gspo_on_policy_is_grpo():
-    # At a ratio of 1 the geometric mean's gradient is the mean of the tokens' gradients.
-    bandit = Bandit(2, stops=True)
-    assert close(bandit.expected_update(GSPO(), 2), bandit.expected_update(GRPO(kl_beta=0.0), 2))
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_ppo_with_zero_values_and_plain_advantages_is_reinforce(size):
     # all completions have two tokens, over which the loss is averaged: half of the true gradient
@@ -239,29 +190,6 @@ def test_the_per_token_divergence_in_the_reward_climbs_reward_minus_divergence()
     truth = bandit.gradient(bandit.expected_reward(kl_beta=0.3))
     update = bandit.expected_update(PPO(kl_beta=0.3, whiten_advantages=False), 1)
     assert close(update, truth / 2)
-
-
-def test_reinforce_plus_plus_is_ppo_with_zero_values():
-    bandit = Bandit(2, stops=True)
-    one, other = (bandit.expected_update(a, 2) for a in (ReinforcePlusPlus(kl_beta=0.2), PPO(kl_beta=0.2)))
-    assert one.norm() > 0.01
-    assert close(one, other)
-
-
-def test_reinforce_plus_plus_is_biased_by_its_deviation_as_stated():
-    # Two completions of one token, sampled twice: normalised rewards are +-1 wherever they differ.
-    bandit = Bandit(1)
-
-    def coefficients(rewards, lengths):
-        mean = sum(rewards) / len(rewards)
-        variance = sum((r - mean) ** 2 for r in rewards) / len(rewards)
-        return [(r - mean) / math.sqrt(variance + 1e-8) / len(rewards) for r in rewards]
-
-    update = bandit.expected_update(ReinforcePlusPlus(kl_beta=0.0), 2)
-    assert close(update, bandit.expectation(coefficients, 2))
-    truth = bandit.gradient(bandit.expected_reward())
-    assert cosine(update, truth) == pytest.approx(1, abs=1e-9)  # one free logit: the bias is all in the length
-    assert not close(update, truth, 1e-3)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -292,37 +220,6 @@ def test_only_k2_in_the_loss_has_the_gradient_of_the_divergence_it_estimates():
     assert close(bandit.expected_update(GRPO(kl_beta=1.0, kl_estimator="k2"), 2), reverse)
     assert close(bandit.expected_update(GRPO(kl_beta=1.0, kl_estimator="k3"), 2), forward)
     assert not close(reverse, forward, 1e-3)
-
-
-@pytest.mark.parametrize("algorithm", [RGRA(kl_beta=0.0), SAPO(), GMPO()], ids=lambda a: a.name)
-def test_without_a_clip_that_binds_the_first_update_is_that_of_grpo(algorithm):
-    bandit = Bandit(2, stops=True)
-    assert close(bandit.expected_update(algorithm, 2), bandit.expected_update(GRPO(kl_beta=0.0), 2))
-
-
-def test_kl_cov_on_policy_is_grpo_over_all_tokens():
-    bandit = Bandit(2, stops=True)
-    plain = bandit.expected_update(DAPO(), 2)
-    assert close(bandit.expected_update(KLCov(covariance_share=0.5), 2), plain)
-    moved = bandit.expected_update(KLCov(covariance_share=0.5), 2, sampled_from=bandit.other_logits)
-    free = bandit.expected_update(KLCov(penalty=0.0), 2, sampled_from=bandit.other_logits)
-    assert not close(moved, free, 1e-3)
-
-
-def test_lite_ppo_is_biased_by_the_deviation_of_the_batch_as_stated():
-    bandit = Bandit(2, stops=True)  # one group is the batch here, whose deviation is then the group's
-
-    def coefficients(rewards, lengths):
-        return [a / sum(lengths) for a in standardised(rewards)]
-
-    assert close(bandit.expected_update(LitePPO(), 3), bandit.expectation(coefficients, 3))
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_dppo_on_policy_is_dr_grpo(size):
-    bandit = Bandit(2, stops=True)
-    truth = bandit.gradient(bandit.expected_reward())
-    assert close(bandit.expected_update(DPPO(loss_denominator=16), size), (size - 1) / size * truth / 16)
 
 
 @pytest.mark.parametrize("divergence", ["tv", "kl"])
@@ -360,18 +257,6 @@ def test_pass_at_k_climbs_the_expected_best_of_the_group(size):
     assert close(bandit.expected_update(PassAtK(loss_denominator=16), size), truth / size / 16)
 
 
-def test_opos_baseline_is_the_mean_reward_of_the_groups_tokens_as_stated():
-    bandit = Bandit(2, stops=True)
-
-    def coefficients(rewards, lengths):
-        baseline = sum(r * n for r, n in zip(rewards, lengths, strict=True)) / sum(lengths)
-        return [(r - baseline) / 16 / len(rewards) for r in rewards]
-
-    assert close(bandit.expected_update(OPO(loss_denominator=16), 3), bandit.expectation(coefficients, 3))
-    even = Bandit(2)  # completions of one length: Dr. GRPO
-    assert close(even.expected_update(OPO(), 3), even.expected_update(DrGRPO(), 3))
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_remax_is_unbiased_whatever_the_lengths(size):
     bandit = Bandit(2, stops=True)
@@ -389,16 +274,3 @@ def test_weighed_by_the_ratio_the_divergence_has_its_true_gradient_off_policy_to
     algorithm = GRPO(kl_beta=1.0, kl_estimator=estimator, kl_importance_weighted=True)
     for sampled_from in (None, bandit.other_logits):
         assert close(bandit.expected_update(algorithm, 2, sampled_from=sampled_from), reverse)
-
-
-def test_reinforce_plus_plus_with_the_group_baseline_is_biased_by_its_deviation_as_stated():
-    bandit = Bandit(2, stops=True)
-
-    def coefficients(rewards, lengths):
-        centred = [r - sum(rewards) / len(rewards) for r in rewards]
-        mean, total = sum(a * n for a, n in zip(centred, lengths, strict=True)) / sum(lengths), sum(lengths)
-        variance = sum(n * (a - mean) ** 2 for a, n in zip(centred, lengths, strict=True)) / total
-        return [(a - mean) / math.sqrt(variance + 1e-8) / total for a in centred]
-
-    update = bandit.expected_update(ReinforcePlusPlus(kl_beta=0.0, baseline="group"), 2)
-    assert close(update, bandit.expectation(coefficients, 2))
