@@ -66,7 +66,9 @@ def check_agreement(run: Run, prompts: Sequence[Prompt], step: int) -> dict[str,
     shared = float((shared_BT - own_BT).abs().max())
     learner.shares_prompts &= shared <= bound
     if shares and not learner.shares_prompts:
-        log.warning("prompts are read anew for every completion, which is slower: sharing them is %.3g nats off", shared)
+        log.warning(
+            "prompts are read anew for every completion, which is slower: sharing them is %.3g nats off", shared
+        )
     used = [float(engine_off.max()), float(learner_off.max()), *([shared] if learner.shares_prompts else [])]
     return {"mismatch/at_start": max(used)}
 
