@@ -1,4 +1,5 @@
-"""Figures of the house: rooms, arrows, circles, product lines, files that a step leads through, parses of an arm.
+"""Figures of the house: rooms, arrows, circles, product lines, files that a step leads through, parses of an arm,
+settings, commands and options.
 
     python tests/house.py [FOLDER of a checkout, by default this one]
 
@@ -150,6 +151,32 @@ def parses(root: Path) -> tuple[int, int]:
     return count, 4
 
 
+def settings(root: Path) -> int:
+    """Declared fields of all sections of runs, studies and plugins, except `name`."""
+    for file in sorted(file for folder in PRODUCT for file in (root / folder).rglob("*.py")):
+        if "Section" in file.read_text("utf-8") or file.parent.name in ("algorithms", "tasks", "rewards", "engines"):
+            with contextlib.suppress(ImportError):  # a library of an extra
+                load(root, ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__"))
+
+    def below(cls: type) -> set[type]:
+        return {inner for one in cls.__subclasses__() for inner in (one, *below(one))}
+
+    sections: Any = below(load(root, "harness.data").Section)
+    return sum(name in one.model_fields and name != "name" for one in sections for name in one.__annotations__)
+
+
+def commands(root: Path) -> tuple[int, int]:
+    """(commands, their options) of the command line, `--help` apart."""
+    import typer
+
+    def leaves(command: Any) -> list[Any]:
+        inner = getattr(command, "commands", None)
+        return [command] if inner is None else [leaf for one in inner.values() for leaf in leaves(one)]
+
+    found = leaves(typer.main.get_command(load(root, "harness.cli.app").app))
+    return len(found), sum(getattr(p, "param_type_name", "") == "option" for one in found for p in one.params)
+
+
 def main(root: Path) -> None:
     os.chdir(root)
     sys.path.insert(0, str(root))
@@ -162,6 +189,8 @@ def main(root: Path) -> None:
     print(f"rooms {len(rooms)}, arrows between them {sum(map(len, rooms.values()))}, circles {circles(rooms)}")
     print(f"product lines of Python {lines}, of them {code} neither import nor docstring nor comment nor blank")
     print("one train_step is {} stays in {} files".format(*step_stays(root)))
+    print(f"settings {settings(root)}")
+    print("commands {}, options {}".format(*commands(root)))
     print("parse_run {} times in the dry run of a study of {} arms".format(*parses(root)))
 
 

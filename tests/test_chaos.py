@@ -32,15 +32,14 @@ from cohort.harness.record.study import read_study
 from cohort.harness.spec.study import StudySpec, parse_study
 from cohort.harness.study import worker
 from cohort.harness.study.launchers.ray import Cluster, import_ray
-from cohort.harness.study.plan import Plan
-from cohort.harness.study.queue import Queue, open_storage
+from cohort.harness.study.queue import Queue
 from cohort.harness.study.runner import run_study, study_status
 from cohort.harness.study.storage.files import GRACE_SECONDS
+from queues import METRIC, open_queue, workers_of
 
 LONG = bool(os.environ.get("COHORT_CHAOS"))
 ROOT = Path(__file__).resolve().parents[1]
 GROUP_SIZES, WEIGHTS, SEEDS = [2, 4, 8, 16], [0.0, 0.01, 0.02], [0, 1]  # 12 arms x 2 seeds
-METRIC = "validation/accuracy"
 
 needs_postgres = pytest.mark.skipif(postgres_server.missing() is not None, reason=str(postgres_server.missing()))
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray")  # import_ray comes first
@@ -57,7 +56,7 @@ def server() -> Iterator[postgres_server.Server]:
 
 @pytest.fixture(
     params=[
-        pytest.param("files", marks=pytest.mark.long),
+        "files",
         pytest.param("postgres", marks=[needs_postgres, pytest.mark.long]),
     ]
 )
@@ -104,25 +103,15 @@ def a_trained_grid() -> StudySpec:
     return a_grid(run=run)
 
 
-def workers_of(process: psutil.Process) -> list[psutil.Process]:
-    found = []
-    for child in process.children(recursive=True):
-        try:
-            if "cohort.harness.study.worker" in child.cmdline():
-                found.append(child)
-        except psutil.NoSuchProcess:
-            pass
-    return found
-
-
 class Chaos:
-    """Kills a random worker every `period` seconds, `kills` times, and takes the MLflow store away twice."""
+    """Kills a random worker whenever `every` more trials are complete, `kills` times, and takes the MLflow store away
+    twice."""
 
-    def __init__(self, runs: Path, kills: int, period: float, seed: int = 0) -> None:
-        self.store, self.period = runs / "mlflow.db", period
+    def __init__(self, runs: Path, kills: int, every: int, seed: int = 0) -> None:
+        self.store, self.every = runs / "mlflow.db", every
         self.kills_left, self.outages_left = kills, 2
         self.num_killed = self.num_outages = 0
-        self._random, self._next, self._back = random.Random(seed), time.monotonic() + period, 0.0
+        self._random, self._back = random.Random(seed), 0.0
 
     def __call__(self, status: StudyStatus) -> None:
         now = time.monotonic()
@@ -135,9 +124,10 @@ class Chaos:
             self.store.mkdir()
             self.outages_left, self.num_outages, self._back = self.outages_left - 1, self.num_outages + 1, now + 1.0
         workers = workers_of(psutil.Process())
-        if self.kills_left and now > self._next and workers and status.counts().get("running"):
+        due = status.counts().get("complete", 0) >= self.every * self.num_killed
+        if self.kills_left and due and workers and status.counts().get("running"):
             self._random.choice(workers).send_signal(signal.SIGKILL)
-            self.kills_left, self.num_killed, self._next = self.kills_left - 1, self.num_killed + 1, now + self.period
+            self.kills_left, self.num_killed = self.kills_left - 1, self.num_killed + 1
 
     def _give_back(self, away: Path) -> None:
         self.store.rmdir()
@@ -168,11 +158,6 @@ def values(runs: Path) -> dict[str, dict[str, float]]:
     return found
 
 
-def queue_of(study: StudySpec, runs: Path, url: str | None) -> Queue:
-    plan = Plan(study, runs)
-    return Queue(plan, open_storage(plan.folder, study.name, url))
-
-
 def check_once_each(study: StudySpec, queue: Queue) -> None:
     """Every (arm, seed) has exactly one attempt that is complete."""
     status = queue.status()
@@ -192,7 +177,7 @@ def test_a_grid_under_fire_ends_as_an_undisturbed_one(
 ):
     monkeypatch.setenv("FAKE_STEP_SECONDS", "0.05")
     study, runs = a_grid(), new_runs(tmp_path / "runs")
-    chaos = Chaos(runs, kills=3, period=0.7)
+    chaos = Chaos(runs, kills=3, every=4)
     try:
         status = run_study(study, runs, workers=3, command="", on_status=chaos,
                            execute=fake_trials.EXECUTE, storage=url)  # fmt: skip
@@ -201,7 +186,7 @@ def test_a_grid_under_fire_ends_as_an_undisturbed_one(
     assert (chaos.num_killed, chaos.num_outages) == (3, 2)
     record_property("tried", chaos.num_killed)
     assert (status.finished, status.all_valid) == (True, True)
-    queue = queue_of(study, runs, url)
+    queue = open_queue(study, runs, url)
     check_once_each(study, queue)
     assert queue.num_claims() > 24  # something was lost on the way
     # What an undisturbed run logs is known: the fake's accuracy is a function of spec and step.
@@ -253,8 +238,8 @@ def test_two_hosts_that_share_only_a_database_share_the_work(
     north, south = (values(runs) for runs in places)
     assert north and south and not set(north) & set(south)  # each trial ran on one host, and both had some
     for runs in places:
-        check_once_each(study, queue_of(study, runs, url))
-        assert finals(queue_of(study, runs, url)) == {
+        check_once_each(study, open_queue(study, runs, url))
+        assert finals(open_queue(study, runs, url)) == {
             (arm.label, seed): ("complete", fake_trials.accuracy(arm.run_spec(seed), 7))
             for arm in study.design_arms()
             for seed in study.seeds
@@ -318,12 +303,12 @@ def test_two_commands_in_one_folder_of_which_one_is_killed_run_every_trial_once(
         time.sleep(0.2)
     first.kill()  # its worker ends after its step, because its parent is gone
     assert second.wait(600) == 0
-    check_once_each(study, queue_of(study, runs, None))
+    check_once_each(study, open_queue(study, runs, None))
     first.wait()
 
 
 def study_claims(study: StudySpec, runs: Path) -> int:
-    queue = queue_of(study, runs, None)
+    queue = open_queue(study, runs, None)
     return queue.num_claims() if queue.storage.exists() else 0
 
 
@@ -348,7 +333,7 @@ def test_a_database_that_crashes_twice_delays_a_grid_and_loses_nothing(
     status = run_study(study, runs, workers=2, command="", on_status=crash, execute=fake_trials.EXECUTE, storage=url)
     assert (status.finished, status.all_valid, len(crashes)) == (True, True, 2)
     record_property("tried", len(crashes))
-    check_once_each(study, queue_of(study, runs, url))
+    check_once_each(study, open_queue(study, runs, url))
 
 
 @pytest.mark.long
@@ -371,7 +356,7 @@ def test_a_frozen_worker_loses_nothing_and_ends_nothing(
     status = run_study(study, runs, workers=2, command="", on_status=freeze_once,
                        execute=fake_trials.EXECUTE, storage=url)  # fmt: skip
     assert frozen and (status.finished, status.all_valid) == (True, True)
-    check_once_each(study, queue_of(study, runs, url))
+    check_once_each(study, open_queue(study, runs, url))
 
 
 @contextmanager
@@ -387,27 +372,6 @@ def two_ray_nodes() -> Iterator[str]:
         yield cluster.address
     finally:
         cluster.shutdown()
-
-
-@pytest.mark.long
-@needs_ray
-def test_a_grid_on_two_ray_nodes_ends_as_a_local_one(
-    tmp_path: Path, url: str | None, new_runs: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.05")
-    study, runs = a_grid(), new_runs(tmp_path / "runs")
-    with two_ray_nodes() as address:
-        status = run_study(study, runs, workers=None, command="", execute=fake_trials.EXECUTE,
-                           storage=url, cluster=Cluster(address))  # fmt: skip
-    assert (status.finished, status.all_valid) == (True, True)
-    assert len(list((runs / "studies/chaos/logs").glob("worker-ray-*.log"))) >= 2  # both nodes had a worker
-    queue = queue_of(study, runs, url)
-    check_once_each(study, queue)
-    assert finals(queue) == {
-        (arm.label, seed): ("complete", fake_trials.accuracy(arm.run_spec(seed), 7))
-        for arm in study.design_arms()
-        for seed in study.seeds
-    }
 
 
 @pytest.mark.long
@@ -453,14 +417,14 @@ def test_real_runs_under_fire_on_hosts_and_on_ray_equal_undisturbed_ones(
     assert len(want) == 24
 
     runs = new_runs(tmp_path / "fire")
-    chaos = Chaos(runs, kills=8, period=5.0)
+    chaos = Chaos(runs, kills=8, every=2)
     try:
         run_study(study, runs, workers=3, command="", on_status=chaos)
     finally:
         chaos.end()
     assert chaos.num_killed >= 3
     record_property("tried", chaos.num_killed)
-    check_once_each(study, queue_of(study, runs, None))
+    check_once_each(study, open_queue(study, runs, None))
     assert values(runs) == want
 
     if postgres_server.missing() is None:
@@ -472,4 +436,5 @@ def test_real_runs_under_fire_on_hosts_and_on_ray_equal_undisturbed_ones(
     runs = new_runs(tmp_path / "ray")
     with two_ray_nodes() as address:
         run_study(study, runs, workers=2, command="", cluster=Cluster(address))
+    assert len(list((runs / "studies/chaos/logs").glob("worker-ray-*.log"))) >= 2  # both nodes had a worker
     assert values(runs) == want

@@ -6,7 +6,6 @@ import dataclasses
 import io
 import json
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -32,40 +31,22 @@ from cohort.harness.spec.study import StudySpec, parse_study
 from cohort.harness.study.checks import check_unchanged
 from cohort.harness.study.control import clone_arm, resume_arm, stop_arm
 from cohort.harness.study.plan import Plan
-from cohort.harness.study.queue import HELD, Claim, Outcome, Queue, open_storage
+from cohort.harness.study.queue import HELD, Outcome, Queue, open_storage
 from cohort.harness.study.runner import run_study, study_status, take_up_requests
-from cohort.harness.study.storage.files import FileLease
 from cohort.harness.study.worker import worker_main
 from cohort.reports.analysis import analyse
 from cohort.reports.render import write_report as render
 from fake_study import fake_study
 from fake_trials import a_study, begin_study, in_mlflow
+from queues import DONE, METRIC, a_queue, claimed, die, workers_of
 from rich.console import Console
 from safetensors.torch import load_file
 from test_checkpoint import save
 
-METRIC = "validation/accuracy"
 ARMS = ["group_size=2", "group_size=4"]
-DONE = Outcome("complete", summary={"accuracy_final": 0.5}, metrics={METRIC: 0.5})
 
 
 pytestmark = pytest.mark.usefixtures("plugins")
-
-
-def new_queue(study: StudySpec, runs: Path, url: str | None = None) -> Queue:
-    """The queue of a study that was just started."""
-    plan = Plan(study, runs)
-    queue = Queue(plan, open_storage(plan.folder, study.name, url))
-    with queue.storage.lock():
-        queue.storage.write_document({"digest": study.digest(), "inputs": {}, **study.model_dump(mode="json")})
-        queue.retry_failed()
-    return queue
-
-
-def claimed(queue: Queue) -> Claim:
-    claim = queue.claim()
-    assert claim is not None
-    return claim
 
 
 def paused(step: int) -> Outcome:
@@ -87,7 +68,7 @@ def executions(runs: Path) -> list[str]:
 
 
 def test_trials_that_take_turns_are_begun_first_and_then_go_on_by_their_progress(tmp_path: Path, url: str | None):
-    queue = new_queue(a_study(interleave=2), tmp_path, url)
+    queue = a_queue(a_study(interleave=2), tmp_path, url)
     a, b, c, d = queue.plan.keys
     claims = [claimed(queue) for _ in range(4)]
     assert [claim.key for claim in claims] == [a, b, c, d]
@@ -116,7 +97,7 @@ def check_histories(study: StudySpec, runs: Path) -> None:
 
 
 def test_a_started_study_may_take_turns_or_stop_doing_so(tmp_path: Path):
-    queue = new_queue(a_study(), tmp_path)
+    queue = a_queue(a_study(), tmp_path)
     for study in (a_study(interleave=4), a_study()):
         assert check_unchanged(study, study.digest(), queue.storage) == {}
     with pytest.raises(SpecError, match="interleave: Input should be greater than or equal to 1, got 0"):
@@ -147,7 +128,7 @@ def test_trials_that_take_turns_survive_the_kills_of_their_workers(
     killed: list[int] = []
 
     def kill(status: StudyStatus) -> None:
-        workers = [p for p in psutil.Process().children() if "cohort.harness.study.worker" in " ".join(p.cmdline())]
+        workers = workers_of(psutil.Process())
         done = sum(trial.done for trial in status.trials)
         if workers and len(killed) < 3 and done > 3 * len(killed):
             workers[0].kill()
@@ -164,7 +145,7 @@ def test_trials_that_take_turns_survive_the_kills_of_their_workers(
 
 
 def test_a_stopped_arm_is_not_claimed_until_it_is_resumed(tmp_path: Path, url: str | None):
-    queue = new_queue(a_study(), tmp_path, url)
+    queue = a_queue(a_study(), tmp_path, url)
     first = claimed(queue)
     assert first.key == (ARMS[0], 0)
     assert stop_arm("sizes", tmp_path, ARMS[0], url)
@@ -186,14 +167,11 @@ def test_a_stopped_arm_is_not_claimed_until_it_is_resumed(tmp_path: Path, url: s
 
 @pytest.mark.attack("A kill of a worker whose arm was asked to stop")
 def test_a_request_to_stop_outlives_the_worker_and_the_study(tmp_path: Path):
-    claim = claimed(new_queue(a_study(), tmp_path))
+    queue = a_queue(a_study(), tmp_path)
+    claim = claimed(queue)
     stop_arm("sizes", tmp_path, ARMS[0])
-    assert isinstance(claim.lease, FileLease)
-    claim.lease._released.set()
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    write_json(claim.lease._file, {**read_json(claim.lease._file), "pid": ended.pid})
-    again = new_queue(a_study(), tmp_path)  # the study is started again
+    die(claim, queue)
+    again = a_queue(a_study(), tmp_path)  # the study is started again
     assert {claimed(again).key[0] for _ in range(2)} == {ARMS[1]}
     assert again.claim() is None
     assert [t.reason for t in again.status().trials if t.arm == ARMS[0]] == [HELD] * 2
@@ -238,7 +216,7 @@ def with_a_trial(runs: Path) -> str:
 
 
 def test_tags_in_mlflow_stop_and_resume_the_arm_of_a_trial_or_all_arms(runs: Path):
-    queue = new_queue(a_study(), runs)
+    queue = a_queue(a_study(), runs)
     parent = with_a_trial(runs)
     client = connect(runs)
     (child,) = (run for run in search_runs(client, "1", "") if "mlflow.parentRunId" in run.data.tags)
@@ -257,7 +235,7 @@ def test_tags_in_mlflow_stop_and_resume_the_arm_of_a_trial_or_all_arms(runs: Pat
 def test_a_tag_in_mlflow_clones_the_arm_of_a_trial_and_one_that_cannot_be_followed_changes_nothing(
     runs: Path, caplog: pytest.LogCaptureFixture
 ):
-    queue = new_queue(a_study(), runs)
+    queue = a_queue(a_study(), runs)
     parent = with_a_trial(runs)
     client = connect(runs)
     (child,) = (run for run in search_runs(client, "1", "") if "mlflow.parentRunId" in run.data.tags)
@@ -317,7 +295,7 @@ def steered(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> tupl
     for name in ("undisturbed", "steered"):
         runs = tmp_path_factory.mktemp(name)
         shutil.copy(empty_store, runs / "mlflow.db")
-        new_queue(a_real_study(), runs)
+        a_queue(a_real_study(), runs)
         folders.append(runs)
     worker_main("real", folders[0])
     worker_main("real", folders[1], execute="test_control:train_and_stop")
@@ -427,7 +405,7 @@ def torn_checkpoints(queue: Queue, steps: tuple[int, ...]) -> Path:
 def test_a_warm_clone_names_a_torn_checkpoint_of_its_parent_and_the_step_it_starts_from(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    queue = new_queue(a_study(), tmp_path)
+    queue = a_queue(a_study(), tmp_path)
     torn = torn_checkpoints(queue, (1, 3))
     clone = clone_arm("sizes", tmp_path, ARMS[0], {}, warm=True, execute=fake_trials.EXECUTE)
     assert list(clone.steps) == [1, 0]
@@ -440,7 +418,7 @@ def test_a_warm_clone_names_a_torn_checkpoint_of_its_parent_and_the_step_it_star
 def test_a_warm_clone_of_a_trial_with_nothing_but_a_torn_checkpoint_is_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    queue = new_queue(a_study(), tmp_path)
+    queue = a_queue(a_study(), tmp_path)
     torn = torn_checkpoints(queue, (3,))
     before = files_of(tmp_path)
     with pytest.raises(SpecError, match=f"none for seed 0; '{torn}' is torn, altered or missing: wait for the next"):
@@ -473,7 +451,7 @@ def test_a_warm_clone_of_a_trial_with_nothing_but_a_torn_checkpoint_is_refused(
 def test_a_clone_that_cannot_be_is_refused_in_one_sentence_and_nothing_changes(
     tmp_path: Path, arm: str, changes: dict[str, Any], warm: bool, message: str
 ):
-    queue = new_queue(a_study(), tmp_path)
+    queue = a_queue(a_study(), tmp_path)
     queue.finish(claimed(queue), DONE)
     before = files_of(tmp_path)
     with pytest.raises(ValueError, match=message) as caught:
@@ -487,11 +465,11 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def test_an_arm_that_is_not_there_and_the_arms_of_a_search_cannot_be_stopped(tmp_path: Path):
-    new_queue(a_study(), tmp_path)
+    a_queue(a_study(), tmp_path)
     with pytest.raises(SpecError, match=r"got 'group_size=3'; did you mean .*it has: group_size=2, group_size=4"):
         stop_arm("sizes", tmp_path, "group_size=3")
     space = {"algorithm.group_size": {"choices": [2, 4, 8]}}
-    new_queue(a_study(name="searched", design="search", factors={}, search={"space": space, "trials": 2}), tmp_path)
+    a_queue(a_study(name="searched", design="search", factors={}, search={"space": space, "trials": 2}), tmp_path)
     with pytest.raises(SpecError, match="'searched' is a search, whose sampler and pruner choose them"):
         stop_arm("searched", tmp_path, "001: group_size=2")
 
@@ -500,7 +478,7 @@ def test_an_arm_that_is_not_there_and_the_arms_of_a_search_cannot_be_stopped(tmp
 
 
 def test_a_watched_study_has_a_line_for_each_arm_with_its_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    queue = new_queue(a_study(), tmp_path)
+    queue = a_queue(a_study(), tmp_path)
     directory = queue.plan.directory((ARMS[0], 0))
     claim = claimed(queue)
     lines = [

@@ -18,6 +18,7 @@ from cohort.harness.study.queue import Claim, Queue
 from cohort.harness.study.storage.base import Lease, is_alive, machine, this_process
 from cohort.harness.study.storage.files import GRACE_SECONDS, LOOK_SECONDS, FileLease, LocalStorage
 from fake_trials import a_study
+from queues import gone
 
 LOOK = 5.0  # seconds between two looks of a watcher
 
@@ -54,13 +55,6 @@ def claimed_elsewhere(runs: Path, **holder: object) -> Path:
     claim.lease._released.set()
     write_json(claim.lease._file, {**read_json(claim.lease._file), "host": "elsewhere", **holder})
     return claim.lease._file
-
-
-def gone() -> int:
-    """The id of a process that has ended."""
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
 
 
 @pytest.mark.attack("Hosts whose clocks differ by two minutes or a day")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +13,6 @@ from typing import Any
 import fake_trials
 import optuna
 import pytest
-from cohort.harness.ground.files import read_json, write_json
 from cohort.harness.record.study import read_study
 from cohort.harness.spec.study import StudySpec, parse_study
 from cohort.harness.study.plan import Plan
@@ -23,8 +20,8 @@ from cohort.harness.study.queue import Claim, Outcome, Queue
 from cohort.harness.study.runner import run_study
 from cohort.harness.study.search import MIN_FOR_IMPORTANCE
 from optuna.trial import TrialState
+from queues import METRIC, a_queue, claimed, die
 
-METRIC = "validation/accuracy"
 BETA = {"low": 1e-3, "high": 1.0, "log": True}
 SPACE = {"algorithm.kl_beta": BETA, "algorithm.group_size": {"choices": [2, 4, 8]}}
 
@@ -42,13 +39,6 @@ def a_search(seeds: tuple[int, ...] = (0, 1), run: Mapping[str, Any] | None = No
     settings = fake_trials.run_settings(**{"evaluation": {"every": 1}, **(run or {})})
     raw = {"name": "s", "question": "?", "run": settings, "seeds": list(seeds), "design": "search", "search": search}
     return parse_study(raw, "test")
-
-
-def a_queue(study: StudySpec, runs: Path) -> Queue:
-    queue = Queue(Plan(study, runs))
-    queue.plan.folder.mkdir(parents=True, exist_ok=True)
-    queue.retry_failed()
-    return queue
 
 
 def accuracy(levels: Mapping[str, Any], seed: int) -> float:
@@ -74,15 +64,6 @@ def drive(queue: Queue, end: Callable[[Queue, Claim], None] = complete) -> list[
         claimed.append(claim.key)
         end(queue, claim)
     return claimed
-
-
-def die(claim: Claim) -> None:
-    """What a kill of its worker leaves of a claim: a lease that names a process which is gone."""
-    claim.lease._released.set()
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    file = claim.lease._file
-    write_json(file, {**read_json(file), "pid": ended.pid})
 
 
 def searched(queue: Queue, name: str = "s/search") -> list[optuna.trial.FrozenTrial]:
@@ -130,10 +111,9 @@ def test_a_search_that_was_killed_goes_on_as_if_it_had_not_been(runs: Path):
     whole = drive(a_queue(a_search(), runs / "whole"))
     queue = a_queue(a_search(), runs / "killed")
     for count in range(7):
-        claim = queue.claim()
-        assert claim is not None
+        claim = claimed(queue)
         if count in (0, 3):
-            die(claim)  # its worker is gone; the next claim gets the same (arm, seed)
+            die(claim, queue)  # its worker is gone; the next claim gets the same (arm, seed)
             queue = Queue(queue.plan)
         else:
             complete(queue, claim)
@@ -146,18 +126,17 @@ def test_an_arm_whose_worker_died_while_handing_it_out_is_neither_lost_nor_count
     queue = a_queue(a_search(trials=3), runs)
     study = optuna.load_study(study_name="s/search", storage=queue.storage.optuna)
     study.ask()  # asked, and not yet given a label
-    claim = queue.claim()
-    assert claim is not None
+    claim = claimed(queue)
     complete(queue, claim)
     label = "002: by hand"
     told = study.ask({"algorithm.kl_beta": optuna.distributions.FloatDistribution(1e-3, 1.0, log=True),
                       "algorithm.group_size": optuna.distributions.CategoricalDistribution([2, 4, 8])})  # fmt: skip
     told.set_user_attr("seeds", [0, 1])
     told.set_user_attr("arm", label)  # labelled, and its seeds not yet queued
-    claimed = [claim.key, *drive(queue)]
-    assert Counter(Counter(arm for arm, _ in claimed).values()) == {2: 3}
+    keys = [claim.key, *drive(queue)]
+    assert Counter(Counter(arm for arm, _ in keys).values()) == {2: 3}
     assert [trial.state for trial in searched(queue)] == [TrialState.FAIL] + [TrialState.COMPLETE] * 3
-    assert (label, 0) in claimed
+    assert (label, 0) in keys
 
 
 def test_several_workers_never_share_an_arm_and_seed_and_leave_none_out(runs: Path):

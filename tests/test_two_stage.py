@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import dataclasses
 import io
 import math
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import fake_trials
 import numpy as np
 import psutil
 import pytest
 from cohort.harness.cli.views.studies import show_dry_run
-from cohort.harness.ground.files import read_json
-from cohort.harness.record.status import StudyStatus
 from cohort.harness.record.study import StudyRecord, read_study
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.study import StudySpec, TwoStage, parse_study
@@ -39,11 +34,11 @@ from cohort.reports.prose.notes import notes
 from cohort.reports.render import results_csv, write_report
 from fake_study import fake_study, three_algorithms
 from fake_trials import a_study
+from queues import METRIC, a_queue, claimed, workers_of
 from scipy import stats
 from stein_coverage import SPREADS, Tally, fixed_seeds, simulate
 
 pytestmark = pytest.mark.usefixtures("plugins")
-METRIC = "validation/accuracy"
 STAGE = {"first": 4, "half_width": 0.02, "at_most": 16}
 ARMS = ("group_size=2", "group_size=4", "group_size=8")
 
@@ -184,13 +179,6 @@ def test_a_budget_names_the_fewest_and_the_most_trials(tmp_path: Path, capsys: p
 # The queue.
 
 
-def a_queue(study: StudySpec, runs: Path, kind: type[Queue] = Queue) -> Queue:
-    queue = kind(Plan(study, runs))
-    queue.plan.folder.mkdir(parents=True)
-    queue.retry_failed()
-    return queue
-
-
 def finish(queue: Queue, ends: Mapping[tuple[str, int], float | str]) -> list[tuple[str, int]]:
     """Claim and end trials until none waits: with an accuracy, or badly with a state; the keys in their order."""
     done = []
@@ -231,8 +219,7 @@ def test_the_decision_is_never_made_again_whatever_comes_later(runs: Path):
     queue = a_queue(staged(), runs)
     values = ends(scores(two=BASE, four=FOUR, eight=BASE))
     while queue.seeds_record() is None:
-        claim = queue.claim()
-        assert claim is not None
+        claim = claimed(queue)
         queue.finish(claim, Outcome("complete", metrics={METRIC: values[claim.key]}))  # pyright: ignore[reportArgumentType]
     before = queue.seeds_record()
     later = NoSecondDecision(Plan(staged(), runs))
@@ -268,7 +255,7 @@ class DiesBeforeDeciding(Queue):
 
 @pytest.mark.attack("Kill between the first seeds and the decision on more")
 def test_a_process_that_dies_between_the_stages_leaves_the_decision_to_the_next(runs: Path):
-    queue = a_queue(staged(), runs, DiesBeforeDeciding)
+    queue = a_queue(staged(), runs, kind=DiesBeforeDeciding)
     values = ends(scores(two=BASE, four=FOUR, eight=BASE))
     with pytest.raises(SystemExit):
         finish(queue, values)
@@ -276,57 +263,6 @@ def test_a_process_that_dies_between_the_stages_leaves_the_decision_to_the_next(
     assert (after.status().counts(), after.status().finished) == ({"complete": 12}, False)
     assert after.unfinished() and after.seeds_record() is None
     assert finish(after, {}) == [(arm, 4) for arm in ARMS]
-
-
-def run(study: StudySpec, runs: Path, on_status: Callable[[StudyStatus], None] | None = None) -> StudyStatus:
-    return run_study(study, runs, workers=2, command="cmd", on_status=on_status, execute=fake_trials.EXECUTE)
-
-
-def workers_of(process: psutil.Process) -> list[psutil.Process]:
-    found = []
-    for child in process.children():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if "cohort.harness.study.worker" in child.cmdline():
-                found.append(child)
-    return found
-
-
-@pytest.mark.long
-def test_a_study_whose_worker_is_killed_in_the_second_stage_ends_with_the_seeds_that_the_first_asked_for(
-    runs: Path, monkeypatch: pytest.MonkeyPatch
-):
-    # One arm; seeds 0, 1, 2 reach 0.0407, 0.0417, 0.0427: s = 0.001, and (4.302653 x 0.001 / 0.0018)^2 = 5.71: 6 seeds
-    study = a_study(factors={"algorithm.group_size": [4]}, seeds={"first": 3, "half_width": 0.0018, "at_most": 9})
-    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.1")
-    killed, seen = [], []
-
-    def kill_a_worker(status: StudyStatus) -> None:
-        seen.append(status.to_come)
-        running = [trial for trial in status.trials if trial.seed > 2 and trial.state == "running"]
-        if running and not killed and (workers := workers_of(psutil.Process())):
-            workers[0].send_signal(signal.SIGKILL)
-            killed.append(workers[0].pid)
-
-    status = run(study, runs, kill_a_worker)
-    assert (len(killed), seen[0], status.counts()) == (1, 6, {"complete": 6})
-    record = read_study(runs, "sizes")
-    assert (record.seeds, record.expected, len(record.trials)) == ([0, 1, 2, 3, 4, 5], 6, 6)
-    assert record.two_stage is not None
-    assert read_json(runs / "studies/sizes/seeds.json")["comparisons"] == record.two_stage["comparisons"]
-    (why,) = [text for topic, text in notes(analyse(record, np.random.default_rng(0))) if topic == "Why 6 seeds"]
-    assert (
-        "a standard deviation of 0.1 points over 3 seeds it needs 6. The width is reached: 0.2 points at most." in why
-    )
-    with pytest.raises(SpecError, match="a started study cannot change"):
-        run(a_study(factors={"algorithm.group_size": [4]}, seeds=[0, 1, 2]), runs)
-    # the store of a command that was killed before it could attach the decision, while its workers went on
-    (attached,) = runs.glob("mlartifacts/**/seeds.json")
-    attached.unlink()
-    record = read_study(runs, "sizes")
-    assert record.two_stage == {"first": 3, "half_width": 0.0018, "at_most": 9}
-    assert (record.seeds, len(record.trials)) == ([0, 1, 2, 3, 4, 5], 6)
-    topics = [topic for topic, _ in notes(analyse(record, np.random.default_rng(0)))]
-    assert "The number of seeds is open" in topics
 
 
 COMMAND = """
