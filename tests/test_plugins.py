@@ -100,12 +100,8 @@ def test_an_unknown_name_is_refused_with_the_nearest(kind: plugins.Kind, name: s
 def test_what_is_no_plugin_cannot_be_loaded(name: str):
     with pytest.raises(ValueError, match=r"^unknown algorithm '"):
         plugins.load("algorithm", name)
-
-
-def test_a_name_that_resembles_nothing_gets_the_list_alone():
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=r"^unknown algorithm 'zzzzzz'; available: "):  # it resembles nothing
         plugins.load("algorithm", "zzzzzz")
-    assert str(caught.value) == f"unknown algorithm 'zzzzzz'; available: {', '.join(plugins.names('algorithm'))}"
 
 
 def test_an_installed_package_adds_its_algorithm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -207,11 +203,6 @@ def test_a_file_without_exactly_one_public_class_is_refused(count: int):
         plugins._only_plugin(module, "algorithm")
 
 
-def test_nearest_finds_a_typing_mistake_and_nothing_far_away():
-    assert plugins.nearest("lerning_rate", ["learning_rate", "weight_decay"]) == "learning_rate"
-    assert plugins.nearest("zzz", ["learning_rate", "weight_decay"]) is None
-
-
 def test_a_new_file_alone_makes_an_algorithm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "brand_new.py").write_text(THIRD_PARTY.format(name="brand_new"))
     monkeypatch.setattr(
@@ -238,9 +229,6 @@ def test_an_entry_point_with_the_name_of_a_built_in_is_refused(tmp_path: Path, m
         "so rename the entry point under cohort.algorithms or uninstall its package"
     )
     assert plugins.load("algorithm", "grpo").__module__ == "cohort.algorithms.grpo"  # what is not ambiguous still works
-
-
-def test_two_packages_with_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for package in ("first", "second"):
         install(tmp_path, monkeypatch, package, THIRD_PARTY.format(name="twice"), "Elsewhere")
         info = tmp_path / f"plugin_{package}-1.0.dist-info"

@@ -70,8 +70,8 @@ def searched(queue: Queue, name: str = "s/search") -> list[optuna.trial.FrozenTr
     return optuna.load_study(study_name=name, storage=queue.storage.optuna).trials
 
 
-@pytest.mark.parametrize("sampler", ["random", "tpe", "gp", "nsga2"])
-def test_every_sampler_runs_each_arm_with_every_seed_and_judges_it_by_the_mean(runs: Path, sampler: str):
+@pytest.mark.parametrize("sampler", ["tpe", "nsga2"])
+def test_a_sampler_runs_each_arm_with_every_seed_and_judges_it_by_the_mean(runs: Path, sampler: str):
     queue = a_queue(a_search(sampler=sampler), runs)
     claimed = drive(queue)
     assert Counter(Counter(arm for arm, _ in claimed).values()) == {2: 12}

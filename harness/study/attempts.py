@@ -51,7 +51,7 @@ class Attempts:
     def end(self, key: Key) -> Mapping[str, Any]:
         """The end of the last attempt: state, reason, summary and (if complete) values; empty before its end."""
         last = self.last(key)
-        return {} if last is None else _end(last)
+        return {} if last is None else last.user_attrs.get("result", {})
 
     def step(self, key: Key) -> int:
         """The step that the last attempt had reached when it ended; 0 before."""
@@ -65,17 +65,16 @@ class Attempts:
     def num_stuck(self, key: Key, step: int) -> int:
         """Number of attempts in a row that lost their worker without progress: the last one, which reached `step`, and
         those before it that had reached that step too."""
-        earlier = itertools.takewhile(
-            lambda trial: _state(trial) == "lost" and _end(trial).get("summary", {}).get("step", 0) >= step,
-            reversed(self.by_key[key][:-1]),
-        )
-        return 1 + len(list(earlier))
-
-
-def _end(trial: FrozenTrial) -> Mapping[str, Any]:
-    return trial.user_attrs.get("result", {})
+        count = 1
+        for trial in reversed(self.by_key[key][:-1]):
+            reached = trial.user_attrs.get("result", {}).get("summary", {}).get("step", 0)
+            if _state(trial) != "lost" or reached < step:
+                break
+            count += 1
+        return count
 
 
 def _state(trial: FrozenTrial) -> str:
     """waiting, running, complete, pruned, or the attribute `result` of a FAIL."""
-    return _end(trial).get("state", "lost") if trial.state == TrialState.FAIL else trial.state.name.lower()
+    failed = trial.state == TrialState.FAIL
+    return trial.user_attrs.get("result", {}).get("state", "lost") if failed else trial.state.name.lower()

@@ -190,10 +190,38 @@ class Queue:
         dead = self._dead(attempts)
         if dead:  # or just ended: a worker records the end before it gives up its lease
             attempts = self._read()
-        reporting = [key for key in self.plan.keys if attempts.state(key) not in ("waiting", "complete")]
-        shown = self.storage.progress([self.plan.directory(key) for key in reporting])
-        silent = self.storage.silent([self.plan.directory(key) for key in reporting])
-        trials = [self._trial_status(key, attempts, dead, shown, silent) for key in self.plan.keys]
+        reporting = [self.plan.directory(k) for k in self.plan.keys if attempts.state(k) not in ("waiting", "complete")]
+        progress, silent = self.storage.progress(reporting), self.storage.silent(reporting)
+        trials = []
+        for key in self.plan.keys:
+            state, last = attempts.state(key), attempts.last(key)
+            end = attempts.end(key) if state != "waiting" else {}
+            reason, summary = end.get("reason"), end.get("summary", {})
+            if state == "lost" or (state == "running" and last is not None and last.number in dead):
+                state, reason = "stopped", "its worker died; starting the study again continues this trial"
+            held = key[0] in self._held and state not in ENDED
+            if held and state != "running":
+                state, reason = "stopped", HELD
+            directory = self.plan.directory(key)
+            if state == "running" and directory in silent:
+                wait = f"{GRACE_SECONDS:.0f} s"
+                reason = f"no heartbeat yet from its worker on another machine; after {wait} another worker takes over"
+            shown = progress.get(directory, {})
+            trials.append(TrialStatus(
+                *key,
+                state=state,  # pyright: ignore[reportArgumentType]
+                reason=reason,
+                phase=shown.get("phase", ""),
+                done=shown.get("done", 0),
+                total=shown.get("total", 0),
+                accuracy=summary.get("accuracy_final", shown.get("accuracy")),
+                tokens_per_second=shown.get("tokens_per_second"),
+                seconds=summary.get("seconds", shown.get("seconds")),
+                directory=directory,
+                generated_tokens=summary.get("generated_tokens"),
+                on_gpu=last is not None and bool(last.user_attrs.get("gpu")),
+                held=held,
+            ))  # fmt: skip
         study = self.plan.study
         return StudyStatus(study.name, study.question, tuple(trials), self._to_come(attempts))
 
@@ -361,43 +389,6 @@ class Queue:
         else:
             ending = OptunaState.PRUNED if outcome.state == "pruned" else OptunaState.FAIL
             self._study.tell(trial.number, state=ending)
-
-    def _trial_status(
-        self,
-        key: Key,
-        attempts: Attempts,
-        dead: set[int],
-        progress: Mapping[Path, Mapping[str, Any]],
-        silent: set[Path],
-    ) -> TrialStatus:
-        state, last = attempts.state(key), attempts.last(key)
-        end = attempts.end(key) if state != "waiting" else {}
-        reason, summary = end.get("reason"), end.get("summary", {})
-        if state == "lost" or (state == "running" and last is not None and last.number in dead):
-            state, reason = "stopped", "its worker died; starting the study again continues this trial"
-        held = key[0] in self._held and state not in ENDED
-        if held and state != "running":
-            state, reason = "stopped", HELD
-        directory = self.plan.directory(key)
-        if state == "running" and directory in silent:
-            wait = f"{GRACE_SECONDS:.0f} s"
-            reason = f"no heartbeat yet from its worker on another machine; after {wait} another worker takes over"
-        shown = progress.get(directory, {})
-        return TrialStatus(
-            *key,
-            state=state,  # pyright: ignore[reportArgumentType]
-            reason=reason,
-            phase=shown.get("phase", ""),
-            done=shown.get("done", 0),
-            total=shown.get("total", 0),
-            accuracy=summary.get("accuracy_final", shown.get("accuracy")),
-            tokens_per_second=shown.get("tokens_per_second"),
-            seconds=summary.get("seconds", shown.get("seconds")),
-            directory=directory,
-            generated_tokens=summary.get("generated_tokens"),
-            on_gpu=last is not None and bool(last.user_attrs.get("gpu")),
-            held=held,
-        )
 
 
 def open_storage(folder: Path, name: str, url: str | None = None) -> Storage:
