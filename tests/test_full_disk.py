@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import fake_trials
+import psutil
 import pytest
 from cohort.harness.cli import app
 from cohort.harness.ground.disk import DiskFull, disk_full
@@ -18,7 +19,8 @@ from cohort.harness.record.status import StudyStatus
 from cohort.harness.record.study import read_study
 from cohort.harness.study.runner import study_status
 from fake_trials import a_study
-from test_study import check_history, completions, journal, living_workers, run, wanted
+from queues import workers_of
+from test_study import check_history, completions, journal, run, wanted
 
 SIZE = 130_000_000  # bytes; a start asks for 100 MB
 
@@ -72,7 +74,7 @@ def test_a_disk_that_fills_up_stops_a_study_and_the_same_command_finishes_it(
 
     with pytest.raises(DiskFull, match=rf"^a disk is full.* \('{disk}.*' has [\d,]+ bytes free\).*the same command"):
         run(study, runs, fill_once)
-    assert not living_workers()
+    assert not workers_of(psutil.Process())
     assert {trial.state for trial in study_status("sizes", runs).trials} <= {"stopped", "waiting", "complete"}
     fillers[0].unlink()
     monkeypatch.setenv("FAKE_STEP_SECONDS", "0")

@@ -16,8 +16,8 @@ from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.study import parse_study
 from cohort.harness.study.queue import Outcome
 from fake_trials import begin_study, in_mlflow
+from queues import a_queue, claimed
 from test_storage import a_study as a_queued_study
-from test_storage import claimed, new_queue
 from test_tracking import a_spec, a_study
 
 HOSTILE = "boom \0 and \ud800, then "
@@ -57,7 +57,7 @@ def test_a_reason_that_a_file_store_refuses_is_recorded_with_its_characters_repl
 @pytest.mark.skipif(postgres_server.missing() is not None, reason=str(postgres_server.missing()))
 def test_a_reason_that_postgresql_refuses_is_recorded_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with postgres_server.server() as server:
-        queue = new_queue(a_queued_study(), tmp_path, server.new_database())
+        queue = a_queue(a_queued_study(), tmp_path, server.new_database())
         queue.finish(claimed(queue), Outcome("failed", HOSTILE + "x" * 1_000_000))
         (failed,) = [trial for trial in queue.status().trials if trial.state == "failed"]
         assert str(failed.reason).startswith("boom")

@@ -35,7 +35,7 @@ from cohort.harness.study.queue import Queue
 from cohort.harness.study.runner import run_study, start_study, study_status
 from cohort.harness.study.worker import worker_main
 from fake_trials import a_study
-from test_chaos import METRIC
+from queues import METRIC
 from typer.testing import CliRunner
 
 needs_submitit = pytest.mark.skipif(importlib.util.find_spec("submitit") is None, reason="needs submitit")
