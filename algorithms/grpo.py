@@ -33,11 +33,12 @@ class GRPO(Clip, GroupStandardised):
 
     def advantages(self, batch: Batch) -> Batch:
         """(r - mean) / (std + std_floor) in the group, on every token of the answer (sections 4.1.2 and 4.1.3)."""
-
-        def standardised(rewards_PG: Tensor, mask_PG: Tensor | None) -> Tensor:
-            return group_standardised(rewards_PG, self.std_floor, mask_PG, of_batch=self.std_over == "batch")
-
-        return batch.replace(advantages_BT=group_advantages(batch, standardised))
+        of_batch = self.std_over == "batch"
+        advantages_BT = group_advantages(
+            batch,
+            lambda rewards, mask: group_standardised(rewards, self.std_floor, mask, of_batch=of_batch),
+        )
+        return batch.replace(advantages_BT=advantages_BT)
 
     def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
         """-min(ratio * A, clip(ratio, 1 - clip_epsilon, 1 + clip_epsilon_high) * A) of each token, and where it is

@@ -31,7 +31,7 @@ class Clock:
 def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str, float], Drawn]:
     """The metrics of one step, from prompts to new weights, and everything that it has sampled."""
     spec, engine, learner, clock = run.spec, run.engine, run.learner, Clock(run.models.now)
-    unparsable = _num_unparsable(run)
+    is_exact, unparsable = run.sampler_is_exact, _num_unparsable(run)
     drawn = Drawn()
     while not drawn.is_enough(spec, len(prompts)):  # more than one batch with dynamic sampling
         groups = generate(run, prompts, step, drawn)
@@ -50,9 +50,9 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
     batch = collate(chosen.groups, chosen.scores, run.codec.tokenizer, chosen.greedy_rewards)
     batch = batch.to(resolve_device(spec.device))
     scheduled = learner.begin_step(step)
-    batch = learner.annotate(batch, sampler_is_exact=run.sampler_is_exact)
+    batch = learner.annotate(batch, sampler_is_exact=is_exact)
     batch = learner.algorithm.advantages(batch)
-    batch, corrected = learner.correct(batch, sampler_is_exact=run.sampler_is_exact)
+    batch, corrected = learner.correct(batch, sampler_is_exact=is_exact)
     clock.lap("annotate")
     updated = learner.update(batch, step)
     clock.lap("update")
@@ -64,8 +64,8 @@ def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str
         scheduled,
         corrected,
         synced,
-        drawn.metrics(spec),
         reward_metrics(spec.rewards, drawn.graded, drawn.scores),
+        drawn.metrics(spec),
         group_metrics(batch, run.gates),
         {} if unparsable is None else {"grading/unparsable": (_num_unparsable(run) or 0) - unparsable},
         clock.metrics(),
