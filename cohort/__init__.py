@@ -15,13 +15,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # pyright resolves names by folder, and in a checkout the API lies beside this one
-    from harness.api import Evaluation, Report, Result, Study, evaluate, load_study, open_result, run
+    from harness.api import (
+        Evaluation,
+        Report,
+        Result,
+        Study,
+        compare,
+        evaluate,
+        grade,
+        load_study,
+        open_result,
+        report,
+        run,
+        train,
+        verify,
+    )
 
 _CHECKOUT = Path(__file__).parents[1]
 if (_CHECKOUT / "harness" / "api").is_dir():  # in a wheel they lie in this folder
     __path__.append(str(_CHECKOUT))
 
-__all__ = ["Evaluation", "Report", "Result", "Study", "evaluate", "load_study", "open_result", "run"]
+__all__ = ["Evaluation", "Report", "Result", "Study", "compare", "evaluate", "grade", "load_study", "open_result",
+           "report", "run", "train", "verify"]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

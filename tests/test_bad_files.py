@@ -13,7 +13,7 @@ from typing import Any
 
 import fake_trials
 import pytest
-from cohort.harness.api.report import write_report
+from cohort.harness.api.reporting import write_report
 from cohort.harness.cli.app import app
 from cohort.harness.ground.disk import EXIT_STATUS, DiskFull
 from cohort.harness.ground.files import write_json

@@ -25,10 +25,10 @@ import psutil
 import pytest
 import torch
 import typer
-from cohort.harness.cli import app, doctor
+from cohort.harness.api.machine import check_machine
+from cohort.harness.api.study import comparison, ran_elsewhere
+from cohort.harness.cli import app
 from cohort.harness.cli.commands import uncollected
-from cohort.harness.cli.compare import comparison
-from cohort.harness.cli.study import ran_elsewhere
 from cohort.harness.cli.views.answers import show_samples
 from cohort.harness.console import progress, terminal
 from cohort.harness.data import SampleRow, TrialState
@@ -122,7 +122,7 @@ def test_help_fills_the_lines_of_a_narrow_terminal(cohort: Shell, monkeypatch: p
 def test_the_commands_are_the_documented_ones():
     expected = "train compare join evaluate register report ui doctor study-run study-list study-show study-status"
     expected += " study-work study-plan study-watch study-stop study-resume study-clone study-export verify"
-    expected += " list-algorithms list-tasks list-rewards list-engines list-studies list-settings"
+    expected += " list-algorithms list-tasks list-rewards list-engines list-settings"
     expected += " grade task-show reward-model-train probe-contamination memory"
     assert {"-".join(command) for command in commands()} == set(expected.split())
 
@@ -334,7 +334,7 @@ def test_a_comparison_is_estimated_without_running_it(cohort: Shell, runs: Path)
     assert not runs.exists()
 
 
-@pytest.mark.parametrize("kind", ["algorithms", "tasks", "engines", "studies"])
+@pytest.mark.parametrize("kind", ["algorithms", "tasks", "engines"])
 def test_what_is_listed_as_json_is_also_in_the_table(kind: str, cohort: Shell):
     assert cohort("list", kind, "--json") == 0
     names = [item["name"] for item in cohort.json()]
@@ -352,7 +352,7 @@ def test_a_study_is_shown_with_its_budget(tmp_path: Path, cohort: Shell):
     assert cohort("study", "show", str(file), "--json") == 0
     # 4 arms x 3 seeds; 32 rollouts x (10 + 20 + 10 + 20) steps x 3 seeds
     assert cohort.json()["budget"] == {"trials": 12, "rollouts": 32 * 60 * 3}
-    assert cohort("study", "show", str(file), "--seeds", "0", "--set", "rollouts_per_step=64") == 0
+    assert cohort("study", "show", str(file), "--set", "seeds=[0]", "--set", "rollouts_per_step=64") == 0
     assert "sizes: Do larger groups help?" in cohort.out
     assert "arms x seeds = 4 x 1 = 4 trials; 3,840 training rollouts" in cohort.out  # 64 x 60
     assert "group_size=4, steps=10" in cohort.out
@@ -397,7 +397,7 @@ def test_doctor_says_whether_the_vllm_engine_can_run_here(
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
     for name in ("vllm", "vllm.platforms"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    (found,) = [check for check in doctor.check_machine(tmp_path) if check.name == "vllm"]
+    (found,) = [check for check in check_machine(tmp_path) if check.name == "vllm"]
     assert (found.state, found.value) == (state, words)
     for name in ("vllm", "vllm.platforms"):
         sys.modules.pop(name, None)
@@ -554,7 +554,9 @@ def test_a_run_and_its_checkpoint_can_be_evaluated(cohort: Shell, runs: Path):
 
 
 def test_a_comparison_has_one_arm_per_algorithm_and_all_else_equal():
-    study = comparison("ppo,grpo", "arithmetic", "tiny", "3,4", 7, ["optimizer.learning_rate=0.5"], None)
+    study = comparison(
+        ["ppo", "grpo"], ["arithmetic"], seeds=[3, 4], settings=["optimizer.learning_rate=0.5", "steps=7"]
+    ).spec
     assert (study.name, study.seeds) == ("compare-arithmetic", [3, 4])
     first, second = (arm.run_spec(3) for arm in study.design_arms())
     assert (first.algorithm.name, second.algorithm.name) == ("ppo", "grpo")
@@ -563,7 +565,7 @@ def test_a_comparison_has_one_arm_per_algorithm_and_all_else_equal():
 
 
 def test_a_comparison_of_a_model_that_can_read_needs_no_cold_start():
-    study = comparison("ppo", "arithmetic", "some/model", None, None, None, "mine")
+    study = comparison(["ppo"], ["arithmetic"], "some/model", name="mine").spec
     assert (study.name, study.seeds) == ("mine", [0, 1, 2])
     assert study.design_arms()[0].run_spec(0).cold_start.steps == 0
 
@@ -591,8 +593,8 @@ def test_a_study_with_an_invalid_trial_goes_on_is_reported_and_ends_with_exit_co
     assert cohort(*command) == 1  # nothing is left to do
     assert found["answer"] in cohort.out
     assert "learning_rate=1e+30 | seed 0: invalid (" in cohort.out
-    assert f"Reproduce: cohort study run {file} --seeds 0 --set task.num_train=64" in cohort.out
-    assert f"--set {QUICK[-1]} --workers 1\n" in cohort.out
+    assert f"Reproduce: cohort study run {file} --set task.num_train=64" in cohort.out
+    assert f"--set {QUICK[-1]} --set 'seeds=[0]' --workers 1\n" in cohort.out
 
     assert cohort("verify", "rates") == 0, cohort.out
     assert cohort("study", "status", "rates", "--json") == 1
@@ -606,7 +608,7 @@ def test_a_study_with_an_invalid_trial_goes_on_is_reported_and_ends_with_exit_co
 
     assert cohort("study", "run", "rates") == 1  # as it was started, wherever its file is
     assert "Continuing 'rates'" in cohort.err
-    assert f"Reproduce: cohort study run {file} --seeds 0 --set task.num_train=64" in cohort.out
+    assert f"Reproduce: cohort study run {file} --set task.num_train=64" in cohort.out
 
     Path(found["report"]).unlink()
     assert cohort("report", "rates") == 0
@@ -750,8 +752,8 @@ def status(*trials: TrialStatus) -> StudyStatus:
 
 
 def test_only_compared_trials_without_folder_and_record_ran_on_other_hosts(tmp_path: Path):
-    tuned = comparison("grpo,rloo", "arithmetic", "tiny", "0", None, None, None, tune=2)
-    grid = comparison("grpo,rloo", "arithmetic", "tiny", "0", None, None, None)
+    tuned = comparison(["grpo", "rloo"], ["arithmetic"], seeds=[0], tune=2).spec
+    grid = comparison(["grpo", "rloo"], ["arithmetic"], seeds=[0]).spec
     record: Any = SimpleNamespace(trials=[SimpleNamespace(arm="grpo", seed=0)])
     absent, here = tmp_path / "absent", tmp_path
     tuning = [dataclasses.replace(trial("rloo 001: x", "complete", seed=1), directory=absent)]

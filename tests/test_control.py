@@ -16,7 +16,7 @@ import fake_trials
 import numpy as np
 import psutil
 import pytest
-from cohort.harness.api.report import Refresher
+from cohort.harness.api.reporting import Refresher
 from cohort.harness.console.watch import Page, spark, watch
 from cohort.harness.ground.files import read_json, write_json
 from cohort.harness.mirror.store import connect, search_runs

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cohort.harness.cli.compare import comparison
+from cohort.harness.api.study import comparison
 from cohort.harness.data import GradedGroup, Group, Prompt, Rollout
 from cohort.harness.interfaces import Task
 from cohort.harness.policy.sources import start_name
@@ -230,9 +230,9 @@ def test_no_gate_ends_a_control_for_what_it_learns(tmp_path: Path, monkeypatch: 
 
 
 def compared(controls: str | None, algorithms: str = "grpo,dapo", task: str = "arithmetic", **changes: Any) -> Any:
-    return comparison(
-        algorithms, task, "tiny", None, None, changes.pop("sets", None), None, controls=controls, **changes
-    )
+    sets = changes.pop("sets", ())
+    names = {"controls": (controls or "").split(",") if controls is not None else (), "settings": sets}
+    return comparison(algorithms.split(","), task.split(","), **names, **changes).spec
 
 
 def test_a_comparison_gets_control_arms_of_its_first_algorithm_on_each_task():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from cohort.harness.cli.compare import comparison
+from cohort.harness.api.study import comparison
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study
 from cohort.harness.spec.raw import read_yaml
@@ -203,11 +203,12 @@ def test_every_example_of_the_documentation_is_a_valid_study():
 
 
 def test_the_command_compares_several_tasks_and_tunes_on_another_seed():
-    settings = ["optimizer.learning_rate=1e-4", "task.path=x/y"]
-    several = comparison("ppo,grpo", "gsm8k,svamp", "some/model", "0,4", 7, settings, None)
+    settings = ["optimizer.learning_rate=1e-4", "steps=7", "task.path=x/y"]
+    several = comparison(["ppo", "grpo"], ["gsm8k", "svamp"], "some/model", seeds=[0, 4], settings=settings).spec
     assert (several.name, several.design) == ("compare-gsm8k-svamp", "compare")
     assert several.arm_labels() == ["ppo, gsm8k", "ppo, svamp", "grpo, gsm8k", "grpo, svamp"]
-    (plan, _) = comparison("ppo,grpo", "arithmetic", "tiny", "0,4", 7, settings[:1], None, 6).searches()
+    tuned = comparison(["ppo", "grpo"], ["arithmetic"], seeds=[0, 4], settings=settings[:2], tune=6)
+    (plan, _) = tuned.spec.searches()
     assert (plan.search.trials, plan.seeds, plan.final_seeds) == (6, (5,), (0, 4))
     rate = plan.search.space["optimizer.learning_rate"]
     assert (rate.low, rate.high, rate.log) == (pytest.approx(2e-5), pytest.approx(5e-4), True)

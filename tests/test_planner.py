@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cohort.harness.cli.app import app
-from cohort.harness.ground.files import write_json
-from cohort.harness.record.events import EVENTS, event_line
-from cohort.harness.spec.load import load_study
-from cohort.harness.spec.run import parse_run
-from cohort.harness.spec.study import StudySpec, parse_study
-from cohort.harness.study.planner import (
+from cohort.harness.api.planner import (
     Calibration,
     Pace,
     Spread,
@@ -28,6 +21,13 @@ from cohort.harness.study.planner import (
     proposed,
     spread_of,
 )
+from cohort.harness.cli.app import app
+from cohort.harness.ground.files import write_json
+from cohort.harness.record.events import EVENTS, event_line
+from cohort.harness.spec.load import load_study
+from cohort.harness.spec.run import parse_run
+from cohort.harness.spec.study import StudySpec, parse_study
+from cohort.reports.statistics import minimum_detectable_difference
 from typer.testing import CliRunner
 
 # 2 s and 1e9 operations a step; 0.1 s and 1e7 a problem; 10 validation and 20 test problems
@@ -44,10 +44,6 @@ def a_measurement(study: StudySpec, **changes: Any) -> Calibration:
     paces = {arm.label: PACE for arm in study.design_arms()}
     return Calibration(**{"paces": paces, "first": 12.0, "further": 3.0, "end": 7.0, "seconds": 30.0, "workers": 2}
                        | changes)  # fmt: skip
-
-
-def detectable(error: float, df: float, alpha: float) -> float:
-    return importlib.import_module("cohort.reports.statistics").minimum_detectable_difference(error, df, alpha)
 
 
 def test_a_study_takes_what_its_busiest_worker_takes():
@@ -73,29 +69,29 @@ def test_operations_that_end_a_run_end_it_in_the_prediction():
 
 def test_hours_buy_the_most_seeds_that_fit_and_the_own_steps_if_three_do():
     study, spread = a_study(), Spread(0.02, "as given")
-    found = options_within(study, a_measurement(study), spread, detectable, hours=350 / 3600)
+    found = options_within(study, a_measurement(study), spread, hours=350 / 3600)
     own = next(one for one in found if one.factor == 1)
     assert (own.seeds, own.steps, own.trials) == (3, 50, 6)  # 343 s; a fourth seed takes 452 s
     assert proposed(found) is own
-    assert own.detectable == pytest.approx(detectable(0.02 / math.sqrt(3), 2, 0.05))
+    assert own.detectable == pytest.approx(minimum_detectable_difference(0.02 / math.sqrt(3), 2, 0.05))
     assert all(one.seconds <= 350 for one in found)
-    less = options_within(study, a_measurement(study), spread, detectable, hours=250 / 3600)
+    less = options_within(study, a_measurement(study), spread, hours=250 / 3600)
     best = proposed(less)  # two seeds of the own steps: 234 s; three of 25 steps: 12 + 55 + 2 * (3 + 55) + 7 = 190 s
     assert best is not None and (best.steps, best.seeds) == (25, 4)
 
 
 def test_operations_buy_seeds_too_and_too_few_buy_none():
     study = a_study()
-    found = options_within(study, a_measurement(study), None, detectable, flops=2.1e11)
+    found = options_within(study, a_measurement(study), None, flops=2.1e11)
     assert [one.seeds for one in found if one.factor == 1] == [2]  # a seed of two arms takes 1.012e11
     assert all(one.detectable is None for one in found)
-    assert proposed(options_within(study, a_measurement(study), None, detectable, flops=1e9)) is None
+    assert proposed(options_within(study, a_measurement(study), None, flops=1e9)) is None
 
 
 def test_a_difference_asks_for_the_fewest_seeds_that_find_it():
     study, spread = a_study(), Spread(0.02, "as given")
-    (one,) = options_within(study, a_measurement(study), spread, detectable, power=0.02)
-    fewer = option(study, a_measurement(study), one.seeds - 1, 1.0, spread, detectable)
+    (one,) = options_within(study, a_measurement(study), spread, power=0.02)
+    fewer = option(study, a_measurement(study), one.seeds - 1, 1.0, spread)
     assert one.detectable is not None and fewer.detectable is not None
     assert one.detectable <= 0.02 < fewer.detectable
     assert one.seeds == 10  # paired t test, two-sided 5 %, power 0.8, effect of one deviation: 10 pairs (G*Power)
@@ -104,8 +100,8 @@ def test_a_difference_asks_for_the_fewest_seeds_that_find_it():
 def test_more_arms_find_less_with_as_many_seeds():
     two, five = a_study(), a_study(factors={"algorithm.kl_beta": [0.0, 0.1, 0.2, 0.3, 0.4]})
     spread = Spread(0.02, "as given")
-    found = [option(study, a_measurement(study), 5, 1.0, spread, detectable).detectable or 0.0 for study in (two, five)]
-    assert found[1] == pytest.approx(detectable(0.02 / math.sqrt(5), 4, 0.05 / 4))
+    found = [option(study, a_measurement(study), 5, 1.0, spread).detectable or 0.0 for study in (two, five)]
+    assert found[1] == pytest.approx(minimum_detectable_difference(0.02 / math.sqrt(5), 4, 0.05 / 4))
     assert found[1] > found[0]
 
 
@@ -148,10 +144,10 @@ def test_a_trial_tells_its_pace_by_the_times_of_its_events(tmp_path: Path):
     ]  # fmt: skip
     (tmp_path / EVENTS).write_text("".join(map(event_line, events)))
     spec = parse_run({**a_study().run, "steps": 3}, "test")
-    trial = _measured("arm", tmp_path, spec)
+    pace, worker, end = _measured(tmp_path, spec)
     # Steps 2 and 3 end 2 s after the one before. 12.6 - (5 + 1.8 + 1.8) = 4 s for 10 + 10 + 20 problems.
-    assert trial.pace == Pace(2.0, pytest.approx(0.1), 1e9, 1e7, 10, 20)
-    assert (trial.worker, trial.ended) == (7, 110.0)
+    assert pace == Pace(2.0, pytest.approx(0.1), 1e9, 1e7, 10, 20)
+    assert (worker, end) == (7, 110.0)
 
 
 def test_arms_that_differ_in_their_steps_alone_are_measured_once():

@@ -7,14 +7,16 @@ from types import ModuleType
 import pytest
 import torch
 from cohort.harness.api.scale import scale_settings
-from cohort.harness.cli.compare import comparison
+from cohort.harness.api.study import comparison
 from cohort.harness.policy.tiny import tiny_model
 
 MODEL = "Qwen/Qwen2.5-0.5B"
 
 
 def runs_of(sets):
-    return [arm.spec for arm in comparison("ppo,grpo", "gsm8k", MODEL, "0", None, sets, None).design_arms()]
+    return [
+        arm.spec for arm in comparison(["ppo", "grpo"], ["gsm8k"], MODEL, seeds=[0], settings=sets).spec.design_arms()
+    ]
 
 
 @pytest.fixture

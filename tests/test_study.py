@@ -19,7 +19,7 @@ import optuna
 import psutil
 import pytest
 import torch
-from cohort.harness.api.report import write_report
+from cohort.harness.api.reporting import write_report
 from cohort.harness.ground.files import write_json
 from cohort.harness.ground.stop import StopRequest
 from cohort.harness.mirror.store import connect, search_runs

@@ -1,27 +1,63 @@
-"""What a user can ask for: each is a function here, and the command line and `import cohort` are its clients."""
+"""What a user can ask for: each is a function or a class, and the command line and `import cohort` are its clients.
 
+Names load on first use. `import cohort` hands on those that are documented; the others serve commands."""
+
+# ruff: noqa: F401
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..study.control import clone_arm, resume_arm, stop_arm
+    from ..study.estimates import cost, remaining_seconds
+    from ..study.queue import open_queue
+    from ..study.runner import study_status
+    from ..study.work import work
+    from .capsule import export_capsule, verify
+    from .catalog import describe_plugins, describe_settings, describe_task
+    from .machine import check_machine
+    from .planner import plan
+    from .regrade import grade
+    from .reporting import report
     from .result import Evaluation, Report, Result
-    from .study import Study, evaluate, load_study, open_result, run
+    from .runs import estimate_runs, evaluate, evaluated, evaluation_document, probe, register, train
+    from .study import (
+        Study,
+        compare,
+        comparison,
+        dry_run,
+        launcher,
+        list_studies,
+        load_study,
+        open_result,
+        run,
+        run_to_report,
+        say_without_result,
+        show,
+        start,
+        study_of,
+    )
 
-__all__ = ["Evaluation", "Report", "Result", "Study", "evaluate", "load_study", "open_result", "run"]
-
-_HOME = {
-    "Study": "study",
-    "evaluate": "study",
-    "load_study": "study",
-    "open_result": "study",
-    "run": "study",
-    "Evaluation": "result",
-    "Report": "result",
-    "Result": "result",
+_NAMES = {
+    "..study.control": "clone_arm resume_arm stop_arm",
+    "..study.estimates": "cost remaining_seconds",
+    "..study.queue": "open_queue",
+    "..study.runner": "study_status",
+    "..study.work": "work",
+    ".capsule": "export_capsule verify",
+    ".catalog": "describe_plugins describe_settings describe_task",
+    ".machine": "check_machine",
+    ".planner": "plan",
+    ".regrade": "grade",
+    ".reporting": "report",
+    ".result": "Evaluation Report Result",
+    ".runs": "estimate_runs evaluate evaluated evaluation_document probe register train",
+    ".study": "Study compare comparison dry_run launcher list_studies load_study open_result run run_to_report show "
+    "say_without_result start study_of",
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:  # on first use, because results load pandas
     if name not in _HOME:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    return getattr(importlib.import_module(_HOME[name], __name__), name)

@@ -19,7 +19,10 @@ from pathlib import Path
 from ..ground.files import FORMAT, MANIFEST, sha256
 from ..record.events import EVENTS, read_events
 from ..record.evidence import EVIDENCE, is_inside, read_evidence
-from ..record.study import STUDY
+from ..record.study import STUDY, StudyRecord
+from .findings import Findings, Place
+from .settings import runs_folder
+from .verify_study import verify_study
 
 MOST_FILES = 500_000
 MOST_INFLATION = 200  # bytes in all for each of the zip file, beyond ALLOWANCE; text of runs takes 5 to 40
@@ -27,8 +30,26 @@ ALLOWANCE = 2**24
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # equal studies give equal capsules
 
 
+def verify(study: str | Path, *, runs: str | Path | None = None) -> tuple[StudyRecord, Findings]:
+    """Recompute every number of a study's report from its files: a study of the runs folder, a study's folder, or a
+    capsule. It changes nothing."""
+    own = runs_folder(runs) / "studies" / study
+    place = own if own.is_dir() else Path(study)
+    if place.is_dir():
+        return verify_study(place)
+    if not place.is_file():
+        raise ValueError(f"'{study}' is not a study in '{runs_folder(runs)}', a study's folder or a capsule")
+    with unpacked(place) as folder:
+        record, findings = verify_study(folder)
+        for name, hashes in altered(place, folder).items():
+            Place(findings).compare_hash(name, *hashes)
+        return record, findings
+
+
 def export_capsule(folder: Path, target: Path) -> int:
     """Write the capsule of the study in a folder; returns the number of its files. ValueError if files are missing."""
+    if not folder.is_dir():
+        raise ValueError(f"the runs folder '{folder.parent.parent}' has no study '{folder.name}'")
     if target.suffix != ".zip":
         raise ValueError(f"a capsule must be a file that ends with .zip, got '{target}'")
     if target.exists():

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ..interfaces import Task
+from ..spec.load import load_run
+from .settings import Settings, as_texts
 
 Grade = tuple[str | None, bool]  # the extracted answer, whether it is right
 _LABELS = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
@@ -86,6 +88,21 @@ def read_cases(file: Path) -> list[Case]:
     if not cases:
         raise ValueError(f"{file} has no rows; write one JSON object per line with 'gold' and 'completion'")
     return cases
+
+
+def grade(
+    task: str,
+    cases: str | Path,
+    *,
+    grader: str = "strict",
+    workers: int = 1,
+    settings: Settings = (),
+) -> Regraded:
+    """The verdicts of one grader of a task, or of `all`, on the completions of a JSON Lines file."""
+    found = load_run(None, as_texts(settings), {"task": task, "algorithm": "grpo"}).task
+    found.use_processes(workers)
+    names = list(graders(found)) if grader == "all" else [grader]
+    return regrade(found, read_cases(Path(cases)), names, workers)
 
 
 def regrade(task: Task, cases: Sequence[Case], names: Sequence[str], workers: int = 1) -> Regraded:

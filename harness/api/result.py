@@ -27,7 +27,7 @@ from ...reports.trials import search_of
 from ..data import EvaluationResult, SampleRow
 from ..record.study import StudyRecord
 from ..spec.errors import SpecError, did_you_mean
-from .report import keep_report
+from .reporting import keep_report
 
 
 class Result:

@@ -1,43 +1,57 @@
-"""The functions of `import cohort`, which do what `cohort study run`, `cohort report` and `cohort evaluate` do.
+"""Studies: load one, run it to its report, look at its progress, open its result.
 
 Bad input is a ValueError before any model loads. The environment variables of the command line count here too:
 COHORT_RUNS, COHORT_TRACKING_URI, COHORT_STORAGE.
 """
 
+from __future__ import annotations
+
 import os
 import shlex
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from ..cli import options
-from ..cli.study import run_to_report, say_without_result, started_study
-from ..cli.train import evaluated
+from ..console import terminal
+from ..ground.files import read_json
 from ..ground.stop import acknowledged
+from ..record.study import study_settings
 from ..spec import load
 from ..spec.errors import SpecError
-from ..spec.study import StudySpec
-from .report import read_record
+from ..spec.raw import parse_overrides, with_overrides
+from ..spec.run import Optimizer
+from ..spec.study import StudySpec, parse_study
+from .settings import REPORTING, Settings, as_texts, runs_folder, shell, with_password
 
 if TYPE_CHECKING:
-    from .result import Evaluation, Result
+    from ...reports.render import ReportFiles
+    from ..record.status import StudyStatus
+    from ..record.study import StudyRecord
+    from ..study.launchers.ray import Cluster
+    from ..study.launchers.slurm import Slurm
+    from .result import Result
 
 # tqdm.auto, which transformers uses, asks notebooks without ipywidgets to install them; no bars are drawn here.
 warnings.filterwarnings("ignore", "IProgress not found")
 
+TINY_COLD_START = 400
+WHILE_IT_RUNS = {"interleave"}  # settings of a started study that may change
+
 
 @dataclass(frozen=True)
 class Study:
-    """A study that can run: the file that it comes from, and the settings that were changed since."""
+    """A study that can run: the file that it comes from, and the settings that were changed since.
+
+    `command` reproduces it; it is empty for a started study, which keeps the command that it has.
+    """
 
     source: str
-    settings: Mapping[str, Any]
+    settings: Sequence[str]
     spec: StudySpec = field(repr=False)
+    command: str = field(repr=False, default="")
 
     @property
     def name(self) -> str:
@@ -53,21 +67,81 @@ class Study:
         """Labels of the arms that are compared, as far as they are known before it runs."""
         return self.spec.arm_labels()
 
-    def with_set(self, /, **settings: Any) -> "Study":
+    def with_set(self, /, **settings: Any) -> Study:
         """The study with other settings, named as after `--set`: `with_set(steps=20, **{"algorithm.kl_beta": 0.1})`.
 
         A field of the study (`name`, `seeds`, `factors`, `metric`, ...) changes the study, any other the run of all
         arms. ValueError for a setting that is unknown, out of range, or varied by the study itself.
         """
-        return _study(self.source, {**self.settings, **settings})
+        kept = [text for text in self.settings if text.partition("=")[0].strip() not in settings]
+        return load_study(self.source, [*kept, *as_texts(settings)])
 
 
-def load_study(name_or_path: str | Path) -> Study:
+def load_study(name_or_path: str | Path, settings: Settings = ()) -> Study:
     """A shipped study by name (`cohort study list` shows them), or one from a YAML file."""
-    return _study(str(name_or_path), {})
+    source, texts = str(name_or_path), as_texts(settings)
+    spec = load.load_study(source, texts)
+    return Study(source, texts, spec, shell(f"study run {shlex.quote(source)}", {"--set": texts}))
 
 
-def run(study: Study | str | Path, *, workers: int | None = None, runs: str | Path | None = None) -> "Result":
+def study_of(name_or_path: str | Path, settings: Settings = (), runs: str | Path | None = None) -> Study:
+    """A study of the runs folder with the settings that it was started with, unless others are given; else as
+    `load_study`."""
+    file, texts = runs_folder(runs) / "studies" / str(name_or_path) / "study.json", as_texts(settings)
+    changes = parse_overrides(texts)
+    if not changes.keys() <= WHILE_IT_RUNS or not file.is_file():
+        return load_study(name_or_path, texts)
+    raw = dict(study_settings(read_json(file)))
+    return Study(str(name_or_path), texts, parse_study(raw | changes, str(file)))
+
+
+def comparison(
+    algorithms: Sequence[str],
+    tasks: Sequence[str],
+    model: str = "tiny",
+    *,
+    seeds: Sequence[int] = (0, 1, 2),
+    tune: int | None = None,
+    controls: Sequence[str] = (),
+    settings: Settings = (),
+    name: str | None = None,
+) -> Study:
+    """The study that `compare` runs: one arm for each algorithm and task, with all else equal; the first algorithm is
+    the baseline."""
+    from .scale import scale_settings
+
+    for what, names in (("--algorithms", algorithms), ("--task", tasks), ("--controls", controls)):
+        if len(set(names)) != len(names) or not all(names) or not (names or what == "--controls"):
+            raise SpecError(f"{what} must be distinct names separated by commas, got '{','.join(names)}'")
+    texts = as_texts(settings)
+    texts += scale_settings(model, texts)
+    run: dict[str, Any] = {"model": model} | ({"cold_start": {"steps": TINY_COLD_START}} if model == "tiny" else {})
+    raw: dict[str, Any] = {
+        "name": name or f"compare-{'-'.join(tasks)}",
+        "question": f"Which of {', '.join(algorithms)} learns {' and '.join(tasks)} best from the same start with the "
+        "same rollouts?",
+        "design": "compare",
+        "compare": {"algorithms": list(algorithms), "tasks": list(tasks)},
+        "seeds": list(seeds),
+    }
+    for path, value in parse_overrides(texts).items():
+        if path.partition(".")[0] in StudySpec.model_fields:
+            raw = with_overrides(raw, {path: value}, whole=StudySpec.dotted_keys)
+        else:
+            run = with_overrides(run, {path: value})
+    if controls:
+        raw["compare"]["controls"] = list(controls)
+    if tune is not None:
+        rate = Optimizer.model_validate(run.get("optimizer", {})).learning_rate
+        space = {"optimizer.learning_rate": {"low": rate / 5, "high": rate * 5, "log": True}}
+        raw["compare"]["tuning"] = {"space": space, "trials": tune, "seeds": [max(raw["seeds"]) + 1]}
+    given = {"--algorithms": ",".join(algorithms), "--task": ",".join(tasks), "--model": model, "--tune": tune}
+    given |= {"--seeds": ",".join(map(str, seeds)), "--controls": ",".join(controls) or None, "--set": texts}
+    spec = parse_study({**raw, "run": run}, where="cohort compare")
+    return Study(spec.name, texts, spec, shell("compare", {**given, "--name": name}))
+
+
+def run(study: Study | str | Path, *, workers: int | None = None, runs: str | Path | None = None) -> Result:
     """Run every arm with every seed, once, and write the report, as `cohort study run` does; the study's result.
 
     Blocks until nothing is left to run, and shows progress. Ctrl-C (or the interrupt of a notebook) lets each trial
@@ -81,30 +155,210 @@ def run(study: Study | str | Path, *, workers: int | None = None, runs: str | Pa
     """
     from .result import Result
 
-    folder = _runs(runs)
-    count = options.num_workers("auto" if workers is None else str(workers))
-    spec = None if isinstance(study, Study) else started_study(str(study), folder)
-    command = ""  # a started study keeps the one that it has
-    if spec is None:
-        study = study if isinstance(study, Study) else load_study(study)
-        command = options.shell(f"study run {shlex.quote(study.source)}", {"--set": _as_text(study.settings)})
-        spec = study.spec
-    storage = options.with_password(os.environ.get("COHORT_STORAGE") or None)
+    folder = runs_folder(runs)
+    study = study if isinstance(study, Study) else study_of(study, (), folder)
     with acknowledged(lambda words: print(words, file=sys.stderr, flush=True), leave=lambda _: None):
         try:
-            status, record, _ = run_to_report(spec, folder, count, command, storage=storage)
+            ended = run_to_report(study, folder, workers, storage=os.environ.get("COHORT_STORAGE"))
         except KeyboardInterrupt:
             raise KeyboardInterrupt("the same call continues where the study stopped") from None
-    say_without_result(status, folder)
-    return Result(record, folder / "studies" / record.name, folder)
+    say_without_result(ended.status, folder)
+    return Result(ended.record, folder / "studies" / ended.record.name, folder)
 
 
-def open_result(name_or_folder: str | Path, *, runs: str | Path | None = None) -> "Result":
+def compare(
+    algorithms: Sequence[str],
+    tasks: Sequence[str],
+    model: str = "tiny",
+    *,
+    workers: int | None = None,
+    runs: str | Path | None = None,
+    **settings: Any,
+) -> Result:
+    """Run one study with an arm for each algorithm and task and all else equal, as `cohort compare` does.
+
+    `settings` are those of `comparison`: seeds, tune, controls, settings, name.
+    """
+    return run(comparison(algorithms, tasks, model, **settings), workers=workers, runs=runs)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A study with nothing left to run: its progress, its record, its report, and the number of compared trials that
+    are neither in the record nor in a folder here, because other hosts ran them."""
+
+    status: StudyStatus
+    record: StudyRecord
+    files: ReportFiles
+    elsewhere: int
+
+    @property
+    def all_valid(self) -> bool:
+        unreadable = any(trial.state == "failed" for trial in self.record.trials)  # whatever the queue says
+        return self.status.all_valid and not unreadable
+
+
+def run_to_report(
+    study: Study,
+    runs: Path,
+    workers: int | None = None,
+    *,
+    storage: str | None = None,
+    cluster: Cluster | Slurm | None = None,
+    together: bool | None = None,
+) -> Ended:
+    """Run a study, show its progress, and write its report.
+
+    The recorded command includes the number of workers, because it sets their threads, which affect the last bits of
+    results. KeyboardInterrupt if the study was asked to stop.
+    """
+    from ..console.progress import phase_bar, study_view
+    from ..devices.device import resolve_device
+    from ..study.launchers.local import default_workers
+    from ..study.runner import run_study
+    from .reporting import Refresher, write_report
+
+    if workers is not None and workers < 1:
+        raise SpecError(f"--workers must be a number of at least 1, or auto, got '{workers}'")
+    spec, command = study.spec, study.command
+    if cluster is None:
+        workers = workers or default_workers(spec.devices)
+        for arm in spec.checked_arms():
+            resolve_device(arm.spec.device)
+    if workers is not None and command:
+        command = f"{command} --workers {workers}"
+    with study_view() as view, Refresher(spec.name, runs) as refresher:
+
+        def show(status: StudyStatus) -> None:
+            view.update(status)
+            refresher.tick()
+
+        storage = with_password(storage)
+        status = run_study(
+            spec, runs, workers=workers, command=command, on_status=show, storage=storage, cluster=cluster,
+            together=together,
+        )  # fmt: skip
+    if not status.finished:  # asked to stop
+        raise KeyboardInterrupt
+    with phase_bar(f"report of {spec.name}", REPORTING):
+        record, files = write_report(spec.name, runs)
+    return Ended(status, record, files, ran_elsewhere(spec, status, record))
+
+
+def ran_elsewhere(study: StudySpec, status: StudyStatus, record: StudyRecord) -> int:
+    """Number of compared trials that are neither in the record nor in a folder here, and were not stopped; tuning
+    trials do not count."""
+    compared, known = study.arm_labels(), {(trial.arm, trial.seed) for trial in record.trials}
+    return sum(
+        not (trial.held or (trial.arm, trial.seed) in known or trial.directory.exists())
+        for trial in status.trials
+        if not compared or trial.arm in compared
+    )
+
+
+def say_without_result(status: StudyStatus, runs: Path) -> None:
+    """Print every trial that is not complete, with the reason, and where the tracebacks are."""
+    for trial in status.trials:
+        if trial.state != "complete":
+            reason = f" ({trial.reason})" if trial.reason else ""
+            terminal.say(f"{trial.arm} | seed {trial.seed}: {trial.state}{reason}")
+    if any(trial.state == "failed" for trial in status.trials):
+        terminal.say(f"Tracebacks of failed trials: {runs / 'studies' / status.name / 'logs'}/worker-*.log")
+
+
+def start(study: Study, runs: Path, storage: str | None = None) -> str:
+    """Set up a study whose trials other commands run, and return that command."""
+    from ..study.runner import start_study
+
+    start_study(study.spec, runs, command=study.command, storage=with_password(storage))
+    return f"cohort study work {shlex.quote(study.name)} --runs {shlex.quote(str(runs))}"
+
+
+def dry_run(
+    study: Study, runs: Path, workers: int | None, storage: str | None = None, together: bool | None = None
+) -> dict[str, Any]:
+    """The cost of a study, after every check that `run` makes; writes nothing."""
+    from ..console.progress import phase_bar
+
+    with phase_bar(f"dry run of {study.name}", "settings, models, data, memory and disk"):
+        from ..study import runner
+
+        storage = with_password(storage)
+        return runner.dry_run(study.spec, runs, workers=workers, storage=storage, together=together)
+
+
+def show(study: Study) -> dict[str, Any]:
+    """A study's settings, one run with every setting, its arms and its budget."""
+    from ..study.estimates import planned
+
+    arms = [
+        {"arm": arm.label, "overrides": dict(arm.overrides), "steps": arm.spec.steps,
+         "rollouts": arm.spec.steps * arm.spec.rollouts_per_step}
+        for arm in study.spec.design_arms()
+    ]  # fmt: skip
+    counts = list(planned(study.spec))
+    rollouts = sum(count * arm.spec.steps * arm.spec.rollouts_per_step for arm, count in counts)
+    return {
+        **study.spec.model_dump(mode="json"),
+        "resolved_run": study.spec.checked_arms()[0].spec.model_dump(mode="json"),
+        "design_arms": arms,
+        "budget": {"trials": sum(count for _, count in counts), "rollouts": rollouts},
+    }
+
+
+def launcher(
+    name: str, study: Study, cpus: int | None, gpus: int | None, sbatch: Sequence[str] = ()
+) -> Cluster | Slurm | None:
+    """What runs the workers instead of this machine; None for `local`. ValueError if its package is not installed."""
+    if name not in ("local", "ray", "slurm"):
+        raise SpecError(f"--launcher must be local, ray or slurm, got '{name}'")
+    if sbatch and name != "slurm":
+        raise SpecError("--slurm-set is an option for SLURM jobs; add --launcher slurm")
+    if name == "local":
+        if cpus is not None or gpus is not None:
+            raise SpecError("--cpus and --gpus are for the workers of --launcher ray or slurm; leave them out")
+        return None
+    if name == "ray":
+        from ..study.launchers.ray import Cluster, check_ray
+
+        check_ray()
+        return Cluster(None, cpus or 1, gpus)
+    from ..study.launchers.slurm import Slurm, check_submitit, sbatch_parameters, time_limit
+
+    check_submitit()
+    if gpus is None:
+        gpus = max((arm.spec.devices for arm in study.spec.checked_arms() if arm.spec.device != "cpu"), default=0)
+    asked = sbatch_parameters(list(sbatch))
+    partition, minutes = asked.pop("partition", None), time_limit(str(asked.pop("time", "4:00:00")))
+    return Slurm(partition and str(partition), minutes, cpus, gpus, asked)
+
+
+def list_studies(runs: str | Path | None = None) -> list[dict[str, str]]:
+    """Name, place and question of the shipped studies and of those in the runs folder."""
+    from ..spec.raw import read_yaml
+
+    places = {"shipped": load.shipped_studies()}
+    places["in the runs folder"] = {
+        file.parent.name: file for file in sorted((runs_folder(runs) / "studies").glob("*/study.json"))
+    }
+    documents = []
+    for name, file in {name: file for known in places.values() for name, file in known.items()}.items():
+        try:
+            question = " ".join(str((read_yaml(file) or {}).get("question", "")).split())
+        except (ValueError, AttributeError) as error:
+            question = f"not readable: {error}"
+        where = " and ".join(place for place, known in places.items() if name in known)
+        documents.append({"name": name, "where": where, "question": question})
+    return documents
+
+
+def open_result(name_or_folder: str | Path, *, runs: str | Path | None = None) -> Result:
     """The result of a study that has begun, by its name in the runs folder or by its own folder.
 
     Reads what `cohort report` reads: the study's folder, wherever it is.
     """
     from ..record.study import read_folder
+    from .reporting import read_record
     from .result import Result
 
     folder = Path(name_or_folder)
@@ -112,72 +366,8 @@ def open_result(name_or_folder: str | Path, *, runs: str | Path | None = None) -
         folder = folder.resolve()
         store = folder.parent.parent if folder.parent.name == "studies" else None
     elif len(folder.parts) == 1:
-        store = _runs(runs)
+        store = runs_folder(runs)
         folder = store / "studies" / folder
     else:
         raise SpecError(f"'{folder}' is not the folder of a study: it has no study.json")
     return Result(read_folder(folder) if store is None else read_record(folder.name, store), folder, store)
-
-
-def evaluate(
-    model: str | Path,
-    task: str,
-    *,
-    split: str = "test",
-    path: str | Path | None = None,
-    samples: int | None = None,
-    settings: Mapping[str, Any] | None = None,
-    name: str | None = None,
-    runs: str | Path | None = None,
-) -> "Evaluation":
-    """Held-out accuracy of a model, as `cohort evaluate` measures it; a call that was cut off continues.
-
-    The arguments:
-
-        model     `tiny`, a Hub id, a model folder, a checkpoint, or the folder of a run
-        task      by name; `path` says where its data are: a Hub id, a local file or folder
-        split     train, validation or test
-        samples   completions of each problem
-        settings  dotted path -> value, as after `--set`
-        name      of the folder RUNS/evaluate/NAME that keeps every completion
-    """
-    from ..run.evaluate import intervals
-    from .result import Evaluation
-
-    folder = _runs(runs)
-    sets, data = _as_text(settings or {}), None if path is None else str(path)
-    _, directory, result = evaluated(str(model), task, split, data, samples, sets, name, folder)
-    return Evaluation(result, intervals(result), directory)
-
-
-def _study(source: str, settings: Mapping[str, Any]) -> Study:
-    return Study(source, dict(settings), load.load_study(source, _as_text(settings)))
-
-
-def _runs(folder: str | Path | None) -> Path:
-    return Path(folder or os.environ.get("COHORT_RUNS") or options.RUNS)
-
-
-def _as_text(settings: Mapping[str, Any]) -> list[str]:
-    """The settings as words after `--set`, from which the same values are read."""
-    return [f"{path}={_yaml(path, value)}" for path, value in settings.items()]
-
-
-def _yaml(path: str, value: Any) -> str:
-    try:
-        text = yaml.safe_dump(_plain(value), default_flow_style=True, width=float("inf"), allow_unicode=True)
-    except yaml.YAMLError:
-        kinds = "numbers, text, lists and mappings"
-        raise SpecError(f"setting '{path}' must be made of {kinds}, got {type(value).__name__}") from None
-    return text.removesuffix("...\n").strip()
-
-
-def _plain(value: Any) -> Any:
-    """Numbers of numpy as Python's, tuples as lists, paths as text."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, Path):
-        return str(value)
-    return value.item() if type(value).__module__ == "numpy" and hasattr(value, "item") else value

@@ -31,7 +31,7 @@ try:
 
     # isort: off
     from . import train, probe, reward_model, compare, study, plan, report, verify  # noqa: F401
-    from . import inspect, ui, register, doctor, memory, lists  # noqa: F401
+    from . import inspect, ui, doctor, memory, lists  # noqa: F401
 except KeyboardInterrupt:
     raise SystemExit(130) from None
 

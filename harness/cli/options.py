@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+from typing import Annotated, Any
 
 import typer
-
-if TYPE_CHECKING:
-    from ..data import Split
 
 RUNS = Path("runs")
 
@@ -59,10 +54,6 @@ Name = Annotated[str | None, typer.Option(metavar="NAME", help="Keep the results
 Workers = Annotated[
     str, typer.Option(metavar="N|auto", help="Trials at a time; auto: one per GPU, or else one per core.")
 ]
-Interleave = Annotated[
-    int | None,
-    typer.Option(min=1, metavar="STEPS", help="Training steps after which a trial pauses for one with fewer steps."),
-]
 Started = Annotated[str, typer.Argument(metavar="STUDY", help="Name of a study in the runs folder.")]
 Arm = Annotated[str, typer.Argument(metavar="ARM", help="Label of an arm, as `cohort study status` shows it.")]
 Storage = Annotated[
@@ -100,30 +91,23 @@ def use_store(tracking_uri: str | None) -> None:
 
 def with_password(storage: str | None) -> str | None:
     """The storage's URL, with the password asked for at the terminal if the server needs one."""
-    if not storage or not sys.stdin.isatty():
-        return storage
-    from ..ground.addresses import shown
-    from ..study.storage.postgres import ask_password
+    from ..api.study import with_password
 
-    return ask_password(storage, lambda: typer.prompt(f"Password for {shown(storage)}", hide_input=True, err=True))
+    return with_password(storage)
 
 
-def checked_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-        raise ValueError(f"--name must be letters, digits, '.', '_' or '-', the first a letter or digit, got '{name}'")
-    return name
-
-
-def checked_split(split: str) -> Split:
-    from ..data import Split
-
-    if split not in get_args(Split):
-        raise ValueError(f"--split must be one of {', '.join(get_args(Split))}, got '{split}'")
-    return cast("Split", split)
+def of_study(sets: list[str] | None, seeds: str | None, name: str | None) -> list[str]:
+    """The settings of a study that --set, --seeds and --name give."""
+    more = [] if seeds is None else [f"seeds={json.dumps(integers(seeds))}"]
+    return [*(sets or ()), *more, *([] if name is None else [f"name={json.dumps(name)}"])]
 
 
 def data_path(path: str | None) -> list[str]:
     return [] if path is None else [f"task.path={json.dumps(path)}"]
+
+
+def words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",")] if text else []
 
 
 def integers(text: str) -> list[int]:
@@ -134,10 +118,7 @@ def integers(text: str) -> list[int]:
 
 
 def shell(command: str, options: Mapping[str, Any]) -> str:
-    """The shell command that repeats this one; a list repeats its option, None leaves it out."""
-    words = []
-    for option, value in options.items():
-        for item in value if isinstance(value, list) else [value]:
-            if item is not None:
-                words += [option, shlex.quote(str(item))]
-    return " ".join(["cohort", command, *words])
+    """A shell command with more options: a list repeats its option, None leaves it out."""
+    items = [(option, item) for option, value in options.items()
+             for item in (value if isinstance(value, list) else [value]) if item is not None]  # fmt: skip
+    return " ".join([command, *(f"{option} {shlex.quote(str(item))}" for option, item in items)])

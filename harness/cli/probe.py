@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from .. import api
 from ..console import terminal
 from . import options
 from .commands import command, probe_app
@@ -32,7 +33,6 @@ def contamination(
     path: options.DataPath = None,
     problems: Annotated[int, typer.Option(min=2, metavar="N", help="Most problems of each set.")] = 500,
     fraction: Annotated[float, typer.Option(metavar="X", help="Fraction of a question that the model reads.")] = 0.6,
-    seed: Annotated[int, typer.Option(min=0, max=2**53, metavar="N", help="Seed of variants and permutations.")] = 0,
     sets: options.Sets = None,
     name: options.Name = None,
     runs: options.Runs = options.RUNS,
@@ -46,29 +46,15 @@ def contamination(
     Results go to RUNS/probes/NAME and to MLflow's experiment `probe`; reports of studies with the same model and task
     show them.
     """
-    from ..api.contamination import probe_contamination
-    from ..api.scale import scale_settings
-    from ..console.progress import phase_bar
     from ..data import InvalidRun
-    from ..record.finished import model_folder
-    from ..spec.load import load_run
 
     options.use_store(tracking_uri)
-    defaults = {"model": model_folder(model), "task": task, "algorithm": "grpo", "seed": seed}
-    scale = scale_settings(defaults["model"], sets, trains=False)
-    spec = load_run(None, [*(sets or ()), *scale, *options.data_path(path)], defaults)
+    settings = [*(sets or ()), *options.data_path(path)]
     try:
-        with phase_bar(f"{spec.model} on {spec.task.name}") as show:
-            found = probe_contamination(
-                spec,
-                runs,
-                name and options.checked_name(name),
-                split=options.checked_split(split),
-                reference=reference,
-                num_problems=problems,
-                prefix_fraction=fraction,
-                on_progress=show,
-            )
+        found = api.probe(
+            model, task, split=split, reference=reference, num_problems=problems, prefix_fraction=fraction,
+            settings=settings, name=name, runs=runs,
+        )  # fmt: skip
     except InvalidRun as error:
         terminal.fail(error)
         raise typer.Exit(1) from None

@@ -4,10 +4,10 @@ from typing import Annotated
 
 import typer
 
+from .. import api
 from ..console import terminal
 from .commands import app, command, uncollected
 from .options import RUNS, Runs, TrackingUri, use_store
-from .study import REPORTING
 
 
 @command(app, "report", "cohort report quickstart --open", "cohort report group_size kl_beta")
@@ -22,14 +22,9 @@ def report(
     A report of several studies goes to RUNS/reports, with arms named `study: arm`. Trials that ran on
     other hosts come from the MLflow server that --tracking-uri names.
     """
-    from ..api.report import write_joined_report, write_report
-    from ..console.progress import phase_bar
-    from ..mirror.address import check_remote
-
     use_store(tracking_uri)
-    check_remote()
-    with uncollected(), phase_bar(f"report of {' and '.join(studies)}", REPORTING):
-        files = write_report(studies[0], runs)[1] if len(studies) == 1 else write_joined_report(studies, runs)
+    with uncollected():
+        files = api.report(*studies, runs=runs)
     terminal.say(files.answer)
     terminal.say(f"Report: {files.html}")
     if browser:

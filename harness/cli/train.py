@@ -1,26 +1,18 @@
-"""`cohort train` and `cohort evaluate`."""
+"""`cohort train`, `cohort evaluate` and `cohort register`."""
 
 from __future__ import annotations
 
-import importlib
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated
 
 import typer
 
+from .. import api
 from ..console import terminal
 from . import options
 from .commands import app, command
 from .views.answers import show_evaluation
-
-if TYPE_CHECKING:
-    from ..data import EvaluationResult
-    from ..run.single import Watch
-    from ..run.state import RunResult
-    from ..spec.run import RunSpec
 
 EXIT_CODE = {"complete": 0, "stopped": 130}  # by a run's state; 1 for any other
 
@@ -30,8 +22,8 @@ EXIT_CODE = {"complete": 0, "stopped": 130}  # by a run's state; 1 for any other
     "train",
     "cohort train --set task=arithmetic --set algorithm=grpo --set cold_start.steps=400 --set steps=50",
     "cohort train my_run.yaml --set seed=1",
-    "cohort train my_7b_run.yaml --devices 8",
-    "torchrun --nproc-per-node 8 -m cohort train my_7b_run.yaml --devices 8",
+    "cohort train my_7b_run.yaml --set devices=8",
+    "torchrun --nproc-per-node 8 -m cohort train my_7b_run.yaml --set devices=8",
     "cohort train my_pipeline.yaml --set stages.polish.steps=20",
 )
 def train(
@@ -39,9 +31,6 @@ def train(
         Path | None, typer.Argument(metavar="SPEC.yaml", help="Run file; without one, defaults and --set.")
     ] = None,
     sets: options.Sets = None,
-    devices: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="GPUs of the run (processes on a machine without GPU).")
-    ] = None,
     name: options.Name = None,
     runs: options.Runs = options.RUNS,
     tracking_uri: options.TrackingUri = None,
@@ -49,86 +38,25 @@ def train(
 ) -> None:
     """Train one run in RUNS/train/NAME; the same command resumes it. A file with `stages` runs them one after
     another."""
-    from ..spec.load import load_run
-    from ..spec.raw import read_yaml
-
     options.use_store(tracking_uri)
-    sets = [*(sets or ()), *([] if devices is None else [f"devices={devices}"])]
-    if spec is not None and isinstance(raw := read_yaml(spec), dict) and "stages" in raw:
-        return _train_pipeline(spec, sets, name, runs, as_json)
-    run = load_run(None if spec is None else str(spec), sets)
-    name = options.checked_name(name or f"{run.task.name}-{run.algorithm.name}-seed{run.seed}-{run.digest()[:8]}")
-    _together([run])
-    from ..run.single import train_once  # after the checks, because it takes seconds
-
-    with _watched() as watch:
-        result = train_once(run, runs, name, watch)
-    if not as_json:
+    ended = api.train(spec, sets or (), name=name, runs=runs, command=sys.argv[1:])
+    result = ended.result
+    if as_json:
+        stages = {} if ended.stages is None else {"stages": ended.stages}
+        terminal.print_json({"name": ended.name, "directory": ended.directory, **vars(result), **stages})
+        raise typer.Exit(EXIT_CODE.get(result.state, 1))
+    if ended.stages is None:
         rows = [(key, terminal.quantity(key, value)) for key, value in result.summary.items()]
         terminal.show_table("", ["quantity", "value"], rows, numeric=["value"])
-    _end(name, runs, result, as_json)
-
-
-def _together(specs: Sequence[RunSpec]) -> None:
-    """Run this command in a group of processes if a run has several devices; returns in the one that leads it."""
-    from ..ground.machine import in_group
-
-    devices = max(spec.devices for spec in specs)
-    if in_group():
-        from ..devices.group import join
-        from ..run.loop import train as run
-
-        if (group := join()) is not None and group.rank:
-            group.follow(run)
-            raise typer.Exit()
-    elif devices > 1:
-        from ..checks.preflight import check_devices
-        from ..devices.launch import start
-
-        check_devices(specs)
-        raise typer.Exit(start(["-P", "-m", "cohort", *sys.argv[1:]], devices))
-
-
-@contextmanager
-def _watched() -> Iterator[Watch]:
-    """Show a run's progress on stderr."""
-    from ..console.progress import study_view
-    from ..run.single import Watch
-
-    with study_view() as view:
-        yield Watch(view.update)
-
-
-def _train_pipeline(spec: Path, sets: list[str] | None, name: str | None, runs: Path, as_json: bool) -> None:
-    """Run a file's stages; exit codes are those of a single run."""
-    from ..ground.inputs import digest
-    from ..run.pipeline import train_pipeline
-    from ..run.stages import load_pipeline
-
-    stages = load_pipeline(spec, sets or ())
-    name = options.checked_name(name or f"{spec.stem}-{digest([s.document() for s in stages])[:8]}")
-    _together([stage.spec for stage in stages])
-    with _watched() as watch:
-        result, ended = train_pipeline(stages, runs, name, watch)
-    if not as_json:
+    else:
         keys = ("accuracy_initial", "accuracy_final", "test_accuracy", "rollouts", "seconds")
         rows = []
-        for s in ended:
-            found = [terminal.quantity(k, s.result.summary[k]) if k in s.result.summary else "" for k in keys]
-            rows.append([s.name, s.kind, s.result.state, *found])
+        for one in ended.stages:
+            found = [terminal.quantity(k, one["summary"][k]) if k in one["summary"] else "" for k in keys]
+            rows.append([one["name"], one["kind"], one["state"], *found])
         terminal.show_table("", ["stage", "kind", "state", *keys], rows, numeric=keys)
-    shown = [{"name": s.name, "kind": s.kind, "directory": s.directory, **vars(s.result)} for s in ended]
-    _end(name, runs, result, as_json, stages=shown)
-
-
-def _end(name: str, runs: Path, result: RunResult, as_json: bool, **more: Any) -> NoReturn:
-    """Show how a run ended (`more` only with --json), and exit with the code for it."""
-    directory = runs / "train" / name
-    if as_json:
-        terminal.print_json({"name": name, "directory": directory, **vars(result), **more})
-    else:
-        terminal.say(f"{name}: {result.state}" + (f" ({result.reason})" if result.reason else ""))
-        terminal.say(f"Files: {directory}")
+    terminal.say(f"{ended.name}: {result.state}" + (f" ({result.reason})" if result.reason else ""))
+    terminal.say(f"Files: {ended.directory}")
     raise typer.Exit(EXIT_CODE.get(result.state, 1))
 
 
@@ -162,49 +90,32 @@ def evaluate(
 
     options.use_store(tracking_uri)
     try:
-        spec, directory, result = evaluated(model, task, split, path, samples, sets, name, runs)
+        spec, directory, result = api.evaluated(
+            model, task, split=split, path=path, samples=samples, settings=sets or (), name=name, runs=runs
+        )
     except InvalidRun as error:
         terminal.fail(error)
         raise typer.Exit(1) from None
     if as_json:
-        from ..run.evaluate import intervals
-
-        given = {"model": model, "task": task, "split": split, "spec": spec.model_dump(mode="json")}
-        found = {"metrics": result.metrics, "intervals": intervals(result), "breakdown": result.breakdown}
-        counts, k = result.correct_counts, int(result.metrics["num_samples"])
-        found["curves"] = importlib.import_module("cohort.reports.capability").curves_of_counts(
-            list(counts.values()), k
-        )
-        rows = {"correct_counts": counts, "samples": result.samples[:16]}
-        terminal.print_json({**given, **found, **rows, "directory": directory})
+        given = {"model": model, "task": task, "split": split}
+        terminal.print_json({**given, **api.evaluation_document(spec, result), "directory": directory})
         return
     show_evaluation(f"{model} on {task} ({split})", result)
     terminal.say(f"Files: {directory}")
 
 
-def evaluated(
-    model: str,
-    task: str,
-    split: str,
-    path: str | None,
-    samples: int | None,
-    sets: list[str] | None,
-    name: str | None,
-    runs: Path,
-) -> tuple[RunSpec, Path, EvaluationResult]:
-    """The run spec of an evaluation, the folder of its completions, and its result; shows progress."""
-    from ..console.progress import phase_bar
+@command(app, "register", "cohort register runs/train/my-run --name arithmetic-grpo")
+def register(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="RUNS/train/NAME or RUNS/studies/NAME/trials/TRIAL.")],
+    name: Annotated[str, typer.Option(metavar="NAME", help="The model's name in MLflow's registry.")],
+    runs: options.Runs = options.RUNS,
+    tracking_uri: options.TrackingUri = None,
+) -> None:
+    """Register the final policy of a run as a version of a model in MLflow.
 
-    part = options.checked_split(split)
-    extra = [] if samples is None else [f"evaluation.num_samples={samples}"]
-    with phase_bar(f"{model} on {task}") as show:  # before imports that take seconds
-        from ..api.scale import scale_settings
-        from ..record.finished import model_folder
-        from ..run.single import evaluate_once
-        from ..spec.load import load_run
-
-        defaults = {"model": model_folder(model), "task": task, "algorithm": "grpo"}
-        scale = scale_settings(defaults["model"], sets, trains=False)
-        spec = load_run(None, [*(sets or ()), *scale, *options.data_path(path), *extra], defaults)
-        name = options.checked_name(name or f"{spec.task.name}-{split}-{spec.digest()[:8]}")
-        return spec, runs / "evaluate" / name, evaluate_once(spec, part, runs, name, show)
+    The version links to the run and names its files, which stay where they are; an MLflow server gets a copy. A trial
+    of a study keeps its policy with checkpoints.finished=weights, a single run by default.
+    """
+    options.use_store(tracking_uri)
+    version, policy = api.register(run, name, runs=runs)
+    terminal.say(f"{name}, version {version}: {policy}")

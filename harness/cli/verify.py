@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .. import api
 from ..console import terminal
 from .commands import app, command, study_app
 from .options import RUNS, Json, Runs, Started
@@ -37,22 +38,7 @@ def verify(
     Completions are graded again. Exit code 0 if all numbers match; otherwise 1, with a list of the cells that do not.
     It needs only the study's folder, not the MLflow store or the machine that ran the study, and changes nothing.
     """
-    from ...reports.render import write_report
-    from ..api.capsule import altered, unpacked
-    from ..api.findings import Place
-    from ..api.verify import verify_study
-
-    own = runs / "studies" / study
-    place = own if own.is_dir() else Path(study)
-    if place.is_dir():
-        record, findings = verify_study(place, write_report)
-    elif place.is_file():
-        with unpacked(place) as folder:
-            record, findings = verify_study(folder, write_report)
-            for name, hashes in altered(place, folder).items():
-                Place(findings).compare_hash(name, *hashes)
-    else:
-        raise ValueError(f"'{study}' is not a study in '{runs}', a study's folder or a capsule")
+    record, findings = api.verify(study, runs=runs)
     if as_json:
         terminal.print_json({"study": record.name, "verified": findings.is_verified, **vars(findings)})
     else:
@@ -70,12 +56,7 @@ def study_export(
 
     `cohort verify FILE.zip` verifies it on any machine.
     """
-    from ..api.capsule import export_capsule
-
-    folder = runs / "studies" / study
-    if not folder.is_dir():
-        raise ValueError(f"the runs folder '{runs}' has no study '{study}'")
-    count = export_capsule(folder, file)
+    count = api.export_capsule(runs / "studies" / study, file)
     terminal.say(f"{file}: {count} files, {terminal.mebibytes(file.stat().st_size)} MiB")
 
 

@@ -11,15 +11,17 @@ from ...console.terminal import duration, mebibytes, percent, say, show_table, s
 if TYPE_CHECKING:
     from ...record.status import StudyStatus
     from ...record.study import StudyRecord
-    from ...spec.run import RunSpec
     from ...spec.search import Dimension
     from ...spec.study import StudySpec
 
 
-def show_study(study: StudySpec, run: RunSpec, arms: Sequence[Mapping[str, Any]], trials: int, rollouts: int) -> None:
-    """Print a study's question, searches, arms, one run with every setting, and budget."""
+def show_study(study: StudySpec, document: Mapping[str, Any]) -> None:
+    """Print a study's question, searches, arms, one run with every setting, and budget, from `harness.api.show`."""
     import yaml
 
+    run, arms = dict(document["resolved_run"]), document["design_arms"]
+    trials, rollouts = document["budget"]["trials"], document["budget"]["rollouts"]
+    run.pop("seed")
     say(f"{study.name}: {' '.join(study.question.split())}\n")
     for plan in study.searches():
         search = plan.search
@@ -32,7 +34,7 @@ def show_study(study: StudySpec, run: RunSpec, arms: Sequence[Mapping[str, Any]]
         show_table("", headers, rows, numeric=headers[2:])
     whose = f" of arm {arms[0]['arm']}" if arms else ""
     say(f"\nThe run{whose}, with every setting:")
-    say(yaml.safe_dump(run.model_dump(mode="json", exclude={"seed"}), sort_keys=False, width=110).rstrip() + "\n")
+    say(yaml.safe_dump(run, sort_keys=False, width=110).rstrip() + "\n")
     baseline = study.baseline or next(iter(study.arm_labels()), "none beforehand")
     say(f"Metric: {study.metric}. Baseline: {baseline}. Design: {study.design}.")
     few, most = len(study.first_seeds), study.most_seeds

@@ -6,18 +6,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from ...reports.render import write_report
 from ..ground.files import sha256
 from ..record.evidence import EVIDENCE, Evidence, read_evidence, writing_versions
 from ..record.study import STUDY, StudyRecord, read_folder
 from .findings import Findings, Place
 from .verify_trial import check_trial
 
-WriteReport = Callable[..., Any]  # `reports.render.write_report`
+WriteReport = Callable[..., Any]  # as `write_report`
 TABLE = "results.csv"
 _WRITTEN = (".html", ".md", ".csv", ".svg")  # files of a report that are written alike each time
 
 
-def verify_study(folder: Path, write_report: WriteReport) -> tuple[StudyRecord, Findings]:
+def verify_study(folder: Path, write: WriteReport = write_report) -> tuple[StudyRecord, Findings]:
     """The study's record, and everything that does not follow from the files in its folder. Writes nothing there.
 
     ValueError for a folder that is not a study's, has no results or no evidence.
@@ -43,7 +44,7 @@ def verify_study(folder: Path, write_report: WriteReport) -> tuple[StudyRecord, 
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
             place.differs(f"trials/{trial.trial}", "", "files of a run", f"{type(error).__name__}: {error}")
     _check_search(record, everywhere)
-    _check_report(folder, record, evidence, everywhere, write_report)
+    _check_report(folder, record, evidence, everywhere, write)
     return record, findings
 
 
@@ -63,13 +64,11 @@ def _check_search(record: StudyRecord, place: Place) -> None:
         place.findings.notes.append("seeds.json: the decision on the number of seeds is compared by hash alone")
 
 
-def _check_report(
-    folder: Path, record: StudyRecord, evidence: Evidence, place: Place, write_report: WriteReport
-) -> None:
+def _check_report(folder: Path, record: StudyRecord, evidence: Evidence, place: Place, write: WriteReport) -> None:
     """Write the report again and compare the table cell by cell, the text line by line, figures whole."""
     with TemporaryDirectory(prefix="cohort-verify-") as scratch:
         try:
-            write_report(record, Path(scratch), ("svg",))
+            write(record, Path(scratch), ("svg",))
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             return place.differs("report", "", "a report", f"{type(error).__name__}: {error}")
         anew, stored = Path(scratch), folder / "report"

@@ -14,15 +14,16 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
+from ...reports.statistics import minimum_detectable_difference
 from ..ground.files import read_json
 from ..ground.inputs import digest
 from ..ground.machine import usable_cores
@@ -32,18 +33,20 @@ from ..record.events import EVENTS, RunHistory, read_events
 from ..spec.errors import SpecError
 from ..spec.run import RunSpec
 from ..spec.study import Arm, StudySpec, parse_study
-from .checks import check_study
-from .estimates import planned
-from .launchers.local import default_workers
-from .runner import run_study
-from .two_stage import on_test_split
-from .worker import EXECUTE
+from ..study.checks import check_study
+from ..study.estimates import planned
+from ..study.launchers.local import default_workers
+from ..study.runner import run_study
+from ..study.two_stage import on_test_split
+from ..study.worker import EXECUTE
+from .reporting import write_report
+from .settings import runs_folder
+from .study import Study
 
 STEPS = 10  # steps of a calibration; the first is not timed
 MOST_SEEDS = 200
 FACTORS = (0.25, 0.5, 1.0, 2.0)  # fractions of the study's own steps
 LEAST_SEEDS = 3  # with fewer seeds the spread is hardly known
-Paced = Mapping[str, "Pace"]  # arm label -> its pace
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class Calibration:
     """The measurements of a cut study: the pace of each arm, and the seconds besides training of a worker's first
     trial, of each further trial, and of the end (including the report)."""
 
-    paces: Paced
+    paces: Mapping[str, Pace]
     first: float
     further: float
     end: float
@@ -105,9 +108,74 @@ class Option:
     detectable: float | None
 
 
-def calibrate(
-    study: StudySpec, runs: Path, workers: int | None, write_report: Callable[[str, Path], object]
-) -> Calibration:
+@dataclass(frozen=True)
+class Spread:
+    """The standard deviation over seeds of the estimated quantity, and its source."""
+
+    deviation: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The cost of a study as it is and, within the limit that was given, with other steps and seeds; `best` is None if
+    the limit allows no study."""
+
+    measured: Calibration
+    spread: Spread | None
+    as_it_is: Option
+    options: Sequence[Option]
+    best: Option | None
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "measured_seconds": self.measured.seconds, "workers": self.measured.workers,
+            "spread": self.spread and asdict(self.spread), "as_it_is": asdict(self.as_it_is),
+            "options": [asdict(one) for one in self.options], "proposed": self.best and asdict(self.best),
+        }  # fmt: skip
+
+
+def plan(
+    study: Study,
+    *,
+    hours: float | None = None,
+    flops: float | None = None,
+    power: float | None = None,
+    spread: float | None = None,
+    workers: int | None = None,
+    runs: str | Path | None = None,
+) -> Proposal:
+    """Measure a few steps of a study, then predict its cost and propose steps and seeds.
+
+    At most one limit: `hours` from start to report, `flops` of all trials, or the `power` to detect a difference with
+    probability 0.8. `spread` is the standard deviation of a difference over seeds, by default that of complete trials.
+    """
+    limits = {"--hours": hours, "--flops": flops, "--power": power, "--spread": spread}
+    for name, value in limits.items():
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise SpecError(f"{name} must be a number above 0, got {value:g}")
+    if len(given := [name for name in ("--hours", "--flops", "--power") if limits[name] is not None]) > 1:
+        raise SpecError(
+            f"only one of --hours, --flops and --power can be given, got {' and '.join(given)}; leave one out"
+        )
+    spec, folder = study.spec, runs_folder(runs).resolve()
+    if given and spec.searches():
+        raise SpecError(
+            f"{given[0]} must be left out for a study that searches or tunes: its file sets the number of trials"
+        )
+    known = Spread(spread, "as given") if spread is not None else spread_of(spec, folder)
+    if power is not None and known is None:
+        raise SpecError(
+            "--power needs the spread over seeds, but the runs folder has no two complete seeds of these arms; give "
+            "--spread, such as 0.02"
+        )
+    measured = calibrate(spec, folder, workers)
+    own = option(spec, measured, spec.most_seeds, 1.0, known)
+    found = options_within(spec, measured, known, hours=hours, flops=flops, power=power) if given else []
+    return Proposal(measured, known, own, found, proposed(found) if given else own)
+
+
+def calibrate(study: StudySpec, runs: Path, workers: int | None) -> Calibration:
     """Measure a study. It trains the cold starts first, in the cache of the runs folder, where the study will find
     them.
 
@@ -132,15 +200,15 @@ def calibrate(
         write_report(cut.name, scratch)
         ended = time.time()
         specs = {arm.label: arm.spec for arm in cut.design_arms()}
-        trials = [_measured(trial.arm, trial.directory, specs[trial.arm]) for trial in status.trials]
-    trials.sort(key=lambda one: one.ended)
+        trials = [(trial.arm, *_measured(trial.directory, specs[trial.arm])) for trial in status.trials]
+    trials.sort(key=lambda one: one[-1])
     first, further, last_of = [], [], {}
-    for one in trials:  # for each worker, its trials in order
-        extra = one.ended - last_of.get(one.worker, since) - one.pace.seconds(specs[one.arm])
-        (further if one.worker in last_of else first).append(max(0.0, extra))
-        last_of[one.worker] = one.ended
-    paces = {label: _mean([one.pace for one in trials if one.arm == name]) for label, name in name_of.items()}
-    end = ended - trials[-1].ended
+    for arm, pace, worker, end in trials:  # for each worker, its trials in order
+        extra = end - last_of.get(worker, since) - pace.seconds(specs[arm])
+        (further if worker in last_of else first).append(max(0.0, extra))
+        last_of[worker] = end
+    paces = {label: _mean([pace for arm, pace, *_ in trials if arm == name]) for label, name in name_of.items()}
+    end = ended - trials[-1][-1]
     return Calibration(paces, fmean(first), fmean(further or first), end, time.monotonic() - began, size)
 
 
@@ -160,14 +228,6 @@ def predict(study: StudySpec, measured: Calibration, seeds: int, factor: float =
         taken += pace.seconds(spec, factor)
         flops += pace.flops(spec, factor)
     return max(free) + measured.end, taken, flops
-
-
-@dataclass(frozen=True)
-class Spread:
-    """The standard deviation over seeds of the estimated quantity, and its source."""
-
-    deviation: float
-    source: str
 
 
 def spread_of(study: StudySpec, runs: Path) -> Spread | None:
@@ -197,12 +257,7 @@ def spread_of(study: StudySpec, runs: Path) -> Spread | None:
     return Spread(deviation, f"{count} complete seeds in the runs folder")
 
 
-Detectable = Callable[[float, float, float], float]  # standard error, degrees of freedom, alpha -> difference
-
-
-def option(
-    study: StudySpec, measured: Calibration, seeds: int, factor: float, spread: Spread | None, detectable: Detectable
-) -> Option:
+def option(study: StudySpec, measured: Calibration, seeds: int, factor: float, spread: Spread | None) -> Option:
     """The cost of a study with that many seeds and steps, and the difference that it can detect."""
     seconds, taken, flops = predict(study, measured, seeds, factor)
     arms = [arm for arm, _ in planned(study)]
@@ -210,7 +265,7 @@ def option(
     comparisons = max(1, len([arm for arm in arms if arm.spec.control is None]) - 1)
     found = None
     if spread is not None and seeds > 1 and not study.searches():
-        found = detectable(spread.deviation / math.sqrt(seeds), seeds - 1, 0.05 / comparisons)
+        found = minimum_detectable_difference(spread.deviation / math.sqrt(seeds), seeds - 1, 0.05 / comparisons)
     known = all(measured.paces[arm.label].flops_step for arm in arms)
     units = taken * _units(arms[0].spec, measured.workers)
     return Option(
@@ -223,7 +278,6 @@ def options_within(
     study: StudySpec,
     measured: Calibration,
     spread: Spread | None,
-    detectable: Detectable,
     *,
     hours: float | None = None,
     flops: float | None = None,
@@ -235,7 +289,7 @@ def options_within(
     for factor in FACTORS if power is None else (1.0,):
         best: Option | None = None
         for seeds in range(2, MOST_SEEDS + 1):
-            one = option(study, measured, seeds, factor, spread, detectable)
+            one = option(study, measured, seeds, factor, spread)
             if power is not None:
                 if one.detectable is not None and one.detectable <= power:
                     best = one
@@ -255,17 +309,8 @@ def proposed(options: Sequence[Option]) -> Option | None:
     return max(enough or options, key=lambda one: one.factor if enough else one.seeds, default=None)
 
 
-@dataclass(frozen=True)
-class _Trial:
-    """A trial of a calibration: its pace, the process that ran it, and its end (seconds since 1970)."""
-
-    arm: str
-    pace: Pace
-    worker: int
-    ended: float
-
-
-def _measured(arm: str, directory: Path, spec: RunSpec) -> _Trial:
+def _measured(directory: Path, spec: RunSpec) -> tuple[Pace, int, float]:
+    """The pace of a trial, the process that ran it, and its end (seconds since 1970)."""
     history = RunHistory()
     for event in read_events(directory / EVENTS):
         history.add(event)
@@ -285,7 +330,7 @@ def _measured(arm: str, directory: Path, spec: RunSpec) -> _Trial:
     problems = pace.problems(spec)
     each = (summary["seconds"] - in_steps) / problems
     pace = replace(pace, problem=each, flops_problem=summary.get("flops_evaluation", 0.0) / problems)
-    return _Trial(arm, pace, history.attempts[-1]["pid"], history.finish[0]["time"] / 1000)
+    return pace, history.attempts[-1]["pid"], history.finish[0]["time"] / 1000
 
 
 def _mean(paces: Sequence[Pace]) -> Pace:

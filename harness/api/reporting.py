@@ -1,5 +1,5 @@
 """Writes reports, and while a study runs one from time to time, in a child process with low priority:
-`python -m cohort.harness.api.report STUDY RUNS`."""
+`python -m cohort.harness.api.reporting STUDY RUNS`."""
 
 import os
 import subprocess
@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from .settings import REPORTING, runs_folder
+
 if TYPE_CHECKING:
     from ...reports.render import ReportFiles
     from ..record.study import StudyRecord
@@ -17,19 +19,25 @@ EVERY_SECONDS = 480.0
 SHARE = 0.02  # largest share of the time
 
 
+def report(*names: str, runs: str | Path | None = None) -> "ReportFiles":
+    """Write a study's report again; several studies of one task give one report, in RUNS/reports."""
+    from ...reports.join import join
+    from ...reports.render import write_report as render
+    from ..console.progress import phase_bar
+    from ..mirror.address import check_remote
+
+    folder = runs_folder(runs)
+    check_remote()
+    with phase_bar(f"report of {' and '.join(names)}", REPORTING):
+        if len(names) == 1:
+            return write_report(names[0], folder)[1]
+        return render(join([read_record(name, folder) for name in names]), folder / "reports" / "+".join(names))
+
+
 def write_report(name: str, runs: Path) -> "tuple[StudyRecord, ReportFiles]":
     """A study's record, and the files of the report that is written from it."""
     record = read_record(name, runs)
     return record, keep_report(record, runs)
-
-
-def write_joined_report(names: Sequence[str], runs: Path) -> "ReportFiles":
-    """One report of several studies, in RUNS/reports. ValueError if they measure different things."""
-    from ...reports.join import join
-    from ...reports.render import write_report
-
-    record = join([read_record(name, runs) for name in names])
-    return write_report(record, runs / "reports" / "+".join(names))
 
 
 def read_record(name: str, runs: Path) -> "StudyRecord":

@@ -1,0 +1,124 @@
+"""Says what there is: plugins and settings with defaults and ranges, and the problems of a task."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
+from .. import plugins
+from .settings import Settings, as_texts
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+    from ..data import PromptFormat
+
+LISTS = {"algorithm": "algorithms", "task": "tasks", "engine": "engines", "rewards": "rewards"}  # field -> its list
+SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+
+
+def describe_plugins(kind: plugins.Kind, name: str | None = None, facts: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """The plugins of a kind, or one, as class and module describe them: summary, facts (class attributes), settings."""
+    if name is not None:
+        plugins.load(kind, name)  # says what there is, if not this
+    documents = []
+    for one in [name] if name else plugins.names(kind):
+        cls: Any = plugins.load(kind, one)
+        fields = plugins.settings_class(kind, one).model_fields
+        document = (importlib.import_module(cls.__module__).__doc__ or cls.__doc__ or "").strip()
+        paragraph = " ".join(document.split("\n\n")[0].split())
+        documents.append({
+            "name": one,
+            "summary": re.split(r"(?<=[.])\s+(?=[A-Z`])", paragraph)[0],
+            "document": document,
+            **{fact: getattr(cls, fact) for fact in facts},
+            "settings": [_setting(key, field) for key, field in fields.items() if key != "name"],
+        })  # fmt: skip
+    return documents
+
+
+def describe_settings(section: str | None = None) -> list[dict[str, Any]]:
+    """The settings of a run, of one of its sections, or (`study`) of a study file, by full path with default and
+    range."""
+    from ..spec import paths
+    from ..spec.errors import SpecError, did_you_mean
+    from ..spec.run import RunSpec
+    from ..spec.study import StudySpec
+
+    fields = list(paths.settings(StudySpec if section == "study" else RunSpec))
+    if section not in (None, "study"):
+        known = list(dict.fromkeys(["study", *(path.partition(".")[0] for path, _ in fields)]))
+        near = did_you_mean(section, [*known, *(path for path, _ in fields)])
+        fields = [(path, field) for path, field in fields if f"{path}.".startswith(f"{section}.")]
+        if not fields:
+            raise SpecError(
+                f"SECTION must be one of {', '.join(known)} or a full path, got '{section}'; {near}".rstrip("; ")
+            )
+    documents = [_setting(path, field) for path, field in fields]
+    for document in documents:
+        if document["name"] in LISTS:
+            document["range"] = f"cohort list {LISTS[document['name']]}"
+    return documents
+
+
+def describe_task(
+    name: str, settings: Settings = (), *, split: str = "test", count: int = 3, model: str | None = None
+) -> dict[str, Any]:
+    """Settings of a task, sizes of its splits (or why one is missing), the first problems of `split`, and a worked
+    solution; each text as `model` reads it, if one is named."""
+    from ..run.grading import problem_rows
+    from ..spec.load import load_run
+    from .runs import checked_split
+
+    part = checked_split(split)
+    spec = load_run(None, as_texts(settings), {"task": name, "algorithm": "grpo"})
+    task = spec.task
+    demonstrations = _or_reason(task.demonstrations)
+    shown = demonstrations[0] if demonstrations and not isinstance(demonstrations, str) else None
+    document = {
+        "task": task.name,
+        "settings": task.model_dump(mode="json"),
+        "sizes": {
+            part: _or_reason(lambda part=part: len(task.prompts(part))) for part in ("train", "validation", "test")
+        },
+        "skipped_rows": task.num_skipped_rows(part),
+        "max_completion_tokens": task.max_completion_tokens,
+        "split": part,
+        "problems": problem_rows(task.prompts(part)[:count]),
+        "worked_solution": None if shown is None else {"prompt": shown.prompt, "completion": shown.completion},
+    }
+    if model is not None:
+        _encode(document, model, spec.prompt)
+    return document
+
+
+def _or_reason(read: Callable[[], Any]) -> Any:
+    """The result of `read`, or the message of its ValueError."""
+    try:
+        return read()
+    except ValueError as error:
+        return str(error)
+
+
+def _encode(document: dict[str, Any], model: str, prompt: PromptFormat) -> None:
+    """Replace each text by the model's input, and add its length in tokens and the tokens that end a completion."""
+    from ..policy.text import load_codec
+
+    codec = load_codec(model, prompt)
+    for problem in document["problems"]:
+        ids = codec.encode(problem["prompt"])
+        problem |= {"prompt": codec.decode(ids), "prompt_tokens": len(ids)}
+    if solution := document["worked_solution"]:
+        solution["prompt"] = codec.decode(codec.encode(solution["prompt"]))
+        solution["completion"] = codec.decode(codec.encode_completion(solution["completion"]))
+    document["completion_ends"] = [codec.decode([i]) for i in codec.end_ids()]
+
+
+def _setting(name: str, field: FieldInfo) -> dict[str, Any]:
+    bounds = [f"{sign} {getattr(m, key)}" for m in field.metadata for key, sign in SIGNS.items() if hasattr(m, key)]
+    if get_origin(field.annotation) is Literal:
+        bounds.append(" or ".join(map(str, get_args(field.annotation))))
+    default = "required" if field.is_required() else field.get_default(call_default_factory=True)
+    return {"name": name, "default": default, "range": ", ".join(bounds), "description": field.description or ""}
