@@ -65,11 +65,12 @@ def as_csv(frame: pd.DataFrame) -> list[list[str]]:
 
 
 def test_these_names_are_public_and_no_others():
-    names = ["Evaluation", "Report", "Result", "Study", "evaluate", "load_study", "open_result", "run"]
+    names = ["Evaluation", "Report", "Result", "Study", "compare", "evaluate", "grade", "load_study", "open_result"]
+    names += ["report", "run", "train", "verify"]
     assert cohort.__all__ == names == dir(cohort)
     assert all(getattr(cohort, name).__doc__ for name in names)
-    with pytest.raises(AttributeError, match="has no attribute 'compare'"):
-        cohort.compare  # noqa: B018
+    with pytest.raises(AttributeError, match="has no attribute 'plan'"):
+        cohort.plan  # noqa: B018
 
 
 def test_a_notebook_beside_files_of_our_names_reads_studies_and_results(folder: Path, tmp_path: Path):

@@ -265,7 +265,7 @@ def test_time_limits_are_read_as_sbatch_reads_them(text: str, minutes: int):
 
 @pytest.mark.parametrize("text", ["", "4h", "1:2:3:4", "-1", "1-", "-", "4", "0:90", "1-2-3", "\uff19\uff10"])
 def test_a_time_limit_that_sbatch_would_not_take_or_that_is_too_short_is_one_sentence(text: str):
-    with pytest.raises(SpecError, match="--slurm-time must be"):
+    with pytest.raises(SpecError, match="--slurm-set time must be"):
         time_limit(text)
 
 
@@ -284,10 +284,10 @@ SLURM = ["--launcher", "slurm", "--workers", "2"]
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([*SLURM, "--slurm-partition", "nowhere"], "invalid partition specified: nowhere"),
-        ([*SLURM, "--slurm-time", "soon"], "--slurm-time must be a time limit"),
+        ([*SLURM, "--slurm-set", "partition=nowhere"], "invalid partition specified: nowhere"),
+        ([*SLURM, "--slurm-set", "time=soon"], "--slurm-set time must be a time limit"),
         (["--launcher", "slurm"], "needs --workers N"),
-        (["--slurm-gpus", "2"], "--slurm-gpus is an option for SLURM jobs; add --launcher slurm"),
+        (["--slurm-set", "mem=1G"], "--slurm-set is an option for SLURM jobs; add --launcher slurm"),
         ([*SLURM, "--workers", "0"], "leave one of them out"),
         (["--launcher", "pbs"], "--launcher must be local, ray or slurm, got 'pbs'"),
     ],

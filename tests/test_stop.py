@@ -16,6 +16,7 @@ from cohort.harness.ground.stop import STEP, acknowledged, stop_on_signals
 # Ends in the middle of the imports of a command, before it has a graceful way to stop.
 EARLY = """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
 class Interrupting:
     def find_spec(self, name, path=None, target=None):
         if name == sys.argv[1]:

@@ -307,7 +307,7 @@ def show(study: Study) -> dict[str, Any]:
 
 
 def launcher(
-    name: str, study: Study, cpus: int | None, gpus: int | None, sbatch: Sequence[str] = ()
+    name: str, study: Study, cpus: float | None, gpus: float | None, sbatch: Sequence[str] = ()
 ) -> Cluster | Slurm | None:
     """What runs the workers instead of this machine; None for `local`. ValueError if its package is not installed."""
     if name not in ("local", "ray", "slurm"):
@@ -322,15 +322,17 @@ def launcher(
         from ..study.launchers.ray import Cluster, check_ray
 
         check_ray()
-        return Cluster(None, cpus or 1, gpus)
+        return Cluster(None, 1 if cpus is None else cpus, gpus)
     from ..study.launchers.slurm import Slurm, check_submitit, sbatch_parameters, time_limit
 
     check_submitit()
+    if any(count is not None and count != int(count) for count in (cpus, gpus)):
+        raise SpecError("--cpus and --gpus must be whole numbers for --launcher slurm")
     if gpus is None:
         gpus = max((arm.spec.devices for arm in study.spec.checked_arms() if arm.spec.device != "cpu"), default=0)
     asked = sbatch_parameters(list(sbatch))
     partition, minutes = asked.pop("partition", None), time_limit(str(asked.pop("time", "4:00:00")))
-    return Slurm(partition and str(partition), minutes, cpus, gpus, asked)
+    return Slurm(partition and str(partition), minutes, None if cpus is None else int(cpus), int(gpus), asked)
 
 
 def list_studies(runs: str | Path | None = None) -> list[dict[str, str]]:

@@ -5,16 +5,17 @@ from typing import Annotated, Any
 
 import typer
 
+from .. import api
 from ..console.terminal import mebibytes, print_json, show_table
 from .commands import app, command
-from .options import Json, Sets
+from .options import Json, Sets, words
 
 
 @command(
     app,
     "memory",
     "cohort memory --model-config Qwen2.5-0.5B --algorithms ppo,grpo",
-    "cohort memory --model-config tiny --algorithms ppo,grpo --rollouts 64 --set algorithm.kl_beta=0 --json",
+    "cohort memory --model-config tiny --algorithms ppo,grpo --set rollouts_per_step=64 --set dtype=bfloat16 --json",
 )
 def memory(
     config: Annotated[
@@ -22,39 +23,28 @@ def memory(
         typer.Option("--model-config", metavar="NAME", help="'tiny', Qwen2.5-0.5B, ..., or a folder with config.json."),
     ],
     algorithms: Annotated[str, typer.Option(metavar="A,B,...", help="Algorithms; ratios are to the first.")],
-    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Training steps; the first is not timed.")] = 3,
-    rollouts: Annotated[int, typer.Option(min=1, metavar="N", help="Completions per step.")] = 32,
     prompt_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens per prompt.")] = 64,
-    max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens per completion.")] = 128,
-    dtype: Annotated[str, typer.Option(help="Of weights and optimiser: float32 or bfloat16.")] = "float32",
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
     """Measure memory and time of training steps on a random model of a known shape; nothing is downloaded.
 
-    Each algorithm runs in its own process, on completions of equal length.
+    Each algorithm runs in its own process: 3 steps (the first is not timed) of 32 completions of 128 tokens in float32,
+    unless --set gives other steps, rollouts_per_step, sampling.max_tokens or dtype.
     """
-    from ..api.measure_memory import measure
     from ..console.progress import phase_bar
     from ..spec.raw import parse_overrides
 
+    changes = parse_overrides(sets or ())
+    dtype = str(changes.pop("dtype", "float32"))
     with phase_bar(f"memory of {config}") as show:
-        documents = measure(
-            config,
-            [word.strip() for word in algorithms.split(",")],
-            steps=steps,
-            rollouts=rollouts,
-            prompt_tokens=prompt_tokens,
-            max_tokens=max_tokens,
-            dtype=dtype,
-            overrides=parse_overrides(sets or ()),
-            on_progress=show,
+        documents = api.measure(
+            config, words(algorithms), prompt_tokens=prompt_tokens, dtype=dtype, overrides=changes, on_progress=show
         )
     if as_json:
         print_json({"model_config": config, "dtype": dtype, "measured": documents})
     else:
-        title = f"{config}, {dtype}, {rollouts} rollouts of {prompt_tokens}+{max_tokens} tokens"
-        show_measured(title, documents)
+        show_measured(f"{config}, {dtype}", documents)
 
 
 def show_measured(title: str, documents: Sequence[Mapping[str, Any]]) -> None:

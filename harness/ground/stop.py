@@ -51,8 +51,8 @@ def acknowledged(say: Callable[[str], None], leave: Callable[[int], object] = os
     """Report at once what every SIGINT and SIGTERM does, from a separate thread, even while the main thread is in
     an import or a long operation.
 
-    What nobody stops in an orderly way ends by an exception in the main thread, and at the second signal in any case:
-    `leave` gets the exit status.
+    Code outside `stop_on_signals` ends by KeyboardInterrupt at the first signal. If that never arrives, the second
+    signal calls `leave` with the exit status.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -103,8 +103,8 @@ class RayPool(Pool):
             self._ray.init(address=self._address, **options)
         except (ConnectionError, ValueError) as error:
             raise SpecError(
-                f"no Ray cluster answers at '{self._address}' ({str(error).splitlines()[0]}); check --ray-address or "
-                "RAY_ADDRESS, or leave both out for a cluster on this machine"
+                f"no Ray cluster answers at '{self._address}' ({str(error).splitlines()[0]}); check RAY_ADDRESS, or "
+                "leave it out for a cluster on this machine"
             ) from None
         try:
             self._settle()
@@ -126,7 +126,7 @@ class RayPool(Pool):
         else:
             raise SpecError(
                 f"a worker asks for {self._num_cpus:g} cores and {self._num_gpus:g} GPUs, the cluster has {cpus:g} and "
-                f"{gpus:g}; lower --ray-cpus or --ray-gpus"
+                f"{gpus:g}; lower --cpus or --gpus"
             )
         self.hosts, self._asked = hosts, share
         self._shares = [self._devices * (i + 1) // hosts - self._devices * i // hosts for i in range(hosts)]

@@ -211,14 +211,14 @@ def time_limit(text: str) -> int:
     days, dash, rest = text.rpartition("-")
     parts = rest.split(":")
     if not all(re.fullmatch(r"[0-9]{1,6}", part) for part in ([days] if dash else []) + parts) or len(parts) > 3:
-        raise SpecError(f"--slurm-time must be a time limit of sbatch (90, 4:00:00, 1-12, 1-12:30:00), got '{text}'")
+        raise SpecError(f"--slurm-set time must be a time limit of sbatch (90, 4:00:00, 1-12:30:00), got '{text}'")
     numbers = [int(part) for part in parts]
     hours, minutes, seconds = [*numbers, 0, 0][:3] if dash or len(numbers) == 3 else [0, *numbers, 0][:3]
     total = 1440 * int(days or 0) + 60 * hours + minutes + seconds // 60
     if total < LEAST_MINUTES:
         raise SpecError(
-            f"--slurm-time must be at least {LEAST_MINUTES} minutes, got '{text}': {SIGNAL_SECONDS} s before its end a "
-            "job writes its checkpoints"
+            f"--slurm-set time must be at least {LEAST_MINUTES} minutes, got '{text}': {SIGNAL_SECONDS} s before its end "
+            "a job writes its checkpoints"
         )
     return total
 
