@@ -217,7 +217,7 @@ def time_limit(text: str) -> int:
     total = 1440 * int(days or 0) + 60 * hours + minutes + seconds // 60
     if total < LEAST_MINUTES:
         raise SpecError(
-            f"--slurm-set time must be at least {LEAST_MINUTES} minutes, got '{text}': {SIGNAL_SECONDS} s before its end "
+            f"--slurm-set time must be at least {LEAST_MINUTES} minutes, got '{text}': {SIGNAL_SECONDS} s earlier "
             "a job writes its checkpoints"
         )
     return total
