@@ -134,7 +134,7 @@ def comparison(
     if tune is not None:
         rate = Optimizer.model_validate(run.get("optimizer", {})).learning_rate
         space = {"optimizer.learning_rate": {"low": rate / 5, "high": rate * 5, "log": True}}
-        raw["compare"]["tuning"] = {"space": space, "trials": tune, "seeds": [max(raw["seeds"]) + 1]}
+        raw["search"] = {"space": space, "trials": tune, "seeds": [max(raw["seeds"]) + 1]}
     given = {"--algorithms": ",".join(algorithms), "--task": ",".join(tasks), "--model": model, "--tune": tune}
     given |= {"--seeds": ",".join(map(str, seeds)), "--controls": ",".join(controls) or None, "--set": texts}
     spec = parse_study({**raw, "run": run}, where="cohort compare")
