@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 from cohort.harness.ground.files import read_json, write_json
+from cohort.harness.record.study import study_document
 from cohort.harness.spec.study import StudySpec
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Claim, Outcome, Queue, open_storage
@@ -29,7 +30,7 @@ def a_queue(study: StudySpec, runs: Path, url: str | None = None, kind: type[Que
     """The queue of a study that is started, for the first time or again."""
     queue = open_queue(study, runs, url, kind)
     with queue.storage.lock():
-        queue.storage.write_document({"digest": study.digest(), "inputs": {}, **study.model_dump(mode="json")})
+        queue.storage.write_document(study_document(study, "cohort study run"))
         queue.retry_failed()
     return queue
 
