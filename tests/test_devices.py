@@ -99,7 +99,17 @@ def last_policy(directory: Path) -> dict[str, torch.Tensor]:
 def test_a_process_that_is_killed_ends_the_attempt_and_the_next_one_goes_on_from_its_checkpoint(tmp_path: Path):
     changes = {**RUN, "device": "cpu", "steps": 60, "checkpoints": {"every": 1}}
     (tmp_path / "run.yaml").write_text(json.dumps(changes))
-    command = [sys.executable, "-m", "cohort", "train", str(tmp_path / "run.yaml"), "--devices", "2", "--name", "one"]
+    command = [
+        sys.executable,
+        "-m",
+        "cohort",
+        "train",
+        str(tmp_path / "run.yaml"),
+        "--set",
+        "devices=2",
+        "--name",
+        "one",
+    ]
     agent = subprocess.Popen([*command, "--runs", str(tmp_path)], stderr=subprocess.PIPE, text=True)
     folder, deadline = tmp_path / "train/one", time.monotonic() + 240
     while not list(folder.glob("checkpoints/step-*")):
