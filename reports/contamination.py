@@ -57,9 +57,13 @@ def judge(probed: Scores, reference: Scores, rng: Generator) -> list[Finding]:
     reverse = [permutation_test(other, one, rng) for one, other in known.values()]
     p_values = zip(tests, holm(tests), reverse, strict=True)
     return [
-        Finding(name, *(fmean(side) if side else math.nan for side in sides), *map(len, sides), *ps)
-        for (name, sides), ps in zip(known.items(), p_values, strict=True)
+        Finding(name, _mean(one), _mean(other), len(one), len(other), *ps)
+        for (name, (one, other)), ps in zip(known.items(), p_values, strict=True)
     ]
+
+
+def _mean(scores: Sequence[float]) -> float:
+    return fmean(scores) if scores else math.nan
 
 
 def verdict(findings: Sequence[Finding], probed: str, reference: str) -> str:

@@ -20,7 +20,7 @@ from markupsafe import Markup, escape
 
 from ..harness.data import SampleRow
 from ..harness.record.study import ExploratoryArm, StudyRecord, TrialRecord
-from .analysis import ACCURACIES, accuracy_order, analyse
+from .analysis import ACCURACIES, Analysis, accuracy_order, analyse
 from .capability import capabilities, capability_csv
 from .figures.style import FORMATS, color_of, write_files
 from .join import JoinedStudy
@@ -80,7 +80,7 @@ def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FOR
     Equal records give equal files.
     """
     record = visible(record)
-    analysis = analyse(record, np.random.default_rng(BOOTSTRAP_SEED))
+    analysis = analysed(record)
     capable, scaled = capabilities(analysis), scalings(analysis)
     drawings = page_drawings(analysis, capable, scaled)
     folder.mkdir(parents=True, exist_ok=True)
@@ -102,6 +102,11 @@ def write_report(record: StudyRecord, folder: Path, formats: Sequence[str] = FOR
         _replace(folder / CAPABILITY, capability_csv(capable))
     write_files([drawing for group in drawings.values() for drawing in group], folder / "figures", formats)
     return files
+
+
+def analysed(record: StudyRecord) -> Analysis:
+    """The analysis of a study, its bootstrap drawn with the seed that the page states."""
+    return analyse(record, np.random.default_rng(BOOTSTRAP_SEED))
 
 
 def results_csv(record: StudyRecord) -> str:

@@ -120,7 +120,7 @@ def test_help_fills_the_lines_of_a_narrow_terminal(cohort: Shell, monkeypatch: p
 
 
 def test_the_commands_are_the_documented_ones():
-    expected = "train compare join evaluate register report ui doctor study-run study-list study-show study-status"
+    expected = "train compare evaluate register report ui doctor study-run study-list study-show study-status"
     expected += " study-work study-plan study-watch study-stop study-resume study-clone study-export verify"
     expected += " list-algorithms list-tasks list-rewards list-engines list-settings"
     expected += " grade task-show reward-model-train probe-contamination memory"
@@ -240,7 +240,7 @@ def test_a_runs_folder_of_another_version_is_refused(cohort: Shell, runs: Path):
     (runs / "studies" / "old").mkdir(parents=True)
     (runs / "studies" / "old" / "study.json").write_text('{"format": 99}')
     assert cohort(*TRAIN, *sets(*QUICK)) == 2
-    assert "must have format 1, got 99: it was written by another version of Cohort" in cohort.err
+    assert "must have format 2, got 99: it was written by another version of Cohort" in cohort.err
     assert sorted(file.name for file in runs.rglob("*")) == ["old", "studies", "study.json"]
 
 

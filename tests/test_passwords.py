@@ -141,7 +141,7 @@ def test_the_command_that_reproduces_a_study_names_the_workers_and_no_password(
     with pytest.raises(SystemExit, match="0"):
         app.main(["study", "run", "quickstart", "--seeds", "0", *storage, *workers])
     count = 3 if workers else 7
-    assert asked["command"] == f"cohort study run quickstart --seeds 0 --workers {count}"
+    assert asked["command"] == f"cohort study run quickstart --set 'seeds=[0]' --workers {count}"
     assert asked["workers"] == count  # named because it is used
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from cohort.harness import plugins
 from cohort.harness.engines.scripted import ScriptedEngine
-from cohort.harness.run import single
-from cohort.harness.spec.run import parse_run
+from cohort.harness.run.single import evaluate_once
+from factories import make_spec
 
 
 class RecordingEngine(ScriptedEngine):
@@ -26,23 +26,22 @@ class RecordingEngine(ScriptedEngine):
         RecordingEngine.closed += 1
 
 
-def make_spec(autocast):
-    few = {"num_prompts": 2, "num_samples": 1}
-    raw = {"task": "arithmetic", "algorithm": "grpo", "engine": "scripted", "device": "cpu", "evaluation": few}
-    return parse_run({**raw, "autocast": autocast}, "test")
-
-
-SPECS = {autocast: make_spec(autocast) for autocast in (True, False)}
+FEW = {"num_prompts": 2, "num_test_prompts": 2, "num_samples": 1}
+SPECS = {
+    autocast: make_spec(engine="scripted", device="cpu", evaluation=FEW, autocast=autocast, sampling={"max_tokens": 8})
+    for autocast in (True, False)
+}
 
 
 @pytest.fixture(autouse=True)
 def recording(monkeypatch):
-    monkeypatch.setattr(plugins, "load", lambda kind, name: RecordingEngine)
+    load = plugins.load
+    monkeypatch.setattr(plugins, "load", lambda kind, name: RecordingEngine if kind == "engine" else load(kind, name))
 
 
 @pytest.mark.parametrize("autocast", [True, False])
 def test_an_evaluation_samples_in_the_precision_of_the_spec_and_closes_its_engine(autocast, tmp_path):
-    result = single._evaluate(SPECS[autocast], "validation", tmp_path)
+    result = evaluate_once(SPECS[autocast], "validation", tmp_path, "one")
     assert result.metrics["num_prompts"] == 2
     assert RecordingEngine.precisions == [autocast, autocast]  # samples, and greedy
     assert RecordingEngine.closed == 1
@@ -51,7 +50,7 @@ def test_an_evaluation_samples_in_the_precision_of_the_spec_and_closes_its_engin
 def test_an_evaluation_that_fails_closes_its_engine_too(tmp_path, monkeypatch):
     monkeypatch.setattr(RecordingEngine, "generate", failing)
     with pytest.raises(RuntimeError, match="out of order"):
-        single._evaluate(SPECS[False], "validation", tmp_path)
+        evaluate_once(SPECS[False], "validation", tmp_path, "one")
     assert RecordingEngine.closed == 1
 
 

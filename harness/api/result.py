@@ -11,16 +11,15 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from ...reports.analysis import Analysis, analyse
+from ...reports.analysis import Analysis
 from ...reports.capability import capabilities
 from ...reports.figures.style import Drawing
 from ...reports.page import page_drawings
 from ...reports.prose.answer import answer
-from ...reports.render import BOOTSTRAP_SEED, results_table, visible
+from ...reports.render import analysed, results_table, visible
 from ...reports.scaling import scalings
 from ...reports.tables import comparison_latex, comparison_table
 from ...reports.trials import search_of
@@ -185,7 +184,7 @@ class Result:
 
     @cached_property
     def _analysis(self) -> Analysis:
-        return analyse(self._record, np.random.default_rng(BOOTSTRAP_SEED))
+        return analysed(self._record)
 
     def _analysed(self, baseline: str | None) -> Analysis:
         if baseline is None or baseline == self._record.baseline:
@@ -197,7 +196,7 @@ class Result:
             fix = f"{did_you_mean(baseline, labels)}arms: {', '.join(labels)}"
             raise SpecError(f"baseline must be an arm of study '{self.name}', got '{baseline}'; {fix}")
         record = dataclasses.replace(self._record, baseline=baseline)
-        return analyse(record, np.random.default_rng(BOOTSTRAP_SEED))
+        return analysed(record)
 
     @cached_property
     def _drawings(self) -> dict[str, Drawing]:

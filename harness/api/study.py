@@ -332,7 +332,7 @@ def launcher(
         gpus = max((arm.spec.devices for arm in study.spec.checked_arms() if arm.spec.device != "cpu"), default=0)
     asked = sbatch_parameters(list(sbatch))
     partition, minutes = asked.pop("partition", None), time_limit(str(asked.pop("time", "4:00:00")))
-    return Slurm(partition and str(partition), minutes, None if cpus is None else int(cpus), int(gpus), asked)
+    return Slurm(str(partition) if partition else None, minutes, None if cpus is None else int(cpus), int(gpus), asked)
 
 
 def list_studies(runs: str | Path | None = None) -> list[dict[str, str]]:

@@ -76,7 +76,7 @@ class Group:
         if refusal:
             self._gone("refused")
             raise SpecError(refusal)
-        self._attempt, self._store = attempt, dist.PrefixStore(attempt, self._store)
+        self._attempt, self._store = attempt, dist.PrefixStore(attempt, self._store)  # pyright: ignore
 
     def _welcomed(self, ours: Mapping[str, str]) -> tuple[str, str | None]:
         """The name of this attempt and the reason that there is none, which rank 0 tells this process."""
@@ -136,7 +136,7 @@ class Group:
 
     def _run(self, job: Mapping[str, Any], run: Callable[[], Any]) -> Any:
         """The result of this rank's part of a trial."""
-        store: Any = dist.PrefixStore(f"{self._trials}/", self._store)
+        store: Any = dist.PrefixStore(f"{self._trials}/", self._store)  # pyright: ignore
         size = job["spec"]["devices"]
         backend = "cpu:gloo,cuda:nccl" if resolve_device(job["spec"]["device"]).type == "cuda" else "gloo"
         try:
@@ -225,12 +225,13 @@ def join() -> Group | None:
     threading.Thread(target=_watch_parent, args=(os.getppid(),), name="agent", daemon=True).start()
     if STORE in os.environ:
         host, _, port = os.environ[STORE].partition(":")
-        store: Any = dist.TCPStore(host, int(port), is_master=False, timeout=PATIENCE)
+        store: Any = dist.TCPStore(host, int(port), is_master=False, timeout=PATIENCE)  # pyright: ignore
     else:
         store, *_ = next(dist.rendezvous("env://", timeout=PATIENCE))  # pyright: ignore
     own = loopback() if local_size == size else _interface_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    for variable in INTERFACES if own else ():
-        os.environ[variable] = own if local_size == size else os.environ.get(variable, own)
+    for variable in INTERFACES:
+        if own is not None and (local_size == size or variable not in os.environ):
+            os.environ[variable] = own
     if local_rank < len(gpus := usable_gpus()):
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[local_rank]
         usable_gpus.cache_clear()

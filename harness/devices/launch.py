@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # pyright: ignore[reportAttributeAccessIssue, reportPrivateImportUsage]
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError

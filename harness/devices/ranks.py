@@ -6,7 +6,7 @@ A single process is rank 0 of 1, and every function here is then the identity. A
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -55,7 +55,7 @@ def one_by_one(work: Callable[[], T]) -> T:
     leaves in a cache."""
     if world_size() == 1:
         return work()
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    patient: Any = dist.new_group(backend="gloo", timeout=timedelta(days=7))
     if rank() > 0:
         dist.barrier(patient)
     result = work()
