@@ -19,7 +19,7 @@ _statuses: list[int] = []  # with which this process ends, once that is known
 def _leave() -> None:
     """End now that all is done: taking PyTorch or MLflow apart object by object would take 1 to 2 s."""
     if _statuses:
-        with contextlib.suppress(OSError, ValueError):  # who cannot be told is told in Python's own words
+        with contextlib.suppress(OSError, ValueError):  # a closed stream: nobody is left to tell
             for stream in filter(None, (sys.stdout, sys.stderr)):
                 stream.flush()
             os._exit(_statuses[-1])

@@ -28,7 +28,7 @@ class GateState:
 
 # By its name in the section `gates`: the metric, the side of the bound that breaks it, and the meaning of a break.
 _GATES = {
-    "mismatch_kl": ("mismatch/kl", "above", "the engine samples from another policy than the one in training"),
+    "mismatch_kl": ("mismatch/kl", "above", "the engine samples from a different policy than the one in training"),
     "stuck_groups": (
         "train/stuck_groups", "above", "all completions of a prompt get equal rewards, so nothing is learnt",
     ),

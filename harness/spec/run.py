@@ -50,6 +50,8 @@ class Optimizer(Section):
     )
     warmup_steps: int = Field(default=0, ge=0, description="training steps over which the rates rise linearly")
     weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay (AdamW)")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the mean of the gradients")
+    beta2: float = Field(default=0.999, ge=0, lt=1, description="decay of the mean of the squared gradients")
     max_grad_norm: float = Field(default=1.0, gt=0, description="gradient clipping by global norm")
     num_inner_epochs: int = Field(default=1, ge=1, description="mu: passes over each batch of rollouts")
     num_minibatches: int = Field(default=1, ge=1, description="optimiser steps per pass; divides rollouts_per_step")

@@ -114,9 +114,9 @@ def duration(seconds: float | None) -> str:
     if seconds is None or math.isnan(seconds):
         return "n/a"
     whole = round(seconds)
-    if whole < 120:
+    if whole < 60:
         return f"{seconds:.3g} s" if seconds < 10 else f"{whole} s"
-    if whole < 7200:
+    if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
