@@ -33,7 +33,10 @@ def modules(root: Path) -> dict[str, ast.Module]:
     return {name: ast.parse(file.read_text("utf-8")) for name, file in names.items()}
 
 
-def imported(tree: ast.Module, known: set[str]) -> set[str]:
+def imported(name: str, tree: ast.Module, known: set[str]) -> set[str]:
+    """The modules that module `name` imports, relatively or by their full names."""
+    is_package = any(other.startswith(f"{name}.") for other in known)
+    package = ["cohort", *name.split(".")[: None if is_package else -1]]
     for_checker = {
         id(inner)
         for node in ast.walk(tree)
@@ -46,10 +49,11 @@ def imported(tree: ast.Module, known: set[str]) -> set[str]:
             continue
         if isinstance(node, ast.Import):
             found |= {own(alias.name) for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                full = own(f"{node.module}.{alias.name}")
-                found.add(full if full in known else own(node.module))
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            module = own(".".join([*above, *filter(None, [node.module])]))
+            full = {f"{module}.{alias.name}" for alias in node.names}
+            found |= {one if one in known else module for one in full}
     return found & known
 
 
@@ -181,7 +185,7 @@ def main(root: Path) -> None:
     os.chdir(root)
     sys.path.insert(0, str(root))
     trees = modules(root)
-    arrows = {name: imported(tree, set(trees)) - {name} for name, tree in trees.items()}
+    arrows = {name: imported(name, tree, set(trees)) - {name} for name, tree in trees.items()}
     rooms = {r: {room(m) for n in arrows if room(n) == r for m in arrows[n]} - {r} for r in {room(n) for n in arrows}}
     lines = sum((root / f).read_text("utf-8").count("\n") for f in product_files(root))
     code = sum(len(code_lines((root / f).read_text("utf-8"))) for f in product_files(root))
