@@ -1,6 +1,7 @@
 """What a user can ask for: each is a function or a class, and the command line and `import cohort` are its clients.
 
-Names load on first use. `import cohort` hands on those that are documented; the others serve commands."""
+Names load on first use. `import cohort` hands on those that are documented; the others serve commands.
+"""
 
 # ruff: noqa: F401
 import importlib
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
         study_of,
     )
 
+__all__ = ["Evaluation", "Report", "Result", "Study", "compare", "evaluate", "grade", "load_study", "open_result",
+           "report", "run", "train", "verify"]  # fmt: skip
 _NAMES = {
     "..study.control": "clone_arm resume_arm stop_arm",
     "..study.estimates": "cost remaining_seconds",
