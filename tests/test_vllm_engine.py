@@ -361,6 +361,7 @@ def trained(raw, folder):
     return log
 
 
+@pytest.mark.long
 @needs_vllm
 @pytest.mark.parametrize("changes", [{}, {"lora": {"rank": 2}}], ids=str)
 def test_each_of_two_devices_samples_with_a_vllm_of_its_own_that_gets_the_whole_weights(tmp_path, changes):
@@ -372,6 +373,7 @@ def test_each_of_two_devices_samples_with_a_vllm_of_its_own_that_gets_the_whole_
         assert max(value for _, value in log.history(name)) < 1e-4
 
 
+@pytest.mark.long
 @needs_vllm
 @pytest.mark.timeout(300)
 def test_two_devices_that_share_one_vllm_sample_log_and_learn_what_one_alone_does(tmp_path):
