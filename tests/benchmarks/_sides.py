@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _workload import GROUP_SIZE, LEARNING_RATE, DigitSum, Setting, digit_sum, gemm_peak, prompt_texts
+from _workload import GROUP_SIZE, LEARNING_RATE, DigitSum, Setting, digit_sum, prompt_texts
 
 Step = dict[str, Any]
 
@@ -67,7 +67,7 @@ def ours_generate(setting: Setting, folder: Path, num_steps: int, job: dict[str,
     return steps
 
 
-def make_run(setting: Setting, folder: Path, group_size: int = GROUP_SIZE) -> tuple[Any, Any]:
+def make_run(setting: Setting, folder: Path) -> tuple[Any, Any]:
     """A run of this project before its first step, and its prompts."""
     from cohort.harness.run.state import prepare
     from cohort.harness.spec.run import parse_run
@@ -76,10 +76,10 @@ def make_run(setting: Setting, folder: Path, group_size: int = GROUP_SIZE) -> tu
     raw = {
         "model": str(folder),
         "task": task,
-        "algorithm": {"name": "grpo", "group_size": group_size, "kl_beta": setting.kl_beta, "clip_epsilon": 0.2},
+        "algorithm": {"name": "grpo", "group_size": GROUP_SIZE, "kl_beta": setting.kl_beta, "clip_epsilon": 0.2},
         "optimizer": {"learning_rate": LEARNING_RATE, "num_inner_epochs": setting.num_inner_epochs},
         "checkpoints": {"rollouts_every": 0},
-        "rollouts_per_step": setting.prompts_per_step * group_size,
+        "rollouts_per_step": setting.rollouts,
         "device": "cpu",
     }
     spec = parse_run(raw, "benchmark")
@@ -239,7 +239,6 @@ def main() -> None:
     result = {
         "steps": steps[job["warm_up"] :],
         "peak_memory_bytes": memory,
-        "gemm_flops": gemm_peak(),
         "load": os.getloadavg()[0],
     }
     Path(sys.argv[2]).write_text(json.dumps(result))

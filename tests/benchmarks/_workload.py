@@ -1,4 +1,4 @@
-"""What both sides of the speed comparison train: model folders made in code, prompts, reward, and the work in FLOPs.
+"""What both sides of the speed comparison train: model folders made in code, prompts and reward.
 
 The models are untrained Llamas whose chance to end is set by construction: every embedding shares one constant
 coordinate that no layer writes to, so the end token's own value there (embeddings are tied) is a bias on its logit. It
@@ -9,11 +9,9 @@ a learning rate of 1e-6 the lengths stay those of the first step, on both sides.
 from __future__ import annotations
 
 import random
-import statistics
-import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from cohort.harness.data import Demonstration, Prompt, Split
@@ -64,14 +62,12 @@ class DigitSum(Task):
     prompt_tokens: int
     max_tokens: int
 
-    splits: ClassVar[tuple[Split, ...]] = ("train",)
-
     @property
     def max_completion_tokens(self) -> int:
         return self.max_tokens
 
     def prompts(self, split: Split) -> list[Prompt]:
-        texts = prompt_texts(self.prompt_tokens) if split in self.splits else []
+        texts = prompt_texts(self.prompt_tokens) if split == "train" else []
         return [Prompt(f"{i:04d}", text, "0") for i, text in enumerate(texts)]
 
     def demonstrations(self) -> list[Demonstration]:
@@ -135,39 +131,3 @@ def _set_end_probability(model: torch.nn.Module, wanted: float) -> None:
         embedding[end, 0] = middle
         probability = torch.softmax(hidden @ embedding.T, dim=-1)[..., end].mean()
         low, high = (middle, high) if probability < wanted else (low, middle)
-
-
-def num_parameters(folder: Path) -> int:
-    """Parameters that multiply: all of them, the tied embedding once, as the head."""
-    from transformers import AutoModelForCausalLM
-
-    return sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
-
-
-def step_flops(setting: Setting, parameters: int, config: dict, mean_tokens: float) -> float:
-    """Floating-point operations that one step of the method needs, whatever an implementation does.
-
-    2 per parameter and token forward plus 4 * layers * hidden per pair of a query and a key that it sees (a mean of
-    half the row); the backward pass costs twice the forward. A prompt is read once per group for sampling, each sampled
-    token once; the reference reads whole rows forward, each of mu epochs forward and backward.
-    """
-    attention = 4 * config["num_hidden_layers"] * config["hidden_size"]
-
-    def forward(first: float, last: float) -> float:
-        return 2 * parameters * (last - first) + attention * (last**2 - first**2) / 2
-
-    prompt, row = setting.prompt_tokens, setting.prompt_tokens + mean_tokens
-    sampling = setting.prompts_per_step * forward(0, prompt) + setting.rollouts * forward(prompt, row)
-    passes = 3 * setting.num_inner_epochs + (setting.kl_beta > 0)
-    return sampling + passes * setting.rollouts * forward(0, row)
-
-
-def gemm_peak(size: int = 1024, repeats: int = 9) -> float:
-    """FLOP/s of a float32 matrix product at this process's thread count: the median of a few."""
-    a, b = torch.randn(size, size), torch.randn(size, size)
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        torch.mm(a, b)
-        seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / statistics.median(seconds)

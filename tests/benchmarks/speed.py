@@ -23,7 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from _workload import SETTINGS, Setting, num_parameters, step_flops, write_model
+from _workload import SETTINGS, Setting, write_model
 
 HERE = Path(__file__).parent
 PAIRS = {"step": ("ours", "trl"), "generate": ("ours_generate", "trl_generate")}
@@ -43,13 +43,8 @@ class Driver:
         folder = self._model(setting)
         tuned = self._tuned(setting, folder)
         result = self._measure(setting, folder, "step", tuned)
-        peak = statistics.median(run["gemm_flops"] for runs in result.values() for run in runs)
         ours, trl = (_summary(setting, runs) for runs in result.values())
-        for side in (ours, trl):
-            flops = step_flops(setting, num_parameters(folder), _config(folder), side["completion_length"])
-            side["mfu"] = flops / side["seconds_per_step"] / peak
         entry = {"name": setting.name, "ours": ours, "trl": trl | {"settings": tuned}, **_ratios(ours, trl)}
-        entry |= {"mfu": ours["mfu"], "gemm_gflops": peak / 1e9}
         if setting.kl_beta and setting.num_inner_epochs == 1:
             alone = self._measure(setting, folder, "generate", tuned)
             mine, theirs = (_summary(setting, runs) for runs in alone.values())
@@ -116,10 +111,6 @@ class Driver:
         }
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "config.json").read_text())
-
-
 def _summary(setting: Setting, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over all steps of a side; the highest peak of its processes."""
     steps = [step for run in runs for step in run["steps"]]
@@ -148,22 +139,21 @@ def _ratios(ours: dict[str, Any], trl: dict[str, Any]) -> dict[str, float]:
 
 
 def _print(entry: dict[str, Any]) -> None:
-    print(f"\n{entry['name']}   (GEMM peak {entry['gemm_gflops']:.0f} GFLOP/s)")
+    print(f"\n{entry['name']}")
     _print_pair("step", entry)
     if "generate" in entry:
         _print_pair("generation alone", entry["generate"])
 
 
 def _print_pair(title: str, pair: dict[str, Any]) -> None:
-    print(f"  {title:<18} s/step  samples/s  tokens/s  tokens/row  user s  peak MB  MFU")
+    print(f"  {title:<18} s/step  samples/s  tokens/s  tokens/row  user s  peak MB")
     for name in ("ours", "trl"):
         x = pair[name]
-        mfu = f"{x['mfu']:4.0%}" if "mfu" in x else ""
         phases = ", ".join(f"{k} {v:.3g}" for k, v in x["phases"].items())
         print(
             f"    {name:<16} {x['seconds_per_step']:6.3f} {x['samples_per_second']:10.1f} {x['tokens_per_second']:9.0f}"
             f" {x['completion_length']:11.2f} {x['user_seconds_per_step']:7.2f} {x['peak_memory_bytes'] / 1e6:8.0f}"
-            f" {mfu}  {phases}"
+            f"  {phases}"
         )
     print(
         f"    ours / TRL: {pair['speed_ratio']:.2f}x samples/s, {pair['token_speed_ratio']:.2f}x tokens/s, "
