@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from difflib import get_close_matches
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from types import ModuleType
 from typing import Literal, TypeVar
 
@@ -96,7 +96,12 @@ def _files(kind: Kind) -> list[str]:
 
 
 def _external(kind: Kind) -> list[EntryPoint]:
-    return list(entry_points(group=f"cohort.{kind}s"))
+    return list(_installed(tuple(sys.path)).select(group=f"cohort.{kind}s"))
+
+
+@cache  # reading the metadata of all installed packages takes long
+def _installed(_path: tuple[str, ...]) -> EntryPoints:
+    return entry_points()
 
 
 def _package(point: EntryPoint) -> str:

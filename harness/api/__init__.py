@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..study.control import clone_arm, resume_arm, stop_arm
     from ..study.estimates import cost, remaining_seconds
-    from ..study.queue import open_queue
-    from ..study.runner import study_status
+    from ..study.queue import open_queue, study_status
     from ..study.work import work
     from .capsule import export_capsule, verify
     from .catalog import describe_plugins, describe_settings, describe_task
@@ -44,8 +43,7 @@ __all__ = ["Evaluation", "Report", "Result", "Study", "compare", "evaluate", "gr
 _NAMES = {
     "..study.control": "clone_arm resume_arm stop_arm",
     "..study.estimates": "cost remaining_seconds",
-    "..study.queue": "open_queue",
-    "..study.runner": "study_status",
+    "..study.queue": "open_queue study_status",
     "..study.work": "work",
     ".capsule": "export_capsule verify",
     ".catalog": "describe_plugins describe_settings describe_task",

@@ -25,7 +25,6 @@ from ..policy.text import load_codec
 from ..spec.errors import SpecError
 from ..spec.run import RunSpec
 from .memory_count import Counts, Shape, count
-from .survey import longest
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -152,7 +151,8 @@ def longest_prompt(spec: RunSpec) -> int:
     key = spec.task.model_dump_json(), spec.model, spec.prompt.model_dump_json()
     if key not in _LONGEST:
         codec = load_codec(spec.model, spec.prompt)
-        _LONGEST[key] = max(len(codec.encode(text)) for text in longest(spec.task, "train"))
+        texts = sorted((prompt.text for prompt in spec.task.prompts("train")), key=len)[-16:]
+        _LONGEST[key] = max(len(codec.encode(text)) for text in texts)
     return _LONGEST[key]
 
 

@@ -3,18 +3,16 @@ inputs."""
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ..data import Split
 from ..ground.inputs import Inputs, digested, expecting
 from ..ground.machine import usable_cores, usable_gpus
-from ..interfaces import Task
 from ..mirror.store import check_runs_folder
 from ..policy.sources import model_sources
 from ..spec.errors import SpecError
 from ..spec.run import RunSpec
-from .survey import Part, longest
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +38,13 @@ def check_runs(
     trained = [spec for spec in specs if spec.steps] if trained is None else trained
     if models:
         _check_models(specs)
-    for task, part in parts_read(specs, splits):
-        if longest(task, part):
-            continue
-        if part == "demonstrations":
+    read = {(spec.task.model_dump_json(), split): spec.task for spec in specs for split in splits or _splits(spec)}
+    for (_, split), task in read.items():
+        if not task.prompts(split):
+            raise SpecError(f"task '{task.name}' has no problems in its {split} split")
+    for task in {spec.task.model_dump_json(): spec.task for spec in specs if spec.cold_start.steps}.values():
+        if not task.demonstrations():
             raise SpecError(f"task '{task.name}' has no worked solutions; set cold_start.steps to 0")
-        raise SpecError(f"task '{task.name}' has no problems in its {part} split")
     if any(spec.sampling.top_p < 1 or spec.sampling.top_k for spec in trained):
         log.warning(
             "sampling.top_p below 1 or top_k above 0 biases training: tokens are drawn from the cut distribution, and "
@@ -61,16 +60,6 @@ def check_runs(
             check_samples(spec, copies(spec))
         for spec in trained:
             check_memory(spec, copies(spec))
-
-
-def parts_read(specs: Iterable[RunSpec], splits: Sequence[Split] | None = None) -> list[tuple[Task, Part]]:
-    """All parts of tasks' data that the runs read, each once: the `splits`, by default all, and demonstrations."""
-    found: dict[tuple[str, Part], Task] = {}
-    for spec in specs:
-        cold: tuple[Part, ...] = ("demonstrations",) if spec.cold_start.steps else ()
-        for part in (*(splits or _splits(spec)), *cold):
-            found[spec.task.model_dump_json(), part] = spec.task
-    return [(task, part) for (_, part), task in found.items()]
 
 
 def check_devices(specs: Sequence[RunSpec]) -> None:

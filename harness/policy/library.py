@@ -25,13 +25,6 @@ def import_generation() -> None:
             setattr(utils, name, available)
 
 
-def import_models() -> None:
-    """Import what loading any model and tokenizer needs, while another process works."""
-    import_generation()
-    import_module("transformers.models.auto.modeling_auto")
-    import_module("transformers.models.auto.tokenization_auto")
-
-
 def no_progress_bars() -> None:
     """Turn off transformers' progress bar for every checkpoint, which would break up our own bars."""
     from transformers.utils import logging

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checks.preflight import check_runs
-from ..checks.survey import longest
 from ..data import FINAL
 from ..ground.inputs import Inputs
 from ..ground.machine import usable_gpus
@@ -35,7 +34,6 @@ COSTS = (
 def missing_here(specs: Sequence[RunSpec]) -> list[str]:
     """Everything that the runs need and this machine lacks, as text: a device, a model, data, an engine."""
     from ..devices.device import resolve_device
-    from ..policy.library import import_models
     from ..policy.model import check_model
 
     missing: dict[str, None] = {}
@@ -52,10 +50,8 @@ def missing_here(specs: Sequence[RunSpec]) -> list[str]:
         check_model(spec.model)
         if not _is_local(spec.model):
             missing[f"model '{spec.model}': not on this machine, so the model and its memory were not checked"] = None
-    if not missing:
-        import_models()  # needed next; `surveyed` reads the data meanwhile
     for task in {repr(spec.task): spec.task for spec in specs}.values():  # an unreachable Hub takes seconds to answer
-        note(f"data of task '{task.name}'", lambda task=task: longest(task, "train"))
+        note(f"data of task '{task.name}'", lambda task=task: task.prompts("train"))
     return list(missing)
 
 

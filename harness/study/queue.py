@@ -418,3 +418,8 @@ def open_queue(name: str, runs: Path, url: str | None, hint: str = "") -> Queue:
         raise SpecError(f"no study '{name}' was started in '{runs}'; {did_you_mean(name, known)}{there}{hint}")
     study = parse_study(study_settings(document), where=storage.document_place)
     return Queue(Plan(study, runs, document.get("inputs", {})), storage)
+
+
+def study_status(name: str, runs: Path, storage: str | None = None) -> StudyStatus:
+    """The progress of the study in the runs folder or in the storage. ValueError for an unknown one."""
+    return open_queue(name, runs.resolve(), storage).status()

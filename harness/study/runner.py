@@ -14,8 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..checks.preflight import parts_read, run_inputs
-from ..checks.survey import surveyed
+from ..checks.preflight import run_inputs
 from ..ground.files import write_json
 from ..ground.inputs import Inputs, check_same, expecting
 from ..mirror.address import TRACKING_URI, remote_uri
@@ -32,7 +31,7 @@ from .launchers.local import Pool, WorkerPool, default_workers
 from .launchers.ray import Cluster, RayPool
 from .launchers.slurm import Job, Slurm, SlurmPool, check_slurm
 from .plan import Plan
-from .queue import Queue, open_queue, open_storage
+from .queue import Queue, open_storage, study_status
 from .sharing import Shared
 from .work import watch
 from .worker import EXECUTE, MODULE, STORAGE, log
@@ -138,11 +137,6 @@ def _failed(plan: Plan, status: StudyStatus, *, ended: bool = False) -> list[dic
     return found
 
 
-def study_status(name: str, runs: Path, storage: str | None = None) -> StudyStatus:
-    """The progress of the study in the runs folder or in the storage. ValueError for an unknown one."""
-    return open_queue(name, runs.resolve(), storage).status()
-
-
 def dry_run(
     study: StudySpec,
     runs: Path,
@@ -159,6 +153,7 @@ def dry_run(
     machine that runs the study can check (its GPU, a model or data that are not here yet).
     SpecError for a study that no machine can run.
     """
+    from ..checks.memory import judge
     from .estimates import budget
 
     queue = _reachable_queue(study, runs, storage)
@@ -166,21 +161,18 @@ def dry_run(
     known = check_unchanged(study, study.digest(), queue.storage) or {}
     specs = {arm.label: arm.spec for arm in study.checked_arms()}
     memory, disk, sets = {}, None, {}
-    with surveyed(parts_read(specs.values())):
-        from ..checks.memory import judge
-
-        not_checked = missing_here(list(specs.values()))
-        if not not_checked:
-            with expecting(known):
-                check_study(study, runs, workers, execute)
-                if known:
-                    run_inputs(list(specs.values()), runs / "cache")
-                if execute == EXECUTE:
-                    memory = {arm: asdict(judge(spec)) for arm, spec in specs.items() if spec.steps}
-                    disk = check_room(queue, workers)
-                    sets = trials_together(queue.plan, workers, together)
-        elif not any(words.startswith("data") for words in not_checked):
-            check_study(study, runs, workers, execute="")  # without the checks of the model and the device
+    not_checked = missing_here(list(specs.values()))
+    if not not_checked:
+        with expecting(known):
+            check_study(study, runs, workers, execute)
+            if known:
+                run_inputs(list(specs.values()), runs / "cache")
+            if execute == EXECUTE:
+                memory = {arm: asdict(judge(spec)) for arm, spec in specs.items() if spec.steps}
+                disk = check_room(queue, workers)
+                sets = trials_together(queue.plan, workers, together)
+    elif not any(words.startswith("data") for words in not_checked):
+        check_study(study, runs, workers, execute="")  # without the checks of the model and the device
     return {
         **budget(queue.plan, workers or default_workers(study.devices)),
         "memory": memory,
