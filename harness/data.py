@@ -38,7 +38,7 @@ class Section(BaseModel):
 class Sampling(Section):
     """The settings for sampling completions during training.
 
-    A cut (`top_p`, `top_k`) biases training: log-probs are those of the uncut distribution, from which the tokens were
+    A cut (`top_p`) biases training: log-probs are those of the uncut distribution, from which the tokens were
     not drawn, so neither the ratio nor the gradient allows for the cut.
     """
 
@@ -48,11 +48,6 @@ class Sampling(Section):
         gt=0,
         le=1,
         description="nucleus sampling; 1: all tokens; less biases training, because log-probs ignore the cut",
-    )
-    top_k: int = Field(
-        default=0,
-        ge=0,
-        description="sample from the k likeliest tokens; 0: all; else biases training, as log-probs ignore the cut",
     )
     max_tokens: int | None = Field(
         default=None, ge=1, description="limit of a completion in tokens; by default the task's"

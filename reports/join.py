@@ -13,7 +13,7 @@ from typing import Any
 from ..harness.record.study import StudyRecord
 from .prose.wording import listed, plural
 
-_MEASURED_BY = ("num_test_prompts", "num_samples", "num_test_samples", "temperature", "top_p", "top_k")
+_MEASURED_BY = ("num_test_prompts", "num_samples", "num_test_samples", "temperature", "top_p")
 _EACH_RUNS_OWN = ("seed", "algorithm", "rewards", "control")
 
 

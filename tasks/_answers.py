@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from pydantic import field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ..harness.interfaces import Task
 from . import _formats, _numbers, _symbolic
@@ -17,8 +17,9 @@ FOUND = "(found by math-verify)"  # the library gives its verdict only
 class AnswerTask(Task):
     """Answers are numbers; a subclass with others overrides `read`, `read_unmarked` and `equivalent`."""
 
-    if TYPE_CHECKING:
-        answer_format: _formats.AnswerFormat  # a subclass declares the field, at its place among the settings
+    answer_format: _formats.AnswerFormat = Field(
+        "hash", description="how the prompt and the worked solutions ask for or state answers"
+    )
 
     def read(self, text: str) -> str | None:
         """The answer that a text at a marker states, in canonical spelling, or None."""
@@ -71,8 +72,9 @@ class QuestionTask(AnswerTask):
         "<answer>...</answer>.\nAnswer:\n",
     }
 
-    if TYPE_CHECKING:
-        template: str  # declared by a subclass, as `answer_format`
+    template: str = Field(
+        "", description="prompt, in which {question} stands for the problem; by default that of the answer format"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -85,7 +87,7 @@ class QuestionTask(AnswerTask):
         known = isinstance(name, str) and name in cls.templates
         return {**data, "template": cls.templates[name if known else default]}  # pyright: ignore[reportArgumentType]
 
-    @field_validator("template", check_fields=False)
+    @field_validator("template")
     @classmethod
     def _has_place(cls, value: str) -> str:
         if "{question}" not in value:

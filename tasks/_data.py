@@ -20,7 +20,6 @@ from pydantic import Field
 from ..harness.data import Demonstration, Prompt, Split
 from ..harness.ground.inputs import Sources, digest, digested, expected, verify
 from ._answers import QuestionTask
-from ._formats import AnswerFormat
 from ._rows import Found, MissingSplit, Row, SourceSplit, find_rows, source_name
 
 _log = logging.getLogger(__name__)
@@ -58,12 +57,7 @@ class DatasetTask(QuestionTask):
     on_bad_row: Literal["error", "skip"] = Field(
         "error", description="raise an error for a bad row, or skip it (skipped rows are counted and logged)"
     )
-    answer_format: AnswerFormat = Field("hash", description="how the prompt and the worked solutions ask for answers")
     shots: int = Field(default=0, ge=0, le=32, description="number of worked examples before the question")
-    template: str = Field(
-        "",
-        description="prompt, in which {question} stands for the problem; by default that of the answer format",
-    )
 
     @abstractmethod
     def parse_row(self, row: Row) -> Problem | None:

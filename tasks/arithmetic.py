@@ -21,6 +21,7 @@ from . import _data, _formats
 from ._answers import AnswerTask
 from ._formats import AnswerFormat
 
+MAX_OPERAND = 9
 CAPS = {"demonstrations": 20_000, "validation": 512, "test": 1024}  # problems of a part, at most
 # Cumulative shares of the distinct problems, by hash; `demonstrations` are the cold start's.
 _SHARES = (("demonstrations", 0.60), ("train", 0.85), ("validation", 0.90), ("test", 1.0))
@@ -30,14 +31,12 @@ _SLACK = 4  # tokens beyond the longest correct solution
 
 
 class Arithmetic(AnswerTask):
-    """Difficulty is the number of operands and their size."""
+    """Difficulty is the number of operands, which are from 1 to 9."""
 
     name: Literal["arithmetic"] = "arithmetic"
     min_operands: int = Field(default=3, ge=2, le=16, description="operands in the shortest chain")
     max_operands: int = Field(default=5, ge=2, le=16, description="operands in the longest chain")
-    max_operand: int = Field(default=9, ge=1, le=999, description="operands are drawn from 1 to this")
     num_train: int = Field(default=8192, ge=1, le=100_000, description="problems for reinforcement learning, at most")
-    answer_format: AnswerFormat = Field("hash", description="how the worked solutions state the answer")
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -51,31 +50,21 @@ class Arithmetic(AnswerTask):
     @property
     def max_completion_tokens(self) -> int:
         """Characters of the longest correct solution, one for the end of the sequence, and a little slack."""
-        return len(_solution([self.max_operand] * self.max_operands, self.answer_format)) + 1 + _SLACK
+        return len(_solution([MAX_OPERAND] * self.max_operands, self.answer_format)) + 1 + _SLACK
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
         return _prompts(self, split)  # pyright: ignore[reportArgumentType]
 
     def demonstrations(self) -> Sequence[Demonstration]:
-        problems = self._problems("demonstrations")
+        problems = _build(self)["demonstrations"]  # pyright: ignore[reportArgumentType]
         return [Demonstration(text, _solution(operands, self.answer_format)) for text, operands in problems]
-
-    def _problems(self, part: str) -> Sequence[_Problem]:
-        problems = _build(self)[part]  # pyright: ignore[reportArgumentType]
-        if not problems:
-            raise ValueError(
-                f"arithmetic: chains of {self.min_operands} to {self.max_operands} operands from 1 to "
-                f"{self.max_operand} make too few distinct problems for a {part} split; "
-                "raise max_operands or max_operand"
-            )
-        return problems
 
 
 @lru_cache(maxsize=16)  # a worker asks again for every run and turn
 def _prompts(task: Arithmetic, split: Split) -> tuple[Prompt, ...]:
     return tuple(
         Prompt(_data.stable_id(text), text, str(sum(operands)), (("operands", str(len(operands))),))
-        for text, operands in task._problems(split)
+        for text, operands in _build(task)[split]
     )
 
 
@@ -105,7 +94,7 @@ def _distinct(task: Arithmetic) -> Iterator[_Problem]:
     while lengths:
         length = lengths[int(uniform() * len(lengths))]
         for _ in range(_TRIES):
-            operands = _draw(length, task.max_operand, uniform)
+            operands = _draw(length, uniform)
             if operands not in seen:
                 seen.add(operands)
                 yield ("%+d" * length % operands).removeprefix("+") + "=", operands
@@ -114,12 +103,12 @@ def _distinct(task: Arithmetic) -> Iterator[_Problem]:
             lengths.remove(length)
 
 
-def _draw(length: int, max_operand: int, uniform: Callable[[], float]) -> tuple[int, ...]:
+def _draw(length: int, uniform: Callable[[], float]) -> tuple[int, ...]:
     """Signed operands whose running total is never negative."""
     operands: list[int] = []
     total = 0
     for position in range(length):
-        operand = 1 + int(uniform() * max_operand)
+        operand = 1 + int(uniform() * MAX_OPERAND)
         if position and total >= operand and uniform() < 0.5:
             operand = -operand
         total += operand

@@ -7,7 +7,7 @@ such as `Ben: Ana+3=4+3=7`. All values are exact.
 
 Two problems are the same if they have the same calculation with the same numbers: words, irrelevant facts and the order
 of summands or factors do not count. None occurs twice in a split, and its hash decides the split. So no two splits
-share a problem, for any number of problems, any seed, and any depths and families of the test split.
+share a problem, for any number of problems and any depths of the test split.
 """
 
 import random
@@ -22,7 +22,6 @@ from ..harness.data import Demonstration, Prompt, Split
 from . import _data, _formats, _stories
 from ._answers import QuestionTask
 from ._data import Problem
-from ._formats import AnswerFormat
 from ._numbers import spell
 from ._stories import FAMILIES, FamilyName, Limits
 
@@ -52,20 +51,12 @@ class WordProblems(QuestionTask):
     families: tuple[FamilyName, ...] = Field(
         get_args(FamilyName), min_length=1, description="what the stories are about"
     )
-    test_families: tuple[FamilyName, ...] | None = Field(
-        default=None, min_length=1, description="families of the test split; default: same"
-    )
     max_number: int = Field(default=20, ge=2, le=999, description="largest number of a fact or a difference")
     max_value: int = Field(default=1000, ge=2, le=100_000, description="largest value on the way to an answer")
     max_distractors: int = Field(default=2, ge=0, le=8, description="irrelevant facts in a problem, at most")
     fractions: bool = Field(default=False, description="values may be fractions where the family's things divide")
     shuffled: bool = Field(default=False, description="tell the quantities in any order, not as they are worked out")
     num_train: int = Field(default=8192, ge=1, le=100_000, description="training problems, at most")
-    seed: int = Field(default=0, ge=0, le=2**31 - 1, description="of the problems; splits are disjoint across seeds")
-    answer_format: AnswerFormat = Field("hash", description="how the prompt and the worked solutions state the answer")
-    template: str = Field(
-        "", description="the prompt; {question} stands for the problem; by default the answer format's own"
-    )
 
     @model_validator(mode="after")
     def _no_range_is_empty(self) -> Self:
@@ -82,8 +73,7 @@ class WordProblems(QuestionTask):
     @property
     def max_completion_tokens(self) -> int:
         """A bound on the characters of a correct solution, one for the end of the sequence, and a little slack."""
-        families = (*self.families, *(self.test_families or ()))
-        name = max(len(name) for family in families for name in FAMILIES[family].names)
+        name = max(len(name) for family in self.families for name in FAMILIES[family].names)
         value = len(str(self.max_value)) + (5 if self.fractions else 0)  # 59999/60
         lines = max(self.max_depth, self.depths("test")[1]) * (3 * name + 3 * value + len(": +=+=\n"))
         return lines + len(_formats.write(self.answer_format, "", "9" * value)) + 1 + _SLACK
@@ -129,15 +119,14 @@ def draw(task: WordProblems, split: Split) -> Iterator[Problem]:
 
     The only randomness is `Random.random`, whose sequence is the same in every version of Python.
     """
-    uniform = random.Random(f"{split} {task.seed}").random
-    families = (task.test_families if split == "test" else None) or task.families
+    uniform = random.Random(f"{split} 0").random
     least, most = task.depths(split)
     depths, seen = list(range(least, most + 1)), set[str]()
     start, end = _SHARES[split]
     while depths:
         depth = depths[int(uniform() * len(depths))]
         for _ in range(_TRIES):
-            family = families[int(uniform() * len(families))]
+            family = task.families[int(uniform() * len(task.families))]
             fractions = task.fractions and FAMILIES[family].divisible
             limits = Limits(MIN_NUMBER, task.max_number, task.max_value, fractions)
             graph = _stories.draw(depth, limits, uniform)

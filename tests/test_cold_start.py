@@ -93,7 +93,7 @@ DAMAGE = {
 
 @pytest.mark.attack("Torn or altered cold start in the cache")
 def test_a_cold_start_that_is_torn_or_altered_in_any_file_is_made_again(tmp_path, caplog, record_property):
-    spec = make_spec(steps=1, batch_size=2)
+    spec = make_spec(steps=1)
     whole = start_policy(spec, tmp_path)[0]
     (folder,) = (path for path in (tmp_path / "cold-start").iterdir() if path.is_dir())
     files = sorted(file.name for file in folder.iterdir())

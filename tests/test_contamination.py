@@ -124,7 +124,7 @@ def trained_on(texts: Sequence[str], start: nn.Module, *, steps: int, seed: int 
     """A copy of a model that has learned texts as pre-training does: every token of them."""
     policy = copy.deepcopy(start)
     rows = [Demonstration(text[:1], text[1:]) for text in texts]
-    settings = ColdStart(steps=steps, batch_size=min(len(texts), 50), learning_rate=3e-3, seed=seed)
+    settings = ColdStart(steps=steps, learning_rate=3e-3, seed=seed)
     fit_demonstrations(policy, CODEC, rows, settings, device=torch.device("cpu"))
     return policy.eval()
 
@@ -140,13 +140,13 @@ def findings(probed: Mapping[str, str], reference: Mapping[str, str], policy: nn
 def start() -> Any:
     """A model that knows the form of the problems, from none of those below."""
     texts = [d.prompt for d in make_spec().task.demonstrations()]
-    return trained_on(texts[:2000], tiny_model(0), steps=40)
+    return trained_on(texts[:2000], tiny_model(0), steps=60)
 
 
 def test_a_model_that_learned_test_items_is_flagged_and_one_that_learned_others_is_not(start: Any):
     probed, reference = first("test", 150), first("validation", 150)
-    dirty = trained_on(list(probed.values())[:75], start, steps=80)  # learned well: rounding decides nothing
-    clean = trained_on(list(first("train", 75).values()), start, steps=80)
+    dirty = trained_on(list(probed.values())[:75], start, steps=120)  # learned well: rounding decides nothing
+    clean = trained_on(list(first("train", 75).values()), start, steps=120)
     completion, numbers, reworded_ = findings(probed, reference, dirty)
     assert completion.is_flagged
     assert numbers.is_flagged
@@ -158,12 +158,12 @@ def test_a_model_that_learned_test_items_is_flagged_and_one_that_learned_others_
 @pytest.mark.timeout(3600)
 def test_a_model_trained_on_100_test_items_is_flagged_and_at_most_1_of_20_clean_ones_is(start: Any):
     probed, reference = first("test", 200), first("validation", 200)
-    dirty = trained_on(list(probed.values())[::2], start, steps=100)
+    dirty = trained_on(list(probed.values())[::2], start, steps=150)
     assert min(found.p_adjusted for found in findings(probed, reference, dirty)[:2]) < 0.01
     flagged = 0
     for number in range(20):
         texts = list(first("train", 100, 100 * number).values())
-        clean = trained_on(texts, start, steps=100, seed=number)
+        clean = trained_on(texts, start, steps=150, seed=number)
         flagged += any(found.is_flagged for found in findings(probed, reference, clean))
     assert flagged <= 1
 

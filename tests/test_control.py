@@ -259,7 +259,7 @@ def a_real_study() -> StudySpec:
         "run": {
             "task": "arithmetic",
             "algorithm": {"name": "grpo", "kl_beta": 0.04},
-            "cold_start": {"steps": 30, "batch_size": 16},
+            "cold_start": {"steps": 30},
             "rewards": {"format": 1.0},
             "rollouts_per_step": 16,
             "steps": 4,

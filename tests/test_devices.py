@@ -240,7 +240,7 @@ def test_what_is_spread_takes_its_share_on_each_device(monkeypatch: pytest.Monke
         assert [counts[0][name] // n for n in (1, 2, 4)] == [part[name] for part in counts]
     engines = [
         memory.estimate(spec.model_copy(update={"engine": engine}), tiny_config(), 30, torch.device("cpu"))
-        for engine in (VLLMEngine.Settings(cpu_cache_gib=1, tensor_parallel_size=size) for size in (1, 2))
+        for engine in (VLLMEngine.Settings(tensor_parallel_size=size) for size in (1, 2))
     ]
     weights = [engine["engine"] - GIB for engine in engines]
     assert weights[0] // 2 == weights[1] > 0

@@ -10,7 +10,7 @@ from cohort.harness.run.step import group_metrics
 from cohort.harness.spec.run import Gates, parse_run
 from fakes import MemoryLog, StopAfter
 
-FINE = {"mismatch/kl": 0.0, "train/stuck_groups": 0.0, "policy/entropy": 1.0, "train/answered": 0.8}
+FINE = {"mismatch/kl": 0.0, "train/stuck_groups": 0.0, "train/answered": 0.8}
 
 
 def run_gates(settings, *steps):
@@ -68,7 +68,7 @@ def test_a_gate_counts_steps_in_a_row_only(monkeypatch):
 
 
 def test_the_bound_itself_is_allowed():
-    assert run_gates(Gates(entropy=1.0), *[{"train/stuck_groups": 0.98}] * 50) == (None, "")
+    assert run_gates(Gates(), *[{"train/stuck_groups": 0.98}] * 50) == (None, "")
 
 
 def test_an_engine_that_samples_another_policy_ends_the_run_in_one_step():
@@ -92,17 +92,9 @@ def test_answers_that_go_missing_are_compared_with_the_first_step(monkeypatch):
     assert run_gates(settings, never, never, never) == (None, "")  # it never answered, so there is no collapse
 
 
-def test_entropy_is_not_bounded_unless_asked():
-    gone = {"policy/entropy": 0.0}
-    assert run_gates(Gates(), *[gone] * 60) == (None, "")
-    step, reason = run_gates(Gates(entropy=0.01), *[gone] * 25)
-    assert step == 20
-    assert "policy/entropy was below 0.01 for 20 steps in a row (0 at step 20)" in reason
-
-
 def test_every_gate_can_be_turned_off():
-    off = Gates(mismatch_kl=None, stuck_groups=None, weights_changed=None, entropy=None, answered=None)
-    worst = {"mismatch/kl": 9.0, "train/stuck_groups": 1.0, "policy/weights_changed": 0.0, "policy/entropy": 0.0}
+    off = Gates(mismatch_kl=None, stuck_groups=None, weights_changed=None, answered=None)
+    worst = {"mismatch/kl": 9.0, "train/stuck_groups": 1.0, "policy/weights_changed": 0.0}
     assert run_gates(off, {}, *[{**worst, "train/answered": 0.0}] * 50) == (None, "")
 
 

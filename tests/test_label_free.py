@@ -30,7 +30,6 @@ TESTS = Path(__file__).resolve().parent
 
 def test_a_soft_vote_pays_each_answer_by_its_share_of_the_group():
     group = graded_group([0, 0, 1, None])
-    assert MajorityVote(soft=True, minority_reward=0.0).score(group) == [0.5, 0.5, 0.25, 0.0]
     # from -0.1 to 1: -0.1 + 1.1 * share
     assert MajorityVote(soft=True).score(group) == pytest.approx([0.45, 0.45, 0.175, -0.1])
 
@@ -50,12 +49,12 @@ def test_a_vote_below_the_least_share_rewards_nobody_and_gives_no_label():
 def test_in_a_held_out_vote_each_half_is_judged_by_the_other():
     # halves 0 0 1 and 1 1 0: the second votes for 1, the first for 0
     group = graded_group([0, 0, 1, 1, 1, 0], [True, True, False, False, False, True])
-    reward = MajorityVote(held_out=True, minority_reward=0.0)
-    assert reward.score(group) == [0.0, 0.0, 1.0, 0.0, 0.0, 1.0]
-    assert MajorityVote(minority_reward=0.0).score(group) == [1.0] * 6  # a tie of 3 and 3
+    reward = MajorityVote(held_out=True)
+    assert reward.score(group) == [-0.1, -0.1, 1.0, -0.1, -0.1, 1.0]
+    assert MajorityVote().score(group) == [1.0] * 6  # a tie of 3 and 3
     # the shares of the other half: 1/3 for 0 and 2/3 for 1, then 2/3 for 0 and 1/3 for 1
-    soft = MajorityVote(held_out=True, soft=True, minority_reward=0.0).score(group)
-    assert soft == pytest.approx([1 / 3, 1 / 3, 2 / 3, 1 / 3, 1 / 3, 2 / 3])
+    soft = MajorityVote(held_out=True, soft=True).score(group)
+    assert soft == pytest.approx([-0.1 + 1.1 * share / 3 for share in (1, 1, 2, 1, 1, 2)])
     metrics = reward.metrics(group, [])
     assert metrics["vote/label_accuracy"] == 0.5  # label 1 is wrong, label 0 is right
     assert metrics["vote/false_positive_rate"] == pytest.approx(1 / 3)  # of the three wrong ones the first

@@ -179,7 +179,7 @@ def test_a_non_finite_loss_makes_the_run_invalid():
 
 def test_two_updates_are_adamw_on_clipped_gradients_with_a_rate_for_the_policy_and_one_for_the_critic():
     settings = {"learning_rate": 1e-3, "critic_learning_rate": 4e-3, "max_grad_norm": 0.05, "weight_decay": 0.1,
-                "beta1": 0.8, "beta2": 0.95}  # fmt: skip
+                "beta2": 0.95}  # fmt: skip
     spec = make_spec("ppo", **settings)
     spec = spec.model_copy(update={"algorithm": spec.algorithm.model_copy(update={"whiten_advantages": False})})
     learner, by_hand = (Learner(spec, tiny_model(0).double()) for _ in range(2))
@@ -187,7 +187,7 @@ def test_two_updates_are_adamw_on_clipped_gradients_with_a_rate_for_the_policy_a
     by_hand.optimizers = {}  # gradients only
     rates = [(by_hand.policy, 1e-3), (by_hand.critic, 4e-3)]
     adamw = [
-        torch.optim.AdamW(module.parameters(), lr=rate, betas=(0.8, 0.95), weight_decay=0.1) for module, rate in rates
+        torch.optim.AdamW(module.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1) for module, rate in rates
     ]
     for step, scale in enumerate((30.0, 3.0)):  # AdamW forgets the scale of one gradient, not that of the next
         batch = make_batch()

@@ -90,7 +90,7 @@ ADAPTER = 30_720
         ("ppo", {"autocast": True}, {"critic": 4 * CRITIC}),
         ({"name": "grpo", "kl_beta": 0}, {}, {"reference": 0}),
         ("grpo", {"lora": {"rank": 8}}, {"reference": 0, "gradients": 4 * ADAPTER, "policy": 4 * (TINY + ADAPTER)}),
-        ("grpo", {"engine": {"name": "vllm", "cpu_cache_gib": 0.5}}, {"engine": 4 * TINY + 2**29, "kv_cache": 0}),
+        ("grpo", {"engine": "vllm"}, {"engine": 4 * TINY + 2**30, "kv_cache": 0}),
     ],
 )  # fmt: skip
 def test_weights_gradients_and_moments_of_the_tiny_model_are_counted_by_hand(algorithm, changes, expected):

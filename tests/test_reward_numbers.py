@@ -123,8 +123,8 @@ def test_checking_calculations_is_bounded_on_hostile_text():
 
 def test_process_rewards_sit_at_the_end_of_their_calculation():
     group = graded_group([0, 0], completions=("4+4=8;8+5=14", "no step"))
-    assert Process(wrong=-0.5).steps(group) == [[(5, 1.0), (12, -0.5)], []]
-    assert Process(wrong=-0.5).score(group) == [0.25, 0.0]
+    assert Process().steps(group) == [[(5, 1.0), (12, 0.0)], []]
+    assert Process().score(group) == [0.5, 0.0]
     assert Process().metrics(group, []) == {"process/calculations": 1.0, "process/right": 0.5}
 
 
@@ -160,10 +160,10 @@ def test_step_rewards_are_earned_by_the_token_that_ends_the_step_and_the_outcome
     texts = ("4+4=8;8+5=14", "no step")
     group = graded_group([0, None], [True, False], completions=texts)
     sampled = [Group(Prompt("p", "p?", "8"), (5,), tuple(rollout(text) for text in texts))]
-    both = score({"accuracy": Accuracy(), "process": Process(weight=0.5, wrong=-1.0)}, [group])
+    both = score({"accuracy": Accuracy(), "process": Process(weight=0.5)}, [group])
     # one token per character, so the character before the end; the last token is the end of the sequence
-    assert events(sampled, both, tiny_tokenizer()) == [{4: 0.5, 11: -0.5, 12: 1.0}, {7: 0.0}]
-    assert both[0].totals == [1.0, 0.0]
+    assert events(sampled, both, tiny_tokenizer()) == [{4: 0.5, 11: 0.0, 12: 1.0}, {7: 0.0}]
+    assert both[0].totals == [1.5, 0.0]
     alone = score({"accuracy": Accuracy(weight=0), "process": Process()}, [group])
     assert events(sampled, alone, tiny_tokenizer()) == [{4: 1.0, 11: 0.0}, {}]
     assert collate(sampled, score({"accuracy": Accuracy()}, [group])).step_rewards_BT is None

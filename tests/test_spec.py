@@ -280,7 +280,7 @@ def test_one_at_a_time_may_vary_the_algorithm_beside_a_setting_that_another_lack
         ({"factors": {"seed": [0, 1]}}, "'seed' cannot be a factor, because seeds are replicates"),
         ({"factors": {"steps": []}}, "factor 'steps' has no levels"),
         ({"factors": {"steps": [1, 2, 1]}}, "factor 'steps' names a level twice: [1, 2, 1]"),
-        ({"factors": {"sampling": [{"top_k": 1}]}}, "levels of factor 'sampling' must be plain values"),
+        ({"factors": {"sampling": [{"top_p": 1}]}}, "levels of factor 'sampling' must be plain values"),
         ({"factors": {"algorithm.kl_bta": [1]}}, "did you mean 'kl_beta'?"),
         ({"factors": {"algorithm.group_size": [8, 12]}}, "got 12; use 8 or 16"),
         ({"arms": {"a": {}}, "design": "one_at_a_time"}, "use grid with 'arms'"),
@@ -352,7 +352,6 @@ def test_an_unknown_study_is_refused_with_what_there_is():
     ("changes", "warned"),
     [
         ({"sampling": {"top_p": 0.9}}, True),
-        ({"sampling": {"top_k": 20}}, True),
         ({}, False),
         ({"sampling": {"top_p": 0.9}, "steps": 0}, False),
     ],
@@ -362,7 +361,7 @@ def test_training_on_a_cut_distribution_is_warned_of_before_the_run(changes, war
     check_runs([spec, spec], tmp_path)
     found = [record.getMessage() for record in caplog.records if record.name == "cohort.harness.checks.preflight"]
     assert len(found) == warned
-    assert all(text.startswith("sampling.top_p below 1 or top_k above 0 biases training: ") for text in found)
+    assert all(text.startswith("sampling.top_p below 1 biases training: ") for text in found)
 
 
 # Hostile text ---------------------------------------------------------------------------------------------------------

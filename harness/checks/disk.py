@@ -82,8 +82,8 @@ def check_disk(runs: Path, left: Sequence[tuple[RunSpec, Path]], at_once: int, f
         who = "the run" if len(left) == 1 else f"{len(left)} runs, {min(at_once, len(left))} at a time,"
         raise SpecError(
             f"{who} must fit on the disk of '{runs}': it has {gib(need.free)} free, and about {gib(need.needed)} is "
-            "needed for checkpoints, cold starts and weights that stay; free some space, use another --runs"
-            f"{', fewer --workers' if at_once > 1 and len(left) > 1 else ''}, or lower checkpoints.keep"
+            "needed for checkpoints, cold starts and weights that stay; free some space"
+            f"{', take fewer --workers' if at_once > 1 and len(left) > 1 else ''} or use another --runs"
         )
     return need
 

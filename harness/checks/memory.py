@@ -82,7 +82,7 @@ def _fixes(large: Sequence[str], components: Mapping[str, int], spec: RunSpec, c
         "activations": ["lower optimizer.tokens_per_microbatch", *recompute],
         "kv_cache": [sampling],
         "sampling": [sampling],
-        "engine": ["lower engine.cpu_cache_gib or set engine.sleep=true"],
+        "engine": ["set engine.sleep=true or use engine=transformers"],
         "gradients": trained,
         "optimizer": trained,
         "reference": ["set algorithm.kl_beta=0 (no reference)"],
@@ -253,7 +253,7 @@ def _engine_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch.dev
         _check_share(spec, counts, shape, share, device)
         return needed | {"kv_cache" if settings.sleep and together == 1 else "engine": share}
     if settings.name == "vllm":
-        return needed | {"engine": counts.policy // settings.tensor_parallel_size + int(settings.cpu_cache_gib * GIB)}
+        return needed | {"engine": counts.policy // settings.tensor_parallel_size + settings.cpu_cache}
     return needed
 
 
@@ -282,8 +282,8 @@ def _cache_bytes(spec: RunSpec, counts: Counts, shape: Shape, max_rows: int, tog
     samples = min(max(spec.evaluation.num_samples, spec.evaluation.num_test_samples or 1), 64)  # of a problem at a time
     prompts = -(-spec.prompts_per_step // spec.devices)
     at_once = max(rows(spec.algorithm.group_size, prompts), rows(samples, min(64, held_out)))
-    cut = spec.sampling.top_p < 1 or spec.sampling.top_k
-    per_logit = 49 if cut else 25  # logits and log-probs in float32, probabilities, their sums and order in float64
+    # logits and log-probs in float32, and in float64 probabilities, their sums and order
+    per_logit = 49 if spec.sampling.top_p < 1 else 25
     layers = counts.trunk.cache
     cache = sum(layers) + max(layers, default=0)  # one layer is copied when rows are repeated or dropped
     whole = counts.policy if spec.devices > 1 else 0  # gathered for as long as sampling lasts

@@ -45,10 +45,10 @@ def check_runs(
     for task in {spec.task.model_dump_json(): spec.task for spec in specs if spec.cold_start.steps}.values():
         if not task.demonstrations():
             raise SpecError(f"task '{task.name}' has no worked solutions; set cold_start.steps to 0")
-    if any(spec.sampling.top_p < 1 or spec.sampling.top_k for spec in trained):
+    if any(spec.sampling.top_p < 1 for spec in trained):
         log.warning(
-            "sampling.top_p below 1 or top_k above 0 biases training: tokens are drawn from the cut distribution, and "
-            "ratio and gradient use log-probs of the uncut one; set top_p=1 and top_k=0 to train without that bias"
+            "sampling.top_p below 1 biases training: tokens are drawn from the cut distribution, and ratio and "
+            "gradient use log-probs of the uncut one; set top_p=1 to train without that bias"
         )
     if models:
         from .memory import check_memory, check_samples

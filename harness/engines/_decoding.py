@@ -205,7 +205,7 @@ def _draw(logits: Tensor, sampling: Sampling, noise: Tensor) -> tuple[Tensor, Te
     if sampling.temperature == 0:
         chosen = logits.argmax(-1)
     else:
-        cumulative = _cut(logprobs.exp().double(), sampling.top_p, sampling.top_k).cumsum(-1)
+        cumulative = _cut(logprobs.exp().double(), sampling.top_p).cumsum(-1)
         found = torch.searchsorted(cumulative, noise[:, None] * cumulative[:, -1:], right=True)
         chosen = found[:, 0].clamp(max=logits.shape[-1] - 1)
     return chosen, logprobs.gather(-1, chosen[:, None])[:, 0]
@@ -220,13 +220,11 @@ def _fill_holes(running: Tensor) -> Tensor:
     return keep
 
 
-def _cut(probabilities: Tensor, top_p: float, top_k: int) -> Tensor:
-    """Probabilities outside the nucleus (Holtzman et al. 2020) or the k most likely tokens set to 0."""
-    if top_p >= 1 and not top_k:
+def _cut(probabilities: Tensor, top_p: float) -> Tensor:
+    """Probabilities outside the nucleus (Holtzman et al. 2020) set to 0."""
+    if top_p >= 1:
         return probabilities
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-    if top_k:
-        ordered[:, top_k:] = 0
     ordered[ordered.cumsum(-1) - ordered >= top_p] = 0  # keeps the token that crosses top_p
     return torch.zeros_like(probabilities).scatter(-1, order, ordered)
 

@@ -45,7 +45,6 @@ from ..interfaces import Precision, RolloutEngine
 from ..policy.lora import ADAPTER, adapted_layers, adapter_weights, base_weights, has_adapter, save_adapter
 from ..policy.text import TextCodec, as_groups
 
-GIB = 2**30
 log = logging.getLogger(__name__)
 
 
@@ -60,6 +59,8 @@ class VLLMEngine(RolloutEngine):
     serves_adapters: ClassVar[bool] = True
 
     class Settings(RolloutEngine.Settings):
+        cpu_cache: ClassVar[int] = 2**30  # bytes of keys and values, without a GPU
+
         name: Literal["vllm"] = "vllm"
         dtype: Literal["float32", "bfloat16"] | None = Field(
             default=None,
@@ -78,10 +79,6 @@ class VLLMEngine(RolloutEngine):
             ge=1,
             description="devices of a trial that share one copy of a model that no single GPU holds; must divide "
             "`devices` and the model's attention heads",
-        )
-        cpu_cache_gib: float = Field(default=1.0, gt=0, description="key-value cache in GiB; CPU only")
-        enforce_eager: bool = Field(
-            default=False, description="use no CUDA graphs: slower, but starts sooner; always on a CPU"
         )
         sleep: bool = Field(default=True, description="free vLLM's GPU memory while the learner works; GPU only")
 
@@ -155,7 +152,7 @@ class VLLMEngine(RolloutEngine):
         outputs = self._run(rows, [self._parameters(sampling, s) for s in seeds], policies)
         completions = [tuple(output.outputs[0].token_ids) for output in outputs]
         logprobs = [tuple(output.outputs[0].logprobs.logprobs) for output in outputs]
-        if sampling.temperature and (sampling.top_p < 1 or sampling.top_k):
+        if sampling.temperature and sampling.top_p < 1:
             whole = [(prompt + completion, len(prompt)) for prompt, completion in zip(rows, completions, strict=True)]
             logprobs = [tuple(row) for row in self._score(whole, policies)]
         ended = [ids[-1] in self.end_ids for ids in completions]
@@ -259,7 +256,6 @@ class VLLMEngine(RolloutEngine):
         return _vllm().SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
-            top_k=sampling.top_k,
             max_tokens=sampling.max_tokens,
             seed=seed,
             stop_token_ids=self.end_ids,
@@ -305,11 +301,10 @@ def _check_sampling(sampling: Sampling) -> None:
             f"sampling.temperature must be 0 or in [0.01, 2] for engine vllm, got {temperature}; "
             "or use engine=transformers"
         )
-    if temperature not in (0, 1) and (sampling.top_p < 1 or sampling.top_k):
+    if temperature not in (0, 1) and sampling.top_p < 1:
         raise ValueError(
-            "sampling.top_p and sampling.top_k must be 1 and 0 for engine vllm at a temperature other than 1 (vLLM has "
-            f"no log-probs before the cut there), got {sampling.top_p} and {sampling.top_k} at {temperature}; "
-            "or use engine=transformers"
+            "sampling.top_p must be 1 for engine vllm at a temperature other than 1 (vLLM has no log-probs before the "
+            f"cut there), got {sampling.top_p} at {temperature}; or use engine=transformers"
         )
 
 
@@ -354,14 +349,14 @@ def _start(settings: VLLMEngine.Settings, folder: Path, dtype: str, **more: Any)
     os.environ["VLLM_NO_USAGE_STATS"] = "1"  # otherwise vLLM sends usage statistics
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are handed over in memory
     on_gpu = _on_gpu()
-    place: dict[str, Any] = {"kv_cache_memory_bytes": int(settings.cpu_cache_gib * GIB)}
+    place: dict[str, Any] = {"kv_cache_memory_bytes": settings.cpu_cache}
     if on_gpu:
         place = {"gpu_memory_utilization": settings.gpu_memory_utilization, "enable_sleep_mode": settings.sleep}
     return _vllm().LLM(
         model=str(folder),
         dtype=dtype,
         max_model_len=settings.max_model_len,
-        enforce_eager=settings.enforce_eager or not on_gpu,
+        enforce_eager=not on_gpu,  # no CUDA graphs
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
         skip_tokenizer_init=True,

@@ -22,13 +22,13 @@ from ..data import GradedGroup
 from ..interfaces import Reward
 
 Classes = Sequence[int | None]
+MINORITY = -0.1  # for a completion that does not win
 
 
 class MajorityVote(Reward):
-    """1 for an answer with the most votes, another value for every other completion (TTRL)."""
+    """1 for an answer with the most votes, -0.1 for every other completion (TTRL)."""
 
-    minority_reward: float = Field(default=-0.1, description="value for a completion that does not win")
-    soft: bool = Field(default=False, description="pay by the share of the votes, from minority_reward to 1")
+    soft: bool = Field(default=False, description="pay by the share of the votes, from -0.1 to 1")
     min_share: float = Field(
         default=0.0, ge=0, le=1, description="least share of the votes for a majority; below it none wins"
     )
@@ -41,9 +41,9 @@ class MajorityVote(Reward):
             for c in judged:
                 if self.soft:
                     share = counts[c] / len(voters) if c is not None and won else 0.0
-                    scores.append(self.minority_reward + (1.0 - self.minority_reward) * share)
+                    scores.append(MINORITY + (1.0 - MINORITY) * share)
                 else:
-                    scores.append(1.0 if c in won else self.minority_reward)
+                    scores.append(1.0 if c in won else MINORITY)
         return scores
 
     def metrics(self, group: GradedGroup, scores: Sequence[float]) -> Mapping[str, float]:

@@ -18,8 +18,6 @@ from fractions import Fraction
 from functools import lru_cache
 from math import nan
 
-from pydantic import Field
-
 from ..data import GradedGroup
 from ..ground.rationals import Token, decimal, evaluate
 from ..interfaces import StepReward
@@ -39,12 +37,10 @@ _RESULT = re.compile(rf"\s*(?P<sign>[-\u2212]?)\s*{_QUANTITY}")
 
 
 class Process(StepReward):
-    """1 for a calculation that holds and another value for one that does not, each at its end."""
-
-    wrong: float = Field(default=0.0, description="value for a wrong calculation")
+    """1 for a calculation that holds and 0 for one that does not, each at its end."""
 
     def steps(self, group: GradedGroup) -> list[list[tuple[int, float]]]:
-        return [[(end, 1.0 if holds else self.wrong) for end, holds in calculations(t)] for t in group.completions]
+        return [[(end, float(holds)) for end, holds in calculations(t)] for t in group.completions]
 
     def metrics(self, group: GradedGroup, scores: Sequence[float]) -> Mapping[str, float]:
         """Calculations per completion, and the share of them that hold (NaN without any)."""

@@ -36,11 +36,10 @@ _GATES = {
         "policy/weights_changed", "below",
         "the optimiser has a gradient but the weights do not change; raise optimizer.learning_rate or use float32",
     ),
-    "entropy": ("policy/entropy", "below", "the policy has lost its entropy"),
     "answered": ("train/answered", "below", "completions no longer state an answer ({start:.3g} did at the start)"),
 }  # fmt: skip
-STEPS = {"mismatch_kl": 1, "stuck_groups": 20, "weights_changed": 5, "entropy": 20, "answered": 20}  # in a row
-_LEARNT = ("stuck_groups", "entropy", "answered")
+STEPS = {"mismatch_kl": 1, "stuck_groups": 20, "weights_changed": 5, "answered": 20}  # in a row
+_LEARNT = ("stuck_groups", "answered")
 
 
 def gates_of(spec: RunSpec) -> Gates:

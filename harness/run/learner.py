@@ -380,7 +380,7 @@ class Learner:
         return torch.optim.AdamW(
             [p for p in module.parameters() if p.requires_grad],
             lr=learning_rate,
-            betas=(settings.beta1, settings.beta2),
+            betas=(0.9, settings.beta2),
             weight_decay=settings.weight_decay,
             fused=True,
         )

@@ -120,7 +120,7 @@ def kept_answers(
         head, *rows = map(json.loads, file.read_text(encoding="utf-8").splitlines())
         return [Demonstration(**row) for row in rows], head
     prompts = spec.task.prompts("train")[: settings.num_prompts]
-    sampling = spec.sampling_with_limit().model_copy(update={"temperature": settings.temperature})
+    sampling = spec.sampling_with_limit()
     kept: list[Demonstration] = []
     counts = dict.fromkeys(("samples", "correct", "duplicates", "tokens", "covered"), 0)
     for first in range(0, len(prompts), PROMPTS_AT_ONCE):

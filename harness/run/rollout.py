@@ -142,7 +142,7 @@ def generate(run: Run, prompts: Sequence[Prompt], step: int, drawn: Drawn) -> li
     with mixed_precision(resolve_device(spec.device), spec.autocast), run.learner.older_weights():
         groups = [sampled(spec.algorithm.group_size, sampling)]
         if spec.algorithm.needs_greedy:
-            likeliest = sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0})
+            likeliest = sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0})
             groups.append(sampled(1, likeliest))
     if drawn.num_batches + 1 == spec.dynamic_sampling:
         rest(run, groups[0])

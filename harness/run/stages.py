@@ -21,7 +21,6 @@ class Rejection(Section):
     num_prompts: int = Field(default=512, ge=1, description="training problems; all when there are fewer")
     num_samples: int = Field(default=8, ge=1, description="completions of each")
     keep: int = Field(default=1, ge=1, description="distinct correct completions kept of each, the first ones")
-    temperature: float = Field(default=1.0, gt=0)
     restart: bool = Field(default=False, description="fine-tune the policy that the pipeline started from")
 
 

@@ -30,8 +30,9 @@ Control = Literal["random", "format_only", "inverted", "shuffled_gold", "frozen"
 class ColdStart(Section):
     """Supervised warm start on the task's worked solutions, shared by every arm and seed (AdamW, constant rate)."""
 
+    batch_size: ClassVar[int] = 32  # worked solutions per optimiser step
+
     steps: int = Field(default=0, ge=0, description="optimiser steps; 0: no cold start")
-    batch_size: int = Field(default=32, ge=1, description="worked solutions per optimiser step")
     learning_rate: float = Field(default=3e-3, gt=0, description="learning rate of AdamW, constant")
     seed: int = Field(
         default=0, ge=0, le=MAX_INTEGER, description="seed of the data order and, for `tiny`, of the initial weights"
@@ -50,7 +51,6 @@ class Optimizer(Section):
     )
     warmup_steps: int = Field(default=0, ge=0, description="training steps over which the rates rise linearly")
     weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay (AdamW)")
-    beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the mean of the gradients")
     beta2: float = Field(default=0.999, ge=0, lt=1, description="decay of the mean of the squared gradients")
     max_grad_norm: float = Field(default=1.0, gt=0, description="gradient clipping by global norm")
     num_inner_epochs: int = Field(default=1, ge=1, description="mu: passes over each batch of rollouts")
@@ -137,8 +137,9 @@ class Checkpoints(Section):
     """The files that a run keeps: checkpoints to resume from, and whole batches of rollouts to read, regrade or
     rank."""
 
+    keep: ClassVar[int] = 2  # the newest checkpoints, while the run goes on
+
     every: int = Field(default=20, ge=1, description="training steps between checkpoints")
-    keep: int = Field(default=2, ge=1, description="number of newest checkpoints to keep during the run")
     finished: Literal["nothing", "weights"] | None = Field(
         default=None,
         description="nothing or weights: kept when the run has ended; by default nothing in a study, else the weights",
@@ -168,12 +169,6 @@ class Gates(Section):
         gt=0,
         le=1,
         description="lowest share of the weights that an update with a gradient changes, for 5 such steps in a row",
-    )
-    entropy: float | None = Field(
-        default=None,
-        ge=0,
-        description="lowest entropy in nats per token, for 20 steps in a row; off by default, because a solved task "
-        "leaves little entropy",
     )
     answered: float | None = Field(
         default=0.25,

@@ -18,16 +18,13 @@ class Dimension(Section):
     low: int | float | None = None
     high: int | float | None = None
     log: bool = Field(default=False, description="sample the range on a logarithmic scale")
-    step: int | float | None = Field(
-        default=None, gt=0, description="distance between the values of a range; default: 1 for integers, else none"
-    )
     choices: list[Scalar] | None = Field(default=None, min_length=1)
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
         if self.choices is not None:
-            if {self.low, self.high, self.step} != {None} or self.log:
-                raise ValueError("choices cannot be combined with low, high, log or step")
+            if {self.low, self.high} != {None} or self.log:
+                raise ValueError("choices cannot be combined with low, high or log")
             if any(choice in self.choices[:i] for i, choice in enumerate(self.choices)):
                 raise ValueError(f"choices must be distinct, got {self.choices}")
             return self
@@ -35,17 +32,8 @@ class Dimension(Section):
             raise ValueError("a dimension must have low and high, or choices")
         if self.low >= self.high:
             raise ValueError(f"low must be below high, got {self.low} and {self.high}")
-        if self.log and (self.low <= 0 or self.step is not None):
-            raise ValueError(f"log must have low above 0 and no step, got low {self.low} and step {self.step}")
-        if self.step is not None:
-            count = (self.high - self.low) / self.step
-            if self.whole and not isinstance(self.step, int):
-                raise ValueError(
-                    f"step must be an integer if low and high are, got {self.step}; write low as {self.low}.0"
-                )
-            if not math.isclose(count, round(count), abs_tol=1e-9) or round(count) < 1:
-                last = self.low + max(math.floor(count + 1e-9), 1) * self.step
-                raise ValueError(f"step must lead from low to high, got {self.step} for {self.high}; use high {last:g}")
+        if self.log and self.low <= 0:
+            raise ValueError(f"log must have low above 0, got {self.low}")
         return self
 
     @property
@@ -54,20 +42,18 @@ class Dimension(Section):
 
     @property
     def size(self) -> float:
-        """The number of values; infinite for a range of floats without a step."""
+        """The number of values; infinite for a range of floats."""
         if self.choices is not None:
             return len(self.choices)
         assert self.low is not None and self.high is not None
-        if self.step is None and not self.whole:
-            return math.inf
-        return round((self.high - self.low) / (self.step or 1)) + 1
+        return self.high - self.low + 1 if self.whole else math.inf
 
     def points(self) -> list[Scalar]:
         """Every value of a dimension of finite size. Do not call it for a large `size`."""
         if self.choices is not None:
             return list(self.choices)
         assert self.low is not None
-        return [self.low + i * (self.step or 1) for i in range(int(self.size))]
+        return [self.low + i for i in range(int(self.size))]
 
     def probes(self) -> list[Scalar]:
         """The values that are checked before a study starts: all if there are few, otherwise both ends."""
@@ -101,7 +87,6 @@ class Search(Section):
         default_factory=dict, description="metric -> direction; by default the study's metric, maximised"
     )
     startup: int = Field(default=5, ge=1, description="random arms before the sampler learns")
-    population: int = Field(default=8, ge=2, description="nsga2: arms per generation")
 
     @model_validator(mode="after")
     def _searchable(self) -> Self:

@@ -37,6 +37,7 @@ from ..spec.study import Arm, SearchPlan, StudySpec
 from .attempts import Attempts
 from .plan import Key
 
+GENERATION = 8  # arms of one generation of nsga2
 LIVE = ("waiting", "running", "stopped", "paused", "lost")
 ENDED_BADLY = tuple(state for state in ENDED if state != "complete")
 MAX_LISTED = 100_000  # largest space whose points are listed to find an untried one
@@ -334,8 +335,8 @@ def _distribution(dimension: Dimension) -> BaseDistribution:
         return CategoricalDistribution(dimension.choices)
     assert dimension.low is not None and dimension.high is not None
     if dimension.whole:
-        return IntDistribution(int(dimension.low), int(dimension.high), dimension.log, int(dimension.step or 1))
-    return FloatDistribution(float(dimension.low), float(dimension.high), dimension.log, dimension.step)
+        return IntDistribution(int(dimension.low), int(dimension.high), dimension.log)
+    return FloatDistribution(float(dimension.low), float(dimension.high), dimension.log)
 
 
 def _new_sampler(search: Search, seed: int) -> BaseSampler:
@@ -345,7 +346,7 @@ def _new_sampler(search: Search, seed: int) -> BaseSampler:
         case "gp":
             return GPSampler(n_startup_trials=search.startup, seed=seed)
         case "nsga2":
-            return NSGAIISampler(population_size=search.population, seed=seed)
+            return NSGAIISampler(population_size=GENERATION, seed=seed)
         case "random":
             return RandomSampler(seed)
 

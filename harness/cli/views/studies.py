@@ -136,8 +136,7 @@ def _changes(arm: Mapping[str, Any]) -> str:
 def _values(dimension: Dimension) -> str:
     if dimension.choices is not None:
         return ", ".join(map(str, dimension.choices))
-    step = f", step {dimension.step}" if dimension.step else ""
-    return f"{dimension.low} to {dimension.high}" + (", log" if dimension.log else step)
+    return f"{dimension.low} to {dimension.high}" + (", log" if dimension.log else "")
 
 
 def _over_seeds(values: Sequence[float]) -> str:
