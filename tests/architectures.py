@@ -8,8 +8,8 @@ from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.policy.library import import_generation
 from cohort.harness.run.agreement import own_logprobs
 from cohort.harness.run.learner import Learner
-from cohort.harness.run.rollout import collate
 from cohort.harness.run.state import Run
+from cohort.harness.run.step import collate
 from cohort.harness.spec.run import parse_run
 from fakes import tiny_codec
 

@@ -6,8 +6,7 @@ import pytest
 from cohort.harness.data import GradedGroup, Group, Prompt, Rollout
 from cohort.harness.interfaces import Reward
 from cohort.harness.rewards.accuracy import Accuracy
-from cohort.harness.run.grading import grade
-from cohort.harness.run.rollout import reward_metrics, score
+from cohort.harness.run.grading import grade, reward_metrics, score
 from cohort.tasks.arithmetic import Arithmetic
 
 TEXTS = ("2+2=4#### 4", "2+2=5 so #### 5", "no answer", "4*3=12#### 12")

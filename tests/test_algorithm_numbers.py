@@ -25,7 +25,7 @@ from cohort.algorithms.rgra import RGRA
 from cohort.algorithms.rloo import RLOO
 from cohort.algorithms.sapo import SAPO
 from cohort.harness.data import PolicyOutput
-from cohort.harness.run.rollout import score
+from cohort.harness.run.grading import score
 from cohort.harness.spec.run import parse_run
 from fakes import graded_group
 from test_objectives import batch_of

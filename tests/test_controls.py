@@ -18,9 +18,8 @@ from cohort.harness.interfaces import Task
 from cohort.harness.policy.sources import start_name
 from cohort.harness.record.study import StudyRecord, TrialRecord
 from cohort.harness.run import gates
-from cohort.harness.run.grading import grade, grade_by_other_gold
+from cohort.harness.run.grading import control_rewards, grade, grade_by_other_gold
 from cohort.harness.run.loop import train
-from cohort.harness.run.rollout import control_rewards
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import RunSpec, parse_run
 from cohort.harness.spec.study import parse_study

@@ -2,10 +2,10 @@
 
 import pytest
 from cohort.harness.data import Prompt
+from cohort.harness.run.grading import reward_metrics, score
 from cohort.harness.run.loop import charge_step, train
-from cohort.harness.run.rollout import Drawn, further_prompts, generate, reward_metrics, score
 from cohort.harness.run.state import prepare
-from cohort.harness.run.step import train_step
+from cohort.harness.run.step import Drawn, further_prompts, generate, train_step
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import parse_run
 from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
@@ -111,9 +111,9 @@ def test_a_greedy_answer_of_each_prompt_is_rewarded_charged_and_not_trained_on(t
     assert asked == [(4, 2, 1.0, limit), (4, 1, 0.0, limit)] * drawn.num_batches
     assert drawn.num_batches > 1
     assert [g.prompt for g in drawn.greedy] == [g.prompt for g in drawn.groups]
-    assert list(drawn.greedy_rewards) == [float(place[g.prompt.id] % 3 == 0) for g in drawn.groups]
+    assert drawn.greedy_rewards == [float(place[g.prompt.id] % 3 == 0) for g in drawn.groups]
     chosen = drawn.trained_on(4)
-    assert chosen.greedy_rewards == (1.0,) * 4
+    assert chosen.greedy_rewards == [1.0] * 4
     assert [g.prompt for g in chosen.greedy] == [g.prompt for g in chosen.groups]
     every = [r for g in (*drawn.groups, *drawn.greedy) for r in g.rollouts]
     assert costs["train/rollouts"] == run.totals.rollouts == 12 * drawn.num_batches == len(every)
@@ -148,7 +148,7 @@ def test_scores_of_two_batches_are_those_of_both_at_once(tmp_path):
     metrics, drawn = train_step(run, prompts, 0)
     assert drawn.num_batches > 1
     scores = score(run.spec.rewards, drawn.graded)
-    assert list(drawn.scores) == scores
+    assert drawn.scores == scores
     found = reward_metrics(run.spec.rewards, drawn.graded, scores)
     assert {name: metrics[name] for name in found} == pytest.approx(found, nan_ok=True)
 

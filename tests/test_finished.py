@@ -178,7 +178,7 @@ def test_a_checkpoint_has_the_size_that_was_estimated(algorithm, changes, tmp_pa
     if spec.lora is not None:
         add_adapter(policy, spec.lora, 0)
     learner = Learner(spec, policy)
-    batch = learner.annotate(make_batch(), sampler_is_exact=True)
+    batch = learner.annotate(make_batch())
     learner.update(spec.algorithm.advantages(batch), 0)
     save_checkpoint(
         tmp_path, 1, spec_digest="", policy=policy, tokenizer=tiny_tokenizer(), learner_state=learner.state(),

@@ -16,7 +16,7 @@ from cohort.harness.policy.lora import add_adapter
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.loop import train
-from cohort.harness.run.rollout import collate
+from cohort.harness.run.step import collate
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import RunSpec
 from factories import make_spec
@@ -88,11 +88,11 @@ def a_step(spec: RunSpec, policy):
     if spec.gradient_checkpointing:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     batch = collate(groups).replace(rewards_B=torch.arange(len(groups) * group_size).remainder(group_size) % 2.0)
-    batch, scoring = counted(lambda: learner.annotate(batch, sampler_is_exact=False))
+    batch, scoring = counted(lambda: learner.annotate(batch))
     batch = learner.algorithm.advantages(batch)
     _, learning = counted(lambda: learner.update(batch, 0))
     rows = flops.lengths(groups)
-    reads_old = learner.scores_old(sampler_is_exact=False)
+    reads_old = learner.reads_old
     formula = flops.stepped(costs, spec, rows, [], rows, reads_old=reads_old, share=True, batch_tokens=1024)
     return formula, {"sampling": sampling, "scoring": scoring, "learning": learning}
 

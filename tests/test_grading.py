@@ -10,7 +10,7 @@ from cohort.harness.interfaces import Task
 from cohort.harness.rewards.accuracy import Accuracy
 from cohort.harness.run.evaluate import metric_names, problem_score, sample_metrics
 from cohort.harness.run.grading import grade, sample_rows
-from cohort.harness.run.rollout import rollout_metrics
+from cohort.harness.run.step import rollout_metrics
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import Evaluation, parse_run
 

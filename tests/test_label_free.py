@@ -14,9 +14,8 @@ from cohort.harness.rewards.answer_entropy import AnswerEntropy
 from cohort.harness.rewards.majority_vote import MajorityVote
 from cohort.harness.rewards.self_certainty import SelfCertainty
 from cohort.harness.rewards.token_entropy import TokenEntropy
-from cohort.harness.run.rollout import Drawn, generate, grade_rollouts, score_rollouts
 from cohort.harness.run.state import prepare
-from cohort.harness.run.step import train_step
+from cohort.harness.run.step import Drawn, generate, grade_rollouts, score_rollouts, train_step
 from cohort.harness.spec.run import parse_run
 from cohort.reports.analysis import analyse
 from cohort.reports.findings import collapse_step, collapses
@@ -99,7 +98,9 @@ def test_a_completion_has_the_means_over_its_tokens_that_the_models_own_forward_
     (groups,) = generate(run, prompts, 0, Drawn())
     marked = grade_rollouts(run, groups)
     temperature = run.spec.sampling.temperature
-    for group, graded, score in zip(groups, marked, score_rollouts(run, prompts, groups, marked, 0, 0), strict=True):
+    for group, graded, score in zip(
+        groups, marked, score_rollouts(run.spec, prompts, groups, marked, 0, 0), strict=True
+    ):
         rows = [score.parts[name] for name in ("self_certainty", "token_entropy")]
         for i, rollout in enumerate(group.rollouts):
             tokens = torch.tensor([*group.prompt_token_ids, *rollout.token_ids])

@@ -52,7 +52,7 @@ def gradients(spec, batch):
     policy = tiny_model(0).double()
     learner = Learner(spec, policy)
     learner.critic and torch.nn.init.normal_(learner.critic.head.weight, generator=torch.Generator().manual_seed(1))
-    batch = learner.annotate(batch, sampler_is_exact=False)
+    batch = learner.annotate(batch)
     batch = spec.algorithm.advantages(batch)
     minibatch = batch.replace(loss_weight_BT=spec.algorithm.loss_weights(batch.completion_mask_BT))
     learner.optimizers = {}  # gradients only
@@ -86,7 +86,7 @@ def test_gradient_does_not_depend_on_the_order_of_groups():
 def test_first_update_on_policy_has_ratio_one_and_clips_nothing(algorithm):
     policy = tiny_model(0)
     learner = Learner(make_spec(algorithm), policy)
-    batch = learner.annotate(make_batch(policy), sampler_is_exact=True)
+    batch = learner.annotate(make_batch(policy))
     metrics = learner.update(make_spec(algorithm).algorithm.advantages(batch), 0)
     assert metrics["policy/ratio_max"] == 1.0
     assert metrics["policy/clip_fraction"] == 0.0
@@ -97,7 +97,7 @@ def test_several_updates_move_the_ratio_away_from_one():
     policy = tiny_model(0)
     spec = make_spec(num_inner_epochs=4, num_minibatches=2, learning_rate=1e-2)
     learner = Learner(spec, policy)
-    batch = learner.annotate(make_batch(policy), sampler_is_exact=True)
+    batch = learner.annotate(make_batch(policy))
     metrics = learner.update(spec.algorithm.advantages(batch), 0)
     assert metrics["policy/ratio_max"] > 1.2
     assert metrics["policy/clip_fraction"] > 0
@@ -119,7 +119,7 @@ def test_a_sampler_with_other_weights_shows_as_mismatch():
     batch = make_batch(tiny_model(1))
     spec = make_spec()
     learner = Learner(spec, tiny_model(0))
-    metrics = learner.update(spec.algorithm.advantages(learner.annotate(batch, sampler_is_exact=False)), 0)
+    metrics = learner.update(spec.algorithm.advantages(learner.annotate(batch)), 0)
     assert metrics["mismatch/kl"] > 1e-4
 
 
@@ -127,7 +127,7 @@ def test_equal_rewards_without_divergence_leave_no_policy_gradient():
     spec, policy = make_spec(), tiny_model(0)
     learner = Learner(spec, policy)
     batch = make_batch(policy).replace(rewards_B=torch.ones(8))
-    metrics = learner.update(spec.algorithm.advantages(learner.annotate(batch, sampler_is_exact=True)), 0)
+    metrics = learner.update(spec.algorithm.advantages(learner.annotate(batch)), 0)
     assert metrics["policy/grad_norm"] < 1e-6  # the KL term is at its minimum, the advantages are zero
 
 
@@ -139,7 +139,7 @@ def test_a_reference_is_kept_only_for_a_positive_kl_weight():
 
 def test_the_critic_starts_at_zero_and_learns_apart_from_the_policy():
     learner = Learner(make_spec("ppo"), tiny_model(0))
-    batch = learner.annotate(make_batch(), sampler_is_exact=False)
+    batch = learner.annotate(make_batch())
     assert batch.values_BT is not None
     assert batch.values_BT.abs().max() == 0
     shared = {p.data_ptr() for p in learner.policy.parameters()}
@@ -161,7 +161,7 @@ def test_the_critics_own_backbone_reads_shared_prompts_once_and_takes_the_fused_
         return library(*args, **kwargs)
 
     learner.critic.backbone.forward = counted
-    batch = learner.annotate(batch, sampler_is_exact=False)
+    batch = learner.annotate(batch)
     learner.update(learner.algorithm.advantages(batch), 0)
     assert calls == []
 
@@ -170,7 +170,7 @@ def test_a_non_finite_loss_makes_the_run_invalid():
     policy = tiny_model(0)
     learner = Learner(make_spec(), policy)
     batch = make_batch(policy)
-    batch = make_spec().algorithm.advantages(learner.annotate(batch, sampler_is_exact=True))
+    batch = make_spec().algorithm.advantages(learner.annotate(batch))
     with torch.no_grad():
         next(policy.parameters()).fill_(float("nan"))
     with pytest.raises(InvalidRun, match="loss is nan"):
@@ -192,10 +192,10 @@ def test_two_updates_are_adamw_on_clipped_gradients_with_a_rate_for_the_policy_a
     for step, scale in enumerate((30.0, 3.0)):  # AdamW forgets the scale of one gradient, not that of the next
         batch = make_batch()
         batch = batch.replace(rewards_B=scale * batch.rewards_B)
-        learner.update(spec.algorithm.advantages(learner.annotate(batch, sampler_is_exact=False)), step)
+        learner.update(spec.algorithm.advantages(learner.annotate(batch)), step)
         for optimizer in adamw:
             optimizer.zero_grad()
-        batch = spec.algorithm.advantages(by_hand.annotate(batch, sampler_is_exact=False))
+        batch = spec.algorithm.advantages(by_hand.annotate(batch))
         weights = spec.algorithm.loss_weights(batch.completion_mask_BT)
         by_hand._optimizer_step(batch.replace(loss_weight_BT=weights), first=True)
         for (module, _), optimizer in zip(rates, adamw, strict=True):

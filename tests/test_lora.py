@@ -41,7 +41,7 @@ def logprobs(policy, batch):
 
 
 def updated(spec, learner, batch):
-    batch = spec.algorithm.advantages(learner.annotate(batch, sampler_is_exact=True))
+    batch = spec.algorithm.advantages(learner.annotate(batch))
     return learner.update(batch, 0)
 
 
@@ -67,7 +67,7 @@ def test_the_reference_is_the_model_without_its_adapter():
     spec, policy, learner = adapted()
     assert learner.reference is None
     updated(spec, learner, batch)
-    annotated = learner.annotate(batch, sampler_is_exact=True)
+    annotated = learner.annotate(batch)
     assert annotated.ref_logprobs_BT is not None
     assert torch.allclose(annotated.ref_logprobs_BT, logprobs(tiny_model(0), batch), atol=1e-6)
     assert not torch.allclose(logprobs(policy, batch), annotated.ref_logprobs_BT, atol=1e-3)
@@ -207,7 +207,7 @@ def gradient(**changes):
     if spec.gradient_checkpointing:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     learner = Learner(spec, policy)
-    batch = spec.algorithm.advantages(learner.annotate(make_batch(), sampler_is_exact=False))
+    batch = spec.algorithm.advantages(learner.annotate(make_batch()))
     calls = []
     policy.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     learner.optimizers = {}

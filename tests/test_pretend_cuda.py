@@ -120,7 +120,7 @@ def test_metrics_of_an_update_are_read_once():
         with pretend_cuda() as mode:
             learner = Learner(make_spec(tokens_per_microbatch=budget), tiny_model(0).to("cuda"))
             batch = make_batch().to("cuda")
-            batch = learner.algorithm.advantages(learner.annotate(batch, sampler_is_exact=True))
+            batch = learner.algorithm.advantages(learner.annotate(batch))
             before = mode.waits.copy()
             learner.update(batch, 0)
             return mode.waits - before

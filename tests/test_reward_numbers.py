@@ -14,7 +14,8 @@ from cohort.harness.rewards.overlong import Overlong
 from cohort.harness.rewards.process import MAX_CALCULATIONS, MAX_CHARS, Process, calculations
 from cohort.harness.rewards.reasoning_length import ReasoningLength
 from cohort.harness.rewards.repetition import Repetition, repeated_fraction
-from cohort.harness.run.rollout import collate, events, reward_metrics, score, token_at
+from cohort.harness.run.grading import reward_metrics, score
+from cohort.harness.run.step import collate, events, token_at
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import parse_run
 from fakes import graded_group

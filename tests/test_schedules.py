@@ -144,7 +144,7 @@ def test_a_refreshed_reference_is_the_policy_of_that_step():
     batch = make_batch(policy).replace(group_size=4)
     for step in range(3):
         learner.begin_step(step)
-        annotated = learner.annotate(batch, sampler_is_exact=True)
+        annotated = learner.annotate(batch)
         assert annotated.ref_logprobs_BT is not None
         with torch.no_grad():
             apart = (annotated.ref_logprobs_BT - learner.logprobs(policy, batch)).abs().max()

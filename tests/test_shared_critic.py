@@ -50,7 +50,7 @@ def learner_for(spec):
 def gradients(spec, batch):
     """(gradient of the policy's parameters, of the critic's head), one vector each."""
     learner = learner_for(spec)
-    batch = spec.algorithm.advantages(learner.annotate(batch, sampler_is_exact=False))
+    batch = spec.algorithm.advantages(learner.annotate(batch))
     learner.optimizers = {}  # gradients only
     weights = spec.algorithm.loss_weights(batch.completion_mask_BT)
     learner._optimizer_step(batch.replace(loss_weight_BT=weights), first=True)
@@ -63,7 +63,7 @@ def gradients(spec, batch):
 
 def test_values_are_the_head_on_the_policys_own_states():
     learner, batch = learner_for(make_spec()), make_batch()
-    found = learner.annotate(batch, sampler_is_exact=False).values_BT
+    found = learner.annotate(batch).values_BT
     assert found is not None and learner.critic is not None
     with torch.no_grad():  # the state in column t - 1 is the one in which token t was chosen
         values = learner.critic.head(hidden_states(learner.policy, batch.tokens_BT))[:, :-1, 0]
@@ -107,7 +107,7 @@ def test_under_an_adapter_the_value_loss_reaches_the_adapter_alone():
     assert spec.lora is not None
     add_adapter(policy, spec.lora, 0)
     learner = Learner(spec, policy)
-    batch = spec.algorithm.advantages(learner.annotate(make_batch(), sampler_is_exact=False))
+    batch = spec.algorithm.advantages(learner.annotate(make_batch()))
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
     learner.update(batch, 0)
     learner.update(batch, 1)

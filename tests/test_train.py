@@ -6,7 +6,7 @@ import pytest
 from cohort.harness import plugins
 from cohort.harness.data import Prompt
 from cohort.harness.run.loop import train
-from cohort.harness.run.rollout import step_prompts
+from cohort.harness.run.step import step_prompts
 from cohort.harness.spec.run import parse_run
 from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
 

@@ -26,9 +26,9 @@ from cohort.harness.record.evidence import EVIDENCE, content_sum, write_evidence
 from cohort.harness.record.run import RunLog
 from cohort.harness.record.study import StudyRecord, read_study
 from cohort.harness.run.evaluate import logged_evaluation
-from cohort.harness.run.grading import grade, sample_rows
+from cohort.harness.run.grading import grade, sample_rows, score
 from cohort.harness.run.kept import keep_rows, rollouts_file
-from cohort.harness.run.rollout import rollout_metrics, score
+from cohort.harness.run.step import rollout_metrics
 from cohort.harness.spec.run import RunSpec
 from cohort.harness.spec.study import StudySpec, parse_study
 from cohort.harness.study.plan import Plan

@@ -23,7 +23,7 @@ from ..record.system import SYSTEM
 from ..run.evaluate import NO_LIMIT, evaluate_again, evaluation_metrics
 from ..run.grading import grade, group_of
 from ..run.kept import completions_file
-from ..run.rollout import rollout_metrics
+from ..run.step import rollout_metrics
 from ..spec.errors import parsed
 from .findings import Place
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ..data import Batch, InvalidRun, Prompt
 from ..devices import ranks
 from ..devices.device import mixed_precision, resolve_device
-from .rollout import collate
 from .state import Run
+from .step import collate
 from .sync import BOUNDS, precision
 
 # Nats, in float32 between paths over the same weights, up to this many parameters. Rounding alone reached 7e-6 on small

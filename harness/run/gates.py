@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..data import InvalidRun
-from ..spec.run import Gates, RunSpec
+from ..spec.run import Gates
 
 
 @dataclass
@@ -39,13 +39,7 @@ _GATES = {
     "answered": ("train/answered", "below", "completions no longer state an answer ({start:.3g} did at the start)"),
 }  # fmt: skip
 STEPS = {"mismatch_kl": 1, "stuck_groups": 20, "weights_changed": 5, "answered": 20}  # in a row
-_LEARNT = ("stuck_groups", "answered")
-
-
-def gates_of(spec: RunSpec) -> Gates:
-    """The gates of a run. A control arm has no gates on learning, because its effect on learning is its result; a
-    control with a frozen policy has no gate on changed weights."""
-    return spec.gates if spec.control is None else spec.gates.model_copy(update=dict.fromkeys(_LEARNT))
+LEARNT = ("stuck_groups", "answered")  # no gates of a control arm, because its effect on them is its result
 
 
 def check_gates(settings: Gates, state: GateState, metrics: Mapping[str, float], step: int) -> None:

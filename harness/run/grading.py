@@ -1,8 +1,19 @@
-"""Grades rollouts: answers, their equivalence classes and correctness. The only reader of `Prompt.gold`.
+"""Grades and rewards rollouts: answers, their equivalence classes, correctness, rewards. The only reader of
+`Prompt.gold`.
 
-Rows of completions for files and readers state gold too, and stand here for that reason.
+A reward that does not see gold gets a group without correctness, so that label leakage fails loudly. Rows of
+completions for files and readers state gold too, and stand here for that reason.
+
+A control arm asks whether an effect needs the reward at all, and differs in nothing else: random rewards alone have
+raised accuracy (Shao et al. 2025, arXiv:2506.10947), and any reward teaches a policy to exploit a grader that accepts
+too much. `random` is a fair coin for each completion, keyed by (seed, step, prompt, sample) like the noise of its
+sampling; `format_only` the task's format score; `inverted` 1 for a wrong answer; `shuffled_gold` correctness by the
+gold answer of another problem. The first two see no correctness. `frozen` pays the run's own rewards to a policy that
+stands still (see the learner).
 """
 
+import inspect
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +22,8 @@ import numpy as np
 
 from ..data import GradedGroup, Group, Prompt, Rollout, SampleRow, Score, Split
 from ..ground.streams import generator
-from ..interfaces import Task
+from ..interfaces import Reward, StepReward, Task
+from ..spec.run import RunSpec
 
 GROUP_OVERRUNS = 2  # comparisons of a group that may reach their time limit (slow ones count in part); then no more
 # are made
@@ -84,6 +96,84 @@ def grade_by_other_gold(
     order = generator("shuffled gold", seed).permutation(len(prompts))
     other = {prompts[i].id: prompts[j].gold for i, j in zip(order, np.roll(order, 1), strict=True)}
     return grade(task, [replace(g, prompt=replace(g.prompt, gold=other[g.prompt.id])) for g in groups], max_tokens)
+
+
+def control_rewards(
+    spec: RunSpec,
+    prompts: Sequence[Prompt],
+    groups: Sequence[Group],
+    graded: Sequence[GradedGroup],
+    step: int,
+    first: int = 0,
+) -> list[list[float]]:
+    """[P][G] rewards of the control in training step `step`; arguments as in `score_rollouts`."""
+    if spec.control == "random":
+        drawn = [(generator("random reward", spec.seed, step, g.prompt_id), len(g.completions)) for g in graded]
+        coins = [random.integers(2, size=first + count) for random, count in drawn]
+        return [row[first:].astype(float).tolist() for row in coins]
+    if spec.control == "format_only":
+        return [list(group.blind().format_scores) for group in graded]
+    if spec.control == "shuffled_gold":
+        graded = grade_by_other_gold(spec.task, groups, prompts, spec.seed, spec.max_tokens)
+    paid: list[list[float]] = []
+    for group in graded:
+        assert group.correct is not None
+        paid.append([float(right != (spec.control == "inverted")) for right in group.correct])
+    return paid
+
+
+def score(
+    rewards: Mapping[str, Reward], graded: Sequence[GradedGroup], instead: Sequence[list[float]] | None = None
+) -> list[Score]:
+    """The rewards of each group; `graded` carries correctness.
+
+    In a control arm the completions earn `instead` [P][G], and the rewards are only measured.
+    """
+    outcome = {n: r.weight for n, r in rewards.items() if r.weight and not isinstance(r, StepReward)}
+    dense = [r for r in rewards.values() if r.weight and isinstance(r, StepReward)]
+    scores: list[Score] = []
+    for p, group in enumerate(graded):
+        blind = group.blind()
+        parts = {n: _scored(n, reward, group if reward.sees_gold else blind) for n, reward in rewards.items()}
+        if instead is not None:
+            scores.append(Score(list(instead[p]), list(instead[p]), None, parts))
+            continue
+        count = range(len(group.completions))
+        outcomes = totals = [sum(weight * parts[name][i] for name, weight in outcome.items()) for i in count]
+        steps: list[list[tuple[int, float]]] | None = [[] for _ in count] if dense else None
+        if steps is not None:
+            for reward in dense:
+                for own, row in zip(steps, reward.steps(group if reward.sees_gold else blind), strict=True):
+                    own += [(character, reward.weight * value) for character, value in row]
+            totals = [t + sum(value for _, value in row) for t, row in zip(outcomes, steps, strict=True)]
+        scores.append(Score(totals, outcomes if outcome else None, steps, parts))
+    return scores
+
+
+def _scored(name: str, reward: Reward, group: GradedGroup) -> list[float]:
+    """A reward's values for a group; ValueError, which names the reward, unless there is one for each completion."""
+    values, count = reward.score(group), len(group.completions)
+    if len(values) != count or any(value is None for value in values):
+        place, got = inspect.getfile(type(reward)), f"{len(values)}" if len(values) != count else "None among them"
+        raise ValueError(
+            f"reward '{name}' must return a number for each of the {count} completions, got {got}; "
+            f"correct {type(reward).__name__}.score in {place}"
+        )
+    return values
+
+
+def reward_metrics(
+    rewards: Mapping[str, Reward], graded: Sequence[GradedGroup], scores: Sequence[Score]
+) -> dict[str, float]:
+    """`reward/<name>` (mean before the weight) and the rewards' own metrics."""
+    found = {f"reward/{name}": float(np.mean([v for score in scores for v in score.parts[name]])) for name in rewards}
+    collected: dict[str, list[float]] = defaultdict(list)
+    for name, reward in rewards.items():
+        for group, own in zip(graded, scores, strict=True):
+            for key, value in reward.metrics(group, own.parts[name]).items():
+                collected[key].append(value)
+    known = {key: [v for v in values if not np.isnan(v)] for key, values in collected.items()}
+    return found | {key: float(np.mean(values)) if values else float("nan") for key, values in known.items()}
 
 
 def problem_rows(prompts: Sequence[Prompt]) -> list[dict[str, Any]]:

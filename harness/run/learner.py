@@ -7,7 +7,7 @@ depend on the split.
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -42,8 +42,10 @@ SAMPLED = 4096  # weights of each tensor that show whether an update changed it
 class Learner:
     """Gives batches the log-probs and values that the objective reads, and updates policy and critic on them."""
 
-    def __init__(self, spec: RunSpec, policy: nn.Module):
+    def __init__(self, spec: RunSpec, policy: nn.Module, *, sampler_is_exact: bool = False):
+        """With `sampler_is_exact` the engine's log-probs are those of the policy before the step, to the rounding."""
         self.spec = spec
+        self.sampler_is_exact = sampler_is_exact
         self.algorithm = spec.algorithm  # with the KL weight of the step; spec.algorithm decides what a run needs
         self.policy = policy
         self.adapted = has_adapter(policy)
@@ -62,36 +64,37 @@ class Learner:
         if self.critic is not None:
             self.optimizers["critic"] = self._adamw(self.critic, spec.optimizer.critic_learning_rate)
 
-    def annotate(self, batch: Batch, *, sampler_is_exact: bool) -> Batch:
+    @torch.no_grad()
+    def annotate(self, batch: Batch) -> Batch:
         """The batch with old and reference log-probs and values, each only if the objective reads it.
 
         The spec's algorithm decides, so a schedule that lowers the KL weight to 0 changes neither passes nor metrics.
-        With `sampler_is_exact` the engine's log-probs serve as old log-probs, which saves a forward pass.
+        Log-probs of an exact sampler serve as old log-probs, which saves a forward pass.
         """
-        with torch.no_grad():
-            if self._reads_old(sampler_is_exact):
-                old = batch.sampler_logprobs_BT if sampler_is_exact else self.logprobs(self.policy, batch)
-                batch = batch.replace(old_logprobs_BT=old)
-            if self.spec.algorithm.needs_reference:
-                batch = batch.replace(ref_logprobs_BT=self._reference_logprobs(batch))
-            if self.critic is not None:
-                batch = batch.replace(values_BT=self._values(batch, self.critic))
+        if self.reads_old:
+            old = batch.sampler_logprobs_BT if self.sampler_is_exact else self.logprobs(self.policy, batch)
+            batch = batch.replace(old_logprobs_BT=old)
+        if self.spec.algorithm.needs_reference:
+            with adapter_off(self.policy) if self.reference is None else nullcontext():
+                reference = self.logprobs(self.policy if self.reference is None else self.reference, batch)
+            batch = batch.replace(ref_logprobs_BT=reference)
+        if self.critic is not None:
+            batch = batch.replace(values_BT=self._values(batch, self.critic))
         return batch
 
-    def correct(self, batch: Batch, *, sampler_is_exact: bool) -> tuple[Batch, dict[str, float]]:
-        """The batch with the importance weights of the spec, if the engine's log-probs are not exact."""
-        return correct_mismatch(batch, self.spec.mismatch) if self._corrects(sampler_is_exact) else (batch, {})
+    def correct(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+        """The batch with the importance weights of the spec, if the sampler's log-probs are not exact."""
+        return correct_mismatch(batch, self.spec.mismatch) if self.corrects else (batch, {})
 
-    def scores_old(self, sampler_is_exact: bool) -> bool:
-        """Whether `annotate` needs a forward pass for old log-probs."""
-        return self._reads_old(sampler_is_exact) and not sampler_is_exact
-
-    def _reads_old(self, sampler_is_exact: bool) -> bool:
+    @property
+    def reads_old(self) -> bool:
+        """Whether the objective reads old log-probs."""
         is_off_policy = self.spec.updates_per_step > 1 or self.spec.staleness > 0
-        return self.spec.algorithm.needs_old_logprobs or is_off_policy or self._corrects(sampler_is_exact)
+        return self.spec.algorithm.needs_old_logprobs or is_off_policy or self.corrects
 
-    def _corrects(self, sampler_is_exact: bool) -> bool:
-        return self.spec.mismatch.correction != "none" and not sampler_is_exact
+    @property
+    def corrects(self) -> bool:
+        return self.spec.mismatch.correction != "none" and not self.sampler_is_exact
 
     @contextmanager
     def older_weights(self) -> Iterator[None]:
@@ -279,12 +282,6 @@ class Learner:
             hidden = completion_states(self.critic.backbone, tokens, mask, prompts[1])
         values = self.critic(mask, hidden)
         return PolicyOutput(logprobs, entropy, values)
-
-    def _reference_logprobs(self, batch: Batch) -> Tensor:
-        if self.reference is not None:
-            return self.logprobs(self.reference, batch)
-        with adapter_off(self.policy):
-            return self.logprobs(self.policy, batch)
 
     def logprobs(self, model: nn.Module, batch: Batch) -> Tensor:
         """[B, T] log-probs (nats) of the completion tokens under `model`, 0 elsewhere."""

@@ -4,7 +4,7 @@ A run is a function of its spec: prompts and noise are keyed by (seed, step), an
 last checkpoint ends as an uninterrupted one would.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -12,19 +12,21 @@ from pathlib import Path
 from ..checks.preflight import check_length, run_inputs
 from ..data import InvalidRun, Prompt, Split
 from ..devices import ranks
+from ..devices.device import resolve_device
 from ..devices.memory import peak_memory
 from ..ground.inputs import expecting
 from ..interfaces import RunLogger
+from ..policy import flops
+from ..policy.forward import microbatch_tokens
 from ..record.finished import CHECKPOINTS
 from ..spec.run import RunSpec
 from .agreement import check_agreement
 from .evaluate import logged_evaluation
-from .gates import check_gates, gates_of
+from .gates import LEARNT, check_gates
 from .grading import sample_rows
 from .kept import keep_rows, rollouts_file
-from .rollout import Drawn
 from .state import OWN_MODELS, Models, Run, RunResult, StoppedEarly, first_prompt, prepare, run_facts
-from .step import merged, train_step
+from .step import Drawn, merged, train_step
 
 
 def train(
@@ -47,37 +49,32 @@ def train(
     found = sorted(folder.name for folder in (directory / CHECKPOINTS).glob("step-*"))
     ranks.check_same(directory, checkpoints=found, inputs=inputs)
     log.inputs(inputs)
-    with expecting(inputs):
-        return _train(spec, directory, log, cache, should_stop, models)
-
-
-def _train(
-    spec: RunSpec, directory: Path, log: RunLogger, cache: Path, should_stop: Callable[[], bool], models: Models
-) -> RunResult:
-    spec.engine.check(spec.sampling_with_limit())
-    check_length(spec)
-    log.prompt(first_prompt(spec, "train" if spec.steps else "validation"))
-    train_prompts = spec.task.prompts("train") if spec.steps else []
-    if spec.control == "shuffled_gold" and len(train_prompts) == 1:
-        raise ValueError("control shuffled_gold needs at least 2 train problems, got 1; use another control")
     run: Run | None = None
-    try:
-        run, step = prepare(spec, directory, log, cache, should_stop, models)
-        return _loop(run, train_prompts, step, should_stop)
-    except InvalidRun as invalid:
-        return RunResult("invalid", str(invalid), run.summary() if run else {})
-    except StoppedEarly:
-        return RunResult("stopped", None, {})
-    finally:
-        if run is not None:
-            run.engine.close()
+    with expecting(inputs):
+        spec.engine.check(spec.sampling_with_limit())
+        check_length(spec)
+        log.prompt(first_prompt(spec, "train" if spec.steps else "validation"))
+        prompts = spec.task.prompts("train") if spec.steps else []
+        if spec.control == "shuffled_gold" and len(prompts) == 1:
+            raise ValueError("control shuffled_gold needs at least 2 train problems, got 1; use another control")
+        try:
+            run, step = prepare(spec, directory, log, cache, should_stop, models)
+            return _loop(run, prompts, step, should_stop)
+        except InvalidRun as invalid:
+            return RunResult("invalid", str(invalid), run.summary() if run else {})
+        except StoppedEarly:
+            return RunResult("stopped", None, {})
+        finally:
+            if run is not None:
+                run.engine.close()
 
 
 def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[[], bool]) -> RunResult:
     spec = run.spec
+    gates = spec.gates if spec.control is None else spec.gates.model_copy(update=dict.fromkeys(LEARNT))
     agreement = check_agreement(run, prompts, step) if step < spec.steps else {}
     if step == 0:
-        if facts := run_facts(run) | agreement | run.ledger.start(run.codec, spec.task.demonstrations):
+        if facts := run_facts(run) | agreement:
             run.log.metrics(0, facts)
         _evaluate(run, "validation", 0)
         if spec.evaluation.test_at_start and spec.steps:
@@ -97,7 +94,7 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
         if every and (step - 1) % every == 0 and ranks.rank() == 0:
             keep_rows(run.directory, run.log, step, rollouts_file(step), [asdict(row) for row in rows()])
         run.log.progress("train", step, spec.steps)
-        check_gates(gates_of(spec), run.gates, metrics, step)  # decided from metrics that all ranks share
+        check_gates(gates, run.gates, metrics, step)  # decided from metrics that all ranks share
         is_last = step == spec.steps or run.ledger.is_spent
         if step % spec.evaluation.every == 0 or is_last:
             run.log.samples(rows(limit=8))
@@ -114,32 +111,38 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
 def charge_step(run: Run, drawn: Drawn, seconds: float) -> dict[str, float]:
     """Add the costs of a step (everything that it has sampled) to the run's totals, and return those as metrics;
     `seconds` is its time."""
-    groups = (*drawn.groups, *drawn.greedy)
-    generated = sum(len(rollout.token_ids) for group in groups for rollout in group.rollouts)
-    totals, learner = run.totals, run.learner
-    totals.rollouts += sum(len(group.rollouts) for group in groups)
-    totals.generated_tokens += generated
-    totals.optimizer_steps += run.spec.updates_per_step
+    spec, totals, learner = run.spec, run.totals, run.learner
+    sampled, greedy = flops.lengths(drawn.groups), flops.lengths(drawn.greedy)
+    trained = flops.lengths(drawn.trained_on(spec.prompts_per_step).groups)
+    counts = [count for _, completions in (*sampled, *greedy) for count in completions]
+
+    def operations(costs: flops.Costs) -> Mapping[str, float]:
+        return flops.stepped(
+            costs, spec, sampled, greedy, trained, reads_old=learner.reads_old and not learner.sampler_is_exact,
+            share=learner.shares_prompts and spec.devices == 1,  # sharded models read every row whole
+            batch_tokens=microbatch_tokens(spec.optimizer, resolve_device(spec.device)),
+        )  # fmt: skip
+
+    totals.rollouts += len(counts)
+    totals.generated_tokens += sum(counts)
+    totals.optimizer_steps += spec.updates_per_step
     return {
         "train/rollouts": totals.rollouts,
         "train/generated_tokens": totals.generated_tokens,
         "train/optimizer_steps": totals.optimizer_steps,
-        "throughput/tokens_per_second": generated / seconds,
-        **run.ledger.step(
-            drawn.groups,
-            drawn.greedy,
-            drawn.trained_on(run.spec.prompts_per_step).groups,
-            reads_old=learner.scores_old(run.sampler_is_exact),
-            share=learner.shares_prompts,
-        ),
+        "throughput/tokens_per_second": sum(counts) / seconds,
+        **run.ledger.charge(operations),
     }
 
 
 def _evaluate(run: Run, split: Split, step: int, area: str = "") -> None:
     """Evaluate, log, and store the accuracies that the summary needs."""
     start = run.models.now()
-    place = (run.directory, run.log)
-    result = logged_evaluation(run.spec, run.engine, *place, split, step, run.ledger.evaluation, area)
+
+    def charge(drawn: flops.Lengths) -> Mapping[str, float]:
+        return run.ledger.charge(lambda costs: {"evaluation": flops.sampled(costs, drawn)})
+
+    result = logged_evaluation(run.spec, run.engine, run.directory, run.log, split, step, charge, area)
     run.charge(run.models.now() - start)
     if area:
         return

@@ -1,8 +1,9 @@
 """Builds or resumes a run in progress: its models, costs and accuracies."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import cast
 
@@ -18,6 +19,7 @@ from ..devices.device import resolve_device
 from ..devices.memory import reset_peak_memory, resident_bytes
 from ..ground.inputs import Inputs
 from ..interfaces import RolloutEngine, RunLogger
+from ..policy import flops
 from ..policy.lora import add_adapter
 from ..policy.model import saved_weights
 from ..policy.sources import Base, start_name
@@ -28,8 +30,9 @@ from .checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from .cold_start import start_policy
 from .gates import GateState
 from .learner import Learner
-from .ledger import Ledger
 from .sync import Probe
+
+DEMONSTRATIONS = 512  # number whose mean length stands for all
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,54 @@ class Totals:
     peak_memory_bytes: int = 0
 
 
+@dataclass
+class Ledger:
+    """The costs of a run over all its resumes: `flops_*`, and `core_seconds` or `gpu_seconds`."""
+
+    spec: RunSpec
+    costs: flops.Costs | None  # None where operations are not counted
+    spent: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, spec: RunSpec, policy: nn.Module) -> "Ledger":
+        try:
+            return cls(spec, flops.Costs.of(policy))
+        except Exception:  # counting fails in many ways for an unusual model, which may still train well
+            return cls(spec, None)
+
+    def charge(self, operations: Callable[[flops.Costs], Mapping[str, float]]) -> dict[str, float]:
+        """Add operations by purpose, if they are counted. Returns all so far as `flops/<purpose>` and `flops/train`,
+        which excludes evaluations and the cold start."""
+        for name, count in {} if self.costs is None else operations(self.costs).items():
+            self.spent[f"flops_{name}"] = self.spent.get(f"flops_{name}", 0.0) + count
+        return {k.replace("_", "/", 1): v for k, v in self.summary().items() if k.startswith("flops_")}
+
+    def charge_time(self, seconds: float) -> None:
+        """Add time of the run, on all its devices."""
+        on_gpu = resolve_device(self.spec.device).type == "cuda"
+        units = self.spec.devices * (1 if on_gpu else torch.get_num_threads())
+        unit = "gpu_seconds" if on_gpu else "core_seconds"
+        self.spent[unit] = self.spent.get(unit, 0.0) + units * seconds
+
+    @property
+    def training(self) -> float:
+        """Operations of training so far."""
+        return sum(self.spent.get(f"flops_{name}", 0.0) for name in ("sampling", "scoring", "learning"))
+
+    @property
+    def is_spent(self) -> bool:
+        return self.spec.max_flops is not None and self.training >= self.spec.max_flops
+
+    def summary(self) -> dict[str, float]:
+        """All that was spent, and `flops_train`."""
+        return self.spent | ({"flops_train": self.training} if "flops_learning" in self.spent else {})
+
+
 class Models:
     """Gives a run its models and its time: here it loads its own models and has the whole process for itself."""
 
     is_alone = True
+    now: Callable[[], float] = staticmethod(time.perf_counter)  # seconds of work for the run, from an arbitrary zero
 
     def policy(
         self, spec: RunSpec, cache: Path, on_progress: Callable[[str, int, int], None]
@@ -69,10 +116,6 @@ class Models:
 
     def engine(self, spec: RunSpec, policy: nn.Module, codec: TextCodec) -> RolloutEngine:
         return build_engine(spec, policy, codec)
-
-    def now(self) -> float:
-        """Seconds of work for the run so far, from an arbitrary zero."""
-        return time.perf_counter()
 
 
 OWN_MODELS = Models()
@@ -100,11 +143,8 @@ class Run:
 
     def __post_init__(self) -> None:
         self.ledger = Ledger.of(self.spec, self.learner.policy)
-
-    @property
-    def sampler_is_exact(self) -> bool:
-        """Whether the engine's log-probs serve as the learner's of the policy before the step."""
-        return self.engine.exact_logprobs and not (self.spec.staleness and self.spec.mismatch.correction != "none")
+        is_corrected = self.spec.staleness and self.spec.mismatch.correction != "none"  # from older weights
+        self.learner.sampler_is_exact = self.engine.exact_logprobs and not is_corrected
 
     def save(self, step: int) -> None:
         """Write the checkpoint of training step `step`; `prepare` can continue from it with any number of devices."""
@@ -134,7 +174,7 @@ class Run:
 
     def charge(self, seconds: float) -> None:
         self.totals.seconds += seconds
-        self.ledger.time(seconds)
+        self.ledger.charge_time(seconds)
 
     def summary(self) -> dict[str, float]:
         return {**self.accuracies, **{k: float(v) for k, v in vars(self.totals).items()}, **self.ledger.summary()}
@@ -208,12 +248,19 @@ def prepare(
 
 
 def run_facts(run: Run) -> dict[str, float]:
-    """Metrics known before the first step.
+    """Metrics known before the first step, and the operations of the cold start, which are charged here.
 
     Compare `memory/estimate_bytes` with the measured `memory/peak_bytes`: both include the bytes in use before the run.
     `data/skipped_rows_<split>` appears if the task left out bad rows.
     """
-    spec, facts = run.spec, {}
+    spec, codec, start = run.spec, run.codec, run.spec.cold_start
+
+    def cold_start(costs: flops.Costs) -> dict[str, float]:
+        few = list(islice(spec.task.demonstrations(), DEMONSTRATIONS))
+        rows = [(len(codec.encode(d.prompt)), [len(codec.encode_completion(d.completion))]) for d in few]
+        return {"cold_start": start.steps * start.batch_size * flops.fitted(costs, rows) / len(rows)}
+
+    facts = run.ledger.charge(cold_start) if start.steps else {}
     needed, _ = estimate_run(spec) if spec.steps and run.models.is_alone else (None, None)
     if needed is not None:
         facts["memory/estimate_bytes"] = float(run.memory_before + peak_bytes(needed))

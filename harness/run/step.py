@@ -1,15 +1,82 @@
-"""Runs one training step, from prompts to new weights."""
+"""One training step in a straight line, from prompts to new weights.
 
+Prompts are a function of (seed, step), so that arms with the same seed draw the same prompts. Dynamic sampling is
+DAPO's (arXiv:2503.14476, eq. 11 and section 3.2): a group of equal rewards has no advantages, so further prompts are
+sampled until enough groups have unequal rewards. Departures: the condition is unequal rewards, so that it works without
+labels (the paper's is neither all right nor all wrong); the number of batches is bounded, and groups of equal rewards
+then fill the step, because minibatches have a fixed size. Further prompts are drawn only for this step: a later step
+may draw them again.
+"""
+
+from __future__ import annotations
+
+import bisect
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 
-from ..data import Batch, Prompt
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from ..data import Batch, GradedGroup, Group, Prompt, Rollout, Sampling, Score
 from ..devices import ranks
-from ..devices.device import resolve_device
+from ..devices.device import mixed_precision, resolve_device
+from ..ground.streams import generator
+from ..ground.tensors import pad_right
+from ..rewards.majority_vote import majority_correct
+from ..spec.run import RunSpec
 from .gates import GateState
-from .rollout import Drawn, collate, generate, grade_rollouts, rest, reward_metrics, score_rollouts
+from .grading import control_rewards, grade, reward_metrics, score
 from .state import Run
-from .sync import check_sync
+from .sync import check_sync, probe
+
+
+def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str, float], Drawn]:
+    """The metrics of one step, from prompts to new weights, and everything that it has sampled."""
+    spec, engine, learner, clock = run.spec, run.engine, run.learner, Clock(run.models.now)
+    unparsable, drawn = _num_unparsable(run), Drawn()
+    while not drawn.is_enough(spec, len(prompts)):  # more than one batch with dynamic sampling
+        groups = generate(run, prompts, step, drawn)
+        clock.lap("generate")
+        graded = [grade_rollouts(run, part) for part in groups]
+        scores = [
+            score_rollouts(spec, prompts, part, graded[place], step, first=place * spec.algorithm.group_size)
+            for place, part in enumerate(groups)
+        ]
+        drawn.add(groups, graded, scores)
+        clock.lap("grade")
+    if drawn.num_batches < spec.dynamic_sampling:
+        _rest(run, drawn.groups)
+        clock.lap("generate")
+    chosen = drawn.trained_on(spec.prompts_per_step)
+    batch = collate(chosen.groups, chosen.scores, run.codec.tokenizer, chosen.greedy_rewards)
+    batch = batch.to(resolve_device(spec.device))
+    scheduled = learner.begin_step(step)
+    batch = learner.annotate(batch)
+    batch = learner.algorithm.advantages(batch)
+    batch, corrected = learner.correct(batch)
+    clock.lap("annotate")
+    updated = learner.update(batch, step)
+    clock.lap("update")
+    engine.load_weights(learner.weights(), step + 1)
+    synced = {} if run.probe is None else {"mismatch/after_sync": check_sync(engine, learner.policy, run.probe)}
+    clock.lap("sync")
+    metrics = merged(
+        updated,
+        scheduled,
+        corrected,
+        synced,
+        reward_metrics(spec.rewards, drawn.graded, drawn.scores),
+        rollout_metrics(drawn.graded, drawn.totals),
+        drawn.metrics(spec),
+        group_metrics(batch, run.gates),
+        {} if unparsable is None else {"grading/unparsable": (_num_unparsable(run) or 0) - unparsable},
+        clock.metrics(),
+    )
+    return metrics, drawn
 
 
 class Clock:
@@ -28,49 +95,246 @@ class Clock:
         return {**{f"seconds/{k}": v for k, v in self.seconds.items()}, "seconds/step": self.last - self.start}
 
 
-def train_step(run: Run, prompts: Sequence[Prompt], step: int) -> tuple[dict[str, float], Drawn]:
-    """The metrics of one step, from prompts to new weights, and everything that it has sampled."""
-    spec, engine, learner, clock = run.spec, run.engine, run.learner, Clock(run.models.now)
-    is_exact, unparsable = run.sampler_is_exact, _num_unparsable(run)
-    drawn = Drawn()
-    while not drawn.is_enough(spec, len(prompts)):  # more than one batch with dynamic sampling
-        groups = generate(run, prompts, step, drawn)
-        clock.lap("generate")
-        graded = [grade_rollouts(run, part) for part in groups]
-        scores = [
-            score_rollouts(run, prompts, part, graded[place], step, first=place * spec.algorithm.group_size)
-            for place, part in enumerate(groups)
-        ]
-        drawn = drawn.and_more(groups, graded, scores)
-        clock.lap("grade")
-    if drawn.num_batches < spec.dynamic_sampling:
-        rest(run, drawn.groups)
-        clock.lap("generate")
-    chosen = drawn.trained_on(spec.prompts_per_step)
-    batch = collate(chosen.groups, chosen.scores, run.codec.tokenizer, chosen.greedy_rewards)
-    batch = batch.to(resolve_device(spec.device))
-    scheduled = learner.begin_step(step)
-    batch = learner.annotate(batch, sampler_is_exact=is_exact)
-    batch = learner.algorithm.advantages(batch)
-    batch, corrected = learner.correct(batch, sampler_is_exact=is_exact)
-    clock.lap("annotate")
-    updated = learner.update(batch, step)
-    clock.lap("update")
-    engine.load_weights(learner.weights(), step + 1)
-    synced = {} if run.probe is None else {"mismatch/after_sync": check_sync(engine, learner.policy, run.probe)}
-    clock.lap("sync")
-    metrics = merged(
-        updated,
-        scheduled,
-        corrected,
-        synced,
-        reward_metrics(spec.rewards, drawn.graded, drawn.scores),
-        drawn.metrics(spec),
-        group_metrics(batch, run.gates),
-        {} if unparsable is None else {"grading/unparsable": (_num_unparsable(run) or 0) - unparsable},
-        clock.metrics(),
+@dataclass
+class Drawn:
+    """All groups that a step has sampled so far, in order, with their grades and rewards."""
+
+    groups: list[Group] = field(default_factory=list)
+    graded: list[GradedGroup] = field(default_factory=list)
+    scores: list[Score] = field(default_factory=list)
+    greedy: list[Group] = field(default_factory=list)  # one completion for each of `groups`, if the algorithm needs it
+    greedy_rewards: list[float] = field(default_factory=list)
+    num_batches: int = 0
+
+    def is_enough(self, spec: RunSpec, num_prompts: int) -> bool:
+        """Whether enough groups have unequal rewards, the budget is spent, or every prompt has been drawn."""
+        spent = self.num_batches >= spec.dynamic_sampling or len(self.groups) >= num_prompts
+        return self.num_batches > 0 and (spent or self.num_kept >= spec.prompts_per_step)
+
+    def add(
+        self,
+        groups: Sequence[Sequence[Group]],
+        graded: Sequence[Sequence[GradedGroup]],
+        scores: Sequence[Sequence[Score]],
+    ) -> None:
+        """Add a batch: its groups, and after them its greedy completions if there are any."""
+        self.groups += groups[0]
+        self.graded += graded[0]
+        self.scores += scores[0]
+        for greedy, earned in zip(groups[1:], scores[1:], strict=True):
+            self.greedy += greedy
+            self.greedy_rewards += [score.totals[0] for score in earned]
+        self.num_batches += 1
+
+    @property
+    def totals(self) -> list[list[float]]:
+        """[P][G]: the reward of each completion."""
+        return [score.totals for score in self.scores]
+
+    @property
+    def num_kept(self) -> int:
+        """Groups whose rewards are not all equal."""
+        return sum(len(set(rewards)) > 1 for rewards in self.totals)
+
+    def trained_on(self, count: int) -> Drawn:
+        """The `count` groups of the batch, in order: first those with unequal rewards, then others as needed."""
+        if len(self.groups) == count:
+            return self
+        index = sorted(sorted(range(len(self.groups)), key=lambda p: len(set(self.totals[p])) == 1)[:count])
+        return Drawn(
+            [self.groups[p] for p in index],
+            [self.graded[p] for p in index],
+            [self.scores[p] for p in index],
+            [self.greedy[p] for p in index if self.greedy],
+            [self.greedy_rewards[p] for p in index if self.greedy],
+        )
+
+    def metrics(self, spec: RunSpec) -> dict[str, float]:
+        """`reward/greedy`, where there are greedy completions; with dynamic sampling its counts: `sampling/batches`,
+        `sampling/kept_groups` (unequal rewards), `sampling/filled_groups` (equal, to fill the step)."""
+        metrics = {"reward/greedy": float(np.mean(self.greedy_rewards))} if self.greedy else {}
+        if spec.dynamic_sampling > 1:
+            kept = min(self.num_kept, spec.prompts_per_step)
+            counts = {"batches": self.num_batches, "kept_groups": kept, "filled_groups": spec.prompts_per_step - kept}
+            metrics |= {f"sampling/{name}": float(value) for name, value in counts.items()}
+        return metrics
+
+
+def generate(run: Run, prompts: Sequence[Prompt], step: int, drawn: Drawn) -> list[list[Group]]:
+    """One more batch of a step's groups; then, if the algorithm needs them, groups of one greedy completion for the
+    same prompts, under the same limits.
+
+    The engine sleeps after the last batch of the budget, because rewards may need the device.
+    """
+    spec, count = run.spec, run.spec.prompts_per_step
+    if not drawn.groups:
+        chosen = step_prompts(prompts, spec.seed, step, count)
+    else:
+        ids = [group.prompt.id for group in drawn.groups]
+        chosen = further_prompts(prompts, spec.seed, step, drawn.num_batches, count, ids)
+
+    def sampled(group_size: int, sampling: Sampling) -> list[Group]:
+        def work(part: Sequence[Prompt]) -> list[Group]:
+            return run.engine.generate(part, group_size, sampling, seed=spec.seed, step=step)
+
+        return ranks.shared(chosen, work, spec.engine.processes)
+
+    sampling = spec.sampling_with_limit()
+    weights = run.learner.older_weights() if spec.staleness else nullcontext()
+    with mixed_precision(resolve_device(spec.device), spec.autocast), weights:
+        groups = [sampled(spec.algorithm.group_size, sampling)]
+        if spec.algorithm.needs_greedy:
+            groups.append(sampled(1, sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0})))
+    if drawn.num_batches + 1 == spec.dynamic_sampling:
+        _rest(run, groups[0])
+    return groups
+
+
+def _rest(run: Run, groups: Sequence[Group]) -> None:
+    """Get the scores that the check of the engine's next weights needs, if it has its own, then let it sleep."""
+    if not run.engine.exact_logprobs:
+        run.probe = probe(run.engine, run.learner.policy, groups, run.probe)
+    run.engine.sleep()
+
+
+def step_prompts(prompts: Sequence[Prompt], seed: int, step: int, count: int) -> list[Prompt]:
+    """The prompts of a training step: consecutive parts of an endless stream that is reshuffled on every pass."""
+    result: list[Prompt] = []
+    while len(result) < count:
+        epoch, offset = divmod(step * count + len(result), len(prompts))
+        order = generator("prompts", seed, epoch).permutation(len(prompts))
+        result += [prompts[i] for i in order[offset : offset + count - len(result)]]
+    return result
+
+
+def further_prompts(
+    prompts: Sequence[Prompt], seed: int, step: int, attempt: int, count: int, drawn: Sequence[str]
+) -> list[Prompt]:
+    """At most `count` prompts whose ids are not among `drawn`, in an order keyed by (seed, step, attempt).
+
+    A prompt drawn twice in a step would get the same completions again, because its id decides the noise.
+    """
+    order, before = generator("further prompts", seed, step, attempt).permutation(len(prompts)), set(drawn)
+    return [prompts[i] for i in order if prompts[i].id not in before][:count]
+
+
+def grade_rollouts(run: Run, groups: Sequence[Group]) -> list[GradedGroup]:
+    """The groups as the run's rewards see them, with the token means that the rewards need.
+
+    The learner computes these means, with any engine: from the policy that sampled (up to the engine's rounding), or
+    from the newest policy if older weights sampled.
+    """
+    spec = run.spec
+    graded = ranks.shared(groups, lambda part: grade(spec.task, part, spec.max_tokens))
+    wanted = dict.fromkeys(r.distribution for r in spec.rewards.values() if r.distribution is not None)
+    if not wanted or not groups:
+        return graded
+    batch = collate(groups).to(resolve_device(spec.device))
+    means = {name: run.learner.token_means(batch, name).view(len(groups), -1).tolist() for name in wanted}
+    return [
+        replace(group, token_means={name: tuple(rows[p]) for name, rows in means.items()})
+        for p, group in enumerate(graded)
+    ]
+
+
+def score_rollouts(
+    spec: RunSpec,
+    prompts: Sequence[Prompt],
+    groups: Sequence[Group],
+    graded: Sequence[GradedGroup],
+    step: int,
+    first: int,
+) -> list[Score]:
+    """The groups' rewards, or in a control arm those of the control; `prompts` is the whole split, `first` the number
+    of a group's first sample among all of its prompt."""
+    instead = None
+    if spec.control not in (None, "frozen"):
+        pairs = list(zip(groups, graded, strict=True))
+        instead = ranks.shared(
+            pairs, lambda part: control_rewards(spec, prompts, [g for g, _ in part], [g for _, g in part], step, first)
+        )
+    return ranks.same(lambda: score(spec.rewards, graded, instead))
+
+
+def collate(
+    groups: Sequence[Group],
+    scores: Sequence[Score] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    greedy: Sequence[float] = (),
+) -> Batch:
+    """The rows of all groups, right-padded to the longest; without scores all rewards are 0.
+
+    The tokenizer finds the tokens that earned rewards of steps; `greedy` holds the reward [P] of each prompt's greedy
+    completion, if one is drawn.
+    """
+    rows = [(g.prompt_token_ids, r) for g in groups for r in g.rollouts]
+    tokens = pad_right([prompt + r.token_ids for prompt, r in rows], torch.int64)
+    totals = [value for score in scores or () for value in score.totals] or [0.0] * len(rows)
+    step_rewards = step_ends = None
+    if scores and scores[0].steps is not None:
+        assert tokenizer is not None
+        step_rewards, step_ends = torch.zeros(tokens.shape), torch.zeros(tokens.shape, dtype=torch.bool)
+        for row, ((prompt, _), values) in enumerate(zip(rows, events(groups, scores, tokenizer), strict=True)):
+            for token, value in values.items():
+                step_rewards[row, len(prompt) + token] = value
+                step_ends[row, len(prompt) + token] = True
+    return Batch(
+        step_rewards_BT=step_rewards,
+        step_ends_BT=step_ends,
+        tokens_BT=tokens,
+        completion_mask_BT=pad_right([[0] * len(p) + [1] * len(r.token_ids) for p, r in rows], torch.bool),
+        lengths_B=torch.tensor([len(p) + len(r.token_ids) for p, r in rows]),
+        sampler_logprobs_BT=pad_right([[0.0] * len(p) + list(r.logprobs) for p, r in rows], torch.float32),
+        rewards_B=torch.tensor(totals, dtype=torch.float32),
+        group_size=len(groups[0].rollouts),
+        greedy_rewards_B=torch.tensor(greedy).repeat_interleave(len(groups[0].rollouts)) if greedy else None,
     )
-    return metrics, drawn
+
+
+def events(
+    groups: Sequence[Group], scores: Sequence[Score], tokenizer: PreTrainedTokenizerBase
+) -> list[dict[int, float]]:
+    """For each of the P * G rows, whose steps are rewarded, {completion token: reward earned there}.
+
+    The last token of a completion earns outcome rewards; the token that ends a step earns those of a `StepReward`.
+    """
+    rows: list[dict[int, float]] = []
+    for group, paid in zip(groups, scores, strict=True):
+        for i, rollout in enumerate(group.rollouts):
+            earned: dict[int, float] = defaultdict(float)
+            assert paid.steps is not None
+            for character, value in paid.steps[i]:
+                earned[token_at(rollout, character, tokenizer)] += value
+            if paid.outcomes is not None:
+                earned[len(rollout.token_ids) - 1] += paid.outcomes[i]
+            rows.append(dict(earned))
+    return rows
+
+
+def token_at(rollout: Rollout, character: int, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The first completion token at which the text has at least `character` characters."""
+    ids = list(rollout.token_ids)
+    return bisect.bisect_left(
+        range(1, len(ids)), character, key=lambda n: len(tokenizer.decode(ids[:n], skip_special_tokens=True))
+    )
+
+
+def rollout_metrics(graded: Sequence[GradedGroup], rewards: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Metrics of the sampled completions, including those that need gold: for the reader, not for the algorithm;
+    rewards [P][G]."""
+    rewards_PG = torch.tensor(rewards, dtype=torch.float32)
+    scores = [score for group in graded for score in group.scores or ()]
+    return {
+        "reward/mean": float(rewards_PG.mean()),
+        "reward/std": float(rewards_PG.std()) if rewards_PG.numel() > 1 else 0.0,
+        "train/accuracy": float(np.mean([c for g in graded for c in g.correct or ()])),
+        **({"train/score": float(np.mean(scores))} if scores else {}),
+        "train/answered": float(np.mean([a is not None for g in graded for a in g.answers])),
+        "train/majority_accuracy": float(np.mean([majority_correct(g) for g in graded])),
+        "train/zero_variance_groups": float((rewards_PG == rewards_PG[:, :1]).all(dim=1).float().mean()),
+        "completion/length": float(np.mean([n for g in graded for n in g.num_tokens])),
+        "completion/truncated": float(np.mean([t for g in graded for t in g.truncated])),
+    }
 
 
 def group_metrics(batch: Batch, state: GateState) -> dict[str, float]:

@@ -54,7 +54,7 @@ def ours(setting: Setting, folder: Path, num_steps: int, job: dict[str, Any]) ->
 
 def ours_generate(setting: Setting, folder: Path, num_steps: int, job: dict[str, Any]) -> list[Step]:
     """Our engine alone, texts and log-probs included."""
-    from cohort.harness.run.rollout import step_prompts
+    from cohort.harness.run.step import step_prompts
 
     run, prompts = make_run(setting, folder)
     steps: list[Step] = []

@@ -10,8 +10,8 @@ from cohort.harness import plugins
 from cohort.harness.data import Batch, PolicyOutput
 from cohort.harness.policy.forward import token_logprobs
 from cohort.harness.policy.tiny import tiny_model
+from cohort.harness.run.grading import score
 from cohort.harness.run.learner import Learner
-from cohort.harness.run.rollout import score
 from cohort.harness.spec.run import parse_run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -191,7 +191,7 @@ def distance_after_training(name, kl_beta, num_steps=8):
 
     start = logprobs()
     for step in range(num_steps):
-        learner.update(spec.algorithm.advantages(learner.annotate(fresh, sampler_is_exact=False)), step)
+        learner.update(spec.algorithm.advantages(learner.annotate(fresh)), step)
     return (logprobs() - start)[fresh.completion_mask_BT].abs().mean().item()
 
 
@@ -382,7 +382,7 @@ def test_a_learner_step_does_not_depend_on_the_split_into_microbatches(name):
         spec = parse_run(raw, "test")
         policy = tiny_model(0).double()
         learner = Learner(spec, policy)
-        batch = learner.annotate(make_batch(REWARDS), sampler_is_exact=False)
+        batch = learner.annotate(make_batch(REWARDS))
         batch = weighted(spec.algorithm, spec.algorithm.advantages(batch))
         learner.optimizers = {}  # gradients only
         metrics = learner._optimizer_step(batch, first=True)
