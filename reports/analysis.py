@@ -22,28 +22,33 @@ from ..harness.data import FINAL
 from ..harness.record.study import StudyRecord
 from . import statistics
 from .anova import Grid, grid_of
-from .arms import ArmSummary, Resampled, bounded, exact_at_ends, num_problems, stated, summarise
-from .statistics import ALPHA, CrossedVariance, Floats, Interval, McNemar
+from .statistics import ALPHA, CrossedVariance, Floats, Interval
 from .trials import (
+    ArmSummary,
     Outcome,
     Trials,
     arm_specs,
+    bounded,
     choose_outcome,
-    controls_of,
+    exact_at_ends,
     num_first,
+    num_problems,
     score,
     search_of,
+    stated,
+    summarise,
     usable_trials,
     wanted_pairs,
     with_arms,
 )
 
 PLANNED_DIFFERENCES = (0.01, 0.02, 0.05, 0.10)
+_START = ("model", "task", "prompt", "cold_start")  # settings that a control shares with its arms
 ACCURACIES = re.compile(r"test/(?:(?:greedy_)?accuracy|(?:pass|maj)_at_\d+)")
 
 
 @dataclass(frozen=True)
-class Comparison(Resampled):
+class Comparison:
     """An arm minus the baseline over the seeds that both completed; intervals are None with fewer than 2.
 
     differences  seed -> difference of the outcome
@@ -81,6 +86,10 @@ class Comparison(Resampled):
         return float(np.mean(self.values))
 
     @property
+    def bootstrap(self) -> Interval | None:
+        return statistics.bootstrap_interval(self.values, self.rng_seed)
+
+    @property
     def is_detected(self) -> bool:
         return self.p_adjusted < ALPHA
 
@@ -95,10 +104,9 @@ class Comparison(Resampled):
 
     @cached_property
     def sign_flip_p(self) -> float:
-        """Exact and free of normality, but never below 2 / 2^seeds; NaN with 1 seed or more than 16, and if the spread
-        of the differences decided the number of seeds, because other signs would have led to another number."""
-        has_exact = self.first is None and 2 <= len(self.differences) <= statistics.EXACT_SIGN_FLIPS
-        return statistics.sign_flip_test(self.values) if has_exact else math.nan
+        """NaN also if the spread of the differences decided the number of seeds: other signs would have led to another
+        number."""
+        return statistics.sign_flip_test(self.values) if self.first is None else math.nan
 
     @cached_property
     def improvement(self) -> Interval:
@@ -106,16 +114,6 @@ class Comparison(Resampled):
         arm, baseline = self.summary.values, self.baseline.values
         improved = statistics.probability_of_improvement(arm, baseline)
         return statistics.improvement_interval(improved, len(arm), len(baseline))
-
-    @cached_property
-    def mcnemar(self) -> McNemar | None:
-        """Majority verdicts on single problems; None if their scores are not known."""
-        cells, baseline_cells = self.summary.cells_of(self.seeds), self.baseline.cells_of(self.seeds)
-        if cells is None or baseline_cells is None:
-            return None
-        return statistics.mcnemar_test(
-            statistics.majority_verdicts(cells), statistics.majority_verdicts(baseline_cells)
-        )
 
     @cached_property
     def detectable(self) -> float:
@@ -218,10 +216,12 @@ class Analysis:
 
 def analyse(record: StudyRecord, rng: Generator) -> Analysis:
     """The study's numbers; `rng` draws the seeds of the bootstrap."""
-    everything, controls, outcome = record, controls_of(record), choose_outcome(record)
-    record = with_arms(record, {arm for arm in _labels(record) if arm not in controls})
+    everything, outcome, specs = record, choose_outcome(record), arm_specs(record.trials)
+    controls = {arm: spec["control"] for arm, spec in specs.items() if spec.get("control")}
+    labels = [arm for arm in dict.fromkeys([*record.arms, *(t.arm for t in record.trials)]) if arm not in controls]
+    record = with_arms(record, labels)
     usable = usable_trials(record, outcome)
-    arms = [summarise(label, record, outcome, usable, rng) for label in _labels(record)]
+    arms = [summarise(label, record, outcome, usable, rng) for label in labels]
     grid = grid_of(arms, record) if search_of(record) is None else None
     comparisons = _compare(arms, next((arm for arm in arms if arm.is_baseline), None), record, outcome, rng)
     effects = grid.effects if grid is not None else ()
@@ -232,7 +232,15 @@ def analyse(record: StudyRecord, rng: Generator) -> Analysis:
     if grid is not None:
         after = adjusted[len(comparisons) :]
         grid = replace(grid, effects=[replace(one, p_adjusted=p) for one, p in zip(effects, after, strict=True)])
-    found = [_control(label, controls[label], everything, arms, outcome, rng) for label in controls]
+    found = []
+    for label, control in controls.items():
+        alone = with_arms(everything, [label])
+        mine = usable_trials(alone, outcome)
+        summary = summarise(label, alone, outcome, mine, rng)
+        start = [specs[label].get(key) for key in _START]
+        alike = [arm for arm in arms if arm.label in specs and [specs[arm.label].get(key) for key in _START] == start]
+        compared = _compare(alike, summary, everything, outcome, rng)
+        found.append(ControlArm(control, summary, compared, _gaps(alone, mine)))
     return Analysis(record, outcome, arms, comparisons, _gaps(record, usable), grid, found)
 
 
@@ -257,16 +265,6 @@ def outcome_contrast(analysis: Analysis, weights: Mapping[str, float]) -> Contra
     p = _p_value(None, found.differences, summed, first, resolution=1 / summed.shape[1])
     interval = bounded(statistics.cautious_interval(summed, first), analysis.outcome, *ends)
     return Contrast(found.differences, interval, p)
-
-
-def level_means(analysis: Analysis, factor: str) -> dict[Any, float]:
-    """Level -> mean outcome over the arms at that level, each arm counting once; empty if an arm has no result."""
-    if analysis.grid is None:
-        return {}
-    levels = analysis.grid.levels[analysis.grid.factors.index(factor)]
-    found = {level: marginal(analysis, {factor: level}) for level in levels}
-    means = {level: one.estimate for level, one in found.items() if one is not None}
-    return means if len(means) == len(levels) else {}
 
 
 def marginal(analysis: Analysis, levels: Mapping[str, Any]) -> Contrast | None:
@@ -312,26 +310,6 @@ def accuracy_order(metric: str) -> tuple[bool, bool, bool, int]:
     return (bool(k), "greedy" in kind, "maj" in kind, int(k or 0))
 
 
-def _labels(record: StudyRecord) -> list[str]:
-    return list(dict.fromkeys([*record.arms, *(trial.arm for trial in record.trials)]))
-
-
-def _control(
-    label: str, control: str, record: StudyRecord, arms: Sequence[ArmSummary], outcome: Outcome, rng: Generator
-) -> ControlArm:
-    """A control arm with the arms to compare it with; `record` includes all arms."""
-    alone, specs = with_arms(record, {label}), arm_specs(record.trials)
-    usable = usable_trials(alone, outcome)
-    summary = summarise(label, alone, outcome, usable, rng)
-    alike = [arm for arm in arms if arm.label in specs and _origin(specs[arm.label]) == _origin(specs[label])]
-    return ControlArm(control, summary, _compare(alike, summary, record, outcome, rng), _gaps(alone, usable))
-
-
-def _origin(spec: Mapping[str, Any]) -> list[Any]:
-    """The task of a run and the model that it starts from."""
-    return [spec.get(key) for key in ("model", "task", "prompt", "cold_start")]
-
-
 def _compare(
     arms: Sequence[ArmSummary], baseline: ArmSummary | None, record: StudyRecord, outcome: Outcome, rng: Generator
 ) -> list[Comparison]:
@@ -341,38 +319,22 @@ def _compare(
     resolution = 1 / baseline.num_problems if baseline.num_problems else 0.0
     found = []
     for arm in arms:
-        differences, cells = _pair(arm, baseline)
+        differences = {seed: arm.scores[seed] - baseline.scores[seed] for seed in arm.scores if seed in baseline.scores}
         if arm is baseline or not differences:
             continue
+        cells, baseline_cells = arm.cells_of(differences), baseline.cells_of(differences)
+        cells = None if cells is None or baseline_cells is None else cells - baseline_cells
         first = num_first(record, differences)
-        interval = bounded(_difference(differences, cells, arm, baseline, first), outcome, least=-1.0)
+        interval = stated(list(differences.values()), cells, first)
+        has_spread = any(value not in (0.0, 1.0) for one in (arm, baseline) for value in one.scores.values())
+        if interval and arm.interval and baseline.interval and interval.error == 0 and not has_spread:
+            low, high = arm.interval.low - baseline.interval.high, arm.interval.high - baseline.interval.low
+            interval = replace(interval, low=low, high=high)  # all right or all wrong: as uncertain as both arms
+        interval = bounded(interval, outcome, least=-1.0)
         p = _p_value(interval, differences, cells, first, resolution)
         rng_seed = int(rng.integers(2**32))
         found.append(Comparison(arm, baseline, differences, cells, interval, p, p, 1, outcome, rng_seed, first))
     return found
-
-
-def _pair(arm: ArmSummary, baseline: ArmSummary) -> tuple[dict[int, float], Floats | None]:
-    """Differences over shared seeds, and per problem if both are known."""
-    differences = {seed: arm.scores[seed] - baseline.scores[seed] for seed in arm.scores if seed in baseline.scores}
-    cells, baseline_cells = arm.cells_of(differences), baseline.cells_of(differences)
-    return differences, None if cells is None or baseline_cells is None else cells - baseline_cells
-
-
-def _difference(
-    differences: Mapping[int, float],
-    cells: Floats | None,
-    arm: ArmSummary,
-    baseline: ArmSummary,
-    first: int | None,
-) -> Interval | None:
-    """The stated interval of a paired difference; it spans those of the arms if both are all right or all wrong."""
-    interval = stated(list(differences.values()), cells, first)
-    if interval is None or interval.error > 0 or arm.interval is None or baseline.interval is None:
-        return interval
-    low, high = arm.interval.low - baseline.interval.high, arm.interval.high - baseline.interval.low
-    has_spread = any(value not in (0.0, 1.0) for one in (arm, baseline) for value in one.scores.values())
-    return interval if has_spread else replace(interval, low=low, high=high)
 
 
 def _p_value(
@@ -395,22 +357,20 @@ def _p_value(
 
 def _gaps(record: StudyRecord, usable: Trials) -> list[Gap]:
     by_pair = {(trial.arm, trial.seed): trial for trial in record.trials}
-    pairs = dict.fromkeys([*wanted_pairs(record), *by_pair])
     searched = {arm["label"]: arm["state"] for arm in (record.search or {}).get("arms", ())}
     gaps = []
-    for arm, seed in pairs:
+    for arm, seed in dict.fromkeys([*wanted_pairs(record), *by_pair]):
+        trial = by_pair.get((arm, seed))
+        state, reason = (trial.state, trial.reason) if trial is not None else (None, None)
         if (arm, seed) in usable:
             continue
-        trial = by_pair.get((arm, seed))
-        if arm in record.stopped and (trial is None or trial.state not in FINAL):
-            gaps.append(Gap(arm, seed, "stopped", "the arm was stopped on request"))
+        if arm in record.stopped and state not in FINAL:
+            state, reason = "stopped", "the arm was stopped on request"
         elif searched.get(arm) == "pruned":
-            reason = trial.reason if trial is not None else None
-            gaps.append(Gap(arm, seed, "pruned", reason or "the search gave this arm up early"))
-        elif trial is None:
-            gaps.append(Gap(arm, seed, "not started", "no trial yet"))
-        elif trial.state == "complete":
-            gaps.append(Gap(arm, seed, "no value", trial.reason or "complete, but without a finite outcome"))
-        else:
-            gaps.append(Gap(arm, seed, trial.state, trial.reason or "no reason recorded"))
+            state, reason = "pruned", reason or "the search gave this arm up early"
+        elif state is None:
+            state, reason = "not started", "no trial yet"
+        elif state == "complete":
+            state, reason = "no value", reason or "complete, but without a finite outcome"
+        gaps.append(Gap(arm, seed, state, reason or "no reason recorded"))
     return gaps

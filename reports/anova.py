@@ -9,7 +9,7 @@ epsilon, so the spread may differ between arms. For factors of two levels p is t
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,8 @@ from numpy.typing import ArrayLike
 from scipy import special
 
 from ..harness.record.study import StudyRecord
-from .arms import ArmSummary
 from .statistics import Floats
-from .trials import num_first
+from .trials import ArmSummary, num_first
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,6 @@ class Effect:
     """
 
     factors: tuple[str, ...]
-    sum_of_squares: float
     df: int
     f: float
     p: float
@@ -71,7 +69,15 @@ def grid_of(arms: Sequence[ArmSummary], record: StudyRecord) -> Grid | None:
     labels = np.empty(shape, dtype=object)
     for index, arm in place.items():
         labels[index] = arm.label
-    effects = _effects(varied, labels, {arm.label: arm for arm in known}, record)
+    ordered = [place[index] for index in np.ndindex(shape)]
+    seeds = sorted(set.intersection(*(set(arm.scores) for arm in ordered)))
+    first, effects = num_first(record, seeds), []
+    if len(seeds[:first]) > 1:
+        scores = np.array([[arm.scores[seed] for seed in seeds] for arm in ordered]).reshape(*shape, len(seeds))
+        found = [rows for arm in ordered if (rows := arm.cells_of(seeds)) is not None]
+        cells = np.reshape(found, (*scores.shape, -1)) if len(found) == len(ordered) else None
+        resolution = 1 / ordered[0].num_problems if ordered[0].num_problems else 0.0
+        effects = anova(scores, varied, cells, resolution, first)
     return Grid(varied, tuple(levels[name] for name in varied), labels, effects)
 
 
@@ -94,15 +100,13 @@ def anova(
         raise ValueError(f"scores must have an axis of at least 2 per factor and one of seeds, got {values.shape}")
     problems = values[..., None] if cells is None else np.asarray(cells, dtype=float)
     problems = problems.reshape(-1, *problems.shape[-2:])
-    axes = range(len(factors))
-    subsets = [subset for size in range(1, len(factors) + 1) for subset in itertools.combinations(axes, size)]
-    effects = []
-    for subset in subsets:
+    sizes, effects = range(1, len(factors) + 1), []
+    for subset in itertools.chain.from_iterable(itertools.combinations(range(len(factors)), size) for size in sizes):
         contrasts = _contrasts(values.shape[:-1], subset)
-        squares, f, p = _test(np.tensordot(contrasts, problems, axes=1), float(np.abs(values).max()), resolution, first)
+        f, p = _test(np.tensordot(contrasts, problems, axes=1), float(np.abs(values).max()), resolution, first)
         gain = len(contrasts) * (f - 1)
         size = 1.0 if math.isinf(f) else max(gain / (gain + values.size), 0.0) if math.isfinite(f) else 0.0
-        effects.append(Effect(tuple(factors[axis] for axis in subset), squares, len(contrasts), f, p, size))
+        effects.append(Effect(tuple(factors[axis] for axis in subset), len(contrasts), f, p, size))
     return effects
 
 
@@ -115,17 +119,17 @@ def _contrasts(shape: Sequence[int], subset: Sequence[int]) -> Floats:
     return np.asarray(weights, dtype=np.float64)
 
 
-def _test(y: Floats, largest: float, resolution: float, first: int | None) -> tuple[float, float, float]:
-    """(sum of squares, F, p) of contrasts [df, seeds, problems] of scores up to `largest`, by the larger p.
+def _test(y: Floats, largest: float, resolution: float, first: int | None) -> tuple[float, float]:
+    """(F, p) of contrasts [df, seeds, problems] of scores up to `largest`, by the larger p.
 
     All covariances [df, df] are those of one run's score, which is the mean over the problems.
     """
     df, num_seeds, num_problems = y.shape
     grand = y.mean(axis=(1, 2), keepdims=True)
     seeds, problems = y.mean(axis=2, keepdims=True) - grand, y.mean(axis=1, keepdims=True) - grand
-    squares = num_seeds * float((grand**2).sum())
     nothing = 1e-24 * largest**2  # floating-point rounding
-    mean_square = squares / df if squares / df > nothing else 0.0
+    mean_square = num_seeds * float((grand**2).sum()) / df
+    mean_square = mean_square if mean_square > nothing else 0.0
 
     def against(error: Floats, parts: Sequence[tuple[Floats, int]]) -> tuple[float, float]:
         """(F, p); `parts` are the covariances in `error` and the degrees of freedom of each."""
@@ -152,7 +156,7 @@ def _test(y: Floats, largest: float, resolution: float, first: int | None) -> tu
         by_seed, by_problem = (max(one, rest, key=np.trace) for one in (by_seed, by_problem))
         parts = [(by_seed, df_seed), (by_problem, num_problems - 1), (rest, count)]
         found.append(against(by_seed + by_problem - rest, parts))
-    return squares, *max(found, key=lambda test: math.inf if math.isnan(test[1]) else test[1])
+    return max(found, key=lambda test: math.inf if math.isnan(test[1]) else test[1])
 
 
 def _covariance(deviations: Floats, degrees: int) -> Floats:
@@ -163,18 +167,3 @@ def _covariance(deviations: Floats, degrees: int) -> Floats:
 
 def _numeric(levels: tuple[Any, ...]) -> bool:
     return all(isinstance(level, int | float) and not isinstance(level, bool) for level in levels)
-
-
-def _effects(
-    factors: tuple[str, ...], labels: np.ndarray, arms: Mapping[str, ArmSummary], record: StudyRecord
-) -> list[Effect]:
-    seeds = sorted(set.intersection(*(set(arm.scores) for arm in arms.values())))
-    first = num_first(record, seeds)
-    if len(seeds[:first]) < 2:
-        return []
-    ordered = [arms[label] for label in labels.flat]
-    scores = np.array([[arm.scores[seed] for seed in seeds] for arm in ordered]).reshape(*labels.shape, len(seeds))
-    found = [rows for arm in ordered if (rows := arm.cells_of(seeds)) is not None]
-    cells = np.reshape(found, (*scores.shape, -1)) if len(found) == len(ordered) else None
-    resolution = 1 / ordered[0].num_problems if ordered[0].num_problems else 0.0
-    return anova(scores, factors, cells, resolution, first)

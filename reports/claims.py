@@ -8,7 +8,7 @@ the claim's source: the page says so.
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,9 +23,10 @@ from .trials import Trials, arm_specs, score, setting, usable_trials
 
 Verdict = Literal["supported", "contradicted", "undecided", "not tested"]
 Weights = dict[str, float]
+Blocks = list[list[tuple[Any, str]]]  # (level of a setting, arm) of the arms that differ in nothing else
+Evidence = tuple[str, Verdict, float]  # what was measured, the verdict if it is significant, and p; NaN without a test
 
-MEMORY_RATIO = 1.7
-TIME_SAVED = 0.35
+MEMORY_RATIO, TIME_RATIO = 1.7, 0.65
 STABLE_GROUP = 8
 BETA_RANGE = (0.02, 0.06)
 
@@ -38,154 +39,132 @@ class Claim:
     source: str
     measured: str
     verdict: Verdict
-    p_adjusted: float = math.nan
-
-
-@dataclass(frozen=True)
-class _Evidence:
-    """A measurement in words, and its verdict if the p-value stays below 0.05 after correction."""
-
-    measured: str
-    verdict: Verdict = "not tested"
-    p: float = math.nan
+    p_adjusted: float
 
 
 def check_claims(analysis: Analysis) -> list[Claim]:
     """Every claim with its verdict, in a fixed order; p-values form one Holm family."""
     trials = usable_trials(analysis.record, analysis.outcome)
     evidence = [test(analysis, trials) for _, _, test in _CLAIMS]
-    adjusted = statistics.holm([one.p for one in evidence])
-    return [
-        Claim(statement, source, one.measured, _decide(one.verdict, p), p)
-        for (statement, source, _), one, p in zip(_CLAIMS, evidence, adjusted, strict=True)
-    ]
+    found = []
+    for (*claim, _), (measured, verdict, _), p in zip(
+        _CLAIMS, evidence, statistics.holm([p for *_, p in evidence]), strict=True
+    ):
+        decided = "not tested" if math.isnan(p) else verdict if p < ALPHA else "undecided"
+        found.append(Claim(*claim, measured, decided, p))
+    return found
 
 
-def _decide(if_significant: Verdict, p_adjusted: float) -> Verdict:
-    if if_significant == "not tested" or math.isnan(p_adjusted):
-        return "not tested"
-    return if_significant if p_adjusted < ALPHA else "undecided"
+def _memory(analysis: Analysis, trials: Trials) -> Evidence:
+    """Peak memory of PPO over that of GRPO. The reason, a critic as large as the policy, is that of section 4.1.
 
-
-def _memory(analysis: Analysis, trials: Trials) -> _Evidence:
-    """Peak memory of PPO over that of GRPO, against 1.7.
-
-    Source: practitioners' guides; the reason, a critic as large as the policy, is given without a figure by
-    DeepSeekMath (Shao et al. 2024, arXiv:2402.03300, section 4.1). Not tested with the built-in model `tiny`, because
-    its peak is mostly the memory of the libraries.
+    Not tested with the built-in model `tiny`, because its peak is mostly the memory of the libraries.
     """
     weights = _ppo_minus_grpo(trials)
-    found = _contrast(analysis, trials, weights, lambda trial: _log(trial.summary.get("peak_memory_bytes")))
-    if found is None:
-        return _Evidence("No seed shared by PPO and GRPO has a recorded peak memory." if weights else _NO_PAIR)
-    text = f"PPO's peak is {_ratio(found)} times that of GRPO"
-    if any(trial.spec.get("model") == "tiny" for (arm, _), trial in trials.items() if arm in weights):
-        return _Evidence(f"{text}, but with the model tiny the libraries take most of the peak.")
-    return _against(found, math.log(MEMORY_RATIO), text)
+    is_tiny = any(trial.spec.get("model") == "tiny" for (arm, _), trial in trials.items() if arm in weights)
+    return _ratio(
+        analysis, trials, weights, lambda trial: trial.summary.get("peak_memory_bytes"), MEMORY_RATIO,
+        "PPO's peak is {} times that of GRPO", "a recorded peak memory",
+        ", but with the model tiny the libraries take most of the peak." if is_tiny else "",
+    )  # fmt: skip
 
 
-def _time(analysis: Analysis, trials: Trials) -> _Evidence:
-    """Seconds of GRPO's training steps over those of PPO's, against 0.65.
+def _time(analysis: Analysis, trials: Trials) -> Evidence:
+    """Seconds of GRPO's training steps over those of PPO's, without evaluations and the first step, which warms up.
 
-    Source: practitioners' guides, which report 35 to 50 % less; DeepSeekMath (arXiv:2402.03300) gives no figure. PPO's
-    critic is computed in the same way as the policy, so the ratio is due to the algorithms.
+    PPO's critic is computed in the same way as the policy, so the ratio is due to the algorithms.
     """
-    weights = _ppo_minus_grpo(trials)
-    found = _contrast(analysis, trials, weights, _log_seconds)
-    if found is None:
-        return _Evidence("No seed shared by PPO and GRPO has timed steps." if weights else _NO_PAIR)
-    text = f"A training step of GRPO takes {_ratio(found, inverse=True)} times as long as one of PPO"
-    return _against(found, -math.log(1 - TIME_SAVED), text)
+
+    def seconds(trial: TrialRecord) -> float | None:
+        steps = [value for _, value in trial.history.get("seconds/step", ())][1:]
+        return float(np.mean(steps)) if steps else None
+
+    weights = {arm: -weight for arm, weight in _ppo_minus_grpo(trials).items()}
+    text = "A training step of GRPO takes {} times as long as one of PPO"
+    return _ratio(analysis, trials, weights, seconds, TIME_RATIO, text, "timed steps")
 
 
-def _accuracy(analysis: Analysis, trials: Trials) -> _Evidence:
-    """Accuracy of GRPO minus that of PPO.
-
-    Source: stated widely since DeepSeek-R1 (2025, arXiv:2501.12948) was trained with GRPO. "At least as accurate"
-    counts as supported if GRPO is detectably above: finding no difference does not show equality.
-    """
+def _accuracy(analysis: Analysis, trials: Trials) -> Evidence:
+    """Accuracy of GRPO minus that of PPO. "At least as accurate" counts as supported if GRPO is detectably above:
+    finding no difference does not show equality."""
     weights = {arm: -weight for arm, weight in _ppo_minus_grpo(trials).items()}
     found = outcome_contrast(analysis, weights) if weights else None
     if found is None or not found.differences:
-        return _Evidence("PPO and GRPO share no complete seed." if weights else _NO_PAIR)
-    verdict = "supported" if found.estimate >= 0 else "contradicted"
-    return _tested(f"GRPO is {_points(found, analysis)} PPO", verdict, found.p, found)
+        return _untested("PPO and GRPO share no complete seed." if weights else _NO_PAIR)
+    return _tested(f"GRPO is {_points(found, analysis)} PPO", found.estimate >= 0, found.p, found)
 
 
-def _group_size(analysis: Analysis, trials: Trials) -> _Evidence:
-    """The drop from a run's best to its final validation accuracy, with G >= 8 against G < 8.
+def _group_size(analysis: Analysis, trials: Trials) -> Evidence:
+    """The drop from a run's best to its final validation accuracy, with G >= 8 (the default of TRL) against G < 8.
 
-    Source: a rule of thumb of practitioners' guides, and the default of TRL's trainer. "Stable" is made measurable
-    here: a run that collapses ends below its best. An invalid run with G >= 8 forbids support.
+    "Stable" is made measurable here: a run that collapses ends below its best. An invalid run with G >= 8 forbids
+    support.
     """
-    blocks = [
-        ([arm for size, arm in found if size >= STABLE_GROUP], [arm for size, arm in found if size < STABLE_GROUP])
-        for found in _levels(trials, "algorithm.group_size").values()
-    ]
-    weights = _block_weights(blocks)
+
+    def drawdown(trial: TrialRecord) -> float | None:
+        values = [value for _, value in trial.history.get(metric, ()) if math.isfinite(value)]
+        return max(values) - values[-1] if len(values) > 1 else None
+
+    metric, blocks = analysis.record.metric, _blocks(trials, "algorithm.group_size")
+    weights = _weights(blocks, lambda size: size >= STABLE_GROUP, lambda size: size < STABLE_GROUP)
     if not weights:
-        return _Evidence(f"No arms with group sizes on both sides of {STABLE_GROUP} that differ in nothing else.")
-    found = _contrast(analysis, trials, weights, lambda trial: _drawdown(trial, analysis.record.metric))
+        return _untested(f"No arms with group sizes on both sides of {STABLE_GROUP} that differ in nothing else.")
+    found = _contrast(analysis, trials, weights, drawdown)
     if found is None:
-        return _Evidence("No seed shared by such arms has a learning curve.")
+        return _untested("No seed shared by such arms has a learning curve.")
     text = (
-        f"Runs with G >= {STABLE_GROUP} end {wording.points(found.estimate, analysis.record.metric, found.interval)} "
+        f"Runs with G >= {STABLE_GROUP} end {wording.points(found.estimate, metric, found.interval)} "
         f"{'further' if found.estimate >= 0 else 'less far'} below their own best than those with G < {STABLE_GROUP}"
     )
     invalid = [trial for trial in analysis.record.trials if trial.state == "invalid"]
     broken = [trial for trial in invalid if (setting(trial.spec, "algorithm.group_size") or 0) >= STABLE_GROUP]
     if broken:
         text += f"; {wording.plural(len(broken), 'run')} with G >= {STABLE_GROUP} became invalid"
-    supported = "undecided" if broken else "supported"
-    return _tested(text, "contradicted" if found.estimate >= 0 else supported, found.p, found)
+    measured, verdict, p = _tested(text, found.estimate < 0, found.p, found)
+    return measured, "undecided" if broken and verdict == "supported" else verdict, p
 
 
-def _kl_weight(analysis: Analysis, trials: Trials) -> _Evidence:
-    """The arms with beta from 0.02 to 0.06 against each other beta.
+def _kl_weight(analysis: Analysis, trials: Trials) -> Evidence:
+    """The arms with beta from 0.02 to 0.06 against each other beta; the paper trains with 0.04.
 
-    Source: DeepSeekMath (arXiv:2402.03300, section 4.2) trains with 0.04; the range is that of practitioners' guides.
     Supported if the range is detectably above every other beta (the largest p, an intersection-union test, Berger
     1982), contradicted if one beta outside is detectably above it (the smallest p, Holm-adjusted).
     """
     low, high = BETA_RANGE
-    blocks = list(_levels(trials, "algorithm.kl_beta").values())
-    outside = sorted({beta for found in blocks for beta, _ in found if not low <= beta <= high})
+    blocks = _blocks(trials, "algorithm.kl_beta")
     contrasts: dict[float, Contrast] = {}
-    for level in outside:
-        pairs = [([a for b, a in found if low <= b <= high], [a for b, a in found if b == level]) for found in blocks]
-        if (weights := _block_weights(pairs)) and (found := outcome_contrast(analysis, weights)).differences:
+    for level in sorted({beta for found in blocks for beta, _ in found if not low <= beta <= high}):
+        weights = _weights(blocks, lambda beta: low <= beta <= high, lambda beta, level=level: beta == level)
+        if weights and (found := outcome_contrast(analysis, weights)).differences:
             contrasts[level] = found
     if not contrasts:
-        return _Evidence(f"No arms with beta inside and outside of {low} to {high} that differ in nothing else.")
+        return _untested(f"No arms with beta inside and outside of {low} to {high} that differ in nothing else.")
     parts = [f"{_points(found, analysis)} beta = {level:g}" for level, found in contrasts.items()]
-    text = f"Arms with beta from {low} to {high} are {'; '.join(parts)}"
-    below = [level for level, found in contrasts.items() if found.estimate < 0]
-    if not below:
-        return _tested(text, "supported", float(np.max([found.p for found in contrasts.values()])))
-    adjusted = dict(zip(contrasts, statistics.holm([found.p for found in contrasts.values()]), strict=True))
-    return _tested(text, "contradicted", float(np.fmin.reduce([adjusted[level] for level in below])))
+    text, p_values = f"Arms with beta from {low} to {high} are {'; '.join(parts)}", [x.p for x in contrasts.values()]
+    below = [p for p, found in zip(statistics.holm(p_values), contrasts.values(), strict=True) if found.estimate < 0]
+    return _tested(text, not below, float(np.fmin.reduce(below) if below else np.max(p_values)))
 
 
-def _hard_tasks(analysis: Analysis, trials: Trials) -> _Evidence:
+def _hard_tasks(analysis: Analysis, trials: Trials) -> Evidence:
     """The gain of the largest group over the smallest on the hardest problems, minus that on the easiest.
 
-    Source: practitioners' guides; the reason is that a group without any right answer teaches nothing (DAPO, Yu et al.
-    2025, arXiv:2503.14476, section 3.2). Difficulty is a tag of the task; hardest is the tag with the lowest mean. If
-    scores of single problems are known, the error includes the sampling of problems within the two tags.
+    The reason of the claim is that a group without any right answer teaches nothing. Difficulty is a tag of the task;
+    hardest is the tag with the lowest mean. If scores of single problems are known, the error includes the sampling of
+    problems within the two tags.
     """
-    pairs = []
-    for found in _levels(trials, "algorithm.group_size").values():
-        sizes = [size for size, _ in found]
-        pairs.append(([a for s, a in found if s == max(sizes)], [a for s, a in found if s == min(sizes)]))
-    weights = _block_weights([pair for pair in pairs if set(pair[0]).isdisjoint(pair[1])])
+    blocks: Blocks = []
+    for found in _blocks(trials, "algorithm.group_size"):
+        ends = [choose(size for size, _ in found) for choose in (min, max)]
+        blocks.append([(size == ends[1], arm) for size, arm in found if size in ends and ends[0] < ends[1]])
+    weights = _weights(blocks, lambda is_largest: is_largest, lambda is_largest: not is_largest)
     if not weights:
-        return _Evidence("No arms with two group sizes that differ in nothing else.")
+        return _untested("No arms with two group sizes that differ in nothing else.")
     tags = _difficulty(trials, analysis.outcome.name)
     if tags is None:
-        return _Evidence("The task has no difficulty tags.")
+        return _untested("The task has no difficulty tags.")
     easy, hard, shares = tags
     if analysis.outcome.per_problem and not shares:
-        return _Evidence("The trials are too few, or the tags too overlapping, to tell how many problems are hard.")
+        return _untested("The trials are too few, or the tags too overlapping, to tell how many problems are hard.")
 
     def gap(trial: TrialRecord) -> float | None:
         ends = [score(trial, metric) for metric in (hard, easy)]
@@ -193,20 +172,31 @@ def _hard_tasks(analysis: Analysis, trials: Trials) -> _Evidence:
 
     found = _contrast(analysis, trials, weights, gap)
     if found is None:
-        return _Evidence("No seed shared by such arms has accuracy by difficulty.")
-    found = _over_problems(analysis, found, weights, shares)
+        return _untested("No seed shared by such arms has accuracy by difficulty.")
+    p, interval = found.p, found.interval
+    cells = [
+        weight * rows
+        for arm, weight in weights.items()
+        if (rows := analysis.arm(arm).cells_of(found.differences)) is not None
+    ]
+    if interval is not None and shares and len(cells) == len(weights):
+        summed = np.sum(cells, axis=0)
+        count = summed.shape[1]
+        variance = statistics.crossed_variance(summed).problem * sum(1 / (share * count) for share in shares)
+        interval = statistics.with_variance(interval, variance, count - 1)
+        p = float(np.max([p, statistics.t_test(interval)]))
     names = [metric.rpartition("accuracy_")[2].replace("_", " ") for metric in (hard, easy)]
     text = (
         f"From the smallest to the largest group, accuracy on {names[0]} changes by "
-        f"{wording.points(found.estimate, analysis.outcome.name, found.interval)} "
+        f"{wording.points(found.estimate, analysis.outcome.name, interval)} "
         f"{'more' if found.estimate >= 0 else 'less'} than on {names[1]}"
     )
-    return _tested(text, "supported" if found.estimate >= 0 else "contradicted", found.p, found)
+    return _tested(text, found.estimate >= 0, p, found)
 
 
 _NO_PAIR = "No arms of PPO and GRPO that differ in nothing else."
 _GUIDES = "practitioners' guides"
-_CLAIMS: tuple[tuple[str, str, Callable[[Analysis, Trials], _Evidence]], ...] = (
+_CLAIMS: tuple[tuple[str, str, Callable[[Analysis, Trials], Evidence]], ...] = (
     ("GRPO needs 1.7 to 2 times less memory than PPO", f"{_GUIDES}; arXiv:2402.03300, section 4.1", _memory),
     ("GRPO takes 35 to 50 % less time than PPO", _GUIDES, _time),
     ("GRPO is at least as accurate as PPO", f"{_GUIDES}; arXiv:2501.12948", _accuracy),
@@ -216,45 +206,80 @@ _CLAIMS: tuple[tuple[str, str, Callable[[Analysis, Trials], _Evidence]], ...] = 
 )
 
 
+def _untested(text: str) -> Evidence:
+    return text, "not tested", math.nan
+
+
+def _tested(text: str, is_supported: bool, p: float, found: Contrast | None = None) -> Evidence:
+    if math.isnan(p):
+        few = found is None or len(found.differences) < 2
+        return _untested(
+            f"{text}; {'with one shared seed' if few else 'without any spread over seeds'} no test is possible."
+        )
+    seeds = f" ({wording.plural(len(found.differences), 'seed')})" if found is not None else ""
+    return f"{text}{seeds}.", "supported" if is_supported else "contradicted", p
+
+
+def _ratio(
+    analysis: Analysis,
+    trials: Trials,
+    weights: Weights,
+    value: Callable[[TrialRecord], float | None],
+    bound: float,
+    text: str,
+    missing: str,
+    caveat: str = "",
+) -> Evidence:
+    """A ratio of two algorithms against a bound that the claim says it exceeds or, below 1, stays under.
+
+    `text` takes `1.52 [1.40, 1.65]`, `missing` is what no trial has, and a `caveat` is why the ratio is no test.
+    """
+
+    def log(trial: TrialRecord) -> float | None:
+        number = value(trial)
+        return math.log(number) if number is not None and number > 0 else None
+
+    found = _contrast(analysis, trials, weights, log)
+    if found is None:
+        return _untested(f"No seed shared by PPO and GRPO has {missing}." if weights else _NO_PAIR)
+    interval, p = found.interval, math.nan
+    limits = "" if interval is None else f" [{math.exp(interval.low):.2f}, {math.exp(interval.high):.2f}]"
+    text = text.format(f"{math.exp(found.estimate):.2f}{limits}")
+    excess = found.estimate - math.log(bound)
+    if interval is not None:
+        p = statistics.t_test(replace(interval, estimate=excess))
+    return _untested(text + caveat) if caveat else _tested(text, (excess >= 0) == (bound > 1), p, found)
+
+
 def _ppo_minus_grpo(trials: Trials) -> Weights:
     """Arms named ppo and grpo whose runs differ in nothing but the algorithm and its settings."""
-    blocks: dict[str, dict[str, list[str]]] = {}
-    for arm, spec in arm_specs(trials.values()).items():
-        name = setting(spec, "algorithm.name")
-        if name in ("ppo", "grpo"):
-            blocks.setdefault(_key(spec, "algorithm"), {"ppo": [], "grpo": []})[name].append(arm)
-    return _block_weights([(block["ppo"], block["grpo"]) for block in blocks.values()])
+    blocks = _blocks(trials, "algorithm", "algorithm.name")
+    return _weights(blocks, lambda name: name == "ppo", lambda name: name == "grpo")
 
 
-def _levels(trials: Trials, dotted: str) -> dict[str, list[tuple[float, str]]]:
-    """Settings of a run without the one at `dotted`, as text -> that setting's values and their arms."""
-    blocks: dict[str, list[tuple[float, str]]] = {}
-    for arm, spec in arm_specs(trials.values()).items():
-        value = setting(spec, dotted)
-        if isinstance(value, int | float):
-            blocks.setdefault(_key(spec, dotted), []).append((value, arm))
-    return blocks
-
-
-def _block_weights(blocks: Iterable[tuple[Sequence[str], Sequence[str]]]) -> Weights:
-    """Mean of the first arms minus mean of the second, averaged over the blocks that have both; else empty."""
-    whole = [(first, second) for first, second in blocks if first and second]
-    weights: Weights = {}
-    for first, second in whole:
-        weights |= {arm: 1 / len(first) / len(whole) for arm in first}
-        weights |= {arm: -1 / len(second) / len(whole) for arm in second}
-    return weights
-
-
-def _key(spec: Mapping[str, Any], dotted: str) -> str:
-    """A run's settings without its seed and the one at `dotted`, as text."""
-    kept = json.loads(json.dumps({key: value for key, value in spec.items() if key != "seed"}, default=str))
+def _blocks(trials: Trials, dotted: str, read: str = "") -> Blocks:
+    """The arms whose settings agree apart from the seed and the setting at `dotted`, with that setting (or `read`)."""
+    blocks: dict[str, list[tuple[Any, str]]] = {}
     *parents, last = dotted.split(".")
-    node = kept
-    for parent in parents:
-        node = node[parent]
-    del node[last]
-    return json.dumps(kept, sort_keys=True)
+    for arm, spec in arm_specs(trials.values()).items():
+        if (value := setting(spec, read or dotted)) is not None:
+            node = kept = json.loads(json.dumps({key: v for key, v in spec.items() if key != "seed"}, default=str))
+            for parent in parents:
+                node = node[parent]
+            del node[last]
+            blocks.setdefault(json.dumps(kept, sort_keys=True), []).append((value, arm))
+    return list(blocks.values())
+
+
+def _weights(blocks: Blocks, first: Callable[[Any], bool], second: Callable[[Any], bool]) -> Weights:
+    """Mean of the arms with a `first` level minus that of the `second`, over the blocks that have both; else empty."""
+    pairs = [[[arm for level, arm in block if is_one(level)] for is_one in (first, second)] for block in blocks]
+    whole = [pair for pair in pairs if all(pair)]
+    weights: Weights = {}
+    for ones, others in whole:
+        weights |= {arm: 1 / len(ones) / len(whole) for arm in ones}
+        weights |= {arm: -1 / len(others) / len(whole) for arm in others}
+    return weights
 
 
 def _contrast(
@@ -263,14 +288,13 @@ def _contrast(
     """The contrast of a value of every trial; None without weights, or if no seed has the value in all arms."""
     found: dict[str, dict[int, float]] = {arm: {} for arm, _ in trials}
     for (arm, seed), trial in trials.items():
-        number = value(trial)
-        if number is not None and math.isfinite(number):
+        if (number := value(trial)) is not None and math.isfinite(number):
             found[arm][seed] = number
     summed = contrast(analysis.record, found, weights) if weights else None
     return summed if summed is not None and summed.differences else None
 
 
-def _difficulty(trials: Trials, outcome: str) -> tuple[str, str, tuple[float, ...]] | None:
+def _difficulty(trials: Trials, outcome: str) -> tuple[str, str, Sequence[float]] | None:
     """The metrics of the easiest and the hardest tag that all trials share (`test/accuracy_level_5`), and the shares of
     the problems that carry them; no shares if the accuracy by tag does not determine them."""
     prefix = f"{outcome.partition('/')[0]}/accuracy_"
@@ -278,76 +302,16 @@ def _difficulty(trials: Trials, outcome: str) -> tuple[str, str, tuple[float, ..
     families: dict[str, list[str]] = {}
     for key in sorted(shared):
         families.setdefault(key.rpartition("_")[0], []).append(key)
-    families = {name: keys for name, keys in families.items() if len(keys) > 1}
-    if not families:
+    keys = next((keys for _, keys in sorted(families.items()) if len(keys) > 1), None)
+    if keys is None:
         return None
-    keys = families[min(families)]
     tagged = np.array([[score(trial, key) or 0.0 for key in keys] for trial in trials.values()])
     whole = np.array([score(trial, outcome) or 0.0 for trial in trials.values()])
     easy, hard = int(tagged.mean(axis=0).argmax()), int(tagged.mean(axis=0).argmin())
     # accuracy is the mean over the tags, weighted by their shares: one equation per trial
     shares, _, rank, _ = np.linalg.lstsq(tagged, whole)
     is_known = rank == len(keys) and np.allclose(tagged @ shares, whole, atol=1e-9) and shares.min() > 0
-    return keys[easy], keys[hard], (float(shares[easy]), float(shares[hard])) if is_known else ()
-
-
-def _over_problems(analysis: Analysis, found: Contrast, weights: Weights, shares: Sequence[float]) -> Contrast:
-    """A contrast between two tags with these shares of the problems, its error including that of new problems."""
-    cells = [
-        weight * rows
-        for arm, weight in weights.items()
-        if (rows := analysis.arm(arm).cells_of(found.differences)) is not None
-    ]
-    if found.interval is None or not shares or len(cells) < len(weights):
-        return found
-    summed = np.sum(cells, axis=0)
-    num_problems = summed.shape[1]
-    variance = statistics.crossed_variance(summed).problem * sum(1 / (share * num_problems) for share in shares)
-    interval = statistics.with_variance(found.interval, variance, num_problems - 1)
-    p = float(np.max([found.p, statistics.t_test(interval)]))
-    return replace(found, interval=interval, p=p)
-
-
-def _log_seconds(trial: TrialRecord) -> float | None:
-    """Log of the mean seconds of a training step, without evaluations and without the first step, which warms up."""
-    steps = [value for _, value in trial.history.get("seconds/step", ())][1:]
-    return _log(float(np.mean(steps))) if steps else None
-
-
-def _log(value: float | None) -> float | None:
-    return math.log(value) if value is not None and value > 0 else None
-
-
-def _drawdown(trial: TrialRecord, metric: str) -> float | None:
-    values = [value for _, value in trial.history.get(metric, ()) if math.isfinite(value)]
-    return max(values) - values[-1] if len(values) > 1 else None
-
-
-def _against(found: Contrast, bound: float, text: str) -> _Evidence:
-    """A contrast of logarithms against the bound of a claim, which a larger value supports."""
-    if found.interval is None:
-        return _tested(text, "undecided", math.nan, found)
-    excess = replace(found.interval, estimate=found.interval.estimate - bound)
-    return _tested(text, "supported" if excess.estimate >= 0 else "contradicted", statistics.t_test(excess), found)
-
-
-def _tested(text: str, verdict: Verdict, p: float, found: Contrast | None = None) -> _Evidence:
-    seeds = f" ({wording.plural(len(found.differences), 'seed')})" if found is not None else ""
-    if math.isnan(p):
-        few = found is None or len(found.differences) < 2
-        why = "with one shared seed" if few else "without any spread over seeds"
-        return _Evidence(f"{text}; {why} no test is possible.")
-    return _Evidence(f"{text}{seeds}.", verdict, p)
-
-
-def _ratio(found: Contrast, inverse: bool = False) -> str:
-    """`1.52 [1.40, 1.65]`, from logarithms."""
-    sign = -1 if inverse else 1
-    text = f"{math.exp(sign * found.estimate):.2f}"
-    if found.interval is None:
-        return text
-    low, high = sorted(math.exp(sign * end) for end in (found.interval.low, found.interval.high))
-    return f"{text} [{low:.2f}, {high:.2f}]"
+    return keys[easy], keys[hard], [float(shares[easy]), float(shares[hard])] if is_known else []
 
 
 def _points(found: Contrast, analysis: Analysis) -> str:

@@ -15,9 +15,9 @@ from typing import Literal
 
 from ..harness.data import component_arm
 from .analysis import Analysis, Comparison, ControlArm
-from .arms import ArmSummary
 from .prose import wording
 from .statistics import ALPHA, Interval, t_interval
+from .trials import ArmSummary
 
 MEANINGS = {
     "random": "a fair coin for each completion",

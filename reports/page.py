@@ -11,7 +11,6 @@ from ..harness.data import SampleRow
 from ..harness.record.study import StudyRecord, TrialRecord
 from . import contamination
 from .analysis import PLANNED_DIFFERENCES, Analysis, Comparison, held_out_accuracies
-from .arms import ArmSummary
 from .capability import TAUS, Capabilities, Crossover, table_sizes
 from .claims import check_claims
 from .figures import curves, grid, outcome, settings
@@ -22,7 +21,7 @@ from .prose.answer import answer, progress
 from .prose.notes import accuracies_reading, interval_method, interval_reading, notes
 from .scaling import Scalings
 from .statistics import SIMULATED_COVERAGE, Interval
-from .trials import score, search_of, setting, tuning_of, wanted_pairs
+from .trials import ArmSummary, score, search_of, setting, tuning_of, wanted_pairs
 
 _MOST_PROMPTS, _MOST_ARMS = 4, 4
 _MOST_CHARACTERS = 1600

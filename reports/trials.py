@@ -1,17 +1,22 @@
-"""Decides which trials of a record count, and which metric compares them.
+"""Decides which trials of a record count and which metric compares them, and summarises each arm's.
 
 Only complete trials count. A metric of the validation split guides tuning; the test split is scored once, at the end,
 so it decides if it is known.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+from numpy.random import Generator
+
 from ..harness.record.study import StudyRecord, TrialRecord
+from . import statistics
 from .join import JoinedStudy
 from .prose import wording
+from .statistics import Floats, Interval
 
 Trials = Mapping[tuple[str, int], TrialRecord]  # (arm, seed) -> its trial
 
@@ -64,11 +69,6 @@ def num_first(record: StudyRecord, seeds: Collection[int]) -> int | None:
     return None if record.two_stage is None else sum(seed < record.two_stage["first"] for seed in seeds)
 
 
-def controls_of(record: StudyRecord) -> dict[str, str]:
-    """Arm -> its control, for the arms that replace the reward or freeze the policy, as far as they have begun."""
-    return {arm: spec["control"] for arm, spec in arm_specs(record.trials).items() if spec.get("control")}
-
-
 def with_arms(record: StudyRecord, arms: Collection[str]) -> StudyRecord:
     """The record restricted to these arms."""
     kept = replace(
@@ -103,13 +103,6 @@ def score(trial: TrialRecord, metric: str) -> float | None:
     return float(value) if value is not None and math.isfinite(value) else None
 
 
-def gain(trial: TrialRecord, metric: str) -> float | None:
-    """The change of a metric from before a trial's first step to its end; None if unknown."""
-    series, last = trial.history.get(metric, ()), score(trial, metric)
-    known = len(series) > 1 and series[0][0] == 0 and math.isfinite(series[0][1])
-    return last - float(series[0][1]) if known and last is not None else None
-
-
 def arm_specs(trials: Iterable[TrialRecord]) -> dict[str, Mapping[str, Any]]:
     """Arm -> the settings of one of its runs, for the arms that recorded any."""
     return {trial.arm: trial.spec for trial in trials if trial.spec}
@@ -123,3 +116,111 @@ def setting(trial_spec: Mapping[str, Any], dotted: str, default: Any = None) -> 
             return default
         value = value[key]
     return value
+
+
+@dataclass(frozen=True)
+class ArmSummary:
+    """One arm over its complete trials.
+
+    scores    seed -> outcome; empty without a complete trial
+    cells     fraction right, seeds (in the order of `scores`) by problems, or None
+    num_problems  problems behind each score; 0 if they were not counted
+    interval  the one that reports state; None with fewer than 2 seeds
+    gain      of the study's metric from before the first step to the last, with Student's interval over seeds; `gain_p`
+              is that of no gain; None and NaN if they are not known
+    costs     mean over seeds of the numbers of `TrialRecord.summary`; peak_memory_bytes is the largest
+    """
+
+    label: str
+    is_baseline: bool
+    factors: Mapping[str, Any]
+    scores: Mapping[int, float]
+    cells: Floats | None
+    num_problems: int
+    interval: Interval | None
+    student: Interval | None
+    gain: Interval | None
+    gain_p: float
+    rng_seed: int
+    costs: Mapping[str, float]
+
+    @property
+    def values(self) -> list[float]:
+        return list(self.scores.values())
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean(self.values)) if self.scores else math.nan
+
+    @property
+    def bootstrap(self) -> Interval | None:
+        return statistics.bootstrap_interval(self.values, self.rng_seed)
+
+    @property
+    def interquartile_mean(self) -> float:
+        return statistics.interquartile_mean(self.values) if self.scores else math.nan
+
+    def cells_of(self, seeds: Iterable[int]) -> Floats | None:
+        """The rows of `cells` that belong to these seeds."""
+        order = list(self.scores)
+        return None if self.cells is None else self.cells[[order.index(seed) for seed in seeds]]
+
+
+def summarise(label: str, record: StudyRecord, outcome: Outcome, usable: Trials, rng: Generator) -> ArmSummary:
+    mine = sorted((trial for (arm, _), trial in usable.items() if arm == label), key=lambda trial: trial.seed)
+    scores = {trial.seed: value for trial in mine if (value := score(trial, outcome.name)) is not None}
+    cells = None
+    if outcome.per_problem and mine:
+        problems = sorted(mine[0].per_problem)
+        cells = np.array([[trial.per_problem[problem] for problem in problems] for trial in mine], dtype=float)
+    values, count, first = list(scores.values()), num_problems(mine, outcome), num_first(record, scores)
+    gains = []
+    for trial in mine:
+        series, last = trial.history.get(record.metric, ()), score(trial, record.metric)
+        if last is not None and len(series) > 1 and series[0][0] == 0 and math.isfinite(series[0][1]):
+            gains.append(last - float(series[0][1]))
+    gained = statistics.t_interval(gains, first) if len(gains) == len(mine) else None
+    judged = num_problems(mine, Outcome(record.metric, per_problem=False))
+    keys = dict.fromkeys(key for trial in mine for key in trial.summary)
+    spent = {key: [t.summary[key] for t in mine if math.isfinite(t.summary.get(key, math.nan))] for key in keys}
+    return ArmSummary(
+        label=label,
+        is_baseline=label == record.baseline and search_of(record) is None,
+        factors=next((trial.factors for trial in record.trials if trial.arm == label), {}),
+        scores=scores,
+        cells=cells,
+        num_problems=count,
+        interval=exact_at_ends(bounded(stated(values, cells, first), outcome), count),
+        student=bounded(statistics.t_interval(values, first), outcome),
+        gain=bounded(gained, outcome, least=-1.0),
+        gain_p=math.nan if gained is None else statistics.t_test(gained, 1 / judged if judged else 0.0),
+        rng_seed=int(rng.integers(2**32)),
+        costs={key: float(max(v) if key == "peak_memory_bytes" else np.mean(v)) for key, v in spent.items() if v},
+    )
+
+
+def stated(values: Sequence[float], cells: Floats | None, first: int | None) -> Interval | None:
+    """The interval that reports state: over seeds and problems if single problems are known, otherwise over seeds."""
+    return statistics.t_interval(values, first) if cells is None else statistics.cautious_interval(cells, first)
+
+
+def bounded(interval: Interval | None, outcome: Outcome, least: float = 0.0, most: float = 1.0) -> Interval | None:
+    """The same interval without values that a fraction cannot have, or a sum of fractions from `least` to `most`."""
+    if interval is None or not outcome.is_fraction:
+        return interval
+    return replace(interval, low=max(interval.low, least), high=min(interval.high, most))
+
+
+def exact_at_ends(interval: Interval | None, num_problems: int) -> Interval | None:
+    """The same interval, or the exact one if all seeds are 0 or all are 1 and there is no spread to estimate."""
+    if interval is None or interval.error > 0 or interval.estimate not in (0.0, 1.0) or not num_problems:
+        return interval
+    return statistics.exact_interval(interval.estimate, num_problems)
+
+
+def num_problems(trials: Sequence[TrialRecord], outcome: Outcome) -> int:
+    """Problems behind each score; 0 if the outcome is no fraction, or they were not counted."""
+    if not trials or not outcome.is_fraction:
+        return 0
+    counted = trials[0].history.get(f"{outcome.name.partition('/')[0]}/num_prompts")
+    return len(trials[0].per_problem) if outcome.per_problem else int(counted[-1][1]) if counted else 0

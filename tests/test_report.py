@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from cohort.harness.record.study import StudyRecord, TrialRecord
 from cohort.reports import statistics
-from cohort.reports.analysis import Analysis, analyse, held_out_accuracies, level_means, marginal, outcome_contrast
+from cohort.reports.analysis import Analysis, analyse, held_out_accuracies, marginal, outcome_contrast
 from cohort.reports.figures import curves, grid, settings
 from cohort.reports.figures.curves import Series, aligned, smoothed
 from cohort.reports.figures.outcome import pareto_front
@@ -439,7 +439,6 @@ def test_an_interaction_plot_shows_the_means_of_the_table_averaged_over_the_othe
         assert (found.estimate, found.interval) == (arm.mean, arm.interval)
     expected = pytest.approx((analysis.arms[1].mean + analysis.arms[3].mean) / 2, rel=1e-12)
     found = marginal(analysis, {"algorithm.kl_beta": 0.1})
-    assert level_means(analysis, "algorithm.kl_beta")[0.1] == expected
     assert found is not None and found.interval is not None and found.estimate == expected
     assert found.interval.low < found.estimate < found.interval.high
 
@@ -484,13 +483,6 @@ def test_a_factor_whose_levels_differ_on_other_problems_only_by_luck_does_not_ma
     assert effect.p == pytest.approx(outcome_contrast(analysis, weights).p, rel=1e-6)
     assert effect.p > 0.5
     assert "matters" not in answer(analysis)
-
-
-def test_the_bootstrap_does_not_depend_on_what_is_read_first() -> None:
-    first, second = analysed(fake_study(num_steps=10)), analysed(fake_study(num_steps=10))
-    forward = [one.bootstrap for one in first.comparisons]
-    backward = [one.bootstrap for one in reversed(second.comparisons)]
-    assert forward == backward[::-1]
 
 
 def test_a_grid_of_two_factors_is_one_heat_map_and_of_three_one_per_level_of_the_shortest() -> None:
@@ -793,21 +785,6 @@ def test_no_interval_of_a_fraction_leaves_its_range() -> None:
     for interval in (one.interval, one.student, one.bootstrap, between.interval):
         assert interval is not None
         assert -1 <= interval.low <= interval.high <= 1
-
-
-def test_mcnemar_of_a_comparison_counts_majority_verdicts_over_the_shared_seeds() -> None:
-    record = fake_study(two_arms(0.5, 0.7), states={("a", 0): "failed"}, num_steps=10)
-    (comparison,) = analysed(record).comparisons
-    right = {
-        arm: np.mean([list(t.per_problem.values()) for t in record.trials if t.arm == arm and t.seed > 0], axis=0) > 0.5
-        for arm in ("a", "b")
-    }
-    assert comparison.mcnemar is not None
-    assert comparison.mcnemar.only_arm == int((right["b"] & ~right["a"]).sum())
-    assert comparison.mcnemar.only_baseline == int((right["a"] & ~right["b"]).sum())
-    counts = [math.inf if count is None else count for count in comparison.seeds_for.values()]
-    assert list(comparison.seeds_for) == [0.01, 0.02, 0.05, 0.10]
-    assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1] >= 2
 
 
 def test_arms_keep_their_colour_and_a_crowd_is_grey_but_for_three() -> None:

@@ -12,7 +12,6 @@ from cohort.reports.anova import anova
 from fake_study import random_scores, random_scores_truth
 from scipy import stats
 from statsmodels.stats.anova import AnovaRM
-from statsmodels.stats.contingency_tables import mcnemar
 from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.nonparametric import rank_compare_2indep
 from statsmodels.stats.power import TTestPower
@@ -54,7 +53,6 @@ def test_one_seed_has_no_interval_of_any_kind() -> None:
     assert ours.bootstrap_interval([0.5], rng) is None
     for method in (ours.crossed_interval, ours.cautious_interval):
         assert method([[0.5, 0.25, 1.0]]) is None
-    assert ours.crossed_bootstrap_interval([[0.5, 0.25, 1.0]], rng) is None
 
 
 def test_the_two_way_interval_of_a_two_by_two_table_follows_by_hand() -> None:
@@ -113,23 +111,14 @@ def test_the_bootstrap_over_three_seeds_ends_at_the_lowest_and_the_highest() -> 
     assert (interval.low, interval.high) == (close(0.2), close(0.9))
 
 
-def test_the_bootstraps_agree_with_scipy_and_equal_generators_draw_equal_ones() -> None:
+def test_the_bootstrap_agrees_with_scipy_and_is_equal_with_an_equal_seed() -> None:
     values = np.random.default_rng(0).normal(size=20)
     other = stats.bootstrap(
         (values,), np.mean, method="percentile", n_resamples=20_000, rng=np.random.default_rng(2)
     ).confidence_interval
-    draws = (
-        lambda: ours.bootstrap_interval(values, np.random.default_rng(1), resamples=20_000),
-        # with equal seeds the bootstrap over seeds and problems is that over problems
-        lambda: ours.crossed_bootstrap_interval(np.tile(values, (3, 1)), np.random.default_rng(1), resamples=20_000),
-    )
-    for draw in draws:
-        interval = draw()
-        assert interval is not None and interval == draw()
-        assert (interval.low, interval.high) == (
-            pytest.approx(other.low, abs=0.02),
-            pytest.approx(other.high, abs=0.02),
-        )
+    interval = ours.bootstrap_interval(values, 1, resamples=20_000)
+    assert interval is not None and interval == ours.bootstrap_interval(values, 1, resamples=20_000)
+    assert (interval.low, interval.high) == (pytest.approx(other.low, abs=0.02), pytest.approx(other.high, abs=0.02))
 
 
 def test_a_difference_without_spread_is_tested_against_the_rounding_of_its_scores_or_not_at_all() -> None:
@@ -179,7 +168,7 @@ def test_what_is_detectable_exceeds_half_the_interval_and_larger_differences_nee
     assert needed == sorted(needed, reverse=True)
 
 
-def test_the_sign_flip_test_is_exact_and_refuses_what_it_cannot_enumerate() -> None:
+def test_the_sign_flip_test_is_exact_for_2_to_16_seeds() -> None:
     # 1 + 2 + 3 and its mirror image are the 2 most extreme of 8 sign patterns
     assert ours.sign_flip_test([1.0, 2.0, 3.0]) == 0.25
     assert ours.sign_flip_test([1.0, 2.0, -3.0]) == 1.0
@@ -188,8 +177,7 @@ def test_the_sign_flip_test_is_exact_and_refuses_what_it_cannot_enumerate() -> N
         (differences, np.zeros(8)), lambda a, b: np.sum(a - b), permutation_type="samples", n_resamples=np.inf
     )
     assert ours.sign_flip_test(differences) == close(exact.pvalue)
-    with pytest.raises(ValueError, match=r"at most 16 pairs, got 17"):
-        ours.sign_flip_test(np.ones(17))
+    assert math.isnan(ours.sign_flip_test(np.ones(17))) and math.isnan(ours.sign_flip_test([1.0]))
 
 
 def test_holm_agrees_with_statsmodels_and_leaves_out_what_has_no_p() -> None:
@@ -199,35 +187,6 @@ def test_holm_agrees_with_statsmodels_and_leaves_out_what_has_no_p() -> None:
     assert math.isnan(unknown) and adjusted == [close(0.04), close(0.04)]
     p_values = np.random.default_rng(0).random(9) ** 3
     assert ours.holm(list(p_values)) == [close(p) for p in multipletests(p_values, method="holm")[1]]
-
-
-def test_a_majority_verdict_takes_more_than_half_of_the_samples_of_all_seeds() -> None:
-    # 4 samples of 2 seeds: 3 + 2 = 5 of 8 are right; 2 + 2 = 4 of 8 is no majority
-    assert ours.majority_verdicts([[0.75, 0.5, 1.0], [0.5, 0.5, 0.0]]).tolist() == [True, False, False]
-
-
-def test_mcnemar_reads_only_the_problems_on_which_two_arms_disagree() -> None:
-    # right in the arm alone 1, in the baseline alone 6: 2 (C(7,0) + C(7,1)) / 2^7 = 16 / 128 = 0.125
-    arm = [True] * 5 + [True] + [False] * 6 + [False] * 3
-    baseline = [True] * 5 + [False] + [True] * 6 + [False] * 3
-    found = ours.mcnemar_test(arm, baseline)
-    assert (found.only_arm, found.only_baseline, found.p) == (1, 6, close(0.125))
-    assert ours.mcnemar_test(arm, arm) == ours.McNemar(0, 0, 1.0)
-    rng = np.random.default_rng(0)
-    one, other = rng.random(200) < 0.7, rng.random(200) < 0.6
-    found = ours.mcnemar_test(one, other)
-    table = [[(one & other).sum(), found.only_arm], [found.only_baseline, (~one & ~other).sum()]]
-    assert found.p == close(mcnemar(table, exact=True).pvalue)
-
-
-def test_mcnemar_takes_the_luck_of_seeds_for_evidence_and_so_cannot_decide() -> None:
-    # arms that do not differ: with one seed each, whose luck moves many verdicts, far more than 5 % of tests reject
-    rng = np.random.default_rng(0)
-    rejected = []
-    for _ in range(300):
-        verdicts = [ours.majority_verdicts(cells) for cells in random_scores(rng, 2, 3)]
-        rejected.append(ours.mcnemar_test(*verdicts).p < 0.05)
-    assert np.mean(rejected) > 0.15
 
 
 def test_probability_of_improvement_is_the_mann_whitney_statistic_over_all_pairs() -> None:
@@ -314,11 +273,6 @@ def test_anova_agrees_with_statsmodels() -> None:
         # partial omega squared: df (F - 1) / (df (F - 1) + 24), at least 0
         gain = effect.df * (effect.f - 1)
         assert effect.partial_omega_squared == close(max(gain / (gain + 24), 0.0))
-    # the sum of squares of a main effect: 12 scores at each level of `a`, 8 at each of `b`
-    by_a, by_b = scores.mean(axis=(1, 2)), scores.mean(axis=(0, 2))
-    squares = {one.factors: one.sum_of_squares for one in anova(scores, ["a", "b"])}
-    assert squares["a",] == close(12 * ((by_a - scores.mean()) ** 2).sum())
-    assert squares["b",] == close(8 * ((by_b - scores.mean()) ** 2).sum())
 
 
 def test_epsilon_of_greenhouse_and_geisser_shrinks_both_degrees_of_freedom() -> None:
@@ -389,10 +343,8 @@ def test_simulated_coverage_is_what_the_report_says(num_seeds: int, studies: int
             (ours.cautious_interval(cells), truth),
             (ours.crossed_interval(cells), truth),
             (ours.t_interval(scores), truth),
-            (ours.crossed_bootstrap_interval(cells, rng, resamples=400), truth),
             (ours.bootstrap_interval(scores, rng, resamples=1000), truth),
             (ours.cautious_interval(other - cells), 0.0),
-            (ours.crossed_bootstrap_interval(other - cells, rng, resamples=400), 0.0),
             (ours.improvement_interval(probability, num_seeds, num_seeds), higher),
             (improvement_bootstrap(arm, baseline, rng, 400), higher),
         )

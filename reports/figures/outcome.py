@@ -8,9 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..analysis import Analysis
-from ..arms import ArmSummary
 from ..prose import wording
 from ..statistics import Interval
+from ..trials import ArmSummary
 from . import style
 from .style import Draw, Drawing, End, axis_label, chart, color_of, cut, drawn, scale_of
 

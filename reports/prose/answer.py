@@ -5,11 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...harness.data import short_path
-from ..analysis import Analysis, Comparison, level_means
-from ..arms import ArmSummary
+from ..analysis import Analysis, Comparison, marginal
 from ..findings import ranked_components, verdicts
 from ..statistics import ALPHA
-from ..trials import search_of, tuning_of
+from ..trials import ArmSummary, search_of, tuning_of
 from . import wording
 
 NEAR_ZERO = 0.02
@@ -146,8 +145,9 @@ def _is_any_effect_detected(analysis: Analysis) -> bool:
 def _grid_finding(analysis: Analysis) -> str:
     """The effect of each factor over the whole grid, which averages over more runs than any one arm."""
     metric = analysis.outcome.name
-    effects = [one for one in (analysis.grid.effects if analysis.grid else ()) if not math.isnan(one.p_adjusted)]
-    if not effects:
+    grid = analysis.grid
+    effects = [one for one in (grid.effects if grid is not None else ()) if not math.isnan(one.p_adjusted)]
+    if grid is None or not effects:
         return ""
     single = [effect for effect in effects if len(effect.factors) == 1]
     if not _is_any_effect_detected(analysis):
@@ -160,11 +160,14 @@ def _grid_finding(analysis: Analysis) -> str:
         return f"{text}, alone or together ({smallest}: {_holm(least.p_adjusted)})"
     found = []
     for effect in single:
-        means = level_means(analysis, effect.factors[0])
-        if effect.p_adjusted < ALPHA and means:
+        if effect.p_adjusted < ALPHA:
+            factor, levels = effect.factors[0], grid.levels[grid.factors.index(effect.factors[0])]
+            means = {
+                level: one.estimate for level in levels if (one := marginal(analysis, {factor: level})) is not None
+            }
             low, high = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
             found.append(
-                f"{short_path(effect.factors[0])} matters: {wording.with_unit(means[low], metric)} at {low} and "
+                f"{short_path(factor)} matters: {wording.with_unit(means[low], metric)} at {low} and "
                 f"{wording.with_unit(means[high], metric)} at {high} ({_holm(effect.p_adjusted)})"
             )
     joint = [effect for effect in effects if len(effect.factors) > 1]
