@@ -1,15 +1,24 @@
-"""A task whose completions state their answers in a format; finds, scores and compares these answers."""
+r"""Tasks whose completions state an answer: `#### 42`, `\boxed{42}` or `<think>...</think><answer>42</answer>`.
+
+The formats are those of GSM8K (arXiv:2110.14168), MATH (arXiv:2103.03874) and DeepSeek-R1 (arXiv:2501.12948). An
+explicit marker is unambiguous, so a reader accepts all of them and tries the configured one first; the format score
+tells whether a completion keeps that one. Reading takes time linear in the text.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from ..harness.interfaces import Task
-from . import _formats, _numbers, _symbolic
+from . import _numbers, _symbolic
 
+AnswerFormat = Literal["hash", "boxed", "think_answer"]
+
+TAIL_CHARS = 4000  # the end of a completion, which may hold an unmarked answer
 LIBRARY_CHARS = 20_000  # math-verify's patterns are slow on more, and the end of a completion states its answer
 FOUND = "(found by math-verify)"  # the library gives its verdict only
 
@@ -17,7 +26,7 @@ FOUND = "(found by math-verify)"  # the library gives its verdict only
 class AnswerTask(Task):
     """Answers are numbers; a subclass with others overrides `read`, `read_unmarked` and `equivalent`."""
 
-    answer_format: _formats.AnswerFormat = Field(
+    answer_format: AnswerFormat = Field(
         "hash", description="how the prompt and the worked solutions ask for or state answers"
     )
 
@@ -27,32 +36,49 @@ class AnswerTask(Task):
 
     def read_unmarked(self, completion: str) -> Iterator[str]:
         """Guesses at the answer of a completion without a marker, the best first."""
-        return _formats.last_resort(completion)
+        return last_resort(completion)
 
     def extract(self, completion: str) -> str | None:
         """The answer at the marker of the configured format, or else at that of another."""
-        return _formats.first_readable(_formats.stated(self._own(completion), self.answer_format), self.read)
+        return first_readable(stated(self._own(completion), self.answer_format), self.read)
 
     def extract_lenient(self, completion: str) -> str | None:
         answer = self.extract(completion)
-        if answer is None:
-            answer = _formats.first_readable(self.read_unmarked(self._own(completion)), self.read)
-        return answer
+        return first_readable(self.read_unmarked(self._own(completion)), self.read) if answer is None else answer
 
     def format_score(self, completion: str) -> float:
-        return _formats.score(self._own(completion), self.answer_format)
+        """0, 0.5 or 1.
+
+        `####` and boxes score 1 with something in the marker. Tags score 1 for one `<think>` pair and then one
+        `<answer>` pair that is not empty, with only white space around them, and 0.5 if at least one of the pairs is
+        right.
+        """
+        completion = self._own(completion)
+        if self.answer_format != "think_answer":
+            return 1.0 if _READERS[self.answer_format](completion) else 0.0
+        think, answer = _only_pair(completion, "think"), _only_pair(completion, "answer")
+        if answer is not None and not answer[1].strip():
+            answer = None
+        if think is None or answer is None:
+            return 0.0 if think is None and answer is None else 0.5
+        outside = (completion[: think.start()], completion[think.end() : answer.start()], completion[answer.end() :])
+        return 1.0 if think.end() <= answer.start() and not any(map(str.strip, outside)) else 0.5
 
     def reasoning(self, completion: str) -> str:
-        return _formats.reasoning(self._own(completion), self.answer_format)
+        """The text before the last marker, or all of it; with tags the content of the first `<think>` pair, if any."""
+        completion = self._own(completion)
+        if self.answer_format == "think_answer":
+            _, opened, rest = completion.partition("<think>")
+            inside, closed, _ = rest.partition("</think>")
+            return inside if opened and closed else ""
+        position = completion.rfind("####" if self.answer_format == "hash" else r"\boxed")
+        return completion if position < 0 else completion[:position]
 
     def equivalent(self, answer: str, other: str) -> bool:
         return answer == other or _numbers.equal(answer, other)
 
     def use_processes(self, count: int) -> None:
         _symbolic.set_num_children(count)
-
-    def allow_overruns(self, count: float | None) -> float:
-        return _symbolic.checker().allow_overruns(count)
 
     def peer_graders(self) -> Mapping[str, Callable[[str, str], tuple[str | None, bool]]]:
         return {"math_verify": math_verify}
@@ -65,7 +91,7 @@ class AnswerTask(Task):
 class QuestionTask(AnswerTask):
     """A task that asks its questions in a template, by default that of the answer format."""
 
-    templates: ClassVar[Mapping[_formats.AnswerFormat, str]] = {
+    templates: ClassVar[Mapping[AnswerFormat, str]] = {
         "hash": "Question: {question}\nReason step by step; end with #### and the number.\nAnswer:\n",
         "boxed": "Question: {question}\nReason step by step; end with the number in \\boxed{}.\nAnswer:\n",
         "think_answer": "Question: {question}\nReason step by step in <think>...</think>; then give the number in "
@@ -94,6 +120,53 @@ class QuestionTask(AnswerTask):
             raise ValueError(f"template must contain {{question}}, where the problem goes, got {value!r}")
         return value
 
+    def fill(self, question: str) -> str:
+        """The template with the question."""
+        return self.template.replace("{question}", question)
+
+
+def stated(completion: str, answer_format: AnswerFormat) -> Iterator[str]:
+    """The texts at the explicit markers of a final answer: first at that of the format, then at the others."""
+    for name in dict.fromkeys((answer_format, *_READERS)):
+        if text := _READERS[name](completion):
+            yield text
+
+
+def first_readable(texts: Iterable[str], read: Callable[[str], str | None]) -> str | None:
+    """The first answer that `read` finds in the texts, or None."""
+    return next((answer for text in texts if (answer := read(text)) is not None), None)
+
+
+def write(answer_format: AnswerFormat, reasoning: str, answer: str, *, separator: str = "\n") -> str:
+    """The completion of a worked solution; `separator` stands between its parts."""
+    if answer_format == "hash":
+        return f"{reasoning}{separator}#### {answer}"
+    if answer_format == "boxed":
+        return f"{reasoning}{separator}\\boxed{{{answer}}}"
+    return f"<think>{separator}{reasoning}{separator}</think>{separator}<answer>{answer}</answer>"
+
+
+def last_resort(completion: str) -> Iterator[str]:
+    """Texts that may state an unmarked number, the best first: the rest of the sentence after the last "answer is",
+    the same after the last "= ", and the last number."""
+    tail = completion[-TAIL_CHARS:]
+    for phrase in (_ANSWER_IS, _EQUALS):
+        sentence = _SENTENCE_END.split(_after_last(phrase, tail), maxsplit=1)[0]
+        yield from [sentence, *_NUMBER.findall(sentence)[:1]] if sentence else ()
+    yield from _NUMBER.findall(tail)[-1:]
+
+
+def last_resort_latex(completion: str) -> Iterator[str]:
+    """Texts that may state unmarked mathematics, the best first: the rest of the sentence after the last "answer is",
+    the last `$...$`, and the last number."""
+    tail = completion[-TAIL_CHARS:]
+    rest = _after_last(_ANSWER_IS, tail)
+    formula = _FORMULA.match(rest)
+    if text := formula[1] if formula else _SENTENCE_END.split(rest, maxsplit=1)[0].strip(" $*."):
+        yield text
+    yield from _FORMULA.findall(tail)[-1:]
+    yield from _NUMBER.findall(tail)[-1:]
+
 
 def math_verify(completion: str, gold: str) -> tuple[str | None, bool]:
     """math-verify alone, for comparison and never for a reward: (FOUND or None, whether the answer is right).
@@ -104,3 +177,44 @@ def math_verify(completion: str, gold: str) -> tuple[str | None, bool]:
     """
     verdict = _symbolic.library().compare(gold, completion[-LIBRARY_CHARS:])
     return (None if verdict == "unparsable" else FOUND), verdict == "equal"
+
+
+def _only_pair(text: str, tag: str) -> re.Match[str] | None:
+    """The tag's pair, with its content as the first group, if the tag opens once and then closes once."""
+    is_single = text.count(f"<{tag}>") == 1 and text.count(f"</{tag}>") == 1
+    return re.search(f"<{tag}>(.*)</{tag}>", text, re.S) if is_single else None
+
+
+def _in_tag(completion: str) -> str | None:
+    """The content of the last complete `<answer>` pair, or of the box in it; None without a pair."""
+    start = completion.rfind("<answer>", 0, max(completion.rfind("</answer>"), 0))
+    if start < 0:
+        return None
+    content = completion[start + len("<answer>") :].partition("</answer>")[0]
+    return _numbers.last_boxed(content) or content.strip()
+
+
+def _after_hash(completion: str) -> str:
+    """The first line with text after the last `####`, up to a closing tag; empty without one."""
+    line = completion.rpartition("####")[2].lstrip()[: _numbers.MAX_CHARS + 1].partition("\n")[0]
+    return line.partition("</answer>")[0].strip() if "####" in completion else ""
+
+
+_READERS: Mapping[AnswerFormat, Callable[[str], str | None]] = {
+    "boxed": _numbers.last_boxed,
+    "think_answer": _in_tag,
+    "hash": _after_hash,
+}
+
+# The Chinese words are "the answer is" and "answer:".
+_ANSWER_IS = re.compile(r"\banswer(?:\s{1,9}is\b|\s{0,9}:)|\u7b54\u6848?(?:\u662f|\u4e3a|[:\uff1a])", re.I)
+_EQUALS = re.compile(r"=\s")
+_NUMBER = re.compile(r"(?:(?<![\w.)\]])[-\u2212])?\$?(?:\d++(?:,\d++)*+(?:\.\d++)?|\.\d++)(?:\s?/\s?\d++)?%?")
+_FORMULA = re.compile(r"\$(?=[^\s$])([^$\n]{1,500})(?<=\S)\$(?!\d)")
+_SENTENCE_END = re.compile(r"\.(?=\s)|[\n\u3002]")
+
+
+def _after_last(phrase: re.Pattern[str], text: str) -> str:
+    """The text after the last match of the phrase, without space, colons and stars between; empty without a match."""
+    end = max((match.end() for match in phrase.finditer(text)), default=None)
+    return "" if end is None else text[end:].lstrip(" \t\n:*")

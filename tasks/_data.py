@@ -1,32 +1,53 @@
-"""A task whose problems are rows of a data set: its splits, its prompts and its worked examples.
+"""A task whose problems are rows of a data set: its splits, its prompts, its worked examples, and where rows come from.
 
 Validation is carved from train by a stable hash of the question. Of equal questions the first one counts, and a
 question of the test split is left out of train. Problems come in the order of their hashes, so that the first ones of a
-split are a fair sample of its subjects. `tasks._rows` reads the rows.
+split are a fair sample of its subjects.
+
+Rows come from a local file or folder, or from the Hugging Face Hub (with `datasets`). Local data is read anew: nothing
+is written, and no cache can be stale. In a folder the name of a file, or else of the nearest folder above it, contains
+the word `train` or `test` (`train.jsonl`, `main/test-00000-of-00001.parquet`, `train/algebra/1.json`). A folder that
+`save_to_disk` wrote works too. A single file is one split: `train` if its name contains that word, otherwise `test`.
 """
 
 import hashlib
+import json
 import logging
+import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from ..harness.data import Demonstration, Prompt, Split
-from ..harness.ground.inputs import Sources, digest, digested, expected, verify
+from ..harness.ground.inputs import REVISION, Sources, digest, digested, expected, verify
 from ._answers import QuestionTask
-from ._rows import Found, MissingSplit, Row, SourceSplit, find_rows, source_name
 
+SourceSplit = Literal["train", "test"]
+Row = Mapping[str, Any]
+# Where the rows of a split are (files here, or a Hub commit), and a function that reads them with their places. The
+# names of files are the same on every machine.
+Found = tuple[Mapping[str, Path | str], Callable[[], Iterator[tuple[str, Row]]]]
+
+_SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
+_LISTED = ", ".join(_SUFFIXES)
+_HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_READ_ERRORS = (ValueError, OSError, TypeError, KeyError, RuntimeError)  # every error of pyarrow is one of these
 _log = logging.getLogger(__name__)
 
 
 class BadRow(ValueError):
     """A row is not a problem; the message names the field and the rule."""
+
+
+class MissingSplit(ValueError):
+    """The source exists, but has no such split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +115,21 @@ class DatasetTask(QuestionTask):
     def num_skipped_rows(self, split: Split) -> int:
         """The number of bad rows left out of the source of a split; train and validation have one source."""
         part = "test" if split == "test" else "train"
-        return _source(self, part, _version(self, part))[1]  # pyright: ignore[reportArgumentType]
+        return _read_source(self, part, _version(self, part))[1]
 
     def _problems(self, split: Split) -> Sequence[Problem]:
-        version = _version(self, "test" if split == "test" else "train")
-        return _split(self, split, version)  # pyright: ignore[reportArgumentType] (frozen models are hashable)
+        part = "test" if split == "test" else "train"
+        problems = _read_source(self, part, _version(self, part))[0]
+        if split == "test":
+            return problems
+        is_validation = split == "validation"
+        chosen = [p for p in problems if (stable_fraction(p.question) < self.validation_fraction) == is_validation]
+        if not chosen:
+            raise ValueError(
+                f"{self.source('train')[0]}: a validation_fraction of {self.validation_fraction} leaves the {split} "
+                f"split empty ({len(problems)} training problems); {'raise' if is_validation else 'lower'} it"
+            )
+        return chosen
 
     def _examples(self) -> Sequence[Problem]:
         """The first `shots` + 1 worked training problems, so that each can have others before it; none for 0 shots."""
@@ -121,11 +152,8 @@ class DatasetTask(QuestionTask):
     def _ask(self, problem: Problem, examples: Sequence[Problem]) -> str:
         """The prompt: `shots` examples other than the problem itself, then its question."""
         shown = [example for example in examples if example.question != problem.question][: self.shots]
-        parts = [f"{self._fill(example)}{example.solution}" for example in shown]
-        return "\n\n".join([*parts, self._fill(problem)])
-
-    def _fill(self, problem: Problem) -> str:
-        return self.template.replace("{question}", problem.question)
+        parts = [f"{self.fill(example.question)}{example.solution}" for example in shown]
+        return "\n\n".join([*parts, self.fill(problem.question)])
 
     def _own(self, completion: str) -> str:
         """The completion up to a next problem, because base models continue with one after examples."""
@@ -156,34 +184,20 @@ def text_field(row: Row, *names: str) -> str:
 
 
 @lru_cache(maxsize=8)
-def _split(task: DatasetTask, split: Split, version: str) -> tuple[Problem, ...]:
-    """The problems of a split; `version` stands for the content of its source."""
-    if split == "test":
-        return _source(task, "test", version)[0]  # pyright: ignore[reportArgumentType]
-    train = _source(task, "train", version)[0]  # pyright: ignore[reportArgumentType]
-    is_validation = split == "validation"
-    chosen = tuple(p for p in train if (stable_fraction(p.question) < task.validation_fraction) == is_validation)
-    if not chosen:
-        raise ValueError(
-            f"{task.source('train')[0]}: a validation_fraction of {task.validation_fraction} leaves the {split} split "
-            f"empty ({len(train)} training problems); {'raise' if split == 'validation' else 'lower'} it"
-        )
-    return chosen
-
-
-@lru_cache(maxsize=8)
-def _source(task: DatasetTask, split: SourceSplit, version: str) -> tuple[tuple[Problem, ...], int]:
-    """The problems of a split of the source, in the order of their hashes, and the number of skipped rows.
+def _read_source(task: Any, split: SourceSplit, version: str) -> tuple[Sequence[Problem], int]:
+    """The problems of a split of a DatasetTask's source, in the order of their hashes, and the number of skipped rows.
 
     Repeated questions are left out, and for train those of test. ValueError for a row that may not be skipped, or if
-    the source differs from the expected one, or changes meanwhile.
+    the source differs from the expected one, or changes meanwhile: `version` stands for its content.
     """
     path, _ = task.source(split)
     problems: list[Problem] = []
     bad: list[str] = []
     num_rows = 0
-    for num_rows, (where, row) in enumerate(_find(task, split).rows(), start=1):  # noqa: B007 (the count is used)
+    for num_rows, (where, row) in enumerate(_find(task, split)[1](), start=1):  # noqa: B007 (the count is used)
         try:
+            if not isinstance(row, Mapping):
+                raise BadRow(f"must be an object with fields, got {row!r:.40}")
             problem = task.parse_row(row)
         except BadRow as error:
             if task.on_bad_row == "error":
@@ -203,7 +217,7 @@ def _source(task: DatasetTask, split: SourceSplit, version: str) -> tuple[tuple[
     taken: set[str] = set()
     if split == "train":
         with suppress(MissingSplit):
-            taken = {problem.question for problem in _source(task, "test", _version(task, "test"))[0]}  # pyright: ignore[reportArgumentType]
+            taken = {problem.question for problem in _read_source(task, "test", _version(task, "test"))[0]}
     kept: dict[str, Problem] = {}
     for problem in problems:
         if problem.question not in taken:
@@ -212,12 +226,12 @@ def _source(task: DatasetTask, split: SourceSplit, version: str) -> tuple[tuple[
         _log.warning("%s: %d repeated problems left out of %s", path, len(problems) - len(kept), split)
     if not kept:
         raise ValueError(f"{path}: every training problem is also in the test split; point test_path elsewhere")
-    return tuple(sorted(kept.values(), key=lambda problem: stable_id(problem.question))), len(bad)
+    return sorted(kept.values(), key=lambda problem: stable_id(problem.question)), len(bad)
 
 
 def _version(task: DatasetTask, split: SourceSplit) -> str:
     """A stand-in for the content of a split's sources: the expected content, or else the present one."""
-    known = {name: expected(name) for name in (source_name(*task.source(part), part) for part in ("test", split))}
+    known = {name: expected(name) for name in (_source_name(task, part) for part in ("test", split))}
     return digest(digested(_sources(task, split)) if None in known.values() else known)
 
 
@@ -226,10 +240,142 @@ def _sources(task: DatasetTask, split: SourceSplit) -> Sources:
     found: dict[str, Mapping[str, Path | str]] = {}
     for part in dict.fromkeys(("test", split)):
         with suppress(MissingSplit):  # whoever reads it says so
-            if files := _find(task, part).files:
-                found[source_name(*task.source(part), part)] = files
+            if files := _find(task, part)[0]:
+                found[_source_name(task, part)] = files
     return found
 
 
+def _source_name(task: DatasetTask, split: SourceSplit) -> str:
+    """The name of a split's source in the record of a run's inputs."""
+    path, config = task.source(split)
+    return f"data {path} ({f'{config}, ' if config else ''}{split})"
+
+
 def _find(task: DatasetTask, split: SourceSplit) -> Found:
-    return find_rows(*task.source(split), split, task.train_words)
+    """ValueError, here or from the function that reads, if there is no such source or split."""
+    path, config = task.source(split)
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return _in_folder(local, config, split, task.train_words)
+    if local.exists():
+        if local.suffix.lower() not in _SUFFIXES:
+            raise ValueError(f"{local}: a data file must be one of {_LISTED}, got '{local.suffix or local.name}'")
+        return _of_one_split(local, [local], split, task.train_words)
+    looks_local = path.startswith((".", "/", "~")) or local.suffix.lower() in _SUFFIXES or not _HUB_ID.fullmatch(path)
+    if looks_local or (local.parent != Path(".") and local.parent.is_dir()):
+        raise ValueError(f"{path}: no such file or folder; give an existing {_LISTED} file, a folder or a Hub id")
+    return _on_hub(task, split)
+
+
+def _in_folder(folder: Path, config: str | None, split: SourceSplit, train_words: tuple[str, ...]) -> Found:
+    root = folder / config if config and (folder / config).is_dir() else folder
+    files = sorted(file for file in root.rglob("*") if file.suffix.lower() in _SUFFIXES and file.is_file())
+    is_one_split, is_saved = ((folder / name).exists() for name in ("state.json", "dataset_dict.json"))
+    if is_one_split or is_saved:  # by `save_to_disk`, whose `cache-` files are other programs' results
+        files = [file for file in files if file.suffix == ".arrow" and not file.name.startswith("cache-")]
+    if is_one_split:
+        return _of_one_split(folder, files, split, train_words)
+    chosen = [file for file in files if _split_of(file.relative_to(root), train_words) == split]
+    if not chosen:
+        called = " or ".join(train_words if split == "train" else ("test",))
+        raise _missing_split(root, split, f"no {_LISTED} file, and no folder with one, is called {called}")
+    return _of_files(chosen, folder)
+
+
+def _of_one_split(path: Path, files: list[Path], split: SourceSplit, train_words: tuple[str, ...]) -> Found:
+    """The rows of a file or a folder that is one split, by its name."""
+    if (_split_of(Path(path.name), train_words) or "test") != split:
+        only = "train, by its name" if split == "test" else f"test, as its name does not say {' or '.join(train_words)}"
+        raise _missing_split(path, split, f"a single {'folder' if path.is_dir() else 'file'} is one split: {only}")
+    return _of_files(files, path if path.is_dir() else path.parent)
+
+
+def _of_files(files: Iterable[Path], folder: Path) -> Found:
+    named = {file.relative_to(folder).as_posix(): file for file in files}
+    return named, lambda: (row for file in named.values() for row in _file_rows(file))
+
+
+def _missing_split(path: Path | str, split: SourceSplit, reason: str) -> MissingSplit:
+    fix = "it serves evaluation on the test split only" if split == "train" else "set task.test_path"
+    return MissingSplit(f"{path}: there is no {split} split ({reason}); {fix}")
+
+
+def _split_of(path: Path, train_words: tuple[str, ...]) -> SourceSplit | None:
+    """The split named by the file, or else by the nearest folder above it."""
+    if any(part.startswith(".") for part in path.parts):
+        return None
+    pattern = rf"(?:^|[-_. ])({'|'.join(train_words)}|test)(?:$|[-_. ])"
+    words = (re.search(pattern, part.lower()) for part in reversed(path.parts))
+    word = next((word[1] for word in words if word), None)
+    return "train" if word in train_words else "test" if word else None
+
+
+def _file_rows(file: Path) -> Iterator[tuple[str, Row]]:
+    try:
+        rows = _json_rows(file.read_text("utf-8")) if file.suffix.lower().startswith(".json") else _table_rows(file)
+        json.dumps(rows, ensure_ascii=False, default=str).encode()  # ValueError for half a character
+    except _READ_ERRORS as error:
+        raise ValueError(f"{file}: cannot be read as {file.suffix}: {error}") from None
+    return ((f"{file}, row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _json_rows(text: str) -> list[Row]:
+    """The objects of a text: one a line, or all in a list, or a single one."""
+    with suppress(ValueError):
+        whole = json.loads(text)
+        return whole if isinstance(whole, list) else [whole]
+    rows: list[Row] = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
+    return rows
+
+
+def _table_rows(file: Path) -> list[Row]:
+    from pyarrow import OSFile, ipc, parquet  # slow to import, and the built-in task does without
+
+    if file.suffix.lower() == ".parquet":
+        return parquet.read_table(file).to_pylist()
+    with OSFile(str(file)) as stream:
+        opened = ipc.open_file if stream.read(6) == b"ARROW1" else ipc.open_stream
+        stream.seek(0)
+        return opened(stream).read_all().to_pylist()
+
+
+def _on_hub(task: DatasetTask, split: SourceSplit) -> Found:
+    path, config = task.source(split)
+    words = task.train_words if split == "train" else ("test",)
+    sources = _load_from_hub(path, config, (expected(_source_name(task, split)) or {}).get(REVISION))
+    for name, source in sources.items():
+        if not any(word in source for word in words):
+            raise _missing_split(path, split, f"splits of configuration {name}: {', '.join(map(str, source))}")
+    parts = [(name, word, source[word]) for name, source in sources.items() for word in words if word in source]
+    # `datasets` keeps rows in a folder that is called as the commit they were read at.
+    folders = {Path(file["filename"]).parent.name for *_, rows in parts for file in getattr(rows, "cache_files", ())}
+    commits = sorted(filter(_COMMIT.fullmatch, folders))
+    return {REVISION: " ".join(commits)} if commits else {}, lambda: (
+        (f"{path} ({name}, {word}), row {number}", row)
+        for name, word, rows in parts
+        for number, row in enumerate(rows, start=1)
+    )
+
+
+@lru_cache(maxsize=4)
+def _load_from_hub(path: str, config: str | None, commit: str | None) -> dict[str, Any]:
+    """Configuration -> split -> rows. Offline, `datasets` takes its newest cached commit, even if asked for another."""
+    import datasets
+    from datasets.exceptions import DatasetNotFoundError
+
+    asked: Any = {"revision": commit} if commit else {}
+    try:
+        names = [config] if config else datasets.get_dataset_config_names(path, **asked)
+        configs = ["default"] if not config and "default" in names else names
+        return {name: datasets.load_dataset(path, name, **asked) for name in configs}
+    except DatasetNotFoundError as error:
+        raise ValueError(f"{path}: no such file, folder or Hub data set: {error}") from None
+    except ConnectionError as error:
+        raise ValueError(f"{path}: the Hub cannot be reached ({error}); give a local file or folder") from None
+    except _READ_ERRORS as error:
+        raise ValueError(f"{path}: cannot be loaded from the Hub: {error}") from None

@@ -73,13 +73,6 @@ def spell(value: Fraction | int) -> str:
     return f"{value.numerator}/{value.denominator}"
 
 
-def after_marker(completion: str) -> str | None:
-    """The first line with text after the last `####`, or None without one."""
-    _, marker, rest = completion.rpartition("####")
-    line = rest.lstrip()[: MAX_CHARS + 1].partition("\n")[0].strip()
-    return line if marker and line else None
-
-
 def last_boxed(completion: str) -> str | None:
     r"""The answer in the last `\boxed{...}` with balanced braces (the innermost of nested ones), or None.
 

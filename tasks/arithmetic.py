@@ -6,26 +6,23 @@ equally frequent as long as they have unused problems; few short chains exist, s
 problem decides its split.
 """
 
-from __future__ import annotations
-
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from ..harness.data import Demonstration, Prompt, Split
-from . import _data, _formats
-from ._answers import AnswerTask
-from ._formats import AnswerFormat
+from ._answers import AnswerTask, write
+from ._data import stable_fraction, stable_id
 
 MAX_OPERAND = 9
 CAPS = {"demonstrations": 20_000, "validation": 512, "test": 1024}  # problems of a part, at most
 # Cumulative shares of the distinct problems, by hash; `demonstrations` are the cold start's.
 _SHARES = (("demonstrations", 0.60), ("train", 0.85), ("validation", 0.90), ("test", 1.0))
-_Problem = tuple[str, tuple[int, ...]]  # its text and its operands, which are signed
 _TRIES = 200  # draws of one length; if none is new, hardly any problem is left
 _SLACK = 4  # tokens beyond the longest correct solution
 
@@ -50,41 +47,42 @@ class Arithmetic(AnswerTask):
     @property
     def max_completion_tokens(self) -> int:
         """Characters of the longest correct solution, one for the end of the sequence, and a little slack."""
-        return len(_solution([MAX_OPERAND] * self.max_operands, self.answer_format)) + 1 + _SLACK
+        return len(self._solution([MAX_OPERAND] * self.max_operands)) + 1 + _SLACK
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
-        return _prompts(self, split)  # pyright: ignore[reportArgumentType]
+        return _build(self)[split]
 
     def demonstrations(self) -> Sequence[Demonstration]:
-        problems = _build(self)["demonstrations"]  # pyright: ignore[reportArgumentType]
-        return [Demonstration(text, _solution(operands, self.answer_format)) for text, operands in problems]
+        return [
+            Demonstration(p.text, self._solution([int(number) for number in re.findall(r"[-+]?\d+", p.text)]))
+            for p in _build(self)["demonstrations"]
+        ]
+
+    def _solution(self, operands: Sequence[int]) -> str:
+        totals = list(accumulate(operands))
+        steps = [f"{totals[i - 1]}{operands[i]:+d}={totals[i]}" for i in range(1, len(operands))]
+        return write(self.answer_format, ";".join(steps), str(totals[-1]), separator="")
 
 
-@lru_cache(maxsize=16)  # a worker asks again for every run and turn
-def _prompts(task: Arithmetic, split: Split) -> tuple[Prompt, ...]:
-    return tuple(
-        Prompt(_data.stable_id(text), text, str(sum(operands)), (("operands", str(len(operands))),))
-        for text, operands in _build(task)[split]
-    )
-
-
-@lru_cache(maxsize=4)
-def _build(task: Arithmetic) -> dict[str, tuple[_Problem, ...]]:
-    """Every split of the task; the same on every machine and in every process."""
+@lru_cache(maxsize=4)  # a worker asks again for every run and turn
+def _build(task: Any) -> dict[str, tuple[Prompt, ...]]:
+    """Every part of an Arithmetic task; the same on every machine and in every process."""
     caps = {**CAPS, "train": task.num_train}
-    parts: dict[str, list[_Problem]] = {part: [] for part in caps}
-    for problem in _distinct(task):
-        position = _data.stable_fraction(problem[0])
+    parts: dict[str, list[Prompt]] = {part: [] for part in caps}
+    for operands in _distinct(task):
+        text = ("%+d" * len(operands) % operands).removeprefix("+") + "="
+        position = stable_fraction(text)
         part = next(part for part, end in _SHARES if position < end)
         if len(parts[part]) < caps[part]:
-            parts[part].append(problem)
+            tags = (("operands", str(len(operands))),)
+            parts[part].append(Prompt(stable_id(text), text, str(sum(operands)), tags))
             if all(len(parts[part]) == cap for part, cap in caps.items()):
                 break
-    return {part: tuple(problems) for part, problems in parts.items()}
+    return {part: tuple(prompts) for part, prompts in parts.items()}
 
 
-def _distinct(task: Arithmetic) -> Iterator[_Problem]:
-    """Distinct problems; a length with hardly any unused ones drops out, until no length is left.
+def _distinct(task: Arithmetic) -> Iterator[tuple[int, ...]]:
+    """Signed operands of distinct problems; a length with hardly any unused ones drops out, until no length is left.
 
     The only randomness is `Random.random`, whose sequence is the same in every version of Python.
     """
@@ -97,7 +95,7 @@ def _distinct(task: Arithmetic) -> Iterator[_Problem]:
             operands = _draw(length, uniform)
             if operands not in seen:
                 seen.add(operands)
-                yield ("%+d" * length % operands).removeprefix("+") + "=", operands
+                yield operands
                 break
         else:
             lengths.remove(length)
@@ -114,9 +112,3 @@ def _draw(length: int, uniform: Callable[[], float]) -> tuple[int, ...]:
         total += operand
         operands.append(operand)
     return tuple(operands)
-
-
-def _solution(operands: Sequence[int], answer_format: AnswerFormat) -> str:
-    totals = list(accumulate(operands))
-    steps = [f"{totals[i - 1]}{operands[i]:+d}={totals[i]}" for i in range(1, len(operands))]
-    return _formats.write(answer_format, ";".join(steps), str(totals[-1]), separator="")

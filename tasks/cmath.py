@@ -10,8 +10,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from ._answers import AnswerFormat
 from ._data import BadRow, DatasetTask, Problem, Row, text_field
-from ._formats import AnswerFormat
 
 # "Problem: ... Solution:", with an instruction in between.
 _FRAME = "\u95ee\u9898\uff1a{{question}}\n{}\n\u89e3\u7b54\uff1a\n"

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from . import _formats
+from ._answers import first_readable, stated, write
 from ._data import BadRow, DatasetTask, Problem, Row, text_field
 
 _CALCULATOR_MARK = re.compile(r"<<[^<>]*>>")
@@ -25,8 +25,8 @@ class GSM8K(DatasetTask):
     def parse_row(self, row: Row) -> Problem:
         question, answer = text_field(row, "question"), text_field(row, "answer")
         rationale, marker, _ = answer.rpartition("####")
-        gold = _formats.first_readable(_formats.stated(answer, "hash"), self.read) if marker else None
+        gold = first_readable(stated(answer, "hash"), self.read) if marker else None
         if gold is None:
             raise BadRow(f"field 'answer' must end in '#### ' and a number, got ...{answer[-40:]!r}")
         rationale = _CALCULATOR_MARK.sub("", rationale).rstrip()
-        return Problem(question, gold, _formats.write(self.answer_format, rationale, gold) if rationale else None)
+        return Problem(question, gold, write(self.answer_format, rationale, gold) if rationale else None)

@@ -12,9 +12,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from . import _formats, _latex, _symbolic
+from . import _latex, _symbolic
+from ._answers import AnswerFormat, last_resort_latex, stated, write
 from ._data import BadRow, DatasetTask, Problem, Row, text_field
-from ._formats import AnswerFormat
 
 SUBJECTS = (
     "algebra",
@@ -65,7 +65,7 @@ class Math(DatasetTask):
             return None
         question = text_field(row, "problem", "question")
         solution = None if row.get("solution") is None else text_field(row, "solution")
-        boxed = next((text for text in _formats.stated(solution or "", "boxed") if self.read(text)), None)
+        boxed = next((text for text in stated(solution or "", "boxed") if self.read(text)), None)
         if row.get("answer") is not None or solution is None:
             answer = text_field(row, "answer", "solution")
         elif boxed is not None:
@@ -81,10 +81,13 @@ class Math(DatasetTask):
         return (_latex.canonical(text) or None) if len(text) <= _latex.MAX_CHARS else None
 
     def read_unmarked(self, completion: str) -> Iterator[str]:
-        return _formats.last_resort_latex(completion)
+        return last_resort_latex(completion)
 
     def num_unparsable(self) -> int:
         return _symbolic.checker().counts["unparsable"]
+
+    def allow_overruns(self, count: float | None) -> float:
+        return _symbolic.checker().allow_overruns(count)
 
     def equivalent(self, answer: str, other: str) -> bool:
         return _latex.equivalent(answer, other)
@@ -95,8 +98,8 @@ class Math(DatasetTask):
     def _completion(self, solution: str, boxed: str | None, answer: str, gold: str) -> str:
         """The worked solution with the answer in the format, as the row writes it, so that 3/4 stays a fraction."""
         if self.answer_format == "boxed":
-            return solution if boxed is not None else _formats.write("boxed", solution, gold)
-        return _formats.write(self.answer_format, solution, " ".join(answer.split()))
+            return solution if boxed is not None else write("boxed", solution, gold)
+        return write(self.answer_format, solution, " ".join(answer.split()))
 
 
 def _subject(text: str) -> str:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from ._rows import SourceSplit
+from ._data import SourceSplit
 from .math import Math
 
 

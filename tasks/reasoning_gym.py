@@ -20,10 +20,9 @@ from pydantic import Field, JsonValue, field_validator
 
 from ..harness.data import Demonstration, Prompt, Split
 from ..harness.ground.inputs import REVISION, Sources
-from . import _data, _formats
-from ._answers import AnswerTask
+from ._answers import AnswerFormat, AnswerTask, last_resort_latex, write
 from ._child import GRACE_SECONDS, Children
-from ._formats import AnswerFormat
+from ._data import stable_id
 from ._gym_child import MAKE_SECONDS, PATIENCE
 
 MAX_ANSWER_CHARS = 4000
@@ -110,7 +109,7 @@ class ReasoningGym(AnswerTask):
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
         return [
-            Prompt(_data.stable_id(f"{split} {index} {item.question}"), text, f"{item.answer or ''} [{split} {index}]")
+            Prompt(stable_id(f"{split} {index} {item.question}"), text, f"{item.answer or ''} [{split} {index}]")
             for index, text, item in self._problems(split)
         ]
 
@@ -118,7 +117,7 @@ class ReasoningGym(AnswerTask):
         """The generator's own answers to problems of a further stream; empty if it has no own answers."""
         for _, text, item in self._problems("demonstrations"):
             if item.answer:
-                yield Demonstration(text, _formats.write(self.answer_format, "", item.answer))
+                yield Demonstration(text, write(self.answer_format, "", item.answer))
 
     def read(self, text: str) -> str | None:
         """The text without a problem's tag, and without space at its ends and the ends of its lines."""
@@ -130,7 +129,7 @@ class ReasoningGym(AnswerTask):
         return "\n".join(line.rstrip() for line in text.splitlines()) or None
 
     def read_unmarked(self, completion: str) -> Iterator[str]:
-        return _formats.last_resort_latex(completion)
+        return last_resort_latex(completion)
 
     def equivalent(self, answer: str, other: str) -> bool:
         """For an answer and a gold answer, whether the verifier's score is 1; otherwise whether the texts agree."""

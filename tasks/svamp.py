@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import Field
 
 from ..harness.ground import rationals
-from . import _formats
+from ._answers import write
 from ._data import BadRow, DatasetTask, Problem, Row, text_field
 from ._numbers import spell
 
@@ -29,13 +29,13 @@ class SVAMP(DatasetTask):
             question = text_field(row, "question_concat")
         else:
             question = f"{text_field(row, 'Body', 'question_concat')} {text_field(row, 'Question')}"
-        stated = text_field(row, "Answer")
-        gold = self.read(stated)
+        answer = text_field(row, "Answer")
+        gold = self.read(answer)
         if gold is None:
-            raise BadRow(f"field 'Answer' must be a number, got {stated[:40]!r}")
+            raise BadRow(f"field 'Answer' must be a number, got {answer[:40]!r}")
         steps, value = _worked(str(row.get("Equation") or ""))
         is_right = value is not None and spell(value) == gold
-        solution = _formats.write(self.answer_format, "\n".join(steps), gold) if steps and is_right else None
+        solution = write(self.answer_format, "\n".join(steps), gold) if steps and is_right else None
         kind = " ".join(str(row.get("Type") or "").lower().split())
         return Problem(question, gold, solution, (("type", kind),) if kind else ())
 

@@ -19,9 +19,9 @@ from typing import Literal, Self, get_args
 from pydantic import Field, model_validator
 
 from ..harness.data import Demonstration, Prompt, Split
-from . import _data, _formats, _stories
-from ._answers import QuestionTask
-from ._data import Problem
+from . import _stories
+from ._answers import QuestionTask, write
+from ._data import Problem, stable_fraction, stable_id
 from ._numbers import spell
 from ._stories import FAMILIES, FamilyName, Limits
 
@@ -76,7 +76,7 @@ class WordProblems(QuestionTask):
         name = max(len(name) for family in self.families for name in FAMILIES[family].names)
         value = len(str(self.max_value)) + (5 if self.fractions else 0)  # 59999/60
         lines = max(self.max_depth, self.depths("test")[1]) * (3 * name + 3 * value + len(": +=+=\n"))
-        return lines + len(_formats.write(self.answer_format, "", "9" * value)) + 1 + _SLACK
+        return lines + len(write(self.answer_format, "", "9" * value)) + 1 + _SLACK
 
     def depths(self, split: Split) -> tuple[int, int]:
         """The fewest and the most operations of a problem of the split."""
@@ -84,16 +84,13 @@ class WordProblems(QuestionTask):
         return self.min_depth if least is None else least, self.max_depth if most is None else most
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
-        return [Prompt(_data.stable_id(p.question), self._ask(p), p.answer, p.tags) for p in self._problems(split)]
+        return [Prompt(stable_id(p.question), self.fill(p.question), p.answer, p.tags) for p in self._problems(split)]
 
     def demonstrations(self) -> Sequence[Demonstration]:
         return [
-            Demonstration(self._ask(p), _formats.write(self.answer_format, p.solution or "", p.answer))
+            Demonstration(self.fill(p.question), write(self.answer_format, p.solution or "", p.answer))
             for p in self._problems("train")
         ]
-
-    def _ask(self, problem: Problem) -> str:
-        return self.template.replace("{question}", problem.question)
 
     def _problems(self, split: Split) -> Sequence[Problem]:
         plain = self.model_copy(update={"answer_format": "hash", "template": ""})  # formats share their problems
@@ -133,7 +130,7 @@ def draw(task: WordProblems, split: Split) -> Iterator[Problem]:
             if graph is None or len(graph) + task.max_distractors > len(FAMILIES[family].names):
                 continue
             key = _stories.calculation(graph)
-            if key in seen or not start <= _data.stable_fraction(key) < end:
+            if key in seen or not start <= stable_fraction(key) < end:
                 continue
             seen.add(key)
             distractors = int(uniform() * (task.max_distractors + 1))

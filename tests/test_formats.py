@@ -6,10 +6,12 @@ from typing import get_args
 
 import hostile
 import pytest
-from cohort.tasks import _formats, _numbers
-from cohort.tasks._formats import AnswerFormat
+from cohort.tasks import _answers, _numbers
+from cohort.tasks._answers import AnswerFormat
+from cohort.tasks.arithmetic import Arithmetic
 
 FORMATS = get_args(AnswerFormat)
+TASKS = {name: Arithmetic(answer_format=name) for name in FORMATS}
 
 FLOODS = [
     "<think>" * 30_000,
@@ -61,7 +63,7 @@ TAGS = [
 
 
 def stated(completion: str, answer_format: AnswerFormat) -> list[str]:
-    return list(_formats.stated(completion, answer_format))
+    return list(_answers.stated(completion, answer_format))
 
 
 @pytest.mark.parametrize(
@@ -84,6 +86,11 @@ def stated(completion: str, answer_format: AnswerFormat) -> list[str]:
         # A box inside the tags is the answer; a marker inside them is no part of it.
         (r"<answer>It is $\boxed{\frac{1}{2}}$.</answer>", "think_answer", [r"\frac{1}{2}", r"\frac{1}{2}"]),
         ("<answer>#### 4</answer>", "hash", ["4", "#### 4"]),
+        # The first line with text after the last marker.
+        ("#### 5\n#### 18\nthe end", "hash", ["18"]),
+        ("so it is\n####\n\n 18 \nmore", "hash", ["18"]),
+        ("##### 18", "hash", ["18"]),
+        ("18 ####  \n ", "hash", []),
     ],
 )
 def test_the_configured_marker_comes_first_and_then_the_others(completion, answer_format, texts):
@@ -102,10 +109,10 @@ def test_the_configured_marker_comes_first_and_then_the_others(completion, answe
     ],
 )
 def test_what_is_written_is_read_back_and_scores_one(answer_format, separator, completion):
-    assert _formats.write(answer_format, "1+1=2", "2", separator=separator) == completion
+    assert _answers.write(answer_format, "1+1=2", "2", separator=separator) == completion
     assert stated(completion, answer_format) == ["2"]
-    assert _formats.score(completion, answer_format) == 1.0
-    assert _formats.reasoning(completion, answer_format).strip() == "1+1=2"
+    assert TASKS[answer_format].format_score(completion) == 1.0
+    assert TASKS[answer_format].reasoning(completion).strip() == "1+1=2"
 
 
 @pytest.mark.parametrize(
@@ -123,7 +130,7 @@ def test_what_is_written_is_read_back_and_scores_one(answer_format, separator, c
     ],
 )
 def test_a_marker_scores_one_with_something_at_it_and_tags_half_for_a_pair(answer_format, completion, score):
-    assert _formats.score(completion, answer_format) == score
+    assert TASKS[answer_format].format_score(completion) == score
 
 
 @pytest.mark.parametrize(
@@ -141,7 +148,7 @@ def test_a_marker_scores_one_with_something_at_it_and_tags_half_for_a_pair(answe
     ],
 )
 def test_reasoning_is_what_comes_before_the_answer_or_stands_in_the_tags(answer_format, completion, reasoning):
-    assert _formats.reasoning(completion, answer_format) == reasoning
+    assert TASKS[answer_format].reasoning(completion) == reasoning
 
 
 @pytest.mark.parametrize(
@@ -166,11 +173,11 @@ def test_reasoning_is_what_comes_before_the_answer_or_stands_in_the_tags(answer_
         ("\u7b54\u6848\u662f18\u5143", "18"),
         ("\u7b54\uff1a\u5341\u516b\u4e2a", "18"),
         ("none", None),
-        ("5" + " " * _formats.TAIL_CHARS, None),
+        ("5" + " " * _answers.TAIL_CHARS, None),
     ],
 )
 def test_an_unmarked_number_is_the_one_after_the_phrase_or_else_the_last(completion, number):
-    assert _formats.first_readable(_formats.last_resort(completion), _numbers.canonical) == number
+    assert _answers.first_readable(_answers.last_resort(completion), _numbers.canonical) == number
 
 
 @pytest.mark.parametrize(
@@ -186,7 +193,7 @@ def test_an_unmarked_number_is_the_one_after_the_phrase_or_else_the_last(complet
     ],
 )
 def test_unmarked_mathematics_is_the_rest_of_the_sentence_the_last_formula_or_the_last_number(completion, texts):
-    found = [text.removeprefix("$") for text in _formats.last_resort_latex(completion)]
+    found = [text.removeprefix("$") for text in _answers.last_resort_latex(completion)]
     assert found == texts
 
 
@@ -194,13 +201,13 @@ def test_unmarked_mathematics_is_the_rest_of_the_sentence_the_last_formula_or_th
 def test_no_text_makes_a_format_raise_or_take_long(answer_format):
     for completion in [*FLOODS, *hostile.COMPLETIONS]:
         start = time.process_time()
-        texts = [*stated(completion, answer_format), *_formats.last_resort(completion)]
-        texts += _formats.last_resort_latex(completion)
-        score = _formats.score(completion, answer_format)
+        texts = [*stated(completion, answer_format), *_answers.last_resort(completion)]
+        texts += _answers.last_resort_latex(completion)
+        score = TASKS[answer_format].format_score(completion)
         assert time.process_time() - start < 2.0, completion[:40]
         assert all(isinstance(text, str) and text for text in texts)
         assert score in (0.0, 0.5, 1.0)
-        assert _formats.reasoning(completion, answer_format) in completion
+        assert TASKS[answer_format].reasoning(completion) in completion
 
 
 @pytest.mark.parametrize("unit", ["<think>", "<answer>", "</answer>", "<answer></answer>", "answer is ", "$x$ = 1 "])
@@ -208,10 +215,10 @@ def test_the_time_grows_with_the_text_and_not_with_its_square(unit):
     def seconds(text: str) -> float:
         start = time.process_time()
         for answer_format in FORMATS:
-            list(_formats.stated(text, answer_format))
-            _formats.score(text, answer_format)
-            _formats.reasoning(text, answer_format)
-        list(_formats.last_resort(text))
+            list(_answers.stated(text, answer_format))
+            TASKS[answer_format].format_score(text)
+            TASKS[answer_format].reasoning(text)
+        list(_answers.last_resort(text))
         return time.process_time() - start
 
     # Sixteen times the text takes about 16 times as long; squares would take 256 times. Below 50 ms nothing is told.
@@ -221,9 +228,9 @@ def test_the_time_grows_with_the_text_and_not_with_its_square(unit):
 
 @pytest.mark.parametrize(("answer_format", "separator"), list(product(FORMATS, ["", "\n"])))
 def test_a_cut_completion_never_scores_as_whole(answer_format, separator):
-    whole = _formats.write(answer_format, "1+1=2", "24", separator=separator)
+    whole = _answers.write(answer_format, "1+1=2", "24", separator=separator)
     marker = {"hash": "#### ", "boxed": r"\boxed{24", "think_answer": "<answer>24</answer"}[answer_format]
     for end in range(whole.index(marker) + len(marker) + 1):
-        assert _formats.score(whole[:end], answer_format) < 1.0 or whole[:end].rstrip() == whole
+        assert TASKS[answer_format].format_score(whole[:end]) < 1.0 or whole[:end].rstrip() == whole
         if answer_format == "hash" and whole[:end].endswith("#### "):
             break

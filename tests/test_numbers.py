@@ -108,22 +108,6 @@ def test_a_value_has_one_spelling_and_it_reads_back(value, spelling):
 
 
 @pytest.mark.parametrize(
-    ("completion", "line"),
-    [
-        ("#### 5\n#### 18\nthe end", "18"),
-        ("so it is\n####\n\n 18 \nmore", "18"),
-        ("####18", "18"),
-        ("##### 18", "18"),
-        ("18", None),
-        ("18 ####", None),
-        ("18 ####  \n ", None),
-    ],
-)
-def test_the_line_after_the_last_marker_counts(completion, line):
-    assert _numbers.after_marker(completion) == line
-
-
-@pytest.mark.parametrize(
     ("completion", "content"),
     [
         (r"\boxed{1} then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
@@ -216,6 +200,5 @@ def test_no_hostile_text_is_slow_to_read(record_property):
         start = time.process_time()
         for prose in (True, False):
             assert number(text, prose=prose) is None or len(text) <= _numbers.MAX_CHARS
-        _numbers.after_marker(text)
         last_boxed(text)
         assert time.process_time() - start < 1.0, text[:60]

@@ -20,8 +20,8 @@ from typing import get_args
 import pytest
 from cohort.harness import plugins
 from cohort.harness.interfaces import Task
+from cohort.tasks._answers import AnswerFormat
 from cohort.tasks._data import DatasetTask
-from cohort.tasks._formats import AnswerFormat
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(TESTS))
