@@ -21,9 +21,8 @@ from cohort.harness.engines.vllm import VLLMEngine
 from cohort.harness.policy.model import load_policy
 from cohort.harness.policy.tiny import tiny_config, tiny_model
 from cohort.harness.run.loop import train
-from cohort.harness.run.pipeline import train_pipeline
+from cohort.harness.run.pipeline import Stage, train_pipeline
 from cohort.harness.run.single import train_once
-from cohort.harness.run.stages import Stage
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study
 from cohort.harness.spec.run import parse_run

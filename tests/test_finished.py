@@ -18,8 +18,8 @@ from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
 from cohort.harness.record.finished import drop_checkpoints, model_folder
 from cohort.harness.run.checkpoint import save_checkpoint
 from cohort.harness.run.learner import Learner
+from cohort.harness.run.pipeline import load_pipeline
 from cohort.harness.run.single import train_once
-from cohort.harness.run.stages import load_pipeline
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.load import load_study
 from cohort.harness.spec.run import Checkpoints, parse_run

@@ -20,9 +20,8 @@ from cohort.harness.policy.model import save_model
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
 from cohort.harness.record.study import read_study
 from cohort.harness.run.loop import train
-from cohort.harness.run.pipeline import train_pipeline
+from cohort.harness.run.pipeline import Stage, train_pipeline
 from cohort.harness.run.single import train_once
-from cohort.harness.run.stages import Stage
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Queue
 from cohort.harness.study.runner import dry_run, run_study, study_status

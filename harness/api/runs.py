@@ -51,24 +51,21 @@ def train(
 
     folder, texts = runs_folder(runs), as_texts(settings)
     if spec is not None and isinstance(raw := read_yaml(Path(spec)), dict) and "stages" in raw:
-        from ..run.pipeline import train_pipeline
-        from ..run.single import Watch
-        from ..run.stages import load_pipeline
+        from ..run.pipeline import load_pipeline, train_pipeline
 
         stages = load_pipeline(Path(spec), texts)
         name = checked_name(name or f"{Path(spec).stem}-{digest([s.document() for s in stages])[:8]}")
         _in_its_group([stage.spec for stage in stages], command)
         with study_view() as view:
-            result, ended = train_pipeline(stages, folder, name, Watch(view.update))
-        shown = [{"name": s.name, "kind": s.kind, "directory": s.directory, **vars(s.result)} for s in ended]
-        return Trained(name, folder / "train" / name, result, shown)
+            result, ended = train_pipeline(stages, folder, name, view.update)
+        return Trained(name, folder / "train" / name, result, ended)
     run = load_run(None if spec is None else str(spec), texts)
     name = checked_name(name or f"{run.task.name}-{run.algorithm.name}-seed{run.seed}-{run.digest()[:8]}")
     _in_its_group([run], command)
-    from ..run.single import Watch, train_once  # after the checks, because it takes seconds
+    from ..run.single import train_once  # after the checks, because it takes seconds
 
     with study_view() as view:
-        return Trained(name, folder / "train" / name, train_once(run, folder, name, Watch(view.update)))
+        return Trained(name, folder / "train" / name, train_once(run, folder, name, view.update))
 
 
 def _in_its_group(specs: Sequence[RunSpec], command: Sequence[str] | None) -> None:

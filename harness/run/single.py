@@ -2,19 +2,16 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from filelock import FileLock, Timeout
 
 from ..checks.disk import check_disk
 from ..checks.preflight import check_runs, run_inputs
 from ..data import FINAL, EvaluationResult, Split
 from ..devices import group
-from ..devices.device import resolve_device
 from ..ground.files import read_json
 from ..ground.inputs import Inputs, expecting
 from ..ground.stop import stop_on_signals
@@ -28,24 +25,19 @@ from .cold_start import start_policy
 from .evaluate import evaluate_run, evaluation_metrics
 from .kept import Completions
 from .loop import train
-from .state import RunResult, build_engine, first_prompt
+from .state import RunResult, build_engine, first_prompt, placed
 
 Execute = Callable[..., RunResult]  # called like `harness.run.loop.train`
 OnProgress = Callable[[str, int, int], None]  # phase, done, total
-
-
-@dataclass(frozen=True)
-class Watch:
-    """The function that a run calls with its progress."""
-
-    on_status: Callable[[StudyStatus], None] = lambda status: None
-
-
-UNWATCHED = Watch()
+OnStatus = Callable[[StudyStatus], None]
 MOST_SHOWN = 10_000  # completions of an evaluation in MLflow, which keeps them in one table
 
 
-def train_once(spec: RunSpec, runs: Path, name: str, watch: Watch = UNWATCHED) -> RunResult:
+def unwatched(status: StudyStatus) -> None:
+    """What a run calls with its progress where nobody looks."""
+
+
+def train_once(spec: RunSpec, runs: Path, name: str, on_status: OnStatus = unwatched) -> RunResult:
     """Train in `runs/train/name`, or continue there, or return the result of a run that has ended there.
 
     ValueError, before any model loads, if it cannot run or if the folder has another run.
@@ -59,7 +51,7 @@ def train_once(spec: RunSpec, runs: Path, name: str, watch: Watch = UNWATCHED) -
             run_inputs([spec], runs / "cache")  # checked for an ended run too, because they may have changed
             if (ended := ended_result(directory, spec)) is not None:
                 return ended
-            return run_logged(partial(group.train, train), spec, runs, directory, name, should_stop, watch)
+            return run_logged(partial(group.train, train), spec, runs, directory, name, should_stop, on_status)
 
 
 def evaluate_once(
@@ -75,23 +67,33 @@ def evaluate_once(
     kept = Completions(directory / f"{split}.jsonl")
     with expecting(recorded_inputs(directory) if kept.file.exists() else {}):
         inputs = run_inputs([spec], runs / "cache", (split,))
-    with (
-        expecting(inputs),
-        own_folder(directory, spec),
-        mirrored(runs, directory),
-        RunLog.open(runs, directory, spec, experiment="evaluate", run_name=name) as log,
-    ):
-        log.inputs(inputs)
-        log.prompt(first_prompt(spec, split))
-        log.resume(-1)
+    with measured(spec, split, runs, directory, inputs, "evaluate") as log:
         policy, codec = start_policy(spec, runs / "cache", on_progress)
-        policy = policy.to(device=resolve_device(spec.device), dtype=getattr(torch, spec.dtype))
+        policy = placed(policy, spec)
         with closing(build_engine(spec, policy, codec)) as engine:
             result = evaluate_run(spec, engine, split, 0, partial(on_progress, split), MOST_SHOWN, kept)
         log.metrics(0, evaluation_metrics(result, split))
         log.samples(result.samples)
         log.finish("complete", None, {f"{split}_accuracy": result.metrics["accuracy"]})
     return result
+
+
+@contextmanager
+def measured(
+    spec: RunSpec, split: Split, runs: Path, directory: Path, inputs: Inputs, experiment: str
+) -> Iterator[RunLog]:
+    """The log of a run that measures the policy of `spec` and trains nothing; it begins anew in `directory`, which is
+    held, and has the folder's name in MLflow."""
+    with (
+        expecting(inputs),
+        own_folder(directory, spec),
+        mirrored(runs, directory),
+        RunLog.open(runs, directory, spec, experiment=experiment, run_name=directory.name) as log,
+    ):
+        log.inputs(inputs)
+        log.prompt(first_prompt(spec, split))
+        log.resume(-1)
+        yield log
 
 
 def ended_result(directory: Path, spec: RunSpec) -> RunResult | None:
@@ -118,7 +120,7 @@ def run_logged(
     directory: Path,
     name: str,
     should_stop: Callable[[], bool],
-    watch: Watch,
+    on_status: OnStatus,
     *,
     tags: Mapping[str, str] = {},
 ) -> RunResult:
@@ -128,17 +130,15 @@ def run_logged(
     """
 
     def show(progress: Mapping[str, Any]) -> None:
-        watch.on_status(_status(name, spec.seed, directory, progress))
+        """Show the run as a study of one trial, for the views of studies."""
+        trial = TrialStatus(
+            arm=name, seed=spec.seed, state="running", reason=None, phase=progress["phase"] or "loading",
+            done=progress["done"], total=progress["total"], accuracy=progress.get("accuracy"),
+            tokens_per_second=progress.get("tokens_per_second"), seconds=progress.get("seconds"), directory=directory,
+        )  # fmt: skip
+        on_status(StudyStatus(name=name, question="", trials=(trial,)))
 
-    opened = RunLog.open(
-        runs,
-        directory,
-        spec,
-        experiment="train",
-        run_name=name,
-        tags=tags,
-        on_progress=show,
-    )
+    opened = RunLog.open(runs, directory, spec, experiment="train", run_name=name, tags=tags, on_progress=show)
     with expecting(recorded_inputs(directory)), opened as log:
         result = execute(spec, directory, log, cache=runs / "cache", should_stop=should_stop)
         log.finish(result.state, result.reason, result.summary)
@@ -151,16 +151,6 @@ def recorded_inputs(directory: Path) -> Inputs:
     """The recorded inputs of the run in a folder."""
     file = directory / "run.json"
     return read_json(file).get("inputs", {}) if file.exists() else {}
-
-
-def _status(name: str, seed: int, directory: Path, progress: Mapping[str, Any]) -> StudyStatus:
-    """A run in progress as a study of one trial, so that views of studies can show it."""
-    trial = TrialStatus(
-        arm=name, seed=seed, state="running", reason=None, phase=progress["phase"] or "loading", done=progress["done"],
-        total=progress["total"], accuracy=progress.get("accuracy"), tokens_per_second=progress.get("tokens_per_second"),
-        seconds=progress.get("seconds"), directory=directory,
-    )  # fmt: skip
-    return StudyStatus(name=name, question="", trials=(trial,))
 
 
 @contextmanager
