@@ -4,7 +4,7 @@ from collections.abc import Callable
 from math import inf
 
 from ..harness.data import Batch, Tensor
-from ._losses import KLEstimator, kl_estimate
+from ..harness.ground.tensors import kl_k1
 
 
 def counted(rewards_PG: Tensor, mask_PG: Tensor | None) -> Tensor:
@@ -49,18 +49,21 @@ def leave_one_out(rewards_PG: Tensor) -> Tensor:
     return group_centred(rewards_PG) * (size / (size - 1))
 
 
-def group_advantages(batch: Batch, normalise: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
-    """[B, T]: the rewards of each group, made comparable by `normalise(rewards_PG, mask_PG)`, on every token.
+def group_advantages(batch: Batch, normalise: Callable[[Tensor, Tensor | None], Tensor]) -> Batch:
+    """The batch whose advantages are the rewards of each group, made comparable by `normalise(rewards_PG, mask_PG)`, on
+    every token.
 
     With rewards of steps a token gets the sum of the normalised rewards that its row still earns (process supervision,
     arXiv:2402.03300, section 4.1.3); an outcome is one more reward, on the last token.
     """
     if batch.step_rewards_BT is None:
-        return normalise(batch.rewards_PG, None).reshape(-1, 1) * batch.completion_mask_BT
+        advantages_B1 = normalise(batch.rewards_PG, None).reshape(-1, 1)
+        return batch.replace(advantages_BT=advantages_B1 * batch.completion_mask_BT)
     assert batch.step_ends_BT is not None
     shape = (-1, batch.group_size * batch.step_rewards_BT.shape[1])
     normalised = normalise(batch.step_rewards_BT.view(shape), batch.step_ends_BT.view(shape))
-    return to_go(normalised.view_as(batch.step_rewards_BT)) * batch.completion_mask_BT
+    advantages_BT = to_go(normalised.view_as(batch.step_rewards_BT))
+    return batch.replace(advantages_BT=advantages_BT * batch.completion_mask_BT)
 
 
 def to_go(values_BT: Tensor, gamma: float = 1.0) -> Tensor:
@@ -97,12 +100,12 @@ def at_last_token(rewards_B: Tensor, mask_BT: Tensor) -> Tensor:
     return rewards_B[:, None].where(mask_BT & (later == 1), 0.0)
 
 
-def token_rewards(batch: Batch, kl_beta: float, kl_estimator: KLEstimator) -> Tensor:
+def token_rewards(batch: Batch, kl_beta: float) -> Tensor:
     """[B, T]: an outcome on the last token, a step's reward at its end, minus kl_beta times each token's KL to the
-    reference, if there is one (Ouyang et al. 2022, arXiv:2203.02155)."""
+    reference (k1), if there is one (Ouyang et al. 2022, arXiv:2203.02155)."""
     mask = batch.completion_mask_BT
     rewards_BT = at_last_token(batch.rewards_B, mask) if batch.step_rewards_BT is None else batch.step_rewards_BT
     if batch.ref_logprobs_BT is None:
         return rewards_BT
     assert batch.old_logprobs_BT is not None
-    return rewards_BT - kl_beta * kl_estimate(kl_estimator, batch.old_logprobs_BT, batch.ref_logprobs_BT) * mask
+    return rewards_BT - kl_beta * kl_k1(batch.old_logprobs_BT, batch.ref_logprobs_BT) * mask

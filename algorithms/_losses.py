@@ -2,7 +2,7 @@
 
 An aggregation mode is the weight of each token in the loss of a minibatch. The learner asks for weights that sum to 1,
 so that metrics are means; `Algorithm.loss_weights` is the mean over a row's tokens, then over rows. A mode that does
-not sum to 1 (`row_sum_weights`) multiplies those by a fact of the row alone, so that micro-batches still add up.
+not sum to 1 (`SummedLoss`) multiplies those by a fact of the row alone, so that micro-batches still add up.
 """
 
 from typing import Literal
@@ -45,49 +45,35 @@ def clipped_surrogate(
 
 def no_clip(batch: Batch) -> Tensor:
     """[B, T] bool: no token's gradient is cut."""
-    mask = batch.completion_mask_BT
-    return mask.new_zeros(mask.shape)
-
-
-def clipped_square(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """[B, T]: the squared error of a value, or of the value clipped to within `clip` of the rollout's if larger."""
-    near = old_values + (values - old_values).clamp(-clip, clip)
-    return ((values - returns) ** 2).maximum((near - returns) ** 2)
-
-
-def token_mean_weights(completion_mask_BT: Tensor) -> Tensor:
-    """[B, T] loss weights of the mean over all tokens of a minibatch (DAPO, arXiv:2503.14476, eq. 12)."""
-    return completion_mask_BT / completion_mask_BT.sum().clamp(min=1)
-
-
-def row_sum_weights(batch: Batch) -> Tensor:
-    """[B, T] loss weights of the sum over a row's tokens, then the mean over rows; `loss_weight_BT` must be the mean
-    over both. They sum to the mean completion length, not to 1."""
-    assert batch.loss_weight_BT is not None
-    return batch.loss_weight_BT * batch.completion_mask_BT.sum(dim=1, keepdim=True)
-
-
-def kl_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """(log p - log q)^2 / 2, Schulman 2020: a biased value, but under samples of p its gradient is that of KL(p || q);
-    k3 has the gradient of KL(q || p), and k1's is 0 in expectation."""
-    return 0.5 * (logprobs - ref_logprobs) ** 2
+    return batch.completion_mask_BT.new_zeros(batch.completion_mask_BT.shape)
 
 
 def kl_estimate(estimator: KLEstimator, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Nats per token, by the named estimator."""
-    return {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}[estimator](logprobs, ref_logprobs)
+    """Nats per token, by the named estimator (Schulman 2020).
+
+    k2 is (log p - log q)^2 / 2: a biased value, but under samples of p its gradient is that of KL(p || q); k3 has the
+    gradient of KL(q || p), and k1's is 0 in expectation.
+    """
+    if estimator == "k2":
+        return 0.5 * (logprobs - ref_logprobs) ** 2
+    return (kl_k1 if estimator == "k1" else kl_k3)(logprobs, ref_logprobs)
 
 
-def policy_metrics(batch: Batch, policy: PolicyOutput, clipped_BT: Tensor) -> dict[str, Tensor]:
-    """The weighted sums that every objective reports: clip fraction, entropy, KL to the sampling policy, and KL to the
-    reference if there is one (k3 estimates, nats per token)."""
+def weighted_loss(
+    batch: Batch, policy: PolicyOutput, per_token_BT: Tensor, clipped_BT: Tensor, weight_BT: Tensor | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The sum of a per-token loss, weighted by `weight_BT` (by default `loss_weight_BT`), and what every objective
+    reports, as means: clip fraction, entropy, KL to the sampling policy, and to the reference if there is one (k3
+    estimates, nats per token)."""
     assert batch.loss_weight_BT is not None and batch.old_logprobs_BT is not None
     weight, logprobs = batch.loss_weight_BT, policy.logprobs_BT.detach()
+    loss = ((weight if weight_BT is None else weight_BT) * per_token_BT).sum()
     metrics = {
+        "policy/loss": loss.detach(),
         "policy/clip_fraction": (weight * clipped_BT).sum(),
         "policy/entropy": (weight * policy.entropy_BT.detach()).sum(),
         "kl/old": (weight * kl_k3(logprobs, batch.old_logprobs_BT)).sum(),
     }
     if batch.ref_logprobs_BT is not None:
         metrics["kl/reference"] = (weight * kl_k3(logprobs, batch.ref_logprobs_BT)).sum()
-    return metrics
+    return loss, metrics

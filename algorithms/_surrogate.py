@@ -1,6 +1,5 @@
-"""The parts of a policy loss: the clip of the ratio, the KL in the loss, sums over tokens."""
+"""Settings and parts that several objectives share: the clip, the KL in loss or reward, sums and means over tokens."""
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar, Self
 
@@ -8,11 +7,22 @@ from pydantic import Field, model_validator
 
 from ..harness.data import Batch, PolicyOutput, Tensor
 from ..harness.interfaces import Algorithm
-from ._losses import KLEstimator, clipped_surrogate, kl_estimate, policy_metrics, row_sum_weights, token_ratio
+from ._advantages import group_advantages, group_standardised
+from ._losses import (
+    KLEstimator,
+    clipped_surrogate,
+    kl_estimate,
+    token_ratio,
+    weighted_loss,
+)
 
 
 class Clip(Algorithm):
-    """Settings of a clip of the ratio; the algorithm decides what the ratio is taken over."""
+    """A clip of the ratio; the algorithm decides what the ratio is taken over."""
+
+    objective: ClassVar[Mapping[str, str]] = {
+        "clip": "ratio of each token, 1 - clip_epsilon to 1 + clip_epsilon_high, at most ratio_bound",
+    }
 
     clip_epsilon: float = Field(
         0.2, gt=0, lt=1, description="how far the ratio may fall below 1; binds from the 2nd update of a batch"
@@ -44,8 +54,18 @@ class Clip(Algorithm):
         )
 
 
-class SurrogateLoss(Algorithm):
-    """A per-token loss, given by a subclass, plus a KL penalty (arXiv:2402.03300, eq. 3-4)."""
+class RewardKL(Algorithm):
+    """A KL penalty in the reward, before advantages (Ouyang et al. 2022, arXiv:2203.02155)."""
+
+    kl_beta: float = Field(0.01, ge=0, description="weight of the KL to the frozen reference, in the reward; 0: none")
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        return self.kl_beta > 0
+
+
+class LossKL(Algorithm):
+    """A KL penalty in the loss, beside the per-token loss of the algorithm (arXiv:2402.03300, eq. 3-4)."""
 
     objective: ClassVar[Mapping[str, str]] = {
         "aggregation": "mean over a row's tokens, then over rows",
@@ -54,7 +74,6 @@ class SurrogateLoss(Algorithm):
         "correction": "none",
     }
 
-    kl_beta: float = Field(0.0, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none")
     kl_estimator: KLEstimator = Field(
         default="k3",
         description="per-token KL estimator; its gradient is that of: k2, KL(policy, reference); k3, KL(reference, "
@@ -66,46 +85,58 @@ class SurrogateLoss(Algorithm):
         "k1 and k3 then have the gradient of KL(policy, reference), off policy too",
     )
 
-    @abstractmethod
-    def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
-        """(per-token loss without the KL, whether a clip binds the token), both [B, T]."""
-
-    def kl_to_reference(self, batch: Batch, policy: PolicyOutput) -> Tensor:
-        """[B, T] nats: the estimate of each token's KL to the reference."""
-        assert batch.ref_logprobs_BT is not None
-        estimate = kl_estimate(self.kl_estimator, policy.logprobs_BT, batch.ref_logprobs_BT)
-        return token_ratio(batch, policy) * estimate if self.kl_importance_weighted else estimate
-
     def token_weights(self, batch: Batch) -> Tensor:
         """[B, T]: the weight of each token in the loss; it differs from `loss_weight_BT` if it does not sum to 1."""
         assert batch.loss_weight_BT is not None
         return batch.loss_weight_BT
 
-    def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
-        per_token, clipped = self.surrogate(batch, policy)
+    def total(
+        self, batch: Batch, policy: PolicyOutput, per_token: Tensor, clipped: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss and its metrics: the weighted sum of a per-token loss, plus kl_beta times the KL to the reference.
+
+        `clipped` says which tokens have lost their gradient to a clip; all are [B, T].
+        """
         if batch.ref_logprobs_BT is not None:
-            per_token = per_token + self.kl_beta * self.kl_to_reference(batch, policy)
-        loss = (self.token_weights(batch) * per_token).sum()
-        return loss, {"policy/loss": loss.detach(), **policy_metrics(batch, policy, clipped)}
+            divergence = kl_estimate(self.kl_estimator, policy.logprobs_BT, batch.ref_logprobs_BT)
+            if self.kl_importance_weighted:
+                divergence = token_ratio(batch, policy) * divergence
+            per_token = per_token + self.kl_beta * divergence
+        return weighted_loss(batch, policy, per_token, clipped, self.token_weights(batch))
 
 
-class ClippedLoss(Clip, SurrogateLoss):
-    """The clipped surrogate of each token's ratio (PPO, arXiv:1707.06347, eq. 7)."""
+class GroupStandardised(LossKL):
+    """The group's rewards are standardised (arXiv:2402.03300, section 4.1.2)."""
 
+    min_group_size: ClassVar[int] = 2
     objective: ClassVar[Mapping[str, str]] = {
-        **SurrogateLoss.objective,
-        "clip": "ratio of each token, 1 - clip_epsilon to 1 + clip_epsilon_high, at most ratio_bound",
+        "advantage": "(r - mean) / (std + std_floor) in the group",
+        **LossKL.objective,
     }
 
-    def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
-        return self.clipped(token_ratio(batch, policy), batch)
+    std_floor: float = Field(
+        default=1e-4, gt=0, description="constant added to the standard deviation in the denominator"
+    )
+
+    def advantages(self, batch: Batch) -> Batch:
+        return group_advantages(batch, lambda rewards, mask: group_standardised(rewards, self.std_floor, mask))
 
 
-class SummedLoss(SurrogateLoss):
+class ClippedLoss(Clip, LossKL):
+    """The clipped surrogate of each token's ratio (PPO, arXiv:1707.06347, eq. 7)."""
+
+    objective: ClassVar[Mapping[str, str]] = {**LossKL.objective, **Clip.objective}
+
+    def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
+        per_token, clipped = self.clipped(token_ratio(batch, policy), batch)
+        return self.total(batch, policy, per_token, clipped)
+
+
+class SummedLoss(LossKL):
     """The sum over a completion's tokens, divided by a constant, so that no answer's length rescales its gradient."""
 
     objective: ClassVar[Mapping[str, str]] = {
-        **SurrogateLoss.objective,
+        **LossKL.objective,
         "aggregation": "sum over all tokens / (rows * loss_denominator)",
     }
 
@@ -116,4 +147,13 @@ class SummedLoss(SurrogateLoss):
     )
 
     def token_weights(self, batch: Batch) -> Tensor:
-        return row_sum_weights(batch) / self.loss_denominator
+        return super().token_weights(batch) * batch.completion_mask_BT.sum(dim=1, keepdim=True) / self.loss_denominator
+
+
+class TokenMean(Algorithm):
+    """The mean over all tokens of a minibatch (DAPO, arXiv:2503.14476, eq. 12)."""
+
+    objective: ClassVar[Mapping[str, str]] = {"aggregation": "mean over all tokens"}
+
+    def loss_weights(self, completion_mask_BT: Tensor) -> Tensor:
+        return completion_mask_BT / completion_mask_BT.sum().clamp(min=1)

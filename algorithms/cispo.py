@@ -14,31 +14,25 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from ..harness.data import Batch, PolicyOutput, Tensor
-from ._group import GroupStandardised
-from ._losses import token_mean_weights, token_ratio
+from ._losses import token_ratio
+from ._surrogate import GroupStandardised, TokenMean
 
 
-class CISPO(GroupStandardised):
+class CISPO(GroupStandardised, TokenMean):
     """REINFORCE on group-standardised rewards with clipped importance weights (CISPO)."""
 
     objective: ClassVar[Mapping[str, str]] = {
         **GroupStandardised.objective,
-        "aggregation": "mean over all tokens",
-        "clip": "weight of each token, 1 - clip_epsilon to 1 + clip_epsilon_high; its gradient stays",
+        **TokenMean.objective,
+        "clip": "weight of each token, at most 1 + clip_epsilon_high; its gradient stays",
     }
 
     name: Literal["cispo"] = "cispo"
-    clip_epsilon: float = Field(default=1.0, gt=0, le=1, description="lowest weight is 1 - clip_epsilon; 1: no bound")
-    clip_epsilon_high: float | None = Field(
-        default=4.0, gt=0, description="highest weight is 1 + clip_epsilon_high; null: 1 + clip_epsilon"
-    )
+    clip_epsilon_high: float = Field(default=4.0, gt=0, description="highest weight is 1 + clip_epsilon_high")
 
-    def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
+    def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.advantages_BT is not None
         ratio_BT = token_ratio(batch, policy).detach()
-        high = self.clip_epsilon if self.clip_epsilon_high is None else self.clip_epsilon_high
-        weight_BT = ratio_BT.clamp(1 - self.clip_epsilon, 1 + high)
-        return -weight_BT * batch.advantages_BT * policy.logprobs_BT, weight_BT != ratio_BT
-
-    def loss_weights(self, completion_mask_BT: Tensor) -> Tensor:
-        return token_mean_weights(completion_mask_BT)
+        weight_BT = ratio_BT.clamp(max=1 + self.clip_epsilon_high)
+        per_token = -weight_BT * batch.advantages_BT * policy.logprobs_BT
+        return self.total(batch, policy, per_token, weight_BT != ratio_BT)

@@ -15,22 +15,20 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from ..harness.data import Tensor
-from ._losses import token_mean_weights
-from .grpo import GRPO
+from ._surrogate import ClippedLoss, GroupStandardised, TokenMean
 
 
-class DAPO(GRPO):
+class DAPO(ClippedLoss, GroupStandardised, TokenMean):
     """GRPO with a higher upper clip, a mean over all tokens, an overlong penalty and no KL (DAPO)."""
 
     default_rewards: ClassVar[Mapping[str, float]] = {"accuracy": 1.0, "overlong": 0.5}
-    objective: ClassVar[Mapping[str, str]] = {**GRPO.objective, "aggregation": "mean over all tokens"}
+    objective: ClassVar[Mapping[str, str]] = {
+        **GroupStandardised.objective,
+        **ClippedLoss.objective,
+        **TokenMean.objective,
+    }
 
     name: Literal["dapo"] = "dapo"
     clip_epsilon_high: float | None = Field(
         default=0.28, gt=0, description="how far the ratio may rise above 1; null: clip_epsilon"
     )
-    kl_beta: float = Field(0.0, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none")
-
-    def loss_weights(self, completion_mask_BT: Tensor) -> Tensor:
-        return token_mean_weights(completion_mask_BT)

@@ -47,16 +47,17 @@ class DPPO(SummedLoss):
     )
 
     def advantages(self, batch: Batch) -> Batch:
-        return batch.replace(advantages_BT=group_advantages(batch, group_centred))
+        return group_advantages(batch, group_centred)
 
-    def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
+    def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.advantages_BT is not None and batch.old_logprobs_BT is not None
         now, old = policy.logprobs_BT.detach().clamp(max=0), batch.old_logprobs_BT
         distance = (now.exp() - old.exp()).abs() if self.divergence == "tv" else _binary_kl(old, now)
         masked_BT = (distance > self.divergence_bound) & ((now - old) * batch.advantages_BT > 0)
         weight_BT = token_ratio(batch, policy).detach().clamp(max=self.weight_max or math.inf)
         carrier_BT = (policy.logprobs_BT - policy.logprobs_BT.detach()).exp()  # 1, with the log-prob's gradient
-        return -(weight_BT * carrier_BT * batch.advantages_BT).masked_fill(masked_BT, 0.0), masked_BT
+        per_token = -(weight_BT * carrier_BT * batch.advantages_BT).masked_fill(masked_BT, 0.0)
+        return self.total(batch, policy, per_token, masked_BT)
 
 
 def _binary_kl(old: Tensor, now: Tensor) -> Tensor:

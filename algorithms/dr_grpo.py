@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 
 from ..harness.data import Batch
 from ._advantages import group_advantages, group_centred
-from ._surrogate import ClippedLoss, SummedLoss
+from ._surrogate import Clip, ClippedLoss, SummedLoss
 
 
 class DrGRPO(ClippedLoss, SummedLoss):
@@ -24,10 +24,10 @@ class DrGRPO(ClippedLoss, SummedLoss):
     objective: ClassVar[Mapping[str, str]] = {
         "advantage": "r - mean in the group",
         **SummedLoss.objective,
-        "clip": ClippedLoss.objective["clip"],
+        **Clip.objective,
     }
 
     name: Literal["dr_grpo"] = "dr_grpo"
 
     def advantages(self, batch: Batch) -> Batch:
-        return batch.replace(advantages_BT=group_advantages(batch, group_centred))
+        return group_advantages(batch, group_centred)

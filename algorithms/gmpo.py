@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from ..harness.data import Batch, PolicyOutput, Tensor
-from ._group import GroupStandardised
+from ._surrogate import GroupStandardised
 
 
 class GMPO(GroupStandardised):
@@ -30,7 +30,7 @@ class GMPO(GroupStandardised):
         default=0.4, gt=0, description="nats by which a token may move from its old log-prob; binds from the 2nd update"
     )
 
-    def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
+    def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.advantages_BT is not None and batch.old_logprobs_BT is not None
         mask, advantages_BT = batch.completion_mask_BT, batch.advantages_BT
         log_ratio_BT = (policy.logprobs_BT - batch.old_logprobs_BT) * mask
@@ -40,4 +40,5 @@ class GMPO(GroupStandardised):
         used_BT = bounded_BT.where(clipped_BT, log_ratio_BT)
         num_tokens_B1 = mask.sum(dim=1, keepdim=True).clamp(min=1)
         row_ratio_B1 = (used_BT.detach().sum(dim=1, keepdim=True) / num_tokens_B1).exp()
-        return -row_ratio_B1 * (used_BT - used_BT.detach()).exp() * advantages_BT, clipped_BT
+        per_token = -row_ratio_B1 * (used_BT - used_BT.detach()).exp() * advantages_BT
+        return self.total(batch, policy, per_token, clipped_BT)

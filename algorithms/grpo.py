@@ -15,9 +15,8 @@ from pydantic import Field
 
 from ..harness.data import Batch, PolicyOutput, Tensor
 from ._advantages import group_advantages, group_standardised
-from ._group import GroupStandardised
-from ._losses import clipped_surrogate, policy_metrics, token_ratio
-from ._surrogate import Clip
+from ._losses import clipped_surrogate, token_ratio
+from ._surrogate import Clip, GroupStandardised
 
 
 class GRPO(Clip, GroupStandardised):
@@ -25,35 +24,28 @@ class GRPO(Clip, GroupStandardised):
 
     objective: ClassVar[Mapping[str, str]] = {
         **GroupStandardised.objective,
-        "clip": "ratio of each token, 1 - clip_epsilon to 1 + clip_epsilon_high, at most ratio_bound",
+        **Clip.objective,
+        "advantage": "(r - mean) / (std + std_floor) in the group (std of the batch: std_over)",
     }
 
     name: Literal["grpo"] = "grpo"
     kl_beta: float = Field(0.04, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none")
+    std_over: Literal["group", "batch"] = Field(
+        default="group",
+        description="standard deviation to divide by: of the group's rewards, or of all groups' rewards",
+    )
 
     def advantages(self, batch: Batch) -> Batch:
         """(r - mean) / (std + std_floor) in the group, on every token of the answer (sections 4.1.2 and 4.1.3)."""
         of_batch = self.std_over == "batch"
-        advantages_BT = group_advantages(
-            batch,
-            lambda rewards, mask: group_standardised(rewards, self.std_floor, mask, of_batch=of_batch),
+        return group_advantages(
+            batch, lambda rewards, mask: group_standardised(rewards, self.std_floor, mask, of_batch=of_batch)
         )
-        return batch.replace(advantages_BT=advantages_BT)
-
-    def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
-        """-min(ratio * A, clip(ratio, 1 - clip_epsilon, 1 + clip_epsilon_high) * A) of each token, and where it is
-        clipped (eq. 3)."""
-        assert batch.advantages_BT is not None
-        ratio_BT = token_ratio(batch, policy)
-        bounds = (self.clip_epsilon, self.clip_epsilon_high, self.ratio_bound)
-        return clipped_surrogate(ratio_BT, batch.advantages_BT, *bounds)
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
-        """The surrogate plus kl_beta times the KL to the reference; `loss_weights` is the mean over an answer's tokens,
-        then over answers (eq. 3-4)."""
-        assert batch.loss_weight_BT is not None
-        per_token, clipped = self.surrogate(batch, policy)
-        if batch.ref_logprobs_BT is not None:
-            per_token = per_token + self.kl_beta * self.kl_to_reference(batch, policy)
-        loss = (batch.loss_weight_BT * per_token).sum()
-        return loss, {"policy/loss": loss.detach(), **policy_metrics(batch, policy, clipped)}
+        """-min(ratio * A, clip(ratio, 1 - clip_epsilon, 1 + clip_epsilon_high) * A) of each token (eq. 3) plus kl_beta
+        times its KL to the reference (eq. 4); the mean over an answer's tokens, then over answers."""
+        assert batch.advantages_BT is not None
+        bounds = (self.clip_epsilon, self.clip_epsilon_high, self.ratio_bound)
+        per_token, clipped = clipped_surrogate(token_ratio(batch, policy), batch.advantages_BT, *bounds)
+        return self.total(batch, policy, per_token, clipped)

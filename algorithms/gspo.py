@@ -15,14 +15,14 @@ from pydantic import Field
 
 from ..harness.data import Batch, PolicyOutput, Tensor
 from ._losses import row_log_ratio
-from .grpo import GRPO
+from ._surrogate import Clip, GroupStandardised
 
 
-class GSPO(GRPO):
+class GSPO(Clip, GroupStandardised):
     """GRPO whose ratio and clip belong to the whole completion (GSPO)."""
 
     objective: ClassVar[Mapping[str, str]] = {
-        **GRPO.objective,
+        **GroupStandardised.objective,
         "clip": "ratio of each row (geometric mean of its tokens'), 1 - clip_epsilon to 1 + clip_epsilon_high, "
         "at most ratio_bound",
     }
@@ -34,10 +34,9 @@ class GSPO(GRPO):
     clip_epsilon_high: float | None = Field(
         default=4e-4, gt=0, description="how far a completion's ratio may rise above 1; null: clip_epsilon"
     )
-    kl_beta: float = Field(0.0, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none")
 
-    def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
+    def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         num_tokens_B1 = batch.completion_mask_BT.sum(dim=1, keepdim=True).clamp(min=1)
         row_ratio_B1 = (row_log_ratio(batch, policy).detach() / num_tokens_B1).exp()
         ratio_BT = row_ratio_B1 * (policy.logprobs_BT - policy.logprobs_BT.detach()).exp()
-        return self.clipped(ratio_BT, batch)
+        return self.total(batch, policy, *self.clipped(ratio_BT, batch))

@@ -16,16 +16,16 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from ..harness.data import Batch, PolicyOutput, Tensor
-from ._group import GroupStandardised
-from ._losses import no_clip, token_mean_weights, token_ratio
+from ._losses import no_clip, token_ratio
+from ._surrogate import GroupStandardised, TokenMean
 
 
-class KLCov(GroupStandardised):
+class KLCov(GroupStandardised, TokenMean):
     """GRPO without clip, with a penalty on the moves of tokens of high covariance (KL-Cov)."""
 
     objective: ClassVar[Mapping[str, str]] = {
         **GroupStandardised.objective,
-        "aggregation": "mean over all tokens",
+        **TokenMean.objective,
         "clip": "none; penalty * |log-ratio| on the covariance_share of tokens with the largest covariance",
     }
 
@@ -51,11 +51,8 @@ class KLCov(GroupStandardised):
         held[covariance.topk(min(len(held), max(1, int(len(held) * self.covariance_share)))).indices] = True
         return batch.replace(held_BT=mask.new_zeros(mask.shape).masked_scatter(mask, held & (covariance > 0)))
 
-    def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
+    def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.advantages_BT is not None and batch.held_BT is not None and batch.old_logprobs_BT is not None
         moved_BT = (policy.logprobs_BT - batch.old_logprobs_BT).abs()
         per_token = self.penalty * moved_BT * batch.held_BT - token_ratio(batch, policy) * batch.advantages_BT
-        return per_token, no_clip(batch)
-
-    def loss_weights(self, completion_mask_BT: Tensor) -> Tensor:
-        return token_mean_weights(completion_mask_BT)
+        return self.total(batch, policy, per_token, no_clip(batch))

@@ -11,28 +11,24 @@ GRPO.
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from pydantic import Field
-
-from ..harness.data import Tensor
-from ._losses import token_mean_weights
-from .grpo import GRPO
+from ..harness.data import Batch
+from ._advantages import group_advantages, group_standardised
+from ._surrogate import ClippedLoss, GroupStandardised, TokenMean
 
 
-class LitePPO(GRPO):
+class LitePPO(ClippedLoss, GroupStandardised, TokenMean):
     """GRPO with the group's mean, the batch's deviation and a mean over all tokens (Lite PPO)."""
 
     objective: ClassVar[Mapping[str, str]] = {
-        **GRPO.objective,
-        "advantage": "(r - mean in the group) / (std + std_floor) of the batch (of the group: std_over)",
-        "aggregation": "mean over all tokens",
+        **GroupStandardised.objective,
+        **ClippedLoss.objective,
+        **TokenMean.objective,
+        "advantage": "(r - mean in the group) / (std + std_floor) of the batch",
     }
 
     name: Literal["lite_ppo"] = "lite_ppo"
-    kl_beta: float = Field(0.0, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none")
-    std_over: Literal["group", "batch"] = Field(
-        default="batch",
-        description="standard deviation to divide by: of the group's rewards, or of all groups' rewards",
-    )
 
-    def loss_weights(self, completion_mask_BT: Tensor) -> Tensor:
-        return token_mean_weights(completion_mask_BT)
+    def advantages(self, batch: Batch) -> Batch:
+        return group_advantages(
+            batch, lambda rewards, mask: group_standardised(rewards, self.std_floor, mask, of_batch=True)
+        )

@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 
 from ..harness.data import Batch, Tensor
 from ._advantages import counted, group_advantages, group_centred
-from ._surrogate import ClippedLoss, SummedLoss
+from ._surrogate import Clip, ClippedLoss, SummedLoss
 
 
 class MaxRL(ClippedLoss, SummedLoss):
@@ -26,13 +26,13 @@ class MaxRL(ClippedLoss, SummedLoss):
     objective: ClassVar[Mapping[str, str]] = {
         "advantage": "(r - mean) / mean in the group, 0 where the mean is not positive",
         **SummedLoss.objective,
-        "clip": ClippedLoss.objective["clip"],
+        **Clip.objective,
     }
 
     name: Literal["maxrl"] = "maxrl"
 
     def advantages(self, batch: Batch) -> Batch:
-        return batch.replace(advantages_BT=group_advantages(batch, _by_the_mean))
+        return group_advantages(batch, _by_the_mean)
 
 
 def _by_the_mean(rewards_PG: Tensor, mask_PG: Tensor | None) -> Tensor:

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from ..harness.data import Batch, PolicyOutput, Tensor
 from ..harness.interfaces import Algorithm
-from ._losses import no_clip, policy_metrics, row_log_ratio
+from ._losses import no_clip, row_log_ratio, weighted_loss
 
 SMALLEST = 2.0**-24  # a probability of float32 below 1; bounds the reported loss of a hopeless pair
 
@@ -66,7 +66,7 @@ class OnlineDPO(Algorithm):
         return batch.replace(advantages_BT=signed_PG.reshape(-1, 1) * mask)
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
-        assert batch.advantages_BT is not None and batch.loss_weight_BT is not None
+        assert batch.advantages_BT is not None
         first_B1 = batch.completion_mask_BT.int().argmax(dim=1, keepdim=True)
         signed_B1 = batch.advantages_BT.gather(1, first_B1)
         push_B1 = signed_B1.abs()
@@ -74,7 +74,6 @@ class OnlineDPO(Algorithm):
         moved_B1 = self.kl_beta * signed_B1.sign() * row_log_ratio(batch, policy)
         change_B1 = (-push_B1).log1p().logaddexp(push_B1.log() - moved_B1)
         per_row_B1 = change_B1 - 0.5 * (1 - push_B1).clamp(min=SMALLEST).log()
+        loss, metrics = weighted_loss(batch, policy, per_row_B1, no_clip(batch))
         # Weights of a row add up to 1 / rows; one group has group_size rows.
-        loss = (batch.loss_weight_BT * per_row_B1).sum() * batch.group_size
-        clipped = no_clip(batch)
-        return loss, {"policy/loss": loss.detach(), **policy_metrics(batch, policy, clipped)}
+        return loss * batch.group_size, {**metrics, "policy/loss": loss.detach() * batch.group_size}

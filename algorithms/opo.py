@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 
 from ..harness.data import Batch
 from ._advantages import group_centred
-from ._surrogate import ClippedLoss, SummedLoss
+from ._surrogate import Clip, ClippedLoss, SummedLoss
 
 
 class OPO(ClippedLoss, SummedLoss):
@@ -23,7 +23,7 @@ class OPO(ClippedLoss, SummedLoss):
     objective: ClassVar[Mapping[str, str]] = {
         "advantage": "r - sum(length * r) / sum(length) in the group",
         **SummedLoss.objective,
-        "clip": ClippedLoss.objective["clip"],
+        **Clip.objective,
     }
 
     name: Literal["opo"] = "opo"

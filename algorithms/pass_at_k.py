@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from ..harness.data import Batch
-from ._surrogate import ClippedLoss, SummedLoss
+from ._surrogate import Clip, ClippedLoss, SummedLoss
 
 
 class PassAtK(ClippedLoss, SummedLoss):
@@ -23,7 +23,7 @@ class PassAtK(ClippedLoss, SummedLoss):
     objective: ClassVar[Mapping[str, str]] = {
         "advantage": "best - second best of the group for the best, 0 for the others",
         **SummedLoss.objective,
-        "clip": ClippedLoss.objective["clip"],
+        **Clip.objective,
     }
 
     name: Literal["pass_at_k"] = "pass_at_k"

@@ -17,25 +17,23 @@ from pydantic import Field
 from ..harness.data import Batch, PolicyOutput, Tensor
 from ..harness.ground.tensors import whiten
 from ._advantages import generalised_advantages, token_rewards
-from ._losses import KLEstimator, clipped_square, policy_metrics, token_mean_weights, token_ratio
-from ._surrogate import Clip
+from ._losses import token_ratio, weighted_loss
+from ._surrogate import Clip, RewardKL, TokenMean
 
 
-class PPO(Clip):
+class PPO(RewardKL, Clip, TokenMean):
     """Clipped surrogate on GAE advantages from a critic, KL in the reward (RLHF's PPO)."""
 
     needs_critic: ClassVar[bool] = True
     objective: ClassVar[Mapping[str, str]] = {
         "advantage": "GAE(gamma, gae_lambda) from the critic, whitened over the batch's tokens (whiten_advantages)",
-        "aggregation": "mean over all tokens",
-        "clip": "ratio of each token, 1 - clip_epsilon to 1 + clip_epsilon_high, at most ratio_bound",
-        "kl": "kl_beta * kl_estimator to the reference, in the reward of each token",
+        **TokenMean.objective,
+        **Clip.objective,
+        "kl": "kl_beta * k1 to the reference, in the reward of each token",
         "correction": "none",
     }
 
     name: Literal["ppo"] = "ppo"
-    kl_beta: float = Field(0.01, ge=0, description="weight of the KL to the frozen reference, in the reward; 0: none")
-    kl_estimator: KLEstimator = Field(default="k1", description="per-token KL estimator")
     gamma: float = Field(default=1.0, ge=0, le=1, description="discount per token")
     gae_lambda: float = Field(default=1.0, ge=0, le=1, description="GAE's lambda; 1: Monte-Carlo returns minus values")
     whiten_advantages: bool = Field(default=True, description="give a batch's advantages mean 0 and variance 1")
@@ -43,10 +41,6 @@ class PPO(Clip):
     entropy_bonus: float = Field(0.0, ge=0, description="weight of the mean token entropy, added to the objective")
     critic: Literal["separate", "shared"] = Field("separate", description="own network, or a head on the policy")
     value_loss_weight: float = Field(1.0, gt=0, description="weight of half the squared error, for critic=shared")
-
-    @property
-    def needs_old_logprobs(self) -> bool:
-        return self.kl_beta > 0
 
     @property
     def entropy_needs_gradient(self) -> bool:
@@ -59,7 +53,7 @@ class PPO(Clip):
     def advantages(self, batch: Batch) -> Batch:
         mask, values = batch.completion_mask_BT, batch.values_BT
         assert values is not None
-        rewards_BT = token_rewards(batch, self.kl_beta, self.kl_estimator)
+        rewards_BT = token_rewards(batch, self.kl_beta)
         advantages = generalised_advantages(rewards_BT, values, mask, self.gamma, self.gae_lambda)
         returns = (advantages + values) * mask
         if self.whiten_advantages:
@@ -70,10 +64,7 @@ class PPO(Clip):
         weight, returns, values, old_values = batch.loss_weight_BT, batch.returns_BT, policy.values_BT, batch.values_BT
         assert weight is not None and values is not None and old_values is not None and returns is not None
         per_token, clipped = self.clipped(token_ratio(batch, policy), batch)
-        policy_loss = (weight * (per_token - self.entropy_bonus * policy.entropy_BT)).sum()
-        critic_loss = 0.5 * (weight * clipped_square(values, old_values, returns, self.value_clip)).sum()
-        metrics = {"policy/loss": policy_loss.detach(), "critic/loss": critic_loss.detach()}
-        return policy_loss + self.value_loss_weight * critic_loss, metrics | policy_metrics(batch, policy, clipped)
-
-    def loss_weights(self, completion_mask_BT: Tensor) -> Tensor:
-        return token_mean_weights(completion_mask_BT)
+        policy_loss, metrics = weighted_loss(batch, policy, per_token - self.entropy_bonus * policy.entropy_BT, clipped)
+        near = old_values + (values - old_values).clamp(-self.value_clip, self.value_clip)
+        critic_loss = 0.5 * (weight * ((values - returns) ** 2).maximum((near - returns) ** 2)).sum()
+        return policy_loss + self.value_loss_weight * critic_loss, {**metrics, "critic/loss": critic_loss.detach()}

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from ..harness.data import Batch
-from ._surrogate import ClippedLoss, SummedLoss
+from ._surrogate import Clip, ClippedLoss, SummedLoss
 
 
 class ReMax(ClippedLoss, SummedLoss):
@@ -23,7 +23,7 @@ class ReMax(ClippedLoss, SummedLoss):
     objective: ClassVar[Mapping[str, str]] = {
         "advantage": "r - reward of the prompt's greedy answer",
         **SummedLoss.objective,
-        "clip": ClippedLoss.objective["clip"],
+        **Clip.objective,
     }
 
     name: Literal["remax"] = "remax"

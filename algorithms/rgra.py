@@ -13,18 +13,18 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from ..harness.data import Batch, PolicyOutput, Tensor
-from ._group import GroupStandardised
 from ._losses import no_clip
+from ._surrogate import GroupStandardised
 
 
 class RGRA(GroupStandardised):
     """REINFORCE on group-standardised rewards, without ratio or clip (RGRA)."""
 
-    objective: ClassVar[Mapping[str, str]] = {**GroupStandardised.objective, "clip": "none"}
+    objective: ClassVar[Mapping[str, str]] = GroupStandardised.objective
 
     name: Literal["rgra"] = "rgra"
     kl_beta: float = Field(0.04, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none")
 
-    def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
+    def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.advantages_BT is not None
-        return -batch.advantages_BT * policy.logprobs_BT, no_clip(batch)
+        return self.total(batch, policy, -batch.advantages_BT * policy.logprobs_BT, no_clip(batch))

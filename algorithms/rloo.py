@@ -16,12 +16,13 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from ..harness.data import Batch, PolicyOutput, Tensor
-from ..harness.interfaces import Algorithm
+from ..harness.ground.tensors import kl_k1
 from ._advantages import leave_one_out
-from ._losses import clipped_surrogate, kl_estimate, policy_metrics, row_log_ratio
+from ._losses import clipped_surrogate, row_log_ratio, weighted_loss
+from ._surrogate import RewardKL
 
 
-class RLOO(Algorithm):
+class RLOO(RewardKL):
     """REINFORCE on whole completions with a leave-one-out baseline, KL in the reward (RLOO)."""
 
     min_group_size: ClassVar[int] = 2
@@ -37,25 +38,19 @@ class RLOO(Algorithm):
     clip_epsilon: float | None = Field(
         default=None, gt=0, description="how far a completion's ratio may move from 1; null: no bound"
     )
-    kl_beta: float = Field(0.01, ge=0, description="weight of the KL to the frozen reference, in the reward; 0: none")
-
-    @property
-    def needs_old_logprobs(self) -> bool:
-        return self.kl_beta > 0
 
     def advantages(self, batch: Batch) -> Batch:
         rewards_B, mask = batch.rewards_B, batch.completion_mask_BT
         if batch.ref_logprobs_BT is not None:
             assert batch.old_logprobs_BT is not None
-            divergence_BT = kl_estimate("k1", batch.old_logprobs_BT, batch.ref_logprobs_BT) * mask
+            divergence_BT = kl_k1(batch.old_logprobs_BT, batch.ref_logprobs_BT) * mask
             rewards_B = rewards_B - self.kl_beta * divergence_BT.sum(dim=1)
         return batch.replace(advantages_BT=leave_one_out(rewards_B.view(-1, batch.group_size)).reshape(-1, 1) * mask)
 
     def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
-        assert batch.advantages_BT is not None and batch.loss_weight_BT is not None
+        assert batch.advantages_BT is not None
         ratio_B1 = row_log_ratio(batch, policy).exp()
         clip = math.inf if self.clip_epsilon is None else self.clip_epsilon
         # A row's tokens all carry the row's loss; their weights add up to 1 / rows.
         per_token, clipped = clipped_surrogate(ratio_B1, batch.advantages_BT, clip)
-        loss = (batch.loss_weight_BT * per_token).sum()
-        return loss, {"policy/loss": loss.detach(), **policy_metrics(batch, policy, clipped)}
+        return weighted_loss(batch, policy, per_token, clipped)

@@ -13,8 +13,8 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from ..harness.data import Batch, PolicyOutput, Tensor
-from ._group import GroupStandardised
 from ._losses import no_clip, token_ratio
+from ._surrogate import GroupStandardised
 
 
 class SAPO(GroupStandardised):
@@ -29,9 +29,9 @@ class SAPO(GroupStandardised):
     tau_positive: float = Field(default=1.0, gt=0, description="steepness of the gate where the advantage is above 0")
     tau_negative: float = Field(default=1.05, gt=0, description="steepness of the gate elsewhere; larger: fades faster")
 
-    def surrogate(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, Tensor]:
+    def loss(self, batch: Batch, policy: PolicyOutput) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.advantages_BT is not None
         tau_BT = batch.advantages_BT.new_full(batch.advantages_BT.shape, self.tau_negative)
         tau_BT[batch.advantages_BT > 0] = self.tau_positive
         gate_BT = 4 / tau_BT * (tau_BT * (token_ratio(batch, policy) - 1)).sigmoid()
-        return -gate_BT * batch.advantages_BT, no_clip(batch)
+        return self.total(batch, policy, -gate_BT * batch.advantages_BT, no_clip(batch))

@@ -156,7 +156,7 @@ OWN = """
 """
 
 
-@pytest.mark.parametrize("method", ["advantages", "loss", "loss_weights", "normalised", "surrogate", "token_weights"])
+@pytest.mark.parametrize("method", ["advantages", "loss", "loss_weights", "token_weights", "total"])
 def test_an_algorithm_with_a_method_of_its_own_must_state_its_objective(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ):

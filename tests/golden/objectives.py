@@ -26,15 +26,12 @@ SETTINGS = {
     "gspo": {"name": "gspo"},
     "gspo_wide": {"name": "gspo", "clip_epsilon": 0.3, "clip_epsilon_high": 0.4, "kl_beta": 0.05},
     "cispo": {"name": "cispo", "clip_epsilon_high": 0.2},
-    "cispo_two_sided": {"name": "cispo", "clip_epsilon": 0.1, "clip_epsilon_high": 0.2},
     "rloo": {"name": "rloo", "kl_beta": 0.05},
     "rloo_clipped": {"name": "rloo", "kl_beta": 0.0, "clip_epsilon": 0.2},
     "ppo": {"name": "ppo", "kl_beta": 0.05},
-    "ppo_gae": {"name": "ppo", "kl_beta": 0.05, "kl_estimator": "k3", "gamma": 0.9, "gae_lambda": 0.8,
+    "ppo_gae": {"name": "ppo", "kl_beta": 0.05, "gamma": 0.9, "gae_lambda": 0.8,
                 "whiten_advantages": False, "entropy_bonus": 0.01},
     "reinforce_plus_plus": {"name": "reinforce_plus_plus", "kl_beta": 0.05},
-    "reinforce_plus_plus_kl_in_loss": {"name": "reinforce_plus_plus", "kl_beta": 0.05, "kl_placement": "loss",
-                                       "kl_estimator": "k2"},
     "online_dpo": {"name": "online_dpo", "kl_beta": 0.5},
     "grpo_batch_std": {"name": "grpo", "kl_beta": 0.0, "std_over": "batch", "std_floor": 0.01},
     "grpo_dual_clip": {"name": "grpo", "kl_beta": 0.0, "ratio_bound": 1.5},
@@ -42,8 +39,7 @@ SETTINGS = {
     "gspo_dual_clip": {"name": "gspo", "clip_epsilon": 0.1, "clip_epsilon_high": 0.1, "ratio_bound": 1.2},
     "ppo_dual_clip": {"name": "ppo", "kl_beta": 0.05, "clip_epsilon_high": 0.3, "ratio_bound": 1.4},
     "reinforce_plus_plus_discounted": {"name": "reinforce_plus_plus", "kl_beta": 0.05, "gamma": 0.9},
-    "reinforce_plus_plus_baseline": {"name": "reinforce_plus_plus", "kl_beta": 0.05, "kl_placement": "loss",
-                                     "kl_estimator": "k2", "baseline": "group"},
+    "reinforce_plus_plus_baseline": {"name": "reinforce_plus_plus", "kl_beta": 0.05, "baseline": "group"},
     "maxrl": {"name": "maxrl", "loss_denominator": 16.0},
     "opo": {"name": "opo", "loss_denominator": 16.0},
     "lite_ppo": {"name": "lite_ppo"},
@@ -68,16 +64,15 @@ DEFAULTS = {
                 "loss_denominator": 128.0},
     "dapo": {"clip_epsilon": 0.2, "clip_epsilon_high": 0.28, "kl_beta": 0.0, "kl_estimator": "k3", "std_floor": 1e-4},
     "gspo": {"clip_epsilon": 3e-4, "clip_epsilon_high": 4e-4, "kl_beta": 0.0, "kl_estimator": "k3", "std_floor": 1e-4},
-    "cispo": {"clip_epsilon": 1.0, "clip_epsilon_high": 4.0, "kl_beta": 0.0, "kl_estimator": "k3", "std_floor": 1e-4},
+    "cispo": {"clip_epsilon_high": 4.0, "kl_beta": 0.0, "kl_estimator": "k3", "std_floor": 1e-4},
     "rloo": {"clip_epsilon": None, "kl_beta": 0.01},
-    "ppo": {"clip_epsilon": 0.2, "kl_beta": 0.01, "kl_estimator": "k1", "gamma": 1.0, "gae_lambda": 1.0,
+    "ppo": {"clip_epsilon": 0.2, "kl_beta": 0.01, "gamma": 1.0, "gae_lambda": 1.0,
             "value_clip": 0.2, "entropy_bonus": 0.0, "whiten_advantages": True},
-    "reinforce_plus_plus": {"clip_epsilon": 0.2, "kl_beta": 0.01, "kl_estimator": "k1", "kl_placement": "reward",
-                            "gamma": 1.0, "baseline": "none"},
+    "reinforce_plus_plus": {"clip_epsilon": 0.2, "kl_beta": 0.01, "gamma": 1.0, "baseline": "none"},
     "online_dpo": {"kl_beta": 0.1},
 }  # fmt: skip
 DEFAULTS["grpo_self_consistency"] = DEFAULTS["grpo"]
-DEFAULTS["lite_ppo"] = DEFAULTS["grpo"] | {"kl_beta": 0.0, "std_over": "batch"}
+DEFAULTS["lite_ppo"] = DEFAULTS["dapo"] | {"clip_epsilon_high": None}
 for name in ("maxrl", "opo", "pass_at_k", "remax"):
     DEFAULTS[name] = DEFAULTS["dr_grpo"]
 STANDARDISED = {"std_floor": 1e-4, "kl_beta": 0.0, "kl_estimator": "k3"}
@@ -246,7 +241,7 @@ def advantages_of(s, given):
         rows = [a for rewards, tokens in parts for a in (optimal if name == "opo" else lead)(rewards, tokens)]
         return [[a] * n for a, n in zip(rows, lengths, strict=True)], None
     spread = None
-    if s.get("std_over") == "batch":
+    if name == "lite_ppo" or s.get("std_over") == "batch":
         every = given["rewards"] if given["steps"] is None else [r for row in given["steps"] for r in row.values()]
         spread = deviation(every)
 
@@ -275,10 +270,9 @@ def token_advantages(s, given):
     advantages, returns = [], []
     for b, n in enumerate(given["lengths"]):
         rewards = earned(given, b)
-        if s["kl_beta"] > 0 and s.get("kl_placement", "reward") == "reward":
+        if s["kl_beta"] > 0 and s.get("baseline") != "group":
             rewards = [
-                r - s["kl_beta"] * k(s["kl_estimator"], given["old"][b][t], given["ref"][b][t])
-                for t, r in enumerate(rewards)
+                r - s["kl_beta"] * k("k1", given["old"][b][t], given["ref"][b][t]) for t, r in enumerate(rewards)
             ]
         if s["name"] == "ppo":
             v = [*given["old_values"][b], 0.0]
@@ -350,16 +344,16 @@ def loss_of(s, given, logprobs, advantages, fixed):
         elif name == "kl_cov":
             value = -math.exp(d) * a + s["penalty"] * abs(d) * ((b, t) in chosen)
         elif name == "cispo":
-            weight = min(max(math.exp(fixed[b][t] - old[b][t]), 1 - s["clip_epsilon"]), 1 + s["clip_epsilon_high"])
+            weight = min(math.exp(fixed[b][t] - old[b][t]), 1 + s["clip_epsilon_high"])
             value = -weight * a * logprobs[b][t]
         elif name == "gspo":  # section 4.3: the sequence's ratio, with the gradient of the token's own log-prob
             ratio = row_ratio(given, fixed, b) ** (1 / lengths[b]) * math.exp(logprobs[b][t] - fixed[b][t])
             value = -surrogate(s, ratio, a)
         else:
             value = -surrogate(s, math.exp(logprobs[b][t] - old[b][t]), a)
-        if s["kl_beta"] > 0 and (name not in ("ppo", "reinforce_plus_plus") or s.get("kl_placement") == "loss"):
+        if s["kl_beta"] > 0 and (name not in ("ppo", "reinforce_plus_plus") or s.get("baseline") == "group"):
             ratio = math.exp(d) if s.get("kl_importance_weighted") else 1
-            value += s["kl_beta"] * ratio * k(s["kl_estimator"], logprobs[b][t], given["ref"][b][t])
+            value += s["kl_beta"] * ratio * k(s.get("kl_estimator", "k2"), logprobs[b][t], given["ref"][b][t])
         if name == "ppo":
             value -= s["entropy_bonus"] * given["entropy"][b][t]
         return value
@@ -430,10 +424,10 @@ def clip_fraction(s, given, advantages):
             return float(bounded(s, now[b][t] - old[b][t], a) != now[b][t] - old[b][t])
         if s["name"] == "dppo":
             return float(beyond(s, old[b][t], now[b][t], a))
+        if s["name"] == "cispo":
+            return float(token > 1 + s["clip_epsilon_high"])
         if s["name"] in ("online_dpo", "sapo", "rgra", "kl_cov") or s["clip_epsilon"] is None:
             return 0.0
-        if s["name"] == "cispo":
-            return float(not 1 - s["clip_epsilon"] <= token <= 1 + s["clip_epsilon_high"])
         if s["name"] == "gspo":
             token = row_ratio(given, now, b) ** (1 / given["lengths"][b])
         if s["name"] == "rloo":
