@@ -12,7 +12,7 @@ from cohort.algorithms.online_dpo import OnlineDPO
 from cohort.algorithms.reinforce_plus_plus import ReinforcePlusPlus
 from cohort.algorithms.rloo import RLOO
 from cohort.harness.data import Batch, PolicyOutput
-from cohort.harness.run.rollout import score
+from cohort.harness.run.grading import score
 from cohort.harness.spec.run import parse_run
 from fakes import graded_group
 
