@@ -9,7 +9,6 @@ polynomial; with n samples the bias is of order 1 / n for problems near tau.
 "Before training" is the evaluation of `evaluation.test_at_start`, "after training" the final one of every run.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -21,7 +20,6 @@ from ..harness.record.study import TrialRecord
 from . import statistics
 from .analysis import Analysis
 from .statistics import Floats, Interval
-from .tables import csv_text
 from .trials import num_first, usable_trials
 
 MIN_SAMPLES = 16  # of each problem; fewer make no useful curve
@@ -171,20 +169,6 @@ def curves_of_counts(counts: Sequence[int], num_samples: int) -> dict[str, dict[
 def table_sizes(num_samples: int) -> list[int]:
     """The k of a table: powers of 4, and the number of samples itself."""
     return sorted({num_samples, *(4**j for j in range(10) if 4**j <= num_samples)})
-
-
-def capability_csv(found: Capabilities) -> str:
-    """Every k of every curve, as a file."""
-    rows = []
-    curves = [*(("before", one) for one in found.before), *(("after", one) for one in found.after.values())]
-    for when, one in curves:
-        seeds, problems = one.counts_SN.shape
-        for k in range(1, one.num_samples + 1):
-            interval = one.pass_at(k)
-            limits = (math.nan, math.nan) if interval is None else (interval.low, interval.high)
-            numbers = [float(f"{value:.6g}") for value in (float(one.passes(k).mean()), *limits)]
-            rows.append([one.label, when, seeds, problems, k, *numbers])
-    return csv_text(["policy", "when", "seeds", "problems", "k", "pass_at_k", "low", "high"], rows)
 
 
 def _capability(label: str, trials: Sequence[TrialRecord], area: str, first: int | None) -> Capability | None:

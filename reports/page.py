@@ -1,5 +1,6 @@
 """Decides the content of a report: the numbers of every section as text, and its rollouts and figures."""
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
@@ -8,7 +9,7 @@ from typing import Any
 import yaml
 
 from ..harness.data import SampleRow
-from ..harness.record.study import StudyRecord, TrialRecord
+from ..harness.record.study import StudyRecord
 from . import contamination
 from .analysis import PLANNED_DIFFERENCES, Analysis, Comparison, held_out_accuracies
 from .capability import TAUS, Capabilities, Crossover, table_sizes
@@ -24,7 +25,6 @@ from .statistics import SIMULATED_COVERAGE, Interval
 from .trials import ArmSummary, score, search_of, setting, tuning_of, wanted_pairs
 
 _MOST_PROMPTS, _MOST_ARMS = 4, 4
-_MOST_CHARACTERS = 1600
 FLOPS = {  # part of a run's operations -> its column
     "train": "Training", "sampling": "Sampling", "scoring": "Scoring", "learning": "Learning",
     "evaluation": "Evaluation", "cold_start": "Cold start",
@@ -36,7 +36,7 @@ def page_drawings(
     analysis: Analysis, capable: Capabilities | None, scaled: Scalings | None
 ) -> dict[str, list[Drawing]]:
     """Section of the page -> its figures, only those that the record can fill."""
-    outcomes = outcome.final_accuracy(analysis) + outcome.differences(analysis)
+    outcomes = outcome.estimates(analysis)
     maps = grid.heat_maps(analysis) + grid.importances(analysis)
     num_top = max(2 - len(maps), 0)  # of the outcome beside the heat maps or the importances
     return {
@@ -62,10 +62,17 @@ def page_values(
 ) -> dict[str, Any]:
     """The values that the templates read."""
     record = analysis.record
+    seeds = f"{'seed' if len(record.seeds) == 1 else 'seeds'} {', '.join(map(str, record.seeds))}"
+    facts = [progress(analysis), wording.plural(len(analysis.arms), "arm"), seeds]
+    if analysis.controls:
+        facts.append(wording.plural(len(analysis.controls), "control arm"))
+    for name, path in (("task", "task.name"), ("model", "model")) if record.trials else ():
+        facts.append(f"{name} {', '.join(dict.fromkeys(str(setting(t.spec, path, '?')) for t in record.trials))}")
+    spec = json.loads(json.dumps(record.spec, default=str))  # only the types that YAML writes without tags
     return {
         "record": record,
         "answer": answer(analysis),
-        "facts": _facts(analysis),
+        "facts": facts,
         "drawings": drawings,
         "rows": [_row(arm, analysis) for arm in analysis.arms],
         "effects": analysis.grid.effects if analysis.grid is not None else [],
@@ -78,7 +85,7 @@ def page_values(
         "controls": {"rows": _control_rows(analysis), "verdicts": verdicts(analysis)},
         "gaps": [*analysis.gaps, *(gap for control in analysis.controls for gap in control.gaps)],
         "exploratory": _exploratory(analysis),
-        "probes": [_probe(one) for one in record.probes],
+        "probes": [contamination.summary(one) for one in record.probes],
         "probe_level": contamination.LEVEL,
         "costs": _costs(analysis),
         "accuracies": _accuracies(analysis, capable),
@@ -95,30 +102,16 @@ def page_values(
         "rollouts": _rollouts(analysis),
         "analysis": analysis,
         "threads": _threads(record),
-        "spec_yaml": yaml.safe_dump(_plain(record.spec), sort_keys=False, allow_unicode=True, width=100).strip(),
+        "spec_yaml": yaml.safe_dump(spec, sort_keys=False, allow_unicode=True, width=100).strip(),
     }
-
-
-def _facts(analysis: Analysis) -> list[str]:
-    """The study at a glance: progress, arms, seeds, task and model."""
-    record = analysis.record
-    seeds = f"{'seed' if len(record.seeds) == 1 else 'seeds'} {', '.join(map(str, record.seeds))}"
-    facts = [progress(analysis), wording.plural(len(analysis.arms), "arm"), seeds]
-    if analysis.controls:
-        facts.append(wording.plural(len(analysis.controls), "control arm"))
-    for name, path in (("task", "task.name"), ("model", "model")) if record.trials else ():
-        facts.append(f"{name} {', '.join(dict.fromkeys(str(setting(t.spec, path, '?')) for t in record.trials))}")
-    return facts
 
 
 def _threads(record: StudyRecord) -> str:
     """The trials' numbers of threads, needed to repeat them exactly; empty if unknown."""
     known = sorted({number for trial in record.trials for number in trial.threads})
-    if not known:
-        return ""
+    count = f"{' or '.join(known)} {'thread' if known == ['1'] else 'threads'}"
     changed = " (the number of workers changed)" if len(known) > 1 else ""
-    unit = "thread" if known == ["1"] else "threads"
-    return f"A trial had {' or '.join(known)} {unit}{changed}; with another number its last bits differ."
+    return f"A trial had {count}{changed}; with another number its last bits differ." if known else ""
 
 
 def _search(analysis: Analysis) -> dict[str, Any] | None:
@@ -147,19 +140,12 @@ def _search(analysis: Analysis) -> dict[str, Any] | None:
 
 def _control_rows(analysis: Analysis) -> list[dict[str, Any]]:
     """The control arms and then the others, each with its meaning and its complete seeds; empty without controls."""
-    arms = [(MEANINGS.get(one.control, one.control), one.summary, one.gaps) for one in analysis.controls]
-    arms += [("", arm, [gap for gap in analysis.gaps if gap.arm == arm.label]) for arm in analysis.arms if arms]
+    arms = [(MEANINGS.get(one.control, one.control), one.summary, len(one.gaps)) for one in analysis.controls]
+    arms += [("", arm, sum(gap.arm == arm.label for gap in analysis.gaps)) for arm in analysis.arms if arms]
     return [
-        {"arm": arm, "meaning": meaning, "seeds": f"{len(arm.scores)}/{len(arm.scores) + len(gaps)}"}
-        for meaning, arm, gaps in arms
+        {"arm": arm, "meaning": meaning, "seeds": f"{len(arm.scores)}/{len(arm.scores) + missing}"}
+        for meaning, arm, missing in arms
     ]
-
-
-def _probe(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A probe as text, with long texts shortened."""
-    found = contamination.summary(document)
-    examples = [{key: _shorten(one[key]) for key in ("start", "continuation")} for one in found["examples"]]
-    return {**found, "examples": examples}
 
 
 def _exploratory(analysis: Analysis) -> list[dict[str, str]]:
@@ -201,7 +187,7 @@ def _capability(capable: Capabilities | None) -> dict[str, Any] | None:
         ({f"pass@{k}": k for k in table_sizes(most)}, lambda one, k: one.pass_at(k) if k <= one.num_samples else None),
         ({f"Cover@{tau:g}": tau for tau in TAUS}, lambda one, tau: one.cover_at(tau)),
     ):
-        rows = [{"label": label, "cells": [read(one, x) for x in names.values()]} for label, one in curves]
+        rows = [(label, [_texts(read(one, x), "accuracy") for x in names.values()]) for label, one in curves]
         tables.append({"names": list(names), "rows": rows})
     crossings = [{"leader": x.leader, "other": x.other, **_crossing(x)} for x in capable.crossovers]
     return {"tables": tables, "crossings": crossings, "has_start": bool(capable.before)}
@@ -223,19 +209,19 @@ def _scaling(analysis: Analysis, scaled: Scalings | None) -> dict[str, Any] | No
     metric, shifts = analysis.record.metric, {shift.arm: shift for shift in scaled.shifts}
     rows = []
     for one in scaled.fits:
-        shift = shifts.get(one.arm)
-        higher, later = (shift.ceiling, shift.midpoint) if shift is not None else (None, None)
-        signed = {"metric": metric, "signed": True}
+        shift, check = shifts.get(one.arm), ("the first half identifies no curve", "")
+        if (error := one.prediction) is not None:
+            number, limits = _texts(error, metric, signed=True)
+            check = f"{'holds' if error.low <= 0 <= error.high else 'fails'}: {number}", limits
         rows.append({
             "label": one.arm,
-            "ceiling": (wording.number(one.ceiling.estimate, metric), wording.limits(one.ceiling, metric)),
-            "midpoint": (wording.quantity(one.midpoint.estimate), _range(one.midpoint, wording.quantity)),
-            "exponent": (f"{one.exponent.estimate:.2g}", _range(one.exponent, "{:.2g}".format)),
+            "ceiling": _texts(one.ceiling, metric),
+            "midpoint": _range(one.midpoint, wording.quantity),
+            "exponent": _range(one.exponent, "{:.2g}".format),
             "reached": f"{100 * one.reached:.0f} %",
-            "higher": ("", "") if higher is None else
-                      (wording.number(higher.estimate, **signed), wording.limits(higher, **signed)),
-            "later": ("", "") if later is None else (f"{later.estimate:.2f}", _range(later, "{:.2f}".format)),
-            "check": _checked(one.prediction, metric),
+            "higher": _texts(shift.ceiling, metric, signed=True) if shift and shift.ceiling else ("", ""),
+            "later": _range(shift.midpoint, "{:.2f}".format) if shift and shift.midpoint else ("", ""),
+            "check": check,
         })  # fmt: skip
     reasons: dict[str, list[str]] = {}
     for arm, reason in scaled.refused.items():
@@ -244,16 +230,14 @@ def _scaling(analysis: Analysis, scaled: Scalings | None) -> dict[str, Any] | No
     return {"cost": scaled.cost, "rows": rows, "refused": refused, "has_shifts": bool(shifts)}
 
 
-def _range(interval: Interval, write: Callable[[float], str]) -> str:
-    return f"[{write(interval.low)}, {write(interval.high)}]"
+def _range(interval: Interval, write: Callable[[float], str]) -> tuple[str, str]:
+    return write(interval.estimate), f"[{write(interval.low)}, {write(interval.high)}]"
 
 
-def _checked(error: Interval | None, metric: str) -> tuple[str, str]:
-    """The prediction of the second half of compute from the first half, as text."""
-    if error is None:
-        return "the first half identifies no curve", ""
-    held = "holds" if error.low <= 0 <= error.high else "fails"
-    return f"{held}: {wording.number(error.estimate, metric, signed=True)}", wording.limits(error, metric, signed=True)
+def _texts(interval: Interval | None, metric: str, signed: bool = False) -> tuple[str, str]:
+    """An estimate and its limits; `n/a` without one."""
+    estimate = math.nan if interval is None else interval.estimate
+    return wording.number(estimate, metric, signed), wording.limits(interval, metric, signed)
 
 
 def _accuracies(analysis: Analysis, capable: Capabilities | None) -> dict[str, Any]:
@@ -285,18 +269,30 @@ def _plan(one: Comparison) -> list[str]:
     """The detectable difference, and the seeds needed for the one seen and for each planned one, as text."""
     if math.isnan(one.detectable):
         return ["n/a"] * (2 + len(PLANNED_DIFFERENCES))
-    counts = [one.seeds_needed, *one.seeds_for.values()]
-    seeds = ["> 200" if count is None else str(count) for count in counts]
-    unknown = ["n/a"] * (1 + len(PLANNED_DIFFERENCES) - len(counts))
+    seeds = ["> 200" if count is None else str(count) for count in (one.seeds_needed, *one.seeds_for.values())]
+    unknown = ["n/a"] * (1 + len(PLANNED_DIFFERENCES) - len(seeds))
     return [wording.points(one.detectable, one.outcome.name), *seeds, *unknown]
 
 
 def _rollouts(analysis: Analysis) -> dict[str, Any]:
     """The same few prompts answered by the arms side by side, from each arm's first seed with samples."""
-    sources = {arm.label: trial for arm in analysis.arms if (trial := _sampled_trial(analysis.record, arm.label))}
-    chosen = _chosen_arms(analysis, list(sources))
-    latest = {label: _latest(sources[label].samples) for label in chosen}
-    prompts = dict.fromkeys(key for rows in latest.values() for key in rows)
+    trials = sorted(analysis.record.trials, key=lambda trial: (trial.state != "complete", trial.seed), reverse=True)
+    known = {trial.arm: trial for trial in trials if trial.samples}  # complete ones last, by falling seed
+    sources = {arm.label: known[arm.label] for arm in analysis.arms if arm.label in known}
+    chosen = list(sources)
+    if len(chosen) > _MOST_ARMS:  # the baseline, the highest, the lowest, then the study's order
+        ranked = [arm.label for arm in sorted(analysis.finished_arms, key=lambda arm: arm.mean, reverse=True)]
+        baseline = [arm.label for arm in analysis.arms if arm.is_baseline]
+        wanted = dict.fromkeys([*baseline, *ranked[:1], *ranked[-1:], *chosen])
+        chosen = [label for label in wanted if label in sources][:_MOST_ARMS]
+    sampled: dict[str, dict[tuple[str, str], list[SampleRow]]] = {label: {} for label in chosen}
+    for label, prompts in sampled.items():
+        for row in sources[label].samples:
+            prompts.setdefault((row.split, row.prompt_id), []).append(row)
+    latest = {
+        label: {prompt: max(rows, key=lambda row: row.step) for prompt, rows in prompts.items()}
+        for label, prompts in sampled.items()
+    }
     order = {"test": 0, "validation": 1, "train": 2}
 
     def interest(key: tuple[str, str]) -> tuple[int, int, bool]:
@@ -304,10 +300,10 @@ def _rollouts(analysis: Analysis) -> dict[str, Any]:
         return (-len(shown), order[key[0]], len({row.correct for row in shown}) == 1)
 
     groups = []
-    for key in sorted(prompts, key=interest)[:_MOST_PROMPTS]:
+    for key in sorted(dict.fromkeys(key for rows in latest.values() for key in rows), key=interest)[:_MOST_PROMPTS]:
         answers = [_answer(label, rows.get(key), analysis) for label, rows in latest.items()]
         first = next(rows[key] for rows in latest.values() if key in rows)
-        groups.append({"prompt": _shorten(first.prompt), "gold": first.gold, "split": key[0], "answers": answers})
+        groups.append({"prompt": first.prompt, "gold": first.gold, "split": key[0], "answers": answers})
     return {
         "groups": groups,
         "omitted_arms": len(sources) - len(chosen),
@@ -315,55 +311,14 @@ def _rollouts(analysis: Analysis) -> dict[str, Any]:
     }
 
 
-def _sampled_trial(record: StudyRecord, label: str) -> TrialRecord | None:
-    trials = [trial for trial in record.trials if trial.arm == label and trial.samples]
-    return min(trials, key=lambda trial: (trial.state != "complete", trial.seed), default=None)
-
-
-def _chosen_arms(analysis: Analysis, labels: list[str]) -> list[str]:
-    """At most four arms: the baseline, the highest, the lowest, then the study's order."""
-    if len(labels) <= _MOST_ARMS:
-        return labels
-    ranked = [arm.label for arm in sorted(analysis.finished_arms, key=lambda arm: arm.mean, reverse=True)]
-    baseline = [arm.label for arm in analysis.arms if arm.is_baseline]
-    wanted = [*baseline, *ranked[:1], *ranked[-1:], *labels]
-    return [label for label in dict.fromkeys(wanted) if label in labels][:_MOST_ARMS]
-
-
-def _latest(samples: Sequence[SampleRow]) -> dict[tuple[str, str], SampleRow]:
-    """(split, prompt id) -> the first rollout of the last step at which it was sampled."""
-    found: dict[tuple[str, str], SampleRow] = {}
-    for row in samples:
-        key = (row.split, row.prompt_id)
-        if key not in found or row.step > found[key].step:
-            found[key] = row
-    return found
-
-
 def _answer(label: str, row: SampleRow | None, analysis: Analysis) -> dict[str, Any]:
-    color = themed(color_of(analysis, label))
-    if row is None:
-        return {"label": label, "color": color, "row": None}
-    facts = [
-        f"answer {row.answer}" if row.answer is not None else "no answer found",
-        wording.plural(row.num_tokens, "token"),
-        "cut off by the token limit" if row.finish_reason == "length" else "stopped by itself",
-        f"step {row.step}",
-    ]
-    if row.reward is not None:
-        facts.insert(1, f"reward {row.reward:.3g}")
-    return {"label": label, "color": color, "row": row, "text": _shorten(row.completion), "facts": facts}
-
-
-def _shorten(text: str) -> str:
-    rest = len(text) - _MOST_CHARACTERS
-    return text if rest <= 0 else f"{text[:_MOST_CHARACTERS]} ... ({rest} more characters)"
-
-
-def _plain(value: Any) -> Any:
-    """Only the types that YAML writes without tags."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
+    facts = []
+    if row is not None:
+        facts = [
+            f"answer {row.answer}" if row.answer is not None else "no answer found",
+            *([f"reward {row.reward:.3g}"] if row.reward is not None else []),
+            wording.plural(row.num_tokens, "token"),
+            "cut off by the token limit" if row.finish_reason == "length" else "stopped by itself",
+            f"step {row.step}",
+        ]
+    return {"label": label, "color": themed(color_of(analysis, label)), "row": row, "facts": facts}

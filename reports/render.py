@@ -1,15 +1,17 @@
-"""Writes a report: one self-contained HTML page, `results.csv`, Markdown and the figures.
+"""Writes a report: one self-contained HTML page, Markdown, tables as CSV and LaTeX, and the figures.
 
 The page needs no script and no network: styles and figures are inline, and its content security policy forbids the
 rest. The template engine escapes all text of models, study files and error messages. Before that, characters that a
 page must not carry (control characters, bidirectional overrides, lone surrogates) are written as visible escapes.
 """
 
+import csv
 import dataclasses
+import io
 import math
 import re
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,21 +23,28 @@ from markupsafe import Markup, escape
 from ..harness.data import SampleRow
 from ..harness.record.study import ExploratoryArm, StudyRecord, TrialRecord
 from .analysis import ACCURACIES, Analysis, accuracy_order, analyse
-from .capability import capabilities, capability_csv
+from .capability import Capabilities, capabilities
 from .figures.style import FORMATS, color_of, write_files
 from .join import JoinedStudy
 from .page import FLOPS, page_drawings, page_values
 from .prose import wording
 from .scaling import scalings
-from .tables import arm_means, comparison_table, csv_text
-from .trials import score, setting
+from .statistics import Interval, t_interval
+from .trials import score, setting, wanted_pairs
 
 BOOTSTRAP_SEED = 0
 CAPABILITY = "capability.csv"  # every k of every curve of pass@k
 _REACHED = ("accuracy_initial", "accuracy_final", "test_accuracy")
 _SPENT = ("rollouts", "generated_tokens", "optimizer_steps", "seconds", "peak_memory_bytes")
+_PER_ARM = ("accuracy_initial", "accuracy_final", "generated_tokens", "seconds", "peak_memory_bytes")
 _LEDGER = (*(f"flops_{name}" for name in FLOPS), "core_seconds", "gpu_seconds")  # where known
 COLUMNS = ("study", "trial", "arm", "seed", "state", "algorithm", "task", *_REACHED, *_SPENT)
+
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+_LATEX = {
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": "$<$", ">": "$>$",
+    "|": "$|$", **{character: f"\\{character}" for character in "&%$#_{}"},
+}  # fmt: skip
 
 _JINJA: dict[str, Any] = {
     "loader": FileSystemLoader(Path(__file__).parent / "templates"),
@@ -44,17 +53,8 @@ _JINJA: dict[str, Any] = {
     "lstrip_blocks": True,
 }
 _FILTERS: dict[str, Any] = {
-    "p_value": wording.p_value,
-    "factor_title": wording.factor_title,
-    "number": lambda value, metric, signed=False: wording.number(math.nan if value is None else value, metric, signed),
-    "limits": wording.limits,
-    "estimate": lambda one, metric, signed=False: (
-        wording.number(one.estimate if one is not None else math.nan, metric, signed),
-        wording.limits(one, metric, signed),
-    ),
-    "quantity": wording.quantity,
-    "duration": wording.duration,
-    "size": wording.size,
+    **{name: getattr(wording, name) for name in ("p_value", "factor_title", "number", "limits", "shorten")},
+    **{name: getattr(wording, name) for name in ("quantity", "duration", "size")},
     "cost": lambda value, key: (wording.operations if key.startswith("flops") else wording.hours)(value),
 }
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
@@ -145,6 +145,102 @@ def results_table(record: StudyRecord) -> tuple[list[str], list[list[Any]]]:
         values += [score(trial, name) for name in accuracies]
         rows.append(values)
     return [*columns, *factors, *accuracies], rows
+
+
+def comparison_table(analysis: Analysis) -> tuple[list[str], list[list[Any]]]:
+    """Columns, and one row per arm of the comparison, its numbers in full; those that are not known are NaN or None."""
+    name, wanted = analysis.outcome.name, [label for label, _ in wanted_pairs(analysis.record)]
+    compared = ("difference", "difference_low", "difference_high", "p", "p_holm")
+    columns = ["arm", "complete_seeds", "seeds", name, f"{name}_low", f"{name}_high", *compared, *_PER_ARM]
+    rows = []
+    for arm in analysis.arms:
+        one = analysis.comparison(arm.label)
+        tested = [one.estimate, *_limits(one.interval), one.p, one.p_adjusted] if one is not None else [None] * 5
+        seeds = [len(arm.scores), max(wanted.count(arm.label), len(arm.scores))]
+        costs = [arm.costs.get(key) for key in _PER_ARM]
+        rows.append([arm.label, *seeds, arm.mean, *_limits(arm.interval), *tested, *costs])
+    return columns, rows
+
+
+def comparison_latex(analysis: Analysis) -> str:
+    """The page's main table as LaTeX for a paper, rounded as on the page; it needs the package booktabs."""
+    metric, compared = analysis.outcome.name, bool(analysis.comparisons)
+    outcome = f"{wording.capitalised(analysis.outcome.label)}{' (%)' if analysis.outcome.is_fraction else ''}"
+    rows = [["Arm", "Seeds", outcome, *(("Difference", "p (Holm)") if compared else ())]]
+    for arm in analysis.arms:
+        cells = [arm.label, str(len(arm.scores)), wording.with_limits(arm.mean, arm.interval, metric)]
+        if (one := analysis.comparison(arm.label)) is not None:
+            difference = wording.with_limits(one.estimate, one.interval, metric, signed=True)
+            cells += [difference, wording.p_value(one.p_adjusted)]
+        elif compared:
+            cells += ["baseline" if arm.is_baseline else "", ""]
+        rows.append(cells)
+    lines = [" & ".join(map(latex, cells)) + r" \\" for cells in rows]
+    return "\n".join([
+        "% Mean over seeds [95 % interval]; difference to the baseline, seed by seed. Needs \\usepackage{booktabs}.",
+        f"\\begin{{tabular}}{{l{'r' * (len(rows[0]) - 1)}}}",
+        *("\\toprule", lines[0], "\\midrule", *lines[1:], "\\bottomrule", "\\end{tabular}\n"),
+    ])  # fmt: skip
+
+
+def latex(text: str) -> str:
+    """A text that LaTeX sets as it is: no character of it is a command. A minus before a number is a real one."""
+    one_line = " ".join(text.split())
+    escaped = "".join(_LATEX.get(character, character) for character in one_line)
+    opening = "{}" if escaped.startswith(("[", "*")) else ""  # which the end of the row before would take for its own
+    return opening + re.sub(r"(?<![\w.,-])-(?=\d)", "$-$", escaped)
+
+
+def arm_means(analysis: Analysis) -> list[dict[str, Any]]:
+    """Mean and interval of each arm: of the outcome as in the report, of the other numbers Student's over seeds."""
+    rows = []
+    for arm in analysis.arms:
+        complete = [t for t in analysis.record.trials if t.arm == arm.label and t.seed in arm.scores]
+        numbers = {key: [t.summary[key] for t in complete if key in t.summary] for key in _PER_ARM}
+        found = {analysis.outcome.name: (len(arm.scores), arm.mean, arm.interval)} if arm.scores else {}
+        for key, values in numbers.items():
+            if values:
+                found[key] = (len(values), float(np.mean(values)), t_interval(values))
+        for metric, (seeds, mean, interval) in found.items():
+            low, high = _limits(interval)
+            rows.append({"arm": arm.label, "metric": metric, "seeds": seeds, "mean": mean, "low": low, "high": high})
+    return rows
+
+
+def capability_csv(found: Capabilities) -> str:
+    """Every k of every curve, as a file."""
+    rows = []
+    curves = [*(("before", one) for one in found.before), *(("after", one) for one in found.after.values())]
+    for when, one in curves:
+        seeds, problems = one.counts_SN.shape
+        for k in range(1, one.num_samples + 1):
+            interval = one.pass_at(k)
+            limits = (math.nan, math.nan) if interval is None else (interval.low, interval.high)
+            numbers = [float(f"{value:.6g}") for value in (float(one.passes(k).mean()), *limits)]
+            rows.append([one.label, when, seeds, problems, k, *numbers])
+    return csv_text(["policy", "when", "seeds", "problems", "k", "pass_at_k", "low", "high"], rows)
+
+
+def cell(value: Any) -> Any:
+    """A value for a table; text that a spreadsheet would run as a formula starts with an apostrophe."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return ""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
+
+
+def csv_text(columns: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
+    """A table as a CSV file."""
+    table = io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    for row in (columns, *rows):
+        writer.writerow(map(cell, row))
+    return table.getvalue()
+
+
+def _limits(interval: Interval | None) -> list[float | None]:
+    return [None, None] if interval is None else [interval.low, interval.high]
 
 
 def visible(value: Any) -> Any:

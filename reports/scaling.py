@@ -8,12 +8,12 @@ Intervals are over seeds: to first order the fit is the mean over seeds of each 
 1986), so Student's interval of these values is that of the parameter, with C_mid and B as logarithms. The values also
 pair arms by seed, which distinguishes a higher ceiling from a faster rise.
 
-No curve is stated if the data do not identify it (`_refusal`).
+No curve is stated if the data do not identify it (`_fit`).
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -80,21 +80,27 @@ def scalings(analysis: Analysis) -> Scalings | None:
     cost = next((name for name in COSTS if usable and all(name in one.history for one in usable.values())), None)
     if cost is None or not analysis.outcome.is_fraction:
         return None
-    fits, refused = [], {}
+    fits, refused, shifts = [], {}, []
     for arm in analysis.finished_arms:
         trials = [usable[arm.label, seed] for seed in arm.scores]
-        fallen = [one.seed for one in trials if collapse_step(one.history.get(record.metric, ())) is not None]
-        found = f"seed {', '.join(map(str, fallen))} collapsed, and a curve that saturates cannot fall"
+        fallen = [str(one.seed) for one in trials if collapse_step(one.history.get(record.metric, ())) is not None]
+        found = f"seed {', '.join(fallen)} collapsed, and a curve that saturates cannot fall"
         if not fallen:
-            found = fit_curve(
-                arm.label, list(arm.scores), *_points(trials, record.metric, cost), num_first(record, arm.scores)
-            )
+            points, first = _points(trials, record.metric, cost), num_first(record, arm.scores)
+            found = fit_curve(arm.label, list(arm.scores), *points, first)
         if isinstance(found, str):
             refused[arm.label] = found
         else:
             fits.append(found)
     base = next((one for one in fits if analysis.baseline is not None and one.arm == analysis.baseline.label), None)
-    shifts = [_shift(one, base, analysis) for one in fits if base is not None and one is not base]
+    for one in fits:
+        if base is not None and one is not base:
+            seeds = sorted(one.by_seed.keys() & base.by_seed.keys())
+            first, ceiling, midpoint = num_first(record, seeds), None, None
+            if len(seeds[:first]) > 1:
+                differences = np.array([one.by_seed[seed] - base.by_seed[seed] for seed in seeds])
+                ceiling, midpoint = (_interval(differences[:, i], first) for i in (_A, _LOG_MID))
+            shifts.append(Shift(one.arm, ceiling, midpoint and _exponential(midpoint)))
     return Scalings(COSTS[cost], fits, refused, shifts)
 
 
@@ -107,12 +113,15 @@ def fit_curve(
         return found
     parameters, values_S4 = found
     ceiling, middle, steepness = (_interval(values_S4[:, i], first) for i in (_A, _LOG_MID, _LOG_B))
-    most = float(costs_ST[:, -1].mean())
-    reached = special.expit(math.exp(parameters[_LOG_B]) * (math.log(most) - parameters[_LOG_MID]))
+    prediction, half = None, costs_ST.mean(axis=0) <= costs_ST.mean(axis=0)[-1] / 2
+    if not isinstance(early := _fit(costs_ST[:, half], scores_ST[:, half], first), str):
+        rest = costs_ST[:, ~half]
+        moved = np.einsum("sti,si->s", _gradients(early[0], rest), early[1] - early[0]) / rest.shape[1]
+        prediction = _interval((curve(early[0], rest) - scores_ST[:, ~half]).mean(axis=1) + moved, first)
     return Scaling(
         arm, costs_ST, scores_ST, parameters, dict(zip(seeds, values_S4, strict=True)),
-        Interval(ceiling.estimate, max(ceiling.low, 0.0), min(ceiling.high, 1.0), ceiling.error, ceiling.df),
-        _exponential(middle), _exponential(steepness), float(reached), _prediction(costs_ST, scores_ST, first),
+        replace(ceiling, low=max(ceiling.low, 0.0), high=min(ceiling.high, 1.0)), _exponential(middle),
+        _exponential(steepness), float(_share(parameters, costs_ST[:, -1].mean())), prediction,
     )  # fmt: skip
 
 
@@ -142,27 +151,17 @@ def _fit(costs_ST: Floats, scores_ST: Floats, first: int | None) -> tuple[Floats
     if np.linalg.cond(normal) > 1e14:
         return "accuracy does not change enough for a curve"
     values_S4 = parameters + np.linalg.solve(normal, pulls.T).T
-    if (reason := _refusal(parameters, values_S4, costs_ST / scale, scores_ST, first)) is not None:
-        return reason
-    shift = np.array([0.0, 0.0, math.log(scale), 0.0])
-    return parameters + shift, values_S4 + shift
-
-
-def _refusal(
-    parameters: Floats, values_S4: Floats, costs_ST: Floats, scores_ST: Floats, first: int | None
-) -> str | None:
-    """The reason that a fit does not identify a ceiling; None if it does."""
-    gain = parameters[_A] - parameters[_R0]
+    gain, ceiling = parameters[_A] - parameters[_R0], _interval(values_S4[:, _A], first)
     if gain <= 0:
         return "accuracy does not rise"
-    if _p_without_ceiling(costs_ST, scores_ST) > BENT:
+    if _p_without_ceiling(costs_ST / scale, scores_ST) > BENT:
         return "the curve has not bent: a power law without any ceiling fits as well; train longer"
-    if _interval(values_S4[:, _LOG_MID], first).high >= math.log(LATEST * float(costs_ST[:, -1].mean())):
+    if _interval(values_S4[:, _LOG_MID], first).high >= math.log(LATEST * float((costs_ST / scale)[:, -1].mean())):
         return "half of the gain may come in the last quarter of training or later; train longer"
-    ceiling = _interval(values_S4[:, _A], first)
     if ceiling.high - ceiling.low >= gain:
         return "the interval of the ceiling is wider than the gain itself; run more seeds, or train longer"
-    return None
+    shift = np.array([0.0, 0.0, math.log(scale), 0.0])
+    return parameters + shift, values_S4 + shift
 
 
 def _p_without_ceiling(costs_ST: Floats, scores_ST: Floats) -> float:
@@ -208,17 +207,6 @@ def _gradients(parameters: Floats, costs: Floats) -> Floats:
     return np.stack([share, 1 - share, -steep * slope, by_steep], axis=-1)
 
 
-def _prediction(costs_ST: Floats, scores_ST: Floats, first: int | None) -> Interval | None:
-    half = costs_ST.mean(axis=0) <= costs_ST.mean(axis=0)[-1] / 2
-    found = _fit(costs_ST[:, half], scores_ST[:, half], first)
-    if isinstance(found, str):
-        return None
-    parameters, values_S4 = found
-    rest = costs_ST[:, ~half]
-    moved = np.einsum("sti,si->s", _gradients(parameters, rest), values_S4 - parameters) / rest.shape[1]
-    return _interval((curve(parameters, rest) - scores_ST[:, ~half]).mean(axis=1) + moved, first)
-
-
 def _points(trials: Sequence[TrialRecord], metric: str, cost: str) -> tuple[Floats, Floats]:
     """Compute and accuracy of each seed at the evaluations shared by all seeds."""
     series = [{s: v for s, v in trial.history.get(metric, ()) if math.isfinite(v)} for trial in trials]
@@ -229,16 +217,6 @@ def _points(trials: Sequence[TrialRecord], metric: str, cost: str) -> tuple[Floa
     if costs_ST.size and steps[0] == 0:
         costs_ST[:, 0] = 0.0  # the clock of seconds runs in the evaluation before training
     return costs_ST, np.array([[one[step] for step in steps] for one in series], dtype=float)
-
-
-def _shift(one: Scaling, base: Scaling, analysis: Analysis) -> Shift:
-    seeds = sorted(one.by_seed.keys() & base.by_seed.keys())
-    first = num_first(analysis.record, seeds)
-    if len(seeds[:first]) < 2:
-        return Shift(one.arm, None, None)
-    differences = np.array([one.by_seed[seed] - base.by_seed[seed] for seed in seeds])
-    middle = _interval(differences[:, _LOG_MID], first)
-    return Shift(one.arm, _interval(differences[:, _A], first), _exponential(middle))
 
 
 def _interval(values_S: Floats, first: int | None) -> Interval:

@@ -21,8 +21,7 @@ from cohort.harness.data import EvaluationResult, SampleRow
 from cohort.harness.ground.files import write_json
 from cohort.harness.record.status import StudyStatus, TrialStatus
 from cohort.harness.record.study import StudyRecord
-from cohort.reports.render import write_report
-from cohort.reports.tables import cell, latex
+from cohort.reports.render import cell, latex, write_report
 from fake_study import HOSTILE_ARM, FakeArm, factor_grid, fake_study, three_algorithms
 
 import cohort

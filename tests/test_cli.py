@@ -38,7 +38,7 @@ from cohort.harness.record.status import StudyStatus, TrialStatus
 from cohort.harness.spec.run import Optimizer
 from cohort.harness.study import runner
 from cohort.harness.study.launchers.local import WorkerPool
-from cohort.reports.tables import csv_text
+from cohort.reports.render import csv_text
 from rich.console import Console
 from test_plugins import install
 

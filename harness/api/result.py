@@ -19,9 +19,8 @@ from ...reports.capability import capabilities
 from ...reports.figures.style import Drawing
 from ...reports.page import page_drawings
 from ...reports.prose.answer import answer
-from ...reports.render import analysed, results_table, visible
+from ...reports.render import analysed, comparison_latex, comparison_table, results_table, visible
 from ...reports.scaling import scalings
-from ...reports.tables import comparison_latex, comparison_table
 from ...reports.trials import search_of
 from ..data import EvaluationResult, SampleRow
 from ..record.study import StudyRecord

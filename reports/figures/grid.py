@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -12,7 +13,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from ...harness.data import short_path
-from ...harness.record.study import TrialRecord
 from ..analysis import Analysis, marginal
 from ..prose import wording
 from ..statistics import ALPHA
@@ -63,7 +63,10 @@ def difficulty_maps(analysis: Analysis) -> list[Drawing]:
     drawings = []
     for tag, metrics in tags.items():
         values = sorted(metrics)
-        means = np.array([[_mean(seeds, metrics[value]) for value in values] for seeds in arms.values()])
+        known = [
+            [[x for t in seeds if (x := score(t, metrics[v])) is not None] for v in values] for seeds in arms.values()
+        ]
+        means = np.array([[fmean(found) if found else math.nan for found in row] for row in known])
         down, across, name = list(arms), [str(value) for value in values], tag.replace("_", " ")
         title = f"Test accuracy (%) by {name}"
         if len(across) > max(len(down), _MOST_COLUMNS):
@@ -71,8 +74,8 @@ def difficulty_maps(analysis: Analysis) -> list[Drawing]:
         if len(values) < 2 or len(across) > _MOST_COLUMNS:
             continue
         caption = "Mean over seeds; stronger colour is higher. Differences between cells are not tested."
-        draw, height = _difficulty_map(means, down, across, name), 1.1 + 0.34 * len(down)
-        drawings.append(drawn(f"difficulty_{len(drawings)}", title, caption, draw, style.WIDE, height))
+        plot, height = partial(_difficulty_map, means=means, across=across, name=name), 1.1 + 0.34 * len(down)
+        drawings.append(style.row_chart(f"difficulty_{len(drawings)}", title, caption, down, plot, height))
     return drawings
 
 
@@ -98,8 +101,12 @@ def interactions(analysis: Analysis) -> list[Drawing]:
     for number, pair in enumerate(pairs[:6]):
         across, lines = sorted(pair, key=lambda factor: -len(levels[factor]))
         if len(levels[lines]) <= len(style.PALETTE):
-            found = f": {_interaction_found(effects[pair].p_adjusted)}" if pair in effects else ""
-            title = f"{wording.factor_title((across, lines))}{found}"
+            title = wording.factor_title((across, lines))
+            if pair in effects and math.isnan(p := effects[pair].p_adjusted):
+                title += ": no test possible"
+            elif pair in effects:
+                shown = wording.p_equals(p).replace("p ", "p\u00a0").replace("= ", "=\u00a0")
+                title += f": {'they interact' if p < ALPHA else 'no interaction detected'} (Holm-adjusted {shown})"
             draw = _interaction(analysis, across, levels[across], lines, levels[lines])
             drawings.append(drawn(f"interaction_{number}", title, caption, draw, style.NARROW, 2.8))
     return drawings
@@ -114,8 +121,7 @@ def importances(analysis: Analysis) -> list[Drawing]:
     ranked = sorted(found["values"].items(), key=lambda item: -item[1])
     names, shares = [short_path(name) for name, _ in ranked], [100 * share for _, share in ranked]
 
-    def draw(figure: Figure) -> None:
-        axes = style.rows(figure, names)
+    def plot(axes: Axes) -> None:
         axes.barh(range(len(shares)), shares, height=0.5, color=style.PALETTE[0])
         axes.set_xlim(0, None)
         for row, share in enumerate(shares):
@@ -124,7 +130,7 @@ def importances(analysis: Analysis) -> list[Drawing]:
 
     title = f"What {cut(wording.spoken(next(iter(search['objectives']))), 40)} depends on"
     caption = f"Importance by {found['method']}, over the arms that the search finished."
-    return [drawn("importance_0", title, caption, draw, style.WIDE, style.rows_height(names))]
+    return [style.row_chart("importance_0", title, caption, names, plot)]
 
 
 def _heat_map(
@@ -157,19 +163,14 @@ def _heat_map(
     return draw
 
 
-def _difficulty_map(means: np.ndarray, down: Sequence[str], across: Sequence[str], name: str) -> Draw:
+def _difficulty_map(axes: Axes, means: np.ndarray, across: Sequence[str], name: str) -> None:
     """A cell per arm and value of a tag; `name` is written below what stands across."""
     low, high = np.nanmin(means), np.nanmax(means)
-
-    def draw(figure: Figure) -> None:
-        axes = style.rows(figure, down)
-        axes.grid(visible=False)
-        for (row, column), mean in np.ndenumerate(means):
-            position = (mean - low) / (high - low) if high > low or math.isnan(mean) else 0.1
-            _cell(axes, row, column, position, "-" if math.isnan(mean) else wording.number(mean, "test/accuracy"))
-        _columns(axes, [cut(label, 60 // len(across)) for label in across], name)
-
-    return draw
+    axes.grid(visible=False)
+    for (row, column), mean in np.ndenumerate(means):
+        position = (mean - low) / (high - low) if high > low or math.isnan(mean) else 0.1
+        _cell(axes, row, column, position, "-" if math.isnan(mean) else wording.number(mean, "test/accuracy"))
+    _columns(axes, [cut(label, 60 // len(across)) for label in across], name)
 
 
 def _cell(axes: Axes, row: int, column: int, position: float, value: str, limits: str = "") -> None:
@@ -195,12 +196,6 @@ def _shade(position: float) -> dict[str, Any]:
     if math.isnan(position):
         return {"color": style.EMPTY, "lw": 0}
     return {"color": style.SHADE, "alpha": 0.08 + 0.84 * position, "lw": 0}
-
-
-def _mean(trials: Sequence[TrialRecord], metric: str) -> float:
-    """The mean of the trials that have the metric; NaN if none has."""
-    known = [value for trial in trials if (value := score(trial, metric)) is not None]
-    return fmean(known) if known else math.nan
 
 
 def _color_bar(figure: Figure, metric: str, low: float, high: float) -> None:
@@ -243,10 +238,3 @@ def _interaction(analysis: Analysis, across: str, positions: Sequence[Any], line
         return ends
 
     return chart(plot, short_path(across), axis_label(metric))
-
-
-def _interaction_found(p: float) -> str:
-    if math.isnan(p):
-        return "no test possible"
-    shown = wording.p_equals(p).replace("p ", "p\u00a0").replace("= ", "=\u00a0")
-    return f"{'they interact' if p < ALPHA else 'no interaction detected'} (Holm-adjusted {shown})"

@@ -1,18 +1,16 @@
 """Draws an outcome: each arm's, its difference to the baseline, and what it cost."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from ..analysis import Analysis
+from ..analysis import Analysis, Comparison
 from ..prose import wording
-from ..statistics import Interval
 from ..trials import ArmSummary
 from . import style
-from .style import Draw, Drawing, End, axis_label, chart, color_of, cut, drawn, scale_of
+from .style import Drawing, End, axis_label, chart, color_of, cut, drawn, scale_of
 
 _COSTS = (  # key of an arm's costs, label on the x axis, its unit
     ("seconds", "seconds per run", 1.0),
@@ -26,33 +24,22 @@ _COST_CAPTION = (
 )
 
 
-class _Estimate(NamedTuple):
-    label: str
-    value: float
-    interval: Interval | None
-    seeds: Sequence[float]
-
-
-def final_accuracy(analysis: Analysis) -> list[Drawing]:
-    """Every arm's outcome: its mean with interval, and each seed as a dot."""
-    shown = [_Estimate(a.label, a.mean, a.interval, list(a.scores.values())) for a in analysis.finished_arms]
-    if not shown:
-        return []
-    title = f"{wording.capitalised(analysis.outcome.label)} of each arm at the end of training"
-    caption = "Large mark: mean over seeds; bar: 95 % interval; small dots: single seeds."
-    draw = _estimates(analysis, shown, axis_label(analysis.outcome.name, analysis.outcome.label))
-    return [drawn("final", title, caption, draw, style.WIDE, style.rows_height([one.label for one in shown]))]
-
-
-def differences(analysis: Analysis) -> list[Drawing]:
-    """Every comparison with the baseline: the paired difference with interval and each seed's own difference."""
-    shown = [_Estimate(c.arm, c.estimate, c.interval, list(c.differences.values())) for c in analysis.comparisons]
-    if not shown:
-        return []
-    title = f"Difference to {cut(analysis.comparisons[0].baseline.label, 70)}, seed by seed"
-    caption = "Large mark: mean paired difference; bar: 95 % interval; small dots: single seeds. Right of 0 is higher."
-    draw = _estimates(analysis, shown, f"difference{', points' if analysis.outcome.is_fraction else ''}", signed=True)
-    return [drawn("differences", title, caption, draw, style.WIDE, style.rows_height([one.label for one in shown]))]
+def estimates(analysis: Analysis) -> list[Drawing]:
+    """Every arm's outcome, and every paired difference to the baseline: a mean with its interval and seeds as dots."""
+    outcome, arms, apart = analysis.outcome, analysis.finished_arms, analysis.comparisons
+    marks, drawings = "bar: 95 % interval; small dots: single seeds.", []
+    if arms:
+        title = f"{wording.capitalised(outcome.label)} of each arm at the end of training"
+        shown = {arm.label: (arm.mean, arm) for arm in arms}
+        x_label = axis_label(outcome.name, outcome.label)
+        drawings.append(_estimates("final", title, f"Large mark: mean over seeds; {marks}", analysis, shown, x_label))
+    if apart:
+        title = f"Difference to {cut(apart[0].baseline.label, 70)}, seed by seed"
+        caption = f"Large mark: mean paired difference; {marks} Right of 0 is higher."
+        shown, x_label = {one.arm: (one.estimate, one) for one in apart}, "difference"
+        x_label += ", points" if outcome.is_fraction else ""
+        drawings.append(_estimates("differences", title, caption, analysis, shown, x_label))
+    return drawings
 
 
 def cost_against_accuracy(analysis: Analysis) -> list[Drawing]:
@@ -63,7 +50,8 @@ def cost_against_accuracy(analysis: Analysis) -> list[Drawing]:
         spent = [cost for _, cost in costs]
         if len(costs) > 1 and max(spent) > 1.05 * min(spent):
             title = f"{wording.capitalised(analysis.outcome.label)} against {label.partition(',')[0]}"
-            draw = _scatter(analysis, costs, label)
+            plot = partial(_scatter, analysis=analysis, costs=costs)
+            draw = chart(plot, label, axis_label(analysis.outcome.name))
             drawings.append(drawn(f"cost_{key}", title, _COST_CAPTION, draw, style.NARROW, 2.8))
     return drawings
 
@@ -77,45 +65,49 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     return front
 
 
-def _estimates(analysis: Analysis, shown: Sequence[_Estimate], x_label: str, signed: bool = False) -> Draw:
+def _estimates(
+    name: str,
+    title: str,
+    caption: str,
+    analysis: Analysis,
+    shown: Mapping[str, tuple[float, ArmSummary | Comparison]],
+    x_label: str,
+) -> Drawing:
     """A row each: the seeds as dots, the interval as a bar, the value as a mark with its number at the right."""
-    metric, scale = analysis.outcome.name, scale_of(analysis.outcome.name)
+    metric, scale, signed = analysis.outcome.name, scale_of(analysis.outcome.name), name == "differences"
 
-    def draw(figure: Figure) -> None:
-        axes = style.rows(figure, [one.label for one in shown])
+    def plot(axes: Axes) -> None:
         if signed:
             axes.axvline(0, color=style.INK, lw=0.8)
-        for row, one in enumerate(shown):
-            color, seeds = color_of(analysis, one.label), scale * np.array(one.seeds)
+        for row, (label, (value, one)) in enumerate(shown.items()):
+            color, seeds = color_of(analysis, label), scale * np.array(one.values)
             axes.plot(seeds, np.full(len(seeds), row + 0.24), "o", color=color, ms=3.2, alpha=0.65, mew=0)
             if one.interval is not None:
                 ends = [scale * one.interval.low, scale * one.interval.high]
                 axes.plot(ends, [row, row], color=color, lw=2.2, solid_capstyle="round")
-            _mark(axes, analysis, one.label, scale * one.value, row)
-            style.text_beside(axes, row, wording.number(one.value, metric, signed))
+            _mark(axes, analysis, label, scale * value, row)
+            style.text_beside(axes, row, wording.number(value, metric, signed))
         axes.set_xlabel(x_label)
 
-    return draw
+    return style.row_chart(name, title, caption, list(shown), plot)
 
 
 def _mark(axes: Axes, analysis: Analysis, label: str, x: float, y: float) -> None:
     axes.plot([x], [y], style.marker_of(analysis, label), color=color_of(analysis, label), ms=6.5, mec="white", mew=0.8)
 
 
-def _scatter(analysis: Analysis, costs: Sequence[tuple[ArmSummary, float]], label: str) -> Draw:
-    scale = scale_of(analysis.outcome.name)
-
-    def plot(axes: Axes) -> list[End]:
-        front = pareto_front([(cost, arm.mean) for arm, cost in costs])
-        steps = [(costs[i][1], scale * costs[i][0].mean) for i in front]
-        axes.step(*zip(*steps, strict=True), where="post", color=style.MUTED, lw=0.9, ls=(0, (4, 3)), zorder=1)
-        for arm, cost in costs:
-            if arm.interval is not None:
-                bar = [scale * arm.interval.low, scale * arm.interval.high]
-                axes.plot([cost, cost], bar, color=color_of(analysis, arm.label), lw=1.4, alpha=0.6)
-            _mark(axes, analysis, arm.label, cost, scale * arm.mean)
-        axes.margins(x=0.12, y=0.1)
-        ends = [(scale * arm.mean, arm.label, color_of(analysis, arm.label)) for arm, _ in costs]
-        return [(y, style.end_label(analysis, label), color) for y, label, color in ends if color != style.GREY]
-
-    return chart(plot, label, axis_label(analysis.outcome.name))
+def _scatter(axes: Axes, analysis: Analysis, costs: Sequence[tuple[ArmSummary, float]]) -> list[End]:
+    scale, ends = scale_of(analysis.outcome.name), []
+    front = [costs[i] for i in pareto_front([(cost, arm.mean) for arm, cost in costs])]
+    steps = [(cost, scale * arm.mean) for arm, cost in front]
+    axes.step(*zip(*steps, strict=True), where="post", color=style.MUTED, lw=0.9, ls=(0, (4, 3)), zorder=1)
+    for arm, cost in costs:
+        color = color_of(analysis, arm.label)
+        if arm.interval is not None:
+            bar = [scale * arm.interval.low, scale * arm.interval.high]
+            axes.plot([cost, cost], bar, color=color, lw=1.4, alpha=0.6)
+        _mark(axes, analysis, arm.label, cost, scale * arm.mean)
+        if color != style.GREY:
+            ends.append((scale * arm.mean, style.end_label(analysis, arm.label), color))
+    axes.margins(x=0.12, y=0.1)
+    return ends

@@ -22,7 +22,7 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
+from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from ...harness.data import GREY, PALETTE
 from ..analysis import Analysis
@@ -76,7 +76,6 @@ _STYLED_TAG, _COLOR = re.compile(r'(?:<[^<>]* style=")[^"<>]*'), re.compile(r"(?
 
 PLOT = (0.1, 0.155, 0.66, 0.65)  # left, bottom, width, height of a line chart, as fractions of the figure
 _STEPS = [1, 2, 2.5, 5, 10]
-_ROW = (25, 3)  # characters and lines of a name beside its row
 
 Draw = Callable[[Figure], None]
 End = tuple[float, str, str]  # of a line: its last value, its name and its colour
@@ -119,7 +118,13 @@ def drawn(name: str, title: str, caption: str, draw: Draw, width: float, height:
             axes.set_position((box.x0, box.y0, box.width, box.height - 0.16 * (len(lines) - 1) / height))
         figure.text(0, 1 - 0.06 / height, "\n".join(lines), va="top", weight="bold", size=9.5, linespacing=1.15)
         svg = _saved(figure, "svg").decode("utf-8")
-    return Drawing(name, title, caption, Markup(_inline(svg, name, f"{title}. {caption}".strip())), figure)
+    svg = re.sub(r' id="([^"]+)"', rf' id="{name}-\1"', svg[svg.index("<svg") :].strip())  # unique on a page
+    svg = re.sub(r'(href="|url\()#', rf"\1#{name}-", svg)
+    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    head, _, rest = svg.partition(">")
+    head = re.sub(r' (width|height)="[^"]*"', "", head)  # the page sets them
+    described = f'{head} role="img" aria-label="{escape(f"{title}. {caption}".strip())}">{rest}'
+    return Drawing(name, title, caption, Markup(described), figure)
 
 
 def write_files(drawings: Sequence[Drawing], folder: Path, formats: Sequence[str] = FORMATS) -> None:
@@ -155,18 +160,29 @@ def end_label(analysis: Analysis, label: str) -> str:
     return _roles(analysis).get(label, "")
 
 
-def rows(figure: Figure, labels: Sequence[str]) -> Axes:
-    """Axes with one horizontal row per label, the first on top, and room for a number at the right."""
-    height = figure.get_size_inches()[1]
-    left = 0.05 + min(0.0175 * max(len(line) for label in labels for line in wrapped(label, *_ROW)), 0.34)
-    axes = figure.add_axes((left, 0.5 / height, 0.89 - left, 1 - 0.95 / height))
-    axes.set_ylim(len(labels) - 0.4, -0.6)
-    axes.set_yticks(range(len(labels)), ["\n".join(wrapped(label, *_ROW)) for label in labels])
-    axes.tick_params(axis="y", labelcolor=INK, labelsize=7.5)
-    axes.spines["left"].set_visible(False)
-    axes.grid(axis="x")
-    axes.xaxis.set_major_locator(MaxNLocator(5, steps=_STEPS))
-    return axes
+def row_chart(
+    name: str, title: str, caption: str, labels: Sequence[str], plot: Callable[[Axes], None], height: float = 0.0
+) -> Drawing:
+    """A figure with one horizontal row per label, the first on top, and room for a number at the right.
+
+    `plot` fills it. Unless it is given, the label with most lines sets the height of a row; many rows are dense.
+    """
+    lines = [wrapped(label, 25, 3) for label in labels]
+    least = 2 if len(labels) <= 12 else 1
+    height = height or 1.05 + (0.12 + 0.15 * max(*map(len, lines), least)) * max(len(labels), 2)
+
+    def draw(figure: Figure) -> None:
+        left = 0.05 + min(0.0175 * max(len(line) for each in lines for line in each), 0.34)
+        axes = figure.add_axes((left, 0.5 / height, 0.89 - left, 1 - 0.95 / height))
+        axes.set_ylim(len(labels) - 0.4, -0.6)
+        axes.set_yticks(range(len(labels)), ["\n".join(each) for each in lines])
+        axes.tick_params(axis="y", labelcolor=INK, labelsize=7.5)
+        axes.spines["left"].set_visible(False)
+        axes.grid(axis="x")
+        axes.xaxis.set_major_locator(MaxNLocator(5, steps=_STEPS))
+        plot(axes)
+
+    return drawn(name, title, caption, draw, WIDE, height)
 
 
 def chart(plot: Callable[[Axes], Sequence[End]], x_label: str, unit: str) -> Draw:
@@ -186,7 +202,9 @@ def chart(plot: Callable[[Axes], Sequence[End]], x_label: str, unit: str) -> Dra
         if not isinstance(axes.xaxis.get_major_locator(), FixedLocator):
             axes.xaxis.set_major_locator(MaxNLocator(4, steps=_STEPS, integer=True))
             if axes.get_xlim()[1] >= 1e4:
-                axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _thousands(value)))
+                axes.xaxis.set_major_formatter(
+                    lambda x, _: f"{x / 1e6:g}M" if abs(x) >= 1e6 else f"{x / 1e3:g}k" if x else "0"
+                )
         _label_ends(axes, [end for end in ends if end[1]])
         axes.set_xlabel(x_label)
         axes.annotate(unit, (0, 1), (-18, 6), xycoords="axes fraction", textcoords="offset points", color=MUTED, size=8)
@@ -211,12 +229,6 @@ def axis_label(metric: str, label: str = "") -> str:
     return f"{label}, %" if label else "%"
 
 
-def rows_height(labels: Sequence[str]) -> float:
-    """Inches of a figure with one row per label; the label with most lines sets the height of a row, many are dense."""
-    most, least = max(len(wrapped(label, *_ROW)) for label in labels), 2 if len(labels) <= 12 else 1
-    return 1.05 + (0.12 + 0.15 * max(most, least)) * max(len(labels), 2)
-
-
 def cut(text: str, length: int) -> str:
     """The text, or its beginning with `...`, in at most `length` characters."""
     return text if len(text) <= length else text[: length - 3] + "..."
@@ -232,21 +244,10 @@ def wrapped(label: str, width: int, most: int) -> list[str]:
 def _saved(figure: Figure, suffix: str) -> bytes:
     """The figure in a format, without the time at which it was made."""
     unwanted = {"svg": ("Date", "Creator", "Format", "Type"), "png": ("Software",), "pdf": ("CreationDate", "Producer")}
-    options: dict[str, Any] = {"transparent": True} if suffix == "svg" else {"facecolor": "white"}
+    look: dict[str, Any] = {"transparent": True} if suffix == "svg" else {"facecolor": "white"}
     content = io.BytesIO()
-    figure.savefig(content, format=suffix, dpi=150, metadata=dict.fromkeys(unwanted[suffix]), **options)
+    figure.savefig(content, format=suffix, dpi=150, metadata=dict.fromkeys(unwanted[suffix]), **look)
     return content.getvalue()
-
-
-def _inline(svg: str, name: str, description: str) -> str:
-    """The bare SVG element, sized by its page, with unique ids and a description for screen readers."""
-    body = svg[svg.index("<svg") :].strip()
-    body = re.sub(r' id="([^"]+)"', rf' id="{name}-\1"', body)
-    body = re.sub(r'(href="|url\()#', rf"\1#{name}-", body)
-    body = re.sub(r"<metadata>.*?</metadata>\s*", "", body, flags=re.DOTALL)
-    head, _, rest = body.partition(">")
-    head = re.sub(r' (width|height)="[^"]*"', "", head)
-    return f'{head} role="img" aria-label="{escape(description)}">{rest}'
 
 
 def _place(analysis: Analysis, label: str) -> int | None:
@@ -287,9 +288,3 @@ def _label_ends(axes: Axes, ends: Sequence[End]) -> None:
     for center, _, text, color in placed:
         shown = {"color": color, "va": "center", "size": 7.5, "weight": "bold", "linespacing": 1.05}
         axes.text(1.02, center, text, transform=axes.get_yaxis_transform(), **shown)
-
-
-def _thousands(value: float) -> str:
-    if abs(value) >= 1e6:
-        return f"{value / 1e6:g}M"
-    return f"{value / 1e3:g}k" if value else "0"

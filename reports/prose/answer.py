@@ -88,8 +88,7 @@ def _components(analysis: Analysis) -> str:
     metric = analysis.outcome.name
     ranked = []
     for one in ranked_components(analysis):
-        limits = wording.limits(one.interval, metric, signed=True)
-        ranked.append(" ".join(filter(None, [one.name, wording.number(one.effect, metric, signed=True), limits])))
+        ranked.append(f"{one.name} {wording.with_limits(one.effect, one.interval, metric, signed=True)}")
     unit = " (points)" if analysis.outcome.is_fraction else ""
     return f"components ranked by contribution{unit}: {', '.join(ranked)}" if ranked else ""
 

@@ -1,6 +1,6 @@
 """Writes the notes on comparability: how intervals are computed, what the runs share, what limits a comparison."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..analysis import Analysis
@@ -17,7 +17,8 @@ _Specs = Mapping[str, Mapping[str, Any]]  # arm -> settings of its runs
 
 def interval_method(analysis: Analysis) -> str:
     """A sentence or two on the interval that the report states."""
-    most = max((len(arm.scores) for arm in analysis.finished_arms), default=0)
+    counts = [len(arm.scores) for arm in analysis.finished_arms]
+    most = max(counts, default=0)
     if most < 2:
         return (
             "No arm has two complete seeds, so no interval and no test over seeds is possible; another seed "
@@ -26,7 +27,7 @@ def interval_method(analysis: Analysis) -> str:
     reach = "seeds and test problems" if analysis.outcome.per_problem else "seeds (for these test problems only)"
     text = f"Each interval by itself covers {reach} at 95 %"
     text += "; only p is corrected for the number of arms." if analysis.comparisons else "."
-    if min(len(arm.scores) for arm in analysis.finished_arms) < 2:
+    if min(counts) < 2:
         text += " An arm with one complete seed has no interval."
     if most < 5:
         seeds = wording.plural(most, "seed")
@@ -66,15 +67,23 @@ def notes(analysis: Analysis) -> list[_Note]:
     specs = arm_specs(analysis.record.trials)
     if not specs:
         return [("Nothing has run", "The notes on comparability appear with the first trial.")]
+    paid = {  # arm -> name -> weight of its rewards; empty for one whose record does not name them
+        arm: {name: one["weight"] for name, one in (rewards or {}).items() if one.get("weight")}
+        for arm, rewards in _values(specs, "rewards", {}).items()
+    }
+    # the arms that are rewarded for the policy's own votes or confidence instead of gold answers
+    blind = [arm for arm, names in paid.items() if LABEL_FREE & names.keys() and "accuracy" not in names]
+    least, most, ratio = _extremes(analysis, "generated_tokens", "generated")
+    tokens = f"Completions differ in length: {least} tokens per run, {most}."
     found = [
         _join_note(analysis),
         _seeds_note(analysis),
         _clip_note(specs),
-        *_reward_notes(specs),
-        _collapse_note(analysis, specs),
+        *_reward_notes(specs, paid, blind),
+        _collapse_note(analysis, blind),
         _cold_start_note(specs),
         _budget_note(analysis, specs),
-        _token_note(analysis),
+        ("Equal rollouts are not equal tokens", tokens) if ratio >= 1.1 else None,
         _evaluation_note(analysis, specs),
         _selection_note(analysis),
         _tuning_note(analysis),
@@ -92,19 +101,17 @@ def _join_note(analysis: Analysis) -> _Note | None:
     record = analysis.record
     if not isinstance(record, JoinedStudy):
         return None
-    studies = wording.listed(list(dict.fromkeys(record.studies.values())))
-    if not record.warnings:
-        return (
-            "Studies that differ only in their arms",
-            f"{studies} have the same task, test problems, base run and versions, so their arms differ only as those "
-            "of one study. They were not planned together: p is corrected over all arms of this page.",
-        )
-    shown = [
-        f"{key} ({', '.join(f'{name}: {value}' for name, value in values.items())})"
-        for key, values in list(record.warnings.items())[:6]
-    ]
+    studies, shown = wording.listed(list(dict.fromkeys(record.studies.values()))), []
+    for key, values in list(record.warnings.items())[:6]:
+        shown.append(f"{key} ({', '.join(f'{name}: {value}' for name, value in values.items())})")
     more = f", and {len(record.warnings) - 6} more" if len(record.warnings) > 6 else ""
-    return "Base runs differ between the studies", f"Arms of {studies} also differ in: {'; '.join(shown)}{more}."
+    if shown:
+        return "Base runs differ between the studies", f"Arms of {studies} also differ in: {'; '.join(shown)}{more}."
+    return (
+        "Studies that differ only in their arms",
+        f"{studies} have the same task, test problems, base run and versions, so their arms differ only as those "
+        "of one study. They were not planned together: p is corrected over all arms of this page.",
+    )
 
 
 def _seeds_note(analysis: Analysis) -> _Note | None:
@@ -121,27 +128,24 @@ def _seeds_note(analysis: Analysis) -> _Note | None:
             f"The first {first} seeds of every arm decide how many seeds are needed for {goal}, {stage['at_most']} at "
             "most. They decide once, when all of them have ended; a failed trial is repeated first.",
         )
-    judged = [one for one in stage["comparisons"] if one["asks"] is not None]
     text = f"The first {first} seeds decided how many seeds are needed for {goal} (Stein 1945)."
-    if judged:
+    if judged := [one for one in stage["comparisons"] if one["asks"] is not None]:
         most = max(judged, key=lambda one: one["asks"])
-        deviation = wording.points(most["deviation"], stage["metric"])
         text += (
-            f" {most['arm']} needs the most: with a standard deviation of {deviation} over "
-            f"{len(most['seeds'])} seeds it needs {most['asks']}."
+            f" {most['arm']} needs the most: with a standard deviation of "
+            f"{wording.points(most['deviation'], stage['metric'])} over {len(most['seeds'])} seeds it needs "
+            f"{most['asks']}."
         )
-    lost = [one["arm"] for one in stage["comparisons"] if one["asks"] is None]
-    if lost:
+    if lost := [one["arm"] for one in stage["comparisons"] if one["asks"] is None]:
         text += f" {wording.listed(lost)} completed fewer than two of them: no interval, ignored when choosing seeds."
     if stage["asked"] > stage["at_most"]:
         text += f" The study allows {stage['at_most']} at most."
-    compared = {one.arm: one.over_seeds for one in analysis.comparisons} or {
-        arm.label: arm.student for arm in analysis.arms
-    }
-    reached = {arm: (found.high - found.low) / 2 for arm, found in compared.items() if found is not None}
-    short = {arm: width for arm, width in reached.items() if width > stage["half_width"] * (1 + 1e-9)}
+    stated = [(one.arm, one.over_seeds) for one in analysis.comparisons]
+    stated = stated or [(arm.label, arm.student) for arm in analysis.arms]
+    reached = {arm: (found.high - found.low) / 2 for arm, found in stated if found is not None}
+    short = [arm for arm, width in reached.items() if width > stage["half_width"] * (1 + 1e-9)]
     if short:
-        each = [f"{arm} ({wording.points(width, metric)})" for arm, width in short.items()]
+        each = [f"{arm} ({wording.points(reached[arm], metric)})" for arm in short]
         text += f" The width is not reached by {wording.listed(each)}."
     elif reached:
         text += f" The width is reached: {wording.points(max(reached.values()), metric)} at most."
@@ -184,7 +188,7 @@ def _clip_note(specs: _Specs) -> _Note:
     return "The clip range has no effect" if is_every else "Clipping in some arms only", text
 
 
-def _reward_notes(specs: _Specs) -> list[_Note]:
+def _reward_notes(specs: _Specs, paid: Mapping[str, Mapping[str, float]], blind: Sequence[str]) -> list[_Note]:
     found = []
     if any(floor is not None for floor in _values(specs, "algorithm.std_floor").values()):
         text = (
@@ -193,8 +197,7 @@ def _reward_notes(specs: _Specs) -> list[_Note]:
             "group of equal rewards teaches nothing."
         )
         found.append(("Reward scale cancels", text))
-    paid = _paid(specs)
-    if blind := _label_free(specs):
+    if blind:
         text = (
             f"{wording.listed(blind)} {'is' if len(blind) == 1 else 'are'} rewarded for agreement with the group or "
             "for confidence, never for correctness: rising reward with falling accuracy is collapse. Mean reward "
@@ -202,21 +205,15 @@ def _reward_notes(specs: _Specs) -> list[_Note]:
         )
         found.append(("Rewards that are not accuracy", text))
     elif len({repr(names) for names in paid.values()}) > 1:
-        each = "; ".join(
-            f"{arm}: {', '.join(f'{w:g} {name}' for name, w in names.items())}" for arm, names in paid.items()
-        )
-        found.append(("Different rewards", f"Mean reward cannot be compared between arms ({each}); accuracy can."))
+        each = [f"{arm}: {', '.join(f'{w:g} {name}' for name, w in names.items())}" for arm, names in paid.items()]
+        text = f"Mean reward cannot be compared between arms ({'; '.join(each)}); accuracy can."
+        found.append(("Different rewards", text))
     return found
 
 
-def _label_free(specs: _Specs) -> list[str]:
-    """The arms that are rewarded for the policy's own votes or confidence instead of gold answers."""
-    return [arm for arm, names in _paid(specs).items() if LABEL_FREE & names.keys() and "accuracy" not in names]
-
-
-def _collapse_note(analysis: Analysis, specs: _Specs) -> _Note | None:
+def _collapse_note(analysis: Analysis, blind: Sequence[str]) -> _Note | None:
     found = collapses(analysis)
-    if not found and not _label_free(specs):
+    if not found and not blind:
         return None
     arms: dict[str, list[str]] = {}
     for one in found:
@@ -230,14 +227,6 @@ def _collapse_note(analysis: Analysis, specs: _Specs) -> _Note | None:
         "from which they stay below half of their best earlier value. "
         + (f"{shown}. Intervals are Student's, over the seeds that collapsed." if shown else "No arm collapsed.")
     )
-
-
-def _paid(specs: _Specs) -> dict[str, dict[str, float]]:
-    """Arm -> name -> weight of its rewards; empty for one whose record does not name them."""
-    return {
-        arm: {name: one["weight"] for name, one in (rewards or {}).items() if one.get("weight")}
-        for arm, rewards in _values(specs, "rewards", {}).items()
-    }
 
 
 def _cold_start_note(specs: _Specs) -> _Note | None:
@@ -262,19 +251,18 @@ def _budget_note(analysis: Analysis, specs: _Specs) -> _Note:
     most = set(_values(specs, "max_flops").values())
     if len(most) == 1 and None not in most:
         (limit,) = most
-        trained = {arm.label: arm.costs["flops_train"] for arm in analysis.arms if "flops_train" in arm.costs}
-        short = [label for label, count in trained.items() if count < limit]
+        short = [arm.label for arm in analysis.arms if arm.costs.get("flops_train", limit) < limit]
         text = f"All arms end with the step in which their training reaches {wording.operations(limit)}."
         if short:
             text += f" {wording.listed(short)} ran out of steps before that limit: give them more steps."
         return "Equal operations", text
-    rollouts = set(_values(specs, "rollouts_per_step").values())
-    steps = set(_values(specs, "steps").values())
-    if len(rollouts) == 1 and len(steps) == 1:
-        groups = {value for value in _values(specs, "algorithm.group_size").values() if value is not None}
+    rollouts, steps, groups = (
+        set(_values(specs, path).values()) for path in ("rollouts_per_step", "steps", "algorithm.group_size")
+    )
+    if len(rollouts) == len(steps) == 1:
         each, length = wording.plural(rollouts.pop(), "rollout"), wording.plural(steps.pop(), "step")
         text = f"All arms draw {each} per step for {length}."
-        if len(groups) > 1:
+        if len(groups - {None}) > 1:
             text += " A larger group means fewer prompts per step, never more samples."
         least, most, ratio = _extremes(analysis, "rollouts")
         if ratio > 1:
@@ -283,13 +271,6 @@ def _budget_note(analysis: Analysis, specs: _Specs) -> _Note:
     differing = [name for name, values in (("rollouts_per_step", rollouts), ("steps", steps)) if len(values) > 1]
     text = f"Arms differ in {' and '.join(differing)}: read the curves against rollouts or tokens, not against steps."
     return "Budgets differ", text
-
-
-def _token_note(analysis: Analysis) -> _Note | None:
-    least, most, ratio = _extremes(analysis, "generated_tokens", "generated")
-    if ratio < 1.1:
-        return None
-    return "Equal rollouts are not equal tokens", f"Completions differ in length: {least} tokens per run, {most}."
 
 
 def _extremes(analysis: Analysis, cost: str, verb: str = "drew") -> tuple[str, str, float]:
@@ -303,14 +284,13 @@ def _extremes(analysis: Analysis, cost: str, verb: str = "drew") -> tuple[str, s
 
 
 def _evaluation_note(analysis: Analysis, specs: _Specs) -> _Note:
-    spec = next(iter(specs.values()))
+    spec, is_test = next(iter(specs.values())), analysis.outcome.name.startswith("test/")
     samples, temperature = setting(spec, "evaluation.num_samples", "?"), setting(spec, "evaluation.temperature", "?")
-    if analysis.outcome.name.startswith("test/"):
-        samples = setting(spec, "evaluation.num_test_samples") or samples
+    samples = (is_test and setting(spec, "evaluation.num_test_samples")) or samples
     text = (
         f"Accuracy is the mean over problems of {wording.plural(samples, 'sample')} each at temperature {temperature}."
     )
-    if analysis.outcome.name.startswith("test/"):
+    if is_test:
         cells = next((arm.cells for arm in analysis.arms if arm.cells is not None), None)
         problems = f"the same {cells.shape[1]} test problems are" if cells is not None else "the test split is"
         text += f" Curves use the validation split; {problems} scored once, at the end of each run."
@@ -340,8 +320,7 @@ def _tuning_note(analysis: Analysis) -> _Note | None:
     tuning = tuning_of(analysis.record)
     if not tuning:
         return None
-    counts = {cell: len(search["arms"]) for cell, search in tuning.items()}
-    each = ", ".join(f"{cell}: {wording.plural(count, 'setting')}" for cell, count in counts.items())
+    each = ", ".join(f"{cell}: {wording.plural(len(search['arms']), 'setting')}" for cell, search in tuning.items())
     return (
         "Every arm was tuned",
         f"Each was tuned separately on the validation split ({each}), with seeds that the comparison does not use. "

@@ -16,10 +16,10 @@ def is_fraction(metric: str) -> bool:
     return quantity.endswith(_FRACTIONS) or quantity.startswith(("accuracy_", "pass_at_", "maj_at_"))
 
 
-def number(value: float, metric: str, signed: bool = False) -> str:
+def number(value: float | None, metric: str, signed: bool = False) -> str:
     """A value of a metric without unit: percent with one decimal (two below 1 %) for a fraction."""
     sign = "+" if signed else ""
-    if math.isnan(value):
+    if value is None or math.isnan(value):
         return "n/a"
     if not is_fraction(metric):
         return f"{value:{sign}.4g}"
@@ -39,6 +39,11 @@ def limits(interval: Interval | None, metric: str, signed: bool = False) -> str:
     if interval is None:
         return ""
     return f"[{number(interval.low, metric, signed)}, {number(interval.high, metric, signed)}]"
+
+
+def with_limits(value: float, interval: Interval | None, metric: str, signed: bool = False) -> str:
+    """`81.2 [79.0, 83.4]`, or the number alone without an interval."""
+    return f"{number(value, metric, signed)} {limits(interval, metric, signed)}".rstrip()
 
 
 def points(value: float, metric: str, interval: Interval | None = None) -> str:
@@ -141,6 +146,11 @@ def settings(parameters: Mapping[str, Any], short_names: bool = True) -> str:
 def short(value: Any) -> str:
     """A setting's value; a float with at most four digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def shorten(text: str, most: int = 1600) -> str:
+    """The text, or its first characters and how many more it has."""
+    return text if len(text) <= most else f"{text[:most]} ... ({len(text) - most} more characters)"
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
