@@ -1,10 +1,6 @@
-"""Training steps on tensors that say they are on `cuda`: every tensor is where it must be, and few waits for the GPU.
+"""Training steps on tensors that say they are on `cuda`: each tensor is where it must be, and few waits for the GPU."""
 
-A pairwise cover always runs; COHORT_CHAOS=1 runs every combination.
-"""
-
-import itertools
-
+import factories
 import pytest
 import torch
 from cohort.harness import plugins
@@ -14,48 +10,41 @@ from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run.learner import Learner
 from cohort.harness.run.state import prepare
 from cohort.harness.run.step import train_step
-from cohort.harness.spec.run import parse_run
 from fakes import MemoryLog, tiny_codec
 from pretend_cuda import DeviceMismatch, pretend_cuda
 from test_learner import make_batch, make_spec
 
 PRECISIONS = {"float32": {}, "autocast": {"autocast": True}, "bfloat16": {"dtype": "bfloat16"}}
-LORA = {False: {}, True: {"lora": {"rank": 2}}}
-DYNAMIC = {False: {}, True: {"dynamic_sampling": 2}}
-STOPS = {False: {}, True: {"sampling": {"max_tokens": 4, "stop": ["1", "=2"]}}}
-FACTORS = (plugins.names("algorithm"), list(PRECISIONS), [False, True], [False, True], [False, True])
-
-
-def cover():
-    """(algorithm, precision, LoRA, dynamic sampling, stop texts): every pair of two levels at least once."""
-    names, precisions, *_ = FACTORS
-    for (i, name), (j, precision) in itertools.product(enumerate(names), enumerate(precisions)):
-        yield name, precision, (i + j) % 2 == 0, i % 3 == j, (i // 2 + j) % 2 == 0
-
-
-PAIRS = set(cover())
-
-
-def cases():
-    return [
-        pytest.param(*case, marks=() if case in PAIRS else pytest.mark.long) for case in itertools.product(*FACTORS)
-    ]
-
-
-def test_the_cover_has_every_pair_of_levels():
-    for a, b in itertools.combinations(range(len(FACTORS)), 2):
-        assert {(case[a], case[b]) for case in PAIRS} == set(itertools.product(FACTORS[a], FACTORS[b]))
+LORA = {"lora": {"rank": 2}}
+DYNAMIC = {"dynamic_sampling": 2}
+STOPS = {"sampling": {"max_tokens": 4, "stop": ["1", "=2"]}}
+STEPS = [  # every pair of a precision, an adapter, dynamic sampling and stop texts, with what algorithms ask of a step
+    ("ppo", "float32", {}),
+    ("remax", "float32", LORA | DYNAMIC | STOPS),
+    ("grpo_self_consistency", "autocast", LORA | STOPS),
+    ("dapo", "autocast", DYNAMIC),
+    ("reinforce_plus_plus", "bfloat16", STOPS | DYNAMIC),
+    ("ppo", "bfloat16", LORA),
+]
 
 
 def start(tmp_path, algorithm, **changes):
     """A run of 4 prompts x 2 rollouts on the pretended GPU, and its prompts."""
-    raw = {
-        "task": "arithmetic", "algorithm": {"name": algorithm, "group_size": 2}, "rollouts_per_step": 8, "steps": 2,
-        "device": "cuda", "sampling": {"max_tokens": 4}, **changes,
-    }  # fmt: skip
-    spec = parse_run(raw, "test")
+    fixed = {"rollouts_per_step": 8, "steps": 2, "device": "cuda", "sampling": {"max_tokens": 4}}
+    spec = factories.make_spec({"name": algorithm, "group_size": 2}, **fixed | changes)
     run, _ = prepare(spec, tmp_path, MemoryLog(), tmp_path, lambda: False)
     return run, spec.task.prompts("train")
+
+
+def updated(spec):
+    """The waits for the GPU of an update on a batch, which raises where tensors of two devices meet."""
+    with pretend_cuda() as mode:
+        learner = Learner(spec, tiny_model(0).to("cuda"))
+        batch = learner.annotate(make_batch().to("cuda"))
+        batch = learner.algorithm.advantages(batch)
+        before = mode.waits.copy()
+        learner.update(batch, 0)
+        return mode.waits - before
 
 
 def test_tensors_of_two_devices_meet_nowhere_and_waits_are_counted():
@@ -72,12 +61,16 @@ def test_tensors_of_two_devices_meet_nowhere_and_waits_are_counted():
         assert mode.waits.total() == before + 2
 
 
-@pytest.mark.parametrize(("algorithm", "precision", "lora", "dynamic", "stops"), cases())
-def test_a_step_keeps_every_tensor_on_the_gpu(tmp_path, algorithm, precision, lora, dynamic, stops):
-    changes = {**PRECISIONS[precision], **LORA[lora], **DYNAMIC[dynamic], **STOPS[stops]}
+@pytest.mark.parametrize(("algorithm", "precision", "changes"), STEPS)
+def test_a_step_keeps_every_tensor_on_the_gpu(tmp_path, algorithm, precision, changes):
     with pretend_cuda():
-        run, prompts = start(tmp_path, algorithm, **changes)
+        run, prompts = start(tmp_path, algorithm, **PRECISIONS[precision], **changes)
         train_step(run, prompts, 0)
+
+
+@pytest.mark.parametrize("algorithm", plugins.names("algorithm"))
+def test_every_algorithms_credit_and_loss_stay_on_the_gpu(algorithm):
+    updated(make_spec(algorithm))
 
 
 def generated(device, max_tokens, end_ids=None):
@@ -116,15 +109,6 @@ def test_rows_that_end_between_two_looks_are_those_of_the_cpu():
 
 
 def test_metrics_of_an_update_are_read_once():
-    def waits(budget):
-        with pretend_cuda() as mode:
-            learner = Learner(make_spec(tokens_per_microbatch=budget), tiny_model(0).to("cuda"))
-            batch = make_batch().to("cuda")
-            batch = learner.algorithm.advantages(learner.annotate(batch))
-            before = mode.waits.copy()
-            learner.update(batch, 0)
-            return mode.waits - before
-
-    whole, split = waits(1000), waits(1)
+    whole, split = (updated(make_spec(tokens_per_microbatch=budget)) for budget in (1000, 1))
     own = [sum(n for place, n in found.items() if "learner.py" in place) for found in (whole, split)]
     assert own[0] == own[1] <= 8
