@@ -61,5 +61,5 @@ def work(rank: int, folder: Path, port: int) -> None:
 
 if __name__ == "__main__":
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    both: Any = mp.start_processes(work, (Path(sys.argv[1]), store.port), nprocs=2, join=False)
+    both: Any = mp.start_processes(work, (Path(sys.argv[1]), store.port), nprocs=2, join=False, start_method="fork")
     both.processes[0].join()

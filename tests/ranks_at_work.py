@@ -50,7 +50,6 @@ def run(folder: Path, name: str, changes: dict[str, Any], should_stop: Callable[
 def run_rank(rank: int, folder: Path, cases: dict[str, dict[str, Any]]) -> None:
     from fakes import StopAfter
 
-    begin()
     dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=2)
     run(folder / "2", RESUMED, {"steps": 3}, StopAfter(1))
     if rank == 0:  # which has written the checkpoint
@@ -80,8 +79,8 @@ def main(folder: Path, cases: dict[str, dict[str, Any]]) -> None:
     for part in ("1", "2"):
         (folder / part).mkdir()
     os.environ["GLOO_SOCKET_IFNAME"] = loopback()
-    both = mp.spawn(run_rank, (folder, cases), nprocs=2, join=False)
     begin()
+    both: Any = mp.start_processes(run_rank, (folder, cases), nprocs=2, join=False, start_method="fork")
     for name, changes in {**cases, RESUMED: {"steps": 3}}.items():
         run(folder / "1", name, changes)
     wait_for(folder / "one's turn")

@@ -120,7 +120,8 @@ def test_a_vocabulary_too_large_to_keep_its_logits_passes_the_head_once_more():
     rows = [(10, [20, 20])] * 8
     more = flops.learned(large, rows, a_spec(algorithm="grpo"), share=True, batch_tokens=1024)
     assert (
-        more - flops.learned(costs, rows, a_spec(algorithm="grpo"), share=True, batch_tokens=1024) == costs.head * 320
+        more - flops.learned(costs, rows, a_spec(algorithm="grpo"), share=True, batch_tokens=1024)
+        == costs.forward.headed * 320
     )
 
 

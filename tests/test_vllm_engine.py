@@ -349,7 +349,6 @@ def trained(raw, folder):
     return log
 
 
-@pytest.mark.long
 @needs_vllm
 @pytest.mark.parametrize("changes", [{}, {"lora": {"rank": 2}}], ids=str)
 def test_each_of_two_devices_samples_with_a_vllm_of_its_own_that_gets_the_whole_weights(tmp_path, changes):
@@ -361,7 +360,6 @@ def test_each_of_two_devices_samples_with_a_vllm_of_its_own_that_gets_the_whole_
         assert max(value for _, value in log.history(name)) < 1e-4
 
 
-@pytest.mark.long
 @needs_vllm
 @pytest.mark.timeout(300)
 def test_two_devices_that_share_one_vllm_sample_log_and_learn_what_one_alone_does(tmp_path):
@@ -375,7 +373,7 @@ def test_two_devices_that_share_one_vllm_sample_log_and_learn_what_one_alone_doe
     assert [step for step, _ in alone] == [step for step, _ in both]
     for (step, values), (_, others) in zip(alone, both, strict=True):
         assert values.keys() == others.keys()
-        for name in values.keys() - {name for name in values if name.startswith(("flops/", "mismatch/"))}:
+        for name in values.keys() - {name for name in values if name.startswith(("flops/", "mismatch/", "system/"))}:
             assert others[name] == pytest.approx(values[name], abs=1e-4, rel=1e-4, nan_ok=True), (step, name)
     for name in ("mismatch/after_sync", "mismatch/kl"):
         assert max(value for _, value in logs[1].history(name)) < 1e-4

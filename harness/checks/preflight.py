@@ -152,14 +152,16 @@ def check_length(spec: RunSpec) -> None:
 def _check_models(specs: Sequence[RunSpec]) -> None:
     from ..devices.device import resolve_device
     from ..policy.model import check_model  # here: it loads torch, which workers of fakes do without
-    from ..policy.text import check_prompts
+    from ..policy.text import load_codec
+    from ..policy.tiny import TINY
 
     for device in dict.fromkeys(spec.device for spec in specs):
         resolve_device(device)
     for model in dict.fromkeys(spec.model for spec in specs):
         check_model(model)
     for model, prompt in {(s.model, s.prompt.model_dump_json()): (s.model, s.prompt) for s in specs}.values():
-        check_prompts(model, prompt)
+        if prompt.needs_template if model == TINY else Path(model).expanduser().is_dir():  # a Hub id: when it loads
+            load_codec(model, prompt)
     for spec in specs:
         spec.engine.check(spec.sampling_with_limit())
         for reward in spec.rewards.values():

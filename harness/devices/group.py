@@ -85,10 +85,7 @@ class Group:
             self._say(f"hello-{self.rank}", {"nonce": nonce, "host": socket.gethostname(), "versions": ours})
             if self._store.check(["welcome"]):
                 if (told := self._heard("welcome")) is None:
-                    return (
-                        "",
-                        f"{SECRET} must be the same on all hosts, that of the first process differs from this one",
-                    )
+                    return "", f"{SECRET} must be the same on all hosts, that of the first process differs from this"
                 if nonce in told["to"]:
                     return told["attempt"], told["refusal"]
             time.sleep(POLL_SECONDS)
@@ -228,7 +225,12 @@ def join() -> Group | None:
         store: Any = dist.TCPStore(host, int(port), is_master=False, timeout=PATIENCE)  # pyright: ignore
     else:
         store, *_ = next(dist.rendezvous("env://", timeout=PATIENCE))  # pyright: ignore
-    own = loopback() if local_size == size else _interface_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    if local_size == size:
+        own = loopback()
+    else:
+        server = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        with socket.create_connection(server, timeout=PATIENCE.total_seconds()) as connection:
+            own = interface(connection.getsockname()[0])
     for variable in INTERFACES:
         if own is not None and (local_size == size or variable not in os.environ):
             os.environ[variable] = own
@@ -273,12 +275,6 @@ def size_here() -> int:
 def loopback() -> str:
     """The interface over which the processes of one host reach each other, closed to other machines."""
     return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-
-
-def _interface_to(host: str, port: int) -> str | None:
-    """The network interface of this host over which it reaches the store."""
-    with socket.create_connection((host, port), timeout=PATIENCE.total_seconds()) as connection:
-        return interface(connection.getsockname()[0])
 
 
 def _refusal(hello: Any, ours: Mapping[str, str]) -> str | None:

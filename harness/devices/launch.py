@@ -52,7 +52,7 @@ def start(command: Sequence[str], processes: int, when_stopped: int = 130) -> in
     with tempfile.TemporaryDirectory(prefix="cohort-") as folder:
         store, endpoint, rules = None, place.replace(" ", ":"), {"join_timeout": JOIN_SECONDS}
         if hosts == 1:
-            store, endpoint, rules = None, str(Path(folder) / "meeting"), {"store_type": "file"}
+            endpoint, rules = str(Path(folder) / "meeting"), {"store_type": "file"}
             server = socket.create_server(("127.0.0.1", 0))
             port = server.getsockname()[1]
             store = TCPStore(

@@ -1,5 +1,5 @@
 """Decodes a batch token by token and draws each token; a separate file, because the engine's settings are read
-without torch.
+without torch and transformers.
 
 Ended rows leave the batch. A token's noise is a hash of its position, and does not depend on the batch.
 """
@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.generation.stopping_criteria import StopStringCriteria
 
 from ..data import Call, Group, Sampling
 from ..ground.tensors import pad_left
@@ -36,15 +38,16 @@ def sample(
     """The groups of every call, decoded as one batch by what `decoder_for(tokens of a row)` makes."""
     device = next(policy.parameters()).device
     encoded = [[codec.encode(prompt.text) for prompt in call.prompts] for call in calls]
-    noise = _noise(calls, sampling)
-    rows, limit = noise.shape
+    limit: int = sampling.max_tokens  # pyright: ignore
+    uniform = [uniforms(call.seed, call.step, [p.id for p in call.prompts], call.group_size, limit) for call in calls]
+    noise = torch.from_numpy(np.concatenate(uniform)).t().contiguous().to(device)
+    rows = noise.shape[1]
     sizes = [call.group_size for call in calls for _ in call.prompts]
     repeats = sizes[0] if len(set(sizes)) == 1 else torch.tensor(sizes, device=device)
     tokens = torch.zeros(limit, rows, dtype=torch.int64, device=device)  # cut at each row's end below
     logprobs = torch.zeros(limit, rows, device=device)
     lengths = torch.full((rows,), limit, device=device)
     stopped = torch.zeros(rows, dtype=torch.bool, device=device)
-    noise = noise.t().contiguous().to(device)
 
     prompt_tokens, mask = (x.to(device) for x in pad_left([row for part in encoded for row in part]))
     decoder = decoder_for(prompt_tokens.shape[1] + limit)
@@ -52,7 +55,7 @@ def sample(
     decoder.expand(repeats)
     is_end = torch.zeros(logits.shape[-1], dtype=torch.bool, device=device)
     is_end[[token for token in end_ids if token < len(is_end)]] = True
-    is_stopped = _stop_check(codec, sampling.stop) if sampling.stop else None
+    is_stopped: Any = StopStringCriteria(codec.tokenizer, list(sampling.stop)) if sampling.stop else None
     active = torch.arange(rows, device=device)  # row of each line of the decode batch
     running = torch.ones(rows, dtype=torch.bool, device=device)  # lines not yet ended
     look_every = LOOK_EVERY if device.type == "cuda" else 1
@@ -63,7 +66,7 @@ def sample(
         logprobs[position, active] = logprob.float()
         ended = running & is_end[chosen]
         if is_stopped is not None:
-            ended |= running & is_stopped(tokens[: position + 1, active].t(), None)  # pyright: ignore
+            ended |= running & is_stopped(tokens[: position + 1, active].t(), None)
         lengths[active] = lengths[active].masked_fill(ended, position + 1)
         stopped[active] |= ended
         running = running & ~ended
@@ -94,10 +97,10 @@ class LibraryDecoder:
 
     def __init__(self, model: nn.Module, capacity: int):
         """`capacity` is the number of tokens, prompt and completion, that a row can have."""
-        from ._preallocated import preallocated_cache
-
         self.model = model
-        self.cache = preallocated_cache(model, capacity)
+        self.cache = DynamicCache(config=model.config)  # pyright: ignore
+        layers = self.cache.layers  # those that would concatenate every token
+        self.cache.layers = [_PreallocatedLayer(capacity) if type(x) is DynamicLayer else x for x in layers]
 
     def prefill(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """[P, V] logits after the left-padded prompts, [P, T] with a mask that is False for padding."""
@@ -130,6 +133,56 @@ class LibraryDecoder:
             logits_to_keep=1,
         )
         return output.logits[:, -1].float()
+
+
+class _PreallocatedLayer(DynamicLayer):
+    """A cache layer of fixed capacity; `keys` and `values` are views of its filled part."""
+
+    def __init__(self, capacity: int):
+        super().__init__()
+        self.capacity = capacity
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        start = 0 if not self.is_initialized else self.keys.shape[-2]  # pyright: ignore
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self._allocate(key_states, value_states)
+        end = start + key_states.shape[-2]
+        self._keys[:, :, start:end] = key_states
+        self._values[:, :, start:end] = value_states
+        return self._view(end)
+
+    def batch_repeat_interleave(self, repeats: int | Tensor) -> None:
+        keys, values = self.keys, self.values
+        assert keys is not None and values is not None
+        self._allocate(keys, values, len(keys) * repeats if isinstance(repeats, int) else int(repeats.sum()))
+        length = keys.shape[-2]
+        for own, given in ((self._keys, keys), (self._values, values)):
+            if isinstance(repeats, int):
+                own.view(len(keys), repeats, *own.shape[1:])[:, :, :, :length] = given[:, None]
+            else:
+                own[:, :, :length] = given.repeat_interleave(repeats, dim=0)
+        self._view(length)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these lines. Lines that stay in their place are not touched; others must come from beyond the end."""
+        length, count = self.keys.shape[-2], len(indices)  # pyright: ignore
+        places = (indices != torch.arange(count, device=indices.device)).nonzero()[:, 0]
+        for states in (self._keys, self._values):
+            states[places, :, :length] = states[indices[places], :, :length]
+        self._keys, self._values = self._keys[:count], self._values[:count]
+        self._view(length)
+
+    def _allocate(self, keys: Tensor, values: Tensor, rows: int | None = None) -> None:
+        def empty(like: Tensor) -> Tensor:
+            batch, heads, _, width = like.shape
+            return like.new_empty(rows or batch, heads, self.capacity, width)
+
+        self._keys, self._values = empty(keys), empty(values)
+
+    def _view(self, length: int) -> tuple[Tensor, Tensor]:
+        self.keys, self.values = self._keys[:, :, :length], self._values[:, :, :length]
+        return self.keys, self.values
 
 
 class RereadingDecoder:
@@ -168,28 +221,13 @@ class RereadingDecoder:
         return output_logits(self.model, last).float()
 
 
-def _stop_check(codec: TextCodec, stop: Sequence[str]) -> Callable[..., Tensor]:
-    from transformers.generation.stopping_criteria import StopStringCriteria  # takes seconds
-
-    return StopStringCriteria(codec.tokenizer, list(stop))
-
-
-def _noise(calls: Sequence[Call], sampling: Sampling) -> Tensor:
-    """[rows, positions] of all calls, each by its own seed and step."""
-    assert sampling.max_tokens is not None
-    parts = [
-        uniforms(call.seed, call.step, [prompt.id for prompt in call.prompts], call.group_size, sampling.max_tokens)
-        for call in calls
-    ]
-    return torch.from_numpy(np.concatenate(parts))
-
-
 def uniforms(seed: int, step: int, prompt_ids: list[str], group_size: int, num_positions: int) -> np.ndarray:
     """float64 in [0, 1), shape [P * G, num_positions], keyed by (seed, step, prompt id, sample, position).
 
     The mixing function is splitmix64 (Steele, Lea and Flood 2014).
     """
-    prompts = np.array([_hash(prompt_id) for prompt_id in prompt_ids], dtype=np.uint64)
+    hashes = (hashlib.sha256(name.encode()).digest()[:8] for name in prompt_ids)
+    prompts = np.frombuffer(b"".join(hashes), dtype="<u8")
     with np.errstate(over="ignore"):
         run = _mix(_mix(np.uint64(seed) + _GAMMA) + np.uint64(step))
         rows = _mix(_mix(run + prompts)[:, None] + np.arange(group_size, dtype=np.uint64)).reshape(-1)
@@ -234,7 +272,3 @@ def _mix(x: np.ndarray | np.uint64) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")

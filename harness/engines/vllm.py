@@ -113,7 +113,12 @@ class VLLMEngine(RolloutEngine):
             if adapters:
                 self.llm = _start_with_adapters(settings, policy, dtype, adapters)
             else:
-                self.llm = _start(settings, _config_folder(policy), dtype, load_format="dummy")
+                text = _config_text(policy)
+                root = Path(import_module("vllm.envs").VLLM_CACHE_ROOT)  # equal configs have one folder
+                folder = root / "cohort" / hashlib.sha256(text.encode()).hexdigest()[:16]
+                folder.mkdir(parents=True, exist_ok=True)
+                write_text(folder / "config.json", text)
+                self.llm = _start(settings, folder, dtype, load_format="dummy")
         self.on_gpu = _on_gpu()
         # on a GPU vLLM's float32 attention multiplies in TF32 (Triton's default)
         self.precision: Precision = "tf32" if self.on_gpu and dtype == "float32" else dtype  # pyright: ignore
@@ -139,7 +144,13 @@ class VLLMEngine(RolloutEngine):
         if not any(call.prompts for call in calls):
             return [[] for _ in calls]
         encoded = [[self.codec.encode(prompt.text) for prompt in call.prompts] for call in calls]
-        self._check_length(max(len(tokens) for part in encoded for tokens in part), sampling.max_tokens)
+        longest = max(len(tokens) for part in encoded for tokens in part)
+        limit = self.llm.llm_engine.model_config.max_model_len
+        if longest + sampling.max_tokens >= limit:
+            raise ValueError(
+                f"engine.max_model_len must exceed prompt plus completion tokens ({longest} + {sampling.max_tokens}), "
+                f"got {limit}; raise engine.max_model_len as far as the model allows, or lower sampling.max_tokens"
+            )
         seeds = [
             request_seed(call.seed, call.step, prompt.id, k)
             for call in calls
@@ -149,7 +160,24 @@ class VLLMEngine(RolloutEngine):
         sizes = [(call, part, len(part) * call.group_size) for call, part in zip(calls, encoded, strict=True)]
         rows = [tokens for call, part, _ in sizes for tokens in part for _ in range(call.group_size)]
         policies = [call.policy for call, _, size in sizes for _ in range(size)]
-        outputs = self._run(rows, [self._parameters(sampling, s) for s in seeds], policies)
+        outputs = self._run(
+            rows,
+            [
+                _vllm().SamplingParams(
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                    max_tokens=sampling.max_tokens,
+                    seed=seed,
+                    stop_token_ids=self.end_ids,
+                    ignore_eos=True,  # the stop ids hold every end token; unlike vLLM's own, those of every model
+                    logprobs=0,  # of the sampled token alone
+                    flat_logprobs=True,
+                    detokenize=False,
+                )
+                for seed in seeds
+            ],
+            policies,
+        )
         completions = [tuple(output.outputs[0].token_ids) for output in outputs]
         logprobs = [tuple(output.outputs[0].logprobs.logprobs) for output in outputs]
         if sampling.temperature and sampling.top_p < 1:
@@ -252,29 +280,8 @@ class VLLMEngine(RolloutEngine):
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept the prefixes of the old weights: requests were still running")
 
-    def _parameters(self, sampling: Sampling, seed: int) -> Any:
-        return _vllm().SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            max_tokens=sampling.max_tokens,
-            seed=seed,
-            stop_token_ids=self.end_ids,
-            ignore_eos=True,  # the stop ids hold every end token; unlike vLLM's own, they are the same for every model
-            logprobs=0,  # of the sampled token alone
-            flat_logprobs=True,
-            detokenize=False,
-        )
-
     def _check_open(self) -> None:
         assert not self.closed, "a newer vLLM engine of this process took this one's place"
-
-    def _check_length(self, prompt: int, completion: int) -> None:
-        limit = self.llm.llm_engine.model_config.max_model_len
-        if prompt + completion >= limit:
-            raise ValueError(
-                f"engine.max_model_len must exceed prompt plus completion tokens ({prompt} + {completion}), got "
-                f"{limit}; raise engine.max_model_len as far as the model allows, or lower sampling.max_tokens"
-            )
 
 
 def request_seed(seed: int, step: int, prompt_id: str, sample: int) -> int:
@@ -306,16 +313,6 @@ def _check_sampling(sampling: Sampling) -> None:
             "sampling.top_p must be 1 for engine vllm at a temperature other than 1 (vLLM has no log-probs before the "
             f"cut there), got {sampling.top_p} at {temperature}; or use engine=transformers"
         )
-
-
-def _config_folder(policy: Any) -> Path:
-    """A folder with the config of the policy, beside vLLM's own caches; equal configs have one folder."""
-    text = _config_text(policy)
-    root = Path(import_module("vllm.envs").VLLM_CACHE_ROOT)
-    folder = root / "cohort" / hashlib.sha256(text.encode()).hexdigest()[:16]
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / "config.json", text)
-    return folder
 
 
 def _config_text(policy: Any) -> str:
@@ -431,7 +428,10 @@ def _process_state_kept() -> Iterator[None]:
     threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     try:
-        with torch.random.fork_rng(devices=devices), _no_compiler_on_cpu(), _no_autocast():
+        # vLLM compiles the rank of a log-prob even in eager mode: on a CPU that takes 17 s and a C++ compiler
+        compiler = contextlib.nullcontext() if torch.cuda.is_available() else torch.compiler.set_stance("force_eager")
+        autocast = torch.autocast("cuda" if torch.cuda.is_available() else "cpu", enabled=False)
+        with torch.random.fork_rng(devices=devices), compiler, autocast:
             yield
     finally:
         random.setstate(python)
@@ -441,17 +441,3 @@ def _process_state_kept() -> Iterator[None]:
         torch.set_num_threads = set_num_threads
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
-
-
-def _no_autocast() -> torch.autocast:
-    return torch.autocast("cuda" if torch.cuda.is_available() else "cpu", enabled=False)
-
-
-@contextlib.contextmanager
-def _no_compiler_on_cpu() -> Iterator[None]:
-    """vLLM compiles the rank of a log-prob even in eager mode: 17 s at the first token, and a C++ compiler needed."""
-    if torch.cuda.is_available():
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield

@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -32,42 +32,40 @@ _INPUT = re.compile(f"q_proj|{_KEYS.pattern}")  # those that read a layer's inpu
 _END = re.compile(r"down_proj|fc2|mlp\.c_proj|dense_4h_to_h")  # products that nothing needs again in the backward pass
 
 
-@dataclass(frozen=True)
-class Work:
-    """Counts of what passes read: tokens, (token, key) pairs, and tokens that reach the language-model head."""
+class Work(NamedTuple):
+    """What passes read: tokens, (token, key) pairs of attention, and tokens that reach the language-model head. Also
+    the operations that one of each takes."""
 
     tokens: float = 0.0
     pairs: float = 0.0
     headed: float = 0.0
 
-    def __add__(self, other: Work) -> Work:
+    def plus(self, other: Work) -> Work:
         return Work(self.tokens + other.tokens, self.pairs + other.pairs, self.headed + other.headed)
 
     def times(self, factor: float) -> Work:
         return Work(factor * self.tokens, factor * self.pairs, factor * self.headed)
+
+    def at(self, each: Work) -> float:
+        """The operations of this work where one of each takes `each`."""
+        return each.tokens * self.tokens + each.pairs * self.pairs + each.headed * self.headed
 
 
 @dataclass(frozen=True)
 class Costs:
     """Operations of a model's passes.
 
-    token, gradient     of a token in the products of all layers, and in their gradients
-    keys_gradient       in those of a pass of which only keys and values have a gradient
-    again               of a token in the layers that gradient checkpointing computes again
-    adapter             the share of `token` that is an adapter's
-    head, head_gradient of a token in the language-model head of `vocabulary` rows, and in its gradient
-    pair                of a pair in the attention of all `depth` layers; its gradient takes twice as many
+    forward, backward   of a pass and of its gradient
+    keys                of the gradient of a pass over prompts, which begins at the keys and values of the last layer
+    again               of what gradient checkpointing computes again
+    adapter             the share of a token in `forward` that is an adapter's
     """
 
-    token: int
-    gradient: int
-    keys_gradient: int
-    again: int
+    forward: Work
+    backward: Work
+    keys: Work
+    again: Work
     adapter: int
-    head: int
-    head_gradient: int
-    pair: int
-    depth: int
     vocabulary: int
     can_share: bool
 
@@ -99,29 +97,21 @@ class Costs:
             keys_gradient += 0 if id(p) in last and not read_by_keys.search(name) else needed
         head = policy.get_output_embeddings().weight  # pyright: ignore
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        pair = 4 * config.num_attention_heads * width * len(every)
         return cls(
-            token=token,
-            gradient=gradient,
-            keys_gradient=keys_gradient,
-            again=again,
+            forward=Work(token, pair, 2 * head.numel()),
+            backward=Work(gradient, 2 * pair, (2 if adapted else 4) * head.numel()),
+            keys=Work(keys_gradient, 2 * pair * (1 - 1 / len(every))),
+            again=Work(again, pair),
             adapter=adapter,
-            head=2 * head.numel(),
-            head_gradient=(2 if adapted else 4) * head.numel(),
-            pair=4 * config.num_attention_heads * width * len(every),
-            depth=len(every),
             vocabulary=len(head),
             can_share=can_share_prompts(policy),
         )
 
-    def forward(self, work: Work) -> float:
-        return self.token * work.tokens + self.pair * work.pairs + self.head * work.headed
-
-    def backward(self, work: Work) -> float:
-        return self.gradient * work.tokens + 2 * self.pair * work.pairs + self.head_gradient * work.headed
-
-    def backward_keys(self, work: Work) -> float:
-        """Operations of the gradient of a pass over prompts, which begins at the keys and values of the last layer."""
-        return self.keys_gradient * work.tokens + 2 * self.pair * (1 - 1 / self.depth) * work.pairs
+    @property
+    def frozen(self) -> Costs:
+        """Those of the model without its adapter."""
+        return replace(self, forward=self.forward._replace(tokens=self.forward.tokens - self.adapter))
 
 
 def lengths(groups: Sequence[Group]) -> Lengths:
@@ -132,17 +122,17 @@ def sampled(costs: Costs, drawn: Lengths) -> float:
     """Operations to sample these completions: each prompt is read once, and each completion token but the last once."""
     work = Work()
     for prompt, completions in drawn:
-        work += Work(prompt, prompt**2, 1)
+        work = work.plus(Work(prompt, prompt**2, 1))
         for count in completions:
             steps = count - 1  # token i reads the prompt, the i tokens before it, and itself
-            work += Work(steps, steps * prompt + steps * count / 2, steps)
-    return costs.forward(work)
+            work = work.plus(Work(steps, steps * prompt + steps * count / 2, steps))
+    return work.at(costs.forward)
 
 
 def scored(costs: Costs, rows: Lengths, *, share: bool, headed: bool = True) -> float:
     """Operations of one pass without gradient over these rows."""
     prompts, completions = _read(rows, share and costs.can_share, headed)
-    return costs.forward(prompts + completions)
+    return prompts.plus(completions).at(costs.forward)
 
 
 def learned(
@@ -159,20 +149,20 @@ def learned(
     shared = share and costs.can_share and part > 1 and not spec.gradient_checkpointing
     prompts, completions = _read(rows, shared, headed)
     met = 1 - math.comb(size - group, part) / math.comb(size, part)
-    total = costs.forward(prompts.times(parts * met) + completions) + costs.backward(completions)
-    total += costs.backward_keys(prompts.times(parts * met))
+    prompts = prompts.times(parts * met)
+    total = prompts.plus(completions).at(costs.forward) + completions.at(costs.backward)
+    total += prompts.at(costs.keys)
     if spec.gradient_checkpointing:
-        total += costs.again * completions.tokens + costs.pair * completions.pairs
+        total += completions.at(costs.again)
     ends = completions.headed / sum(prompt + sum(counts) / len(counts) for prompt, counts in rows for _ in counts)
     if is_recomputed(int(min(batch_tokens * ends, completions.headed / parts)), costs.vocabulary):
-        total += costs.head * completions.headed
+        total += costs.forward.headed * completions.headed
     return epochs * total
 
 
 def fitted(costs: Costs, rows: Lengths) -> float:
     """Operations of one pass over these demonstrations in a cold start, which trains all weights."""
-    base = replace(costs, token=costs.token - costs.adapter)
-    return 3 * base.forward(sum(_read(rows, False, True), Work()))
+    return 3 * _read(rows, False, True)[1].at(costs.frozen.forward)
 
 
 def stepped(
@@ -190,9 +180,9 @@ def stepped(
     values, and the passes that rewards ask of the policy; `reads_old` says whether the learner computes the old
     log-probs.
     """
-    algorithm, base = spec.algorithm, replace(costs, token=costs.token - costs.adapter)
+    algorithm = spec.algorithm
     scoring = scored(costs, trained, share=share) if reads_old else 0.0
-    scoring += scored(base, trained, share=share) if algorithm.needs_reference else 0.0
+    scoring += scored(costs.frozen, trained, share=share) if algorithm.needs_reference else 0.0
     scoring += scored(costs, trained, share=share, headed=False) if algorithm.needs_critic else 0.0
     asked = {reward.distribution for reward in spec.rewards.values()} - {None}
     scoring += len(asked) * sum(scored(costs, rows, share=share) for rows in (drawn, greedy) if rows)
@@ -209,8 +199,8 @@ def _read(rows: Lengths, share: bool, headed: bool) -> tuple[Work, Work]:
     for prompt, counts in rows:
         before = prompt - 1 if share else 0  # the last token of a prompt is read with each completion
         if share:
-            prompts += Work(before, before**2)
+            prompts = prompts.plus(Work(before, before**2))
         for count in counts:
             read = count if share else prompt + count
-            completions += Work(read, read * (before + read), count if headed else 0)
+            completions = completions.plus(Work(read, read * (before + read), count if headed else 0))
     return prompts, completions

@@ -120,10 +120,21 @@ def token_logprobs(
     Entropies carry a gradient only if asked.
     """
     hidden = completion_states(model, tokens_BT, mask_BT, prompts) if hidden is None else hidden
-    targets = tokens_BT[:, 1:][mask_BT[:, 1:]]
-    found = state_logprobs(model, hidden, targets, temperature, entropy_gradient=entropy_gradient)
-    logprobs, entropies = (_scatter(values, mask_BT) for values in found)
-    return logprobs, entropies
+    targets_N = tokens_BT[:, 1:][mask_BT[:, 1:]]
+
+    def few(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return chunk_logprobs(model, hidden, targets, temperature, entropy_gradient=entropy_gradient)
+
+    vocabulary = model.get_output_embeddings().weight.shape[0]  # pyright: ignore
+    chunk = chunk_tokens(vocabulary)
+    found = []
+    for part, target in zip(hidden.split(chunk), targets_N.split(chunk), strict=True):
+        if torch.is_grad_enabled() and is_recomputed(len(targets_N), vocabulary):
+            found.append(checkpoint(few, part, target, use_reentrant=False, preserve_rng_state=False))
+        else:
+            found.append(few(part, target))
+    logprobs, entropies = zip(*found, strict=True)
+    return _scatter(torch.cat(logprobs), mask_BT), _scatter(torch.cat(entropies), mask_BT)
 
 
 @under_hooks
@@ -149,31 +160,6 @@ def token_uniform_kls(
     return _scatter(torch.cat(found), mask_BT)
 
 
-def state_logprobs(
-    model: nn.Module,
-    hidden_NH: Tensor,
-    targets_N: Tensor,
-    temperature: float,
-    *,
-    entropy_gradient: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """(log-probs, entropies), both [N]: of the tokens after the states, as `token_logprobs` has them."""
-
-    def few(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return chunk_logprobs(model, hidden, targets, temperature, entropy_gradient=entropy_gradient)
-
-    vocabulary = model.get_output_embeddings().weight.shape[0]  # pyright: ignore
-    chunk = chunk_tokens(vocabulary)
-    found = []
-    for part, target in zip(hidden_NH.split(chunk), targets_N.split(chunk), strict=True):
-        if torch.is_grad_enabled() and is_recomputed(len(targets_N), vocabulary):
-            found.append(checkpoint(few, part, target, use_reentrant=False, preserve_rng_state=False))
-        else:
-            found.append(few(part, target))
-    logprobs, entropies = zip(*found, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
-
-
 def chunk_tokens(vocabulary: int) -> int:
     """Completion tokens that go through the language-model head at once."""
     return max(1, min(CHUNK, LOGITS_BYTES // (4 * vocabulary)))
@@ -187,7 +173,8 @@ def is_recomputed(tokens: int, vocabulary: int) -> bool:
 def chunk_logprobs(
     model: nn.Module, hidden_NH: Tensor, targets_N: Tensor, temperature: float, *, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`state_logprobs` with all logits at once, which are kept for the backward pass."""
+    """(log-probs, entropies), both [N] nats, of the tokens after the states, as `token_logprobs` has them; all logits
+    at once, which are kept for the backward pass."""
     logits = _at_least_float32(output_logits(model, hidden_NH)) / (temperature or 1.0)
     all_logprobs = F.log_softmax(logits, dim=-1)
     logprobs = all_logprobs.gather(-1, targets_N[:, None])[:, 0]

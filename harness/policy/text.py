@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -31,12 +30,6 @@ QUESTION, ANSWER = "zquestionz", "zanswerz"  # no template has these words, and 
 def load_codec(model: str, settings: PromptFormat) -> TextCodec:
     """The codec of a model by its name in a spec; ValueError if its chat template cannot be used. Reads no weights."""
     return TextCodec(load_tokenizer(model), settings)
-
-
-def check_prompts(model: str, settings: PromptFormat) -> None:
-    """The same ValueError without a codec; a Hub id is left to the loader."""
-    if settings.needs_template if model == TINY else Path(model).expanduser().is_dir():
-        load_codec(model, settings)
 
 
 class TextCodec:
