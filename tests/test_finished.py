@@ -10,7 +10,7 @@ from pathlib import Path
 import fake_trials
 import pytest
 from cohort.harness.checks import disk
-from cohort.harness.checks.disk import check_disk, disk_need, estimate_disk
+from cohort.harness.checks.disk import check_disk, estimate_disk
 from cohort.harness.ground.files import write_json
 from cohort.harness.policy.lora import add_adapter
 from cohort.harness.policy.sources import Base, start_name
@@ -200,18 +200,18 @@ def torch_type(name):
 
 
 def test_what_runs_still_need_is_counted_without_what_is_there(tmp_path):
-    settings = {"every": 5, "keep": 2, "finished": "weights"}
+    settings = {"every": 5, "finished": "weights"}
     spec = parse_run({**RUN, "steps": 100, "cold_start": {"steps": 4}, "checkpoints": settings}, "test")
     one = estimate_disk(spec, "nothing")
     assert one is not None
-    # keep=2 and the next one while it is written; weights and two moments are three times the weights
+    # the two newest and the next one while it is written; weights and two moments are three times the weights
     assert (one.running, one.checkpoint, one.cold_start) == (3 * one.checkpoint, 3 * one.kept, one.kept)
     left = [(spec, tmp_path / name) for name in ("a", "b", "c", "d")]
 
     def needed(left, at_once=2):
-        need = disk_need(tmp_path, left, at_once, "nothing")
+        need = check_disk(tmp_path, left, at_once, "nothing")
         assert need is not None
-        return need.needed
+        return need["needed"]
 
     # two run, two have ended and keep their weights, and one cold start serves all
     assert needed(left) == 2 * one.running + 2 * one.kept + one.cold_start

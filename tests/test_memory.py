@@ -8,15 +8,8 @@ import pytest
 import torch
 import transformers
 from cohort.harness.api.measure_memory import measure, shape
-from cohort.harness.checks import memory, memory_count
-from cohort.harness.checks.memory import (
-    _fixes,
-    check_memory,
-    estimate,
-    estimate_run,
-    longest_prompt,
-    peak_bytes,
-)
+from cohort.harness.checks import memory
+from cohort.harness.checks.memory import check_fits, check_memory, estimate, estimate_run, longest_prompt, peak_bytes
 from cohort.harness.checks.memory_count import Shape, count
 from cohort.harness.cli import app
 from cohort.harness.devices.device import mixed_precision
@@ -188,30 +181,6 @@ def test_the_count_is_within_1_percent_of_what_autograd_saves(kind, settings):
     assert trunk + counts.values == pytest.approx(saved, rel=0.01)
 
 
-ALIKE = {"llama": {}, "qwen3": {}, "gpt2": {"n_layer": 5, "n_embd": 64, "n_head": 4}, "mistral": {"sliding_window": 20}}
-UNLIKE = {"gemma2": {}, "cohere2": {}}  # some layers attend to a window alone
-
-
-@pytest.mark.parametrize("kind", [*ALIKE, *UNLIKE])
-def test_two_of_the_layers_that_are_alike_are_counted_and_give_the_count_of_all(monkeypatch, kind):
-    spec = make_spec("ppo", **(LORA if kind == "llama" else {"autocast": kind == "qwen3"}))
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, **heads, **(ALIKE | UNLIKE)[kind]}
-    config = transformers.AutoConfig.for_model(kind, vocab_size=1000, **sizes)
-    shape, left_out, repeated = Shape.of(spec, config, 6, 28), [], memory_count._repeated
-
-    def counted():
-        count.cache_clear()
-        return count(shape)
-
-    monkeypatch.setattr(memory_count, "_repeated", lambda policy: left_out.append(repeated(policy)) or left_out[-1])
-    quick = counted()
-    assert {len(layers) for layers in left_out} == ({3} if kind in ALIKE else {0})
-    monkeypatch.setattr(memory_count, "_repeated", lambda policy: [])
-    assert quick == counted()
-    assert len(quick.trunk.layers) == 5
-
-
 def bytes_saved(module, spec, forward):
     """Bytes of all storages that autograd saves in a forward pass, parameters apart."""
     own = {p.untyped_storage().data_ptr() for p in module.parameters()}
@@ -242,19 +211,22 @@ def test_a_run_that_cannot_fit_is_refused_with_what_is_needed_and_what_to_do():
 
 
 def test_the_advice_is_for_what_is_large_and_leaves_out_what_is_done():
-    full = {"policy": 10, "reference": 10, "critic": 10, "gradients": 20, "optimizer": 40, "activations": 10,
-            "kv_cache": 1, "sampling": 1, "engine": 0}  # fmt: skip
+    gib = {"policy": 10, "reference": 10, "critic": 10, "gradients": 20, "optimizer": 40, "activations": 10,
+           "kv_cache": 1, "sampling": 1, "engine": 0}  # fmt: skip
     spec = make_spec("ppo", dtype="bfloat16", gradient_checkpointing=True)
-    large = [name for name in sorted(full, key=lambda name: -full[name]) if full[name] > 1]
-    advice = _fixes(large, full, spec, copies=2)
-    assert advice == [
+
+    def advice(copies=1, **changes):
+        components = {name: size * 2**40 for name, size in {**gib, **changes}.items()}
+        with pytest.raises(SpecError) as refused:
+            check_fits(components, torch.device("cpu"), spec, copies)
+        return str(refused.value).split("; ")[1].split(" or ")
+
+    assert advice(copies=2) == [
         "use fewer --workers", "train adapters (lora.rank=16)", "spread it over more GPUs (devices)",
-        "use a smaller model",
-        "set algorithm.kl_beta=0 (no reference)", "use an algorithm without a critic",
+        "use a smaller model", "set algorithm.kl_beta=0 (no reference)", "use an algorithm without a critic",
         "lower optimizer.tokens_per_microbatch",
     ]  # fmt: skip
-    sampling = {**full, "kv_cache": 100}
-    assert _fixes(["kv_cache", *large], sampling, spec, copies=1)[0] == "lower engine.max_batch_rows"
+    assert advice(kv_cache=100)[0] == "lower engine.max_batch_rows"
 
 
 def test_workers_share_the_memory_of_a_machine():
@@ -284,14 +256,16 @@ def test_a_model_of_another_family_is_counted_too(tmp_path):
     assert found is not None and found["policy"] == 4 * 30_720
 
 
-def test_an_unknown_shape_is_refused_with_a_near_name():
-    with pytest.raises(SpecError, match=r"did you mean 'Qwen2\.5-0\.5B'"):
-        shape("Qwen2.5-0.5")
-
-
-def test_algorithms_to_measure_are_distinct():
-    with pytest.raises(SpecError, match="distinct names, such as ppo,grpo, got 'ppo,ppo'"):
-        measure("tiny", ["ppo", "ppo"])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("Qwen2.5-0.5", ["ppo"]), r"did you mean 'Qwen2\.5-0\.5B'"),
+        (("tiny", ["ppo", "ppo"]), "distinct names, such as ppo,grpo, got 'ppo,ppo'"),
+    ],
+)
+def test_a_question_to_measure_that_has_no_answer_is_refused(arguments, words):
+    with pytest.raises(SpecError, match=words):
+        measure(*arguments)
 
 
 def cohort(*arguments):
@@ -324,9 +298,9 @@ def test_ppo_is_measured_to_need_more_than_grpo_and_both_what_was_told(tmp_path)
     sizes = {"hidden_size": 384, "num_hidden_layers": 8, "num_attention_heads": 6, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(**sizes, intermediate_size=1536, vocab_size=8192, tie_word_embeddings=True)
     config.save_pretrained(tmp_path)
-    ppo, grpo = measure(
-        str(tmp_path), ["ppo", "grpo"], steps=2, rollouts=8, prompt_tokens=16, max_tokens=16
-    )  # 20 M parameters; weights alone: GRPO 5, PPO 9 times 78 MiB
+    few = {"steps": 2, "rollouts_per_step": 8, "sampling.max_tokens": 16}
+    # 20 M parameters; weights alone: GRPO 5, PPO 9 times 78 MiB
+    ppo, grpo = measure(str(tmp_path), ["ppo", "grpo"], prompt_tokens=16, settings=few)
     assert grpo["memory_ratio"] == grpo["peak_bytes"] / ppo["peak_bytes"] < 0.7
     for found in (ppo, grpo):
         assert found["peak_bytes"] == pytest.approx(peak_bytes(found["estimate"]), rel=0.15)

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -43,6 +43,10 @@ SHAPES = {
     "Llama-3.2-1B": ("llama", 2048, 16, 32, 8, 8192, 128256, True),
     "SmolLM2-135M": ("llama", 576, 30, 9, 3, 1536, 49152, True),
 }
+RUN = {
+    "task": "arithmetic", "rollouts_per_step": 32, "sampling": {"max_tokens": 128}, "steps": 3,
+    "evaluation": {"num_prompts": 1, "num_test_prompts": 1, "num_samples": 1},
+}  # fmt: skip
 
 
 def shape(name: str) -> PretrainedConfig:
@@ -63,65 +67,47 @@ def shape(name: str) -> PretrainedConfig:
 
 
 def measure(
-    name: str,
-    algorithms: Sequence[str],
-    *,
-    steps: int = 3,
-    rollouts: int = 32,
-    prompt_tokens: int = 64,
-    max_tokens: int = 128,
-    dtype: str = "float32",
-    overrides: Mapping[str, Any] | None = None,
-    on_progress: Callable[[str, int, int], None] = lambda algorithm, done, total: None,
+    name: str, algorithms: Sequence[str], *, prompt_tokens: int = 64, settings: Mapping[str, Any] | None = None
 ) -> list[dict[str, Any]]:
     """Peak memory and seconds of training steps on a randomly initialised model of that shape, downloading nothing.
 
-    For each algorithm: peak bytes above those before the model was built, their estimate by component, seconds per step
-    by phase, and `with_ratios`. Each runs in its own process, on the same weights and prompts; every prompt and
-    completion has exactly the requested number of tokens. SpecError for settings that cannot run or fit.
+    For each algorithm: peak bytes above those before the model was built, their estimate in all and by component,
+    seconds of a step and of its phases, and memory and time relative to the first. Each runs in its own process, on the
+    same weights and prompts; every prompt and completion has exactly the requested number of tokens. `settings` are
+    those of a run, by dotted path. SpecError for settings that cannot run or fit.
     """
     if len(set(algorithms)) != len(algorithms) or not all(algorithms):
         raise SpecError(f"--algorithms must be distinct names, such as ppo,grpo, got '{','.join(algorithms)}'")
     config = shape(name)
-    base = {
-        "task": "arithmetic",
-        "rollouts_per_step": rollouts,
-        "sampling": {"max_tokens": max_tokens},
-        "evaluation": {"num_prompts": 1, "num_test_prompts": 1, "num_samples": 1},
-        "dtype": dtype,
-        "steps": steps,
-    }
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="cohort-memory-") as folder:
         model = Path(folder) / "model"
-        raws = [{**base, "model": str(model), "algorithm": algorithm} for algorithm in algorithms]
-        specs = [parse_run(with_overrides(raw, overrides or {}), "cohort memory") for raw in raws]
+        raws = [{**RUN, "model": str(model), "algorithm": algorithm} for algorithm in algorithms]
+        specs = [parse_run(with_overrides(raw, settings or {}), "cohort memory") for raw in raws]
         estimates = [estimate(spec, config, prompt_tokens) for spec in specs]
         for spec, expected in zip(specs, estimates, strict=True):
             check_fits(expected, resolve_device(spec.device), spec)
-        _save_random_model(model, config, dtype)
-        for done, (spec, expected) in enumerate(zip(specs, estimates, strict=True)):
-            on_progress(spec.algorithm.name, done, len(specs))
+        from transformers import AutoModelForCausalLM
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            random = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        save_model(model, random.to(getattr(torch, specs[0].dtype)), tiny_tokenizer())  # all its ids are below 100
+        del random
+        for number, (spec, expected) in enumerate(zip(specs, estimates, strict=True)):
             with ProcessPoolExecutor(1, get_context("spawn")) as fresh:
                 try:
-                    task = (spec.model_dump(mode="json"), prompt_tokens, Path(folder) / str(done))
+                    task = (spec.model_dump(mode="json"), prompt_tokens, Path(folder) / str(number))
                     peak, seconds = fresh.submit(_measured, *task).result()
                 except BrokenProcessPool:
                     raise OSError(f"measuring {spec.algorithm.name} was killed, probably for lack of memory") from None
+            first = found[0] if found else {"peak_bytes": peak, "seconds": seconds}
             found.append({
-                "algorithm": spec.algorithm.name, "peak_bytes": peak, "estimate": expected, "seconds": seconds
+                "algorithm": spec.algorithm.name, "peak_bytes": peak, "estimate": expected, "seconds": seconds,
+                "estimate_bytes": peak_bytes(expected), "memory_ratio": peak / first["peak_bytes"],
+                "time_ratio": seconds["step"] / first["seconds"]["step"],
             })  # fmt: skip
-    return with_ratios(found)
-
-
-def _save_random_model(folder: Path, config: PretrainedConfig, dtype: str) -> None:
-    """A folder that a run can load: random weights of seed 0, and the built-in tokenizer, whose ids are below 100."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    save_model(folder, model.to(getattr(torch, dtype)), tiny_tokenizer())
+    return found
 
 
 def _measured(raw: Mapping[str, Any], prompt_tokens: int, folder: Path) -> tuple[int, dict[str, float]]:
@@ -160,20 +146,5 @@ def _train(spec: RunSpec, prompts: Sequence[Prompt], folder: Path) -> list[dict[
 class _NoLog:
     """A RunLogger that stores nothing."""
 
-    def forget(self, *values: Any) -> None: ...
-
-    inputs = prompt = resume = sync = holds = progress = metrics = samples = per_problem = kept = forget
-
-
-def with_ratios(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each measurement with the sum of its estimate, and its memory and time relative to the first."""
-    first = results[0]
-    return [
-        {
-            **r,
-            "estimate_bytes": peak_bytes(r["estimate"]),
-            "memory_ratio": r["peak_bytes"] / first["peak_bytes"],
-            "time_ratio": r["seconds"]["step"] / first["seconds"]["step"],
-        }
-        for r in results
-    ]
+    def __getattr__(self, name: str) -> Any:
+        return lambda *values: None

@@ -211,7 +211,7 @@ def estimate_runs(source: str, settings: Settings = (), *, runs: str | Path | No
     folder, found = runs_folder(runs), []
     for label, spec in runs_of(source, as_texts(settings)).items():
         fit, disk = judge(spec), estimate_disk(spec, "nothing")
-        told = {"run": label, "algorithm": spec.algorithm.name, **asdict(fit), "disk": disk and asdict(disk)}
+        told = {"run": label, "algorithm": spec.algorithm.name, **fit, "disk": disk and asdict(disk)}
         try:
             check_disk(folder, [(spec, folder / "none")], 1, "nothing")
         except ValueError as error:

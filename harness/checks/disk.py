@@ -5,7 +5,7 @@ ended run keeps, and cold starts that do not exist yet. It leaves out events, ro
 """
 
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from ..record.finished import CHECKPOINTS, Finished
 from ..spec.errors import SpecError
 from ..spec.run import RunSpec
 from .memory import gib
-from .memory_count import Shape, saved_bytes
+from .memory_count import Shape, models, total_bytes
 
 
 @dataclass(frozen=True)
@@ -29,34 +29,33 @@ class Disk:
     cold_start: int
 
 
-@dataclass(frozen=True)
-class Need:
-    """Bytes that runs still need on a disk, and its free bytes."""
-
-    needed: int
-    free: int
-
-
 def estimate_disk(spec: RunSpec, finished: Finished) -> Disk | None:
     """The disk space of a run that by default keeps `finished`; None if the model's size cannot be computed. Reads no
     weights."""
     try:
-        saved = saved_bytes(Shape.of(spec, model_config(spec.model), rows=1, prompt_tokens=1))
+        policy, _, added = models(Shape.of(spec, model_config(spec.model), rows=1, prompt_tokens=1))
     except Exception:  # as in the memory estimate: such a model may still train
         return None
-    reference = saved.model if spec.kl.refresh_reference_every and spec.lora is None else 0
-    checkpoint = saved.policy * (1 + spec.staleness) + saved.learner + reference
+    model = [p for name, p in policy.named_parameters() if ".lora_" not in name]
+    trained, valued = (total_bytes(p for p in ps if p.requires_grad) for ps in (policy.parameters(), added))
+    saved = trained if spec.lora is not None else total_bytes(model)  # the policy's own folder
+    learner = 2 * (trained + valued) + valued + (trained if spec.lora is not None else 0)
+    reference = total_bytes(model) if spec.kl.refresh_reference_every and spec.lora is None else 0
+    checkpoint = saved * (1 + spec.staleness) + learner + reference
     settings = spec.checkpoints
     written = min(settings.keep + 1, -(-spec.steps // settings.every))
-    kept = saved.policy if spec.steps and (settings.finished or finished) == "weights" else 0
-    cold_start = saved.model_float32 if spec.cold_start.steps else 0
+    kept = saved if spec.steps and (settings.finished or finished) == "weights" else 0
+    cold_start = 4 * sum(p.numel() for p in model) if spec.cold_start.steps else 0  # in float32
     return Disk(checkpoint, written * checkpoint, kept, cold_start)
 
 
-def disk_need(runs: Path, left: Sequence[tuple[RunSpec, Path]], at_once: int, finished: Finished) -> Need | None:
-    """The disk that runs still need in their folders, `at_once` of them at a time; None if one cannot be estimated.
+def check_disk(
+    runs: Path, left: Sequence[tuple[RunSpec, Path]], at_once: int, finished: Finished
+) -> dict[str, int] | None:
+    """Bytes that runs still need in their folders (`needed`), `at_once` of them at a time, and that are `free`; None
+    if one cannot be estimated.
 
-    Checkpoints and cold starts that exist already are not counted again.
+    Checkpoints and cold starts that exist already are not counted again. SpecError if the disk has not enough.
     """
     known: dict[int, Disk] = {}  # the seeds of an arm share a spec
     starts: dict[str, int] = {}
@@ -69,25 +68,16 @@ def disk_need(runs: Path, left: Sequence[tuple[RunSpec, Path]], at_once: int, fi
             starts[start] = disk.cold_start
     disks = [known[id(spec)] for spec, _ in left]
     more = sorted((disk.running - disk.kept for disk in disks), reverse=True)[:at_once]
-    there = _size(folder / CHECKPOINTS for _, folder in left)
-    needed = sum(starts.values()) + sum(disk.kept for disk in disks) + sum(more) - there
+    files = (file for _, folder in left for file in (folder / CHECKPOINTS).rglob("*"))
+    there = sum(file.stat().st_size for file in files if file.is_file())
+    needed = max(0, sum(starts.values()) + sum(disk.kept for disk in disks) + sum(more) - there)
     existing = next(folder for folder in (runs.absolute(), *runs.absolute().parents) if folder.exists())
-    return Need(max(0, needed), shutil.disk_usage(existing).free)
-
-
-def check_disk(runs: Path, left: Sequence[tuple[RunSpec, Path]], at_once: int, finished: Finished) -> Need | None:
-    """`disk_need`; SpecError if it exceeds the free space of the runs folder's disk."""
-    need = disk_need(runs, left, at_once, finished)
-    if need is not None and need.needed > need.free:
+    free = shutil.disk_usage(existing).free
+    if needed > free:
         who = "the run" if len(left) == 1 else f"{len(left)} runs, {min(at_once, len(left))} at a time,"
         raise SpecError(
-            f"{who} must fit on the disk of '{runs}': it has {gib(need.free)} free, and about {gib(need.needed)} is "
+            f"{who} must fit on the disk of '{runs}': it has {gib(free)} free, and about {gib(needed)} is "
             "needed for checkpoints, cold starts and weights that stay; free some space"
             f"{', take fewer --workers' if at_once > 1 and len(left) > 1 else ''} or use another --runs"
         )
-    return need
-
-
-def _size(folders: Iterable[Path]) -> int:
-    """Bytes of all files in folders, which need not exist."""
-    return sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
+    return {"needed": needed, "free": free}

@@ -11,8 +11,7 @@ below 32 MiB), so `cohort memory` makes it give back blocks of 1 MiB and more, l
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,7 +54,10 @@ def check_samples(spec: RunSpec, copies: int = 1) -> None:
 
 
 def check_fits(components: Mapping[str, int], device: torch.device, spec: RunSpec, copies: int = 1) -> None:
-    """SpecError if `copies` such runs need more than the GPU has, or than the RAM has free."""
+    """SpecError if `copies` such runs need more than the GPU has, or than the RAM has free.
+
+    It names the large components, and for each of them what makes it smaller, unless the run does that already.
+    """
     needed, available = peak_bytes(components), device_bytes(device)
     if copies * needed <= available:
         return
@@ -63,35 +65,27 @@ def check_fits(components: Mapping[str, int], device: torch.device, spec: RunSpe
     who, each = ("the run", "") if copies == 1 else (f"{copies} workers", "each: ")
     large = [name for name in sorted(components, key=lambda name: -components[name]) if 50 * components[name] > needed]
     shown = ", ".join(f"{name} {gib(components[name])}" for name in large)
-    raise SpecError(
-        f"{who} must fit in memory: {has}, and about {gib(copies * needed)} is needed ({each}{shown}); "
-        f"{' or '.join(_fixes(large, components, spec, copies))}"
-    )
-
-
-def _fixes(large: Sequence[str], components: Mapping[str, int], spec: RunSpec, copies: int) -> list[str]:
-    """Changes that would make large components smaller, in their order; none that it has already."""
     learning = components["activations"] >= components["kv_cache"] + components["sampling"]
     in_turn = ("kv_cache", "sampling") if learning else ("activations",)  # less than what they take turns with
     wider = "spread it over more GPUs (devices)"
-    trained = [*(["train adapters (lora.rank=16)"] if spec.lora is None else []), wider]
-    sampling = f"lower engine.{'gpu_memory_utilization' if spec.engine.name == 'vllm' else 'max_batch_rows'}"
-    recompute = [] if spec.gradient_checkpointing else ["set gradient_checkpointing=true"]
-    halved = ["set dtype=bfloat16"] if spec.dtype == "float32" else []
+    adapters = ["train adapters (lora.rank=16)"] * (spec.lora is None)
+    rows = f"lower engine.{'gpu_memory_utilization' if spec.engine.name == 'vllm' else 'max_batch_rows'}"
+    recompute = ["set gradient_checkpointing=true"] * (not spec.gradient_checkpointing)
     fixes = {
         "activations": ["lower optimizer.tokens_per_microbatch", *recompute],
-        "kv_cache": [sampling],
-        "sampling": [sampling],
+        "kv_cache": [rows],
+        "sampling": [rows],
         "engine": ["set engine.sleep=true or use engine=transformers"],
-        "gradients": trained,
-        "optimizer": trained,
+        "gradients": [*adapters, wider],
+        "optimizer": [*adapters, wider],
         "reference": ["set algorithm.kl_beta=0 (no reference)"],
         "critic": ["use an algorithm without a critic"],
-        "policy": ["use a smaller model", wider, *halved],
+        "policy": ["use a smaller model", wider, *["set dtype=bfloat16"] * (spec.dtype == "float32")],
     }
-    fewer = ["use fewer --workers"] if copies > 1 else []
-    return list(
-        dict.fromkeys([*fewer, *(text for name in large if name not in in_turn for text in fixes.get(name, []))])
+    fix = [*["use fewer --workers"] * (copies > 1), *(f for n in large if n not in in_turn for f in fixes.get(n, []))]
+    raise SpecError(
+        f"{who} must fit in memory: {has}, and about {gib(copies * needed)} is needed ({each}{shown}); "
+        f"{' or '.join(dict.fromkeys(fix))}"
     )
 
 
@@ -100,18 +94,12 @@ def gib(size: int) -> str:
     return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.0f} MiB"
 
 
-@dataclass(frozen=True)
-class Fit:
-    """Bytes that a run needs by component and at its peak (None: unknown); why they are unknown or do not fit."""
+def judge(spec: RunSpec) -> dict[str, Any]:
+    """The verdict on a run on this machine; ValueError for a model folder that cannot be used.
 
-    components: dict[str, int] | None
-    peak_bytes: int | None
-    device_bytes: int
-    problem: str | None
-
-
-def judge(spec: RunSpec) -> Fit:
-    """The verdict on a run on this machine; ValueError for a model folder that cannot be used."""
+    `components` has bytes by component and `peak_bytes` their peak (None: unknown), `device_bytes` what there is,
+    `problem` why they are unknown or do not fit.
+    """
     check_model(spec.model)
     components, device = None, resolve_device(spec.device)
     try:
@@ -121,7 +109,9 @@ def judge(spec: RunSpec) -> Fit:
     except SpecError as error:
         problem = str(error)
     peak = None if components is None else peak_bytes(components)
-    return Fit(components, peak, device_bytes(device), problem)
+    return {
+        "components": components, "peak_bytes": peak, "device_bytes": device_bytes(device), "problem": problem
+    }  # fmt: skip
 
 
 def peak_bytes(components: Mapping[str, int]) -> int:
@@ -182,7 +172,11 @@ def estimate(
     counts = count(shape)
     trunk = counts.trunk.total(spec.gradient_checkpointing)
     if alone and counts.can_share and spec.algorithm.group_size > 1 and not spec.gradient_checkpointing:
-        trunk = max(trunk, _shared(counts, shape, min(rows, spec.prompts_per_step)))  # sharing may be given up
+        # Prompts are read once, and completions each with its prompt's keys; or sharing is given up.
+        before, width = prompt_tokens - 1, prompt_tokens + spec.max_tokens
+        read = min(rows, spec.prompts_per_step) * before + shape.rows * spec.max_tokens
+        once = counts.trunk.all * read + sum(counts.trunk.cache) * shape.rows * before
+        trunk = max(trunk, once // (shape.rows * width))
     copies = 2 if counts.is_fused and alone else 1  # of weights while they sample, and while they learn
     own_trunk = spec.algorithm.needs_critic and not spec.algorithm.shares_trunk
     stale = spec.staleness + 1 if spec.staleness else 0  # copies of trained weights: older ones, and its own meanwhile
@@ -208,13 +202,6 @@ def estimate(
         "activations": _activation_bytes(spec, counts, shape, trunk, own_trunk, several=rows > shape.rows),
         **_engine_bytes(spec, counts, shape, device, together),
     }
-
-
-def _shared(counts: Counts, shape: Shape, prompts: int) -> int:
-    """Bytes that the trunk keeps of prompts that are read once and of completions, each with its prompt's keys."""
-    before, width = shape.prompt_tokens - 1, shape.prompt_tokens + shape.max_tokens
-    read = prompts * before + shape.rows * shape.max_tokens
-    return (counts.trunk.all * read + sum(counts.trunk.cache) * shape.rows * before) // (shape.rows * width)
 
 
 def _activation_bytes(
@@ -246,46 +233,37 @@ def _engine_bytes(spec: RunSpec, counts: Counts, shape: Shape, device: torch.dev
     """Bytes of sampling: `kv_cache` and `sampling` while it runs, `engine` all the time."""
     settings: Any = spec.engine
     needed = {"kv_cache": 0, "sampling": 0, "engine": 0}
-    if settings.name == "transformers":
-        return needed | _cache_bytes(spec, counts, shape, settings.max_batch_rows, together)
+    if settings.name == "transformers":  # keys and values of the rows decoded at once, and their distributions
+
+        def rows(group: int, prompts: int) -> int:
+            return group * min(together * prompts, max(1, settings.max_batch_rows // group))
+
+        tested = spec.evaluation
+        held_out = max(tested.num_prompts, tested.num_test_prompts)
+        samples = min(max(tested.num_samples, tested.num_test_samples or 1), 64)  # of a problem at a time
+        prompts = -(-spec.prompts_per_step // spec.devices)
+        at_once = max(rows(spec.algorithm.group_size, prompts), rows(samples, min(64, held_out)))
+        # logits and log-probs in float32, and in float64 probabilities, their sums and order
+        per_logit = 49 if spec.sampling.top_p < 1 else 25
+        layers = counts.trunk.cache
+        cache = sum(layers) + max(layers, default=0)  # one layer is copied when rows are repeated or dropped
+        whole = counts.policy if spec.devices > 1 else 0  # gathered for as long as sampling lasts
+        sampling = at_once * counts.vocabulary * per_logit + whole
+        return needed | {"kv_cache": at_once * cache // shape.rows, "sampling": sampling}
     if settings.name == "vllm" and device.type == "cuda":
         share = int(settings.gpu_memory_utilization * device_bytes(device))  # weights included
-        _check_share(spec, counts, shape, share, device)
+        dtype = settings.dtype or ("bfloat16" if spec.autocast else spec.dtype)
+        row = sum(counts.trunk.cache) // shape.rows
+        least = (getattr(torch, dtype).itemsize * counts.weights + row) / settings.tensor_parallel_size
+        if least > share:
+            fraction = math.ceil(100 * least / device_bytes(device)) / 100
+            raised = f"set it to {fraction:.2f} or more"
+            raise SpecError(
+                f"engine.gpu_memory_utilization must leave vLLM room for the model and a completion, "
+                f"{least / GIB:.1f} GiB, got {settings.gpu_memory_utilization:g} of the GPU, {share / GIB:.1f} GiB; "
+                f"{raised if fraction <= 1 else 'use a smaller model or engine.tensor_parallel_size'}"
+            )
         return needed | {"kv_cache" if settings.sleep and together == 1 else "engine": share}
     if settings.name == "vllm":
         return needed | {"engine": counts.policy // settings.tensor_parallel_size + settings.cpu_cache}
     return needed
-
-
-def _check_share(spec: RunSpec, counts: Counts, shape: Shape, share: int, device: torch.device) -> None:
-    """SpecError if vLLM's share of each GPU cannot hold its weights and the keys and values of one completion."""
-    settings: Any = spec.engine
-    dtype = getattr(settings, "dtype", None) or ("bfloat16" if spec.autocast else spec.dtype)
-    row = sum(counts.trunk.cache) // shape.rows
-    needed = (getattr(torch, dtype).itemsize * counts.weights + row) / settings.tensor_parallel_size
-    if needed > share:
-        least = math.ceil(100 * needed / device_bytes(device)) / 100
-        raise SpecError(
-            f"engine.gpu_memory_utilization must leave vLLM room for the model and a completion, "
-            f"{needed / GIB:.1f} GiB, got {settings.gpu_memory_utilization:g} of the GPU, {share / GIB:.1f} GiB; "
-            + (f"set it to {least:.2f} or more" if least <= 1 else "use a smaller model or engine.tensor_parallel_size")
-        )
-
-
-def _cache_bytes(spec: RunSpec, counts: Counts, shape: Shape, max_rows: int, together: int) -> dict[str, int]:
-    """Of the transformers engine: keys and values of the rows decoded at once, and their distributions."""
-
-    def rows(group: int, prompts: int) -> int:
-        return group * min(together * prompts, max(1, max_rows // group))
-
-    held_out = max(spec.evaluation.num_prompts, spec.evaluation.num_test_prompts)
-    samples = min(max(spec.evaluation.num_samples, spec.evaluation.num_test_samples or 1), 64)  # of a problem at a time
-    prompts = -(-spec.prompts_per_step // spec.devices)
-    at_once = max(rows(spec.algorithm.group_size, prompts), rows(samples, min(64, held_out)))
-    # logits and log-probs in float32, and in float64 probabilities, their sums and order
-    per_logit = 49 if spec.sampling.top_p < 1 else 25
-    layers = counts.trunk.cache
-    cache = sum(layers) + max(layers, default=0)  # one layer is copied when rows are repeated or dropped
-    whole = counts.policy if spec.devices > 1 else 0  # gathered for as long as sampling lasts
-    sampling = at_once * counts.vocabulary * per_logit + whole
-    return {"kv_cache": at_once * cache // shape.rows, "sampling": sampling}

@@ -2,8 +2,7 @@
 
 The pass runs on PyTorch's fake tensors, which have shape, type and device but no numbers; autograd's hooks see every
 saved tensor. Distinct storages count, except parameters. The fake tensors are always on the CPU, because fake GPU
-tensors would start a CUDA context in a process that only estimates. Of layers that are all alike two run, and the
-second counts for the rest.
+tensors would start a CUDA context in a process that only estimates.
 """
 
 from __future__ import annotations
@@ -68,13 +67,6 @@ class Kept:
     def total(self, checkpointing: bool) -> int:
         return self.all - sum(self.layers) + sum(self.inputs) if checkpointing else self.all
 
-    def lengthen(self, num_layers: int) -> None:
-        """Count so many more layers like the second, each of which keeps what it kept in every pass."""
-        passes = range(1, len(self.layers), 2)
-        self.all += num_layers * sum(self.layers[i] for i in passes)
-        for sizes in (self.layers, self.inputs, self.cache):
-            sizes += [sizes[i] for i in passes if i < len(sizes)] * num_layers
-
     def largest_layer(self) -> int:
         """Bytes that the largest layer adds to its input while it is computed again."""
         return max((layer - given for layer, given in zip(self.layers, self.inputs, strict=True)), default=0)
@@ -102,52 +94,25 @@ class Counts:
     values: int
 
 
-@dataclass(frozen=True)
-class Saved:
-    """Bytes of a policy's own folder (an adapter's, where there is one) and of the state of optimisers and critic; of
-    the whole model in its precision, and in float32."""
-
-    policy: int
-    learner: int
-    model: int
-    model_float32: int
-
-
-@lru_cache(maxsize=64)
-def saved_bytes(shape: Shape) -> Saved:
-    """The sizes of a checkpoint's parts. Raises the model's own error if it cannot be built."""
-    policy, _, added = _models(shape)
-    model = [p for name, p in policy.named_parameters() if ".lora_" not in name]
-    trained = _bytes(p for p in policy.parameters() if p.requires_grad)
-    valued = _bytes(p for p in added if p.requires_grad)
-    adapter = trained if shape.lora is not None else 0  # in the learner's state too
-    return Saved(
-        policy=adapter or _bytes(model),
-        learner=2 * (trained + valued) + valued + adapter,
-        model=_bytes(model),
-        model_float32=4 * sum(p.numel() for p in model),
-    )
-
-
 @lru_cache(maxsize=64)  # arms of a study often share their shape
 def count(shape: Shape) -> Counts:
     """The counts of a shape. Raises the model's own error if it cannot be built or run without numbers."""
-    policy, critic, added = _models(shape)
+    policy, critic, added = models(shape)
     head = policy.get_output_embeddings().weight
     linear = [m.weight for m in backbone(policy).modules() if isinstance(m, nn.Linear) and m.weight.requires_grad]
     trunk, logprobs, values = _pass(shape, policy, critic)
     return Counts(
-        policy=_bytes(policy.parameters()),
+        policy=total_bytes(policy.parameters()),
         weights=sum(p.numel() for name, p in policy.named_parameters() if ".lora_" not in name),
-        critic=_bytes(added),
-        trainable=_bytes(p for p in [*policy.parameters(), *added] if p.requires_grad),
-        head=_bytes([head] if head.requires_grad else []),
+        critic=total_bytes(added),
+        trainable=total_bytes(p for p in [*policy.parameters(), *added] if p.requires_grad),
+        head=total_bytes([head] if head.requires_grad else []),
         head_is_tied=head is policy.get_input_embeddings().weight,
         is_fused=recognised(policy) and not shape.autocast,
-        cast=_bytes(linear) // 2 if shape.autocast else 0,
+        cast=total_bytes(linear) // 2 if shape.autocast else 0,
         vocabulary=len(head),
         layer=max(map(num_bytes, layers(policy)), default=0),
-        root=_bytes(policy.parameters()) - sum(map(num_bytes, layers(policy))),
+        root=total_bytes(policy.parameters()) - sum(map(num_bytes, layers(policy))),
         trunk=trunk,
         can_share=can_share_prompts(policy),
         states=shape.rows * shape.max_tokens * policy.config.hidden_size * head.element_size(),
@@ -156,7 +121,7 @@ def count(shape: Shape) -> Counts:
     )
 
 
-def _models(shape: Shape) -> tuple[Any, Critic | None, list[nn.Parameter]]:
+def models(shape: Shape) -> tuple[Any, Critic | None, list[nn.Parameter]]:
     """The run's policy and critic with shapes and no storage, which nobody may change, and what only the critic has."""
     return _built(replace(shape, entropy_gradient=False, rows=0, prompt_tokens=0, max_tokens=0))
 
@@ -177,18 +142,21 @@ def _built(shape: Shape) -> tuple[Any, Critic | None, list[nn.Parameter]]:
     return policy, critic, [p for p in critic.parameters() if id(p) not in own] if critic is not None else []
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
+def total_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
 def _pass(shape: Shape, policy: nn.Module, critic: Critic | None) -> tuple[Kept, int, int]:
     """The bytes that the trunk keeps, and those that log-probs and values of its states add."""
-    left_out = _repeated(policy)
+    real = nn.ModuleList([policy, *([critic.head] if critic is not None else [])])
     with FakeTensorMode():
-        models = _fake_copy(nn.ModuleList([policy, *([critic.head] if critic is not None else [])]), left_out)
-        policy, *value_heads = models
+        fakes: dict[int, Any] = {
+            id(x): torch.empty(x.shape, dtype=x.dtype) for x in (*real.parameters(), *real.buffers())
+        }
+        fakes |= {id(p): nn.Parameter(fakes[id(p)], requires_grad=p.requires_grad) for p in real.parameters()}
+        policy, *value_heads = copies = deepcopy(real, fakes)
         tokens_BT = torch.zeros(shape.rows, shape.prompt_tokens + shape.max_tokens, dtype=torch.int64)
-        with _watched(models) as kept, mixed_precision(tokens_BT.device, shape.autocast):
+        with _watched(copies) as kept, mixed_precision(tokens_BT.device, shape.autocast):
             cache = _passing_cache(policy, kept)
             states_BTH = backbone(policy)(input_ids=tokens_BT, past_key_values=cache, use_cache=True).last_hidden_state
             trunk = replace(kept)
@@ -199,37 +167,7 @@ def _pass(shape: Shape, policy: nn.Module, critic: Critic | None) -> tuple[Kept,
             if not shape.shares_trunk:
                 hidden_NH = hidden_NH.clone()
             found = [found, *(head(hidden_NH.to(head.weight.dtype)) for head in value_heads)]
-    logprobs, values = with_logprobs - trunk.all, kept.all - with_logprobs
-    trunk.lengthen(len(left_out))
-    return trunk, logprobs, values
-
-
-def _repeated(policy: Any) -> list[nn.Module]:
-    """All layers but the first two if all are alike, else none."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    found = list(layers(policy))
-    kinds = getattr(policy.config, "layer_types", None) or ()  # attention to all tokens, or to a window
-    are_seen = all(isinstance(layer, GradientCheckpointingLayer) for layer in found)  # by `_watched`
-    return found[2:] if are_seen and len({*map(repr, found)}) == 1 and len({*kinds}) < 2 else []
-
-
-def _fake_copy(models: nn.ModuleList, left_out: list[nn.Module]) -> nn.ModuleList:
-    """A copy without numbers, on the CPU, of which the first model lacks the layers `left_out`; in FakeTensorMode."""
-
-    def fake(x: Tensor) -> Tensor:
-        empty = torch.empty(x.shape, dtype=x.dtype)
-        return nn.Parameter(empty, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else empty
-
-    unused = {id(x) for layer in left_out for x in (*layer.parameters(), *layer.buffers())}
-    copies: dict[int, Any] = {id(layer): None for layer in left_out}
-    copies |= {id(x): fake(x) for x in (*models.parameters(), *models.buffers()) if id(x) not in unused}
-    models = deepcopy(models, copies)
-    if left_out:
-        remaining: Any = layers(models[0])
-        del remaining[2:]
-        backbone(models[0]).config.num_hidden_layers = 2
-    return models
+    return trunk, with_logprobs - trunk.all, kept.all - with_logprobs
 
 
 @contextmanager
@@ -250,7 +188,7 @@ def _watched(models: nn.Module) -> Iterator[Kept]:
     def enter(layer: nn.Module, arguments: tuple[Any, ...]) -> None:
         nonlocal before
         before = kept.all
-        kept.inputs.append(_bytes(x for x in arguments if isinstance(x, Tensor)))
+        kept.inputs.append(total_bytes(x for x in arguments if isinstance(x, Tensor)))
 
     for layer in models.modules():
         if isinstance(layer, GradientCheckpointingLayer):
@@ -266,7 +204,7 @@ def _passing_cache(policy: Any, kept: Kept) -> Any:
 
     class PassingCache(DynamicCache):
         def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-            kept.cache.append(_bytes([key_states, value_states]))
+            kept.cache.append(total_bytes([key_states, value_states]))
             return key_states, value_states
 
     return PassingCache(config=policy.config)

@@ -1,7 +1,6 @@
 """`cohort memory`; `measure_memory` does the measuring."""
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -30,38 +29,26 @@ def memory(
     """Measure memory and time of training steps on a random model of a known shape; nothing is downloaded.
 
     Each algorithm runs in its own process: 3 steps (the first is not timed) of 32 completions of 128 tokens in float32,
-    unless --set gives other steps, rollouts_per_step, sampling.max_tokens or dtype.
+    unless --set gives other steps, rollouts_per_step, sampling.max_tokens or dtype. --json adds seconds by phase.
     """
     from ..console.progress import phase_bar
     from ..spec.raw import parse_overrides
 
     changes = parse_overrides(sets or ())
-    dtype = str(changes.pop("dtype", "float32"))
-    with phase_bar(f"memory of {config}") as show:
-        documents = api.measure(
-            config, words(algorithms), prompt_tokens=prompt_tokens, dtype=dtype, overrides=changes, on_progress=show
-        )
+    with phase_bar(f"memory of {config}", "training on a random model"):
+        found = api.measure(config, words(algorithms), prompt_tokens=prompt_tokens, settings=changes)
     if as_json:
-        print_json({"model_config": config, "dtype": dtype, "measured": documents})
-    else:
-        show_measured(f"{config}, {dtype}", documents)
-
-
-def show_measured(title: str, documents: Sequence[Mapping[str, Any]]) -> None:
-    """Print measured and estimated memory, the seconds of a step by phase, and ratios to the first algorithm."""
-    first = documents[0]["algorithm"]
+        return print_json({"model_config": config, "measured": found})
+    first = found[0]["algorithm"]
     headers = ["algorithm", "peak MiB", "estimate MiB", f"memory / {first}", "s per step", f"time / {first}"]
     rows = [
         [
             d["algorithm"], mebibytes(d["peak_bytes"]), mebibytes(d["estimate_bytes"]), f"{d['memory_ratio']:.2f}",
             f"{d['seconds']['step']:.3g}", f"{d['time_ratio']:.2f}",
         ]
-        for d in documents
+        for d in found
     ]  # fmt: skip
-    show_table(title, headers, rows, numeric=headers[1:])
-    parts = [name for name in documents[0]["estimate"] if any(d["estimate"][name] for d in documents)]
-    rows = [[d["algorithm"], *(mebibytes(d["estimate"][name]) for name in parts)] for d in documents]
+    show_table(config, headers, rows, numeric=headers[1:])
+    parts = [name for name in found[0]["estimate"] if any(d["estimate"][name] for d in found)]
+    rows = [[d["algorithm"], *(mebibytes(d["estimate"][name]) for name in parts)] for d in found]
     show_table("Estimate by component, MiB", ["algorithm", *parts], rows, numeric=parts)
-    phases = [name for name in documents[0]["seconds"] if name != "step"]
-    rows = [[d["algorithm"], *(f"{d['seconds'][name]:.3g}" for name in phases)] for d in documents]
-    show_table("Seconds by phase", ["algorithm", *phases], rows, numeric=phases)

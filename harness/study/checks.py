@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..checks.preflight import check_runs
 from ..data import FINAL
@@ -21,9 +20,6 @@ from .sharing import Shared, check_together, shared
 from .storage.base import Storage
 from .storage.files import LocalStorage
 from .worker import EXECUTE
-
-if TYPE_CHECKING:
-    from ..checks.disk import Need
 
 COSTS = (
     "train/generated_tokens", "completion/length", "seconds/total", "throughput/tokens_per_second", "memory/peak_bytes",
@@ -102,8 +98,8 @@ def trials_together(plan: Plan, workers: int | None, together: bool | None, *, h
     return shared(plan, count, copies if here else 1)
 
 
-def check_room(queue: Queue, workers: int | None, *, here: bool = True) -> Need | None:
-    """The disk that the trials still need for this study's workers; None if unknown.
+def check_room(queue: Queue, workers: int | None, *, here: bool = True) -> dict[str, int] | None:
+    """The bytes of disk that the trials still need for this study's workers, and the free ones; None if unknown.
 
     SpecError if it is not free. Without `here`, the cluster decides how many trials run at a time. Hosts that share a
     database share the trials too, so this host counts only those that it runs at a time.

@@ -168,7 +168,7 @@ def dry_run(
             if known:
                 run_inputs(list(specs.values()), runs / "cache")
             if execute == EXECUTE:
-                memory = {arm: asdict(judge(spec)) for arm, spec in specs.items() if spec.steps}
+                memory = {arm: judge(spec) for arm, spec in specs.items() if spec.steps}
                 disk = check_room(queue, workers)
                 sets = trials_together(queue.plan, workers, together)
     elif not any(words.startswith("data") for words in not_checked):
@@ -176,7 +176,7 @@ def dry_run(
     return {
         **budget(queue.plan, workers or default_workers(study.devices)),
         "memory": memory,
-        "disk": disk and asdict(disk),
+        "disk": disk,
         "together": [asdict(found) for found in sets.values()],
         "not_checked": not_checked,
     }
