@@ -242,9 +242,6 @@ class Task(Section, ABC):
         """
         return 0
 
-    def use_processes(self, count: int) -> None:
-        """Let that many threads compare answers at once, if comparisons run in separate processes."""
-
     def peer_graders(self) -> Mapping[str, Callable[[str, str], tuple[str | None, bool]]]:
         """Graders of other libraries, for comparison: name -> (completion, gold) -> (answer, whether it is right)."""
         return {}

@@ -33,8 +33,8 @@ from sympy.matrices.expressions import MatrixExpr
 
 from ._child import Begin
 from ._form import is_worked_out
-from ._symbolic import UNPARSABLE, Verdict
 
+UNPARSABLE = "unparsable"
 MAX_DIGITS = 10_000  # of a constant; the longest answer has 500 characters
 MAX_TERMS = 200  # of two expressions, multiplied out: algebra takes a second for them
 WARM_UP = (  # the first question is the slowest
@@ -43,18 +43,9 @@ WARM_UP = (  # the first question is the slowest
 )
 
 _ELEMENTARY = (
-    sympy.Add,
-    Mul,
-    Pow,
-    Symbol,
-    sympy.Number,
-    sympy.NumberSymbol,
-    sympy.Abs,
-    sympy.exp,
-    sympy.log,
-    sympy.floor,
-)
-_ELEMENTARY += (sympy.floor, sympy.ceiling, ImaginaryUnit, TrigonometricFunction, InverseTrigonometricFunction)
+    sympy.Add, Mul, Pow, Symbol, sympy.Number, sympy.NumberSymbol, ImaginaryUnit, sympy.Abs, sympy.exp, sympy.log,
+    sympy.floor, sympy.ceiling, TrigonometricFunction, InverseTrigonometricFunction,
+)  # fmt: skip
 # No units: that rule takes the `t` off `10t`.
 _REWRITES = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
 _AS_WRITTEN = ConversionConfig(lowercase_symbols=False)
@@ -72,29 +63,26 @@ parser.parse_expr_cached = _refuse  # pyright: ignore[reportAttributeAccessIssue
 Stage = Callable[[int], None]
 
 
-def prepare(comparison: str, cpu_seconds: str, wall_seconds: str) -> Callable[..., list[Any]]:
-    """The function that answers: [verdict, and for our own comparison the values of both texts]."""
+def prepare(comparison: str, cpu_seconds: str, wall_seconds: str) -> Callable[..., str]:
+    """The function that answers with a verdict: `equal`, `different` or `unparsable`."""
     logging.disable(logging.CRITICAL)
     if comparison == "own":
         hasten()
     questions = {"compare": compare if comparison == "own" else compare_as_library, "is_worked_out": compare_work}
 
-    def answer(begin: Begin, kind: str, first: str, second: str) -> list[Any]:
+    def answer(begin: Begin, kind: str, first: str, second: str) -> str:
         try:
-            verdict = questions[kind](first, second, lambda text: begin(text, float(cpu_seconds), float(wall_seconds)))
+            return questions[kind](first, second, lambda text: begin(text, float(cpu_seconds), float(wall_seconds)))
         except MemoryError:
             raise
         except Exception:  # the parser and sympy raise anything on text that is no mathematics
-            return [UNPARSABLE]
-        if kind != "compare" or comparison != "own" or verdict == UNPARSABLE:
-            return [verdict]
-        return [verdict, *(value and str(value) for value in map(value_of, (first, second)))]
+            return UNPARSABLE
 
     questions["compare"](*WARM_UP, lambda text: None)
     return answer
 
 
-def compare(first: str, second: str, begin: Stage) -> Verdict:
+def compare(first: str, second: str, begin: Stage) -> str:
     """The verdict on whether two expressions are equal in both directions of math-verify; `begin` announces a stage."""
     begin(0)
     one = _read(first)
@@ -103,7 +91,9 @@ def compare(first: str, second: str, begin: Stage) -> Verdict:
     sizes = num_terms(one), num_terms(other)
     begin(0 if sizes[0] >= sizes[1] else 1)
     if sum(sizes) > MAX_TERMS:
-        return "different" if _differ(one, other) else "equal" if one == other else UNPARSABLE
+        return "different" if surely_differ(one, other) else "equal" if one == other else UNPARSABLE
+    if surely_differ(one, other) and not _has_odd_root(one) and not _has_odd_root(other):
+        return "different"
     if one.has(I) or other.has(I):
         one, other = (_renamed(value, _complex_variables(value)) for value in (one, other))
     roots = [value.replace(_is_odd_root, _real_root) for value in (one, other)]
@@ -111,17 +101,7 @@ def compare(first: str, second: str, begin: Stage) -> Verdict:
     return "equal" if is_equal else "different"
 
 
-def value_of(text: str) -> complex | None:
-    """A number by which `compare` tells texts apart if theirs differ; None if it may use more than the number."""
-    try:
-        expression = _read(text)
-        has_value = isinstance(expression, Expr) and not expression.find(_is_odd_root)  # a root has two meanings
-        return to_complex(expression) if has_value else None
-    except Exception:  # the parser and sympy raise anything
-        return None
-
-
-def compare_work(answer: str, gold: str, begin: Stage) -> Verdict:
+def compare_work(answer: str, gold: str, begin: Stage) -> str:
     """`equal` if an answer that equals the gold answer leaves no work that this does not leave."""
     begin(0)
     return "equal" if is_worked_out(_read(answer), _read(gold)) else "different"
@@ -142,10 +122,10 @@ def hasten() -> None:
             return None  # which math-verify takes as it takes the error: not equal by its solutions
 
     grader.solve = lambda relation, symbols: solved(relation, frozenset(symbols))
-    grader.sympy_symbolic_eq = lambda first, second: not _differ(first, second) and is_zero(first, second)
+    grader.sympy_symbolic_eq = lambda first, second: not surely_differ(first, second) and is_zero(first, second)
 
 
-def compare_as_library(gold: str, completion: str, begin: Stage) -> Verdict:
+def compare_as_library(gold: str, completion: str, begin: Stage) -> str:
     """The verdict on whether a completion states the gold answer, by math-verify alone."""
     begin(0)
     expected = math_verify.parse(rf"\boxed{{{gold}}}", parsing_timeout=0)
@@ -176,22 +156,6 @@ def num_terms(value: Any) -> int:
     if not isinstance(value, Mul):
         return sum(counts)
     return prod(counts)
-
-
-def surely_differ(first: Any, second: Any) -> bool:
-    """Whether two expressions have different values at one fixed point; algebra decides the rest."""
-    value, other = _at_point(first), _at_point(second)
-    if value is None or other is None:
-        return False
-    return bool(abs(value - other) > 1e-6 * (abs(value) + abs(other)))
-
-
-def to_complex(value: Any) -> complex | None:
-    """The value at that point for comparison in double precision, None if unknown or of an unsafe size."""
-    value = _at_point(value)
-    if value is None or not 1e-30 < abs(value) < 1e300:
-        return None
-    return complex(value)
 
 
 class _Cases(Tuple):
@@ -274,6 +238,12 @@ def _is_odd_root(value: Any) -> bool:
     return bool(variables) and value.base.is_real is not False and all(symbol.is_real for symbol in variables)
 
 
+@lru_cache(maxsize=4096)
+def _has_odd_root(value: Any) -> bool:
+    """Whether an expression may have two meanings."""
+    return bool(value.find(_is_odd_root))
+
+
 def _real_root(root: Any) -> Any:
     """The odd root, taken of each factor of its base; sympy's own is the principal one, which is not."""
     product = sympy.Integer(1)
@@ -316,7 +286,7 @@ def _equal(first: Any, second: Any) -> bool:
         return type(first) is type(second) and _match(first.args, second.args)
     if isinstance(first, Or) or isinstance(second, Or):
         return _same_alternatives(first, second)
-    if _differ(first, second):
+    if surely_differ(first, second):
         return False
     parts, others = _entries(first, second), _entries(second, first)
     if parts and others and parts[0] == others[0]:
@@ -327,9 +297,12 @@ def _equal(first: Any, second: Any) -> bool:
     return verify(first, second) and verify(second, first) and _same_size(first, second)
 
 
-def _differ(first: Any, second: Any) -> bool:
-    """Whether two expressions surely differ, which costs no algebra."""
-    return isinstance(first, Expr) and isinstance(second, Expr) and surely_differ(first, second)
+def surely_differ(first: Any, second: Any) -> bool:
+    """Whether two expressions have different values at one fixed point, which costs no algebra."""
+    if not isinstance(first, Expr) or not isinstance(second, Expr):
+        return False
+    value, other = _at_point(first), _at_point(second)
+    return value is not None and other is not None and bool(abs(value - other) > 1e-6 * (abs(value) + abs(other)))
 
 
 def _match(rows: tuple[Any, ...], others: tuple[Any, ...]) -> bool:

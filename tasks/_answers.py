@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from ..harness.interfaces import Task
-from . import _numbers, _symbolic
+from . import _latex, _numbers
 
 AnswerFormat = Literal["hash", "boxed", "think_answer"]
 
@@ -76,9 +76,6 @@ class AnswerTask(Task):
 
     def equivalent(self, answer: str, other: str) -> bool:
         return answer == other or _numbers.equal(answer, other)
-
-    def use_processes(self, count: int) -> None:
-        _symbolic.set_num_children(count)
 
     def peer_graders(self) -> Mapping[str, Callable[[str, str], tuple[str | None, bool]]]:
         return {"math_verify": math_verify}
@@ -173,9 +170,9 @@ def math_verify(completion: str, gold: str) -> tuple[str | None, bool]:
 
     The library (version 0.9.0) finds the answer itself, reads LaTeX and plain numbers with its defaults, and compares
     one way, as its users do. Departure: it does not read expressions without LaTeX, such as `2*(3+4)`, because it would
-    evaluate their text as Python. A text that exceeds the limits of `tasks._symbolic` counts as unanswered.
+    evaluate their text as Python. A text that exceeds the limits of a checker counts as unanswered.
     """
-    verdict = _symbolic.library().compare(gold, completion[-LIBRARY_CHARS:])
+    verdict = _latex.checker("library").compare(gold, completion[-LIBRARY_CHARS:])
     return (None if verdict == "unparsable" else FOUND), verdict == "equal"
 
 

@@ -2,23 +2,78 @@ r"""Decides when two LaTeX answers are mathematically equal: cheap rules first, 
 
 Numbers are compared as exact rationals (`tasks._numbers`), words and multiple-choice letters as text, numerals with a
 base (`52_8`) and times or ratios (`12:30`) as written. Where an answer has an inequality, `or` joins conditions;
-commas, `and` and any other `or` make a list. The rest goes to the checker (`tasks._symbolic`). math-verify 0.9.0 would
-judge some of it too generously or too strictly, so decimals become exact fractions first, and a set equals no tuple and
-no interval.
+commas, `and` and any other `or` make a list. The rest goes to a child process (`Checker`, `tasks._algebra`).
+math-verify 0.9.0 would judge some of it too generously or too strictly, so decimals become exact fractions first, and a
+set equals no tuple and no interval.
 
 An answer must also be worked out (`is_answered`): `513^2-487^2` equals 26000 but is not an answer to its value.
 """
 
 import re
-from collections import Counter
+from collections import Counter, OrderedDict
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate
+from typing import Literal
 
-from . import _numbers, _symbolic
+from . import _numbers
+from ._child import GRACE_SECONDS, Children, remember
+
+Verdict = Literal["equal", "different", "unparsable"]
 
 MAX_CHARS = 500  # a longer answer is compared as written
 MAX_DEPTH = 20  # of nested brackets
+
+
+class Checker(Children):
+    """Compares LaTeX expressions by computer algebra, which can take unlimited time on text such as `9^{9^9}`.
+
+    A question that is stopped is `unparsable`. Limits are the last resort: large expressions are refused first by their
+    size, which does not depend on the machine. A text that spent its processor time or memory, when it was read or as
+    the larger of two, is not tried again.
+
+    comparison                 by our own rules, or by math-verify's alone of (gold, completion)
+    cpu_seconds, wall_seconds  limits of each stage of a question: read the first, read the second, compare
+    """
+
+    def __init__(
+        self, comparison: Literal["own", "library"] = "own", cpu_seconds: float = 3.0, wall_seconds: float = 5.0
+    ):
+        super().__init__(
+            f"{__package__}._algebra", comparison, cpu_seconds, wall_seconds,
+            cpu_seconds=cpu_seconds, wait_seconds=wall_seconds + GRACE_SECONDS, memory_bytes=2**30,
+        )  # fmt: skip
+        self.comparison = comparison
+        self.counts: Counter[Verdict] = Counter()  # verdicts on comparisons, also those known before
+        self._spent: OrderedDict[str, None] = OrderedDict()
+
+    def compare(self, first: str, second: str) -> Verdict:
+        """The verdict on whether two expressions are equal in both directions of math-verify's comparison.
+
+        By the library alone: on whether the second text, a completion, states the first, the gold answer.
+        """
+        pair = (first, second) if self.comparison == "library" else sorted((first, second))
+        verdict = self._verdict("compare", *pair)
+        self.counts[verdict] += 1
+        return verdict
+
+    def is_worked_out(self, answer: str, gold: str) -> bool:
+        """Whether an answer that equals the gold answer leaves no work that the gold answer does not leave."""
+        return self._verdict("is_worked_out", answer, gold) == "equal"
+
+    def _verdict(self, kind: str, *pair: str) -> Verdict:
+        if not self._spent.keys().isdisjoint(pair):
+            return "unparsable"
+        reply = self.ask(kind, *pair)
+        if reply.spent and reply.stage is not None:
+            remember(self._spent, pair[reply.stage], None)
+        return reply.answer or "unparsable"
+
+
+@cache
+def checker(comparison: Literal["own", "library"] = "own") -> Checker:
+    """The checker that this process shares."""
+    return Checker(comparison)
 
 
 def equivalent(answer: str, other: str) -> bool:
@@ -38,7 +93,7 @@ def equivalent(answer: str, other: str) -> bool:
         return False
     if not (_is_well_formed(first) and _is_well_formed(second)):
         return False
-    return _symbolic.checker().compare(_exact(first), _exact(second)) == "equal"
+    return checker().compare(_exact(first), _exact(second)) == "equal"
 
 
 def is_answered(answer: str, question: str, gold: str | None) -> bool:
@@ -130,7 +185,7 @@ _NAMED = re.compile(r"[A-Za-z](?:\([A-Za-z]\))?\s*(?:=|\\in(?![A-Za-z]))")
 
 
 def _is_worked_out(text: str, gold: str) -> bool:
-    return _symbolic.checker().is_worked_out(_exact(text), _exact(gold))
+    return checker().is_worked_out(_exact(text), _exact(gold))
 
 
 def _symbols(text: str, without: tuple[str, ...] = ()) -> frozenset[tuple[str, int]]:

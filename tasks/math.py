@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from . import _latex, _symbolic
+from . import _latex
 from ._answers import AnswerFormat, last_resort_latex, stated, write
 from ._data import BadRow, DatasetTask, Problem, Row, text_field
 
@@ -84,10 +84,10 @@ class Math(DatasetTask):
         return last_resort_latex(completion)
 
     def num_unparsable(self) -> int:
-        return _symbolic.checker().counts["unparsable"]
+        return _latex.checker().counts["unparsable"]
 
     def allow_overruns(self, count: float | None) -> float:
-        return _symbolic.checker().allow_overruns(count)
+        return _latex.checker().allow_overruns(count)
 
     def equivalent(self, answer: str, other: str) -> bool:
         return _latex.equivalent(answer, other)

@@ -1,33 +1,46 @@
 """Reasoning Gym (Stojanovski et al. 2025, arXiv:2505.24760): procedural problems, each with its own verifier.
 
 The package makes the problems and scores answers from 0 to 1; a score of exactly 1 is correct, and the rest is partial
-credit. It runs in a child process (`tasks._gym_child`), and an answer that is not scored within the limits scores 0. A
-split is a stream of problems with its own seed; equal prompts count once, and those of test are left out of all other
-splits, those of validation out of train.
+credit. It runs in a child process (`tasks._child`, which calls `prepare`), and an answer that is not scored within the
+limits scores 0. A split is a stream of problems with its own seed; equal prompts count once, and those of test are left
+out of all other splits, those of validation out of train.
 
 A gold answer ends in the split and the number of its problem, such as `(8-6)*4 [test 17]`, so that the verifier finds
 the problem again. A completion's answer cannot end like this, because that part is cut off.
+
+Some verifiers evaluate the text of an answer as Python (`eval`, sympy's `parse_expr`). A completion is never evaluated:
+if the source of a verifier, or of its imports from the package, could do so, an answer reaches it only if it is plain
+arithmetic or a plain list, and a generator whose own answers are more than that is refused.
 """
 
+import ast
+import dataclasses
+import importlib
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from difflib import get_close_matches
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, JsonValue, field_validator
 
 from ..harness.data import Demonstration, Prompt, Split
 from ..harness.ground.inputs import REVISION, Sources
 from ._answers import AnswerFormat, AnswerTask, last_resort_latex, write
-from ._child import GRACE_SECONDS, Children
+from ._child import GRACE_SECONDS, Begin, Children
 from ._data import stable_id
-from ._gym_child import MAKE_SECONDS, PATIENCE
 
+PACKAGE = "reasoning_gym"
 MAX_ANSWER_CHARS = 4000
+MAX_PLAIN_CHARS = 200  # of an answer to a verifier that could evaluate it
 SCORE_SECONDS = 3.0  # of processor time for one answer
+MAKE_SECONDS = 60.0  # the same for problems that are made at once
 MAKE_AT_ONCE = 8
+PATIENCE = 4.0  # the clock's limit, as a multiple of that of processor time
 
 _TEMPLATES: Mapping[AnswerFormat, str] = {
     "hash": "{question}\nReason step by step; end with #### and the answer on one line.\nAnswer:\n",
@@ -44,24 +57,16 @@ _LEAVES_OUT = {
     "demonstrations": ("test", "validation"),
 }
 _KEY = re.compile(r"\{(\w+)\}")
-_TAG = re.compile(r"\[(test|validation|train) (\d{1,9})\]$")
+_TAG = re.compile(r"\[(test|validation|train) (\d{1,9})\]\s*$")
 
 
-class Part(NamedTuple):
-    """A stream of problems, made by the generator with this seed."""
+# Neither holds a letter, so that there is no name, attribute or call of one; neither a power nor a repeated list.
+_ARITHMETIC = re.compile(r"(?:[-+/(),. \n0-9]|\*(?!\*))*")
+_LIST = re.compile(r"""[-\[\],. \n0-9'"]*""")
+_CALLS = {"eval", "exec", "compile", "__import__", "literal_eval", "parse_expr", "sympify", "system"}
+_IMPORTS = {"sympy", "subprocess", "pickle"}
 
-    dataset: str
-    settings: str  # JSON
-    seed: int
-    size: int
-
-
-class Item(NamedTuple):
-    """One problem, with the generator's own answer, if any, and the fields that the template names."""
-
-    question: str
-    answer: str | None
-    fields: tuple[str, ...]
+Part = tuple[str, str, int, int]  # a stream of problems: generator, its settings as JSON, seed, size
 
 
 class ReasoningGym(AnswerTask):
@@ -109,15 +114,15 @@ class ReasoningGym(AnswerTask):
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
         return [
-            Prompt(stable_id(f"{split} {index} {item.question}"), text, f"{item.answer or ''} [{split} {index}]")
-            for index, text, item in self._problems(split)
+            Prompt(stable_id(f"{split} {index} {question}"), text, f"{answer or ''} [{split} {index}]")
+            for index, text, question, answer in self._problems(split)
         ]
 
     def demonstrations(self) -> Iterator[Demonstration]:
         """The generator's own answers to problems of a further stream; empty if it has no own answers."""
-        for _, text, item in self._problems("demonstrations"):
-            if item.answer:
-                yield Demonstration(text, write(self.answer_format, "", item.answer))
+        for _, text, _, answer in self._problems("demonstrations"):
+            if answer:
+                yield Demonstration(text, write(self.answer_format, "", answer))
 
     def read(self, text: str) -> str | None:
         """The text without a problem's tag, and without space at its ends and the ends of its lines."""
@@ -133,18 +138,15 @@ class ReasoningGym(AnswerTask):
 
     def equivalent(self, answer: str, other: str) -> bool:
         """For an answer and a gold answer, whether the verifier's score is 1; otherwise whether the texts agree."""
-        if _tag(answer):
+        if _TAG.search(answer):
             answer, other = other, answer
         return self.score(answer, other) == 1.0
 
     def score(self, answer: str, gold: str) -> float:
-        tag, stated = _tag(gold), self.read(answer)
-        if tag is None or stated is None or _tag(answer):
+        tag, stated = _TAG.search(gold), self.read(answer)
+        if tag is None or stated is None or _TAG.search(answer):
             return float(answer.strip() == gold.strip())
-        return gym().ask(("score", self._part(tag[1]), int(tag[2]), stated, gym().cpu_seconds)) or 0.0
-
-    def use_processes(self, count: int) -> None:
-        """One child scores for all threads."""
+        return gym().ask("score", self._part(tag[1]), int(tag[2]), stated, gym().cpu_seconds).answer or 0.0
 
     def allow_overruns(self, count: float | None) -> float:
         return gym().allow_overruns(count)
@@ -152,29 +154,37 @@ class ReasoningGym(AnswerTask):
     def peer_graders(self) -> Mapping[str, Callable[[str, str], tuple[str | None, bool]]]:
         return {}
 
-    def _problems(self, part: str) -> Iterator[tuple[int, str, Item]]:
-        """(number, prompt, item) of a part, without repeated prompts and those that it must leave out."""
+    def _problems(self, split: str) -> Iterator[tuple[int, str, str, str | None]]:
+        """(number, prompt, question, own answer) of a stream, without repeated prompts and those that it leaves out."""
         template = self.template or _TEMPLATES[self.answer_format]
         keys = tuple(dict.fromkeys(_KEY.findall(template)))
-        held_out = {text for other in _LEAVES_OUT[part] for _, text, _ in self._problems(other)}
+        held_out = {text for other in _LEAVES_OUT[split] for _, text, *_ in self._problems(other)}
         kept = set[str]()
-        part_ = self._part(part)
-        for index in range(part_.size):
-            first = index // MAKE_AT_ONCE * MAKE_AT_ONCE
-            item = _made(part_, first, min(first + MAKE_AT_ONCE, part_.size), keys)[index - first]
-            values = dict(zip(keys, item.fields, strict=True))
-            text = _KEY.sub(lambda match, values=values: values[match[1]], template)
-            if text not in held_out and text not in kept:
-                kept.add(text)
-                yield index, text, item
+        part = self._part(split)
+        for first in range(0, part[-1], MAKE_AT_ONCE):
+            last = min(first + MAKE_AT_ONCE, part[-1])
+            made = gym().ask("make", part, first, last, keys).answer
+            if made is None:
+                made = (
+                    f"task.settings must let the generator '{self.dataset}' make {last - first} problems within "
+                    f"{MAKE_SECONDS:g} s and its share of memory"
+                )
+            if isinstance(made, str):
+                raise ValueError(made)
+            for index, (question, answer, fields) in enumerate(made, start=first):
+                values = dict(zip(keys, fields, strict=True))
+                text = _KEY.sub(lambda match, values=values: values[match[1]], template)
+                if text not in held_out and text not in kept:
+                    kept.add(text)
+                    yield index, text, question, answer
         if not kept:
             raise ValueError(
-                f"task.settings of the generator '{self.dataset}' make too few distinct problems for a {part} split; "
+                f"task.settings of the generator '{self.dataset}' make too few distinct problems for a {split} split; "
                 "widen their ranges, or lower num_test and num_validation"
             )
 
-    def _part(self, part: str) -> Part:
-        return Part(self.dataset, json.dumps(self.settings, sort_keys=True), _SEEDS[part], getattr(self, f"num_{part}"))
+    def _part(self, split: str) -> Part:
+        return self.dataset, json.dumps(self.settings, sort_keys=True), _SEEDS[split], getattr(self, f"num_{split}")
 
 
 def gym_version() -> str:
@@ -190,26 +200,146 @@ def gym() -> Children:
     """The child that makes problems and scores answers for this process."""
     gym_version()
     return Children(
-        f"{__package__}._gym_child",
+        __name__,
         cpu_seconds=SCORE_SECONDS,
         wait_seconds=PATIENCE * MAKE_SECONDS + GRACE_SECONDS,
         memory_bytes=2**31,
     )
 
 
-@lru_cache(maxsize=100_000)
-def _made(part: Part, first: int, last: int, keys: tuple[str, ...]) -> list[Item]:
-    """The problems from `first` to before `last`. ValueError for an invalid generator, settings or keys."""
-    rows = gym().ask(("make", part, first, last, keys), is_kept=False)
-    if rows is None:
-        rows = (
-            f"task.settings must let the generator '{part.dataset}' make {last - first} problems within "
-            f"{MAKE_SECONDS:g} s and its share of memory"
+def prepare() -> Callable[..., Any]:
+    """The function that answers what `make` or `score` is asked, in the child process."""
+    importlib.import_module(PACKAGE)  # an extra, and slow, so only here
+    questions = {"make": make, "score": score}
+
+    def answer(begin: Begin, name: str, *arguments: Any) -> Any:
+        def limit(cpu_seconds: float) -> None:
+            begin(0, cpu_seconds, PATIENCE * cpu_seconds)
+
+        limit(MAKE_SECONDS)
+        return questions[name](limit, *arguments)
+
+    return answer
+
+
+def make(
+    limit: Callable[[float], None], part: list[Any], first: int, last: int, keys: list[str]
+) -> list[list[Any]] | str:
+    """The items of a part from `first` to before `last`, each [question, own answer or None, values of `keys`]; or a
+    sentence with the reason that there are none."""
+    dataset, *_ = part
+    registered = _registered()
+    if dataset not in registered:
+        near = get_close_matches(dataset, registered, n=3)
+        hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+        return f"unknown task.dataset '{dataset}'; {hint}available: {', '.join(sorted(registered))}"
+    try:
+        generator = _generator(*part)
+        items = [generator[index] for index in range(first, last)]
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever its checks and its code raise about settings
+        names = [field.name for field in dataclasses.fields(registered[dataset][1])]
+        known = ", ".join(name for name in names if name not in ("seed", "size"))
+        says = " ".join(str(error).split()) or type(error).__name__
+        return (
+            f"task.settings must let the generator '{dataset}' make problems, it says: {says}; its settings are {known}"
         )
-    if isinstance(rows, str):
-        raise ValueError(rows)
-    return [Item(question, answer, tuple(fields)) for question, answer, fields in rows]
+    rows: list[list[Any]] = []
+    for item in items:
+        fields = {"question": item["question"], **item.get("metadata", {})}
+        if missing := [key for key in keys if key not in fields]:
+            return (
+                f"task.template must name parts of a problem of '{dataset}', got {{{missing[0]}}}; "
+                f"it has {', '.join(fields)}"
+            )
+        answer = None if item["answer"] is None else str(item["answer"])
+        if (why := why_evaluated(dataset)) and (answer is None or not is_plain(answer)):
+            return (
+                f"task.dataset must be a generator whose verifier could run nothing of a completion, got '{dataset}': "
+                f"{why}, which may evaluate an answer as code, and its own answers are more than plain arithmetic, "
+                f"such as {repr(answer)[:60]}; take another generator"
+            )
+        rows.append([item["question"], answer, [_spelled(fields[key]) for key in keys]])
+    return rows
 
 
-def _tag(text: str) -> re.Match[str] | None:
-    return _TAG.search(text[-100:].rstrip())
+def score(limit: Callable[[float], None], part: list[Any], index: int, answer: str, cpu_seconds: float) -> float:
+    """The verifier's score from 0 to 1 for an answer to the item `index` of a part."""
+    if why_evaluated(part[0]) and not is_plain(answer):
+        return 0.0
+    generator, item = _generator(*part), deepcopy(_item(*part, index))  # a verifier may change it
+    limit(cpu_seconds)
+    try:
+        value = float(generator.score_answer(answer, item))
+    except MemoryError:
+        raise
+    except Exception:  # a verifier raises anything on text that is no answer
+        return 0.0
+    return min(max(value, 0.0), 1.0) if value == value else 0.0
+
+
+def is_plain(answer: str) -> bool:
+    """Whether nothing but numbers, arithmetic and brackets can come of evaluating an answer."""
+    return len(answer) <= MAX_PLAIN_CHARS and bool(_ARITHMETIC.fullmatch(answer) or _LIST.fullmatch(answer))
+
+
+@cache
+def why_evaluated(dataset: str) -> str:
+    """The call or import in the source of a generator that could evaluate an answer; empty if there is none.
+
+    Every function of sympy evaluates text, so importing it is enough.
+    """
+    waiting, seen = [_registered()[dataset][0].__module__], set[str]()
+    while waiting:
+        module = waiting.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        with open(str(sys.modules[module].__file__), encoding="utf-8") as file:
+            tree = ast.parse(file.read())
+        names = list(_imported(module, tree))
+        called = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        calls = {function.id for function in called if isinstance(function, ast.Name)} & _CALLS
+        # `re.compile` is no `compile`, and the built-in one is no attribute.
+        calls |= {function.attr for function in called if isinstance(function, ast.Attribute)} & (_CALLS - {"compile"})
+        imports = {name.partition(".")[0] for name in names} & _IMPORTS
+        if calls or imports:
+            return f"{module} {'calls ' + min(calls) if calls else 'imports ' + min(imports)}"
+        waiting += [name for name in names if name.startswith(f"{PACKAGE}.") and name in sys.modules]
+    return ""
+
+
+def _imported(module: str, tree: ast.Module) -> list[str]:
+    """Every module that the imports of a module may name; some are attributes of modules instead."""
+    is_package = str(sys.modules[module].__file__).endswith("__init__.py")
+    names: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = module.split(".")[: len(module.split(".")) - node.level + is_package] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+    return names
+
+
+def _registered() -> dict[str, Any]:
+    """Name -> (class, settings class) of every generator except `composite`, which makes others by name."""
+    found = importlib.import_module(f"{PACKAGE}.factory").DATASETS
+    return {name: classes for name, classes in found.items() if name != "composite"}
+
+
+@lru_cache(maxsize=16)
+def _generator(dataset: str, settings: str, seed: int, size: int) -> Any:
+    create = importlib.import_module(f"{PACKAGE}.factory").create_dataset
+    return create(dataset, **json.loads(settings), seed=seed, size=size)
+
+
+@lru_cache(maxsize=1024)
+def _item(dataset: str, settings: str, seed: int, size: int, index: int) -> Any:
+    return _generator(dataset, settings, seed, size)[index]
+
+
+def _spelled(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

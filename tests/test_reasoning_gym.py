@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 from cohort.harness.data import Group, Rollout
 from cohort.harness.run.grading import grade
-from cohort.tasks import _gym_child, reasoning_gym
+from cohort.tasks import reasoning_gym
 from cohort.tasks._child import Children
 from cohort.tasks.reasoning_gym import ReasoningGym
 
@@ -80,13 +80,11 @@ def test_an_expression_that_is_not_the_generators_own_is_correct_too():
 @needs_gym
 def test_only_the_demonstrations_that_are_asked_for_are_made(monkeypatch):
     made, ask = [], Children.ask
-    monkeypatch.setattr(Children, "ask", lambda self, question, **options: made.append(question) or ask(self, question))
+    monkeypatch.setattr(Children, "ask", lambda self, *question: made.append(question) or ask(self, *question))
     task = COUNTDOWN.model_copy(update={"num_demonstrations": 1000})
     first = next(iter(task.demonstrations()))
     asked = [last for _, part, _, last, *_ in made if part == task._part("demonstrations")]
-    assert asked == [reasoning_gym.MAKE_AT_ONCE]
-    assert first == next(iter(task.demonstrations()))
-    assert [last for _, part, _, last, *_ in made if part == task._part("demonstrations")] == asked
+    assert first.completion and asked == [reasoning_gym.MAKE_AT_ONCE]
 
 
 @needs_gym
@@ -182,7 +180,7 @@ def test_a_verifier_whose_imports_evaluate_text_gets_no_words_either():
     "text", ["(25*4)+3", "8/(3 - 1.5)", "-7", "1, 2", "1 0\n0 1", "[[1, 2], [-3.5]]", "['1', '2']", ""]
 )
 def test_arithmetic_and_lists_of_numbers_are_plain(text):
-    assert _gym_child.is_plain(text)
+    assert reasoning_gym.is_plain(text)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +189,7 @@ def test_arithmetic_and_lists_of_numbers_are_plain(text):
 )
 @pytest.mark.attack("An answer that a verifier would run as code")
 def test_anything_else_is_not_plain(text):
-    assert not _gym_child.is_plain(text)
+    assert not reasoning_gym.is_plain(text)
 
 
 @needs_gym

@@ -100,7 +100,6 @@ def grade(
 ) -> Regraded:
     """The verdicts of one grader of a task, or of `all`, on the completions of a JSON Lines file."""
     found = load_run(None, as_texts(settings), {"task": task, "algorithm": "grpo"}).task
-    found.use_processes(workers)
     names = list(graders(found)) if grader == "all" else [grader]
     return regrade(found, read_cases(Path(cases)), names, workers)
 
@@ -116,7 +115,8 @@ def regrade(task: Task, cases: Sequence[Case], names: Sequence[str], workers: in
     seconds: dict[str, float] = {}
     with ThreadPoolExecutor(workers) as pool:
         for name in names:
-            known[name](cases[0].completion, golds[0])  # a grader may have to start a process before its first verdict
+            # A grader may have to start a process for each thread before its first verdict.
+            list(pool.map(known[name], [cases[0].completion] * workers, [golds[0]] * workers))
             start = time.perf_counter()
             grades[name] = list(pool.map(known[name], [case.completion for case in cases], golds))
             seconds[name] = time.perf_counter() - start

@@ -35,10 +35,9 @@ def grade(task: Task, groups: Sequence[Group], max_tokens: int) -> list[GradedGr
 
     `max_tokens` is the limit under which the completions were sampled. Classes and correctness use the task's own
     equality, never string equality. Each answer is compared with one representative of each class. So G completions of
-    a prompt cost one extraction each, one comparison with gold per class, and the comparisons between classes, most of
-    which `tasks._symbolic` decides from cached values of the expressions. An answer must also count as one
-    (`Task.is_answered`): a restatement of the question is wrong although it equals gold, and has no class, so that a
-    majority of restatements cannot become a target.
+    a prompt cost one extraction each, one comparison with gold per class, and the comparisons between classes. An
+    answer must also count as one (`Task.is_answered`): a restatement of the question is wrong although it equals gold,
+    and has no class, so that a majority of restatements cannot become a target.
     """
     graded: list[GradedGroup] = []
     left: float = OVERRUNS
