@@ -3,8 +3,8 @@
 A probe has several tests; each scores every probed and every reference problem. If the model has seen neither set, or
 both equally often, and both are random samples of one source, their scores are exchangeable, whatever the score is:
 then the one-sided permutation test of their means is exact, for a weak model and a strong one. A problem and its own
-variants are not exchangeable: the numbers and words that people choose are likelier than others even to a model that
-has never seen the problem. Holm's correction covers the tests of a probe.
+variants are not exchangeable: the numbers that people choose are likelier than others even to a model that has never
+seen the problem. Holm's correction covers the tests of a probe.
 """
 
 import math
@@ -22,7 +22,6 @@ LEVEL = 0.01  # of a corrected p that flags a model
 MEANINGS = {
     "completion": "Completion of the rest, ROUGE-L",
     "renumbered": "Likelier than with other numbers, nats per token",
-    "reworded": "Likelier than with other words, nats per token",
 }
 HEADERS = ("test", "probed (problems)", "reference (problems)", "p", "p, Holm", "flags")
 Scores = Mapping[str, Sequence[float]]  # test -> the score of each problem; NaN without a score

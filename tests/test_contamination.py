@@ -12,15 +12,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cohort.harness.api.contamination import probe_contamination, scores
+from cohort.harness.api import contamination
+from cohort.harness.api.contamination import (
+    knowledge,
+    mean_logprobs,
+    parted,
+    probe_contamination,
+    renumbered,
+    rouge_l,
+    scores,
+    words,
+)
 from cohort.harness.data import Demonstration
 from cohort.harness.policy.text import TextCodec
 from cohort.harness.policy.tiny import tiny_model, tiny_tokenizer
 from cohort.harness.record.run import RunLog
 from cohort.harness.record.study import read_study
-from cohort.harness.run import contamination
 from cohort.harness.run.cold_start import fit_demonstrations
-from cohort.harness.run.contamination import knowledge, mean_logprobs, parted, renumbered, reworded, rouge_l, words
 from cohort.harness.spec.run import ColdStart, parse_run
 from cohort.harness.spec.study import StudySpec
 from cohort.reports.contamination import Finding, judge, verdict
@@ -90,7 +98,7 @@ def test_a_question_is_cut_between_words_where_it_has_any():
     assert len(words(long[1])) == contamination.HELD_BACK_WORDS
 
 
-def test_variants_have_other_numbers_of_as_many_digits_or_other_words():
+def test_variants_have_other_numbers_of_as_many_digits():
     text = "How many of the 12 eggs, 12 cups and 5 jars cost $007?"
     found = {renumbered(text, np.random.default_rng(seed)) for seed in range(50)}
     assert len(found) > 40
@@ -100,8 +108,6 @@ def test_variants_have_other_numbers_of_as_many_digits_or_other_words():
         assert [len(number) for number in numbers] == [2, 2, 1, 3]
         assert (numbers[0][0] != "0", numbers[3][0]) == (True, "0")
         assert [w for w in words(one) if not w.isdigit()] == [w for w in words(text) if not w.isdigit()]
-    assert reworded("How many eggs has the cook? Find it.") == "What number of eggs owns this cook? Determine it."
-    assert reworded("4+4+5-6=") == "4+4+5-6="
 
 
 def test_likelihoods_are_those_of_the_model_and_do_not_depend_on_the_batch():
@@ -147,10 +153,7 @@ def test_a_model_that_learned_test_items_is_flagged_and_one_that_learned_others_
     probed, reference = first("test", 150), first("validation", 150)
     dirty = trained_on(list(probed.values())[:75], start, steps=120)  # learned well: rounding decides nothing
     clean = trained_on(list(first("train", 75).values()), start, steps=120)
-    completion, numbers, reworded_ = findings(probed, reference, dirty)
-    assert completion.is_flagged
-    assert numbers.is_flagged
-    assert (reworded_.num_probed, reworded_.is_flagged) == (0, False)  # arithmetic has no words
+    assert all(found.is_flagged for found in findings(probed, reference, dirty))
     assert not any(found.is_flagged for found in findings(probed, reference, clean))
 
 
@@ -159,7 +162,7 @@ def test_a_model_that_learned_test_items_is_flagged_and_one_that_learned_others_
 def test_a_model_trained_on_100_test_items_is_flagged_and_at_most_1_of_20_clean_ones_is(start: Any):
     probed, reference = first("test", 200), first("validation", 200)
     dirty = trained_on(list(probed.values())[::2], start, steps=150)
-    assert min(found.p_adjusted for found in findings(probed, reference, dirty)[:2]) < 0.01
+    assert min(found.p_adjusted for found in findings(probed, reference, dirty)) < 0.01
     flagged = 0
     for number in range(20):
         texts = list(first("train", 100, 100 * number).values())
@@ -195,7 +198,7 @@ def cohort(capsys: pytest.CaptureFixture[str]) -> Shell:
 def test_a_probe_is_kept_and_read_with_a_study_of_that_model_and_task(cohort: Shell, runs: Path):
     assert cohort(*PROBE, "--runs", str(runs), "--name", "one", "--json") == 0
     found = cohort.json()
-    assert [one["probe"] for one in found["findings"]] == ["completion", "renumbered", "reworded"]
+    assert [one["probe"] for one in found["findings"]] == ["completion", "renumbered"]
     assert found["verdict"].startswith("Not")
     kept = json.loads((runs / "probes" / "one" / "probe.json").read_text())
     assert (len(kept["probed"]), len(kept["reference_problems"])) == (8, 8)
@@ -222,8 +225,6 @@ def test_a_probe_is_kept_and_read_with_a_study_of_that_model_and_task(cohort: Sh
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["--fraction", "1"], "--fraction must be above 0 and below 1, got 1.0"),
-        (["--fraction", "nan"], "--fraction must be above 0 and below 1, got nan"),
         (["--reference", "test"], "--reference must be other problems than those probed, got 'test' for both"),
         (["--reference", "fresh.jsonl"], "--reference must be one of train, validation, test for task 'arithmetic'"),
         (["--split", "dev"], "--split must be one of train, validation, test, got 'dev'"),
@@ -247,7 +248,7 @@ def test_a_reference_of_fresh_problems_comes_from_a_file(tmp_path: Path):
     raw = {"task": {"name": "gsm8k", "path": str(tmp_path / "test.jsonl")}, "algorithm": "grpo"}
     fresh = str(tmp_path / "fresh.jsonl")
     found = probe_contamination(parse_run(raw, "test"), tmp_path / "runs", "one", reference=fresh)
-    assert [(one["num_probed"], one["num_reference"]) for one in found["findings"]] == [(12, 12)] * 3
+    assert [(one["num_probed"], one["num_reference"]) for one in found["findings"]] == [(12, 12)] * 2
     start = json.loads((tmp_path / "runs/probes/one/probe.json").read_text())["probed"][0]["start"]
     assert start.startswith("Ann has")  # the words of the problem, not its template
 
@@ -258,7 +259,7 @@ def test_probed_text_and_names_are_harmless_on_the_page(tmp_path: Path):
     probe = {
         "name": HOSTILE, "model": HOSTILE, "task": "arithmetic", "split": "test", "reference": HOSTILE,
         "exact": 1.0, "exact_reference": 0.0, "examples": [example],
-        "findings": [dataclasses.asdict(finding(0.001)), dataclasses.asdict(finding(math.nan, math.nan, "reworded"))],
+        "findings": [dataclasses.asdict(finding(0.001)), dataclasses.asdict(finding(math.nan, math.nan, "renumbered"))],
     }  # fmt: skip
     files = write_report(dataclasses.replace(fake_study(), probes=[probe]), tmp_path, formats=())
     page = read_page(files.html.read_text(encoding="utf-8"))

@@ -8,8 +8,7 @@ import pytest
 from cohort.harness.checks.memory import check_samples
 from cohort.harness.engines.scripted import ScriptedEngine
 from cohort.harness.policy.tiny import tiny_model
-from cohort.harness.run.evaluate import evaluate_run
-from cohort.harness.run.kept import Completions
+from cohort.harness.run.evaluate import Completions, evaluate_run
 from cohort.harness.run.single import evaluate_once
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import RunSpec, parse_run

@@ -27,7 +27,7 @@ from cohort.harness.record.run import RunLog
 from cohort.harness.record.study import StudyRecord, read_study
 from cohort.harness.run.evaluate import logged_evaluation
 from cohort.harness.run.grading import grade, sample_rows, score
-from cohort.harness.run.kept import keep_rows, rollouts_file
+from cohort.harness.run.loop import keep_rollouts
 from cohort.harness.run.step import rollout_metrics
 from cohort.harness.spec.run import RunSpec
 from cohort.harness.spec.study import StudySpec, parse_study
@@ -76,7 +76,7 @@ def run_trial(spec: RunSpec, directory: Path, log: RunLog) -> None:
         scores = score(spec.rewards, graded)
         rows = sample_rows(groups, graded, scores, step=step, split="train")
         if step == 1:
-            keep_rows(directory, log, step, rollouts_file(step), [vars_of(row) for row in rows])
+            keep_rollouts(directory, log, step, rows)
         costs = {"train/rollouts": 16.0 * step, "seconds/total": 0.123 * step, "policy/loss": 0.0123456789 / step}
         log.metrics(step, {**rollout_metrics(graded, [found.totals for found in scores]), **costs})
     log.samples(rows[:4])
@@ -86,10 +86,6 @@ def run_trial(spec: RunSpec, directory: Path, log: RunLog) -> None:
     log.finish(
         "complete", None, {**summary, "test_accuracy": test.metrics["accuracy"], "rollouts": 32.0, "seconds": 1.5}
     )
-
-
-def vars_of(row: Any) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in row.__dataclass_fields__}
 
 
 @pytest.fixture(scope="module")

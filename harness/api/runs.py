@@ -167,7 +167,6 @@ def probe(
     split: str = "test",
     reference: str = "validation",
     num_problems: int = 500,
-    prefix_fraction: float = 0.6,
     settings: Settings = (),
     name: str | None = None,
     runs: str | Path | None = None,
@@ -184,9 +183,8 @@ def probe(
     part, name = checked_split(split), name and checked_name(name)
     with phase_bar(f"{spec.model} on {spec.task.name}") as show:
         return probe_contamination(
-            spec, runs_folder(runs), name, split=part, reference=reference, num_problems=num_problems,
-            prefix_fraction=prefix_fraction, on_progress=show,
-        )  # fmt: skip
+            spec, runs_folder(runs), name, split=part, reference=reference, num_problems=num_problems, on_progress=show
+        )
 
 
 def register(run: str | Path, name: str, *, runs: str | Path | None = None) -> tuple[int, Path]:

@@ -20,9 +20,8 @@ from ..record.events import EVENTS, RunHistory, is_as_written, is_torn, read_his
 from ..record.run import RunInfo, read_result
 from ..record.study import TrialRecord
 from ..record.system import SYSTEM
-from ..run.evaluate import NO_LIMIT, evaluate_again, evaluation_metrics
+from ..run.evaluate import NO_LIMIT, completions_file, evaluate_again, evaluation_metrics
 from ..run.grading import grade, group_of
-from ..run.kept import completions_file
 from ..run.step import rollout_metrics
 from ..spec.errors import parsed
 from .findings import Place

@@ -32,7 +32,6 @@ def contamination(
     ] = "validation",
     path: options.DataPath = None,
     problems: Annotated[int, typer.Option(min=2, metavar="N", help="Most problems of each set.")] = 500,
-    fraction: Annotated[float, typer.Option(metavar="X", help="Fraction of a question that the model reads.")] = 0.6,
     sets: options.Sets = None,
     name: options.Name = None,
     runs: options.Runs = options.RUNS,
@@ -42,7 +41,7 @@ def contamination(
     """Test whether a model knows the problems of a benchmark better than other problems of the same kind.
 
     The model completes questions from their first part, and its log-probs of each question are compared with those of
-    variants with other numbers or words. Permutation tests compare both scores with a reference (Holm-corrected).
+    variants with other numbers. Permutation tests compare both scores with a reference (Holm-corrected).
     Results go to RUNS/probes/NAME and to MLflow's experiment `probe`; reports of studies with the same model and task
     show them.
     """
@@ -52,8 +51,8 @@ def contamination(
     settings = [*(sets or ()), *options.data_path(path)]
     try:
         found = api.probe(
-            model, task, split=split, reference=reference, num_problems=problems, prefix_fraction=fraction,
-            settings=settings, name=name, runs=runs,
+            model, task, split=split, reference=reference, num_problems=problems, settings=settings, name=name,
+            runs=runs,
         )  # fmt: skip
     except InvalidRun as error:
         terminal.fail(error)

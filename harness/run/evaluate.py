@@ -5,9 +5,13 @@ Problems are sampled and graded in parts, and a part's completions are dropped a
 more than a few thousand completions, or those of a single problem.
 """
 
+from __future__ import annotations
+
+import json
 import math
+import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,14 +23,13 @@ import numpy as np
 from ..data import EvaluationResult, GradedGroup, Group, Prompt, SampleRow, Sampling, Split
 from ..devices import ranks
 from ..devices.device import mixed_precision, resolve_device
-from ..ground.files import sha256
+from ..ground.files import sha256, sync
 from ..ground.streams import generator
 from ..interfaces import RolloutEngine, RunLogger, Task
 from ..policy.flops import Lengths, lengths
 from ..rewards.majority_vote import majority_correct
 from ..spec.run import Evaluation, RunSpec
 from .grading import completion_rows, grade, groups_of, sample_rows
-from .kept import Completions, completions_file
 
 NO_LIMIT = 0  # of tokens, for completions that were cut long ago: only rewards use it
 PROMPTS_AT_ONCE = 64  # for an engine that holds a whole batch in memory; progress is reported after each part
@@ -238,6 +241,55 @@ def evaluation_metrics(result: EvaluationResult, area: str) -> dict[str, float]:
         for value, row in rows.items()
     }
     return {f"{area}/{name}": value for name, value in {**result.metrics, **tags}.items()}
+
+
+class Completions:
+    """The problems of an evaluation with all their completions, one per line of a growing file, so that a killed
+    evaluation can continue and accuracies can be recomputed."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def clear(self) -> None:
+        self.file.unlink(missing_ok=True)
+
+    def read(self) -> Iterator[tuple[Group, Group]]:
+        """Samples and greedy completion of each problem, one at a time; a last line torn by a kill is cut off.
+
+        ValueError, with the line's number, if an evaluation cannot have written the line.
+        """
+        if not self.file.exists():
+            return
+        with self.file.open("r+b") as file:
+            whole = 0
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    file.truncate(whole)
+                    return
+                whole += len(line)
+                try:
+                    row = json.loads(line)
+                    (samples,), (greedy,) = groups_of([row], "samples"), groups_of([row], "greedy")
+                except (ValueError, KeyError, TypeError, RecursionError) as error:
+                    raise ValueError(
+                        f"{self.file} has no problem of an evaluation in line {number} ({type(error).__name__}: "
+                        f"{str(error)[:80]}); restore it from a copy, or delete it to restart the evaluation"
+                    ) from None
+                yield samples, greedy
+
+    def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append problems (`completion_rows`); they are on disk when this returns."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with self.file.open("a", encoding="utf-8") as file:
+            file.writelines(f"{json.dumps(row)}\n" for row in rows)
+            file.flush()
+            os.fsync(file.fileno())
+        sync(self.file.parent)
+
+
+def completions_file(area: str, step: int) -> str:
+    """The file of an evaluation in a run's folder."""
+    return f"completions/{area}-{step:06d}.jsonl"
 
 
 def logged_evaluation(

@@ -4,16 +4,18 @@ A run is a function of its spec: prompts and noise are keyed by (seed, step), an
 last checkpoint ends as an uninterrupted one would.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from ..checks.preflight import check_length, run_inputs
-from ..data import InvalidRun, Prompt, Split
+from ..data import InvalidRun, Prompt, SampleRow, Split
 from ..devices import ranks
 from ..devices.device import resolve_device
 from ..devices.memory import peak_memory
+from ..ground.files import sha256, sync, write_text
 from ..ground.inputs import expecting
 from ..interfaces import RunLogger
 from ..policy import flops
@@ -24,7 +26,6 @@ from .agreement import check_agreement
 from .evaluate import logged_evaluation
 from .gates import LEARNT, check_gates
 from .grading import sample_rows
-from .kept import keep_rows, rollouts_file
 from .state import OWN_MODELS, Models, Run, RunResult, StoppedEarly, first_prompt, prepare, run_facts
 from .step import Drawn, merged, train_step
 
@@ -92,7 +93,7 @@ def _loop(run: Run, prompts: Sequence[Prompt], step: int, should_stop: Callable[
         rows = partial(sample_rows, drawn.groups, drawn.graded, drawn.scores, step=step, split="train")
         every = spec.checkpoints.rollouts_every
         if every and (step - 1) % every == 0 and ranks.rank() == 0:
-            keep_rows(run.directory, run.log, step, rollouts_file(step), [asdict(row) for row in rows()])
+            keep_rollouts(run.directory, run.log, step, rows())
         run.log.progress("train", step, spec.steps)
         check_gates(gates, run.gates, metrics, step)  # decided from metrics that all ranks share
         is_last = step == spec.steps or run.ledger.is_spent
@@ -133,6 +134,17 @@ def charge_step(run: Run, drawn: Drawn, seconds: float) -> dict[str, float]:
         "throughput/tokens_per_second": sum(counts) / seconds,
         **run.ledger.charge(operations),
     }
+
+
+def keep_rollouts(directory: Path, log: RunLogger, step: int, rows: Sequence[SampleRow]) -> None:
+    """Write the batch of a training step to `rollouts/` in the run's folder, one rollout per line; the file is on disk
+    before the event with its hash."""
+    name = f"rollouts/step-{step:06d}.jsonl"
+    file = directory / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, "".join(f"{json.dumps(asdict(row))}\n" for row in rows))
+    sync(file.parent)
+    log.kept(step, name, sha256(file))
 
 
 def _evaluate(run: Run, split: Split, step: int, area: str = "") -> None:

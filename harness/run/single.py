@@ -22,8 +22,7 @@ from ..record.status import StudyStatus, TrialStatus
 from ..spec.errors import SpecError
 from ..spec.run import RunSpec
 from .cold_start import start_policy
-from .evaluate import evaluate_run, evaluation_metrics
-from .kept import Completions
+from .evaluate import Completions, evaluate_run, evaluation_metrics
 from .loop import train
 from .state import RunResult, build_engine, first_prompt, placed
 

@@ -28,8 +28,7 @@ later. Scored with autocast, the learner would jitter by 0.02 to 0.07 nats at 1e
 0.1 nats.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,7 +89,7 @@ def probe(
     scores = engine.score(rows)
     if scores is None:
         return None
-    theirs, ours = _flat(scores), _learner_scores(policy, rows)
+    theirs, ours = np.concatenate(scores), _learner_scores(policy, rows)
     return Probe(rows, theirs, ours, float(np.abs(theirs - ours).max()) if last is None else last.usual)
 
 
@@ -113,7 +112,7 @@ def check_sync(engine: RolloutEngine, policy: nn.Module, before: Probe, *, bound
     if bound is None:
         own = precision(policy)
         bound = max(BOUNDS[own], BOUNDS[engine.precision or own], TIMES_USUAL * before.usual)
-    ours, theirs = _learner_scores(policy, before.rows), _flat(scores)
+    ours, theirs = _learner_scores(policy, before.rows), np.concatenate(scores)
     difference = float(np.abs(theirs - ours).max())
     if not difference <= bound:
         raise InvalidRun(
@@ -139,20 +138,11 @@ def _learner_scores(policy: nn.Module, rows: Sequence[Row]) -> np.ndarray:
     device = next(policy.parameters()).device
     tokens = pad_right([ids for ids, _ in rows], torch.int64).to(device)
     mask = pad_right([[0] * n + [1] * (len(ids) - n) for ids, n in rows], torch.bool).to(device)
-    with _no_tf32(), mixed_precision(device, holds_products(policy)):
-        logprobs = token_logprobs(policy, tokens, mask, 1.0)[0]
-    return logprobs[mask].double().cpu().numpy()
-
-
-@contextmanager
-def _no_tf32() -> Iterator[None]:
     matmul = torch.backends.cuda.matmul
     before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
     try:
-        yield
+        with mixed_precision(device, holds_products(policy)):
+            logprobs = token_logprobs(policy, tokens, mask, 1.0)[0]
     finally:
         matmul.fp32_precision = before
-
-
-def _flat(rows: Sequence[Sequence[float]]) -> np.ndarray:
-    return np.array([value for row in rows for value in row])
+    return logprobs[mask].double().cpu().numpy()

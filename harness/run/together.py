@@ -12,6 +12,7 @@ import contextvars
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -38,7 +39,7 @@ class Together(Generic[R]):
     def __init__(self, specs: Sequence[RunSpec], works: Sequence[Callable[[Models], R]]):
         self.specs, self._works = specs, works
         self.versions = [0] * len(specs)  # of each run's weights: the number of training steps
-        self._policies: list[nn.Module] = []
+        self.policies: Sequence[nn.Module] = ()  # until the first run asks for its own
         self._change = threading.Condition()
         self._turn: int | None = 0
         self._waiting: dict[int, tuple[Call, Sampling]] = {}
@@ -58,27 +59,22 @@ class Together(Generic[R]):
         for thread in threads:
             while thread.is_alive():
                 thread.join(JOIN_SECONDS)
-        if self._policies:
+        if self.policies:
             self.engine.close()
         for end in self._ends.values():
             if isinstance(end, BaseException):
                 raise end
         return [cast(R, self._ends[seat]) for seat in range(len(self.specs))]
 
-    def policy(
-        self, seat: int, cache: Path, on_progress: Callable[[str, int, int], None]
-    ) -> tuple[nn.Module, TextCodec]:
-        """The policy of a run, and the codec; the first call loads the models for all runs."""
-        if not self._policies:
-            spec = self.specs[0]
-            base, self.codec = start_policy(spec, cache, on_progress)
-            base = placed(base, spec)
-            policies = policies_on(base, [(s.lora, s.seed) for s in self.specs if s.lora is not None])
-            engine_class = cast(type[RolloutEngine], plugins.load("engine", spec.engine.name))
-            settings = spec.engine.for_run(spec.dtype, spec.autocast)
-            self.engine = engine_class.on_base(settings, base, self.codec, policies)
-            self._policies = policies
-        return self._policies[seat], self.codec
+    def load(self, cache: Path, on_progress: Callable[[str, int, int], None]) -> None:
+        """Load the models of all runs."""
+        spec = self.specs[0]
+        base, self.codec = start_policy(spec, cache, on_progress)
+        base = placed(base, spec)
+        policies = policies_on(base, [(s.lora, s.seed) for s in self.specs if s.lora is not None])
+        engine_class = cast(type[RolloutEngine], plugins.load("engine", spec.engine.name))
+        self.engine = engine_class.on_base(spec.engine.for_run(spec.dtype, spec.autocast), base, self.codec, policies)
+        self.policies = policies
 
     def now(self, seat: int) -> float:
         """Seconds of work for the run whose turn it is: its own turns, and its share (by tokens) of common batches."""
@@ -154,17 +150,17 @@ class _Seat(Models):
 
     def __init__(self, together: Together[Any], seat: int):
         self._together, self._seat = together, seat
+        self.now = partial(together.now, seat)
 
     def policy(
         self, spec: RunSpec, cache: Path, on_progress: Callable[[str, int, int], None]
     ) -> tuple[nn.Module, TextCodec]:
-        return self._together.policy(self._seat, cache, on_progress)
+        if not self._together.policies:
+            self._together.load(cache, on_progress)
+        return self._together.policies[self._seat], self._together.codec
 
     def engine(self, spec: RunSpec, policy: nn.Module, codec: TextCodec) -> RolloutEngine:
         return _SeatEngine(self._together, self._seat)
-
-    def now(self) -> float:
-        return self._together.now(self._seat)
 
 
 class _SeatEngine(RolloutEngine):
