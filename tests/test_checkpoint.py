@@ -94,7 +94,3 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
     save(tmp_path, 1)
     with pytest.raises(ValueError, match="other settings"):
         latest_checkpoint(tmp_path, "def")
-
-
-def test_no_checkpoint_means_none(tmp_path):
-    assert latest_checkpoint(tmp_path / "missing", "abc") is None

@@ -32,15 +32,6 @@ def test_the_policy_learns_to_repeat_its_demonstrations():
     assert all(g.rollouts[0].finish_reason == "stop" for g in groups)
 
 
-def test_a_second_run_takes_the_cached_policy(tmp_path):
-    seen = []
-    first, _ = start_policy(make_spec(), tmp_path, lambda phase, done, total: seen.append((done, total)))
-    second, _ = start_policy(make_spec(), tmp_path, lambda phase, done, total: seen.append((done, total)))
-    assert seen == [(1, 3), (2, 3), (3, 3)]
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-    assert not list(tmp_path.rglob(".partial*"))
-
-
 def test_who_waits_for_the_cold_start_of_another_process_says_so_and_may_stop(tmp_path):
     def stop(phase: str, done: int, total: int) -> None:
         raise InterruptedError(phase)
@@ -114,12 +105,6 @@ def test_a_cold_start_that_is_torn_or_altered_in_any_file_is_made_again(tmp_path
     start_policy(spec, tmp_path)
     assert sorted(file.name for file in folder.iterdir()) == files
     record_property("tried", tried + 1)
-
-
-def test_without_steps_the_model_is_taken_as_it_is(tmp_path):
-    policy, _ = start_policy(make_spec(steps=0), tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), tiny_model(0).parameters(), strict=True))
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_diverging_cold_start_is_invalid():

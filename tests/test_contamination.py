@@ -57,8 +57,6 @@ def test_the_permutation_test_counts_all_divisions_where_there_are_few():
     assert permutation_test([4, 9], [1, 2, 3], np.random.default_rng(0)) == pytest.approx(1 / 10)
     # 2 + 9 = 11 is reached by 13, 12, 11.
     assert permutation_test([2, 9], [1, 3, 4], np.random.default_rng(0)) == pytest.approx(3 / 10)
-    assert permutation_test([1.0, 1.0], [1.0, 1.0], np.random.default_rng(0)) == 1
-    assert permutation_test([5.0], [1.0], np.random.default_rng(0)) == 1 / 2
     assert math.isnan(permutation_test([], [1.0], np.random.default_rng(0)))
     assert permutation_test(np.arange(50) + 100, np.arange(50), np.random.default_rng(0)) == 1 / 10_000  # never 0
 
@@ -155,20 +153,6 @@ def test_a_model_that_learned_test_items_is_flagged_and_one_that_learned_others_
     clean = trained_on(list(first("train", 75).values()), start, steps=120)
     assert all(found.is_flagged for found in findings(probed, reference, dirty))
     assert not any(found.is_flagged for found in findings(probed, reference, clean))
-
-
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-def test_a_model_trained_on_100_test_items_is_flagged_and_at_most_1_of_20_clean_ones_is(start: Any):
-    probed, reference = first("test", 200), first("validation", 200)
-    dirty = trained_on(list(probed.values())[::2], start, steps=150)
-    assert min(found.p_adjusted for found in findings(probed, reference, dirty)) < 0.01
-    flagged = 0
-    for number in range(20):
-        texts = list(first("train", 100, 100 * number).values())
-        clean = trained_on(texts, start, steps=150, seed=number)
-        flagged += any(found.is_flagged for found in findings(probed, reference, clean))
-    assert flagged <= 1
 
 
 # What is said

@@ -14,7 +14,6 @@ from cohort.harness.run.evaluate import (
     evaluation_metrics,
     metric_names,
     pass_at_k,
-    pass_sizes,
     problem_score,
     sample_metrics,
     wilson_interval,
@@ -70,10 +69,6 @@ def test_pass_at_k_is_unbiased():
     assert pass_at_k(5, 2, 2) == pytest.approx(np.mean([max(draw) for draw in draws]), abs=1e-12)
     assert pass_at_k(5, 2, 1) == pytest.approx(0.4, abs=1e-12)
     assert (pass_at_k(5, 0, 3), pass_at_k(5, 2, 3), pass_at_k(4, 4, 4)) == (0.0, 0.9, 1.0)
-
-
-def test_pass_at_k_is_reported_for_powers_of_two_and_the_number_of_samples():
-    assert [pass_sizes(n) for n in (1, 2, 4, 6, 8)] == [[1], [2], [2, 4], [2, 4, 6], [2, 4, 8]]
 
 
 def test_accuracy_is_broken_down_by_the_tags_of_the_problems():

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from cohort.harness import plugins
 from cohort.harness.checks.memory import check_samples
 from cohort.harness.engines.scripted import ScriptedEngine
 from cohort.harness.policy.tiny import tiny_model
@@ -55,11 +57,6 @@ def test_completions_are_held_for_a_few_problems_at_a_time():
     evaluate_run(spec, engine, "validation", 0)
     assert {prompts for prompts, _ in engine.asked} == {8}  # 8 * 1024 completions
     assert sum(prompts * samples for prompts, samples in engine.asked) == 16 * 1025
-
-
-def test_a_split_may_have_its_own_number_of_samples():
-    settings = make_spec(num_samples=2, num_test_samples=5).evaluation
-    assert (settings.samples_of("validation"), settings.samples_of("test")) == (2, 5)
 
 
 @pytest.mark.attack("A kill in the middle of an evaluation")
@@ -114,3 +111,29 @@ def test_more_samples_than_memory_holds_are_refused_in_one_sentence():
     with pytest.raises(SpecError, match=r"evaluation\.num_test_samples must be"):
         check_samples(make_spec(num_test_samples=10**9))
     check_samples(make_spec(num_samples=1024))
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_an_evaluation_samples_in_the_precision_of_the_spec_and_closes_its_engine_even_if_it_fails(
+    autocast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[object] = []
+
+    class Recording(ScriptedEngine):
+        def generate(self, *arguments, **keywords):
+            seen.append(torch.is_autocast_enabled("cpu"))
+            if len(seen) > 2:
+                raise RuntimeError("out of order")
+            return super().generate(*arguments, **keywords)
+
+        def close(self):
+            seen.append("closed")
+
+    load = plugins.load
+    monkeypatch.setattr(plugins, "load", lambda kind, name: Recording if kind == "engine" else load(kind, name))
+    spec = make_spec(2, num_samples=1).model_copy(update={"autocast": autocast})
+    evaluate_once(spec, "validation", tmp_path, "one")
+    assert seen == [autocast, autocast, "closed"]  # samples, and greedy
+    with pytest.raises(RuntimeError, match="out of order"):
+        evaluate_once(spec, "validation", tmp_path, "other")
+    assert seen[3:] == [autocast, "closed"]

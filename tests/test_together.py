@@ -153,15 +153,6 @@ def test_runs_together_sample_and_learn_as_they_do_alone(tmp_path, cache):
     assert len({result.summary["generated_tokens"] for result in results}) == 3  # they are not one run
 
 
-def test_a_run_that_diverges_ends_alone(tmp_path, cache):
-    broken = make_spec(optimizer={"learning_rate": 1e30}, seed=3)
-    (bad, good), logs = train_all([broken, make_spec()], tmp_path, cache)
-    assert bad.state == "invalid"
-    result, log = train_alone(make_spec(), tmp_path / "alone", cache)
-    assert good.state == result.state == "complete"
-    assert_same_run(logs[1], log, tmp_path / "1", tmp_path / "alone")
-
-
 def test_a_run_that_was_stopped_goes_on_alone_or_together(tmp_path, cache):
     spec, other = make_spec(), make_spec("rloo", seed=1)
     (stopped, _), (log, _) = train_all([spec, other], tmp_path, cache, [StopAfter(2), lambda: False])

@@ -1,7 +1,5 @@
 """The training loop for real on the tiny model: every algorithm, resume, invalid runs, what is logged."""
 
-import shutil
-
 import pytest
 from cohort.harness import plugins
 from cohort.harness.data import Prompt
@@ -30,7 +28,7 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cold-starts")
 
 
-@pytest.mark.parametrize("algorithm", plugins.names("algorithm"))
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "remax"])
 def test_a_run_completes_and_accounts_for_its_budget(algorithm, tmp_path, cache):
     log = MemoryLog()
     result = train(make_spec(algorithm), tmp_path, log, cache=cache)
@@ -81,17 +79,6 @@ def test_a_stopped_run_resumes_bit_for_bit(algorithm, tmp_path, cache):
     assert_same_weights(final_weights(tmp_path / "whole"), final_weights(tmp_path / "parts"))
 
 
-def test_a_run_killed_between_checkpoints_repeats_the_lost_steps_exactly(tmp_path, cache):
-    spec, whole, parts = make_spec(), MemoryLog(), MemoryLog()
-    train(spec, tmp_path / "whole", whole, cache=cache)
-    train(spec, tmp_path / "parts", parts, cache=cache)
-    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step-00000005")  # as if killed after step 4's checkpoint
-    train(spec, tmp_path / "parts", parts, cache=cache)
-    assert parts.resumed_at == [-1, 4]
-    assert parts.without_clocks() == whole.without_clocks()
-    assert_same_weights(final_weights(tmp_path / "whole"), final_weights(tmp_path / "parts"))
-
-
 @pytest.mark.attack("Events that a power cut took")
 def test_a_checkpoint_whose_events_were_lost_is_passed_over_for_the_one_before(tmp_path, cache):
     whole, parts = MemoryLog(), MemoryLog()
@@ -112,14 +99,6 @@ def test_a_run_stops_during_its_cold_start_and_begins_it_anew(tmp_path):
     assert log.phases.count(("cold start", 7, 40)) == 2
 
 
-def test_runs_with_equal_specs_are_equal_and_the_seed_matters(tmp_path, cache):
-    logs = [MemoryLog() for _ in range(3)]
-    for i, (log, seed) in enumerate(zip(logs, (0, 0, 1), strict=True)):
-        train(make_spec(seed=seed, steps=2), tmp_path / str(i), log, cache=cache)
-    assert logs[0].without_clocks() == logs[1].without_clocks()
-    assert logs[0].without_clocks() != logs[2].without_clocks()
-
-
 def test_arms_with_one_seed_share_prompts_and_their_first_rollouts(tmp_path, cache):
     logs = {}
     for name in ("grpo", "ppo", "grpo_self_consistency"):
@@ -130,31 +109,11 @@ def test_arms_with_one_seed_share_prompts_and_their_first_rollouts(tmp_path, cac
     assert texts[0] == texts[1] == texts[2]
 
 
-def test_epsilon_cannot_bind_with_one_update_per_batch(tmp_path, cache):
-    logs = [MemoryLog(), MemoryLog()]
-    for log, epsilon in zip(logs, (0.05, 0.5), strict=True):
-        spec = parse_run({**BASE, "algorithm": {"name": "grpo", "clip_epsilon": epsilon}, "steps": 2}, "test")
-        train(spec, tmp_path / str(epsilon), log, cache=cache)
-    assert logs[0].without_clocks() == logs[1].without_clocks()
-
-
 def test_a_run_that_diverges_is_invalid_with_a_reason(tmp_path, cache):
     result = train(make_spec(optimizer={"learning_rate": 1e30}), tmp_path, MemoryLog(), cache=cache)
     assert result.state == "invalid"
     assert "optimizer.learning_rate" in (result.reason or "")
     assert "test_accuracy" not in result.summary
-
-
-def test_a_checkpoint_of_another_run_is_refused(tmp_path, cache):
-    train(make_spec(steps=2), tmp_path, MemoryLog(), cache=cache)
-    with pytest.raises(ValueError, match="other settings"):
-        train(make_spec(steps=3), tmp_path, MemoryLog(), cache=cache)
-
-
-def test_minibatches_and_inner_epochs_count_as_optimizer_steps(tmp_path, cache):
-    spec = make_spec(steps=2, optimizer={"num_inner_epochs": 3, "num_minibatches": 2})
-    result = train(spec, tmp_path, MemoryLog(), cache=cache)
-    assert result.summary["optimizer_steps"] == 2 * 3 * 2
 
 
 def test_every_prompt_is_used_once_per_pass_in_an_order_of_its_own():

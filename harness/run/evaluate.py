@@ -179,10 +179,8 @@ def breakdown(prompts: Sequence[Prompt], scores: Sequence[ProblemScore]) -> dict
 
 def metric_names(settings: Evaluation, partial_credit: bool = False) -> list[str]:
     """The names of the metrics that `evaluate_run` gives with these settings, for a task with partial credit too."""
-    k = settings.num_samples
-    score = ["score"] if partial_credit else []
-    counts = ("answered", "truncated", "format", "num_tokens", "num_prompts", "num_samples")
-    return ["accuracy", *(f"pass_at_{j}" for j in pass_sizes(k)), f"maj_at_{k}", *score, *counts, "greedy_accuracy"]
+    any_score = ProblemScore("", settings.num_samples, 0, 0.0, 0.0 if partial_credit else None, 0, 0, 0.0, 0, False)
+    return [*sample_metrics([any_score]), "greedy_accuracy"]
 
 
 def pass_sizes(num_samples: int) -> list[int]:

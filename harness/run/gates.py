@@ -4,9 +4,7 @@ The bounds are the section `gates` of a run's spec; a non-finite loss or gradien
 it). A gate counts steps in a row, and its counts are part of a checkpoint's progress, so that a resumed run ends at the
 same step as an uninterrupted one.
 
-All of 119 runs on arithmetic (six shipped studies, 30 to 150 steps each) pass the defaults. In them, at most 3 steps in
-a row had more than 90 % of the groups without an advantage (self-consistency from the strong start), the answered share
-was at least 0.92 times that of the start, and the entropy fell to 0.004 nats per token at 91 % test accuracy.
+All of 119 runs on arithmetic pass the defaults (docs/lab-notes.md).
 """
 
 from collections.abc import Mapping

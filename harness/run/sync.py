@@ -7,25 +7,12 @@ The learner scores without autocast and TF32, because their rounding would hide 
 engine of lower precision hides a small update in its own rounding, but its scores still change, because a few weights
 that round the other way change all of them; an engine with the old weights repeats its scores to the bit.
 
-Measured with vLLM 0.32 on a CPU beside a float32 learner, `tiny` after its cold start, 10 (1e-8: 20) GRPO steps of 128
-rollouts at each learning rate, 4 rows of at most 32 tokens; the largest difference in nats, from the best to the worst
-step. `tf32`: transformers with attention and linear layers rounded to 10 bits, instead of a GPU.
-
-| engine   | rate | in step        | one update behind | moves of the engine, as a share of the learner's | noticed   |
-| float32  | 1e-4 | 7e-7 to 1e-5   | 0.03 to 1.9       | 1.0                                              | 10 of 10  |
-| float32  | 1e-6 | 2e-6 to 2e-5   | 5e-4 to 7e-3      | 1.0                                              | 10 of 10  |
-| float32  | 1e-8 | 6e-7 to 1e-5   | 4e-6 to 8e-5      | 0.88 to 1.1                                      | see below |
-| tf32     | 1e-4 | 1e-3 to 9e-3   | 0.03 to 1.9       | 0.97 to 1.1                                      | 10 of 10  |
-| tf32     | 1e-6 | 3e-3 to 0.01   | 1e-3 to 0.01      | 1.1 to 4.4                                       | 10 of 10  |
-| bfloat16 | 1e-4 | 0.05 to 0.14   | 0.09 to 1.9       | 0.75 to 2.0                                      | 10 of 10  |
-| bfloat16 | 1e-6 | 0.03 to 0.15   | 0.04 to 0.16      | 8 to 45                                          | 10 of 10  |
-| bfloat16 | 1e-8 | 0.03 to 0.15   | 0.04 to 0.19      | 0 to 2300                                        | see below |
-
-A stale engine moved by 0 in all of them. At 1e-8 one update moves no token by `SEEN`, and the scores of an engine in
-step may not move either; the probe then continues over further steps, and a stale engine was noticed 3 to 11 updates
-later. Scored with autocast, the learner would jitter by 0.02 to 0.07 nats at 1e-6 and a float32 engine in step move
-0.02 times as far. With weights in bfloat16 (without a float32 copy) a missed update is noticed if it moved a token by
-0.1 nats.
+Measured with vLLM on a CPU beside a float32 learner (docs/lab-notes.md, "Is a stale vLLM noticed in each precision"):
+at rates of 1e-4 and 1e-6 an engine one update behind was noticed in every step, and one in step passed all. At 1e-8 one
+update moves no token by `SEEN`; the probe then continues over further steps, and a stale engine was noticed 3 to 11
+updates later. Scored with autocast, the learner would jitter by 0.02 to 0.07 nats at 1e-6 and a float32 engine in step
+move 0.02 times as far. With weights in bfloat16 (without a float32 copy) a missed update is noticed if it moved a token
+by 0.1 nats.
 """
 
 from collections.abc import Sequence
