@@ -79,7 +79,13 @@ class Learner:
                 reference = self.logprobs(self.policy if self.reference is None else self.reference, batch)
             batch = batch.replace(ref_logprobs_BT=reference)
         if self.critic is not None:
-            batch = batch.replace(values_BT=self._values(batch, self.critic))
+            critic, trunk = self.critic, self._trunks()[-1]
+
+            def values(part: Batch, prompts: PromptStates | None) -> Tensor:
+                mask = part.completion_mask_BT
+                return critic(mask, completion_states(trunk, part.tokens_BT, mask, prompts))
+
+            batch = batch.replace(values_BT=self._forward_rows(batch, values, trunk))
         return batch
 
     def correct(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
@@ -305,15 +311,6 @@ class Learner:
 
         values_BT = self._forward_rows(batch, forward, self.policy)
         return values_BT.sum(dim=1) / batch.completion_mask_BT.sum(dim=1)
-
-    def _values(self, batch: Batch, critic: Critic) -> Tensor:
-        trunk = self._trunks()[-1]
-
-        def forward(part: Batch, prompts: PromptStates | None) -> Tensor:
-            mask = part.completion_mask_BT
-            return critic(mask, completion_states(trunk, part.tokens_BT, mask, prompts))
-
-        return self._forward_rows(batch, forward, trunk)
 
     def _forward_rows(
         self, batch: Batch, forward: Callable[[Batch, PromptStates | None], Tensor], model: nn.Module
