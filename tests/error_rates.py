@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 from cohort.harness.record.study import StudyRecord, TrialRecord
-from cohort.reports.analysis import analyse
 from cohort.reports.claims import check_claims
 from cohort.reports.prose.answer import answer
+from cohort.reports.render import analysed
 from fake_study import FakeArm, factor_grid, fake_study, random_scores
 from numpy.random import Generator
 
@@ -74,7 +74,7 @@ def search(rng: Generator, num_seeds: int) -> bool:
     best = max(values, key=values.__getitem__)
     found = {"objectives": {record.metric: "maximize"}, "arms": listed, "pareto": [best], "best": best}
     found["importances"] = {"method": "fANOVA", "values": {}, "reason": "one setting"}
-    text = answer(analyse(dataclasses.replace(record, search=found), np.random.default_rng(0)))
+    text = answer(analysed(dataclasses.replace(record, search=found)))
     return bool(_P.search(text) or re.search("above|below|differ", text))
 
 
@@ -95,7 +95,7 @@ def claims(rng: Generator, num_seeds: int) -> bool:
         return dataclasses.replace(trial, history=history, summary={**trial.summary, "peak_memory_bytes": float(peak)})
 
     record = dataclasses.replace(record, trials=[measured(trial) for trial in record.trials])
-    found = check_claims(analyse(record, np.random.default_rng(0)))
+    found = check_claims(analysed(record))
     if sum(claim.verdict == "not tested" for claim in found) > 2:  # counts may be equal in few seeds, by chance
         raise ValueError(f"claims must be tested, got {[claim.measured for claim in found]}")
     return any(claim.verdict in ("supported", "contradicted") for claim in found)
@@ -124,7 +124,7 @@ def error_rate(design: str, num_seeds: int, studies: int) -> float:
 
 
 def _answered(record: StudyRecord) -> bool:
-    return claims_a_difference(answer(analyse(record, np.random.default_rng(0))))
+    return claims_a_difference(answer(analysed(record)))
 
 
 def _arms(count: int) -> list[FakeArm]:

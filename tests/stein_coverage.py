@@ -19,7 +19,7 @@ from cohort.harness.record.study import StudyRecord
 from cohort.harness.spec.study import StudySpec, parse_study
 from cohort.harness.study.two_stage import decide
 from cohort.reports import statistics
-from cohort.reports.analysis import analyse
+from cohort.reports.render import analysed
 from fake_study import FakeArm, fake_study, random_scores
 from numpy.random import Generator
 from scipy import special, stats
@@ -104,7 +104,7 @@ def _count(found: Tally, study: StudySpec, record: StudyRecord, scores: np.ndarr
     ]
     stage = {**study.model_dump()["seeds"], **decided}
     record = dataclasses.replace(record, seeds=decided["seeds"], trials=trials, two_stage=stage)
-    analysis = analyse(record, np.random.default_rng(0))
+    analysis = analysed(record)
     found.studies += 1
     found.seeds += len(decided["seeds"])
     found.at_most += decided["asked"] > AT_MOST

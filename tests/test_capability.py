@@ -11,18 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cohort.harness.record.study import StudyRecord
-from cohort.reports.analysis import Analysis, analyse
 from cohort.reports.capability import Capabilities, Capability, capabilities, crossover, curves_of_counts, pass_table
-from cohort.reports.render import write_report
+from cohort.reports.render import analysed, write_report
 from cohort.reports.statistics import fraction_interval
 from fake_capability import capability_study, sharpened
 from fake_study import fake_study
 from scipy import special
 
 
-def found_in(record: StudyRecord) -> tuple[Analysis, Capabilities | None]:
-    analysis = analyse(record, np.random.default_rng(0))
-    return analysis, capabilities(analysis)
+def found_in(record: StudyRecord) -> Capabilities | None:
+    return capabilities(analysed(record))
 
 
 def test_pass_at_k_of_1024_samples_agrees_with_exact_fractions():
@@ -144,7 +142,7 @@ def test_a_study_with_many_samples_shows_curves_before_and_after_training(tmp_pa
     for text in ('id="capability"', "pass@64 (%)", "Cover@0.25 (%)", "before training: sharp, mild", "start of sharp"):
         assert text in page
     assert len(rows) == 3 * 64
-    _, found = found_in(record)
+    found = found_in(record)
     last = next(row for row in rows if (row["policy"], row["k"]) == ("mild", "64"))
     assert float(last["pass_at_k"]) == pytest.approx(found.after["mild"].passes(64).mean(), abs=1e-5)
     assert ("sharp", "start of sharp") in [(one.leader, one.other) for one in found.crossovers]
@@ -161,12 +159,12 @@ def test_the_curves_of_one_policy_have_every_k_with_its_interval():
 
 
 def test_few_samples_or_unequal_ones_make_no_curves(tmp_path: Path):
-    assert found_in(fake_study())[1] is None
+    assert found_in(fake_study()) is None
     record = capability_study(num_problems=30, num_samples=32, with_start=False)
-    assert found_in(record)[1].before == []
+    assert found_in(record).before == []
     trial = record.trials[0]
     other = dataclasses.replace(trial, history={**trial.history, "test/num_samples": [(20, 16.0)]})
-    found = found_in(dataclasses.replace(record, trials=[other, *record.trials[1:]]))[1]
+    found = found_in(dataclasses.replace(record, trials=[other, *record.trials[1:]]))
     assert set(found.after) == {"mild"}
     write_report(record, tmp_path, formats=())
     write_report(fake_study(num_steps=20), tmp_path, formats=())

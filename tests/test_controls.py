@@ -24,9 +24,8 @@ from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import RunSpec, parse_run
 from cohort.harness.spec.study import parse_study
 from cohort.harness.study.two_stage import decide
-from cohort.reports.analysis import Analysis, analyse
 from cohort.reports.findings import verdicts
-from cohort.reports.render import results_csv, write_report
+from cohort.reports.render import analysed, results_csv, write_report
 from fake_study import FakeArm, fake_study
 from fakes import MemoryLog, assert_same_weights, final_weights, graded_group
 from safetensors.torch import load_file
@@ -291,10 +290,6 @@ def arm(label: str, accuracy: float, **settings: Any) -> FakeArm:
 def with_controls(**accuracies: float) -> StudyRecord:
     arms = [arm("plain", 0.6), arm("better", 0.8, **{"algorithm.kl_beta": 0.5})]
     return fake_study([*arms, *(arm(c, a, control=c) for c, a in accuracies.items())], seeds=range(5))
-
-
-def analysed(record: StudyRecord) -> Analysis:
-    return analyse(record, np.random.default_rng(0))
 
 
 def test_control_arms_enter_no_comparison_no_correction_and_no_statement_of_the_best_arm(tmp_path: Path):

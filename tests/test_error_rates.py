@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from cohort.reports.analysis import analyse
 from cohort.reports.prose.answer import answer
+from cohort.reports.render import analysed
 from error_rates import DESIGNS, SEEDS, claims_a_difference, error_rate
 from fake_study import fake_study
 from scipy import stats
@@ -22,6 +21,6 @@ def test_equal_arms_are_called_different_in_at_most_one_study_of_twenty(design: 
 
 
 def test_a_difference_that_is_there_is_read_in_the_answer() -> None:
-    assert claims_a_difference(answer(analyse(fake_study(seeds=range(5)), np.random.default_rng(0))))
+    assert claims_a_difference(answer(analysed(fake_study(seeds=range(5)))))
     with pytest.raises(ValueError, match="must state a p"):
         claims_a_difference("grpo is better.")

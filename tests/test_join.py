@@ -6,13 +6,11 @@ import csv
 import dataclasses
 from typing import Any
 
-import numpy as np
 import pytest
 from cohort.harness.record.study import StudyRecord
-from cohort.reports.analysis import analyse
 from cohort.reports.join import join
 from cohort.reports.prose.notes import notes
-from cohort.reports.render import results_csv, write_report
+from cohort.reports.render import analysed, results_csv, write_report
 from fake_study import FakeArm, fake_study
 
 
@@ -32,11 +30,11 @@ def respecified(record: StudyRecord, section: str, **values: Any) -> StudyRecord
 
 def test_arms_are_named_after_their_study_and_compared_with_the_first_studys_baseline() -> None:
     asked = join([study("a", range(2)), study("b", range(3))])  # each study for its own seeds only
-    assert not analyse(asked, np.random.default_rng(0)).gaps
+    assert not analysed(asked).gaps
     joined = join([study("a"), study("b")])
     assert joined.arms == ["a: low", "a: high", "b: low", "b: high"]
     assert (joined.name, joined.baseline, joined.expected) == ("a + b", "a: low", 12)
-    analysis = analyse(joined, np.random.default_rng(0))
+    analysis = analysed(joined)
     assert [comparison.arm for comparison in analysis.comparisons] == ["a: high", "b: low", "b: high"]
     # both studies draw their numbers from one generator seed, so equal arms have equal runs
     assert analysis.comparisons[1].estimate == 0.0
@@ -78,9 +76,9 @@ def test_differences_between_base_runs_are_warned_about_but_not_what_a_study_var
         "steps": {"a": "10", "b": "50"},
         "version of torch": {"a": "2.13.0", "b": "2.0"},
     }
-    differing = dict(notes(analyse(joined, np.random.default_rng(0))))
+    differing = dict(notes(analysed(joined)))
     assert "steps (a: 10, b: 50)" in differing["Base runs differ between the studies"]
-    same = dict(notes(analyse(join([study("a"), study("b")]), np.random.default_rng(0))))
+    same = dict(notes(analysed(join([study("a"), study("b")]))))
     assert "Studies that differ only in their arms" in same
 
 

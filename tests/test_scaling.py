@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cohort.harness.record.study import StudyRecord, TrialRecord
-from cohort.reports.analysis import analyse
-from cohort.reports.render import write_report
+from cohort.reports.render import analysed, write_report
 from cohort.reports.scaling import Scaling, Scalings, curve, fit_curve, scalings
 from fake_study import FakeArm, fake_study
 from scaling_curves import IDENTIFIED, UNIDENTIFIED, Design, draw, simulate
@@ -109,7 +108,7 @@ def curved_study(designs: dict[str, Design]) -> StudyRecord:
 
 
 def scaled(record: StudyRecord) -> Scalings:
-    found = scalings(analyse(record, np.random.default_rng(0)))
+    found = scalings(analysed(record))
     assert found is not None
     return found
 

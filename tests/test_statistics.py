@@ -21,11 +21,8 @@ def improvement_bootstrap(
     arm: np.ndarray, baseline: np.ndarray, rng: np.random.Generator, resamples: int
 ) -> ours.Interval:
     """Percentile bootstrap of the probability of improvement, the runs of each arm drawn apart (Agarwal et al.)."""
-    shares = [
-        ours.probability_of_improvement(rng.choice(arm, arm.size), rng.choice(baseline, baseline.size))
-        for _ in range(resamples)
-    ]
-    low, high = np.quantile(shares, [0.025, 0.975])
+    arms, baselines = rng.choice(arm, (resamples, arm.size, 1)), rng.choice(baseline, (resamples, 1, baseline.size))
+    low, high = np.quantile(np.heaviside(arms - baselines, 0.5).mean(axis=(1, 2)), [0.025, 0.975])
     return ours.Interval(ours.probability_of_improvement(arm, baseline), low, high)
 
 
@@ -134,19 +131,6 @@ def test_a_difference_without_spread_is_tested_against_the_rounding_of_its_score
     assert ours.t_test(spread, resolution=1 / 50) == ours.t_test(spread)
 
 
-@pytest.mark.parametrize("num_seeds", [2, 3])
-def test_equal_arms_on_a_grid_of_problems_are_told_apart_in_at_most_one_study_of_twenty(num_seeds: int) -> None:
-    # 10 equal arms, 64 problems, Holm over the 9 comparisons; without the error of rounding 33 % for 2 seeds
-    rng = np.random.default_rng(0)
-    scores = rng.binomial(64, 0.7, (2000, 10, num_seeds)) / 64
-    false = 0
-    for study in scores:
-        intervals = [ours.t_interval(arm - study[0]) for arm in study[1:]]
-        adjusted = ours.holm([ours.t_test(found, resolution=1 / 64) for found in intervals if found is not None])
-        false += 1 if min(adjusted) < 0.05 else 0
-    assert false / 2000 <= 0.05
-
-
 def test_power_agrees_with_r_and_grows_with_the_difference_for_every_design() -> None:
     # power.t.test(n = 20, delta = 1, sd = 1) of R: 0.8689528, which is t with 38 degrees of freedom around sqrt(10)
     assert ours._power(math.sqrt(10), float(stats.t.isf(0.025, 38)), 38) == pytest.approx(0.8689528, abs=1e-6)
@@ -157,15 +141,6 @@ def test_power_agrees_with_r_and_grows_with_the_difference_for_every_design() ->
             assert powers[0] == pytest.approx(alpha, rel=1e-6)
             assert np.all(np.diff(powers) > -1e-12)
             assert powers[-1] > 0.95
-
-
-def test_what_is_detectable_exceeds_half_the_interval_and_larger_differences_need_no_more_seeds() -> None:
-    for seeds in (2, 3, 5, 10):
-        assert ours.minimum_detectable_difference(1.0, seeds - 1) > float(stats.t.isf(0.025, seeds - 1))
-        assert ours.minimum_detectable_difference(1.0, seeds - 1, 0.05 / 9) > float(stats.t.isf(0.05 / 18, seeds - 1))
-    variance = ours.CrossedVariance(0.02**2, 0.0, 0.0)
-    needed = [ours.seeds_needed(size, variance, 1, 0.05 / 9) or 999 for size in (0.01, 0.02, 0.03, 0.05, 0.07, 0.1)]
-    assert needed == sorted(needed, reverse=True)
 
 
 def test_the_sign_flip_test_is_exact_for_2_to_16_seeds() -> None:
@@ -244,14 +219,6 @@ def test_detectable_difference_and_seeds_needed_agree_with_statsmodels_and_textb
     assert ours.seeds_needed(0.05, ours.CrossedVariance(0.01, 1.0, 0.1), 100) is None
 
 
-def test_the_detectable_difference_is_detected_in_4_of_5_simulated_studies() -> None:
-    rng = np.random.default_rng(0)
-    difference = ours.minimum_detectable_difference(1 / math.sqrt(3), df=2)
-    samples = rng.normal(difference, 1, (4000, 3))
-    found = stats.ttest_1samp(samples, 0, axis=1).pvalue < 0.05
-    assert found.mean() == pytest.approx(0.8, abs=0.02)
-
-
 def test_anova_of_two_levels_is_the_squared_paired_t_statistic() -> None:
     scores = np.random.default_rng(0).normal(size=(2, 6))
     (effect,) = anova(scores, ["beta"])
@@ -326,7 +293,7 @@ def test_an_added_variance_widens_an_interval_and_shares_its_degrees_of_freedom(
 
 
 @pytest.mark.parametrize(
-    ("num_seeds", "studies"), [(3, 50), *(pytest.param(n, 200, marks=pytest.mark.long) for n in (3, 5, 10))]
+    ("num_seeds", "studies"), [(3, 100), (5, 100), *(pytest.param(n, 400, marks=pytest.mark.long) for n in (3, 5, 10))]
 )
 def test_simulated_coverage_is_what_the_report_says(num_seeds: int, studies: int) -> None:
     truth = random_scores_truth()
@@ -355,55 +322,3 @@ def test_simulated_coverage_is_what_the_report_says(num_seeds: int, studies: int
         share = shares[num_seeds] / 100
         deviation = math.sqrt(share * (1 - share) / studies)
         assert hits[name] / studies == pytest.approx(share, abs=3.5 * deviation), name
-
-
-@pytest.mark.parametrize("num_seeds", [5, 10])
-def test_the_stated_intervals_cover_93_to_97_percent(num_seeds: int) -> None:
-    truth, rng = random_scores_truth(), np.random.default_rng(10 + num_seeds)
-    covered: list[list[bool]] = [[], [], []]
-    for study in range(600):
-        cells, other = random_scores(rng, 2, num_seeds)
-        apart = study % 3
-        probability = ours.probability_of_improvement(rng.normal(apart, 1, num_seeds), rng.normal(0, 1, num_seeds))
-        stated = (
-            (ours.cautious_interval(cells), truth),
-            (ours.cautious_interval(other - cells), 0.0),
-            (ours.improvement_interval(probability, num_seeds, num_seeds), stats.norm.cdf(apart / math.sqrt(2))),
-        )
-        for hits, (interval, value) in zip(covered, stated, strict=True):
-            hits.append(interval is not None and interval.low <= value <= interval.high)
-    assert all(0.93 <= np.mean(hits) <= 0.97 for hits in covered), [np.mean(hits) for hits in covered]
-    stated = [shares for name, shares in ours.SIMULATED_COVERAGE.items() if name.startswith("Stated")]
-    assert len(stated) == 3 and all(93 <= shares[num_seeds] <= 97 for shares in stated)
-
-
-def test_on_these_very_problems_students_interval_covers_93_to_97_percent_with_3_5_and_10_seeds() -> None:
-    # fractions right of 64 fixed problems, 4 samples each: what is stated where scores of single problems are not known
-    rng = np.random.default_rng(0)
-    problems = rng.normal(1.2, 1.2, 64)
-    points, weights = np.polynomial.hermite_e.hermegauss(40)
-    right = 1 / (1 + np.exp(-(problems[:, None] + 0.16 * points)))
-    truth = float((right @ weights / weights.sum()).mean())
-    for num_seeds in (3, 5, 10):
-        logits = problems + rng.normal(0, 0.16, (3000, num_seeds, 1))
-        scores = (rng.binomial(4, 1 / (1 + np.exp(-logits))) / 4).mean(axis=2)
-        half = stats.t.ppf(0.975, num_seeds - 1) * scores.std(axis=1, ddof=1) / math.sqrt(num_seeds)
-        interval = ours.t_interval(scores[0])
-        assert interval is not None
-        assert interval.high == close(scores[0].mean() + half[0])
-        assert 0.93 <= np.mean(abs(scores.mean(axis=1) - truth) <= half) <= 0.97
-
-
-def test_three_comparisons_of_equal_arms_find_a_difference_in_at_most_5_percent_of_studies() -> None:
-    rng = np.random.default_rng(0)
-    corrected, raw = [], []
-    for _ in range(500):
-        arms = random_scores(rng, 4, 5, 128)
-        p_values = []
-        for arm in arms[1:]:
-            tests = [ours.crossed_interval(arm - arms[0]), ours.t_interval((arm - arms[0]).mean(axis=1))]
-            p_values.append(max(ours.t_test(test) for test in tests if test is not None))
-        corrected.append(min(ours.holm(p_values)) < 0.05)
-        raw.append(min(p_values) < 0.05)
-    assert np.mean(corrected) <= 0.05
-    assert np.mean(raw) > 0.05  # the correction is what keeps it there

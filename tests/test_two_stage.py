@@ -28,10 +28,10 @@ from cohort.harness.study.queue import Outcome, Queue
 from cohort.harness.study.runner import run_study
 from cohort.harness.study.two_stage import decide
 from cohort.reports import statistics
-from cohort.reports.analysis import Analysis, analyse
+from cohort.reports.analysis import Analysis
 from cohort.reports.anova import anova
 from cohort.reports.prose.notes import notes
-from cohort.reports.render import results_csv, write_report
+from cohort.reports.render import analysed, results_csv, write_report
 from fake_study import fake_study, three_algorithms
 from fake_trials import a_study
 from queues import METRIC, a_queue, claimed, workers_of
@@ -301,7 +301,7 @@ def test_a_real_study_whose_command_is_killed_between_the_stages_ends_as_the_rec
     record = read_study(runs, "real")
     assert record.two_stage is not None and record.two_stage["decided"] == before["decided"]
     files = write_report(record, runs / "report")
-    check_redone(files.csv.read_text(), record, analyse(record, np.random.default_rng(0)))
+    check_redone(files.csv.read_text(), record, analysed(record))
 
 
 # The report.
@@ -324,10 +324,6 @@ def reported(num_seeds: int = 7, *, at_most: int = 16, half_width: float = 0.02,
 
 def without_problems(record: StudyRecord) -> StudyRecord:
     return dataclasses.replace(record, trials=[dataclasses.replace(t, per_problem={}) for t in record.trials])
-
-
-def analysed(record: StudyRecord) -> Analysis:
-    return analyse(record, np.random.default_rng(0))
 
 
 def test_an_interval_has_the_mean_of_all_seeds_and_the_spread_of_the_first():
