@@ -21,6 +21,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from ..harness.data import SampleRow
+from ..harness.ground.words import duration
 from ..harness.record.study import ExploratoryArm, StudyRecord, TrialRecord
 from .analysis import ACCURACIES, Analysis, accuracy_order, analyse
 from .capability import Capabilities, capabilities
@@ -54,7 +55,8 @@ _JINJA: dict[str, Any] = {
 }
 _FILTERS: dict[str, Any] = {
     **{name: getattr(wording, name) for name in ("p_value", "factor_title", "number", "limits", "shorten")},
-    **{name: getattr(wording, name) for name in ("quantity", "duration", "size")},
+    **{name: getattr(wording, name) for name in ("quantity", "size")},
+    "duration": lambda seconds: duration(seconds, "n/a"),
     "cost": lambda value, key: (wording.operations if key.startswith("flops") else wording.hours)(value),
 }
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")

@@ -9,6 +9,7 @@ ends not before the file `hold` is gone from the runs folder or the run is asked
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -51,6 +52,11 @@ def empty_store(factory: Any) -> Path:
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "empty store"
     connect(folder)
     return folder / "mlflow.db"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
 
 
 def train_on_gpu(*args: Any, **kwargs: Any) -> FakeResult:

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import re
 import shutil
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import browser
 import fake_trials
 import pytest
 from cohort.harness.mirror.address import tracking_uri
-from cohort.harness.mirror.studies import study_url
+from cohort.harness.mirror.studies import study_pages
 from cohort.harness.mirror.ui import APP, serve_ui
 from fake_trials import a_study, begin_study, in_mlflow
 from mlflow import MlflowClient
@@ -72,10 +71,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         runs.mkdir()
         shutil.copy(fake_trials.empty_store(tmp_path_factory), runs / "mlflow.db")
         trace = write_study(runs)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        with serve_ui(runs, port) as server:
-            yield Site(server.address, runs, *trace, chromium)
+        port = fake_trials.free_port()
+        with serve_ui(runs, port):
+            yield Site(f"http://127.0.0.1:{port}", runs, *trace, chromium)
 
 
 def write_study(runs: Path) -> tuple[str, str]:
@@ -96,7 +94,7 @@ def write_study(runs: Path) -> tuple[str, str]:
 
 
 def test_the_runs_table_of_a_study_shows_its_arms_and_its_metric(site: Site):
-    page = study_url(site.runs, "sizes", "").removeprefix("/#")
+    page = study_pages(site.runs, "")["sizes"].removeprefix("/#")
     text = site.text_with(page, "group_size=2 | seed 0", "group_size=4 | seed 0", "Group: group_size=2", "Group: study")
     assert "sizes" in text  # the experiment has the study's name
     assert "Additional runs" not in text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from cohort.harness.mirror.ui import serve_ui
 from cohort.harness.record.evidence import write_evidence
 from cohort.harness.record.study import read_study
 from cohort.harness.study.runner import run_study, study_status
-from fake_trials import a_study, begin_study, in_mlflow
+from fake_trials import a_study, begin_study, free_port, in_mlflow
 from test_tracking import log_trial
 
 TAKEN = ["#", "%", "%%", " ", "'", '"', "\u00e9", "e\u0301", "\u6f22", "\n", "\t", "\r", "\x01", "\x7f", "\u202e", "&",
@@ -45,11 +44,6 @@ def fetched(address: str, run_id: str | None, name: str) -> bytes:
     """An artifact as the MLflow pages show it."""
     with urllib.request.urlopen(f"{address}/get-artifact?run_uuid={run_id}&path={name}") as answer:
         return answer.read()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
 
 
 @pytest.mark.attack("Awkward characters in the path of the runs folder")
@@ -106,9 +100,10 @@ def test_pages_and_report_of_a_copied_folder_show_the_copy_and_leave_the_origina
     (copy / kept / "config.yaml").write_text("seed: 17\n")  # so that the two can be told apart
     before = contents(original)
     assert repr(read_study(copy, "sizes")) == repr(read_study(original, "sizes"))
-    with serve_ui(copy, free_port()) as server:
-        assert fetched(server.address, run_id, "config.yaml") == b"seed: 17\n"
-        assert fetched(server.address, parent, "report/index.html") == b"<p>yes"
+    address = f"http://127.0.0.1:{(port := free_port())}"
+    with serve_ui(copy, port):
+        assert fetched(address, run_id, "config.yaml") == b"seed: 17\n"
+        assert fetched(address, parent, "report/index.html") == b"<p>yes"
     assert "is a copy: its pages show it as it is now" in caplog.text
     assert contents(original) == before
     with pytest.raises(ValueError, match=r"was moved; move it back"):

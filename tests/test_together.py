@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cohort.harness.api.study import Study
 from cohort.harness.checks.memory import estimate
-from cohort.harness.cli.study import show_dry_run
+from cohort.harness.cli.views.studies import show_dry_run
 from cohort.harness.data import Call, Prompt, Sampling
 from cohort.harness.engines.transformers import TransformersEngine, _chunks
 from cohort.harness.ground.files import read_json
@@ -274,7 +273,7 @@ def test_a_study_says_which_trials_share_and_what_that_saves(tmp_path, capsys):
     assert parts[1]["policy"] - parts[0]["policy"] == 2 * trainable
     assert parts[1]["activations"] == parts[0]["activations"]  # one learns at a time
     assert found.saved_bytes is not None and found.saved_bytes > 0
-    show_dry_run(Study("s", (), a_study(tmp_path)), tmp_path, 2, as_json=False)
+    show_dry_run("s", "?", dry_run(a_study(tmp_path), tmp_path, workers=2))
     words = " ".join(capsys.readouterr().out.split())
     assert "4 trials share one model and engine, 2 at a time in each worker (grpo, rloo)" in words
     assert dry_run(a_study(tmp_path), tmp_path, workers=2, together=False)["together"] == []

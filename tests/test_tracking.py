@@ -8,7 +8,6 @@ import math
 import os
 import shutil
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -27,12 +26,13 @@ from cohort.harness.cli import app
 from cohort.harness.data import GREY, PALETTE, SampleRow
 from cohort.harness.ground.files import file_lock, write_json
 from cohort.harness.mirror import follow
+from cohort.harness.mirror import store as mlflow_store
 from cohort.harness.mirror.address import tracking_uri
 from cohort.harness.mirror.follow import Mirror, catch_up, caught_up, mirrored
 from cohort.harness.mirror.models import register_policy
 from cohort.harness.mirror.page import page
 from cohort.harness.mirror.store import check_runs_folder, own_store
-from cohort.harness.mirror.studies import list_studies, study_url
+from cohort.harness.mirror.studies import study_pages
 from cohort.harness.mirror.ui import check_port, serve_ui
 from cohort.harness.mirror.view import read_view
 from cohort.harness.mirror.writer import Place
@@ -547,10 +547,8 @@ def test_a_run_that_goes_on_or_is_of_another_runs_folder_is_not_registered(runs:
 
 def test_the_page_and_the_view_of_a_study_have_its_columns_its_metric_first_and_its_arms_as_groups(runs: Path):
     open_study(runs, a_study())
-    assert list_studies(runs) == ["sizes"] and list_studies(runs / "nothing here") == []
-    assert not (runs / "nothing here").exists()
     page = "http://127.0.0.1:5000/#/experiments/1/runs?workflowType=machine_learning"
-    assert study_url(runs, "sizes", "http://127.0.0.1:5000") == page
+    assert study_pages(runs, "http://127.0.0.1:5000") == {"sizes": page}
     found = read_view(MlflowClient(tracking_uri(runs)).get_experiment("1").tags)
     assert found is not None
     view, colors = found
@@ -674,26 +672,25 @@ def test_a_usable_runs_folder_passes_and_nothing_is_written(tmp_path: Path):
     assert not (tmp_path / "a").exists()
 
 
+BAD = {  # folder (below the test's own, or absolute), a file in it, its text -> what the message says
+    "a file": ("runs/deeper", "runs", "", "must be a folder, but .* is a file"),
+    "not writable": ("/proc/runs", "", "", "must be writable, but writing to '/proc' fails"),
+    "full": ("", "", "", "needs 1000000000000 MB of free disk"),
+    "another format": ("", "studies/s/study.json", '{"format": 1}', "must have format 2, got 1.*another version"),
+    "torn": ("", "studies/s/study.json", '{"format": 2', "not valid JSON"),
+}
+
+
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that even root cannot write to")
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path):
-    (tmp_path / "runs").write_text("")
-    for folder, least, words in (
-        (Path("/proc/runs"), 1, "must be writable, but writing to '/proc' fails"),
-        (tmp_path / "runs" / "deeper", 1, "must be a folder"),
-        (tmp_path, 10**18, "needs 1000000000000 MB of free disk"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            check_runs_folder(folder, min_free_bytes=least)
-
-
-def test_a_study_of_another_format_is_refused(runs: Path):
-    (runs / "studies" / "s").mkdir(parents=True)
-    (runs / "studies" / "s" / "study.json").write_text('{"format": 1, "name": "s"}')
-    with pytest.raises(ValueError, match=r"study.json must have format 2, got 1.*another version"):
-        check_runs_folder(runs)
-    (runs / "studies" / "s" / "study.json").write_text('{"format": 2')
-    with pytest.raises(ValueError, match="not valid JSON"):
-        check_runs_folder(runs)
+@pytest.mark.parametrize("bad", BAD)
+def test_a_runs_folder_that_cannot_be_used_is_refused(bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder, file, text, words = BAD[bad]
+    if file:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    monkeypatch.setattr(mlflow_store, "MIN_FREE_BYTES", 10**18 if bad == "full" else 1)
+    with pytest.raises(ValueError, match=words):
+        check_runs_folder(tmp_path / folder)
 
 
 def test_a_store_of_another_version_is_refused(runs: Path):
@@ -702,21 +699,19 @@ def test_a_store_of_another_version_is_refused(runs: Path):
         database.execute("UPDATE alembic_version SET version_num = 'abc'")
     with pytest.raises(ValueError, match=r"must have schema \w+ of MLflow [\d.]+, got abc; .* 'mlflow db upgrade"):
         check_runs_folder(runs)
-    (runs / "mlflow.db").write_text("this is no database, " * 100)
-    with pytest.raises(ValueError, match="is not an MLflow store"):
-        check_runs_folder(runs)
 
 
 # The UI ---------------------------------------------------------------------------------------------------------------
 
 
 def test_the_ui_serves_an_empty_store_and_leaves_the_port_free(runs: Path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with serve_ui(runs, port) as server:
-        with urllib.request.urlopen(server.url) as page:
+    port = fake_trials.free_port()
+    with serve_ui(runs, port):
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}") as page:
             assert b"MLflow" in page.read()
-        with pytest.raises(ValueError, match=rf"port {port} on 127.0.0.1 cannot be used \(Address already in use\)"):
-            serve_ui(runs, port)
+        refused = pytest.raises(
+            ValueError, match=rf"port {port} on 127.0.0.1 cannot be used \(Address already in use\)"
+        )
+        with refused, serve_ui(runs, port):
+            pass
     check_port(port)

@@ -8,9 +8,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..ground.addresses import hides
+    from ..mirror.address import use_store
+    from ..mirror.ui import browse
+    from ..policy.bradley_terry import train_reward_model
+    from ..record.finished import model_folder
+    from ..spec.raw import parse_overrides
     from ..study.control import clone_arm, resume_arm, stop_arm
     from ..study.estimates import cost, remaining_seconds
-    from ..study.queue import open_queue, study_status
+    from ..study.queue import study_status
     from ..study.work import work
     from .capsule import export_capsule, verify
     from .catalog import describe_plugins, describe_settings, describe_task
@@ -21,6 +27,7 @@ if TYPE_CHECKING:
     from .reporting import report
     from .result import Evaluation, Report, Result
     from .runs import estimate_runs, evaluate, evaluated, evaluation_document, probe, register, train
+    from .settings import shell, with_password
     from .study import (
         Study,
         compare,
@@ -36,14 +43,21 @@ if TYPE_CHECKING:
         show,
         start,
         study_of,
+        watch,
     )
 
 __all__ = ["Evaluation", "Report", "Result", "Study", "compare", "evaluate", "grade", "load_study", "open_result",
            "report", "run", "train", "verify"]  # fmt: skip
 _NAMES = {
+    "..ground.addresses": "hides",
+    "..mirror.address": "use_store",
+    "..mirror.ui": "browse",
+    "..policy.bradley_terry": "train_reward_model",
+    "..record.finished": "model_folder",
+    "..spec.raw": "parse_overrides",
     "..study.control": "clone_arm resume_arm stop_arm",
     "..study.estimates": "cost remaining_seconds",
-    "..study.queue": "open_queue study_status",
+    "..study.queue": "study_status",
     "..study.work": "work",
     ".capsule": "export_capsule verify",
     ".catalog": "describe_plugins describe_settings describe_task",
@@ -54,8 +68,9 @@ _NAMES = {
     ".reporting": "report",
     ".result": "Evaluation Report Result",
     ".runs": "estimate_runs evaluate evaluated evaluation_document probe register train",
+    ".settings": "shell with_password",
     ".study": "Study compare comparison dry_run launcher list_studies load_study open_result run run_to_report show "
-    "say_without_result start study_of",
+    "say_without_result start study_of watch",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -24,11 +24,11 @@ def report(*names: str, runs: str | Path | None = None) -> "ReportFiles":
     from ...reports.join import join
     from ...reports.render import write_report as render
     from ..console.progress import phase_bar
-    from ..mirror.address import check_remote
+    from ..mirror.store import check_server
 
     folder = runs_folder(runs)
-    check_remote()
     with phase_bar(f"report of {' and '.join(names)}", REPORTING):
+        check_server()
         if len(names) == 1:
             return write_report(names[0], folder)[1]
         return render(join([read_record(name, folder) for name in names]), folder / "reports" / "+".join(names))

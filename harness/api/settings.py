@@ -34,13 +34,13 @@ def with_password(storage: str | None) -> str | None:
 
 
 def shell(command: str, options: Mapping[str, Any]) -> str:
-    """The shell command that repeats this one; a list repeats its option, None leaves it out."""
-    words = []
+    """A shell command with more options; a list repeats its option, None leaves it out."""
+    words = [command]
     for option, value in options.items():
         for item in value if isinstance(value, list | tuple) else [value]:
             if item is not None:
                 words += [option, shlex.quote(str(item))]
-    return " ".join(["cohort", command, *words])
+    return " ".join(words)
 
 
 def as_texts(settings: Settings) -> list[str]:

@@ -11,6 +11,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,7 +82,7 @@ def load_study(name_or_path: str | Path, settings: Settings = ()) -> Study:
     """A shipped study by name (`cohort study list` shows them), or one from a YAML file."""
     source, texts = str(name_or_path), as_texts(settings)
     spec = load.load_study(source, texts)
-    return Study(source, texts, spec, shell(f"study run {shlex.quote(source)}", {"--set": texts}))
+    return Study(source, texts, spec, shell(f"cohort study run {shlex.quote(source)}", {"--set": texts}))
 
 
 def study_of(name_or_path: str | Path, settings: Settings = (), runs: str | Path | None = None) -> Study:
@@ -138,7 +139,7 @@ def comparison(
     given = {"--algorithms": ",".join(algorithms), "--task": ",".join(tasks), "--model": model, "--tune": tune}
     given |= {"--seeds": ",".join(map(str, seeds)), "--controls": ",".join(controls) or None, "--set": texts}
     spec = parse_study({**raw, "run": run}, where="cohort compare")
-    return Study(spec.name, texts, spec, shell("compare", {**given, "--name": name}))
+    return Study(spec.name, texts, spec, shell("cohort compare", {**given, "--name": name}))
 
 
 def run(study: Study | str | Path, *, workers: int | None = None, runs: str | Path | None = None) -> Result:
@@ -352,6 +353,16 @@ def list_studies(runs: str | Path | None = None) -> list[dict[str, str]]:
         where = " and ".join(place for place, known in places.items() if name in known)
         documents.append({"name": name, "where": where, "question": question})
     return documents
+
+
+def watch(name: str, runs: str | Path | None = None, storage: str | None = None) -> None:
+    """Show a running study on the terminal, one line per arm, until nothing is left to run or Ctrl-C."""
+    from ..console.watch import watch
+    from ..study.queue import open_queue
+
+    queue = open_queue(name, runs_folder(runs).resolve(), storage)
+    with suppress(KeyboardInterrupt):
+        watch(queue.status, queue.plan.study.metric)
 
 
 def open_result(name_or_folder: str | Path, *, runs: str | Path | None = None) -> Result:

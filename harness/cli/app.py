@@ -30,8 +30,7 @@ try:
     from .commands import app
 
     # isort: off
-    from . import train, probe, reward_model, compare, study, plan, report, verify  # noqa: F401
-    from . import inspect, ui, doctor, memory, lists  # noqa: F401
+    from . import runs, study, plan, results, doctor, lists  # noqa: F401
 except KeyboardInterrupt:
     raise SystemExit(130) from None
 

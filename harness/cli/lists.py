@@ -1,77 +1,67 @@
-"""`cohort list`."""
+"""`cohort list`, `grade` and `task show`: settings, plugins, graders and problems, without a model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from .. import api
 from ..console import terminal
-from .commands import command, list_app
-from .options import Json
+from .commands import command
+from .options import DataPath, Json, Sets, Split, with_path
+from .views import answers
 
 if TYPE_CHECKING:
     from ..plugins import Kind
 
-Plugin = Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show only this one, in full.")]
+# Class attributes of each kind of plugin that its table shows.
+FACTS = {"algorithms": ("needs_critic", "sees_gold", "min_group_size"), "tasks": (), "rewards": ("sees_gold",),
+         "engines": ("exact_logprobs",)}  # fmt: skip
 COLUMNS = ("name", "default", "range", "description")
+HEADERS = ("setting", "default", "range", "meaning")
 
 
-@command(list_app, "algorithms", "cohort list algorithms", "cohort list algorithms grpo")
-def list_algorithms(name: Plugin = None, as_json: Json = False) -> None:
-    """List the algorithms: the objective of each, then its settings with defaults and ranges."""
-    facts = ("needs_critic", "sees_gold", "min_group_size")
-    _show_plugins("algorithm", name, as_json, facts, tables=("objective",))
-
-
-@command(list_app, "tasks", "cohort list tasks", "cohort list tasks gsm8k")
-def list_tasks(name: Plugin = None, as_json: Json = False) -> None:
-    """List the tasks with their settings, defaults and ranges."""
-    _show_plugins("task", name, as_json)
-
-
-@command(list_app, "rewards", "cohort list rewards", "cohort list rewards majority_vote")
-def list_rewards(name: Plugin = None, as_json: Json = False) -> None:
-    """List the rewards with their settings, defaults and ranges."""
-    _show_plugins("reward", name, as_json, facts=("sees_gold",))
-
-
-@command(list_app, "engines", "cohort list engines")
-def list_engines(name: Plugin = None, as_json: Json = False) -> None:
-    """List the rollout engines with their settings, defaults and ranges."""
-    _show_plugins("engine", name, as_json, facts=("exact_logprobs",))
-
-
-@command(list_app, "settings", "cohort list settings", "cohort list settings optimizer", "cohort list settings study")
-def list_settings(
-    section: Annotated[
-        str | None, typer.Argument(metavar="[SECTION]", help="A section of a run, one setting, or `study`.")
+@command(
+    "list",
+    "cohort list algorithms",
+    "cohort list tasks gsm8k",
+    "cohort list rewards",
+    "cohort list engines",
+    "cohort list settings optimizer",
+    "cohort list settings study",
+)
+def list_(
+    what: Annotated[str, typer.Argument(metavar="WHAT", help="algorithms, tasks, rewards, engines or settings.")],
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[NAME]", help="Only this plugin, in full; a section of a run, a setting, or `study`."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List every setting of a run by its full path, with default and range; `study` lists the settings of a study file.
+    """List what a study file can name: the plugins of a kind with their settings, defaults and ranges, and for
+    algorithms the objective of each.
 
-    Algorithms, tasks, engines and rewards have their own lists (`cohort list algorithms`, ...).
+    `cohort list settings` has every setting of a run by its full path; `cohort list settings study` those of a study
+    file.
     """
-    documents = api.describe_settings(section)
-    if as_json:
-        return terminal.print_json(documents)
-    rows = [[str(d[key]) for key in COLUMNS] for d in documents]
-    terminal.show_table("", ["setting", "default", "range", "meaning"], rows)
-
-
-def _show_plugins(
-    kind: Kind, name: str | None, as_json: bool, facts: Sequence[str] = (), tables: Sequence[str] = ()
-) -> None:
-    """Print plugins. `facts` are class attributes for the first table; each mapping of `tables` gets its own table."""
-    documents = api.describe_plugins(kind, name, [*facts, *tables])
+    if what == "settings":
+        documents = api.describe_settings(name)
+        if as_json:
+            return terminal.print_json(documents)
+        rows = [[str(d[key]) for key in COLUMNS] for d in documents]
+        return terminal.show_table("", HEADERS, rows)
+    if what not in FACTS:
+        raise ValueError(f"cohort list takes {', '.join(FACTS)} or settings, got '{what}'")
+    kind, facts = what.removesuffix("s"), FACTS[what]
+    tables = ["objective"] if what == "algorithms" else []
+    documents = api.describe_plugins(cast("Kind", kind), name, [*facts, *tables])
     if as_json:
         return terminal.print_json(documents)
     if name is not None:
         terminal.say(documents[0]["document"] + "\n")
-    rows = [(d["name"], *(str(d[fact]) for fact in facts), d["summary"]) for d in documents]
+    rows = [[d["name"], *(str(d[fact]) for fact in facts), d["summary"]] for d in documents]
     terminal.show_table("", [kind, *facts, "summary"], rows)
     for table in tables:
         columns = list(dict.fromkeys(key for document in documents for key in document[table]))
@@ -82,4 +72,55 @@ def _show_plugins(
         for document in documents
         for i, field in enumerate(document["settings"])
     ]
-    terminal.show_table("Settings", [kind, "setting", "default", "range", "meaning"], settings)
+    terminal.show_table("Settings", [kind, *HEADERS], settings)
+
+
+@command(
+    "grade",
+    "cohort grade --task gsm8k --cases answers.jsonl",
+    "cohort grade --task math --cases runs/train/my-run/rollouts/step-000041.jsonl --grader all",
+)
+def grade(
+    task: Annotated[str, typer.Option(help="Task by name; its equality decides what is correct.")],
+    cases: Annotated[
+        Path, typer.Option(metavar="FILE.jsonl", help="JSON Lines with gold, completion and optionally label.")
+    ],
+    grader: Annotated[str, typer.Option(help="strict (what rewards use), lenient, math_verify, or all.")] = "strict",
+    show: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Number of verdicts to show, disagreements first.")
+    ] = 20,
+    workers: Annotated[int, typer.Option(min=1, metavar="N", help="Processes for symbolic comparison.")] = 1,
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Grade stored completions: show each row's verdict and extracted answer, agreement with labels, and rows per
+    second."""
+    result = api.grade(task, cases, grader=grader, workers=workers, settings=sets or ())
+    if as_json:
+        terminal.print_json({"task": task, "cases": cases, **vars(result)})
+        return
+    answers.show_grades(f"{cases} as {task}", result, show)
+
+
+@command(
+    "task show",
+    "cohort task show arithmetic",
+    "cohort task show gsm8k -n 3 --path data/gsm8k --set task.answer_format=think_answer --set task.shots=2",
+    "cohort task show gsm8k --path data/gsm8k --model Qwen/Qwen2.5-0.5B-Instruct --set prompt.system='Be brief.'",
+    "cohort task show math --model Qwen/Qwen3-0.6B --set prompt.template_arguments.enable_thinking=false",
+)
+def task_show(
+    task: Annotated[str, typer.Argument(help="Task by name.")],
+    count: Annotated[int, typer.Option("-n", min=0, metavar="N", help="Problems shown.")] = 3,
+    split: Split = "test",
+    path: DataPath = None,
+    model: Annotated[str | None, typer.Option(help="Show the texts exactly as this model reads them.")] = None,
+    sets: Sets = None,
+    as_json: Json = False,
+) -> None:
+    """Show a task's settings, sizes and problems exactly as a policy reads them."""
+    document = api.describe_task(task, with_path(sets, path), split=split, count=count, model=model)
+    if as_json:
+        terminal.print_json(document)
+    else:
+        answers.show_task(document)

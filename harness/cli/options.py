@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
-import shlex
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+
+from .. import api
+from ..console import terminal
 
 RUNS = Path("runs")
 
 
-def warn_of_password(context: typer.Context, option: typer.CallbackParam, url: str | None) -> str | None:
-    """The same URL; warns on stderr if it has a password, because every user can see the arguments of this process."""
-    from ..console import terminal
-    from ..ground.addresses import hides
+def _use_store(uri: str | None) -> str | None:
+    """Keep the results of this command in that MLflow store; by default in that of the runs folder."""
+    api.use_store(uri)
+    return uri
 
+
+def _warn_of_password(context: typer.Context, option: typer.CallbackParam, url: str | None) -> str | None:
+    """The same URL; warns on stderr if it has a password, because every user can see the arguments of this process."""
     source = context.get_parameter_source(str(option.name))
-    if url and source is not None and source.name == "COMMANDLINE" and hides(url):
+    if url and source is not None and source.name == "COMMANDLINE" and api.hides(url):
         terminal.say(
             f"Warning: other users of this machine can read a password in {option.opts[0]} (with ps); give it "
             f"in {option.envvar} or ~/.pgpass",
@@ -40,8 +44,8 @@ TrackingUri = Annotated[
         "--tracking-uri",
         envvar="COHORT_TRACKING_URI",
         metavar="URI",
-        callback=warn_of_password,
-        help="MLflow store: http://HOST:PORT of an MLflow server or postgresql://...; by default a file in --runs.",
+        callback=_use_store,
+        help="MLflow server: http://HOST:PORT; by default results go to a file in --runs.",
     ),
 ]
 Sets = Annotated[
@@ -61,11 +65,14 @@ Storage = Annotated[
     typer.Option(
         envvar="COHORT_STORAGE",
         metavar="URL",
-        callback=warn_of_password,
+        callback=_warn_of_password,
         help="postgresql://... for hosts without a common disk; by default files. A password not in the URL comes from "
         "~/.pgpass, or you are asked for it.",
     ),
 ]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="'tiny', a Hub id, a model folder or a checkpoint.")]
+Task = Annotated[str, typer.Option(help="Task by name.")]
+Split = Annotated[str, typer.Option(help="train, validation or test.")]
 DataPath = Annotated[
     str | None, typer.Option("--path", metavar="PATH", help="The task's data: a Hub id, or a local file or folder.")
 ]
@@ -82,31 +89,12 @@ def num_workers(text: str) -> int | None:
     return int(text)
 
 
-def use_store(tracking_uri: str | None) -> None:
-    """Keep the results of this command in that MLflow store; by default in that of the runs folder."""
-    from ..mirror import address as mlflow_address
-
-    mlflow_address.use(tracking_uri)
+def with_path(sets: list[str] | None, path: str | None) -> list[str]:
+    """The settings of --set and --path."""
+    return [*([] if path is None else [f"task.path={json.dumps(path)}"]), *(sets or ())]
 
 
-def with_password(storage: str | None) -> str | None:
-    """The storage's URL, with the password asked for at the terminal if the server needs one."""
-    from ..api.study import with_password
-
-    return with_password(storage)
-
-
-def of_study(sets: list[str] | None, seeds: str | None, name: str | None) -> list[str]:
-    """The settings of a study that --set, --seeds and --name give."""
-    more = [] if seeds is None else [f"seeds={json.dumps(integers(seeds))}"]
-    return [*(sets or ()), *more, *([] if name is None else [f"name={json.dumps(name)}"])]
-
-
-def data_path(path: str | None) -> list[str]:
-    return [] if path is None else [f"task.path={json.dumps(path)}"]
-
-
-def words(text: str) -> list[str]:
+def words(text: str | None) -> list[str]:
     return [word.strip() for word in text.split(",")] if text else []
 
 
@@ -115,10 +103,3 @@ def integers(text: str) -> list[int]:
         return [int(word) for word in text.split(",")]
     except ValueError:
         raise ValueError(f"--seeds must be integers separated by commas, such as 0,1,2, got '{text}'") from None
-
-
-def shell(command: str, options: Mapping[str, Any]) -> str:
-    """A shell command with more options: a list repeats its option, None leaves it out."""
-    items = [(option, item) for option, value in options.items()
-             for item in (value if isinstance(value, list) else [value]) if item is not None]  # fmt: skip
-    return " ".join([command, *(f"{option} {shlex.quote(str(item))}" for option, item in items)])

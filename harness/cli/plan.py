@@ -11,12 +11,11 @@ import typer
 from .. import api
 from ..console import terminal
 from . import options
-from .commands import command, study_app
+from .commands import command
 
 
 @command(
-    study_app,
-    "plan",
+    "study plan",
     "cohort study plan quickstart",
     "cohort study plan my_study.yaml --hours 8",
     "cohort study plan group_size --flops 1e15 --workers 2",

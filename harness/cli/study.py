@@ -1,10 +1,11 @@
-"""`cohort study`."""
+"""`cohort study` and `cohort compare`."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import shlex
-from contextlib import suppress
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +14,7 @@ import typer
 from .. import api
 from ..console import terminal
 from . import options
-from .commands import command, study_app, uncollected
+from .commands import command
 from .views import studies
 
 if TYPE_CHECKING:
@@ -24,8 +25,7 @@ AGAIN = 75  # exit code of a worker that its scheduler should start again: EX_TE
 
 
 @command(
-    study_app,
-    "run",
+    "study run",
     "cohort study run quickstart",
     "cohort study run my_study.yaml --workers 2 --seeds 0,1,2",
     "cohort study run group_size --set model=Qwen/Qwen2.5-0.5B --set task=gsm8k --name group_size_qwen",
@@ -83,22 +83,24 @@ def study_run(
     dies, another host starts its trial from the beginning (it has no copy of the folder); the result is the same.
     """
     terminal.say_if_slow("Checking the study's settings, models, data, memory and disk ...")
-    options.use_store(tracking_uri)
-    found = api.study_of(study, options.of_study(sets, seeds, name), runs)
+    given = list(sets or ())
+    given += [] if seeds is None else [f"seeds={options.integers(seeds)}"]
+    found = api.study_of(study, given + ([] if name is None else [f"name={json.dumps(name)}"]), runs)
     if not found.command:
         terminal.say(f"Continuing '{study}' of {runs} with the settings that it was started with.", stderr=True)
     count = None if workers == "0" else options.num_workers(workers)
     cluster = api.launcher(launcher, found, cpus, gpus, slurm_set or ())
     if cluster and workers == "0":
         raise ValueError("--workers 0 starts no worker, so --launcher has nothing to do; leave one of them out")
+    storage = api.with_password(storage)
     if dry_run:
-        return show_dry_run(found, runs, count, as_json, storage, together)
+        return _dry_run(found, runs, count, as_json, storage, together)
     if found.command:
         placed = {"--launcher": launcher, "--cpus": cpus, "--gpus": gpus, "--slurm-set": slurm_set} if cluster else {}
         how = {None: "", True: " --together", False: " --apart"}[together]
-        found = dataclasses.replace(found, command=options.shell(found.command, placed) + how)
+        found = dataclasses.replace(found, command=api.shell(found.command, placed) + how)
     if workers != "0":
-        return run_and_show(found, runs, count, as_json, storage, cluster, together)
+        return _run(found, runs, count, as_json, storage, cluster, together)
     work = api.start(found, runs, storage)
     if as_json:
         terminal.print_json({"study": found.name, "work": work})
@@ -107,8 +109,7 @@ def study_run(
 
 
 @command(
-    study_app,
-    "work",
+    "study work",
     "cohort study work group_size --runs /shared/runs",
     "COHORT_STORAGE=postgresql://me:secret@db/cohort cohort study work group_size    (in a job of a scheduler)",
     "srun torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT -m cohort study work s",
@@ -130,11 +131,9 @@ def study_work(
     other two.
     """
     from ..console.progress import study_view
-    from ..ground.stop import LEAVE
 
-    options.use_store(tracking_uri)
     with study_view() as view:
-        done = api.work(study, runs, storage=options.with_password(storage), on_status=view.update)
+        done = api.work(study, runs, storage=api.with_password(storage), on_status=view.update)
     status, counts = done.status, done.status.counts()
     if as_json:
         terminal.print_json({"study": status.name, "finished": status.finished, "counts": counts})
@@ -148,10 +147,10 @@ def study_work(
         else:
             terminal.say(f"No trial of '{study}' is left for this worker; others run the rest: {ended}.")
     if done.signals and not status.finished:
-        raise typer.Exit(AGAIN if set(done.signals) & set(LEAVE) else 130)
+        raise typer.Exit(AGAIN if {signal.SIGUSR1, signal.SIGUSR2} & {*done.signals} else 130)
 
 
-@command(study_app, "list", "cohort study list", "cohort study list --runs /data/runs --json")
+@command("study list", "cohort study list", "cohort study list --runs /data/runs --json")
 def study_list(runs: options.Runs = options.RUNS, as_json: options.Json = False) -> None:
     """List the shipped studies and those in the runs folder."""
     documents = api.list_studies(runs)
@@ -161,7 +160,7 @@ def study_list(runs: options.Runs = options.RUNS, as_json: options.Json = False)
     terminal.show_table("", ["study", "where", "question"], rows)
 
 
-@command(study_app, "show", "cohort study show quickstart", "cohort study show my_study.yaml --set steps=20 --json")
+@command("study show", "cohort study show quickstart", "cohort study show my_study.yaml --set steps=20 --json")
 def study_show(
     study: Annotated[str, typer.Argument(metavar="STUDY", help="A shipped study, a study file, or a started study.")],
     sets: options.Sets = None,
@@ -177,7 +176,7 @@ def study_show(
         studies.show_study(found.spec, document)
 
 
-@command(study_app, "status", "cohort study status quickstart", "cohort study status quickstart --json")
+@command("study status", "cohort study status quickstart", "cohort study status quickstart --json")
 def study_status(
     study: options.Started,
     storage: options.Storage = None,
@@ -188,35 +187,32 @@ def study_status(
 
     Exit code 0 only if all trials are complete, except those of stopped arms.
     """
-    status = api.study_status(study, runs, options.with_password(storage))
+    status = api.study_status(study, runs, api.with_password(storage))
     spent, remaining = api.cost(status), api.remaining_seconds(status)
     if as_json:
         document = {"study": status.name, "question": status.question, "counts": status.counts()}
         estimates = {"cost": spent, "remaining_seconds": remaining}
         terminal.print_json({**document, **estimates, "trials": status.trials})
     else:
-        studies.show_status(status)
-        studies.show_logs(status, runs)
-        terminal.say(f"Cost so far: {studies.cost_text(spent)}")
+        studies.show_status(status, runs)
+        gpu = f", {terminal.duration(spent['gpu_seconds'])} of them with a GPU" if spent["gpu_seconds"] else ""
+        tokens = f"{spent['generated_tokens']:,.0f} tokens in ended trials"
+        terminal.say(f"Cost so far: {terminal.duration(spent['trial_seconds'])} of trials{gpu}; {tokens}")
         if not status.finished:
             terminal.say(f"Time left with the current workers: {terminal.duration(remaining)}")
     raise typer.Exit(0 if status.finished and status.all_valid else 1)
 
 
-@command(study_app, "watch", "cohort study watch quickstart", "cohort study watch group_size --runs /data/runs")
+@command("study watch", "cohort study watch quickstart", "cohort study watch group_size --runs /data/runs")
 def study_watch(study: options.Started, storage: options.Storage = None, runs: options.Runs = options.RUNS) -> None:
     """Show a running study, one line per arm, until Ctrl-C. It changes nothing.
 
     Prints only once if stdout is not a terminal or nothing is left to run.
     """
-    from ..console.watch import watch
-
-    queue = api.open_queue(study, runs.resolve(), options.with_password(storage))
-    with suppress(KeyboardInterrupt):
-        watch(queue.status, queue.plan.study.metric)
+    api.watch(study, runs, api.with_password(storage))
 
 
-@command(study_app, "stop", "cohort study stop compare_algorithms dapo", "cohort study stop group_size group_size=2")
+@command("study stop", "cohort study stop compare_algorithms dapo", "cohort study stop group_size group_size=2")
 def study_stop(
     study: options.Started, arm: options.Arm, storage: options.Storage = None, runs: options.Runs = options.RUNS
 ) -> None:
@@ -224,24 +220,23 @@ def study_stop(
 
     The trials then wait for `cohort study resume`, and the study ends without them.
     """
-    new = api.stop_arm(study, runs, arm, options.with_password(storage))
+    new = api.stop_arm(study, runs, arm, api.with_password(storage))
     words = "stops: its trials finish their step and write a checkpoint." if new else "is already stopped."
     terminal.say(f"{arm} {words} To continue it: cohort study resume {shlex.quote(study)} {shlex.quote(arm)}")
 
 
-@command(study_app, "resume", "cohort study resume compare_algorithms dapo")
+@command("study resume", "cohort study resume compare_algorithms dapo")
 def study_resume(
     study: options.Started, arm: options.Arm, storage: options.Storage = None, runs: options.Runs = options.RUNS
 ) -> None:
     """Continue a stopped arm as if it had never stopped; start the study again if it has ended."""
-    new = api.resume_arm(study, runs, arm, options.with_password(storage))
+    new = api.resume_arm(study, runs, arm, api.with_password(storage))
     words = "continues as soon as a worker is free" if new else "was not stopped, so nothing changed"
     terminal.say(f"{arm} {words}. If the study has ended, run its command again.")
 
 
 @command(
-    study_app,
-    "clone",
+    "study clone",
     "cohort study clone compare_algorithms grpo --set algorithm.kl_beta=0.1",
     "cohort study clone compare_algorithms grpo --set optimizer.learning_rate=3e-4 --warm",
 )
@@ -259,16 +254,64 @@ def study_clone(
 
     It was chosen after seeing results, so the report shows it separately, and no comparison or test includes it.
     """
-    from ..spec.raw import parse_overrides
-
-    changes = parse_overrides(sets or ())
-    clone = api.clone_arm(study, runs, arm, changes, warm=warm, storage=options.with_password(storage))
+    clone = api.clone_arm(
+        study, runs, arm, api.parse_overrides(sets or ()), warm=warm, storage=api.with_password(storage)
+    )
     left = ", ".join(f"seed {seed} from step {step}" for seed, step in zip(clone.seeds, clone.steps, strict=True))
     terminal.say(f"New arm: {clone.label}{f' ({left})' if warm else ''}")
     terminal.say("It runs as soon as a worker is free. If the study has ended, run its command again.")
 
 
-def run_and_show(
+@command(
+    "compare",
+    "cohort compare --algorithms ppo,grpo --task arithmetic --set steps=50",
+    "cohort compare --algorithms ppo,grpo,grpo_self_consistency --task gsm8k --path data/gsm8k --set steps=5 --dry-run",
+    "cohort compare --algorithms grpo,ppo --task gsm8k --model Qwen/Qwen2.5-0.5B --seeds 0,1",
+    "cohort compare --algorithms grpo,ppo --task arithmetic --tune 6",
+    "cohort compare --algorithms grpo,dapo --task arithmetic --controls random,frozen",
+)
+def compare(
+    algorithms: Annotated[str, typer.Option(metavar="A,B,...", help="Algorithms; the first is the baseline.")],
+    task: Annotated[str, typer.Option(metavar="A,B,...", help="Tasks by name; every algorithm trains on each.")],
+    model: Annotated[str, typer.Option(help="'tiny', a Hub id or a local folder.")] = "tiny",
+    seeds: options.Seeds = None,
+    tune: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="First tune each algorithm's learning rate over N settings.")
+    ] = None,
+    controls: Annotated[
+        str | None,
+        typer.Option(metavar="A,B,...", help="Control arms: random, format_only, inverted, shuffled_gold, frozen."),
+    ] = None,
+    sets: options.Sets = None,
+    name: options.Name = None,
+    workers: options.Workers = "auto",
+    path: options.DataPath = None,
+    dry_run: options.DryRun = False,
+    runs: options.Runs = options.RUNS,
+    tracking_uri: options.TrackingUri = None,
+    as_json: options.Json = False,
+) -> None:
+    """Run one study with an arm per algorithm (and task) and all else equal.
+
+    The model 'tiny' gets a supervised cold start of 400 steps (--set cold_start.steps=N for another). With --tune each
+    algorithm first gets the same search over its learning rate (a fifth to five times the run's own), judged on the
+    validation split with a separate seed; a study file can search more settings. --controls adds arms of the first
+    algorithm with another reward (or no learning: frozen), and the report says which gains they reproduce.
+
+    Any other model gets lower learning rates (1e-6; 1e-5 with --set lora.rank=N and for a critic) and, on a GPU,
+    autocast and the engine vllm if it is installed. A line lists these settings before the run; --set overrides them.
+    """
+    count = options.num_workers(workers)
+    study = api.comparison(
+        options.words(algorithms), options.words(task), model, seeds=options.integers(seeds or "0,1,2"), tune=tune,
+        controls=options.words(controls), settings=options.with_path(sets, path), name=name,
+    )  # fmt: skip
+    if dry_run:
+        return _dry_run(study, runs, count, as_json)
+    _run(study, runs, count, as_json)
+
+
+def _run(
     study: api.Study,
     runs: Path,
     workers: int | None,
@@ -278,7 +321,6 @@ def run_and_show(
     together: bool | None = None,
 ) -> None:
     """Run a study and show its report; the exit code says whether all trials are valid."""
-    storage = options.with_password(storage)
     ended = api.run_to_report(study, runs, workers, storage=storage, cluster=cluster, together=together)
     status, record, files = ended.status, ended.record, ended.files
     if ended.elsewhere:
@@ -303,8 +345,7 @@ def run_and_show(
     raise typer.Exit(0 if ended.all_valid else 1)
 
 
-@uncollected()
-def show_dry_run(
+def _dry_run(
     study: api.Study,
     runs: Path,
     workers: int | None,
@@ -312,7 +353,7 @@ def show_dry_run(
     storage: str | None = None,
     together: bool | None = None,
 ) -> None:
-    document = api.dry_run(study, runs, workers, options.with_password(storage), together)
+    document = api.dry_run(study, runs, workers, storage, together)
     if as_json:
         terminal.print_json({"study": study.name, "question": study.question, **document})
     else:

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..ground.words import duration
+
 LOG_WIDTH = 120
 SLOW_SECONDS = 1.5
 _soon: list[threading.Timer] = []
@@ -92,18 +94,6 @@ def state_text(state: str) -> Text:
 def percent(value: float | None) -> str:
     """A fraction as a percentage; `-` for None and NaN."""
     return "-" if value is None or math.isnan(value) else f"{100 * value:.1f} %"
-
-
-def duration(seconds: float | None) -> str:
-    """Seconds in words: `45 s`, `3 min 05 s`, `2 h 10 min`; `-` if unknown."""
-    if seconds is None or not math.isfinite(seconds):
-        return "-"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 def quantity(name: str, value: float) -> str:

@@ -9,17 +9,17 @@ from __future__ import annotations
 import logging
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from ..ground.disk import disk_full
 from ..ground.files import file_lock
 from ..record.run import INFO
 from ..record.study import STUDY
-from .address import SILENT_SECONDS, check_answers, is_outage, remote_uri, said_after, store_name
+from .address import is_outage, remote_uri, store_name
 from .store import connect, import_mlflow, moved_places
 from .studies import StudyMirror
 from .writer import RunMirror
@@ -28,6 +28,7 @@ FOLLOW_SECONDS = 1.0  # between two looks at a live record
 LATER_SECONDS = 5.0  # between two looks at all records of a runs folder
 RETRY_SECONDS, LONGEST_RETRY_SECONDS = 1.0, 20.0
 DRAIN_SECONDS = 60.0  # how long the end of a run or study waits for the store
+SILENT_SECONDS = 2.0  # after which it says so
 log = logging.getLogger(__name__)
 
 
@@ -43,7 +44,6 @@ class Mirror:
 
     def copy(self) -> None:
         """Copy what is new. Raises MLflow's error if the store refuses it, ConnectionError if it does not answer."""
-        check_answers(aloud=False)
         client = connect(self.runs)
         if self._study is not None:
             parent = self._study.copy(client)
@@ -77,7 +77,7 @@ def mirrored(runs: Path, folder: Path) -> Iterator[None]:
     """
     import_mlflow()  # here: two threads that import large packages at the same time can fail
     follower = _Follower(runs.resolve(), folder.resolve())
-    follower.start()
+    follower.thread.start()
     try:
         yield
     finally:
@@ -105,7 +105,7 @@ def catch_up(runs: Path, folder: Path | None = None) -> None:
             continue
         except Exception as error:  # of MLflow or a library below it; the record stays whole
             log.warning("%s lacks some of '%s': %s", store_name(runs), one.name, error)
-            if remote_uri() is not None and is_outage(error):
+            if is_outage(error):
                 return
 
 
@@ -145,19 +145,18 @@ class _Follower:
         self._stop, self._give_up = threading.Event(), threading.Event()
         self._error: Exception | None = None
         self._mirror: Mirror | None = None
-        self._thread = threading.Thread(target=self._run, name="mlflow", daemon=True)
-        self.start: Callable[[], None] = self._thread.start
+        self.thread = threading.Thread(target=self._run, name="mlflow", daemon=True)
 
     def finish(self) -> None:
         """Wait until all is copied, or for DRAIN_SECONDS in which the store takes nothing."""
         self._stop.set()
-        store, name = store_name(self._runs), self._folder.name
-        words = f"waiting up to {DRAIN_SECONDS:.0f} s for {store} to take all of '{name}'"
-        with said_after(SILENT_SECONDS, words) if remote_uri() else nullcontext():
-            copied = -1
-            while self._thread.is_alive() and copied != (copied := self._mirror.num_copied if self._mirror else 0):
-                self._thread.join(DRAIN_SECONDS)
-        if self._thread.is_alive() or self._error is not None:
+        store, name, copied = store_name(self._runs), self._folder.name, -1
+        self.thread.join(SILENT_SECONDS)
+        if self.thread.is_alive():
+            log.warning("waiting up to %.0f s for %s to take all of '%s'", DRAIN_SECONDS, store, name)
+        while self.thread.is_alive() and copied != (copied := self._mirror.num_copied if self._mirror else 0):
+            self.thread.join(DRAIN_SECONDS)
+        if self.thread.is_alive() or self._error is not None:
             self._give_up.set()
             log.warning("%s has not received all of '%s' (%s); everything is in '%s', and `cohort ui` copies it later",
                         store, name, self._error, self._folder)  # fmt: skip
@@ -166,18 +165,18 @@ class _Follower:
         lock, retry, said = file_lock(self._folder / "mlflow.lock"), RETRY_SECONDS, False
         while not self._give_up.is_set():
             last = self._stop.is_set()
-            has_begun = (self._folder / STUDY).exists() or (self._folder / INFO).exists()
-            if self._mirror is None and has_begun and _taken(lock):
-                self._mirror = Mirror(self._runs, self._folder)
             try:
+                if self._mirror is None and any((self._folder / name).exists() for name in (STUDY, INFO)):
+                    lock.acquire(timeout=0)
+                    self._mirror = Mirror(self._runs, self._folder)
                 if self._mirror is not None:
                     self._mirror.copy()
+            except Timeout:  # another process copies the record
+                pass
             except Exception as error:  # kept, retried, and reported at the end: the run goes on without the store
                 if not said and remote_uri() is not None and is_outage(error):
-                    log.warning(
-                        "%s does not answer (%s); '%s' goes on, and what the store misses is copied when it returns",
-                        store_name(self._runs), error, self._folder.name,
-                    )  # fmt: skip
+                    log.warning("%s; '%s' goes on, and what the store misses is copied when it returns",
+                                error, self._folder.name)  # fmt: skip
                 said, self._error = True, error
                 if last and disk_full(error, self._folder) is not None:
                     break
@@ -189,12 +188,3 @@ class _Follower:
                 break
             self._stop.wait(FOLLOW_SECONDS)
         lock.release()
-
-
-def _taken(lock: FileLock) -> bool:
-    """Whether no other process copies the record; this one does from now on."""
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        return False
-    return True

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..data import FINAL
 from ..record.run import RunInfo, read_result
-from .address import is_server, patient, remote_uri, store_name
+from .address import remote_uri, store_name
 from .follow import catch_up
 from .store import active_run, connect
 from .writer import Place
@@ -17,7 +17,6 @@ _TAGS = ("cohort.study", "cohort.arm", "cohort.seed", "cohort.state")
 _METRICS = ("validation/accuracy", "summary/test_accuracy")
 
 
-@patient
 def register_policy(runs: Path, directory: Path, policy: Path, name: str) -> int:
     """The version of the registered model `name` that is the `policy` of the run in `directory`.
 
@@ -45,7 +44,7 @@ def register_policy(runs: Path, directory: Path, policy: Path, name: str) -> int
         return int(known.version)
     _describe(policy)
     source = folder.as_uri()
-    if is_server(remote_uri()):
+    if remote_uri() is not None:
         client.log_artifacts(run_id, str(folder), "model")
         source = f"{run.info.artifact_uri}/model"
     tags = {key: run.data.tags[key] for key in _TAGS if key in run.data.tags}

@@ -14,31 +14,29 @@ import shutil
 import sqlite3
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote, urlsplit
 
-import psutil
-
 from ..data import TrialState
 from ..ground.files import file_lock, read_json
 from ..ground.inputs import Inputs, short
 from ..record.provenance import versions
-from .address import check_answers, check_remote, check_spelling, is_server, remote_uri, tracking_uri
+from .address import health, remote_uri, tracking_uri
 from .traces import storable, traces_per_split
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Experiment, Run
+    from mlflow.store.entities import PagedList
 
 
 MIN_FREE_BYTES = 100_000_000
 MAX_PARAM = 6000  # characters of a parameter
-LOCK_SECONDS = 60.0  # how long a command waits at its start for another process to unlock the store
+LOCK_SECONDS = 20.0  # how long a command waits at its start for another process to unlock the store
 NOTE = "mlflow.note.content"
 SUMMARY = "summary/"
 TRAINING_PAGES = "workflowType=machine_learning"  # the UI has others, for chat agents
@@ -49,7 +47,7 @@ STATUS: Mapping[TrialState, str] = {
 _ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # `patient` waits for outages; MLflow's own 7 tries block for minutes
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # what copies a record tries again; MLflow's own 7 tries block for minutes
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
@@ -58,17 +56,14 @@ _PLACES = (  # of artifacts and registered policies
     ("model_versions", "source"), ("model_versions", "storage_location"),
 )  # fmt: skip
 _KEY = re.compile(r"[\w.:/ -]+", re.ASCII)  # names of parameters
-_LARGEST = sys.float_info.max  # how MLflow stores infinity
-log = logging.getLogger(__name__)
 
 
-def check_runs_folder(runs: Path, min_free_bytes: int = MIN_FREE_BYTES, *, only_read: bool = False) -> None:
+def check_runs_folder(runs: Path, *, only_read: bool = False) -> None:
     """Raise ValueError if results cannot be written to `runs`, or if another version wrote there.
 
     Leaves nothing behind; the folder need not exist yet. With `only_read` it may be a copied runs folder.
     """
-    if not is_server(remote_uri()):
-        check_spelling(runs)
+    tracking_uri(runs)
     folder = runs.resolve()
     while not folder.exists():
         folder = folder.parent
@@ -83,9 +78,9 @@ def check_runs_folder(runs: Path, min_free_bytes: int = MIN_FREE_BYTES, *, only_
             "choose another with --runs or COHORT_RUNS"
         ) from None
     free = shutil.disk_usage(folder).free
-    if free < min_free_bytes:
+    if free < MIN_FREE_BYTES:
         raise ValueError(
-            f"the runs folder needs {min_free_bytes / 1e6:.0f} MB of free disk, '{folder}' has {free / 1e6:.0f} MB; "
+            f"the runs folder needs {MIN_FREE_BYTES / 1e6:.0f} MB of free disk, '{folder}' has {free / 1e6:.0f} MB; "
             "free some space or choose another disk with --runs"
         )
     for file in sorted((runs / "studies").glob("*/study.json")):
@@ -94,8 +89,21 @@ def check_runs_folder(runs: Path, min_free_bytes: int = MIN_FREE_BYTES, *, only_
     if remote_uri() is None:
         _check_file(runs, only_read)
     else:
-        import_mlflow()
-        check_remote()
+        check_server()
+
+
+def check_server() -> None:
+    """ValueError if an MLflow server is named that does not answer now, or lets nobody in."""
+    if (uri := remote_uri()) is None:
+        return
+    try:
+        connect(Path()).search_experiments(max_results=1)
+    except Exception as error:  # of MLflow or a library below it: the server cannot be used either way
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"the tracking URI must name a server that can be used, but {uri} cannot ({reason}); start it, or leave "
+            "out --tracking-uri to keep results in the runs folder"
+        ) from None
 
 
 def import_mlflow() -> None:
@@ -116,11 +124,11 @@ def connect(runs: Path) -> MlflowClient:
     import_mlflow()
     from mlflow import MlflowClient
 
-    if (uri := remote_uri()) is not None:
-        check_answers()
-        return MlflowClient(uri)
     uri, store = tracking_uri(runs), runs.resolve() / "mlflow.db"
-    if not store.exists():
+    if remote_uri() is not None:
+        if (reason := health(uri)) is not None:
+            raise ConnectionError(f"the MLflow store at {uri} does not answer ({reason})")
+    elif not store.exists():
         store.parent.mkdir(parents=True, exist_ok=True)
         with file_lock(runs / "mlflow.lock"):
             if not store.exists():
@@ -134,11 +142,8 @@ def own_store(runs: Path, scratch: Path) -> str:
     The store of a copied or moved runs folder still has the old paths. It is not changed: the folder may be the same
     one mounted under another name, with a study running in it.
     """
-    if remote_uri() is not None:
-        return tracking_uri(runs)
     store, here = runs.resolve() / "mlflow.db", runs.resolve().as_uri()
-    moved = {place.rsplit("/", 2)[0] for place in moved_places(runs)}
-    if not moved:
+    if not (moved := {place.rsplit("/", 2)[0] for place in moved_places(runs)}):
         return tracking_uri(runs)
     with (
         closing(sqlite3.connect(f"file:{quote(str(store))}?mode=ro", uri=True)) as database,
@@ -167,9 +172,7 @@ def moved_places(runs: Path) -> list[str]:
     store = runs.resolve() / "mlflow.db"
     if remote_uri() is not None or not store.exists():
         return []
-    with closing(sqlite3.connect(f"file:{quote(str(store))}?mode=ro", uri=True)) as database:
-        places = [row[0] for row in database.execute("SELECT artifact_location FROM experiments")]
-    return [place for place in places if _elsewhere(place, runs)]
+    return [place for place in _look_into(store)[1] if _elsewhere(place, runs)]
 
 
 def inputs_tag(inputs: Inputs) -> dict[str, str]:
@@ -180,16 +183,13 @@ def inputs_tag(inputs: Inputs) -> dict[str, str]:
 def experiment_of(client: MlflowClient, runs: Path, name: str) -> Experiment:
     from mlflow.exceptions import MlflowException
 
-    found = client.get_experiment_by_name(name)
-    if found is None:
+    if (found := client.get_experiment_by_name(name)) is None:
+        folder = None if remote_uri() else (runs.resolve() / "mlartifacts" / name).as_uri()
         try:
-            folder = None if is_server(remote_uri()) else (runs.resolve() / "mlartifacts" / name).as_uri()
-            client.create_experiment(name, folder)
+            found = client.get_experiment(client.create_experiment(name, folder))
         except MlflowException:  # another process may have been first
-            if client.get_experiment_by_name(name) is None:
+            if (found := client.get_experiment_by_name(name)) is None:
                 raise
-        found = client.get_experiment_by_name(name)
-    assert found is not None
     if found.lifecycle_stage != "active":
         raise ValueError(
             f"the experiment '{name}' was deleted in MLflow; restore it with 'mlflow experiments restore "
@@ -222,16 +222,18 @@ def artifacts_of(run: Run) -> set[str] | None:
 def search_runs(client: MlflowClient, experiments: str | list[str], wanted: str) -> list[Run]:
     """All active runs that match, newest first."""
     ids = [experiments] if isinstance(experiments, str) else experiments
-    found: list[Run] = []
-    token = None
-    while True:
-        page = client.search_runs(
-            ids, wanted, max_results=1000, order_by=["attributes.start_time DESC"], page_token=token
-        )
+    order = ["attributes.start_time DESC"]
+    return every(lambda token: client.search_runs(ids, wanted, max_results=1000, order_by=order, page_token=token))
+
+
+def every(search: Callable[[str | None], PagedList[Any]]) -> list[Any]:
+    """The items of all pages of a search, which gets the token of a page, None for the first."""
+    page = search(None)
+    found = list(page)
+    while page.token:
+        page = search(page.token)
         found += page
-        token = page.token
-        if not token:
-            return found
+    return found
 
 
 def set_tags(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> None:
@@ -259,7 +261,7 @@ def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 def as_stored(value: float) -> float:
     """A metric as MLflow keeps it: infinities become the largest double."""
-    return math.copysign(_LARGEST, value) if math.isinf(value) else value
+    return math.copysign(sys.float_info.max, value) if math.isinf(value) else value
 
 
 def _check_file(runs: Path, only_read: bool) -> None:
@@ -267,22 +269,22 @@ def _check_file(runs: Path, only_read: bool) -> None:
     store = runs.resolve() / "mlflow.db"
     if not store.exists():
         return
-    remedy = "use another folder with --runs"
     try:
-        found, places = _look_into(store)
+        revision, places = _look_into(store)
     except sqlite3.DatabaseError as error:
-        if _is_locked(error):
+        if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             raise ValueError(
-                f"{store} was locked for {LOCK_SECONDS:.0f} s by {_holders(store)}; end that and start again"
+                f"{store} was locked for {LOCK_SECONDS:.0f} s by another process, such as another cohort or a database "
+                "viewer; end that and start again"
             ) from None
         raise ValueError(
             f"{store} is not an MLflow store, or it is damaged ({error}); nothing was changed: restore it from a copy, "
-            f"or {remedy}"
+            "or use another folder with --runs"
         ) from None
-    if found != [head := _schema_version()]:
+    if revision != (head := _schema_version()):
         raise ValueError(
-            f"{store} must have schema {head} of MLflow {versions()['mlflow']}, got {', '.join(found) or 'none'}; "
-            f"another version wrote it; upgrade it with 'mlflow db upgrade {tracking_uri(runs)}', {remedy}"
+            f"{store} must have schema {head} of MLflow {versions()['mlflow']}, got {revision}; another version wrote "
+            f"it; upgrade it with 'mlflow db upgrade {tracking_uri(runs)}', or use another folder with --runs"
         )
     for place in places:
         if not only_read and (old := _elsewhere(place, runs)):
@@ -292,38 +294,16 @@ def _check_file(runs: Path, only_read: bool) -> None:
             )
 
 
-def _look_into(store: Path) -> tuple[list[str], list[str]]:
-    """The schema revisions and artifact folders of a store that can be written; waits while it is locked.
+def _look_into(store: Path) -> tuple[str, list[str]]:
+    """The schema revision and the artifact folders of a store; waits LOCK_SECONDS while it is locked.
 
-    sqlite3.DatabaseError for a file that is not a store, or is still locked after LOCK_SECONDS.
+    sqlite3.DatabaseError for a file that is not a store, or is still locked.
     """
-    deadline, said = time.monotonic() + LOCK_SECONDS, False
-    while True:
-        try:  # opened for writing: the next reader rolls back a transaction that a kill left half done
-            with closing(sqlite3.connect(f"file:{quote(str(store))}?mode=rw", timeout=0.5, uri=True)) as database:
-                database.execute("BEGIN IMMEDIATE")
-                revisions = [row[0] for row in database.execute("SELECT version_num FROM alembic_version")]
-                return revisions, [row[0] for row in database.execute("SELECT artifact_location FROM experiments")]
-        except sqlite3.DatabaseError as error:
-            if not _is_locked(error) or time.monotonic() > deadline:
-                raise
-        if not said:
-            log.warning("%s is locked by %s; waiting for it at most %.0f s", store, _holders(store), LOCK_SECONDS)
-        said = True
-
-
-def _is_locked(error: sqlite3.DatabaseError) -> bool:
-    return error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
-
-
-def _holders(store: Path) -> str:
-    """The other processes that have a file open, in words."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):
-            if process.pid != os.getpid() and any(Path(file.path) == store for file in process.open_files()):
-                found.append(f"process {process.pid} ({process.name()})")
-    return ", ".join(found) or "another process (such as another cohort, or a database viewer)"
+    # opened for writing: the first reader rolls back a transaction that a kill left half done
+    with closing(sqlite3.connect(f"file:{quote(str(store))}?mode=rw", timeout=LOCK_SECONDS, uri=True)) as database:
+        revisions = [row[0] for row in database.execute("SELECT version_num FROM alembic_version")]
+        places = [row[0] for row in database.execute("SELECT artifact_location FROM experiments")]
+        return ", ".join(revisions) or "none", places
 
 
 def _elsewhere(place: str, runs: Path) -> Path | None:

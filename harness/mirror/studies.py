@@ -10,7 +10,7 @@ import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from ..data import FINAL, GREY
@@ -20,7 +20,7 @@ from ..record.evidence import EVIDENCE, Evidence, read_evidence
 from ..record.provenance import DIFF
 from ..record.run import read_result
 from ..record.study import SEARCH, SEEDS, STATUS, STUDY, study_settings
-from .address import is_server, patient, remote_uri, store_name
+from .address import is_outage, remote_uri
 from .store import (
     NOTE,
     TRAINING_PAGES,
@@ -196,12 +196,20 @@ def take_requests(runs: Path, folder: Path) -> list[tuple[str | None, str]]:
     return found
 
 
-@patient
 def fetch_study(runs: Path, name: str) -> None:
     """Bring the records of a study's ended trials that an MLflow server has and this runs folder lacks; nothing
-    without a server. A study that never ran here gets its document too."""
-    if not is_server(remote_uri()):
+    without a server, and a warning if it does not answer. A study that never ran here gets its document too."""
+    if remote_uri() is None:
         return
+    try:
+        _fetch(runs, name)
+    except Exception as error:
+        if not is_outage(error):
+            raise
+        log.warning("%s; '%s' is read from the runs folder alone", error, name)
+
+
+def _fetch(runs: Path, name: str) -> None:
     client, folder = connect(runs), runs / "studies" / name
     parent = _newest_parent(client, name, Place.load(folder).run_id)
     if parent is None:
@@ -225,33 +233,22 @@ def fetch_study(runs: Path, name: str) -> None:
             Place(run.data.tags.get("cohort.token", ""), run.info.run_id, copied={EVENTS: size}).save(new)
 
 
-@patient
-def list_studies(runs: Path, by: Literal["name", "start"] = "name") -> list[str]:
-    """Names of the studies in the store, sorted, or the newest last; empty without a store."""
-    if remote_uri() is None and not (runs / "mlflow.db").exists():
-        return []
-    client = connect(runs)
-    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
-    parents = search_runs(client, experiments, "tags.`cohort.kind` = 'study'")  # newest first
-    names = list(dict.fromkeys(run.data.tags["cohort.study"] for run in parents))
-    return sorted(names) if by == "name" else names[::-1]
-
-
-@patient
-def study_url(runs: Path, name: str, address: str) -> str:
-    """The page of a study's trials on the MLflow server at `address`.
+def study_pages(runs: Path, address: str) -> dict[str, str]:
+    """The page of each study's trials on the MLflow server at `address`, the newest last.
 
     The pages of `cohort ui` know the study's view. On another server the trials are sorted by the study's metric, best
     first: sorted by date, the parent run would hide them.
     """
-    experiment = connect(runs).get_experiment_by_name(name)
-    if experiment is None:
-        raise ValueError(f"{store_name(runs)} has no study '{name}'")
-    page = f"{address}/#/experiments/{experiment.experiment_id}/runs?{TRAINING_PAGES}"
-    if not is_server(remote_uri()):
-        return page
-    order = quote(f"metrics.`{experiment.tags.get(METRIC, 'validation/accuracy')}`", safe="")
-    return f"{page}&orderByKey={order}&orderByAsc=false"
+    client, pages = connect(runs), {}
+    experiments = {one.experiment_id: one for one in client.search_experiments()}
+    parents = search_runs(client, [*experiments], "tags.`cohort.kind` = 'study'")  # newest first
+    for number in reversed(dict.fromkeys(run.info.experiment_id for run in parents)):
+        page, tags = f"{address}/#/experiments/{number}/runs?{TRAINING_PAGES}", experiments[number].tags
+        if remote_uri() is not None:
+            order = quote(f"metrics.`{tags.get(METRIC, 'validation/accuracy')}`", safe="")
+            page += f"&orderByKey={order}&orderByAsc=false"
+        pages[experiments[number].name] = page
+    return pages
 
 
 def _newest_parent(client: MlflowClient, name: str, known: str | None) -> Run | None:

@@ -8,59 +8,53 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import closing
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import IO, Self
 
-from .address import health, tracking_uri
+from ..ground.stop import stop_on_signals
+from .address import health, remote_uri, tracking_uri
+from .follow import catch_up, caught_up
 from .store import TRAINING_PAGES, check_runs_folder, connect, own_store
+from .studies import study_pages
 
 log = logging.getLogger(__name__)
 APP = "cohort"  # the entry point of `page.py`
 START_SECONDS = 120.0  # how long a server may take to start
+STOPPING = "Stopping the server; Ctrl-C again stops at once."
 
 
-@dataclass(frozen=True)
-class UIServer:
-    """A running `mlflow server`; closing it ends its processes."""
+def browse(runs: Path, port: int, show: Callable[[dict[str, str]], None]) -> str | None:
+    """Serve the MLflow pages of a runs folder until Ctrl-C, with all that its records have.
 
-    address: str
-    process: subprocess.Popen[bytes]
-    scratch: tempfile.TemporaryDirectory[str] | None = None  # deleted with the server
+    `show` gets the page of each study, the newest last, or else the one of `MLflow`. An MLflow server serves its own
+    pages, so that nothing else happens then. Returns why the pages ended by themselves, or None.
+    """
 
-    @property
-    def url(self) -> str:
-        """The page that lists the experiments."""
-        return f"{self.address}/#/experiments?{TRAINING_PAGES}"
+    def told(address: str) -> None:
+        show(study_pages(runs, address) or {"MLflow": f"{address}/#/experiments?{TRAINING_PAGES}"})
 
-    def wait(self, should_stop: Callable[[], bool]) -> int | None:
-        """Block until the server ends (its exit status) or `should_stop()` turns true (None)."""
-        while (status := self.process.poll()) is None and not should_stop():
-            time.sleep(0.2)
-        return status
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGTERM)
-            try:
-                self.process.wait(10)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait()
-        if self.scratch is not None:
-            self.scratch.cleanup()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    with stop_on_signals(words=STOPPING) as should_stop:  # an exception of a handler is lost in a library's callback
+        if (address := remote_uri()) is not None:
+            catch_up(runs)
+            return told(address)
+        try:
+            with serve_ui(runs, port, should_stop) as server, caught_up(runs):
+                told(f"http://127.0.0.1:{port}")
+                while (status := server.poll()) is None and not should_stop():
+                    time.sleep(0.2)
+        except KeyboardInterrupt:
+            return None
+        except RuntimeError as error:
+            return str(error)
+        return None if should_stop() else f"the MLflow server ended by itself with status {status}"
 
 
-def serve_ui(runs: Path, port: int, should_stop: Callable[[], bool] = lambda: False) -> UIServer:
+@contextmanager
+def serve_ui(
+    runs: Path, port: int, should_stop: Callable[[], bool] = lambda: False
+) -> Iterator[subprocess.Popen[bytes]]:
     """A server of the MLflow pages of `runs` on 127.0.0.1, once it answers; creates an empty store if needed.
 
     For a copied or moved runs folder it shows the store as it is now. ValueError if the port is in use, RuntimeError
@@ -69,14 +63,16 @@ def serve_ui(runs: Path, port: int, should_stop: Callable[[], bool] = lambda: Fa
     check_port(port)
     check_runs_folder(runs, only_read=True)
     connect(runs)
-    scratch = tempfile.TemporaryDirectory(prefix="cohort-ui-")
-    uri = own_store(runs, Path(scratch.name))
-    if uri != tracking_uri(runs):
-        log.warning("'%s' is a copy: its pages show it as it is now, and changes made there are lost", runs)
-    return replace(start_server(uri, runs / "mlartifacts", port, should_stop, views=True), scratch=scratch)
+    with tempfile.TemporaryDirectory(prefix="cohort-ui-") as scratch:
+        uri = own_store(runs, Path(scratch))
+        if uri != tracking_uri(runs):
+            log.warning("'%s' is a copy: its pages show it as it is now, and changes made there are lost", runs)
+        with mlflow_server(uri, runs / "mlartifacts", port, should_stop, views=True) as server:
+            yield server
 
 
-def start_server(
+@contextmanager
+def mlflow_server(
     uri: str,
     artifacts: Path,
     port: int,
@@ -84,7 +80,7 @@ def start_server(
     *,
     proxied: bool = False,
     views: bool = False,
-) -> UIServer:
+) -> Iterator[subprocess.Popen[bytes]]:
     """An `mlflow server` for the database at `uri`, on 127.0.0.1, once it answers; same errors as `serve_ui`.
 
     With `proxied`, artifacts are written and read through the server, as from another machine. With `views`, the pages
@@ -98,37 +94,39 @@ def start_server(
     environment = {
         **os.environ,
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-        "MLFLOW_BACKEND_STORE_URI": uri,  # in the environment, because other users can read the arguments of a process
+        "MLFLOW_BACKEND_STORE_URI": uri,
     }
+    deadline = time.monotonic() + START_SECONDS
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
-        server = UIServer(f"http://127.0.0.1:{port}", process)
         try:
-            _wait_until_up(server, output, time.monotonic() + START_SECONDS, should_stop)
-        except BaseException:
-            server.close()
-            raise
-    return server
-
-
-def _wait_until_up(server: UIServer, output: IO[bytes], deadline: float, should_stop: Callable[[], bool]) -> None:
-    while health(server.address, 2) is not None:
-        if should_stop():
-            raise KeyboardInterrupt
-        if server.process.poll() is not None or time.monotonic() > deadline:
-            output.seek(0)
-            raise RuntimeError(f"the MLflow server did not start:\n{output.read().decode(errors='replace')[-2000:]}")
-        time.sleep(0.2)
+            while health(f"http://127.0.0.1:{port}", 2) is not None:
+                if should_stop():
+                    raise KeyboardInterrupt
+                if process.poll() is not None or time.monotonic() > deadline:
+                    output.seek(0)
+                    said = output.read().decode(errors="replace")[-2000:]
+                    raise RuntimeError(f"the MLflow server did not start:\n{said}")
+                time.sleep(0.2)
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                try:
+                    process.wait(10)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
 
 
 def check_port(port: int) -> None:
     """ValueError if a server cannot listen on 127.0.0.1:port."""
-    with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            one.bind(("127.0.0.1", port))
         except OSError as error:
             raise ValueError(
                 f"port {port} on 127.0.0.1 cannot be used ({error.strerror}); choose another with --port"

@@ -23,7 +23,7 @@ from ..record.provenance import DIFF
 from ..record.run import INFO, RESULT, RunInfo
 from ..record.study import PROBE
 from ..record.system import SYSTEM
-from .address import is_outage, is_server, remote_uri, tracking_uri
+from .address import is_outage, remote_uri, tracking_uri
 from .store import (
     STATUS,
     SUMMARY,
@@ -297,7 +297,7 @@ class RunMirror:
             if finish["state"] == "complete" and summary:
                 metrics = [Metric(SUMMARY + key, value, finish["time"], 0) for key, value in summary.items()]
                 client.log_batch(self._run_id, metrics)
-            if finish["state"] != "paused" and is_server(remote_uri()):
+            if finish["state"] != "paused" and remote_uri() is not None:
                 self._copy_record(client)
             set_tags(client, self._run_id, tags | self._policy_tag(info, finish))
             client.set_terminated(self._run_id, STATUS[finish["state"]], end_time=finish["time"])

@@ -114,18 +114,6 @@ def hours(seconds: float | None) -> str:
     return "n/a" if seconds is None else f"{seconds / 3600:.3g}"
 
 
-def duration(seconds: float | None) -> str:
-    """Seconds as `48 s`, `3 min 20 s` or `2 h 05 min`."""
-    if seconds is None or math.isnan(seconds):
-        return "n/a"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{seconds:.3g} s" if seconds < 10 else f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
 def size(num_bytes: float | None) -> str:
     """Bytes in MiB or GiB."""
     if num_bytes is None or math.isnan(num_bytes):

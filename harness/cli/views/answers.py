@@ -1,11 +1,11 @@
-"""Prints problems and completions on a terminal: tasks, evaluations, grades, samples."""
+"""Prints what commands without a study find: tasks, evaluations, grades, samples, memory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...console.terminal import percent, say, show_table
+from ...console.terminal import mebibytes, percent, say, show_table
 
 if TYPE_CHECKING:
     from ...api.regrade import Regraded
@@ -89,6 +89,22 @@ def show_task(document: Mapping[str, Any]) -> None:
     if document["worked_solution"]:
         say("\nA worked solution (cold start)", style="bold")
         say(document["worked_solution"]["prompt"] + document["worked_solution"]["completion"])
+
+
+def show_estimates(title: str, documents: Sequence[Mapping[str, Any]]) -> None:
+    """Print the memory of runs: bytes by component, and the peak."""
+    told = [d for d in documents if d["components"] is not None]
+    if not told:
+        return
+    names = [name for name in told[0]["components"] if any(d["components"][name] for d in told)]
+    parts = [[mebibytes(d["components"][name]) for name in names] for d in told]
+    rows = [[d["run"], *part, mebibytes(d["peak_bytes"])] for d, part in zip(told, parts, strict=True)]
+    headers = ["run", *names, "peak"]
+    show_table(f"{title}: estimated memory, MiB", headers, rows, numeric=headers[1:])
+    size = mebibytes(told[0]["device_bytes"])
+    say(f"The device has {size} MiB. Sampling and learning take turns, so the peak is less than the sum.")
+    disks = [f"{d['run']} {mebibytes(d['disk']['running'])}" for d in told if d["disk"]]
+    say(f"Largest disk use of a run's checkpoints, MiB: {', '.join(disks)}.")
 
 
 def show_samples(rows: Sequence[SampleRow]) -> None:

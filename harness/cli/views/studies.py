@@ -56,30 +56,19 @@ def show_results(record: StudyRecord) -> None:
     show_table("Accuracy: mean (lowest-highest seed)", headers, rows, numeric=headers[1:])
 
 
-def show_status(status: StudyStatus) -> None:
-    """Print the progress of each trial of a study."""
+def show_status(status: StudyStatus, runs: Path) -> None:
+    """Print the progress of each trial of a study, and where the tracebacks are."""
     headers = ["arm", "seed", "state", "phase", "done", "accuracy", "time", "note"]
-    rows = []
-    for t in status.trials:
-        done = f"{t.done}/{t.total}" if t.total else ""
-        rows.append(
-            [t.arm, t.seed, state_text(t.state), t.phase, done, percent(t.accuracy), duration(t.seconds), t.reason]
-        )
+    rows = [
+        [t.arm, t.seed, state_text(t.state), t.phase, f"{t.done}/{t.total}" if t.total else "", percent(t.accuracy),
+         duration(t.seconds), t.reason]
+        for t in status.trials
+    ]  # fmt: skip
     show_table(f"{status.name}: {status.question}", headers, rows, numeric=["seed", "done", "accuracy", "time"])
     counts = {**status.counts(), "to come": status.to_come}
     say(", ".join(f"{count} {state}" for state, count in counts.items() if count))
-
-
-def show_logs(status: StudyStatus, runs: Path) -> None:
-    """Print the path of the failed trials' tracebacks, if there are any."""
-    if any(trial.state == "failed" for trial in status.trials):
+    if "failed" in counts:
         say(f"Tracebacks of failed trials: {runs / 'studies' / status.name / 'logs'}/worker-*.log")
-
-
-def cost_text(cost: Mapping[str, float]) -> str:
-    """One line with the time of trials and of GPUs, and the generated tokens."""
-    gpu = f", {duration(cost['gpu_seconds'])} of them with a GPU" if cost["gpu_seconds"] else ""
-    return f"{duration(cost['trial_seconds'])} of trials{gpu}; {cost['generated_tokens']:,.0f} tokens in ended trials"
 
 
 def show_dry_run(name: str, question: str, document: Mapping[str, Any]) -> None:

@@ -1,7 +1,8 @@
-"""`cohort verify` and `cohort study export`."""
+"""`cohort report`, `verify`, `study export` and `ui`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,8 +10,8 @@ import typer
 
 from .. import api
 from ..console import terminal
-from .commands import app, command, study_app
-from .options import RUNS, Json, Runs, Started
+from .commands import command
+from .options import RUNS, Json, Runs, Started, TrackingUri
 
 if TYPE_CHECKING:
     from ..api.findings import Findings
@@ -19,8 +20,26 @@ if TYPE_CHECKING:
 _SHOWN = 50
 
 
+@command("report", "cohort report quickstart --open", "cohort report group_size kl_beta")
+def report(
+    studies: Annotated[list[str], typer.Argument(metavar="STUDY...", help="Names of studies in the runs folder.")],
+    browser: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
+    runs: Runs = RUNS,
+    tracking_uri: TrackingUri = None,
+) -> None:
+    """Write a study's report again from its files; several studies of one task give one report.
+
+    A report of several studies goes to RUNS/reports, with arms named `study: arm`. Trials that ran on
+    other hosts come from the MLflow server that --tracking-uri names.
+    """
+    files = api.report(*studies, runs=runs)
+    terminal.say(files.answer)
+    terminal.say(f"Report: {files.html}")
+    if browser:
+        typer.launch(files.html.resolve().as_uri())
+
+
 @command(
-    app,
     "verify",
     "cohort verify quickstart",
     "cohort verify /mnt/copy/studies/quickstart",
@@ -46,7 +65,7 @@ def verify(
     raise typer.Exit(0 if findings.is_verified else 1)
 
 
-@command(study_app, "export", "cohort study export quickstart quickstart.zip")
+@command("study export", "cohort study export quickstart quickstart.zip")
 def study_export(
     study: Started,
     file: Annotated[Path, typer.Argument(metavar="FILE.zip", help="The capsule to write; it must not exist.")],
@@ -58,6 +77,29 @@ def study_export(
     """
     count = api.export_capsule(runs / "studies" / study, file)
     terminal.say(f"{file}: {count} files, {terminal.mebibytes(file.stat().st_size)} MiB")
+
+
+@command("ui", "cohort ui", "cohort ui --port 5001 --open")
+def ui(
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1.")] = 5000,
+    browser: Annotated[bool, typer.Option("--open", help="Open the newest study's page in a browser.")] = False,
+    runs: Runs = RUNS,
+    tracking_uri: TrackingUri = None,
+) -> None:
+    """Serve the MLflow pages of the runs folder on 127.0.0.1 until Ctrl-C, with all that its records have.
+
+    With the --tracking-uri of an MLflow server, print the addresses of its pages instead.
+    """
+
+    def show(pages: Mapping[str, str]) -> None:
+        for name, page in pages.items():
+            terminal.say(f"{name}: {page}")
+        if browser:
+            typer.launch([*pages.values()][-1])
+
+    if (ending := api.browse(runs, port, show)) is not None:
+        terminal.fail(ending)
+        raise typer.Exit(1)
 
 
 def _show(record: StudyRecord, findings: Findings) -> None:

@@ -1,0 +1,216 @@
+"""`cohort train`, `evaluate`, `register`, `probe contamination` and `reward-model train`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .. import api
+from ..console import terminal
+from . import options
+from .commands import command
+from .views.answers import show_evaluation
+
+EXIT_CODE = {"complete": 0, "stopped": 130}  # by a run's state; 1 for any other
+
+
+@command(
+    "train",
+    "cohort train --set task=arithmetic --set algorithm=grpo --set cold_start.steps=400 --set steps=50",
+    "cohort train my_run.yaml --set seed=1",
+    "cohort train my_7b_run.yaml --set devices=8",
+    "torchrun --nproc-per-node 8 -m cohort train my_7b_run.yaml --set devices=8",
+    "cohort train my_pipeline.yaml --set stages.polish.steps=20",
+)
+def train(
+    spec: Annotated[
+        Path | None, typer.Argument(metavar="SPEC.yaml", help="Run file; without one, defaults and --set.")
+    ] = None,
+    sets: options.Sets = None,
+    name: options.Name = None,
+    runs: options.Runs = options.RUNS,
+    tracking_uri: options.TrackingUri = None,
+    as_json: options.Json = False,
+) -> None:
+    """Train one run in RUNS/train/NAME; the same command resumes it. A file with `stages` runs them one after
+    another."""
+    ended = api.train(spec, sets or (), name=name, runs=runs, command=sys.argv[1:])
+    result = ended.result
+    if as_json:
+        stages = {} if ended.stages is None else {"stages": ended.stages}
+        terminal.print_json({"name": ended.name, "directory": ended.directory, **vars(result), **stages})
+        raise typer.Exit(EXIT_CODE.get(result.state, 1))
+    if ended.stages is None:
+        rows = [(key, terminal.quantity(key, value)) for key, value in result.summary.items()]
+        terminal.show_table("", ["quantity", "value"], rows, numeric=["value"])
+    else:
+        keys = ("accuracy_initial", "accuracy_final", "test_accuracy", "rollouts", "seconds")
+        rows = []
+        for one in ended.stages:
+            found = [terminal.quantity(k, one["summary"][k]) if k in one["summary"] else "" for k in keys]
+            rows.append([one["name"], one["kind"], one["state"], *found])
+        terminal.show_table("", ["stage", "kind", "state", *keys], rows, numeric=keys)
+    terminal.say(f"{ended.name}: {result.state}" + (f" ({result.reason})" if result.reason else ""))
+    terminal.say(f"Files: {ended.directory}")
+    raise typer.Exit(EXIT_CODE.get(result.state, 1))
+
+
+@command(
+    "evaluate",
+    "cohort evaluate tiny --task arithmetic --set cold_start.steps=400",
+    "cohort evaluate runs/train/my-run --task arithmetic --samples 8",
+    "cohort evaluate Qwen/Qwen2.5-0.5B --task math500 --path data/math500 --json",
+)
+def evaluate(
+    model: options.Model,
+    task: options.Task,
+    split: options.Split = "test",
+    path: options.DataPath = None,
+    samples: Annotated[int | None, typer.Option(min=1, metavar="K", help="Samples per problem (K).")] = None,
+    sets: options.Sets = None,
+    name: options.Name = None,
+    runs: options.Runs = options.RUNS,
+    tracking_uri: options.TrackingUri = None,
+    as_json: options.Json = False,
+) -> None:
+    """Measure held-out accuracy: greedy, mean of K samples, pass@k and majority of K, with 95 % intervals.
+
+    With 16 or more samples, --json has every pass@k and Cover@tau with intervals over the problems. Metrics and the
+    first graded completions go to MLflow's experiment `evaluate`; all completions go to RUNS/evaluate/NAME, and the
+    same command continues there after a kill. On a GPU, a model other than `tiny` runs with autocast and, if it is
+    installed, the engine vllm; a line lists these settings, and --set overrides them.
+    """
+    from ..data import InvalidRun
+
+    try:
+        spec, directory, result = api.evaluated(
+            model, task, split=split, path=path, samples=samples, settings=sets or (), name=name, runs=runs
+        )
+    except InvalidRun as error:
+        terminal.fail(error)
+        raise typer.Exit(1) from None
+    if as_json:
+        given = {"model": model, "task": task, "split": split}
+        terminal.print_json({**given, **api.evaluation_document(spec, result), "directory": directory})
+        return
+    show_evaluation(f"{model} on {task} ({split})", result)
+    terminal.say(f"Files: {directory}")
+
+
+@command("register", "cohort register runs/train/my-run --name arithmetic-grpo")
+def register(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="RUNS/train/NAME or RUNS/studies/NAME/trials/TRIAL.")],
+    name: Annotated[str, typer.Option(metavar="NAME", help="The model's name in MLflow's registry.")],
+    runs: options.Runs = options.RUNS,
+    tracking_uri: options.TrackingUri = None,
+) -> None:
+    """Register the final policy of a run as a version of a model in MLflow.
+
+    The version links to the run and names its files, which stay where they are; an MLflow server gets a copy. A trial
+    of a study keeps its policy with checkpoints.finished=weights, a single run by default.
+    """
+    version, policy = api.register(run, name, runs=runs)
+    terminal.say(f"{name}, version {version}: {policy}")
+
+
+@command(
+    "probe contamination",
+    "cohort probe contamination tiny --task arithmetic --set cold_start.steps=400",
+    "cohort probe contamination Qwen/Qwen2.5-0.5B --task gsm8k --path data/gsm8k --problems 200",
+    "cohort probe contamination runs/train/my-run --task math500 --path data/math500 --reference fresh.jsonl",
+)
+def contamination(
+    model: options.Model,
+    task: options.Task,
+    split: options.Split = "test",
+    reference: Annotated[
+        str,
+        typer.Option(
+            metavar="SPLIT|PATH",
+            help="Problems of the same kind to compare with, ideally ones that the model cannot have seen.",
+        ),
+    ] = "validation",
+    path: options.DataPath = None,
+    problems: Annotated[int, typer.Option(min=2, metavar="N", help="Most problems of each set.")] = 500,
+    sets: options.Sets = None,
+    name: options.Name = None,
+    runs: options.Runs = options.RUNS,
+    tracking_uri: options.TrackingUri = None,
+    as_json: options.Json = False,
+) -> None:
+    """Test whether a model knows the problems of a benchmark better than other problems of the same kind.
+
+    The model completes questions from their first part, and its log-probs of each question are compared with those of
+    variants with other numbers. Permutation tests compare both scores with a reference (Holm-corrected).
+    Results go to RUNS/probes/NAME and to MLflow's experiment `probe`; reports of studies with the same model and task
+    show them.
+    """
+    from ..data import InvalidRun
+
+    try:
+        found = api.probe(
+            model, task, split=split, reference=reference, num_problems=problems,
+            settings=options.with_path(sets, path), name=name, runs=runs,
+        )  # fmt: skip
+    except InvalidRun as error:
+        terminal.fail(error)
+        raise typer.Exit(1) from None
+    said, directory = found.pop("said"), runs / "probes" / found["name"]
+    if as_json:
+        terminal.print_json({**found, "verdict": said["verdict"], "directory": directory})
+        return
+    headers = list(said["headers"])
+    terminal.show_table(said["title"], headers, said["rows"], numeric=headers[1:])
+    terminal.say(said["exact"])
+    terminal.say(said["verdict"])
+    terminal.say(f"Files: {directory}")
+
+
+@command(
+    "reward-model train",
+    "cohort reward-model train runs/train/my-run --model tiny --out models/reward",
+    "cohort reward-model train runs/studies/my-study/trials/* --model runs/train/my-run --out reward --by correct",
+)
+def reward_model_train(
+    rollouts: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or files of rollouts.")],
+    model: Annotated[str, typer.Option(help="Model to start from: 'tiny', a Hub id, a model folder or a run.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="New folder for the reward model.")],
+    by: Annotated[
+        str, typer.Option(help="Value that ranks completions: reward, correct, or a reward's name.")
+    ] = "reward",
+    epochs: Annotated[int, typer.Option(min=1, metavar="N", help="Passes over the pairs.")] = 3,
+    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Prompts per optimiser step.")] = 16,
+    learning_rate: Annotated[float, typer.Option(min=0.0, metavar="RATE", help="Of AdamW, constant.")] = 1e-4,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**53, metavar="N", help="Seed of the data order and the initial head.")
+    ] = 0,
+    as_json: options.Json = False,
+) -> None:
+    """Fit a Bradley-Terry reward model on ranked rollouts (RLHF's second step).
+
+    Train with it: --set rewards.reward_model.path=DIR.
+    """
+    from ..console.progress import phase_bar
+
+    with phase_bar("reward model") as bar:
+        fit = api.train_reward_model(
+            rollouts, api.model_folder(model), out, by=by, epochs=epochs, prompts_per_batch=batch,
+            learning_rate=learning_rate, seed=seed, on_progress=lambda done, total: bar("fit", done, total),
+        )  # fmt: skip
+    if as_json:
+        terminal.print_json({"directory": out, **vars(fit)})
+        return
+    rows = [
+        ["fitted", f"{fit.num_prompts:,}", f"{fit.num_pairs:,}", terminal.percent(fit.accuracy)],
+        ["held out", f"{fit.held_out_prompts:,}", f"{fit.held_out_pairs:,}", terminal.percent(fit.held_out_accuracy)],
+    ]
+    headers = ["prompts", "number", "pairs", "ranked rightly"]
+    terminal.show_table("Bradley-Terry reward model", headers, rows, numeric=headers[1:])
+    count, equal = fit.dropped_prompts, "rewards" if by == "reward" else f"values of '{by}'"
+    groups, were = ("group", "was") if count == 1 else ("groups", "were")
+    terminal.say(f"{count:,} {groups} had equal {equal} throughout and {were} skipped; last mean loss {fit.loss:.4f}")
+    terminal.say(f"Use it: --set rewards.reward_model.path={shlex.quote(str(out))}")

@@ -1,0 +1,15 @@
+"""Numbers in the words that terminals and reports share."""
+
+import math
+
+
+def duration(seconds: float | None, unknown: str = "-") -> str:
+    """Seconds as a person says them: `4.2 s`, `45 s`, `3 min 05 s`, `2 h 10 min`; `unknown` for None, NaN, infinity."""
+    if seconds is None or not math.isfinite(seconds):
+        return unknown
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s" if seconds >= 9.95 or not seconds else f"{seconds:.1f} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
