@@ -38,38 +38,8 @@ class Meter:
 
 def ours(setting: Setting, folder: Path, num_steps: int, job: dict[str, Any]) -> list[Step]:
     """Training steps of this project, through the loop's own `train_step`."""
-    from cohort.harness.run.step import train_step
-
-    run, prompts = make_run(setting, folder)
-    steps: list[Step] = []
-    meter = Meter()
-    for number in range(num_steps):
-        metrics, _ = train_step(run, prompts, number)
-        phases = {k.removeprefix("seconds/"): v for k, v in metrics.items() if k.startswith("seconds/")}
-        phases.pop("step")
-        tokens = metrics["completion/length"] * setting.rollouts
-        steps.append({**meter.lap(), "tokens": tokens, "phases": phases})
-    return steps
-
-
-def ours_generate(setting: Setting, folder: Path, num_steps: int, job: dict[str, Any]) -> list[Step]:
-    """Our engine alone, texts and log-probs included."""
-    from cohort.harness.run.step import step_prompts
-
-    run, prompts = make_run(setting, folder)
-    steps: list[Step] = []
-    for number in range(num_steps):
-        chosen = step_prompts(prompts, 0, number, setting.prompts_per_step)
-        meter = Meter()
-        groups = run.engine.generate(chosen, GROUP_SIZE, run.spec.sampling_with_limit(), seed=0, step=number)
-        tokens = sum(len(r.token_ids) for g in groups for r in g.rollouts)
-        steps.append({**meter.lap(), "tokens": tokens, "phases": {}})
-    return steps
-
-
-def make_run(setting: Setting, folder: Path) -> tuple[Any, Any]:
-    """A run of this project before its first step, and its prompts."""
     from cohort.harness.run.state import prepare
+    from cohort.harness.run.step import train_step
     from cohort.harness.spec.run import parse_run
 
     task = DigitSum(prompt_tokens=setting.prompt_tokens, max_tokens=setting.max_tokens)
@@ -85,7 +55,15 @@ def make_run(setting: Setting, folder: Path) -> tuple[Any, Any]:
     spec = parse_run(raw, "benchmark")
     directory = Path(tempfile.mkdtemp(dir=folder.parent))
     run, _ = prepare(spec, directory, _Silent(), directory, lambda: False)  # pyright: ignore
-    return run, task.prompts("train")
+    steps: list[Step] = []
+    prompts, meter = task.prompts("train"), Meter()
+    for number in range(num_steps):
+        metrics, _ = train_step(run, prompts, number)
+        phases = {k.removeprefix("seconds/"): v for k, v in metrics.items() if k.startswith("seconds/")}
+        phases.pop("step")
+        tokens = metrics["completion/length"] * setting.rollouts
+        steps.append({**meter.lap(), "tokens": tokens, "phases": phases})
+    return steps
 
 
 class _Silent:
@@ -182,39 +160,7 @@ def _time_phases(trainer: Any, phases: dict[str, float]) -> None:
     trainer._get_per_token_logps_and_entropies = timed("annotate", trainer._get_per_token_logps_and_entropies)
 
 
-def trl_generate(setting: Setting, folder: Path, num_steps: int, job: dict[str, Any]) -> list[Step]:
-    """`model.generate` alone on the tokens of a step's prompts, each repeated for its group."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    attention = job["attention"]
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention, dtype=torch.float32).eval()
-    config = GenerationConfig(
-        max_new_tokens=setting.max_tokens,
-        do_sample=True,
-        top_k=0,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        cache_implementation=job["cache"],
-        disable_compile=True,
-    )
-    texts = prompt_texts(setting.prompt_tokens)
-    steps: list[Step] = []
-    for number in range(num_steps):
-        start = number * setting.prompts_per_step
-        chosen = [texts[(start + i) % len(texts)] for i in range(setting.prompts_per_step)]
-        repeated = [text for text in chosen for _ in range(GROUP_SIZE)]
-        inputs = tokenizer(repeated, return_tensors="pt", return_token_type_ids=False)
-        meter = Meter()
-        with torch.inference_mode():
-            output = model.generate(**inputs, generation_config=config)[:, setting.prompt_tokens :]
-        step = meter.lap()
-        ends = (output == tokenizer.eos_token_id).int()
-        steps.append({**step, "tokens": int((ends.cumsum(1) - ends == 0).sum()), "phases": {}})
-    return steps
-
-
-SIDES = {"ours": ours, "trl": trl, "ours_generate": ours_generate, "trl_generate": trl_generate}
+SIDES = {"ours": ours, "trl": trl}
 
 
 def peak_memory() -> int:

@@ -26,7 +26,6 @@ from typing import Any
 from _workload import SETTINGS, Setting, write_model
 
 HERE = Path(__file__).parent
-PAIRS = {"step": ("ours", "trl"), "generate": ("ours_generate", "trl_generate")}
 FIRST_GUESS = {"attention": "sdpa", "cache": None}
 
 
@@ -39,25 +38,23 @@ class Driver:
         self.fastest: dict[str, dict[str, Any]] = {}
 
     def compare(self, setting: Setting) -> dict[str, Any]:
-        """Both sides of a setting: end to end and, where nothing but the sampling matters, generation alone."""
+        """Both sides of a setting, in turn."""
         folder = self._model(setting)
         tuned = self._tuned(setting, folder)
-        result = self._measure(setting, folder, "step", tuned)
-        ours, trl = (_summary(setting, runs) for runs in result.values())
-        entry = {"name": setting.name, "ours": ours, "trl": trl | {"settings": tuned}, **_ratios(ours, trl)}
-        if setting.kl_beta and setting.num_inner_epochs == 1:
-            alone = self._measure(setting, folder, "generate", tuned)
-            mine, theirs = (_summary(setting, runs) for runs in alone.values())
-            entry["generate"] = {"ours": mine, "trl": theirs, **_ratios(mine, theirs)}
-        return entry
-
-    def _measure(self, setting: Setting, folder: Path, what: str, tuned: dict[str, Any]) -> dict[str, list[Any]]:
         steps = self.options.steps if setting.num_inner_epochs == 1 else max(2, self.options.steps // 2)
-        runs: dict[str, list[Any]] = {side: [] for side in PAIRS[what]}
+        runs: dict[str, list[Any]] = {"ours": [], "trl": []}
         for _ in range(self.options.rounds):
             for side in runs:
                 runs[side].append(self._run(side, setting, folder, self.options.warm_up, steps, tuned))
-        return runs
+        ours, trl = (_summary(setting, found) for found in runs.values())
+        return {
+            "name": setting.name,
+            "ours": ours,
+            "trl": trl | {"settings": tuned},
+            "speed_ratio": ours["samples_per_second"] / trl["samples_per_second"],
+            "token_speed_ratio": ours["tokens_per_second"] / trl["tokens_per_second"],
+            "rss_ratio": ours["peak_memory_bytes"] / trl["peak_memory_bytes"],
+        }
 
     def _tuned(self, setting: Setting, folder: Path) -> dict[str, Any]:
         """The attention, cache and micro-batch with which TRL's own step is fastest, tried once per model shape."""
@@ -130,23 +127,8 @@ def _summary(setting: Setting, runs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _ratios(ours: dict[str, Any], trl: dict[str, Any]) -> dict[str, float]:
-    return {
-        "speed_ratio": ours["samples_per_second"] / trl["samples_per_second"],
-        "token_speed_ratio": ours["tokens_per_second"] / trl["tokens_per_second"],
-        "rss_ratio": ours["peak_memory_bytes"] / trl["peak_memory_bytes"],
-    }
-
-
-def _print(entry: dict[str, Any]) -> None:
-    print(f"\n{entry['name']}")
-    _print_pair("step", entry)
-    if "generate" in entry:
-        _print_pair("generation alone", entry["generate"])
-
-
-def _print_pair(title: str, pair: dict[str, Any]) -> None:
-    print(f"  {title:<18} s/step  samples/s  tokens/s  tokens/row  user s  peak MB")
+def _print(pair: dict[str, Any]) -> None:
+    print(f"\n{pair['name']}\n                     s/step  samples/s  tokens/s  tokens/row  user s  peak MB")
     for name in ("ours", "trl"):
         x = pair[name]
         phases = ", ".join(f"{k} {v:.3g}" for k, v in x["phases"].items())

@@ -5,7 +5,6 @@ A trainer's forward pass and its sampling are replaced by the batch's numbers; c
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -66,7 +65,7 @@ PLAIN_KL = {"use_bias_correction_kl": False}
 
 
 def rows() -> list[Row]:
-    return [*advantage_rows(), *loss_rows(), *minibatch_rows(), *dpo_rows()]
+    return [*advantage_rows(), *loss_rows(), *dpo_rows()]
 
 
 @cache
@@ -78,13 +77,13 @@ def model_folder() -> str:
 
 
 @cache
-def trainer(kind: type, group_size: int, rows: int, *, accumulate: int = 1, windows: int = 1, **settings: Any) -> Any:
-    """A trainer on batches of `rows` rows in `accumulate` micro-batches, of which `windows` are sampled at once."""
+def trainer(kind: type, group_size: int, rows: int, *, accumulate: int = 1, **settings: Any) -> Any:
+    """A trainer on batches of `rows` rows in `accumulate` micro-batches."""
     config = {GRPOTrainer: GRPOConfig, RLOOTrainer: RLOOConfig, GMPOTrainer: GMPOConfig}[kind](
         **COMMON,
         per_device_train_batch_size=rows // accumulate,
         gradient_accumulation_steps=accumulate,
-        steps_per_generation=accumulate * windows,
+        steps_per_generation=accumulate,
         num_generations=group_size,
         **settings,
     )
@@ -186,6 +185,11 @@ def empty_rows() -> list[Case]:
     return list(cases(empty_rows=True))
 
 
+def even() -> Iterator[Case]:
+    """Batches that fall into two micro-batches of whole groups' size."""
+    return (case for case in cases() if len(case.batch) % 4 == 0)
+
+
 def cut_at_absolute(case: Case) -> Numbers:
     """Our CISPO where the highest weight is epsilon_high and not 1 + epsilon_high."""
     return our_loss(CISPO(clip_epsilon_high=0.5), case)
@@ -230,99 +234,12 @@ def loss_rows() -> list[Row]:
         pair("sapo: loss, steep gates and KL", SAPO(tau_positive=2.0, tau_negative=3.0, kl_beta=0.05),
              loss_type="sapo", sapo_temperature_pos=2.0, sapo_temperature_neg=3.0, beta=0.05, **PLAIN_KL),
         pair("rloo: loss, clipped", RLOO(kl_beta=0.0, clip_epsilon=0.2), epsilon=0.2),
+        pair("grpo: loss, two micro-batches", GRPO(kl_beta=0.1), even, accumulate=2, loss_type="grpo", beta=0.1,
+             **PLAIN_KL),
+        pair("dr_grpo: loss, two micro-batches", DrGRPO(loss_denominator=32), even, accumulate=2, loss_type="dr_grpo",
+             max_completion_length=32),
+        pair("dapo: loss, two micro-batches", DAPO(), even, accumulate=2, loss_type="dapo", epsilon_high=0.28),
         pair("rloo: loss, default (not clipped)", RLOO(kl_beta=0.0), epsilon=1e9, epsilon_high=1e9),
-    ]  # fmt: skip
-
-
-# How a minibatch is normalised that takes several micro-batches
-
-
-def even() -> Iterator[Case]:
-    """Batches that fall into two micro-batches of whole groups' size."""
-    return (case for case in cases() if len(case.batch) % 4 == 0)
-
-
-def mean_of_token_means(case: Case) -> Numbers:
-    """The mean of the token means of both halves, from our loss on each half."""
-    leaf = case.logprobs_BT.clone().requires_grad_()
-    algorithm, batch = DAPO(), prepared(DAPO(), case)
-    half, total = len(batch) // 2, torch.zeros((), dtype=torch.float64)
-    for first in (0, half):
-        index = torch.arange(first, first + half)
-        part = batch.rows(index)
-        width = part.tokens_BT.shape[1]
-        part = part.replace(loss_weight_BT=algorithm.loss_weights(part.completion_mask_BT.double()))
-        logprobs = leaf[index, :width]
-        assert part.advantages_BT is not None
-        per_token, _ = algorithm.surrogate(part, _Moved(logprobs))  # pyright: ignore
-        total = total + (part.loss_weight_BT * per_token).sum() / 2
-    total.backward()
-    return Numbers(total.detach(), case.completion(leaf.grad))
-
-
-class _Moved:
-    """As much of a PolicyOutput as the surrogate reads."""
-
-    def __init__(self, logprobs_BT: Tensor) -> None:
-        self.logprobs_BT = logprobs_BT
-
-
-def first_half(case: Case) -> Case:
-    """The first half of a batch's groups as a minibatch of its own."""
-    index = torch.arange(len(case.batch) // 2)
-    given = {field.name: getattr(case.batch, field.name) for field in dataclasses.fields(case.batch)}
-    half = {name: value[index] for name, value in given.items() if isinstance(value, Tensor)}
-    return Case(case.batch.replace(**half), case.logprobs_BT[index], case.values_BT[index])
-
-
-def whole_groups() -> Iterator[Case]:
-    return (case for case in cases() if case.batch.rewards_PG.shape[0] % 2 == 0)
-
-
-def our_window(case: Case) -> Numbers:
-    return our_loss(DAPO(), first_half(case))
-
-
-def their_window(case: Case) -> Numbers:
-    """TRL's loss on the first of two optimizer steps that share a generation batch."""
-    window = first_half(case)
-    made = trainer(
-        GRPOTrainer, case.batch.group_size, len(window.batch), windows=2, loss_type="dapo", epsilon_high=0.28
-    )
-    leaf = window.completion(window.logprobs_BT).clone().requires_grad_()
-    made._get_per_token_logps_and_entropies = fixed_logprobs(leaf)
-    inputs = inputs_of(prepared(DAPO(), window), window) | {"num_items_in_batch": case.mask.sum().double()}
-    total = made.compute_loss(made.model, inputs)
-    total.backward()
-    return Numbers(total.detach(), leaf.grad)
-
-
-def average_tokens(case: Case) -> Numbers:
-    """Our mean over the window's own tokens, rescaled to the average tokens of a window."""
-    ours, window = our_window(case), first_half(case)
-    factor = window.mask.sum() / (case.mask.sum() / 2)
-    assert ours.gradient is not None
-    return Numbers(ours.value * factor, ours.gradient * factor)
-
-
-def minibatch_rows() -> list[Row]:
-    split = partial(loss, GRPOTrainer, accumulate=2)
-    grpo = GRPO(kl_beta=0.1)
-    return [
-        Row("grpo: loss, two micro-batches", "GRPOTrainer.compute_loss(loss_type=grpo)", even,
-            partial(our_loss, grpo), partial(split, grpo, loss_type="grpo", beta=0.1, **PLAIN_KL)),
-        Row("dr_grpo: loss, two micro-batches", "GRPOTrainer.compute_loss(loss_type=dr_grpo)", even,
-            partial(our_loss, DrGRPO(loss_denominator=32)),
-            partial(split, DrGRPO(loss_denominator=32), loss_type="dr_grpo", max_completion_length=32)),
-        Row("dapo: loss, two micro-batches", "GRPOTrainer.compute_loss(loss_type=dapo)", even,
-            partial(our_loss, DAPO()), partial(split, DAPO(), loss_type="dapo", epsilon_high=0.28)),
-        Row("dapo: loss, two micro-batches", "GRPOTrainer.compute_loss(loss_type=bnpo)", even,
-            partial(our_loss, DAPO()), partial(split, DAPO(), loss_type="bnpo", epsilon_high=0.28),
-            "bnpo is the mean of the micro-batches' token means, so it depends on the split", mean_of_token_means),
-        Row("dapo: loss, one of two minibatches", "GRPOTrainer.compute_loss(loss_type=dapo)", whole_groups,
-            our_window, their_window,
-            "they divide by the tokens of an average minibatch of the generation batch, we by this one's",
-            average_tokens),
     ]  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from _cases import Case, Numbers, cases, our_advantages, our_critic_loss, our_loss, prepared
 from _table import Row
-from cohort.algorithms._advantages import group_standardised, to_go, token_rewards
+from cohort.algorithms._advantages import to_go, token_rewards
 from cohort.algorithms._losses import KLEstimator, kl_estimate
 from cohort.algorithms.cispo import CISPO
 from cohort.algorithms.dapo import DAPO
@@ -123,34 +123,6 @@ def rescaled(case: Case) -> Numbers:
     return Numbers(ours * (std + GRPO().std_floor) / (std + THEIR_FLOOR))
 
 
-def single_samples() -> list[Case]:
-    return list(cases(group_size=1))
-
-
-def bare_standardised(case: Case) -> Numbers:
-    advantages = group_standardised(case.batch.rewards_PG, THEIR_FLOOR)
-    return Numbers(advantages.reshape(-1, 1) * case.mask)
-
-
-def own_reward(case: Case) -> Numbers:
-    return Numbers(case.batch.rewards_B[:, None] / (1 + THEIR_FLOOR) * case.mask)
-
-
-def equal_in_float32() -> list[Case]:
-    """Groups of 12 rewards of -0.1 in float32, whose mean is not -0.1."""
-    result = []
-    for case in cases(group_size=12):
-        rewards = torch.full((len(case.batch),), -0.1)
-        result.append(Case(case.batch.replace(rewards_B=rewards), case.logprobs_BT, case.values_BT))
-    return result
-
-
-def rounding_error(case: Case) -> Numbers:
-    """(r - mean) / (std + floor) of the float32 mean as it comes out."""
-    groups = [(group - group.mean()) / (group.std() + THEIR_FLOOR) for group in case.batch.rewards_PG]
-    return Numbers(torch.cat(groups)[:, None] * case.mask)
-
-
 def more_than_one_token() -> list[Case]:
     """verl refuses to whiten a single token."""
     return [case for case in cases() if case.mask.sum() > 1]
@@ -176,12 +148,6 @@ def advantage_rows() -> list[Row]:
             partial(our_advantages, GRPO()), partial(outcome, grpo_like, epsilon=1e-4)),
         Row("grpo: advantage, std_floor 1e-6", "compute_grpo_vectorized_outcome_advantage", cases,
             partial(our_advantages, floor), partial(outcome, grpo_fast)),
-        Row("grpo: equal rewards in float32", "compute_grpo_outcome_advantage", equal_in_float32,
-            partial(our_advantages, floor), partial(outcome, grpo_like),
-            "here exactly 0, there the rounding of the mean over the floor", rounding_error),
-        Row("grpo: a group of one sample", "compute_grpo_outcome_advantage", single_samples,
-            bare_standardised, partial(outcome, grpo_like),
-            "here 0 (and refused as a setting), there the bare reward", own_reward),
         Row("dr_grpo: advantage", "compute_grpo_outcome_advantage(norm_adv_by_std_in_grpo=False)", cases,
             partial(our_advantages, DrGRPO()), partial(outcome, grpo_like, norm_adv_by_std_in_grpo=False)),
         Row("rloo: advantage, k1 in the reward", "compute_rloo_outcome_advantage", cases,
