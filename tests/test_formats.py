@@ -4,7 +4,6 @@ import time
 from itertools import product
 from typing import get_args
 
-import hostile
 import pytest
 from cohort.tasks import _answers, _numbers
 from cohort.tasks._answers import AnswerFormat
@@ -199,7 +198,7 @@ def test_unmarked_mathematics_is_the_rest_of_the_sentence_the_last_formula_or_th
 
 @pytest.mark.parametrize("answer_format", FORMATS)
 def test_no_text_makes_a_format_raise_or_take_long(answer_format):
-    for completion in [*FLOODS, *hostile.COMPLETIONS]:
+    for completion in FLOODS:  # hostile.py is for the contract of all tasks
         start = time.process_time()
         texts = [*stated(completion, answer_format), *_answers.last_resort(completion)]
         texts += _answers.last_resort_latex(completion)
@@ -208,22 +207,6 @@ def test_no_text_makes_a_format_raise_or_take_long(answer_format):
         assert all(isinstance(text, str) and text for text in texts)
         assert score in (0.0, 0.5, 1.0)
         assert TASKS[answer_format].reasoning(completion) in completion
-
-
-@pytest.mark.parametrize("unit", ["<think>", "<answer>", "</answer>", "<answer></answer>", "answer is ", "$x$ = 1 "])
-def test_the_time_grows_with_the_text_and_not_with_its_square(unit):
-    def seconds(text: str) -> float:
-        start = time.process_time()
-        for answer_format in FORMATS:
-            list(_answers.stated(text, answer_format))
-            TASKS[answer_format].format_score(text)
-            TASKS[answer_format].reasoning(text)
-        list(_answers.last_resort(text))
-        return time.process_time() - start
-
-    # Sixteen times the text takes about 16 times as long; squares would take 256 times. Below 50 ms nothing is told.
-    short = min(seconds(unit * 20_000) for _ in range(3))
-    assert min(seconds(unit * 320_000) for _ in range(3)) < max(0.05, 64 * short)
 
 
 @pytest.mark.parametrize(("answer_format", "separator"), list(product(FORMATS, ["", "\n"])))

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import parse_run
-from cohort.tasks import _algebra, _latex
+from cohort.tasks import _latex
 from cohort.tasks._latex import Checker
 from cohort.tasks.math import Math
 from cohort.tasks.math500 import Math500
@@ -18,101 +18,6 @@ from real_data import real_data
 
 FIXTURES = Path(__file__).parent / "fixtures"
 GOLDEN = yaml.safe_load((Path(__file__).parent / "golden" / "math_equivalence.yaml").read_text("ascii"))
-
-# fmt: off
-# Answer -> other spellings of it, beside those of the golden corpus.
-EQUAL = {
-    r"\frac{5}{7}": [r"\frac57", r"\dfrac{5}{7}", r"\tfrac57", "5/7", r"\frac{10}{14}", r"$\frac{5}{7}$", r"\frac 5 7",
-                     r"{5\over 7}"],
-    r"-\frac{3}{4}": ["-0.75", r"\frac{-3}{4}", r"\frac{3}{-4}", "-3/4", r"-\left(\frac{3}{4}\right)", "\u22120.75"],
-    "2500": ["2,500", r"2{,}500", r"2,\!500", "2500.0", "+2500", r"\$2500", r"2.5 \times 10^3", "50^2"],
-    "0.125": ["1/8", r"\frac18", ".125", "2^{-3}", r"12.5 \times 10^{-2}", r"0.125\text{ m}"],
-    r"2\frac{1}{3}": [r"\frac73", "7/3", r"2 \tfrac{1}{3}", "2 1/3", r"2.\overline{3}"],
-    r"5\sqrt{2}": [r"5\sqrt2", r"\sqrt{50}", r"5 \cdot \sqrt{2}", r"\frac{10}{\sqrt{2}}", r"5\cdot 2^{1/2}", "5\u221a2",
-                   "5sqrt(2)"],
-    r"\frac{\sqrt{6}}{6}": [r"\frac{1}{\sqrt{6}}", r"\frac{\sqrt6}{6}", r"\sqrt{\frac{1}{6}}", r"6^{-1/2}"],
-    r"2+\sqrt{3}": [r"\sqrt{3}+2", r"\frac{1}{2-\sqrt{3}}", r"\frac{4+2\sqrt3}{2}", r"2 + 3^{\frac{1}{2}}"],
-    r"2 \pm \sqrt{7}": [r"2+\sqrt7, 2-\sqrt7", r"2-\sqrt{7},2+\sqrt{7}", r"x = 2 \pm \sqrt7"],
-    r"6\pi": [r"\pi \cdot 6", r"2\pi\cdot 3", "6pi", "6\u03c0", r"6\pi \text{ cm}", r"\frac{12\pi}{2}", r"6\,\pi"],
-    "(2,-3)": ["(2, -3)", r"\left(2,-3\right)", r"(\frac42,-3)", "2,-3", "(2.0,-3)"],
-    "(1,2)": ["1,2", "(1, 2)", r"\left(1,\frac42\right)"],
-    "(0.5,2]": [r"\left(\frac12,2\right]", "(1/2, 2]", "(.5,2.0]"],
-    r"[0,\infty)": [r"\left[0,\infty\right)", r"x \ge 0", r"x\in[0,\infty)", r"[0,+\infty)", "[0,\u221e)", r"0 \le x"],
-    r"(-\infty,1)\cup(4,\infty)": [r"(4,\infty)\cup(-\infty,1)", r"(-\infty, 1) \cup (4, +\infty)",
-                                   "(-\u221e,1)\u222a(4,\u221e)"],
-    r"-1 \le x < 5": [r"[-1,5)", r"x\in[-1,5)", r"-1\leq x<5", "-1 \u2264 x < 5"],
-    "1,4,9": ["9,4,1", "1, 4, 9", r"1, 4, \text{ and } 9", r"\{1,4,9\}", r"4, 1\text{ and }9"],
-    r"\{2,5\}": [r"\{5,2\}", r"\left\{2,5\right\}", "2,5", "5, 2"],
-    r"\begin{pmatrix} 1/2 \\ -3 \end{pmatrix}": [
-        r"\begin{bmatrix} 0.5 \\ -3 \end{bmatrix}", r"\begin{pmatrix}\frac12\\-3\end{pmatrix}",
-        r"\left(\begin{matrix} \tfrac{1}{2} \\ -3 \end{matrix}\right)",
-    ],
-    r"\begin{pmatrix} 0 & 1 \\ 2 & 3 \end{pmatrix}": [
-        r"\begin{bmatrix}0&1\\2&3\end{bmatrix}", r"\begin{pmatrix} 0 & 1 \\ 4/2 & 3.0 \end{pmatrix}",
-    ],
-    r"45^\circ": ["45", r"45^{\circ}", "45\u00b0", r"45 \text{ degrees}", "45 degrees", r"45\degree"],
-    r"30\%": ["30", "30%", "30 percent", r"30\text{ percent}", r"30.0\%"],
-    r"\text{Friday}": ["Friday", "friday", r"\textbf{Friday}", r"\mathrm{Friday}", r"\text{ Friday }", "Friday."],
-    r"\text{(B)}": ["B", "(B)", r"\text{B}", r"\textbf{(B)}", r"\mathrm{B}"],
-    r"75\text{ cm}^2": ["75", "75 cm^2", r"75\,\text{cm}^2", r"75 \mbox{ cm}^2", r"75\mathrm{~cm}^2"],
-    "x=7": ["7", "x = 7", "x=7.0", r"x=\frac{14}{2}"],
-    "y = 3x - 2": ["y=3x-2", "3x-2", "y = -2 + 3x", "y-3x=-2", "3x-y=2"],
-    "2x + 3y - 6 = 0": ["2x+3y=6", "3y+2x-6=0", "-2x-3y+6=0", "6=2x+3y"],
-    "3 - 4i": ["-4i+3", "3-4 i", r"3 - 4\cdot i"],
-    "(x-2)(x+3)": ["x^2+x-6", "(x+3)(x-2)", "x^{2} + x - 6", "x\u00b2+x-6", "-6+x+x^2", r"x\cdot x+x-6"],
-    r"\frac{3+5b}{8}": [r"\frac{5b+3}{8}", r"\frac38+\frac{5b}{8}", "(3+5b)/8", r"\frac{1}{8}(5b+3)", "0.375+0.625b"],
-    "4n^2+2n": ["2n(2n+1)", "2n + 4n^2", "4n^{2}+2n"],
-    r"\tan x": [r"\frac{\sin x}{\cos x}", r"\tan(x)", r"\tan{x}"],
-    r"2^{10}": ["1024", "4^5", r"2^{5}\cdot 2^5"],
-    r"\binom{6}{2}": ["15", r"\frac{6!}{2!4!}"],
-    r"\log_3 81": ["4", r"\log_{3}{81}"],
-    "5!": ["120", r"5\cdot 4!"],
-    "32_7": ["32_{7}", "32_7.", r"32_{ 7 }"],
-    "3:45": ["3:45", "3 : 45"],
-    r"\frac{1}{3}": [r"0.\overline{3}", r"0.\bar{3}", r"\frac{1}{3}" + "\n", r"\displaystyle\frac13"],
-    r"e^2": ["e^{2}", r"e\cdot e"],
-    r"|x|": [r"\left|x\right|", r"\lvert x \rvert"],
-}
-
-# Answer -> near misses.
-DIFFERENT = {
-    r"\frac{5}{7}": ["0.714285", r"\frac75", r"-\frac57", "5", "7", r"\frac{5}{8}", "0.7142857142857"],
-    "2500": ["250", "25000", "2501", "2500x", "2,50", r"2500\pi"],
-    r"5\sqrt{2}": ["7.0710678", "5", r"2\sqrt5", r"\sqrt{10}", r"-5\sqrt2", "7.07106781186547524"],
-    r"2 \pm \sqrt{7}": [r"2+\sqrt7", r"2", r"\pm\sqrt7", r"-2\pm\sqrt7"],
-    r"6\pi": ["6", r"\pi^6", "18.85", r"5\pi", "18.849555921538759"],
-    "(2,-3)": ["(-3,2)", "-3,2", "[2,-3]", "2", "(2,3)", r"\{2,-3\}", "(2,-3,0)"],
-    "(1,2)": ["2,1", "(2,1)", "1", "[1,2]", r"\{1,2\}"],
-    r"(\frac13,5)": ["(0.3333333,5)", "(1,3,5)"],
-    "(0.5,2]": ["[0.5,2]", "(0.5,2)", "(5,2]", "(0.5,3]"],
-    r"[0,\infty)": [r"(0,\infty)", "0", r"x>0", r"[0,\infty]", r"x \le 0"],
-    r"(-\infty,1)\cup(4,\infty)": [r"(-\infty,4)", r"(1,4)", r"(-\infty,1]\cup[4,\infty)"],
-    "1,4,9": ["1,4", "1,4,8", "1,4,9,16", "149"],
-    r"\{2,5\}": [r"\{2\}", "(2,5)", "[2,5]", "7", "2", r"\{2,5,5,6\}"],
-    r"\begin{pmatrix} 1/2 \\ -3 \end{pmatrix}": [
-        r"\begin{pmatrix} 1/2 \\ 3 \end{pmatrix}", r"\begin{pmatrix} -3 \\ 1/2 \end{pmatrix}",
-        r"\begin{pmatrix} 1/2 \end{pmatrix}",
-    ],
-    r"45^\circ": ["54", "45.5", r"\frac{\pi}{4}", "135"],
-    r"30\%": ["0.3", "3", "70"],
-    r"\text{Friday}": ["Monday", "F", "5", r"\text{Sunday}", "day"],
-    r"\text{(B)}": ["A", "(D)", "AB", r"\text{C}", "2"],
-    "x=7": ["x=-7", "y=8", "6", "x>7"],
-    "y = 3x - 2": ["y=3x+2", "3x+2", "y=2x-3", "-2"],
-    "2x + 3y - 6 = 0": ["0", "6", "2x+3y=5", "2x-3y-6=0"],
-    "3 - 4i": ["3+4i", "3-4", "-1", "4-3i"],
-    "(x-2)(x+3)": ["x^2-x-6", "x^2+x+6", "(y-2)(y+3)", "x-2"],
-    "10t": ["10", "10s", "t"],
-    "32_7": ["32", "32_8", "23", "32_{17}"],
-    "3:45": ["3", "15:3", "1:15", "4:45", "1/15"],
-    "2^{-80}": ["2^{-81}", "0", r"\frac{1}{2^{79}}"],
-    r"\frac{2^{2000}+1}{2^{2001}}": [r"\frac{1}{2^{2001}}", r"\frac12"],
-    r"n=1,2,3": ["n=2,3,4", "3"],
-    "18!": ["18", "17!"],
-    "(0,2^{-80})": ["(0,2^{-81})", "(0,0)"],
-    r"30\text{ and }150": ["30150", "30,150", "30"],
-}
-# fmt: on
 
 
 def boxed(answer: str) -> str:
@@ -127,29 +32,21 @@ def judged(answer: str, others: list[str]) -> dict[str, tuple[bool, bool]]:
     return {o: (Math().equivalent(boxed(o), gold), Math().equivalent(gold, boxed(o))) for o in others}
 
 
-EQUAL_CASES = [*EQUAL.items(), *((case["gold"], case["equal"]) for case in GOLDEN)]
-DIFFERENT_CASES = [*DIFFERENT.items(), *((case["gold"], case["different"]) for case in GOLDEN)]
+def test_the_corpus_is_large_enough():
+    assert sum(len(case["equal"]) for case in GOLDEN) >= 900
+    assert sum(len(case["different"]) for case in GOLDEN) >= 600
+    assert len({case["kind"] for case in GOLDEN}) == 23
 
 
-def test_the_corpora_are_large_enough():
-    assert sum(len(others) for _, others in EQUAL_CASES) >= 900
-    assert sum(len(others) for _, others in DIFFERENT_CASES) >= 600
-    assert len({case["kind"] for case in GOLDEN}) == 22
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["gold"])
+def test_other_spellings_are_equal_and_near_misses_different_both_ways(case):
+    assert judged(case["gold"], case["equal"]) == dict.fromkeys(case["equal"], (True, True))
+    assert judged(case["gold"], case["different"]) == dict.fromkeys(case["different"], (False, False))
 
 
-@pytest.mark.parametrize(("answer", "others"), EQUAL_CASES)
-def test_equal_spellings_are_equal_both_ways(answer, others):
-    assert judged(answer, others) == dict.fromkeys(others, (True, True))
-
-
-@pytest.mark.parametrize(("answer", "others"), DIFFERENT_CASES)
-def test_near_misses_are_different_both_ways(answer, others):
-    assert judged(answer, others) == dict.fromkeys(others, (False, False))
-
-
-@pytest.mark.parametrize("other", ["(0,2)", "[0,2)", "(0,2]", "[0,3]", "(2,0)", r"\{0,2\}"])
-def test_the_checker_itself_tells_an_interval_from_another(other):
-    assert _latex.checker().compare("[0,2]", other) == "different"
+def test_the_checker_itself_tells_an_interval_from_another():
+    for other in ("(0,2)", "[0,2)", "(0,2]", "[0,3]", "(2,0)", r"\{0,2\}"):
+        assert _latex.checker().compare("[0,2]", other) == "different"
     assert _latex.checker().compare("[0,2]", r"[0,\frac{4}{2}]") == "equal"
 
 
@@ -200,10 +97,7 @@ def test_boxes_of_one_statement_are_a_list_that_no_candidate_equals(gold, comple
     assert Math().equivalent(stated, gold) is Math().equivalent(gold, stated) is is_right
 
 
-def test_the_warm_up_is_a_question_that_the_checker_can_read():
-    assert _latex.checker().compare(*_algebra.WARM_UP) == "different"
-
-
+@pytest.mark.long  # it kills some thirty processes; the contract of all tasks has the worst texts
 @pytest.mark.attack("Hostile text in a completion")
 def test_hostile_answers_stay_within_the_bounds(record_property):
     # None of them equals 7. A question has three stages of at most 0.25 s; without limits some would take hours.

@@ -72,7 +72,7 @@ def test_what_has_no_orderly_way_to_stop_is_told_so():
 
 
 @pytest.mark.attack("Ctrl-C at the start of a command")
-@pytest.mark.parametrize("module", ["typer", "yaml", "torch"])
+@pytest.mark.parametrize("module", ["typer", "torch"])
 def test_an_interrupt_during_the_imports_ends_without_a_traceback(module: str, tmp_path: os.PathLike[str]):
     arguments = ["train", "--set", "task=arithmetic", "--set", "algorithm=grpo", "--runs", os.fspath(tmp_path)]
     command = [sys.executable, "-c", EARLY, module, *arguments]
