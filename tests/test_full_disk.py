@@ -114,7 +114,7 @@ def test_every_words_for_a_full_disk_become_one_sentence(
     def refuse(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("cohort.harness.study.runner.open_queue", refuse)
+    monkeypatch.setattr("cohort.harness.study.queue.open_queue", refuse)
     with pytest.raises(SystemExit) as ended:
         app.main(["study", "status", "any", "--runs", str(tmp_path)])
     said = capsys.readouterr().err

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -37,12 +38,25 @@ SHORT = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def documented(tmp_path):
-    file = tmp_path / "pipeline.yaml"
+@pytest.fixture(scope="module")
+def documented(tmp_path_factory):
+    file = tmp_path_factory.mktemp("documented") / "pipeline.yaml"
     (block,) = re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text(), re.S)
     file.write_text(block)
     return file
+
+
+def folder_of_runs(tmp_path_factory, empty_store):
+    folder = tmp_path_factory.mktemp("runs")
+    shutil.copy(empty_store, folder / "mlflow.db")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(documented, tmp_path_factory, empty_store):
+    """The runs folder of the documented pipeline, its result and those of its stages."""
+    runs = folder_of_runs(tmp_path_factory, empty_store)
+    return runs, *train_pipeline(load_pipeline(documented, SHORT), runs, "r1")
 
 
 def write(tmp_path, stages, **changes):
@@ -63,9 +77,8 @@ def logged(folder, name):
     return {e["step"]: e["values"][name] for e in events if e["type"] == "metrics" and name in e["values"]}
 
 
-def test_the_documented_pipeline_runs_with_its_stages_as_children_in_mlflow(documented, runs):
-    stages = load_pipeline(documented, SHORT)
-    result, ended = train_pipeline(stages, runs, "r1")
+def test_the_documented_pipeline_runs_with_its_stages_as_children_in_mlflow(documented, undisturbed):
+    stages, (runs, result, ended) = load_pipeline(documented, SHORT), undisturbed
     assert (result.state, [s["state"] for s in ended]) == ("complete", ["complete"] * 3)
     reason, distil, polish = (runs / "train" / "r1" / "stages" / n for n in ("1-reason", "2-distil", "3-polish"))
     assert [s["directory"] for s in ended] == [reason, distil, polish]
@@ -107,19 +120,15 @@ def test_the_documented_pipeline_runs_with_its_stages_as_children_in_mlflow(docu
 
 
 def test_a_pipeline_that_is_stopped_in_every_stage_ends_as_an_undisturbed_one(
-    documented, tmp_path, empty_store, monkeypatch
+    documented, undisturbed, tmp_path_factory, empty_store, monkeypatch
 ):
-    stages = load_pipeline(documented, SHORT)
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for folder in (whole, parts):
-        folder.mkdir()
-        shutil.copy(empty_store, folder / "mlflow.db")
-    train_pipeline(stages, whole, "r1")
+    stages, whole = load_pipeline(documented, SHORT), undisturbed[0]
+    parts = folder_of_runs(tmp_path_factory, empty_store)
     # Asked after every cold-start, training and fitting step, after every 64 prompts, and after a stage.
     # Stops: after 2 training steps; at the end of the 1st stage; in the sampling; in the fit, twice; in the last stage.
     for times in (42, 1, 1, 4, 2, 6):
         stop = StopAfter(times)
-        monkeypatch.setattr(pipeline, "stop_on_signals", lambda stop=stop: _entered(stop))
+        monkeypatch.setattr(pipeline, "stop_on_signals", lambda stop=stop: nullcontext(stop))
         result, _ = train_pipeline(stages, parts, "r1")
         assert result.state == "stopped"
     monkeypatch.undo()
@@ -132,19 +141,6 @@ def test_a_pipeline_that_is_stopped_in_every_stage_ends_as_an_undisturbed_one(
         load_file(r / "train" / "r1" / "stages" / "2-distil" / "policy" / "model.safetensors") for r in (whole, parts)
     ]
     assert_same_weights(*fitted)
-
-
-class _entered:
-    """A context manager that gives what it holds."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def __enter__(self):
-        return self.value
-
-    def __exit__(self, *_):
-        return None
 
 
 def test_correct_answers_are_kept_once_each_and_never_when_they_were_cut(tmp_path):
