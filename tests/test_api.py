@@ -16,10 +16,8 @@ import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
-from cohort.harness.console.progress import CellView
 from cohort.harness.data import EvaluationResult, SampleRow
 from cohort.harness.ground.files import write_json
-from cohort.harness.record.status import StudyStatus, TrialStatus
 from cohort.harness.record.study import StudyRecord
 from cohort.reports.render import cell, latex, write_report
 from fake_study import HOSTILE_ARM, FakeArm, factor_grid, fake_study, three_algorithms
@@ -284,20 +282,6 @@ def test_no_text_of_a_user_is_a_command_of_latex(result: cohort.Result):
 
 
 # Progress, notebooks ---------------------------------------------------------------------------------------------
-
-
-def test_a_cell_shows_the_study_and_its_running_trials():
-    shown: list[str] = []
-
-    def trial(seed: int, state: Any, done: int) -> TrialStatus:
-        return TrialStatus(
-            arm="a\x1b[2J", seed=seed, state=state, reason=None, phase="train", done=done, total=8, accuracy=None,
-            tokens_per_second=None, seconds=None, directory=Path("unused"),
-        )  # fmt: skip
-
-    with CellView(shown.append, clock=lambda: 0.0) as view:
-        view.update(StudyStatus("sizes", "", (trial(0, "complete", 8), trial(1, "running", 2), trial(2, "waiting", 0))))
-    assert shown == ["starting", "1/3 trials done\n[#####---------------] a[2J | seed 1: train 2/8"]
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)

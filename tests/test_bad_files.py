@@ -119,7 +119,7 @@ def test_a_trial_that_says_that_it_runs_counts_as_failed_when_the_queue_knows_be
     plan, folder = Plan(study, runs), begin_study(runs, study)
     (key,) = plan.keys
     settings: dict[str, Any] = {"run_name": plan.title(key), "tags": plan.tags(key)}
-    log = RunLog.open(runs, plan.directory(key), plan.spec(key), experiment="sizes", **settings)
+    log = RunLog(runs, plan.directory(key), plan.spec(key), experiment="sizes", **settings)
     log.metrics(0, {"validation/accuracy": 0.5})
     assert [trial.state for trial in read_study(runs, "sizes").trials] == ["running"]
     one = {"trial": plan.directory(key).name, "arm": key[0], "seed": 0, "factors": {}, "reason": "died 10 times"}
@@ -161,7 +161,7 @@ def test_a_run_that_goes_on_after_half_a_line_says_so_and_keeps_the_whole_ones(
     folder.mkdir(parents=True)
     line = b'{"type":"metrics","step":1,"values":{"a":0.5},"time":1}\n'
     (folder / "events.jsonl").write_bytes(START + line + end)
-    with RunLog.open(runs, folder, plan.spec(key), experiment="sizes", run_name="run") as log:
+    with RunLog(runs, folder, plan.spec(key), experiment="sizes", run_name="run") as log:
         log.resume(1)
         assert log.latest == {"a": 0.5}
     words = f"{folder / 'events.jsonl'}: truncated last line ignored, 2 whole lines kept"

@@ -13,8 +13,6 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from importlib.metadata import version
-from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +20,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 import typer
 from cohort.harness.api.machine import check_machine
 from cohort.harness.api.study import comparison, ran_elsewhere
@@ -111,12 +108,6 @@ def test_every_command_explains_itself_with_an_example(command: tuple[str, ...],
     assert f"cohort {' '.join(command)}" in cohort.out.split("Examples")[1]
 
 
-def test_help_fills_the_lines_of_a_narrow_terminal(cohort: Shell, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    assert cohort("evaluate", "--help") == 0
-    assert "over the problems. Metrics and the first graded completions go to MLflow's" in cohort.out
-
-
 def test_the_commands_are_the_documented_ones():
     expected = "train compare evaluate register report ui doctor study-run study-list study-show study-status"
     expected += " study-work study-plan study-watch study-stop study-resume study-clone study-export verify"
@@ -163,37 +154,16 @@ def test_bad_input_is_a_message_and_exit_code_2_and_writes_nothing(
     assert not runs.exists()
 
 
-STORED = {
-    ("train",): ["--set", "task=arithmetic", "--set", "algorithm=grpo"],
-    ("evaluate",): ["tiny", "--task", "arithmetic"],
-    ("register",): ["runs/train/one", "--name", "one"],
-    ("probe", "contamination"): ["tiny", "--task", "arithmetic"],
-    ("compare",): ["--algorithms", "ppo", "--task", "arithmetic"],
-    ("study", "run"): ["quickstart"],
-    ("study", "work"): ["quickstart"],
-    ("report",): ["quickstart"],
-    ("ui",): [],
-}
-
-
-@pytest.mark.parametrize("command", STORED, ids=" ".join)
+@pytest.mark.parametrize("command", [[*TRAIN], ["report", "quickstart"], ["ui"]], ids=lambda command: command[0])
 def test_the_option_names_the_store_before_the_environment_does(
-    command: tuple[str, ...], cohort: Shell, runs: Path, monkeypatch: pytest.MonkeyPatch
+    command: list[str], cohort: Shell, runs: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv(mlflow_address.TRACKING_URI, "ftp://environment")
-    assert cohort(*command, *STORED[command], "--tracking-uri", "ftp://option") == 2
+    assert cohort(*command, "--tracking-uri", "ftp://option") == 2
     assert "got 'ftp://option'" in cohort.err
-    assert cohort(*command, *STORED[command]) == 2
+    assert cohort(*command) == 2
     assert "got 'ftp://environment'" in cohort.err
     assert not runs.exists()
-
-
-def test_the_commands_that_name_a_store_are_those_above(cohort: Shell):
-    found = set()
-    for command in commands():
-        cohort(*command, "--help")
-        found |= {command} if "--tracking-uri" in cohort.out else set()
-    assert found == set(STORED)
 
 
 def test_workers_get_the_store_that_the_command_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -210,35 +180,11 @@ def test_workers_get_the_store_that_the_command_names(tmp_path: Path, monkeypatc
     assert environment() == "http://option:5000"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
-@pytest.mark.parametrize("command", [TRAIN, ["compare", "--algorithms", "grpo", "--task", "arithmetic"]])
-def test_a_device_that_is_not_there_is_refused(command: list[str], cohort: Shell, runs: Path):
-    assert cohort(*command, *sets("device=cuda")) == 2
-    assert "got 'cuda' on a machine without CUDA; use device=cpu" in cohort.err
-    assert not runs.exists()
-
-
-def test_a_model_folder_without_tokenizer_is_refused(tmp_path: Path, cohort: Shell, runs: Path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    assert cohort(*TRAIN, "--set", f"model={tmp_path / 'model'}") == 2
-    assert "has no tokenizer; save it there with tokenizer.save_pretrained(folder)" in cohort.err
-    assert not runs.exists()
-
-
 @pytest.mark.parametrize("command", [[*TRAIN, *sets(*QUICK)], ["ui"], ["evaluate", "tiny", "--task", "arithmetic"]])
 def test_a_runs_folder_that_is_a_file_is_refused(command: list[str], cohort: Shell, runs: Path):
     runs.write_text("")
     assert cohort(*command) == 2
     assert f"'{runs}' is a file" in cohort.err
-
-
-def test_a_runs_folder_of_another_version_is_refused(cohort: Shell, runs: Path):
-    (runs / "studies" / "old").mkdir(parents=True)
-    (runs / "studies" / "old" / "study.json").write_text('{"format": 99}')
-    assert cohort(*TRAIN, *sets(*QUICK)) == 2
-    assert "must have format 2, got 99: it was written by another version of Cohort" in cohort.err
-    assert sorted(file.name for file in runs.rglob("*")) == ["old", "studies", "study.json"]
 
 
 def test_a_port_in_use_is_refused(cohort: Shell, runs: Path):
@@ -293,18 +239,19 @@ def test_algorithms_are_listed_with_facts_defaults_and_ranges(cohort: Shell):
     assert cohort("list", "algorithms", "--json") == 0
     found = {item["name"]: item for item in cohort.json()}
     facts = {name: (item["needs_critic"], item["sees_gold"]) for name, item in found.items()}
-    assert facts["ppo"] == (True, True)
-    assert facts["grpo"] == (False, True)
-    assert facts["grpo_self_consistency"] == (False, False)
+    assert (facts["ppo"], facts["grpo"], facts["grpo_self_consistency"]) == (
+        (True, True),
+        (False, True),
+        (False, False),
+    )
     settings = {item["name"]: item for item in found["ppo"]["settings"]}
     assert (settings["gae_lambda"]["default"], settings["gae_lambda"]["range"]) == (1.0, ">= 0, <= 1")
-    assert all(item["summary"] for item in found.values())
-
-
-def test_one_algorithm_is_shown_in_full_with_its_source(cohort: Shell):
-    assert cohort("list", "algorithms", "opo") == 0
-    assert "arXiv:2505.23585" in cohort.out and "loss_denominator" in cohort.out
-    assert "gae_lambda" not in cohort.out
+    assert cohort("list", "algorithms") == 0
+    assert [name for name, item in found.items() if name not in cohort.out or not item["summary"]] == []
+    assert cohort("list", "algorithms", "opo") == 0  # in full, with its source
+    assert "arXiv:2505.23585" in cohort.out and "gae_lambda" not in cohort.out
+    assert cohort("list", "models") == 2
+    assert "cohort list takes algorithms, tasks, rewards, engines or settings, got 'models'" in cohort.err
 
 
 def test_settings_are_listed_by_section_and_by_full_path(cohort: Shell):
@@ -318,26 +265,6 @@ def test_settings_are_listed_by_section_and_by_full_path(cohort: Shell):
     assert "rollouts_per_step" in cohort.out and "cohort list algorithms" in cohort.out
     assert cohort("list", "settings", "study", "--json") == 0
     assert {"factors", "seeds", "metric"} <= {item["name"] for item in cohort.json()}
-
-
-def test_the_version_is_that_of_the_package(cohort: Shell):
-    assert cohort("--version") == 0
-    assert cohort.out == f"cohort-rl {version('cohort-rl')}\n"
-
-
-def test_a_comparison_is_estimated_without_running_it(cohort: Shell, runs: Path):
-    assert cohort("compare", "--algorithms", "grpo,ppo", "--task", "arithmetic", "--dry-run", "--json") == 0
-    assert [arm["arm"] for arm in cohort.json()["arms"]] == ["grpo", "ppo"]
-    assert not runs.exists()
-
-
-@pytest.mark.parametrize("kind", ["algorithms", "tasks", "engines"])
-def test_what_is_listed_as_json_is_also_in_the_table(kind: str, cohort: Shell):
-    assert cohort("list", kind, "--json") == 0
-    names = [item["name"] for item in cohort.json()]
-    assert names
-    assert cohort("list", kind) == 0
-    assert [name for name in names if name not in cohort.out] == []
 
 
 def test_a_study_is_shown_with_its_budget(tmp_path: Path, cohort: Shell):
@@ -368,14 +295,6 @@ def test_doctor_finds_this_machine_sound(cohort: Shell, monkeypatch: pytest.Monk
     assert not runs.exists()
 
 
-@pytest.mark.skipif(find_spec("vllm") is not None, reason="vllm is installed")
-def test_doctor_says_how_to_get_the_vllm_engine(cohort: Shell):
-    assert cohort("doctor", "--json") == 0
-    (found,) = [check for check in cohort.json() if check["name"] == "vllm"]
-    assert (found["state"], found["advice"]) == ("ok", None)
-    assert found["value"].startswith("not installed; engine=vllm needs it: pip install 'cohort-rl[vllm]'")
-
-
 @pytest.mark.parametrize(
     ("code", "state", "words"),
     [
@@ -400,13 +319,8 @@ def test_doctor_says_whether_the_vllm_engine_can_run_here(
         sys.modules.pop(name, None)
 
 
-def test_doctor_fails_on_a_runs_folder_that_cannot_be_used(cohort: Shell, runs: Path):
-    runs.write_text("")
-    assert cohort("doctor") == 1
-    assert "problem" in cohort.out
-
-
-def test_a_run_is_trained_shown_and_resumed_by_the_same_command(cohort: Shell, runs: Path):
+@pytest.mark.usefixtures("store")
+def test_a_run_is_trained_shown_and_resumed_by_the_same_command_and_evaluated(cohort: Shell, runs: Path):
     command = [*TRAIN, *sets(*QUICK), "--name", "one", "--json"]
     assert cohort(*command) == 0
     first = cohort.json()
@@ -419,33 +333,14 @@ def test_a_run_is_trained_shown_and_resumed_by_the_same_command(cohort: Shell, r
     assert "running" not in cohort.err  # it had ended: nothing is trained or evaluated twice
     assert cohort(*[*TRAIN, *sets(*QUICK, "seed=1"), "--name", "one"]) == 2
     assert "other settings" in cohort.err
+    folder = runs / "train" / "one"
+    for model in (folder, folder / "checkpoints" / "step-00000002"):
+        assert cohort("evaluate", str(model), "--task", "arithmetic", *sets(*QUICK), "--json") == 0
+        assert cohort.json()["spec"]["model"] == str(folder / "checkpoints" / "step-00000002" / "policy")
 
 
 @pytest.mark.usefixtures("store")
-def test_an_invalid_run_ends_with_exit_code_1_and_its_reason(cohort: Shell):
-    assert cohort(*TRAIN, *sets(*QUICK, "cold_start.steps=3", "cold_start.learning_rate=1e30"), "--json") == 1
-    assert cohort.json()["state"] == "invalid"
-    assert "cold_start.learning_rate" in cohort.json()["reason"]
-
-
-@pytest.mark.usefixtures("store")
-def test_an_evaluation_states_accuracies_with_intervals(cohort: Shell, tmp_path: Path):
-    command = ["evaluate", "tiny", "--task", "arithmetic", "--samples", "3", *sets(*QUICK)]
-    assert cohort(*command, "--json") == 0
-    found = cohort.json()
-    assert set(found["intervals"]) == {"greedy_accuracy", "accuracy", "pass_at_2", "pass_at_3", "maj_at_3"}
-    # An untrained model solves 0 of 4 problems; Wilson's upper end is z^2 / (n + z^2) = 3.8415 / 7.8415.
-    assert found["metrics"]["accuracy"] == 0
-    assert found["intervals"]["accuracy"] == pytest.approx([0, 0.489891], abs=1e-5)
-    assert cohort(*command) == 0
-    assert "4 problems" in cohort.out
-    assert "mean@3" in cohort.out
-    assert "0.0 % to 49.0 %" in cohort.out
-    assert "operands" in cohort.out
-
-
-@pytest.mark.usefixtures("store")
-def test_an_evaluation_keeps_its_metrics_and_every_completion(cohort: Shell, runs: Path):
+def test_an_evaluation_keeps_its_metrics_with_intervals_and_every_completion(cohort: Shell, runs: Path):
     from cohort.harness.mirror.store import connect
 
     command = ["evaluate", "tiny", "--task", "arithmetic", "--samples", "3", "--name", "kept", *sets(*QUICK)]
@@ -470,6 +365,10 @@ def test_an_evaluation_keeps_its_metrics_and_every_completion(cohort: Shell, run
     assert dict(again.problems.values.tolist()) == {key: n / 3 for key, n in found["correct_counts"].items()}
     assert again.folder == runs / "evaluate" / "kept"
     assert len(client.search_runs([experiment.experiment_id])) == 1
+    # An untrained model solves 0 of 4 problems; Wilson's upper end is z^2 / (n + z^2) = 3.8415 / 7.8415.
+    assert found["intervals"]["accuracy"] == pytest.approx([0, 0.489891], abs=1e-5)
+    assert cohort(*command) == 0
+    assert all(words in cohort.out for words in ("4 problems", "mean@3", "0.0 % to 49.0 %", "operands"))
 
 
 def test_a_task_is_shown_as_the_policy_reads_it(cohort: Shell):
@@ -504,15 +403,6 @@ def test_a_task_is_shown_in_the_words_that_a_model_reads(cohort: Shell, tmp_path
     assert "need a chat template, which the tokenizer of 'tiny' lacks" in cohort.err
 
 
-def test_a_split_that_is_missing_is_named_beside_those_that_are_there(cohort: Shell, tmp_path: Path):
-    file = tmp_path / "test.jsonl"
-    file.write_text('{"question": "1+1?", "answer": "two\\n#### 2"}\n')
-    assert cohort("task", "show", "gsm8k", "--path", str(file), "--json") == 0
-    sizes = cohort.json()["sizes"]
-    assert sizes["test"] == 1
-    assert "there is no train split" in sizes["train"]
-
-
 def test_stored_completions_are_graded_again(cohort: Shell, tmp_path: Path):
     file = tmp_path / "cases.jsonl"
     rows = [("#### 18", True), ("it is 18", True), ("#### 19", False)]
@@ -541,15 +431,6 @@ def test_a_reward_model_is_fitted_on_a_runs_rollouts_and_pays_another_run(cohort
     assert cohort(*TRAIN, *sets(*paid), "--name", "two", "--json") == 0
 
 
-@pytest.mark.usefixtures("store")
-def test_a_run_and_its_checkpoint_can_be_evaluated(cohort: Shell, runs: Path):
-    assert cohort(*TRAIN, *sets(*QUICK), "--name", "one") == 0
-    folder = runs / "train" / "one"
-    for model in (folder, folder / "checkpoints" / "step-00000002"):
-        assert cohort("evaluate", str(model), "--task", "arithmetic", *sets(*QUICK), "--json") == 0
-        assert cohort.json()["spec"]["model"] == str(folder / "checkpoints" / "step-00000002" / "policy")
-
-
 def test_a_comparison_has_one_arm_per_algorithm_and_all_else_equal():
     study = comparison(
         ["ppo", "grpo"], ["arithmetic"], seeds=[3, 4], settings=["optimizer.learning_rate=0.5", "steps=7"]
@@ -559,12 +440,6 @@ def test_a_comparison_has_one_arm_per_algorithm_and_all_else_equal():
     assert (first.algorithm.name, second.algorithm.name) == ("ppo", "grpo")
     assert first.model_dump(exclude={"algorithm"}) == second.model_dump(exclude={"algorithm"})
     assert (first.steps, first.optimizer.learning_rate, first.cold_start.steps) == (7, 0.5, 400)
-
-
-def test_a_comparison_of_a_model_that_can_read_needs_no_cold_start():
-    study = comparison(["ppo"], ["arithmetic"], "some/model", name="mine").spec
-    assert (study.name, study.seeds) == ("mine", [0, 1, 2])
-    assert study.design_arms()[0].run_spec(0).cold_start.steps == 0
 
 
 @pytest.mark.usefixtures("store")
@@ -624,20 +499,6 @@ def test_a_study_with_an_invalid_trial_goes_on_is_reported_and_ends_with_exit_co
     assert again in (folder / "report.md").read_text()
 
     assert cohort(*command, *sets("steps=3")) == 2  # another study under the same name
-
-
-@pytest.mark.usefixtures("store")
-@pytest.mark.attack("Ctrl-C")
-def test_ctrl_c_stops_a_run_after_its_step_with_exit_code_130(cohort: Shell, runs: Path):
-    command = [*TRAIN, *sets(*QUICK, "steps=100000"), "--name", "long"]
-    process = cohort_process(*command)
-    wait_for(lambda: list((runs / "train" / "long" / "checkpoints").glob("step-*")), process)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 130, err
-    assert "long: stopped" in out
-    assert "Stopping: each run finishes its step and writes a checkpoint; Ctrl-C again stops at once." in err
-    assert "Traceback" not in err
 
 
 @pytest.mark.attack("Ctrl-C")
@@ -762,14 +623,6 @@ def test_only_compared_trials_without_folder_and_record_ran_on_other_hosts(tmp_p
     assert ran_elsewhere(grid, status(recorded, dataclasses.replace(elsewhere, held=True)), record) == 0  # it never ran
 
 
-@pytest.mark.parametrize("state", ["complete", "invalid", "failed"])
-def test_an_ended_trial_counts_as_done_however_it_ended(state: TrialState):
-    tracker = progress.StudyTracker(Clock())
-    assert tracker.fraction(trial("a", "running", "train", 3, 10)) == pytest.approx(0.3)
-    assert tracker.fraction(trial("a", "stopped", "validation", 1, 2)) == pytest.approx(0.3)
-    assert tracker.fraction(trial("a", state)) == 1
-
-
 class Clock:
     now = 0.0
 
@@ -816,7 +669,8 @@ def test_without_a_terminal_a_study_prints_changes_and_rare_heartbeats():
 def test_on_a_terminal_a_study_shows_a_bar_for_itself_and_each_running_trial():
     out = StringIO()
     screen = Console(file=out, force_terminal=True, width=140, color_system=None)
-    with progress.LiveView(screen, clock=Clock()) as view:
+    view = progress.LiveView(screen, clock=Clock())
+    with view.live:
         working = trial("[b]arm", "running", "train", 5, 10, accuracy=0.25, tokens_per_second=1234.5)
         view.update(status(working, trial("other", "waiting"), trial("old", "complete")))
     text = out.getvalue()

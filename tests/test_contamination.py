@@ -195,7 +195,7 @@ def test_a_probe_is_kept_and_read_with_a_study_of_that_model_and_task(cohort: Sh
         tags = {"cohort.kind": "trial", "cohort.seed": "0", "cohort.factors": "{}"}
         tags["cohort.arm"] = next(iter(study.arm_labels()))
         folder = runs / "studies" / name / "trials" / "one"
-        with RunLog.open(runs, folder, parse_run(raw, "test"), experiment=name, run_name="one", tags=tags) as log:
+        with RunLog(runs, folder, parse_run(raw, "test"), experiment=name, run_name="one", tags=tags) as log:
             log.resume(-1)
             log.finish("complete", None, {})
         return list(read_study(runs, name).probes)

@@ -32,7 +32,7 @@ def check_store(runs: Path) -> None:
     folder = begin_study(runs, study, f"cohort study run {HOSTILE}")
     arm = study.arm_labels()[0]
     tags = {"cohort.kind": "trial", "cohort.study": "sizes", "cohort.arm": arm, "cohort.seed": "0", "odd": HOSTILE}
-    log = RunLog.open(
+    log = RunLog(
         runs, folder / "trials" / "one", a_spec(seed=0), experiment="sizes", run_name="t",
         tags={**tags, "cohort.factors": "{}"},
     )  # fmt: skip

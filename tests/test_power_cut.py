@@ -127,7 +127,7 @@ def test_a_run_log_knows_whether_all_that_a_checkpoint_relies_on_is_there(tmp_pa
     work(tmp_path, a_spec(), fake_trials.train, tmp_path / "cache")
     file = tmp_path / "trials" / "one" / EVENTS
     lines = file.read_bytes().splitlines(keepends=True)
-    log = RunLog.open(tmp_path, file.parent, a_spec(), experiment="e", run_name="one")
+    log = RunLog(tmp_path, file.parent, a_spec(), experiment="e", run_name="one")
     # A start, step 0, then metrics and samples of each step: 5 events up to step 2.
     assert log.holds(2, 5) and not log.holds(2, 6)
     for left in (b"".join(lines[:5]), b"".join(lines)[: len(b"".join(lines[:6])) - 1], b"".join(lines[:5]) + bytes(99)):

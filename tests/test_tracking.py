@@ -12,7 +12,6 @@ import sqlite3
 import subprocess
 import sys
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,7 +32,6 @@ from cohort.harness.mirror.models import register_policy
 from cohort.harness.mirror.page import page
 from cohort.harness.mirror.store import check_runs_folder, own_store
 from cohort.harness.mirror.studies import study_pages
-from cohort.harness.mirror.ui import check_port, serve_ui
 from cohort.harness.mirror.view import read_view
 from cohort.harness.mirror.writer import Place
 from cohort.harness.policy.model import save_model
@@ -71,7 +69,7 @@ def a_spec(**changes: object) -> RunSpec:
 
 def open_log(runs: Path, directory: str = "train/run", spec: RunSpec | None = None, **settings: Any) -> RunLog:
     named = {"experiment": "train", "run_name": "run", **settings}
-    return RunLog.open(runs, runs / directory, spec or a_spec(), **named)
+    return RunLog(runs, runs / directory, spec or a_spec(), **named)
 
 
 def in_store(runs: Path, run_id: str) -> list[tuple[str, int, float]]:
@@ -702,16 +700,3 @@ def test_a_store_of_another_version_is_refused(runs: Path):
 
 
 # The UI ---------------------------------------------------------------------------------------------------------------
-
-
-def test_the_ui_serves_an_empty_store_and_leaves_the_port_free(runs: Path):
-    port = fake_trials.free_port()
-    with serve_ui(runs, port):
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}") as page:
-            assert b"MLflow" in page.read()
-        refused = pytest.raises(
-            ValueError, match=rf"port {port} on 127.0.0.1 cannot be used \(Address already in use\)"
-        )
-        with refused, serve_ui(runs, port):
-            pass
-    check_port(port)

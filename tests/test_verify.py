@@ -98,7 +98,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for key in plan.keys:
         directory, title, tags = plan.directory(key), plan.title(key), plan.tags(key)
         spec = plan.spec(key)
-        with RunLog.open(runs, directory, spec, experiment="sizes", run_name=title, tags=tags) as log:
+        with RunLog(runs, directory, spec, experiment="sizes", run_name=title, tags=tags) as log:
             run_trial(spec, directory, log)
     record = read_study(runs, "sizes")
     render(record, plan.folder / "report", ("svg",))
@@ -266,7 +266,7 @@ def test_a_run_that_goes_on_after_a_kill_keeps_what_verifies_it(tmp_path: Path):
     study = a_study()
     plan = Plan(study, tmp_path)
     key = plan.keys[0]
-    log_of = lambda: RunLog.open(tmp_path, tmp_path / "run", plan.spec(key), experiment="x", run_name="x")  # noqa: E731
+    log_of = lambda: RunLog(tmp_path, tmp_path / "run", plan.spec(key), experiment="x", run_name="x")  # noqa: E731
     with log_of() as log:
         logged_evaluation(plan.spec(key), cast(Any, Guesser()), log.directory, log, "validation", 0)
         log.metrics(1, {"policy/loss": 0.5})

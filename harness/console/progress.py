@@ -1,15 +1,14 @@
-"""Shows a running study: bars in a terminal or a notebook, else lines that keep a log file readable.
+"""Shows a running study: bars in a terminal, else lines that keep a log file readable.
 
 Without a terminal a study prints one line per change of a trial's state, and a heartbeat from time to time.
 """
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -17,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.text import Text
 
 from ..data import ENDED
-from .terminal import console, duration, hush, in_notebook, percent, plain, say_if_slow
+from .terminal import console, duration, hush, percent, plain, say_if_slow
 
 if TYPE_CHECKING:
     from ..record.status import StudyStatus, TrialStatus
@@ -80,12 +79,16 @@ class StudyTracker:
         return self._paces.setdefault(key, Pace()).remaining(self._clock(), fraction)
 
 
-def study_view() -> LiveView | CellView | LineView:
-    """Bars in a notebook, and if stderr is a terminal; lines otherwise."""
-    if in_notebook():
-        return CellView(_cell())
+@contextmanager
+def study_view() -> Iterator[LiveView | LineView]:
+    """Bars if stderr is a terminal; lines otherwise."""
     screen = console(stderr=True)
-    return LiveView(screen) if screen.is_terminal else LineView(screen)
+    if not screen.is_terminal:
+        yield LineView(screen)
+        return
+    view = LiveView(screen)
+    with view.live:
+        yield view
 
 
 class LiveView:
@@ -105,14 +108,7 @@ class LiveView:
         self._overall = self._study.add_task("trials", total=1, text="starting")
         self._tasks: dict[tuple[str, int], TaskID] = {}
         bars = Group(self._study, self._trials)
-        self._live = Live(bars, console=screen, refresh_per_second=4, transient=True)
-
-    def __enter__(self) -> Self:
-        self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._live.stop()
+        self.live = Live(bars, console=screen, refresh_per_second=4, transient=True)
 
     def update(self, status: StudyStatus) -> None:
         left = duration(self._tracker.study_remaining(status))
@@ -130,30 +126,6 @@ class LiveView:
             )
 
 
-class CellView:
-    """A line for the study and one for each running trial, as one text that a notebook's cell shows and replaces."""
-
-    def __init__(self, show: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._show = show
-        self._tracker = StudyTracker(clock)
-
-    def __enter__(self) -> Self:
-        self._show("starting")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def update(self, status: StudyStatus) -> None:
-        left = self._tracker.study_remaining(status)
-        lines = [f"{_counts(status)}{f', {duration(left)} left' if left else ''}"]
-        for trial in status.trials:
-            if trial.state == "running":
-                bar = _text_bar(self._tracker.fraction(trial))
-                lines.append(f"{bar} {plain(_title(trial))}: {_line(trial, self._tracker)}")
-        self._show("\n".join(lines))
-
-
 class LineView:
     """One line for each change of a trial's state, and a heartbeat at most every `heartbeat` seconds."""
 
@@ -163,12 +135,6 @@ class LineView:
         self._tracker = StudyTracker(clock)
         self._states: dict[tuple[str, int], str] = {}
         self._last = clock()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
 
     def update(self, status: StudyStatus) -> None:
         left = self._tracker.study_remaining(status)
@@ -249,22 +215,3 @@ def phase_bar(title: str, first: str = "loading", heartbeat: float = 30.0) -> It
             yield update
         finally:
             hush()
-
-
-def _cell() -> Callable[[str], None]:
-    """A function that shows a text in the notebook's running cell, in place of what it showed before."""
-    handle = importlib.import_module("IPython.display").display({"text/plain": ""}, raw=True, display_id=True)
-    shown = ""
-
-    def show(text: str) -> None:
-        nonlocal shown
-        if text != shown:
-            handle.update({"text/plain": text}, raw=True)
-            shown = text
-
-    return show
-
-
-def _text_bar(fraction: float, width: int = 20) -> str:
-    full = int(width * fraction)
-    return f"[{'#' * full}{'-' * (width - full)}]"

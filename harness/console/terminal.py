@@ -29,11 +29,6 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, highlight=False, width=LOG_WIDTH, force_terminal=False, force_jupyter=False)
 
 
-def in_notebook() -> bool:
-    """Whether output goes to a cell of a notebook."""
-    return Console().is_jupyter
-
-
 def plain(text: object) -> Text:
     """Text from outside (a model, a file) as one line, without control characters, never read as markup."""
     spaced = " ".join(str(text).split())

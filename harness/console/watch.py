@@ -66,7 +66,8 @@ class Page:
         curves, steps = zip(*(self._curve(trial.directory / EVENTS) for trial in trials), strict=True)
         totals = [total for phase, _, total in map(self._tracker.bar, trials) if phase == "train"]
         step = f"{fmean(steps):.0f}{f'/{max(totals)}' if totals else ''}" if any(steps) else ""
-        curve = mean_curve(curves)
+        reached = dict.fromkeys(at for curve in curves for at in curve)
+        curve = {at: fmean(one[at] for one in curves if at in one) for at in reached}  # over the trials that are there
         counts = Counter(trial.state for trial in trials)
         state = Text(", ").join([Text(f"{count} ").append_text(state_text(name)) for name, count in counts.items()])
         known = [seconds for trial in trials if (seconds := self._tracker.remaining(trial)) is not None]
@@ -91,12 +92,6 @@ class Page:
             return self._curves[events][1:]
         except (OSError, ValueError):
             return {}, 0
-
-
-def mean_curve(curves: Sequence[dict[int, float]]) -> dict[int, float]:
-    """Step -> mean over the trials that reached it."""
-    steps = dict.fromkeys(step for curve in curves for step in curve)
-    return {step: fmean(curve[step] for curve in curves if step in curve) for step in steps}
 
 
 def spark(values: Sequence[float]) -> str:

@@ -26,19 +26,12 @@ def versions() -> Mapping[str, str]:
 
 
 def write_diff(folder: Path) -> None:
-    """Keep the uncommitted changes of the checkout, if there are any, beside the record of what runs with them."""
-    if text := _uncommitted_diff():
-        write_text(folder / DIFF, text)
-
-
-@functools.cache
-def _uncommitted_diff(limit: int = MAX_DIFF) -> str:
-    """Changes of tracked files since the commit of `versions()`, cut at `limit` characters; empty without changes."""
-    if not _git_commit().endswith("-dirty"):
-        return ""
-    text = _git("diff", "--no-ext-diff", "HEAD").stdout
-    cut = f"\n[cut: the diff has {len(text)} characters]\n"
-    return text if len(text) <= limit else text[:limit] + cut
+    """Keep the uncommitted changes of the checkout, if there are any, cut at MAX_DIFF, beside the record of what runs
+    with them."""
+    if versions()["git_commit"].endswith("-dirty"):
+        text = _git("diff", "--no-ext-diff", "HEAD").stdout
+        cut = f"\n[cut: the diff has {len(text)} characters]\n" if len(text) > MAX_DIFF else ""
+        write_text(folder / DIFF, text[:MAX_DIFF] + cut)
 
 
 def _git_commit() -> str:

@@ -98,9 +98,8 @@ def read_progress(directory: Path) -> dict[str, Any]:
 class RunLog:
     """The `RunLogger` of one run. Each event is flushed at once."""
 
-    @classmethod
-    def open(
-        cls,
+    def __init__(
+        self,
         runs: Path,
         directory: Path,
         spec: RunSpec,
@@ -109,7 +108,7 @@ class RunLog:
         run_name: str,
         tags: Mapping[str, str] = {},
         on_progress: Callable[[Mapping[str, Any]], None] = lambda progress: None,
-    ) -> Self:
+    ) -> None:
         """The log of a new run, or of a continued run, which keeps its folder.
 
         `on_progress` gets the content of `progress.json` at every change.
@@ -120,16 +119,11 @@ class RunLog:
                 sync(folder)
         RunInfo.load(directory)  # an unreadable one is left for the user to see
         (directory / RESULT).unlink(missing_ok=True)
-        info = RunInfo(experiment, run_name, dict(tags), spec.model_dump(mode="json"))
-        info.objective, info.versions = dict(spec.algorithm.objective), dict(versions())
-        if "cohort.study" not in info.tags:  # a study keeps it for all its trials
+        if "cohort.study" not in tags:  # a study keeps it for all its trials
             write_diff(directory)
-        return cls(directory, info, on_progress)
-
-    def __init__(self, directory: Path, info: RunInfo, on_progress: Callable[[Mapping[str, Any]], None]) -> None:
-        self.directory = directory
-        self._info = info
-        self._on_progress = on_progress
+        self.directory, self._on_progress = directory, on_progress
+        self._info = RunInfo(experiment, run_name, dict(tags), spec.model_dump(mode="json"))
+        self._info.objective, self._info.versions = dict(spec.algorithm.objective), dict(versions())
         self._path = directory / EVENTS
         self._file: IO[str] | None = None
         self.latest: dict[str, float] = {}  # the last value of every metric of this run
@@ -139,7 +133,7 @@ class RunLog:
         self._num_events = 0  # number of events in the file, without the `start` events
         self.resumed_at = 0  # training step from which this attempt continues
         self._closed = False
-        write_json(directory / INFO, dataclasses.asdict(info))
+        self._write_info()
 
     def __enter__(self) -> Self:
         return self
@@ -155,11 +149,14 @@ class RunLog:
     def inputs(self, inputs: Inputs) -> None:
         """Record the run's inputs; call before `resume`."""
         self._info.inputs = dict(inputs)
-        write_json(self.directory / INFO, dataclasses.asdict(self._info))
+        self._write_info()
 
     def prompt(self, text: str) -> None:
         """Record the first prompt as the policy reads it; call before `resume`."""
         self._info.prompt = text
+        self._write_info()
+
+    def _write_info(self) -> None:
         write_json(self.directory / INFO, dataclasses.asdict(self._info))
 
     def resume(self, step: int) -> None:
@@ -247,12 +244,8 @@ class RunLog:
 
     def _note_progress(self, values: Mapping[str, float], step: int) -> None:
         self._progress["step"] = max(step, 0)
-        shown = {
-            "accuracy": "validation/accuracy",
-            "tokens_per_second": "throughput/tokens_per_second",
-            "seconds": "seconds/total",
-        }
-        for name, key in shown.items():
+        shown = ("validation/accuracy", "throughput/tokens_per_second", "seconds/total")
+        for name, key in zip(("accuracy", "tokens_per_second", "seconds"), shown, strict=True):
             if math.isfinite(values.get(key, math.nan)):
                 self._progress[name] = values[key]
 

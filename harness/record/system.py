@@ -2,7 +2,6 @@
 
 import contextlib
 import sys
-from typing import Any
 
 import psutil
 
@@ -25,16 +24,10 @@ class SystemSampler:
             "system/memory_bytes": float(self._process.memory_info().rss),
             "system/machine_memory_percent": psutil.virtual_memory().percent,
         }
-        torch = sys.modules.get("torch")  # torch is never loaded for this: a run without torch uses no GPU
-        return found | (_gpu(torch) if torch is not None else {})
-
-
-def _gpu(torch: Any) -> dict[str, float]:
-    """Bytes in use on the run's device by all processes, and its load if nvidia-ml-py is installed."""
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
-        return {}
-    free, total = torch.cuda.mem_get_info()
-    found = {"system/gpu_memory_bytes": float(total - free)}
-    with contextlib.suppress(ImportError, RuntimeError):
-        found["system/gpu_percent"] = float(torch.cuda.utilization())
-    return found
+        torch = sys.modules.get("torch")  # never loaded for this: a run without torch uses no GPU
+        if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+            free, total = torch.cuda.mem_get_info()  # of the run's device, by all processes
+            found["system/gpu_memory_bytes"] = float(total - free)
+            with contextlib.suppress(ImportError, RuntimeError):  # without nvidia-ml-py
+                found["system/gpu_percent"] = float(torch.cuda.utilization())
+        return found

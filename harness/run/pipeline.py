@@ -168,7 +168,7 @@ def train_pipeline(
         if "inputs" not in known:
             write_json(directory / PIPELINE, document)
         tags = {"cohort.pipeline": name}
-        opened = RunLog.open(runs, directory, specs[0], experiment="train", run_name=name, tags=tags)
+        opened = RunLog(runs, directory, specs[0], experiment="train", run_name=name, tags=tags)
         with mirrored(runs, directory), opened as log, stop_on_signals() as should_stop:
             log.inputs(inputs)
             log.resume(-1)

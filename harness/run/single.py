@@ -87,7 +87,7 @@ def measured(
         expecting(inputs),
         own_folder(directory, spec),
         mirrored(runs, directory),
-        RunLog.open(runs, directory, spec, experiment=experiment, run_name=directory.name) as log,
+        RunLog(runs, directory, spec, experiment=experiment, run_name=directory.name) as log,
     ):
         log.inputs(inputs)
         log.prompt(first_prompt(spec, split))
@@ -137,7 +137,7 @@ def run_logged(
         )  # fmt: skip
         on_status(StudyStatus(name=name, question="", trials=(trial,)))
 
-    opened = RunLog.open(runs, directory, spec, experiment="train", run_name=name, tags=tags, on_progress=show)
+    opened = RunLog(runs, directory, spec, experiment="train", run_name=name, tags=tags, on_progress=show)
     with expecting(recorded_inputs(directory)), opened as log:
         result = execute(spec, directory, log, cache=runs / "cache", should_stop=should_stop)
         log.finish(result.state, result.reason, result.summary)

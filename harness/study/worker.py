@@ -166,7 +166,7 @@ def _outcome(claim: Claim, queue: Queue, run_trial: Callable[..., Any], stop: St
         return _with_metrics(Outcome(**ended), objectives)
     name, spec, tags = plan.study.name, plan.spec(claim.key), plan.tags(claim.key)
     title = plan.run_name(claim.key)
-    run_log = RunLog.open(plan.runs, directory, spec, experiment=name, run_name=title, tags=tags)
+    run_log = RunLog(plan.runs, directory, spec, experiment=name, run_name=title, tags=tags)
     judged = _JudgedLog(run_log, plan.study.metric, queue, claim, stop) if queue.prunes else None
     turn = _Turn(queue, claim, run_log, judged, stop)
     try:
