@@ -98,18 +98,8 @@ def last_policy(directory: Path) -> dict[str, torch.Tensor]:
 def test_a_process_that_is_killed_ends_the_attempt_and_the_next_one_goes_on_from_its_checkpoint(tmp_path: Path):
     changes = {**RUN, "device": "cpu", "steps": 60, "checkpoints": {"every": 1}}
     (tmp_path / "run.yaml").write_text(json.dumps(changes))
-    command = [
-        sys.executable,
-        "-m",
-        "cohort",
-        "train",
-        str(tmp_path / "run.yaml"),
-        "--set",
-        "devices=2",
-        "--name",
-        "one",
-    ]
-    agent = subprocess.Popen([*command, "--runs", str(tmp_path)], stderr=subprocess.PIPE, text=True)
+    train_two = ["train", str(tmp_path / "run.yaml"), "--set", "devices=2", "--name", "one", "--runs", str(tmp_path)]
+    agent = subprocess.Popen([sys.executable, "-m", "cohort", *train_two], stderr=subprocess.PIPE, text=True)
     folder, deadline = tmp_path / "train/one", time.monotonic() + 240
     while not list(folder.glob("checkpoints/step-*")):
         assert agent.poll() is None and time.monotonic() < deadline

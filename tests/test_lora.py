@@ -48,6 +48,7 @@ def updated(spec, learner, batch):
 def test_a_new_adapter_changes_nothing_and_only_it_is_trained():
     batch = make_batch(tiny_model(0))
     spec, policy, learner = adapted()
+    assert learner.reference is None  # it is the model without its adapter
     before = logprobs(tiny_model(0), batch)
     assert torch.equal(logprobs(policy, batch), before)
     updated(spec, learner, batch)
@@ -56,24 +57,16 @@ def test_a_new_adapter_changes_nothing_and_only_it_is_trained():
     with adapter_off(policy):
         assert torch.equal(logprobs(policy, batch), before)
     assert torch.equal(logprobs(policy, batch), after)
+    assert torch.allclose(learner.annotate(batch).ref_logprobs_BT, before, atol=1e-6)
     trained = {name for name, p in policy.named_parameters() if p.requires_grad}
     # 7 linear layers (q, k, v, o, gate, up, down) in each of 3 blocks, two matrices each; the head has none
     assert len(trained) == 7 * 3 * 2
     assert trained == adapter_weights(policy).keys()
 
 
-def test_the_reference_is_the_model_without_its_adapter():
-    batch = make_batch(tiny_model(0))
-    spec, policy, learner = adapted()
-    assert learner.reference is None
-    updated(spec, learner, batch)
-    annotated = learner.annotate(batch)
-    assert annotated.ref_logprobs_BT is not None
-    assert torch.allclose(annotated.ref_logprobs_BT, logprobs(tiny_model(0), batch), atol=1e-6)
-    assert not torch.allclose(logprobs(policy, batch), annotated.ref_logprobs_BT, atol=1e-3)
+def test_a_saved_adapter_alone_loads_merged_into_its_base_and_into_peft_and_does_the_same(tmp_path):
+    from peft import PeftModel
 
-
-def test_a_saved_adapter_loads_merged_into_its_base_and_does_the_same(tmp_path):
     batch = make_batch(tiny_model(0))
     spec, policy, learner = adapted()
     updated(spec, learner, batch)
@@ -83,15 +76,6 @@ def test_a_saved_adapter_loads_merged_into_its_base_and_does_the_same(tmp_path):
     save_model(tmp_path, policy, tiny_tokenizer(), base=Base.of("tiny", 0))
     loaded = load_policy(str(tmp_path), seed=7)  # the seed of the base is the one that it was trained with
     assert torch.allclose(logprobs(loaded, batch), logprobs(policy, batch), atol=1e-5)
-
-
-def test_a_saved_adapter_is_all_that_is_saved_and_peft_loads_it(tmp_path):
-    from peft import PeftModel
-
-    batch = make_batch(tiny_model(0))
-    spec, policy, learner = adapted()
-    updated(spec, learner, batch)
-    save_model(tmp_path, policy, tiny_tokenizer(), base=Base.of("tiny", 0))
     assert [file.name for file in tmp_path.glob("*.safetensors")] == ["adapter_model.safetensors"]
     saved = load_file(tmp_path / "adapter_model.safetensors")
     assert sum(x.numel() for x in saved.values()) == sum(x.numel() for x in adapter_weights(policy).values())

@@ -34,69 +34,62 @@ class EngineWithACopy(TransformersEngine):
         return result
 
 
-def update_and_check(engine, policy, size=1e-4, **settings):
-    """One optimiser step of about `size` per weight, as AdamW's first is, then the sync and the check."""
-    groups = engine.generate(PROMPTS, 2, Sampling(max_tokens=12), seed=0, step=0)
-    before = probe(engine, policy, groups)
+def sampled(engine):
+    return engine.generate(PROMPTS, 2, Sampling(max_tokens=12), seed=0, step=0)
+
+
+def update(policy, size):
+    """One optimiser step of about `size` per weight, as AdamW's first is."""
     with torch.no_grad():
         for i, parameter in enumerate(policy.parameters()):
             signs = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(i)).sub(0.5).sign()
             parameter.add_(size * signs.to(parameter.dtype))
+
+
+def update_and_check(engine, policy, size=1e-4, **settings):
+    """An update, the sync and the check."""
+    before = probe(engine, policy, sampled(engine))
+    update(policy, size)
     engine.load_weights(policy.state_dict(), 1)
     return check_sync(engine, policy, before, **settings)
 
 
-def test_an_engine_that_takes_the_weights_over_passes():
-    policy = tiny_model(0)
-    assert update_and_check(EngineWithACopy(policy), policy) < 1e-4
+STALE = {"takes": lambda name: False}
+ALL_BUT_ONE = {"takes": lambda name: "layers.1.mlp.up_proj" not in name}
+LOOSE = {"bound": 1.0}
 
 
-def test_an_engine_that_keeps_the_last_weights_makes_the_run_invalid():
-    policy = tiny_model(0)
-    with pytest.raises(InvalidRun, match=r"stale weights: .* differ by"):
-        update_and_check(EngineWithACopy(policy, takes=lambda name: False), policy, size=1e-3)
+@pytest.mark.parametrize(
+    ("dtype", "engine", "size", "settings", "most"),
+    [("float32", {}, 1e-4, {}, 1e-4), ("float32", {}, 1e-3, LOOSE, 1e-4),
+     ("bfloat16", {"rounding": 0.2}, 2e-3, {}, 0.3),  # the bound allows for its rounding
+     ("float32", STALE, 0.0, {}, 1e-5), ("float32", STALE, 1e-7, {}, 1e-4)],  # no update to miss
+)  # fmt: skip
+def test_an_engine_with_the_learners_weights_passes(dtype, engine, size, settings, most):
+    policy = tiny_model(0).to(getattr(torch, dtype))
+    assert update_and_check(EngineWithACopy(policy, **engine), policy, size, **settings) < most
 
 
-def test_an_update_within_the_bound_is_noticed_by_the_engine_that_does_not_move():
-    policy = tiny_model(0)
-    with pytest.raises(InvalidRun, match="stale weights: the update moved"):
-        update_and_check(EngineWithACopy(policy, takes=lambda name: False), policy, size=1e-3, bound=1.0)
-    policy = tiny_model(0)
-    assert update_and_check(EngineWithACopy(policy), policy, size=1e-3, bound=1.0) < 1e-4
-
-
-def test_a_stale_bfloat16_engine_is_noticed_although_the_bound_allows_for_its_rounding():
-    policy = tiny_model(0).to(torch.bfloat16)
-    with pytest.raises(InvalidRun, match="stale weights: the update moved"):
-        update_and_check(EngineWithACopy(policy, takes=lambda name: False), policy, size=2e-3)
-    policy = tiny_model(0).to(torch.bfloat16)
-    assert update_and_check(EngineWithACopy(policy, rounding=0.2), policy, size=2e-3) < 0.3
-
-
-def test_one_tensor_left_behind_is_noticed():
-    policy = tiny_model(0)
-    with pytest.raises(InvalidRun, match="stale weights"):
-        update_and_check(EngineWithACopy(policy, takes=lambda name: "layers.1.mlp.up_proj" not in name), policy, 1e-2)
-
-
-def test_a_score_that_is_not_a_number_makes_the_run_invalid():
-    policy = tiny_model(0)
-    with pytest.raises(InvalidRun, match="differ by nan"):
-        update_and_check(EngineWithACopy(policy, rounding=float("nan")), policy)
-
-
-def test_no_update_is_no_reason_to_doubt_an_engine_that_did_not_move():
-    policy = tiny_model(0)
-    engine = EngineWithACopy(policy, takes=lambda name: False)
-    assert update_and_check(engine, policy, size=0.0) < 1e-5
-    assert update_and_check(engine, policy, size=1e-7) < 1e-4  # rounding is about 1e-5
+@pytest.mark.parametrize(
+    ("dtype", "engine", "size", "settings", "words"),
+    [("float32", STALE, 1e-3, {}, "stale weights: .* differ by"),
+     ("float32", STALE, 1e-3, LOOSE, "stale weights: the update moved"),
+     ("bfloat16", STALE, 2e-3, {}, "stale weights: the update moved"),
+     ("float32", ALL_BUT_ONE, 1e-2, {}, "stale weights"),
+     ("float32", {"rounding": float("nan")}, 1e-4, {}, "differ by nan")],
+)  # fmt: skip
+def test_stale_weights_and_scores_that_are_no_numbers_make_the_run_invalid(dtype, engine, size, settings, words):
+    policy = tiny_model(0).to(getattr(torch, dtype))
+    with pytest.raises(InvalidRun, match=words):
+        update_and_check(EngineWithACopy(policy, **engine), policy, size, **settings)
 
 
 def test_rows_are_the_prompt_and_the_first_tokens_of_completions_of_different_groups():
     policy = tiny_model(0)
     engine = EngineWithACopy(policy)
-    groups = engine.generate(PROMPTS, 2, Sampling(max_tokens=12), seed=0, step=0)
+    groups = sampled(engine)
     found = probe(engine, policy, groups, num_rows=2, max_tokens=3)
+    assert len(probe(engine, policy, groups[:2]).rows) == 2  # no more than there are groups
     first, third = (tiny_codec().encode(PROMPTS[i].text) for i in (0, 2))  # i * 5 // 2
     assert found.rows == (
         (first + groups[0].rollouts[0].token_ids[:3], len(first)),
@@ -105,18 +98,10 @@ def test_rows_are_the_prompt_and_the_first_tokens_of_completions_of_different_gr
     assert found.learner == pytest.approx([*groups[0].rollouts[0].logprobs[:3], *groups[2].rollouts[0].logprobs[:3]])
 
 
-def test_more_rows_than_groups_are_not_asked_for():
-    policy = tiny_model(0)
-    engine = EngineWithACopy(policy)
-    groups = engine.generate(PROMPTS[:2], 2, Sampling(max_tokens=4), seed=0, step=0)
-    assert len(probe(engine, policy, groups).rows) == 2
-
-
 def test_an_engine_that_shares_the_learners_weights_is_not_probed():
     policy = tiny_model(0)
     engine = TransformersEngine(TransformersEngine.Settings(), policy, tiny_codec())
-    groups = engine.generate(PROMPTS, 2, Sampling(max_tokens=4), seed=0, step=0)
-    assert probe(engine, policy, groups) is None
+    assert probe(engine, policy, sampled(engine)) is None
 
 
 def planted(precision, size, rates=1, missed=True):
@@ -125,14 +110,11 @@ def planted(precision, size, rates=1, missed=True):
     engine = EngineWithACopy(policy, takes=lambda name: not missed)
     engine.policy.to(getattr(torch, precision))
     engine.precision = precision
-    groups = engine.generate(PROMPTS, 2, Sampling(max_tokens=12), seed=0, step=0)
+    groups = sampled(engine)
     before = None
     for _ in range(rates):
         before = probe(engine, policy, groups, before)
-        with torch.no_grad():
-            for i, parameter in enumerate(policy.parameters()):
-                signs = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(i)).sub(0.5).sign()
-                parameter.add_(size * signs)
+        update(policy, size)
         engine.load_weights(policy.state_dict(), 1)
         check_sync(engine, policy, before)
     return before
@@ -157,7 +139,7 @@ def test_an_update_below_notice_is_noticed_when_several_have_been_missed():
 def test_a_probe_goes_on_until_the_learner_has_moved_far_enough_and_keeps_the_runs_usual_difference():
     policy = tiny_model(0)
     engine = EngineWithACopy(policy, rounding=0.05)
-    groups = engine.generate(PROMPTS, 2, Sampling(max_tokens=12), seed=0, step=0)
+    groups = sampled(engine)
     first = probe(engine, policy, groups)
     assert probe(engine, policy, groups, first) is first
     with torch.no_grad():
@@ -174,7 +156,7 @@ def test_the_bound_is_relative_to_the_difference_before_the_runs_first_update():
     assert 0.005 < update_and_check(engine, policy) < 0.02
     policy = tiny_model(0)
     engine = EngineWithACopy(policy, rounding=0.01)
-    before = probe(engine, policy, engine.generate(PROMPTS, 2, Sampling(max_tokens=12), seed=0, step=0))
+    before = probe(engine, policy, sampled(engine))
     engine.rounding = 0.12
     with pytest.raises(InvalidRun, match=r"differ by 0.12 nats .* \(at most 0.1"):
         check_sync(engine, policy, before)

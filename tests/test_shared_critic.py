@@ -9,9 +9,7 @@ from cohort.harness.policy.lora import add_adapter
 from cohort.harness.policy.model import model_config
 from cohort.harness.policy.tiny import tiny_model
 from cohort.harness.run.learner import Learner
-from cohort.harness.run.loop import train
 from cohort.harness.spec.run import parse_run
-from fakes import MemoryLog, StopAfter, assert_same_weights, final_weights
 
 
 def make_spec(critic="shared", weight=1.0, **changes):
@@ -79,13 +77,6 @@ def test_the_value_loss_moves_a_shared_trunk_and_no_separate_policy():
         assert difference > 0.01 if critic == "shared" else difference == 0
 
 
-def test_the_trunks_gradient_is_that_of_the_policy_plus_the_weighted_one_of_the_values():
-    # The loss is linear in the weight, so gradients at three weights lie on a line.
-    at = {w: gradients(make_spec(weight=w), make_batch())[0] for w in (0.5, 1.0, 3.0)}
-    slope = (at[1.0] - at[0.5]) / 0.5
-    assert torch.allclose(at[3.0], at[1.0] + 2.0 * slope, atol=1e-6 * float(at[3.0].norm()))
-
-
 @pytest.mark.parametrize("share_prompts", [True, False])
 def test_the_gradient_does_not_depend_on_the_split_into_microbatches(share_prompts):
     whole = torch.cat(gradients(make_spec(), make_batch(share_prompts)))
@@ -129,18 +120,3 @@ def test_a_shared_trunk_needs_no_memory_for_a_second_one():
     plain = estimate(grpo, model_config("tiny"), 20, torch.device("cpu"))
     assert shared["activations"] == plain["activations"] < separate["activations"]
     assert shared["gradients"] == plain["gradients"] + 4 * 65
-
-
-def test_a_stopped_run_with_a_shared_trunk_resumes_bit_for_bit(tmp_path):
-    spec = make_spec(
-        weight=0.5, cold_start={"steps": 20}, steps=4, sampling={"max_tokens": 12},
-        evaluation={"every": 9, "num_prompts": 4, "num_test_prompts": 4, "num_samples": 1},
-    )  # fmt: skip
-    whole, parts = MemoryLog(), MemoryLog()
-    train(spec, tmp_path / "whole", whole, cache=tmp_path)
-    train(spec, tmp_path / "parts", parts, cache=tmp_path, should_stop=StopAfter(2))
-    assert train(spec, tmp_path / "parts", parts, cache=tmp_path).state == "complete"
-    assert parts.resumed_at == [-1, 2]
-    assert parts.without_clocks() == whole.without_clocks()
-    assert_same_weights(final_weights(tmp_path / "whole"), final_weights(tmp_path / "parts"))
-    assert whole.history("critic/explained_variance")

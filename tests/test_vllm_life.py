@@ -149,11 +149,7 @@ def test_an_engine_that_cannot_wake_to_close_leaves_the_runs_own_end_to_be_told(
     assert "vLLM did not stop cleanly" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [pytest.param({}, marks=pytest.mark.long), pytest.param({"autocast": True}, marks=pytest.mark.long),
-     {"lora": {"rank": 2}, "engine": BFLOAT16}],
-)  # fmt: skip
+@pytest.mark.parametrize("changes", [{}, {"lora": {"rank": 2}, "engine": BFLOAT16}])
 def test_a_run_sleeps_wakes_reloads_and_samples_in_every_step(llm, tmp_path, changes):
     result = train(run_spec(**changes), tmp_path / "run", log := MemoryLog(), cache=tmp_path)
     assert (result.state, result.reason) == ("complete", None)

@@ -72,11 +72,10 @@ class Scorer:
         self.tokenizer = tokenizer
         self.codec = TextCodec(tokenizer)
 
-    def score(self, rows: Sequence[tuple[str, str]], batch_rows: int = 32) -> list[float]:
+    def score(self, rows: Sequence[tuple[str, str]]) -> list[float]:
         """The score of each (prompt, completion), in order."""
         with torch.inference_mode():
-            parts = [self(rows[i : i + batch_rows]) for i in range(0, len(rows), batch_rows)]
-        return [float(value) for part in parts for value in part]
+            return [float(value) for i in range(0, len(rows), 32) for value in self(rows[i : i + 32])]
 
     def __call__(self, rows: Sequence[tuple[str, str]]) -> Tensor:
         """[B] scores, with gradients if they are on."""
@@ -157,8 +156,10 @@ def train_reward_model(
         raise ValueError(f"--out must be a new folder, got '{out}', which exists")
     check_model(model)
     ranked, dropped = read_ranked(sources, by)
-    held_out = [r for r in ranked if _fraction(r.prompt) < HELD_OUT]
-    train = [r for r in ranked if _fraction(r.prompt) >= HELD_OUT]
+    train, held_out = [], []
+    for one in ranked:
+        fraction = int.from_bytes(hashlib.sha256(b"reward-model:" + one.prompt.encode()).digest()[:6]) / 2**48
+        (held_out if fraction < HELD_OUT else train).append(one)
     if not train:
         raise ValueError(
             f"rollouts must hold a prompt whose completions differ in '{by}', got {dropped} prompts without; "
@@ -248,8 +249,3 @@ def pair_loss(scores_K: Tensor, better_KK: Tensor) -> Tensor:
     """Mean of -log sigmoid(s_i - s_j) over the pairs (i, j) in which i is ranked higher."""
     difference = scores_K[:, None] - scores_K[None, :]
     return -F.logsigmoid(difference[better_KK.to(difference.device)]).mean()
-
-
-def _fraction(text: str) -> float:
-    """A number in [0, 1), the same on every machine."""
-    return int.from_bytes(hashlib.sha256(b"reward-model:" + text.encode()).digest()[:6]) / 2**48

@@ -163,7 +163,8 @@ def hidden_states(
         if past is not None:
             keys, values = torch.cat([past[i][0], keys], dim=2), torch.cat([past[i][1], values], dim=2)
         x = torch.addmm(x, _attention(queries, keys, values, bias).transpose(1, 2).reshape(len(x), -1), layer.out)
-        x = torch.addmm(x, _Swiglu.apply(torch.mm(_Normalise.apply(x, shape.epsilon), layer.gate_up)), layer.down)
+        gate, up = torch.mm(_Normalise.apply(x, shape.epsilon), layer.gate_up).chunk(2, dim=-1)
+        x = torch.addmm(x, F.silu(gate) * up, layer.down)
     return _Normalise.apply(x, shape.epsilon).view(rows, columns, -1), states
 
 
@@ -213,26 +214,6 @@ class _Normalise(torch.autograd.Function):
         result, root = ctx.saved_tensors
         share = (gradient * result).mean(dim=-1, keepdim=True)
         return torch.addcmul(gradient, result, share, value=-1).mul_(root), None
-
-
-class _Swiglu(torch.autograd.Function):
-    """SiLU of the first half of the last axis times the second half."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        active = F.silu(gate)
-        ctx.save_for_backward(gate_up, active)
-        return active * up
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore
-        gate_up, active = ctx.saved_tensors
-        result = torch.empty_like(gate_up)
-        (gate, up), (gate_result, up_result) = gate_up.chunk(2, dim=-1), result.chunk(2, dim=-1)
-        torch.mul(gradient, active, out=up_result)
-        torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=gate_result)
-        return result
 
 
 def _reciprocal_root(x: Tensor, epsilon: float) -> Tensor:
