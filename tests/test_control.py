@@ -26,7 +26,7 @@ from cohort.harness.record.status import StudyStatus
 from cohort.harness.record.study import ExploratoryArm, read_study
 from cohort.harness.run import loop
 from cohort.harness.spec.errors import SpecError
-from cohort.harness.spec.study import StudySpec, parse_study
+from cohort.harness.spec.study import StudySpec
 from cohort.harness.study.control import clone_arm, resume_arm, stop_arm
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import HELD, Outcome, Queue, open_storage
@@ -34,6 +34,7 @@ from cohort.harness.study.runner import run_study, study_status, take_up_request
 from cohort.harness.study.worker import worker_main
 from cohort.reports.analysis import analyse
 from cohort.reports.render import write_report as render
+from factories import make_study
 from fake_study import fake_study
 from fake_trials import a_study, begin_study, in_mlflow
 from queues import DONE, METRIC, a_queue, claimed, die, workers_of
@@ -228,23 +229,13 @@ def test_tags_in_mlflow_stop_resume_and_clone_the_arm_of_a_trial_or_stop_all_arm
 
 
 def a_real_study() -> StudySpec:
-    raw = {
-        "name": "real",
-        "question": "Does a stop change anything?",
-        "run": {
-            "task": "arithmetic",
-            "algorithm": {"name": "grpo", "kl_beta": 0.04},
-            "cold_start": {"steps": 30},
-            "rewards": {"format": 1.0},
-            "rollouts_per_step": 16,
-            "steps": 4,
-            "evaluation": {"every": 2, "num_prompts": 8, "num_test_prompts": 8, "num_samples": 2},
-            "checkpoints": {"finished": "weights"},
-        },
-        "arms": {"one": {}},
-        "seeds": [0],
-    }
-    return parse_study(raw, "test")
+    run = {
+        "task": "arithmetic", "algorithm": {"name": "grpo", "kl_beta": 0.04}, "cold_start": {"steps": 30},
+        "rewards": {"format": 1.0}, "rollouts_per_step": 16, "steps": 4,
+        "evaluation": {"every": 2, "num_prompts": 8, "num_test_prompts": 8, "num_samples": 2},
+        "checkpoints": {"finished": "weights"},
+    }  # fmt: skip
+    return make_study(name="real", run=run, arms={"one": {}}, seeds=[0])
 
 
 def train_and_stop(spec: Any, directory: Path, log: Any, *, cache: Path, should_stop: Callable[[], bool]) -> Any:
