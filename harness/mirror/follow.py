@@ -94,9 +94,7 @@ def catch_up(runs: Path, folder: Path | None = None) -> None:
         log.warning("%s cannot be read (%s); the records are whole without it", store_name(runs), error)
         return
     import_mlflow()
-    kinds = {"studies": STUDY, "train": INFO, "evaluate": INFO, "probes": INFO}
-    found = [file.parent for kind, name in kinds.items() for file in sorted((runs / kind).glob(f"*/{name}"))]
-    for one in found if folder is None else [folder.resolve()]:
+    for one in _records(runs) if folder is None else [folder.resolve()]:
         lock = file_lock(one / "mlflow.lock")
         try:
             with lock.acquire(timeout=0):
@@ -116,10 +114,8 @@ def caught_up(runs: Path) -> Iterator[None]:
 
     def look() -> None:
         while not ended.wait(LATER_SECONDS):
-            files = [file for kind in ("studies", "train", "evaluate", "probes") for file in (runs / kind).glob("*")]
-            for folder in files:
-                stamp = _stamp(folder)
-                if seen.get(folder) != stamp and any((folder / name).exists() for name in (STUDY, INFO)):
+            for folder in _records(runs):
+                if seen.get(folder) != (stamp := _stamp(folder)):
                     catch_up(runs, folder)
                     seen[folder] = stamp
 
@@ -131,6 +127,11 @@ def caught_up(runs: Path) -> Iterator[None]:
     finally:
         ended.set()
         thread.join(LATER_SECONDS)
+
+
+def _records(runs: Path) -> list[Path]:
+    kinds = {"studies": STUDY, "train": INFO, "evaluate": INFO, "probes": INFO}
+    return [file.parent for kind, name in kinds.items() for file in sorted((runs / kind).glob(f"*/{name}"))]
 
 
 def _stamp(folder: Path) -> int:

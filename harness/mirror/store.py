@@ -14,7 +14,7 @@ import shutil
 import sqlite3
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,15 +23,14 @@ from urllib.parse import quote, unquote, urlsplit
 
 from ..data import TrialState
 from ..ground.files import file_lock, read_json
-from ..ground.inputs import Inputs, short
+from ..ground.inputs import short
 from ..record.provenance import versions
 from .address import health, remote_uri, tracking_uri
-from .traces import storable, traces_per_split
+from .traces import every, storable, traces_per_split
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Experiment, Run
-    from mlflow.store.entities import PagedList
 
 
 MIN_FREE_BYTES = 100_000_000
@@ -160,11 +159,13 @@ def own_store(runs: Path, scratch: Path) -> str:
     return f"sqlite:///{scratch / 'mlflow.db'}"
 
 
-def source_tags(versions: Mapping[str, str]) -> dict[str, str]:
-    """MLflow's own tags for the code of a run, and the versions."""
+def source_tags(about: Mapping[str, Any]) -> dict[str, str]:
+    """Tags for the code (MLflow's own), the versions and the inputs of a run or a study, cut where a store refuses."""
+    versions, inputs = about["versions"], json.dumps(short(about["inputs"]))[:5000]
     tags = {"mlflow.source.name": "cohort", "mlflow.source.type": "LOCAL", "cohort.versions": json.dumps(versions)}
     commit = versions.get("git_commit", "unknown").removesuffix("-dirty")
-    return tags | ({"mlflow.source.git.commit": commit} if commit != "unknown" else {})
+    tags |= {"mlflow.source.git.commit": commit} if commit != "unknown" else {}
+    return tags | ({"cohort.inputs": inputs} if about["inputs"] else {})
 
 
 def moved_places(runs: Path) -> list[str]:
@@ -173,11 +174,6 @@ def moved_places(runs: Path) -> list[str]:
     if remote_uri() is not None or not store.exists():
         return []
     return [place for place in _look_into(store)[1] if _elsewhere(place, runs)]
-
-
-def inputs_tag(inputs: Inputs) -> dict[str, str]:
-    """One hash or commit for each source that a run or a study reads, cut where a store would refuse it."""
-    return {"cohort.inputs": json.dumps(short(inputs))[:5000]}
 
 
 def experiment_of(client: MlflowClient, runs: Path, name: str) -> Experiment:
@@ -224,16 +220,6 @@ def search_runs(client: MlflowClient, experiments: str | list[str], wanted: str)
     ids = [experiments] if isinstance(experiments, str) else experiments
     order = ["attributes.start_time DESC"]
     return every(lambda token: client.search_runs(ids, wanted, max_results=1000, order_by=order, page_token=token))
-
-
-def every(search: Callable[[str | None], PagedList[Any]]) -> list[Any]:
-    """The items of all pages of a search, which gets the token of a page, None for the first."""
-    page = search(None)
-    found = list(page)
-    while page.token:
-        page = search(page.token)
-        found += page
-    return found
 
 
 def set_tags(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> None:

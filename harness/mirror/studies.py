@@ -28,7 +28,6 @@ from .store import (
     artifacts_of,
     connect,
     experiment_of,
-    inputs_tag,
     log_params,
     search_runs,
     set_tags,
@@ -105,7 +104,7 @@ class StudyMirror:
         if run is None:
             experiment = experiment_of(client, self.runs, spec["name"])
             tags = {"cohort.kind": "study", "cohort.study": spec["name"], "cohort.token": document["id"]}
-            tags |= source_tags(document["versions"])
+            tags |= source_tags(document)
             run = client.create_run(experiment.experiment_id, tags=tags, run_name=spec["name"])
         kept = artifacts_of(run)
         if run.info.run_id != self.place.run_id or (kept is not None and STUDY not in kept):
@@ -129,7 +128,7 @@ class StudyMirror:
             "cohort.command": document["command"],
             "cohort.seeds": json.dumps(spec["seeds"]),
             NOTE: spec["question"],
-            **inputs_tag(document["inputs"]),
+            **source_tags(document),
         }
         set_tags(client, run_id, tags)
         client.update_run(run_id, status="RUNNING")
@@ -156,16 +155,11 @@ class StudyMirror:
             client.set_terminated(run.info.run_id, STATUS_OF["failed"])
 
     def _show_report(self, client: MlflowClient, run_id: str, report: Evidence) -> None:
-        """Attach the report, its numbers as a table, its answer as the note, and give the runs the figures' colours."""
+        """Attach the report, its answer and numbers as the note, and give the runs the figures' colours."""
         client.log_artifacts(run_id, str(self.folder / "report"), "report")
         question = read_json(self.folder / STUDY)["question"]
         note = "\n\n".join(filter(None, [question, report.answer, _markdown(report.means)]))
         tags = {NOTE: note if len(note) <= MAX_NOTE else note[:MAX_NOTE].rpartition("\n")[0]}
-        if report.means:
-            columns = list(report.means[0])  # in the form of MlflowClient.log_table, which needs pandas
-            table = {"columns": columns, "data": [[row[column] for column in columns] for row in report.means]}
-            client.log_dict(run_id, table, "arms.json")
-            tags["mlflow.loggedArtifacts"] = json.dumps([{"path": "arms.json", "type": "table"}])
         set_tags(client, run_id, tags)
         if report.colors:
             groups, experiment = {}, client.get_run(run_id).info.experiment_id
@@ -211,7 +205,10 @@ def fetch_study(runs: Path, name: str) -> None:
 
 def _fetch(runs: Path, name: str) -> None:
     client, folder = connect(runs), runs / "studies" / name
-    parent = _newest_parent(client, name, Place.load(folder).run_id)
+    parent = active_run(client, Place.load(folder).run_id)
+    if parent is None and (experiment := client.get_experiment_by_name(name)) is not None:  # the newest of this name
+        found = search_runs(client, experiment.experiment_id, "tags.`cohort.kind` = 'study'")
+        parent = next(iter(found), None)
     if parent is None:
         return
     if not (folder / STUDY).is_file():
@@ -249,15 +246,6 @@ def study_pages(runs: Path, address: str) -> dict[str, str]:
             page += f"&orderByKey={order}&orderByAsc=false"
         pages[experiments[number].name] = page
     return pages
-
-
-def _newest_parent(client: MlflowClient, name: str, known: str | None) -> Run | None:
-    """The parent run with the id `known`, or else the newest of this name."""
-    if (run := active_run(client, known)) is not None:
-        return run
-    experiment = client.get_experiment_by_name(name)
-    wanted = f"tags.`cohort.kind` = 'study' and tags.`cohort.study` = '{name}'"
-    return next(iter(search_runs(client, experiment.experiment_id, wanted)), None) if experiment else None
 
 
 def _trial_runs(client: MlflowClient, experiment: str, parent: str) -> dict[tuple[str, int], Run]:

@@ -14,16 +14,16 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mlflow.entities import Assessment, Span
     from mlflow.entities.trace_info import TraceInfo
-
+    from mlflow.store.entities import PagedList
 
 TRACES = "COHORT_TRACES"
-DEFAULT_TRACES = 4
 _BATCH = 32
 _PREVIEW = 1000  # characters that MLflow keeps for its tables
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ def traces_per_split() -> int:
 
     ValueError for anything but a whole number.
     """
-    text = os.environ.get(TRACES, str(DEFAULT_TRACES))
+    text = os.environ.get(TRACES, "4")
     if not text.isdecimal():
         raise ValueError(f"{TRACES} must be a whole number of traces for each step and split, 0 or more, got '{text}'")
     return int(text)
@@ -89,10 +89,10 @@ class TraceWriter:
                 TRACE_SCHEMA_VERSION_KEY: str(TRACE_SCHEMA_VERSION),
             },
             tags={"mlflow.traceName": f"{split}, step {step}", **self.tags, **_attributes(row)},
-            assessments=list(self._assessments(place, row, milliseconds)),
+            assessments=self._assessments(place, row, milliseconds),
         )
 
-    def _assessments(self, place: _Place, row: _Row, milliseconds: int) -> Iterator[Assessment]:
+    def _assessments(self, place: _Place, row: _Row, milliseconds: int) -> list[Assessment]:
         """`correct`, `reward`, one for each part of the reward (before its weight), and the expected answer."""
         from mlflow.entities import AssessmentSource, Expectation, Feedback
 
@@ -112,7 +112,7 @@ class TraceWriter:
         found.append(Expectation(name="expected_answer", value=storable(row["gold"]), **common))
         for assessment in found:
             assessment.assessment_id = "a-" + _digest(self.run_id, *place, assessment.name)[:32]
-        yield from found
+        return found
 
     def _span(self, place: _Place, row: _Row, milliseconds: int) -> Span:
         from mlflow.entities import Span
@@ -154,20 +154,19 @@ def delete_traces(uri: str, experiment_id: str, run_id: str) -> None:
 def _traces_of(uri: str, experiment_id: str, run_id: str) -> Sequence[TraceInfo]:
     from mlflow import MlflowClient
 
-    found: list[TraceInfo] = []
-    token = None
-    while True:
-        page = MlflowClient(uri).search_traces(
-            locations=[experiment_id],
-            filter_string=f"metadata.`mlflow.sourceRun` = '{run_id}'",
-            max_results=500,
-            page_token=token,
-            include_spans=False,
-        )
-        found += [trace.info for trace in page]
-        token = page.token
-        if not token:
-            return found
+    search = partial(MlflowClient(uri).search_traces, [experiment_id], max_results=500, include_spans=False)
+    wanted = f"metadata.`mlflow.sourceRun` = '{run_id}'"
+    return [one.info for one in every(lambda token: search(filter_string=wanted, page_token=token))]
+
+
+def every(search: Callable[[str | None], PagedList[Any]]) -> list[Any]:
+    """The items of all pages of a search, which gets the token of a page, None for the first."""
+    page = search(None)
+    found = list(page)
+    while page.token:
+        page = search(page.token)
+        found += page
+    return found
 
 
 def _attributes(row: _Row) -> dict[str, str]:

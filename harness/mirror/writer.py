@@ -31,7 +31,6 @@ from .store import (
     artifacts_of,
     as_stored,
     experiment_of,
-    inputs_tag,
     log_params,
     search_runs,
     set_tags,
@@ -148,11 +147,9 @@ class RunMirror:
         assert self._attached is not None
         client, info = self._attached
         finish = self._history.finish[0] if self._history.finish else None
-        values = {(key, step): self._history.history[key][step] for key, step in self._pending}
-        if self._contradicts(values) or (finish and self._went_further(finish)):
+        if self._is_contradicted(finish):
             self._replace(client, info)
-            values = {(key, step): self._history.history[key][step] for key, step in self._pending}
-        self._copy_metrics(client, values)
+        self._copy_metrics(client)
         if self._samples_changed and (finish or time.monotonic() - self._samples_at > SAMPLES_SECONDS):
             self._copy_samples(client)
         self._copy_traces(info)
@@ -163,18 +160,15 @@ class RunMirror:
             self.place.save(self.directory)
             self._known = True
 
-    def _contradicts(self, values: Mapping[_Key, tuple[float, int]]) -> bool:
-        """Whether the store has another value for one of these, except for costs."""
-        known = {key: as_stored(value) for key, (value, _) in values.items() if key in self._stored}
-        return any(
-            value != self._stored[key] and not (math.isnan(value) and math.isnan(self._stored[key]))
-            for key, value in known.items()
-            if key[0].partition("/")[0] not in COST_AREAS
-        )
-
-    def _went_further(self, finish: Mapping[str, Any]) -> bool:
-        """Whether the store has values of steps that this run, now ended, never reached."""
-        return finish["state"] in FINAL and any(
+    def _is_contradicted(self, finish: Mapping[str, Any] | None) -> bool:
+        """Whether the store has another value than the record, except for costs, or steps that the ended run lacks."""
+        for key, step in self._stored.keys() & {*self._pending}:
+            known, value = self._stored[key, step], as_stored(self._history.history[key][step][0])
+            same = value == known or (math.isnan(value) and math.isnan(known))
+            if not same and key.partition("/")[0] not in COST_AREAS:
+                return True
+        ended = finish is not None and finish["state"] in FINAL
+        return ended and any(
             step not in self._history.history.get(key, {})
             for key, step in self._stored
             if not key.startswith((SUMMARY, SYSTEM))
@@ -221,7 +215,7 @@ class RunMirror:
         self.place.token = uuid.uuid4().hex
         self.place.save(self.directory)
         tags = {"cohort.kind": "run", "cohort.token": self.place.token, "cohort.trial": self.directory.name}
-        tags |= source_tags(info.versions) | {key: storable(value) for key, value in info.tags.items()}
+        tags |= source_tags(vars(info)) | {key: storable(value) for key, value in info.tags.items()}
         if parent is not None:
             tags["mlflow.parentRunId"] = parent
         began = self._history.attempts[0]["time"]
@@ -233,16 +227,17 @@ class RunMirror:
         client.log_inputs(self._run_id, datasets=_datasets(info))
         if info.inputs:
             client.log_dict(self._run_id, info.inputs, "inputs.json")
-            set_tags(client, self._run_id, inputs_tag(info.inputs))
+            set_tags(client, self._run_id, source_tags(vars(info)))
         if info.prompt:
             client.log_text(self._run_id, info.prompt, "prompt.txt")
         client.log_text(self._run_id, yaml.safe_dump(info.spec, sort_keys=False), "config.yaml")
         if (self.directory / DIFF).exists():
             client.log_artifact(self._run_id, str(self.directory / DIFF))
 
-    def _copy_metrics(self, client: MlflowClient, values: Mapping[_Key, tuple[float, int]]) -> None:
+    def _copy_metrics(self, client: MlflowClient) -> None:
         from mlflow.entities import Metric
 
+        values = {(key, step): self._history.history[key][step] for key, step in self._pending}
         while batch := self._pending[:1000]:  # MLflow's limit per request
             new = [key for key in dict.fromkeys(batch) if key not in self._stored]
             if new:
@@ -298,32 +293,23 @@ class RunMirror:
                 metrics = [Metric(SUMMARY + key, value, finish["time"], 0) for key, value in summary.items()]
                 client.log_batch(self._run_id, metrics)
             if finish["state"] != "paused" and remote_uri() is not None:
-                self._copy_record(client)
-            set_tags(client, self._run_id, tags | self._policy_tag(info, finish))
+                names = [INFO, EVENTS, RESULT, PROBE] + [f"{kept}/*.jsonl" for kept in ("completions", "rollouts")]
+                for file in (file for name in names for file in self.directory.glob(name)):
+                    folder = (RECORD / file.relative_to(self.directory)).parent.as_posix()
+                    client.log_artifact(self._run_id, str(file), folder)  # for hosts that share only a server
+            set_tags(client, self._run_id, tags | (self._policy_tag(info) if finish["state"] in FINAL else {}))
             client.set_terminated(self._run_id, STATUS[finish["state"]], end_time=finish["time"])
         self._told = told
 
-    def _copy_record(self, client: MlflowClient) -> None:
-        """The record itself, for hosts that share only a server."""
-        names = [INFO, EVENTS, RESULT, PROBE] + [f"{kept}/*.jsonl" for kept in ("completions", "rollouts")]
-        for file in (file for name in names for file in self.directory.glob(name)):
-            folder = (RECORD / file.relative_to(self.directory)).parent.as_posix()
-            client.log_artifact(self._run_id, str(file), folder)
-
-    def _policy_tag(self, info: RunInfo, finish: Mapping[str, Any]) -> dict[str, str]:
+    def _policy_tag(self, info: RunInfo) -> dict[str, str]:
         """The path of the final policy relative to the runs folder, so that it also holds in a copied folder."""
         kept = info.spec.get("checkpoints", {}).get("finished")
-        if kept is None:
-            kept = "nothing" if "cohort.study" in info.tags else "weights"
         policy = max(self.directory.glob("checkpoints/step-*/policy"), default=None)
-        if finish["state"] not in FINAL or policy is None:
+        if policy is None:
             return {}
-        where = (
-            Path(os.path.relpath(policy, self.runs)).as_posix()
-            if kept == "weights"
-            else "not kept; checkpoints.finished=weights keeps it"
-        )
-        return {POLICY: storable(where)}
+        if kept == "weights" or (kept is None and "cohort.study" not in info.tags):
+            return {POLICY: storable(Path(os.path.relpath(policy, self.runs)).as_posix())}
+        return {POLICY: "not kept; checkpoints.finished=weights keeps it"}
 
     @property
     def _run_id(self) -> str:
