@@ -103,12 +103,6 @@ class Comparison:
         return statistics.t_interval(self.values, self.first)
 
     @cached_property
-    def sign_flip_p(self) -> float:
-        """NaN also if the spread of the differences decided the number of seeds: other signs would have led to another
-        number."""
-        return statistics.sign_flip_test(self.values) if self.first is None else math.nan
-
-    @cached_property
     def improvement(self) -> Interval:
         """The probability that a run of the arm is above one of the baseline, over all seeds of both."""
         arm, baseline = self.summary.values, self.baseline.values

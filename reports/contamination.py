@@ -51,18 +51,13 @@ class Finding:
 
 def judge(probed: Scores, reference: Scores, rng: Generator) -> list[Finding]:
     """The finding of every test, in order; both sides have the same tests."""
-    known = {name: [_known(side[name]) for side in (probed, reference)] for name in probed}
-    tests = [permutation_test(one, other, rng) for one, other in known.values()]
-    reverse = [permutation_test(other, one, rng) for one, other in known.values()]
-    p_values = zip(tests, holm(tests), reverse, strict=True)
+    known = [[[x for x in side[name] if not math.isnan(x)] for side in (probed, reference)] for name in probed]
+    tests = [permutation_test(one, other, rng) for one, other in known]
+    reverse = [permutation_test(other, one, rng) for one, other in known]
     return [
-        Finding(name, _mean(one), _mean(other), len(one), len(other), *ps)
-        for (name, (one, other)), ps in zip(known.items(), p_values, strict=True)
+        Finding(name, *(fmean(side) if side else math.nan for side in sides), *map(len, sides), *ps)
+        for name, sides, *ps in zip(probed, known, tests, holm(tests), reverse, strict=True)
     ]
-
-
-def _mean(scores: Sequence[float]) -> float:
-    return fmean(scores) if scores else math.nan
 
 
 def verdict(findings: Sequence[Finding], probed: str, reference: str) -> str:
@@ -85,17 +80,12 @@ def summary(document: Mapping[str, Any]) -> dict[str, Any]:
     """A probe (`probe.json`) as text: title, headers, rows, exact completions, verdict, examples."""
     probed, reference = f"the {document['split']} problems", f"those of {document['reference']}"
     findings = [Finding(**one) for one in document["findings"]]
-    rows = [
-        [
-            MEANINGS.get(one.probe, one.probe),
-            _counted(one.probed, one.num_probed),
-            _counted(one.reference, one.num_reference),
-            p_value(one.p),
-            p_value(one.p_adjusted),
-            "yes" if one.is_flagged else "no",
-        ]
-        for one in findings
-    ]
+    rows = []
+    for one in findings:
+        sides = ((one.probed, one.num_probed), (one.reference, one.num_reference))
+        means = [f"{mean:.3f} ({count})" if count else "n/a" for mean, count in sides]
+        ps = [p_value(one.p), p_value(one.p_adjusted)]
+        rows.append([MEANINGS.get(one.probe, one.probe), *means, *ps, "yes" if one.is_flagged else "no"])
     exact = [f"{100 * document[key]:.1f} %" for key in ("exact", "exact_reference")]
     return {
         "title": f"{document['model']} on {document['task']}, probe {document['name']}",
@@ -106,11 +96,3 @@ def summary(document: Mapping[str, Any]) -> dict[str, Any]:
         "is_flagged": any(one.is_flagged for one in findings),
         "examples": document["examples"],
     }
-
-
-def _known(values: Sequence[float]) -> list[float]:
-    return [value for value in values if not math.isnan(value)]
-
-
-def _counted(value: float, count: int) -> str:
-    return f"{value:.3f} ({count})" if count else "n/a"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..harness.data import component_arm
-from .analysis import Analysis, Comparison, ControlArm
+from .analysis import Analysis, Comparison
 from .prose import wording
 from .statistics import ALPHA, Interval, t_interval
 from .trials import ArmSummary
@@ -113,21 +113,17 @@ def ranked_components(analysis: Analysis) -> list[Component]:
 
 def verdicts(analysis: Analysis) -> list[Verdict]:
     """Every control with every arm that it can be compared with, in the order of the controls."""
-    return [_verdict(one, control, analysis) for control in analysis.controls for one in control.comparisons]
-
-
-def _verdict(comparison: Comparison, control: ControlArm, analysis: Analysis) -> Verdict:
-    arm, metric = comparison.summary, analysis.outcome.name
-    above = analysis.comparison(arm.label)
-    if not _gains(arm) and not (above is not None and above.is_detected and above.estimate > 0):
-        return Verdict(arm.label, control.summary.label, comparison, "no effect")
-    reasons = []
-    if not (comparison.p < ALPHA and comparison.estimate > 0):
-        reasons.append("the arm is not detectably above it")
-    if (gain := control.summary.gain) is not None and _gains(control.summary):
-        reasons.append(f"it gains {wording.points(gain.estimate, metric, gain)} itself")
-    reading = "unexplained" if reasons else "not reproduced"
-    return Verdict(arm.label, control.summary.label, comparison, reading, " and ".join(reasons))
+    found = []
+    for control, one in ((each.summary, one) for each in analysis.controls for one in each.comparisons):
+        above, reasons, reading = analysis.comparison(one.arm), [], "no effect"
+        if _gains(one.summary) or (above is not None and above.is_detected and above.estimate > 0):
+            if not (one.p < ALPHA and one.estimate > 0):
+                reasons.append("the arm is not detectably above it")
+            if (gain := control.gain) is not None and _gains(control):
+                reasons.append(f"it gains {wording.points(gain.estimate, analysis.outcome.name, gain)} itself")
+            reading = "unexplained" if reasons else "not reproduced"
+        found.append(Verdict(one.arm, control.label, one, reading, " and ".join(reasons)))
+    return found
 
 
 def _gains(arm: ArmSummary) -> bool:

@@ -49,7 +49,14 @@ def join(records: Sequence[StudyRecord]) -> JoinedStudy:
                 f"{record.metric}; compare studies of one metric"
             )
     _check_settings(records)
-    _check_problems(records)
+    known = {record.name: set(one.per_problem) for record in records for one in record.trials if one.per_problem}
+    for other, there in known.items():
+        name, here = next(iter(known.items()))
+        if here != there:  # a data set may have changed under equal settings
+            raise ValueError(
+                f"studies must share their test problems to be compared: '{name}' has {len(here)}, '{other}' "
+                f"{len(there)}, {len(here & there)} of them in both; the data or the split changed between them"
+            )
     questions = dict.fromkeys(record.question for record in records)
     keys = dict.fromkeys(key for record in records for key in record.versions)
     return JoinedStudy(
@@ -65,11 +72,7 @@ def join(records: Sequence[StudyRecord]) -> JoinedStudy:
         command="\n".join([*(record.command for record in records), f"cohort report {' '.join(names)}"]),
         versions={key: " / ".join(dict.fromkeys(one.versions.get(key, "unknown") for one in records)) for key in keys},
         arm_seeds={_label(record, arm): record.seeds for record in records for arm in record.arms},
-        studies={
-            _label(record, arm): record.name
-            for record in records
-            for arm in [*record.arms, *(trial.arm for trial in record.trials)]
-        },
+        studies={_label(r, arm): r.name for r in records for arm in [*r.arms, *(trial.arm for trial in r.trials)]},
         warnings=_warnings(records),
         stopped=[_label(record, arm) for record in records for arm in record.stopped],
     )
@@ -98,18 +101,6 @@ def _check_settings(records: Sequence[StudyRecord]) -> None:
             f"studies must share the task and how accuracy is measured to be compared: {key} is {shown}{more}; "
             "run one of them again with the other's setting (--set)"
         )
-
-
-def _check_problems(records: Sequence[StudyRecord]) -> None:
-    """All studies must share their test problems: a data set may have changed under equal settings."""
-    known = {record.name: set(one.per_problem) for record in records for one in record.trials if one.per_problem}
-    for other, there in known.items():
-        first, here = next(iter(known.items()))
-        if here != there:
-            raise ValueError(
-                f"studies must share their test problems to be compared: '{first}' has {len(here)}, '{other}' "
-                f"{len(there)}, {len(here & there)} of them in both; the data or the split changed between them"
-            )
 
 
 def _warnings(records: Sequence[StudyRecord]) -> dict[str, dict[str, str]]:

@@ -55,9 +55,8 @@ _JINJA: dict[str, Any] = {
 }
 _FILTERS: dict[str, Any] = {
     **{name: getattr(wording, name) for name in ("p_value", "factor_title", "number", "limits", "shorten")},
-    **{name: getattr(wording, name) for name in ("quantity", "size")},
+    **{name: getattr(wording, name) for name in ("quantity", "size", "cost")},
     "duration": lambda seconds: duration(seconds, "n/a"),
-    "cost": lambda value, key: (wording.operations if key.startswith("flops") else wording.hours)(value),
 }
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 # An interval such as [0.1, 2.3] is left readable; without "](" and "]:" it cannot become a link.

@@ -36,7 +36,6 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(400)
 LEVEL = 0.95
 ALPHA = 0.05
 POWER = 0.8
-EXACT_SIGN_FLIPS = 16
 RARE = 5
 
 # Method -> seeds -> percent of the simulations described above. P(higher) is the probability of improvement of an arm
@@ -81,13 +80,6 @@ class CrossedVariance:
     def of_mean(self, num_seeds: float, num_problems: float) -> float:
         """Variance of the mean over that many seeds and problems."""
         return self.seed / num_seeds + self.problem / num_problems + self.rest / (num_seeds * num_problems)
-
-
-def interquartile_mean(scores_S: ArrayLike) -> float:
-    """Mean of the middle half (Agarwal et al. 2021, arXiv:2108.13264); with fewer than 4 values the plain mean."""
-    values = np.sort(np.asarray(scores_S, dtype=float))
-    cut = len(values) // 4
-    return float(values[cut : len(values) - cut].mean())
 
 
 def t_interval(scores_S: ArrayLike, first: int | None = None) -> Interval | None:
@@ -226,20 +218,6 @@ def t_test(difference: Interval, resolution: float = 0.0) -> float:
     if error <= 1e-12 * abs(difference.estimate):  # no spread but that of the computer's own rounding
         return math.nan
     return float(2 * special.stdtr(difference.df, -abs(difference.estimate) / error))
-
-
-def sign_flip_test(differences_S: ArrayLike) -> float:
-    """Exact two-sided p-value of paired differences with arbitrary signs (Fisher 1935); assumes no normality.
-
-    With S seeds it cannot fall below 2 / 2^S: 0.25 for 3 seeds. NaN with 1 seed or more than 16.
-    """
-    differences = np.asarray(differences_S, dtype=float)
-    if not 2 <= differences.size <= EXACT_SIGN_FLIPS:
-        return math.nan
-    signs = np.array(list(itertools.product((1.0, -1.0), repeat=differences.size)))
-    sums = np.abs(signs @ differences)
-    observed = abs(float(differences.sum()))
-    return float(np.mean(sums >= observed * (1 - 1e-9)))
 
 
 def permutation_test(values_N: ArrayLike, others_M: ArrayLike, rng: Generator, resamples: int = 9999) -> float:

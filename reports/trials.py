@@ -156,10 +156,6 @@ class ArmSummary:
     def bootstrap(self) -> Interval | None:
         return statistics.bootstrap_interval(self.values, self.rng_seed)
 
-    @property
-    def interquartile_mean(self) -> float:
-        return statistics.interquartile_mean(self.values) if self.scores else math.nan
-
     def cells_of(self, seeds: Iterable[int]) -> Floats | None:
         """The rows of `cells` that belong to these seeds."""
         order = list(self.scores)

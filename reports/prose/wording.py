@@ -102,16 +102,17 @@ def quantity(count: float | None) -> str:
     return f"{count:.0f}"
 
 
-def operations(count: float | None) -> str:
-    """Floating-point operations: `3.41 TFLOP`."""
-    if count is None or math.isnan(count):
+def cost(value: float | None, key: str) -> str:
+    """A cost of an arm: `3.41 TFLOP` for `flops_*`, hours for seconds."""
+    if value is None:
         return "n/a"
+    return operations(value) if key.startswith("flops") else f"{value / 3600:.3g}"
+
+
+def operations(count: float) -> str:
+    """Floating-point operations: `3.41 TFLOP`."""
     scale, prefix = next(((s, p) for s, p in ((1e18, "E"), (1e15, "P"), (1e12, "T")) if count >= s), (1e9, "G"))
     return f"{count / scale:.3g} {prefix}FLOP"
-
-
-def hours(seconds: float | None) -> str:
-    return "n/a" if seconds is None else f"{seconds / 3600:.3g}"
 
 
 def size(num_bytes: float | None) -> str:
