@@ -108,10 +108,8 @@ def dynamics(analysis: Analysis) -> list[Drawing]:
 
 def label_quality(analysis: Analysis) -> list[Drawing]:
     """For each arm that is paid by a majority vote: how often its labels are right, how clear the votes are."""
-    shown, drawings = _curve_trials(analysis), []
-    voting = [
-        arm for arm, trials in shown.items() if any(setting(t.spec, "rewards.majority_vote.weight") for t in trials)
-    ]
+    shown, drawings, weight = _curve_trials(analysis), [], "rewards.majority_vote.weight"
+    voting = [arm for arm, trials in shown.items() if any(setting(trial.spec, weight) for trial in trials)]
     for number, arm in enumerate(voting):
         for name, question, caption, metrics, unit in (
             ("labels", "Are the majority labels right?", _LABELS_CAPTION, _LABELS, "% right"),
@@ -137,10 +135,20 @@ def capability_curves(analysis: Analysis, found: Capabilities | None) -> list[Dr
     taus = np.linspace(0, 1, 41)[1:]
 
     def lines(
-        x: Floats, read: Callable[[Capability, float], tuple[Floats, Interval | None]], scale: float
+        x_X: Floats, read: Callable[[Capability, float], tuple[Floats, Interval | None]], scale: float
     ) -> list[_Line]:
-        curves = [*((one, True) for one in found.before), *((one, False) for one in found.after.values())]
-        return [_capability_line(analysis, one, start, x, read, scale) for one, start in curves]
+        """`read` gives each problem's value at a position and the interval of their mean."""
+        drawn_lines = []
+        for one, is_start in [*((one, True) for one in found.before), *((one, False) for one in found.after.values())]:
+            shown = x_X[x_X <= one.num_samples]
+            points = [read(one, float(x)) for x in shown]
+            band = [(math.nan, math.nan) if limits is None else (limits.low, limits.high) for _, limits in points]
+            mean = np.array([100 * float(values.mean()) for values, _ in points])
+            is_arm = one.label in [arm.label for arm in analysis.arms]
+            name = "before training" if is_start else style.end_label(analysis, one.label)
+            color = color_of(analysis, one.label) if is_arm else style.MUTED
+            drawn_lines.append(_Line(name, color, scale * shown, mean, 100 * np.array(band).T, is_dashed=is_start))
+        return drawn_lines
 
     passes = lines(sizes, lambda one, k: (one.passes(int(k)), one.pass_at(int(k))), 1.0)
     covers = lines(taus, lambda one, tau: (one.covers(tau), one.cover_at(tau)), 100.0)
@@ -239,25 +247,6 @@ def _line(name: str, color: str, series: Series, scale: float, marker: str = "")
     ends = np.stack([values_ST.min(axis=0), values_ST.max(axis=0)])
     band_2T = ends if len(values_ST) > 1 else np.full_like(ends, math.nan)
     return _Line(name, color, series.x_T, values_ST.mean(axis=0), band_2T, marker)
-
-
-def _capability_line(
-    analysis: Analysis,
-    one: Capability,
-    is_start: bool,
-    x_X: Floats,
-    read: Callable[[Capability, float], tuple[Floats, Interval | None]],
-    scale: float,
-) -> _Line:
-    """The curve of one policy; `read` gives each problem's value at a position and the interval of their mean."""
-    shown = x_X[x_X <= one.num_samples]
-    points = [read(one, float(x)) for x in shown]
-    band = [(math.nan, math.nan) if found is None else (100 * found.low, 100 * found.high) for _, found in points]
-    mean = np.array([100 * float(values.mean()) for values, _ in points])
-    is_arm = one.label in [arm.label for arm in analysis.arms]
-    name = "before training" if is_start else style.end_label(analysis, one.label)
-    color = color_of(analysis, one.label) if is_arm else style.MUTED
-    return _Line(name, color, scale * shown, mean, np.array(band).T, is_dashed=is_start)
 
 
 def _line_chart(lines: Iterable[_Line], x_label: str, unit: str, log_ticks: Sequence[int] = ()) -> Draw:

@@ -8,9 +8,10 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -22,22 +23,24 @@ from ..prose import wording
 from ..statistics import ALPHA
 from ..trials import search_of, tuning_of
 from . import style
-from .style import Draw, Drawing, End, axis_label, chart, color_of, cut, drawn, scale_of
+from .style import Drawing, End, axis_label, chart, color_of, cut, drawn, scale_of
 
 _MOST_SETTINGS, _MOST_LEVELS = 6, 6
 _LOGARITHMIC = 20  # largest value over smallest from which on a scale is logarithmic
+_Axis = tuple[list[float], list[tuple[float, str]]]  # places of the arms and ticks (place, label), all in [0, 1]
 
 
 @dataclass(frozen=True)
 class _Space:
     """The arms that have a value, in the study's order.
 
+    of        which of several searches, at the end of a title
     values_M  metric -> value of each arm, as it is shown; colour and slices are those of the first metric
     shade     the meaning of a stronger colour; empty if values have no colour
     left_out  a sentence on the arms without a value
     """
 
-    name: str
+    of: str
     settings: Sequence[str]
     parameters: Sequence[Mapping[str, Any]]
     values_M: Mapping[str, Sequence[float]]
@@ -49,23 +52,12 @@ class _Space:
         return next(iter(self.values_M))
 
     @property
-    def of(self) -> str:
-        return f" of {cut(self.name, 40)}" if self.name else ""
-
-    @property
     def alphas(self) -> list[float]:
         """The opacity of each arm's colour: better arms are stronger."""
         sign = {"higher": 1, "lower": -1}.get(self.shade, 0)
         values = [sign * value for value in self.values_M[self.metric]]
         low, high = min(values), max(values)
         return [0.3 + 0.7 * (value - low) / (high - low) if high > low else 0.55 for value in values]
-
-
-class _Axis(NamedTuple):
-    """`places` of the arms and `ticks` (place, label), all in [0, 1]."""
-
-    places: Sequence[float]
-    ticks: Sequence[tuple[float, str]]
 
 
 def parallel_coordinates(analysis: Analysis) -> list[Drawing]:
@@ -77,20 +69,20 @@ def parallel_coordinates(analysis: Analysis) -> list[Drawing]:
         none = "one colour, as no effect of the grid is detected"
         shade = f"stronger colour is {space.shade}" if space.shade else none
         most = f" {len(shown)} of {len(space.settings)} settings, by importance." if shown != space.settings else ""
-        caption = f"A line per arm; {shade}.{most} {space.left_out}".strip()
-        drawings.append(drawn(f"parallel_{number}", title, caption, _parallel(space, shown), style.WIDE, 3.1))
+        caption, draw = f"A line per arm; {shade}.{most} {space.left_out}".strip(), partial(_parallel, space, shown)
+        drawings.append(drawn(f"parallel_{number}", title, caption, draw, style.WIDE, 3.1))
     return drawings
 
 
 def slices(analysis: Analysis) -> list[Drawing]:
     """The value of every arm against one setting, for each setting."""
-    return [
-        drawn(f"slice_{number}_{place}",
-              f"{wording.capitalised(wording.spoken(space.metric))} against {short_path(path)}{space.of}",
-              "A dot per arm; bar: mean of the arms at a level.", _slice(space, path), style.NARROW, 2.6)
-        for number, space in enumerate(_spaces(analysis))
-        for place, path in enumerate(space.settings)
-    ]  # fmt: skip
+    caption, drawings = "A dot per arm; bar: mean of the arms at a level.", []
+    for number, space in enumerate(_spaces(analysis)):
+        for place, path in enumerate(space.settings):
+            title = f"{wording.capitalised(wording.spoken(space.metric))} against {short_path(path)}{space.of}"
+            draw = chart(partial(_slice, space, path), cut(path, 50), axis_label(space.metric))
+            drawings.append(drawn(f"slice_{number}_{place}", title, caption, draw, style.NARROW, 2.6))
+    return drawings
 
 
 def best_so_far(analysis: Analysis) -> list[Drawing]:
@@ -100,25 +92,23 @@ def best_so_far(analysis: Analysis) -> list[Drawing]:
         return []
     ((metric, direction),) = objectives.items()
     choose, best = (min, "lowest") if direction == "minimize" else (max, "highest")
-    numbered = {name: enumerate(search["arms"], 1) for name, search in searches.items()}
-    points = {
-        name: [(number, scale_of(metric) * arm["values"][metric]) for number, arm in arms if _is_known(arm, metric)]
-        for name, arms in numbered.items()
-    }
-    if not any(points.values()):
+    known: dict[str, list[tuple[int, float]]] = {}
+    for name, search in searches.items():
+        for number, arm in enumerate(search["arms"], 1):
+            if _is_known(arm, metric):
+                known.setdefault(name, []).append((number, scale_of(metric) * arm["values"][metric]))
+    if not known:
         return []
 
     def plot(axes: Axes) -> list[End]:
         ends = []
-        for name, found in points.items():
-            if found:
-                color = color_of(analysis, name) if name else style.PALETTE[0]
-                numbers, values = zip(*found, strict=True)
-                bests = list(accumulate(values, choose))
-                axes.plot(numbers, values, "o", color=color, ms=3.2, alpha=0.6, mew=0)
-                steps = [*numbers, len(searches[name]["arms"])], [*bests, bests[-1]]
-                axes.step(*steps, where="post", color=color, lw=1.7)
-                ends.append((bests[-1], name or wording.number(bests[-1] / scale_of(metric), metric), color))
+        for name, found in known.items():
+            color, (numbers, values) = color_of(analysis, name) if name else style.PALETTE[0], zip(*found, strict=True)
+            bests = list(accumulate(values, choose))
+            axes.plot(numbers, values, "o", color=color, ms=3.2, alpha=0.6, mew=0)
+            steps = [*numbers, len(searches[name]["arms"])], [*bests, bests[-1]]
+            axes.step(*steps, where="post", color=color, lw=1.7)
+            ends.append((bests[-1], name or wording.number(bests[-1] / scale_of(metric), metric), color))
         return ends
 
     title = f"{wording.capitalised(wording.spoken(metric))}: the best arm so far"
@@ -148,7 +138,7 @@ def _spaces(analysis: Analysis) -> Iterator[_Space]:
         settings = sorted(shared, key=lambda path: -importance.get(path, 0.0))
         values = {metric: [scale_of(metric) * arm["values"][metric] for arm in arms] for metric in objectives}
         shade = "lower" if next(iter(objectives.values())) == "minimize" else "higher"
-        yield _Space(name, settings, parameters, values, shade, left_out)
+        yield _Space(f" of {cut(name, 40)}" if name else "", settings, parameters, values, shade, left_out)
 
 
 def _is_known(arm: Mapping[str, Any], metric: str) -> bool:
@@ -161,53 +151,45 @@ def _searches(analysis: Analysis) -> Mapping[str, Mapping[str, Any]]:
     return tuning_of(analysis.record) or ({"": search} if search is not None else {})
 
 
-def _parallel(space: _Space, settings: Sequence[str]) -> Draw:
+def _parallel(space: _Space, settings: Sequence[str], figure: Figure) -> None:
     axes_A = {short_path(path): _axis_of([one[path] for one in space.parameters]) for path in settings}
     axes_A |= {axis_label(metric, wording.spoken(metric)): _axis_of(v) for metric, v in space.values_M.items()}
-    places = [_spread(axis.places, space.values_M[space.metric]) for axis in axes_A.values()]
+    places = [_spread(places, space.values_M[space.metric]) for places, _ in axes_A.values()]
     alphas, right = space.alphas, len(axes_A) - 1
-    is_tight = right > 4  # then neighbours share the width, one above the other
-
-    def draw(figure: Figure) -> None:
-        axes = figure.add_axes((0.11, 0.24, 0.79, 0.6))
-        axes.set_axis_off()
-        axes.set_xlim(0, right)
-        axes.set_ylim(0, 1)
-        for arm in sorted(range(len(alphas)), key=lambda arm: alphas[arm]):
-            line = {"color": style.PALETTE[0], "alpha": alphas[arm], "lw": 1.4 if len(alphas) <= 40 else 0.9}
-            axes.plot([one[arm] for one in places], **line, clip_on=False, zorder=2)
-        for place, (name, axis) in enumerate(axes_A.items()):
-            axes.axvline(place, color=style.MUTED, lw=0.8, clip_on=False, zorder=1)
-            box = {"facecolor": "white", "alpha": 0.8, "pad": 0.8, "lw": 0}
-            side, align = (-4, "right") if place < right else (4, "left")
-            shown = {"textcoords": "offset points", "ha": align, "va": "center", "size": 7.5, "zorder": 3, "bbox": box}
-            for height, label in axis.ticks:
-                axes.annotate(cut(label, 12), (place, height), (side, 0), color=style.MUTED, **shown)
-            align, shift = {0: ("left", -26), right: ("right", 28)}.get(place, ("center", 0))
-            text, lower = "\n".join(style.wrapped(name, 84 // len(axes_A), 2)), 22 * (is_tight and place % 2)
-            below = {"textcoords": "offset points", "va": "top", "size": 7.5, "weight": "bold"}
-            axes.annotate(text, (place, 0), (shift, -7 - lower), ha=align, **below)
-
-    return draw
+    axes = figure.add_axes((0.11, 0.24, 0.79, 0.6))
+    axes.set_axis_off()
+    axes.set_xlim(0, right)
+    axes.set_ylim(0, 1)
+    for arm in sorted(range(len(alphas)), key=lambda arm: alphas[arm]):
+        line = {"color": style.PALETTE[0], "alpha": alphas[arm], "lw": 1.4 if len(alphas) <= 40 else 0.9}
+        axes.plot([one[arm] for one in places], **line, clip_on=False, zorder=2)
+    for place, (name, (_, ticks)) in enumerate(axes_A.items()):
+        axes.axvline(place, color=style.MUTED, lw=0.8, clip_on=False, zorder=1)
+        box = {"facecolor": "white", "alpha": 0.8, "pad": 0.8, "lw": 0}
+        side, align = (-4, "right") if place < right else (4, "left")
+        shown = {"textcoords": "offset points", "ha": align, "va": "center", "size": 7.5, "zorder": 3, "bbox": box}
+        for height, label in ticks:
+            axes.annotate(cut(label, 12), (place, height), (side, 0), color=style.MUTED, **shown)
+        align, shift = {0: ("left", -26), right: ("right", 28)}.get(place, ("center", 0))
+        lower = 22 if right > 4 and place % 2 else 0  # neighbours share the width, one above the other
+        below = {"textcoords": "offset points", "va": "top", "size": 7.5, "weight": "bold"}
+        text = "\n".join(style.wrapped(name, 84 // len(axes_A), 2))
+        axes.annotate(text, (place, 0), (shift, -7 - lower), ha=align, **below)
 
 
-def _slice(space: _Space, path: str) -> Draw:
-    axis, values = _axis_of([one[path] for one in space.parameters]), space.values_M[space.metric]
-
-    def plot(axes: Axes) -> list[End]:
-        for place in set(axis.places):
-            at = [value for value, one in zip(values, axis.places, strict=True) if one == place]
-            if len(at) > 1:
-                axes.plot([place - 0.05, place + 0.05], [fmean(at)] * 2, color=style.MUTED, lw=1.6)
-        dots: dict[str, Any] = {"s": 20, "c": style.PALETTE[0], "alpha": space.alphas, "linewidths": 0, "zorder": 2}
-        axes.scatter(axis.places, values, **dots)
-        axes.set_position((0.11, 0.19, 0.84, 0.62))
-        axes.set_xlim(-0.1, 1.1)
-        width = 48 // len(axis.ticks)
-        axes.set_xticks([place for place, _ in axis.ticks], [cut(label, width) for _, label in axis.ticks])
-        return []
-
-    return chart(plot, cut(path, 50), axis_label(space.metric))
+def _slice(space: _Space, path: str, axes: Axes) -> list[End]:
+    places, ticks = _axis_of([one[path] for one in space.parameters])
+    values = space.values_M[space.metric]
+    for place in set(places):
+        at = [value for value, one in zip(values, places, strict=True) if one == place]
+        if len(at) > 1:
+            axes.plot([place - 0.05, place + 0.05], [fmean(at)] * 2, color=style.MUTED, lw=1.6)
+    dots: dict[str, Any] = {"s": 20, "c": style.PALETTE[0], "alpha": space.alphas, "linewidths": 0, "zorder": 2}
+    axes.scatter(places, values, **dots)
+    axes.set_position((0.11, 0.19, 0.84, 0.62))
+    axes.set_xlim(-0.1, 1.1)
+    axes.set_xticks([place for place, _ in ticks], [cut(label, 48 // len(ticks)) for _, label in ticks])
+    return []
 
 
 def _axis_of(values: Sequence[Any]) -> _Axis:
@@ -218,7 +200,7 @@ def _axis_of(values: Sequence[Any]) -> _Axis:
         order = [str(value) for value in (sorted(distinct) if are_numbers else distinct)]
         centres = {text: (level + 0.5) / len(order) for level, text in enumerate(order)}
         shown = {str(value): wording.short(value) for value in distinct}
-        return _Axis([centres[str(value)] for value in values], [(centres[text], shown[text]) for text in order])
+        return [centres[str(value)] for value in values], [(centres[text], shown[text]) for text in order]
     low, high = min(values), max(values)
     is_log = low > 0 and high / low >= _LOGARITHMIC
     locator = LogLocator(subs=(1.0, 3.0)) if is_log else MaxNLocator(5, steps=[1, 2, 2.5, 5, 10])
@@ -229,7 +211,7 @@ def _axis_of(values: Sequence[Any]) -> _Axis:
         return math.log(value / low) / math.log(high / low) if is_log else (value - low) / (high - low)
 
     marks = [float(mark) for mark in locator.tick_values(low, high) if low <= mark <= high] or [low]
-    return _Axis([place(value) for value in values], [(place(mark), wording.short(mark)) for mark in marks])
+    return [place(value) for value in values], [(place(mark), wording.short(mark)) for mark in marks]
 
 
 def _spread(places: Sequence[float], values: Sequence[float]) -> list[float]:

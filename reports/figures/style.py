@@ -140,11 +140,11 @@ def write_files(drawings: Sequence[Drawing], folder: Path, formats: Sequence[str
 
 def color_of(analysis: Analysis, label: str) -> str:
     """An arm's colour in every figure."""
-    return PALETTE[place] if (place := _place(analysis, label)) is not None else GREY
+    return _look(analysis, label)[0]
 
 
 def marker_of(analysis: Analysis, label: str) -> str:
-    return MARKERS[place] if (place := _place(analysis, label)) is not None else "o"
+    return _look(analysis, label)[1]
 
 
 def themed(color: str) -> str:
@@ -250,11 +250,11 @@ def _saved(figure: Figure, suffix: str) -> bytes:
     return content.getvalue()
 
 
-def _place(analysis: Analysis, label: str) -> int | None:
-    """Position of an arm in the palette; None for an arm in the grey background."""
-    crowded = len(analysis.arms) > len(PALETTE)
-    labels = list(_roles(analysis)) if crowded else [arm.label for arm in analysis.arms]
-    return labels.index(label) if label in labels else None
+def _look(analysis: Analysis, label: str) -> tuple[str, str]:
+    """Colour and marker of an arm; those of the grey background if it is none of few, and none with a role of many."""
+    labels = list(_roles(analysis)) if len(analysis.arms) > len(PALETTE) else [arm.label for arm in analysis.arms]
+    place = labels.index(label) if label in labels else None
+    return (GREY, "o") if place is None else (PALETTE[place], MARKERS[place])
 
 
 def _roles(analysis: Analysis) -> dict[str, str]:

@@ -30,7 +30,9 @@ def answer(analysis: Analysis) -> str:
         candidates += [_components(analysis), _unexplained(analysis), _tuned(analysis), _left_out(analysis)]
     parts = [part for part in candidates if part]
     unfinished = [gap for gap in analysis.gaps if gap.state not in ("invalid", "no value", "pruned")]
-    opening = (f"Preliminary ({progress(analysis)}): " if unfinished else "") + _near_zero(analysis)
+    opening = f"Preliminary ({progress(analysis)}): " if unfinished else ""
+    if analysis.outcome.is_fraction and max(arm.mean for arm in analysis.finished_arms) < NEAR_ZERO:
+        opening += "Every arm stays near zero: " if len(analysis.finished_arms) > 1 else "Near zero: "
     for number, part in enumerate(parts):
         if (opening or number) and part.startswith(("No ", "Over ", "The ")):
             parts[number] = part[0].lower() + part[1:]
@@ -85,10 +87,10 @@ def _tuned(analysis: Analysis) -> str:
 
 def _components(analysis: Analysis) -> str:
     """The contribution of each component, the largest first; empty for other designs."""
-    metric = analysis.outcome.name
-    ranked = []
-    for one in ranked_components(analysis):
-        ranked.append(f"{one.name} {wording.with_limits(one.effect, one.interval, metric, signed=True)}")
+    ranked = [
+        f"{one.name} {wording.with_limits(one.effect, one.interval, analysis.outcome.name, signed=True)}"
+        for one in ranked_components(analysis)
+    ]
     unit = " (points)" if analysis.outcome.is_fraction else ""
     return f"components ranked by contribution{unit}: {', '.join(ranked)}" if ranked else ""
 
@@ -101,13 +103,6 @@ def _unexplained(analysis: Analysis) -> str:
             found.setdefault(one.arm, []).append(one.control)
     arms = [f"{arm} (by {wording.listed(controls)})" for arm, controls in found.items()]
     return f"the effect of {wording.listed(arms, len(arms))} is unexplained, as a control reproduces it" if arms else ""
-
-
-def _near_zero(analysis: Analysis) -> str:
-    highest = max(arm.mean for arm in analysis.finished_arms)
-    if not analysis.outcome.is_fraction or highest >= NEAR_ZERO:
-        return ""
-    return "Every arm stays near zero: " if len(analysis.finished_arms) > 1 else "Near zero: "
 
 
 def _finding(analysis: Analysis) -> str:
@@ -130,7 +125,15 @@ def _finding(analysis: Analysis) -> str:
             "possible, so this does not show a difference between the arms"
         )
     if not any(comparison.is_detected for comparison in analysis.comparisons):
-        return _nothing_detected(analysis, baseline)
+        largest = max((c for c in analysis.comparisons if c.interval), key=lambda c: abs(c.estimate))
+        text = f"No difference between {largest.arm} and {baseline.label} could be detected: {largest.arm}"
+        if len(analysis.comparisons) > 1:
+            value = _value(baseline, analysis)
+            text = (
+                f"{baseline.label} reaches {value}, and no arm differs detectably from it: the furthest, {largest.arm},"
+            )
+        reached = _value(largest.summary, analysis)
+        return f"{text} reaches {reached}, {_apart(largest)} {baseline.label} ({_evidence(largest)})"
     top = analysis.comparison(best.label)
     if top is not None and top.is_detected:
         return f"{reaches}, {_apart(top)} {baseline.label} ({_evidence(top)})"
@@ -176,17 +179,6 @@ def _grid_finding(analysis: Analysis) -> str:
     return f"Over the whole grid {', and '.join(parts)}"
 
 
-def _nothing_detected(analysis: Analysis, baseline: ArmSummary) -> str:
-    largest = max((c for c in analysis.comparisons if c.interval), key=lambda c: abs(c.estimate))
-    if len(analysis.comparisons) > 1:
-        value = _value(baseline, analysis)
-        text = f"{baseline.label} reaches {value}, and no arm differs detectably from it: the furthest, {largest.arm},"
-    else:
-        text = f"No difference between {largest.arm} and {baseline.label} could be detected: {largest.arm}"
-    reached = _value(largest.summary, analysis)
-    return f"{text} reaches {reached}, {_apart(largest)} {baseline.label} ({_evidence(largest)})"
-
-
 def _detectable(analysis: Analysis) -> str:
     """The smallest difference that a study without detections could have detected."""
     sizes = [comparison.detectable for comparison in analysis.comparisons if not math.isnan(comparison.detectable)]
@@ -215,7 +207,7 @@ def _baseline_stands(analysis: Analysis, baseline: ArmSummary, highest: ArmSumma
         top, worst = max(undecided, key=lambda c: c.estimate), min(detected, key=lambda c: c.estimate)
         return (
             f"No arm is detectably above {baseline.label} ({_value(baseline, analysis)}): the closest, {top.arm}, is "
-            f"{_apart(top)} it ({_evidence(top)}), while {worst.arm} is {_apart(worst)} it ({_p(worst)})"
+            f"{_apart(top)} it ({_evidence(top)}), while {worst.arm} is {_apart(worst)} it ({_holm(worst.p_adjusted)})"
         )
     reaches = f"{baseline.label} reaches {_value(baseline, analysis)}"
     apart = f"is {_apart(surest)} it ({_evidence(surest)})"
@@ -227,9 +219,11 @@ def _baseline_stands(analysis: Analysis, baseline: ArmSummary, highest: ArmSumma
 
 def _value(arm: ArmSummary, analysis: Analysis) -> str:
     """`81.2 % test accuracy [79.0, 83.4]`."""
-    metric = analysis.outcome.name
-    value = f"{wording.with_unit(arm.mean, metric)} {analysis.outcome.label}"
-    return f"{value} {wording.limits(arm.interval, metric)}".rstrip()
+    value, limits = (
+        wording.with_unit(arm.mean, analysis.outcome.name),
+        wording.limits(arm.interval, analysis.outcome.name),
+    )
+    return f"{value} {analysis.outcome.label} {limits}".rstrip()
 
 
 def _apart(comparison: Comparison) -> str:
@@ -237,15 +231,11 @@ def _apart(comparison: Comparison) -> str:
 
 
 def _evidence(comparison: Comparison) -> str:
-    return f"{wording.plural(len(comparison.seeds), 'seed')}, {_p(comparison)}"
-
-
-def _p(comparison: Comparison) -> str:
-    return "no test possible" if math.isnan(comparison.p_adjusted) else _holm(comparison.p_adjusted)
+    return f"{wording.plural(len(comparison.seeds), 'seed')}, {_holm(comparison.p_adjusted)}"
 
 
 def _holm(p: float) -> str:
-    return f"Holm-adjusted {wording.p_equals(p)}"
+    return "no test possible" if math.isnan(p) else f"Holm-adjusted {wording.p_equals(p)}"
 
 
 def _left_out(analysis: Analysis) -> str:
