@@ -152,10 +152,7 @@ def num_terms(value: Any) -> int:
     if isinstance(value, Pow) and value.exp.is_Integer:
         terms = num_terms(value.base)
         return 1 if terms == 1 else comb(min(abs(int(value.exp)), 10**4) + terms - 1, min(terms - 1, 100))
-    counts = [num_terms(part) for part in value.args]
-    if not isinstance(value, Mul):
-        return sum(counts)
-    return prod(counts)
+    return (prod if isinstance(value, Mul) else sum)(map(num_terms, value.args))
 
 
 class _Cases(Tuple):
@@ -174,7 +171,9 @@ def _read(text: str) -> Basic | MatrixBase:
         rows = [row.strip(" \t\n,;.") for row in re.split(r"\\\\", cases[1])]
         pairs = [_CONDITION.split(row, maxsplit=1) for row in rows if row]
         if all(len(pair) == 2 for pair in pairs):
-            return _Cases(*(Tuple(_read(value), _read_condition(condition)) for value, condition in pairs))
+            otherwise = Symbol("otherwise")
+            conditions = [otherwise if _OTHERWISE.fullmatch(condition) else _read(condition) for _, condition in pairs]
+            return _Cases(*map(Tuple, (_read(value) for value, _ in pairs), conditions))
         return _read(", ".join(row for row in rows if row))  # a system of equations
     if r"\lor" in text:
         parts = [_read(part) for part in text.split(r"\lor")]
@@ -195,7 +194,9 @@ def _read(text: str) -> Basic | MatrixBase:
         parsed = _renamed(parsed, _complex_variables(parsed) | {_SMALL_I: I})
     variables = [symbol for symbol in parsed.free_symbols if isinstance(symbol, Symbol)]
     capitals = [symbol for symbol in variables if symbol.name != symbol.name.lower()]
-    parsed = _renamed(parsed, {symbol: Symbol(_caseless(symbol.name), real=symbol.is_real) for symbol in capitals})
+    # math-verify ignores the case of names such as `Delta`, so that a name must differ from others without it.
+    caseless = {one: "".join(f"{char.lower()}'" if char.isupper() else char for char in one.name) for one in capitals}
+    parsed = _renamed(parsed, {symbol: Symbol(name, real=symbol.is_real) for symbol, name in caseless.items()})
     if isinstance(parsed, MatrixBase | MatrixExpr):
         parsed = ImmutableMatrix(parsed.doit())
     chain = [part.canonical for part in parsed.args if isinstance(part, Relational) and not isinstance(part, Eq)]
@@ -210,20 +211,11 @@ def _read(text: str) -> Basic | MatrixBase:
     return parsed
 
 
-def _read_condition(text: str) -> Any:
-    return Symbol("otherwise") if _OTHERWISE.fullmatch(text) else _read(text)
-
-
 def _parse(text: str) -> Any:
     for name in ("gamma", "Gamma"):  # else both are Euler's constant, as they stay in `compare_as_library`
         symbols.sympy_singleton_map.pop(name, None)
     # Not math_verify.parse: it ignores case.
     return latex2sympy(text, is_real=True, normalization_config=None, conversion_config=_AS_WRITTEN)
-
-
-def _caseless(name: str) -> str:
-    """A name that differs from others even without case, which math-verify ignores in names such as `Delta`."""
-    return "".join(f"{char.lower()}'" if char.isupper() else char for char in name)
 
 
 def _is_odd_root(value: Any) -> bool:
@@ -375,11 +367,7 @@ def _at_point(value: Any) -> Any:
     """The value with each variable at a number from 1 to 2 that is a hash of its name; None if it is unknown."""
     if not all(isinstance(part, _ELEMENTARY) for part in sympy.preorder_traversal(value)):
         return None
-    point = {symbol: _coordinate(symbol.name) for symbol in value.free_symbols}
+    hashes = {symbol: hashlib.sha256(symbol.name.encode()).digest() for symbol in value.free_symbols}
+    point = {one: 1 + sympy.Rational(int.from_bytes(digest[:4]), 2**32) for one, digest in hashes.items()}
     number = value.evalf(15, subs=point, maxn=60)
     return number if number.is_number and number.is_finite else None
-
-
-def _coordinate(name: str) -> Any:
-    digest = hashlib.sha256(name.encode()).digest()
-    return 1 + sympy.Rational(int.from_bytes(digest[:4]), 2**32)

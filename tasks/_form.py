@@ -31,19 +31,24 @@ def _right_side(value: Any) -> Any:
 
 def _work(value: Any) -> Iterator[str]:
     """The kinds of work left in an expression and its parts."""
-    if isinstance(value, Relational) and not isinstance(value, Eq) and not _is_solved(value):
-        yield "solve"
+    if isinstance(value, Relational) and not isinstance(value, Eq):
+        sides = value.lhs, value.rhs
+        if not any(isinstance(one, Symbol) and not other.free_symbols for one, other in (sides, sides[::-1])):
+            yield "solve"  # it does not give the bound of a variable
     if isinstance(value, Add):
-        terms = Counter(map(_without_coefficient, _terms(value)))
+        terms = Counter(Mul(*Mul.make_args(term)).as_coeff_Mul()[1] for term in _terms(value))
         if max(terms.values()) > 1 or 0 in value.args:
             yield "add"
-        if any(_num_factors(term) and _has_other_variable(term) for term in value.args):
-            yield "multiply out"
+        for term in value.args:  # a product has a variable beside its sums: `x(x+1)`
+            beside = (f for f, power in _factors(term) if power > 0 and not isinstance(_base(f), Add))
+            if _num_factors(term) and any(f.free_symbols for f in beside):
+                yield "multiply out"
     if isinstance(value, Mul):
         yield from _work_of_product(value)
     if isinstance(value, Pow):
         yield from _work_of_power(value)
-    if isinstance(value, sympy.Function) and not value.free_symbols and not _is_plain_exponential(value):
+    is_exponential = isinstance(value, sympy.exp) and not value.has(I)
+    if isinstance(value, sympy.Function) and not value.free_symbols and not is_exponential:
         is_trigonometric = isinstance(value, TrigonometricFunction | InverseTrigonometricFunction)
         yield "trigonometry" if is_trigonometric else type(value).__name__
     if isinstance(value, ExprWithLimits | sympy.Limit | sympy.Derivative):
@@ -82,16 +87,6 @@ def _work_of_power(value: Pow) -> Iterator[str]:
             yield "root"
 
 
-def _is_solved(value: Relational) -> bool:
-    """Whether an inequality gives the bound of a variable."""
-    sides = value.lhs, value.rhs
-    return any(isinstance(one, Symbol) and not other.free_symbols for one, other in (sides, sides[::-1]))
-
-
-def _is_plain_exponential(value: Any) -> bool:
-    return isinstance(value, sympy.exp) and not value.has(I)
-
-
 def _terms(value: Any) -> Iterator[Any]:
     """The terms of a sum, those of sums in it included, as far as only a constant stands before them."""
     if isinstance(value, Add):
@@ -100,18 +95,11 @@ def _terms(value: Any) -> Iterator[Any]:
         return
     factors = Mul.make_args(value)
     sums = [part for part in factors if isinstance(part, Add)]
-    if len(sums) == 1 and all(part.is_Rational or _is_inverse(part) for part in factors if part is not sums[0]):
+    others = (part.base if isinstance(part, Pow) and part.exp == -1 else part for part in factors if part not in sums)
+    if len(sums) == 1 and all(other.is_Rational for other in others):
         yield from _terms(sums[0])
     else:
         yield value
-
-
-def _is_inverse(value: Any) -> bool:
-    return isinstance(value, Pow) and value.exp == -1 and value.base.is_Rational
-
-
-def _without_coefficient(term: Any) -> Any:
-    return Mul(*Mul.make_args(term)).as_coeff_Mul()[1]
 
 
 def _factors(value: Any, sign: int = 1) -> Iterator[tuple[Any, int]]:
@@ -130,11 +118,6 @@ def _factors(value: Any, sign: int = 1) -> Iterator[tuple[Any, int]]:
 
 def _base(factor: Any) -> Any:
     return factor.base if isinstance(factor, Pow) else factor
-
-
-def _has_other_variable(term: Any) -> bool:
-    """Whether a product has a variable beside its sums: `x(x+1)`."""
-    return any(power > 0 and f.free_symbols and not isinstance(_base(f), Add) for f, power in _factors(term))
 
 
 def _num_factors(value: Any) -> int:

@@ -11,7 +11,6 @@ An answer must also be worked out (`is_answered`): `513^2-487^2` equals 26000 bu
 
 import re
 from collections import Counter, OrderedDict
-from fractions import Fraction
 from functools import cache, lru_cache
 from itertools import accumulate
 from typing import Literal
@@ -89,8 +88,9 @@ def equivalent(answer: str, other: str) -> bool:
     is_text = _is_text(first) or _is_text(second)
     if _key(first, is_text) == _key(second, is_text):
         return True
-    if _is_literal(first) or _is_literal(second) or not _brackets_agree(first, second):
-        return False
+    brackets = {_brackets(first), _brackets(second)} - {None}
+    if _is_literal(first) or _is_literal(second) or len(brackets) > 1:
+        return False  # a set is no tuple, a closed interval is no open one
     if not (_is_well_formed(first) and _is_well_formed(second)):
         return False
     return checker().compare(_exact(first), _exact(second)) == "equal"
@@ -236,12 +236,6 @@ def _is_well_formed(text: str) -> bool:
     return not braces or (braces[-1] == 0 <= min(braces) and max(_depths(plain, "([{", ")]}")) <= MAX_DEPTH)
 
 
-def _brackets_agree(text: str, other: str) -> bool:
-    """Whether the brackets let the texts be equal: a set is no tuple, a closed interval is no open one."""
-    brackets, other_brackets = _brackets(text), _brackets(other)
-    return brackets is None or other_brackets is None or brackets == other_brackets
-
-
 def _brackets(text: str) -> str | None:
     r"""The pair of brackets around the whole text, such as `()`, `[)` or `{}` (which stands for `\{\}`), if any."""
     if r"\begin{" in text:  # a matrix, which may equal a tuple
@@ -262,8 +256,9 @@ def _depths(text: str, opening: str, closing: str) -> list[int]:
 
 def _exact(text: str) -> str:
     """The text with its decimals as fractions, so that nothing is compared in floating point."""
-    return _DECIMAL.sub(lambda m: _fraction(_numbers.unrounded(m[0])), text)
 
+    def fraction(match: re.Match[str]) -> str:
+        value = _numbers.unrounded(match[0])
+        return rf"\frac{{{value.numerator}}}{{{value.denominator}}}" if value.denominator > 1 else str(value)
 
-def _fraction(value: Fraction) -> str:
-    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}" if value.denominator > 1 else str(value)
+    return _DECIMAL.sub(fraction, text)

@@ -235,20 +235,15 @@ def _parse(text: str, prose: bool) -> Fraction | None:
         plain = _MINUS.sub("-", plain.rpartition("=")[2].strip())
         plain = plain if plain.isascii() else _without_chinese(plain)
     match = (_PROSE if prose else _BARE).fullmatch(plain)
-    return None if match is None else _value(match)
+    value = None if match is None else _magnitude(match)
+    if match is None or value is None:
+        return None
+    return value * (-1 if match["sign"] == "-" else 1) * (_SCALES[match["scale"].lower()] if match["scale"] else 1)
 
 
 _PUNCTUATION = {"\u3002": ".", "\u3001": ",", "\u2044": "/", "\u2215": "/", "\u00f7": "/", "\u00d7": "*", "\u22c5": "*"}
 _PUNCTUATION |= {"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'", "\u300c": '"', "\u300d": '"'}
 _PUNCTUATION |= {"\uffe5": "\u00a5"}
-
-
-def _value(match: re.Match[str]) -> Fraction | None:
-    value = _magnitude(match)
-    if value is None:
-        return None
-    scale = match["scale"]
-    return (-value if match["sign"] == "-" else value) * (_SCALES[scale.lower()] if scale else 1)
 
 
 def _magnitude(match: re.Match[str]) -> Fraction | None:
@@ -257,8 +252,10 @@ def _magnitude(match: re.Match[str]) -> Fraction | None:
     if match["whole"]:
         part = _ratio(match["part"], match["parts"])
         return None if part is None or part >= 1 else int(match["whole"]) + part
-    if match["cycle"]:
-        return _repeating(match["stem"], match["cycle"])
+    if match["cycle"]:  # `0.1` followed by the digits `6` for ever is 0.1 + 6/90
+        stem, cycle = match["stem"], match["cycle"]
+        places = len(stem.partition(".")[2])
+        return decimal(f"0{stem}") + Fraction(int(cycle), 10**places * (10 ** len(cycle) - 1))
     if match["over"]:
         return _ratio(match["over"], match["under"])
     exponent = match["e"] or match["ten"] or match["power"] or "0"
@@ -270,12 +267,6 @@ def _magnitude(match: re.Match[str]) -> Fraction | None:
 def _ratio(over: str, under: str) -> Fraction | None:
     divisor = decimal(under)
     return decimal(over) / divisor if divisor else None
-
-
-def _repeating(stem: str, cycle: str) -> Fraction:
-    """`0.1` followed by the digits `6` for ever is 0.1 + 6/90."""
-    places = len(stem.partition(".")[2])
-    return decimal(f"0{stem}") + Fraction(int(cycle), 10**places * (10 ** len(cycle) - 1))
 
 
 def _without_chinese(text: str) -> str:

@@ -20,6 +20,7 @@ OPERATORS: Mapping[Kind, str] = {
 Value = int | Fraction  # whole numbers are int
 Uniform = Callable[[], float]
 
+MIN_NUMBER = 2  # of a fact or a difference
 _MAX_FACTOR = 5
 _MAX_DENOMINATOR = 60
 
@@ -37,7 +38,6 @@ class Quantity(NamedTuple):
 class Limits:
     """The limits of a problem's numbers and of every value in it; values are positive."""
 
-    min_number: int
     max_number: int
     max_value: int
     fractions: bool
@@ -58,7 +58,7 @@ def draw(depth: int, limits: Limits, uniform: Uniform) -> list[Quantity] | None:
             graph.append(_fact(limits, uniform))
             loose.append(len(graph) - 1)
         if move == "packs":
-            factor, number = between(2, _MAX_FACTOR, uniform), between(limits.min_number, limits.max_number, uniform)
+            factor, number = between(2, _MAX_FACTOR, uniform), between(MIN_NUMBER, limits.max_number, uniform)
             made = Quantity("packs", (), (factor, number), factor * number)
         elif move in ("extend", "extend fact", "branch"):
             made = _relate(choose(used if move == "branch" else loose, uniform), graph, limits, uniform)
@@ -121,14 +121,14 @@ def choose(items: Sequence[Any], uniform: Uniform) -> Any:
 
 
 def _fact(limits: Limits, uniform: Uniform) -> Quantity:
-    number = between(limits.min_number, limits.max_number, uniform)
+    number = between(MIN_NUMBER, limits.max_number, uniform)
     return Quantity("fact", (), (number,), number)
 
 
 def _relate(source: int, graph: Sequence[Quantity], limits: Limits, uniform: Uniform) -> Quantity | None:
     """A quantity that depends on another and a number; each kind that stays within the limits is equally likely."""
     value = graph[source].value
-    number, factor = between(limits.min_number, limits.max_number, uniform), between(2, _MAX_FACTOR, uniform)
+    number, factor = between(MIN_NUMBER, limits.max_number, uniform), between(2, _MAX_FACTOR, uniform)
     made: list[tuple[Kind, int, Value]] = [
         ("more", number, value + number),
         ("less", number, value - number),
@@ -173,7 +173,7 @@ class Family:
     result has no name. The names of up to 26 quantities have distinct initials.
     """
 
-    names: Sequence[str]
+    names: str  # separated by spaces
     things: Sequence[str]
     divisible: bool  # whether a fraction of one makes sense
     told: Mapping[Kind, str]
@@ -183,18 +183,14 @@ class Family:
     asides: Sequence[str]  # irrelevant to every question
 
 
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
 FAMILIES: Mapping[FamilyName, Family] = {
     "things": Family(
-        names=_words(
+        names=(
             "Ana Ben Cleo Dan Eva Finn Gus Hana Ivan June Kofi Lena Max Nora Omar Pia Quinn Rosa Sam Tara Uma "
             "Vera Walt Ximena Yuri Zoe Amir Bella Carl Dora Erik Faye Gina Hugo Iris Jack Kim Liam Maya Noah Olga "
             "Paul"
         ),
-        things=_words("marbles stamps shells stickers coins beads cards books"),
+        things=("marbles", "stamps", "shells", "stickers", "coins", "beads", "cards", "books"),
         divisible=False,
         told={
             "fact": "{x} has {n} {things}.",
@@ -212,7 +208,7 @@ FAMILIES: Mapping[FamilyName, Family] = {
         asides=("{x} is {n} years old.", "{x} lives in house number {n}."),
     ),
     "prices": Family(
-        names=_words(
+        names=(
             "apron ball cup desk easel flute globe hat iron jug kite lamp mug net oar pen quilt rug sled tray urn "
             "vase whistle xylophone yoyo zither atlas bell cap drum fan glove hook jar knife ladder map nail "
             "paint rope scarf torch"
@@ -235,7 +231,7 @@ FAMILIES: Mapping[FamilyName, Family] = {
         asides=("The {x} weighs {n} ounces.", "The {x} is on shelf {n}."),
     ),
     "animals": Family(
-        names=_words(
+        names=(
             "ants bees cats dogs eels foxes goats hens ibises jays koalas lambs mice newts owls pigs quails rams "
             "swans toads urchins voles wolves xeruses yaks zebras apes bats cows ducks emus frogs geese herons iguanas "
             "kids lynxes moths otters ponies rats seals"
@@ -258,7 +254,7 @@ FAMILIES: Mapping[FamilyName, Family] = {
         asides=("The {x} came {n} days ago.", "The {x} are fed {n} times a week."),
     ),
     "cooking": Family(
-        names=_words(
+        names=(
             "apple bean chili date egg fudge garlic honey icing jam kebab lemon melon noodle onion pie quiche "
             "rice soup tart udon vanilla waffle xacuti yogurt ziti bread cake dumpling falafel granola hummus "
             "ketchup lasagna mash nugget oatmeal pasta risotto salad toast walnut"
@@ -281,7 +277,7 @@ FAMILIES: Mapping[FamilyName, Family] = {
         asides=("The {x} dish is on page {n} of the book.", "The {x} dish has {n} fans in town."),
     ),
     "trips": Family(
-        names=_words(
+        names=(
             "auto bus canoe dinghy express ferry glider hike iceboat jet kayak lift metro nightbus oxcart plane quad "
             "raft ship tram underground van walk xebec yacht zeppelin airship bike coach drive elevator flight "
             "gondola hovercraft jog launch monorail omnibus pedalo ride sail taxi"
@@ -319,7 +315,8 @@ def tell(
     told = list(graph[:-1] if asks_operation else graph)
     num_asides = min(sum(uniform() < 0.5 for _ in range(distractors)), len(family.asides) * len(told))
     unused = [add(graph[:-1], limits, uniform) for _ in range(distractors - num_asides)]
-    names = _shuffled(family.names if len(told) + len(unused) > 26 else family.names[:26], uniform)
+    words = family.names.split()
+    names = _shuffled(words if len(told) + len(unused) > 26 else words[:26], uniform)
     things = choose(family.things, uniform)
 
     sentences = [
@@ -331,7 +328,7 @@ def tell(
     asides = [(aside, name) for aside in family.asides for name in names[: len(told)]]
     for _ in range(num_asides):
         aside, name = asides.pop(int(uniform() * len(asides)))  # none is told twice, with another number
-        extras.append(aside.format(x=name, n=between(limits.min_number, limits.max_number, uniform)))
+        extras.append(aside.format(x=name, n=between(MIN_NUMBER, limits.max_number, uniform)))
     for extra in extras:
         sentences.insert(int(uniform() * (len(sentences) + 1)), extra)
 
@@ -340,17 +337,14 @@ def tell(
         question = family.both if graph[-1].kind == "both" else family.gap
     sentences.append(_fill(question, things, names, graph[-1], names[len(told) - 1]))
     labels = [*names[: len(told)], "Answer"]
-    steps = [_work_out(labels, graph, i) for i, quantity in enumerate(graph) if quantity.kind != "fact"]
+    steps: list[str] = []
+    for label, (kind, sources, own, value) in zip(labels, graph, strict=False):
+        if kind != "fact":  # the quantity, its formula in names and in numbers, its value: `Ben: Ana+3=4+3=7`
+            formula = [*(labels[source] for source in sources), *map(str, own)]
+            figures = [*(spell(graph[source].value) for source in sources), *map(str, own)]
+            sides = OPERATORS[kind].join(formula), OPERATORS[kind].join(figures), spell(value)
+            steps.append(f"{label}: {'='.join(dict.fromkeys(sides))}")  # 7/3 stands once
     return " ".join(sentences), steps
-
-
-def _work_out(labels: Sequence[str], graph: Sequence[Quantity], i: int) -> str:
-    """A line of the solution: the quantity, its formula in names and in numbers, its value: `Ben: Ana+3=4+3=7`."""
-    numbers = [str(number) for number in graph[i].numbers]
-    formula = [*(labels[source] for source in graph[i].sources), *numbers]
-    figures = [*(spell(graph[source].value) for source in graph[i].sources), *numbers]
-    sides = [*(OPERATORS[graph[i].kind].join(side) for side in (formula, figures)), spell(graph[i].value)]
-    return f"{labels[i]}: {'='.join(dict.fromkeys(sides))}"  # 7/3 stands once
 
 
 def _fill(template: str, things: str, names: Sequence[str], quantity: Quantity, name: str) -> str:

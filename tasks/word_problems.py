@@ -23,9 +23,8 @@ from . import _stories
 from ._answers import QuestionTask, write
 from ._data import Problem, stable_fraction, stable_id
 from ._numbers import spell
-from ._stories import FAMILIES, FamilyName, Limits
+from ._stories import FAMILIES, MIN_NUMBER, FamilyName, Limits
 
-MIN_NUMBER = 2  # of a fact or a difference
 NUM_VALIDATION = 512  # problems, at most
 NUM_TEST = 1024
 _SHARES: Mapping[Split, tuple[float, float]] = {"train": (0.0, 0.7), "validation": (0.7, 0.8), "test": (0.8, 1.0)}
@@ -73,7 +72,7 @@ class WordProblems(QuestionTask):
     @property
     def max_completion_tokens(self) -> int:
         """A bound on the characters of a correct solution, one for the end of the sequence, and a little slack."""
-        name = max(len(name) for family in self.families for name in FAMILIES[family].names)
+        name = max(len(name) for family in self.families for name in FAMILIES[family].names.split())
         value = len(str(self.max_value)) + (5 if self.fractions else 0)  # 59999/60
         lines = max(self.max_depth, self.depths("test")[1]) * (3 * name + 3 * value + len(": +=+=\n"))
         return lines + len(write(self.answer_format, "", "9" * value)) + 1 + _SLACK
@@ -125,9 +124,9 @@ def draw(task: WordProblems, split: Split) -> Iterator[Problem]:
         for _ in range(_TRIES):
             family = task.families[int(uniform() * len(task.families))]
             fractions = task.fractions and FAMILIES[family].divisible
-            limits = Limits(MIN_NUMBER, task.max_number, task.max_value, fractions)
+            limits = Limits(task.max_number, task.max_value, fractions)
             graph = _stories.draw(depth, limits, uniform)
-            if graph is None or len(graph) + task.max_distractors > len(FAMILIES[family].names):
+            if graph is None or len(graph) + task.max_distractors > len(FAMILIES[family].names.split()):
                 continue
             key = _stories.calculation(graph)
             if key in seen or not start <= stable_fraction(key) < end:

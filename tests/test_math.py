@@ -1,7 +1,6 @@
 r"""MATH and MATH-500: equality of LaTeX answers on corpora written for these tests, rows, sources and filters."""
 
 import json
-import logging
 import time
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import yaml
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import parse_run
 from cohort.tasks import _latex
+from cohort.tasks._data import BadRow
 from cohort.tasks._latex import Checker
 from cohort.tasks.math import Math
 from cohort.tasks.math500 import Math500
@@ -201,14 +201,9 @@ def test_an_unknown_subject_or_level_is_an_error_of_the_spec(fields, message):
         ({"problem": "Why?", "answer": "4"}, {"subjects": ["algebra"]}, "field 'subject' or 'type' is missing"),
     ],
 )
-def test_a_bad_row_is_an_error_or_skipped_and_counted(tmp_path, caplog, row, fields, message):
-    good = {"problem": "What is $2+2$?", "answer": "4", "solution": r"\boxed{4}", "level": "Level 1", "type": "Algebra"}
-    file = write(tmp_path / "test.jsonl", good, row)
-    with pytest.raises(ValueError, match=rf"test\.jsonl, row 2: {message}"):
-        task(file, **fields).prompts("test")
-    with caplog.at_level(logging.WARNING):
-        assert len(task(file, on_bad_row="skip", **fields).prompts("test")) == 1
-    assert "skipped 1 of 2 rows" in caplog.text
+def test_a_bad_row_names_its_field(row, fields, message):
+    with pytest.raises(BadRow, match=message):
+        Math(**fields).parse_row(row)
 
 
 def test_a_row_of_unknown_level_is_no_bad_row(tmp_path):

@@ -10,7 +10,6 @@ from fractions import Fraction
 Token = Fraction | str  # a number; an operator or a bracket
 Step = tuple[Fraction, str, Fraction, Fraction]  # left, operator, right, result
 
-_END = ""
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 
@@ -24,59 +23,41 @@ def evaluate(tokens: Sequence[Token], *, max_depth: int, signed: bool) -> tuple[
     """The value of a calculation and its operations in the order of evaluation; None if the tokens have no value.
 
     Brackets and signs nest to `max_depth` at most. Only with `signed` may a number or a bracket have a minus sign.
+    The grammar: sum = product (+|- product)*; product = factor (*|/ factor)*; factor = number | (sum) | -factor.
     """
-    parser = _Parser(tokens, max_depth, signed)
-    try:
-        value = parser.sum(0)
-    except ArithmeticError:  # that of the parser, or a division by zero
-        return None
-    return (value, parser.steps) if parser.position == len(tokens) else None
+    waiting = list(reversed(tokens))
+    steps: list[Step] = []
 
+    def take(*symbols: str) -> str | None:
+        """The next token, which is then read, if it is one of the symbols."""
+        token = waiting[-1] if waiting else None
+        return str(waiting.pop()) if isinstance(token, str) and token in symbols else None
 
-class _Parser:
-    """sum = product (+|- product)*; product = factor (*|/ factor)*; factor = number | (sum) | -factor."""
-
-    def __init__(self, tokens: Sequence[Token], max_depth: int, signed: bool):
-        self.tokens = [*tokens, _END]
-        self.max_depth = max_depth
-        self.signed = signed
-        self.position = 0
-        self.steps: list[Step] = []
-
-    def sum(self, depth: int) -> Fraction:
-        return self.chain(depth, self.product, "+", "-")
-
-    def product(self, depth: int) -> Fraction:
-        return self.chain(depth, self.factor, "*", "/")
-
-    def chain(self, depth: int, part: Callable[[int], Fraction], *symbols: str) -> Fraction:
+    def chain(depth: int, part: Callable[[int], Fraction], *symbols: str) -> Fraction:
         left = part(depth)
-        while symbol := self.take(*symbols):
+        while symbol := take(*symbols):
             right = part(depth)
             result = _OPERATIONS[symbol](left, right)
-            self.steps.append((left, symbol, right, result))
+            steps.append((left, symbol, right, result))
             left = result
         return left
 
-    def factor(self, depth: int) -> Fraction:
-        token = self.tokens[self.position]
-        if isinstance(token, Fraction):
-            self.position += 1
-            return token
-        if depth >= self.max_depth:
-            raise ArithmeticError
-        if self.signed and self.take("-"):
-            return -self.factor(depth + 1)
-        if self.take("("):
-            value = self.sum(depth + 1)
-            if self.take(")"):
+    def factor(depth: int) -> Fraction:
+        if waiting and isinstance(waiting[-1], Fraction):
+            return Fraction(waiting.pop())
+        if depth < max_depth and signed and take("-"):
+            return -factor(depth + 1)
+        if depth < max_depth and take("("):
+            value = total(depth + 1)
+            if take(")"):
                 return value
         raise ArithmeticError
 
-    def take(self, *symbols: str) -> str | None:
-        """The next token, which is then read, if it is one of the symbols."""
-        token = self.tokens[self.position]
-        if isinstance(token, Fraction) or token not in symbols:
-            return None
-        self.position += 1
-        return token
+    def total(depth: int) -> Fraction:
+        return chain(depth, lambda inner: chain(inner, factor, "*", "/"), "+", "-")
+
+    try:
+        value = total(0)
+    except ArithmeticError:  # or a division by zero
+        return None
+    return None if waiting else (value, steps)
