@@ -20,9 +20,9 @@ from ..ground.files import FORMAT, MANIFEST, sha256
 from ..record.events import EVENTS, read_events
 from ..record.evidence import EVIDENCE, is_inside, read_evidence
 from ..record.study import STUDY, StudyRecord
-from .findings import Findings, Place
 from .settings import runs_folder
 from .verify_study import verify_study
+from .verify_trial import Findings, Place
 
 MOST_FILES = 500_000
 MOST_INFLATION = 200  # bytes in all for each of the zip file, beyond ALLOWANCE; text of runs takes 5 to 40
@@ -41,8 +41,9 @@ def verify(study: str | Path, *, runs: str | Path | None = None) -> tuple[StudyR
         raise ValueError(f"'{study}' is not a study in '{runs_folder(runs)}', a study's folder or a capsule")
     with unpacked(place) as folder:
         record, findings = verify_study(folder)
-        for name, hashes in altered(place, folder).items():
-            Place(findings).compare_hash(name, *hashes)
+        for name, stated in _manifest(place, folder).items():
+            if (found := sha256(folder / name)) != stated:
+                Place(findings).compare_hash(name, stated, found)
         return record, findings
 
 
@@ -84,8 +85,8 @@ def export_capsule(folder: Path, target: Path) -> int:
 def unpacked(file: Path) -> Iterator[Path]:
     """The study's folder of a capsule, for as long as the context lasts.
 
-    ValueError for a file that is not a capsule, or does not have exactly the files of its manifest. `verify_study`
-    checks their content, `altered` their hashes.
+    ValueError for a file that is not a capsule, or does not have exactly the files of its manifest; `verify` checks
+    their content.
     """
     try:
         with zipfile.ZipFile(file) as capsule, tempfile.TemporaryDirectory(prefix="cohort-capsule-") as scratch:
@@ -102,12 +103,6 @@ def unpacked(file: Path) -> Iterator[Path]:
             yield folder
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError) as error:
         raise ValueError(f"'{file}' is not a capsule, or it is damaged ({error}); get another copy") from None
-
-
-def altered(file: Path, folder: Path) -> dict[str, tuple[str, str]]:
-    """The files of an unpacked capsule that are not those of its manifest: name -> SHA-256 stated and found."""
-    hashes = {name: (stated, sha256(folder / name)) for name, stated in _manifest(file, folder).items()}
-    return {name: (stated, found) for name, (stated, found) in hashes.items() if stated != found}
 
 
 def _names(folder: Path) -> list[str]:

@@ -1,7 +1,8 @@
 """Verifies a study from its folder alone: its trials, its search's findings, and its report, which it writes again."""
 
 import csv
-from collections.abc import Callable, Sequence
+import io
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -10,8 +11,7 @@ from ...reports.render import write_report
 from ..ground.files import sha256
 from ..record.evidence import EVIDENCE, Evidence, read_evidence, writing_versions
 from ..record.study import STUDY, StudyRecord, read_folder
-from .findings import Findings, Place
-from .verify_trial import check_trial
+from .verify_trial import BAD_FILE, Findings, Place, check_trial
 
 WriteReport = Callable[..., Any]  # as `write_report`
 TABLE = "results.csv"
@@ -41,7 +41,7 @@ def verify_study(folder: Path, write: WriteReport = write_report) -> tuple[Study
         place, directory = Place(findings, trial.arm, trial.seed), folder / "trials" / trial.trial
         try:
             check_trial(directory, trial, place)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
+        except BAD_FILE as error:
             place.differs(f"trials/{trial.trial}", "", "files of a run", f"{type(error).__name__}: {error}")
     _check_search(record, everywhere)
     _check_report(folder, record, evidence, everywhere, write)
@@ -69,71 +69,54 @@ def _check_report(folder: Path, record: StudyRecord, evidence: Evidence, place: 
     with TemporaryDirectory(prefix="cohort-verify-") as scratch:
         try:
             write(record, Path(scratch), ("svg",))
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        except BAD_FILE as error:
             return place.differs("report", "", "a report", f"{type(error).__name__}: {error}")
-        anew, stored = Path(scratch), folder / "report"
-        _compare_table(stored / TABLE, anew / TABLE, place)
-        names = sorted(
-            f.relative_to(anew).as_posix() for f in anew.rglob("*") if f.suffix in _WRITTEN and f.name != TABLE
+        written = sorted(file for file in Path(scratch).rglob("*") if file.suffix in _WRITTEN)
+        anew = {file.relative_to(scratch).as_posix(): file.read_bytes() for file in written}
+    files = {name: folder / "report" / name for name in anew}
+    stored = {name: file.read_bytes() if file.is_file() else b"" for name, file in files.items()}
+    _compare_table(stored[TABLE], anew.pop(TABLE), place)
+    differing = [name for name in anew if stored[name] != anew[name]]
+    place.findings.numbers["report"] += len(anew) - len(differing)
+    here = writing_versions()
+    others = [f"{key} {value}" for key, value in sorted(evidence.versions.items()) if here.get(key) != value]
+    untouched = all(
+        files[name].is_file() and evidence.files.get(f"report/{name}") == sha256(files[name]) for name in differing
+    )
+    if differing and others and untouched:
+        place.findings.notes.append(
+            f"{len(differing)} of {len(anew)} files of the report were written by other versions ("
+            f"{', '.join(others)}) and look otherwise when written by this one; they are compared by hash alone, "
+            "results.csv cell by cell"
         )
-        differing = [name for name in names if _bytes(stored / name) != (anew / name).read_bytes()]
-        place.findings.numbers["report"] += len(names) - len(differing)
-        here = writing_versions()
-        others = [f"{key} {value}" for key, value in sorted(evidence.versions.items()) if here.get(key) != value]
-        untouched = all(
-            _bytes(stored / name) is not None and evidence.files.get(f"report/{name}") == sha256(stored / name)
-            for name in differing
-        )
-        if differing and others and untouched:
-            place.findings.notes.append(
-                f"{len(differing)} of {len(names)} files of the report were written by other versions ("
-                f"{', '.join(others)}) and look otherwise when written by this one; they are compared by hash alone, "
-                "results.csv cell by cell"
-            )
-            return
-        for name in differing:
-            if name.endswith(".svg"):
-                place.differs(f"report/{name}", "", "another figure", "the figure of these numbers")
-            else:
-                _compare_lines(f"report/{name}", _lines(stored / name), _lines(anew / name), place)
+        return
+    for name in differing:
+        if name.endswith(".svg"):
+            place.differs(f"report/{name}", "", "another figure", "the figure of these numbers")
+        else:
+            _compare_lines(f"report/{name}", stored[name], anew[name], place)
     place.findings.notes.append("figures as PDF and PNG are compared by hash alone, SVG figures are redrawn")
 
 
-def _compare_table(stored: Path, derived: Path, place: Place) -> None:
-    if not stored.is_file():
-        return place.differs(f"report/{TABLE}", "", None, "a table")
-    (header, *rows), (columns, *anew) = (_cells(file) for file in (stored, derived))
-    if header != columns or len(rows) != len(anew):
-        return _compare_lines(f"report/{TABLE}", _lines(stored), _lines(derived), place)
-    for number, (row, new) in enumerate(zip(rows, anew, strict=True), 2):
+def _compare_table(stored: bytes, derived: bytes, place: Place) -> None:
+    (header, *rows), (columns, *anew) = (
+        list(csv.reader(io.StringIO(text.decode("utf-8", "replace"), newline=""))) or [[]] for text in (stored, derived)
+    )
+    if header != columns or [*map(len, rows)] != [*map(len, anew)]:
+        return _compare_lines(f"report/{TABLE}", stored, derived, place)
+    for row, new in zip(rows, anew, strict=True):
         trial = dict(zip(columns, new, strict=True))
         at = Place(place.findings, trial.get("arm"), int(trial["seed"]))
-        if len(row) != len(new):
-            at.differs(f"report/{TABLE}", f"line {number}", f"{len(row)} cells", f"{len(new)} cells")
-            continue
         for column, cell, value in zip(columns, row, new, strict=True):
             at.compare("report", f"report/{TABLE}", column, cell, value)
 
 
-def _cells(file: Path) -> list[list[str]]:
-    with file.open(encoding="utf-8", errors="replace", newline="") as lines:
-        return list(csv.reader(lines)) or [[]]
-
-
-def _compare_lines(name: str, stored: Sequence[str], derived: Sequence[str], place: Place) -> None:
-    if len(stored) != len(derived):
-        place.differs(name, "", f"{len(stored)} lines", f"{len(derived)} lines")
-    for number, (one, other) in enumerate(zip(stored, derived, strict=False), 1):
+def _compare_lines(name: str, stored: bytes, derived: bytes, place: Place) -> None:
+    lines, others = (text.decode("utf-8", "replace").split("\n") for text in (stored, derived))
+    if len(lines) != len(others):
+        place.differs(name, "", f"{len(lines)} lines", f"{len(others)} lines")
+    for number, (one, other) in enumerate(zip(lines, others, strict=False), 1):
         if one != other:
             first = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
             start = max(0, first - 30)
             place.differs(name, f"line {number}", one[start : start + 80], other[start : start + 80])
-
-
-def _lines(file: Path) -> list[str]:
-    content: Any = _bytes(file)
-    return [] if content is None else content.decode("utf-8", "replace").split("\n")
-
-
-def _bytes(file: Path) -> bytes | None:
-    return file.read_bytes() if file.is_file() else None

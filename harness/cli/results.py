@@ -14,7 +14,7 @@ from .commands import command
 from .options import RUNS, Json, Runs, Started, TrackingUri
 
 if TYPE_CHECKING:
-    from ..api.findings import Findings
+    from ..api.verify_trial import Findings
     from ..record.study import StudyRecord
 
 _SHOWN = 50
@@ -110,8 +110,8 @@ def _show(record: StudyRecord, findings: Findings) -> None:
                  "and lengths compared with them")  # fmt: skip
     terminal.say(f"{numbers['events']:,} numbers of results compared with the events")
     terminal.say(f"{numbers['report']:,} cells and pages of the report written again and compared")
-    terminal.say(f"{findings.alone:,} values that cannot be recomputed (losses, rewards, seconds, memory): their "
-                 "lines compared with checksums")  # fmt: skip
+    terminal.say("Values that cannot be recomputed (losses, rewards, seconds, memory): their lines compared with "
+                 "checksums")  # fmt: skip
     terminal.say(f"{findings.files:,} files compared with their SHA-256")
     for note in findings.notes:
         terminal.say(f"Note: {note}")
