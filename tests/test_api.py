@@ -19,7 +19,9 @@ import pytest
 from cohort.harness.data import EvaluationResult, SampleRow
 from cohort.harness.ground.files import write_json
 from cohort.harness.record.study import StudyRecord
+from cohort.harness.run.evaluate import intervals
 from cohort.reports.render import cell, latex, write_report
+from factories import make_spec
 from fake_study import HOSTILE_ARM, FakeArm, factor_grid, fake_study, three_algorithms
 
 import cohort
@@ -209,10 +211,12 @@ def test_a_study_without_any_trial_has_empty_frames(tmp_path: Path):
 
 def test_an_evaluation_has_frames_too(tmp_path: Path):
     row = SampleRow(0, "test", "p1", "1+1=", "2#### 2\x1b[2J", "2", None, False, None, 3, "stop")
-    metrics = {"accuracy": 0.75, "num_prompts": 2.0, "num_samples": 4.0}
+    metrics = {"accuracy": 0.75, "greedy_accuracy": 0.5, "num_prompts": 2.0, "num_samples": 4.0}
     found = EvaluationResult("test", metrics, {"p1": 4, "p2": 2}, [row])
-    evaluation = cohort.Evaluation(found, {"accuracy": (0.3, 0.9)}, tmp_path)
-    assert evaluation.metrics.set_index("metric").loc["accuracy"].tolist() == [0.75, 0.3, 0.9]
+    evaluation = cohort.Evaluation(make_spec(), found, tmp_path)
+    frame = evaluation.metrics.set_index("metric")
+    assert frame.loc["accuracy"].tolist() == [0.75, *intervals(found)["accuracy"]]
+    assert frame.loc["num_samples"].isna().tolist() == [False, True, True]
     assert evaluation.problems.values.tolist() == [["p1", 1.0], ["p2", 0.5]]
     assert evaluation.rollouts.completion.tolist() == [r"2#### 2\x1b[2J"]
     assert repr(evaluation) == "<Evaluation: accuracy 75.0 % of 2 test problems>"

@@ -6,7 +6,6 @@ import dataclasses
 import io
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import fake_trials
 import numpy as np
 import psutil
 import pytest
-from cohort.harness.api.reporting import Refresher
 from cohort.harness.console.watch import Page, spark, watch
 from cohort.harness.ground.files import read_json, write_json
 from cohort.harness.mirror.store import connect, search_runs
@@ -439,23 +437,3 @@ def test_a_watched_study_has_a_line_for_each_arm_with_its_curve(tmp_path: Path, 
     watch(queue.status, METRIC)  # no terminal: once
     assert "1 invalid" in capsys.readouterr().out
     assert spark([]) == "" and spark([1.0]) == "\u2581"
-
-
-def test_the_report_of_a_running_study_is_written_again_in_a_small_share_of_the_time(tmp_path: Path):
-    now = [0.0]
-    written = tmp_path / "written"
-    code = f"open({str(written)!r}, 'a').write('x')"
-    with Refresher("sizes", tmp_path, [sys.executable, "-c", code], lambda: now[0]) as refresher:
-
-        def tick_at(seconds: float) -> str:
-            now[0] = seconds
-            refresher.tick()
-            if refresher._child is not None:
-                refresher._child.wait()
-            return written.read_text() if written.exists() else ""
-
-        assert tick_at(479) == ""
-        assert tick_at(480) == "x"
-        tick_at(500)  # it took 20 seconds, 2 % of 1000
-        assert tick_at(1499) == "x"
-        assert tick_at(1500) == "xx"

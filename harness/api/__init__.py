@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from .planner import plan
     from .regrade import grade
     from .reporting import report
-    from .result import Evaluation, Report, Result
-    from .runs import estimate_runs, evaluate, evaluated, evaluation_document, probe, register, train
+    from .result import Report, Result
+    from .runs import Evaluation, estimate_runs, evaluate, probe, register, train
     from .settings import shell, with_password
     from .study import (
         Study,
@@ -66,8 +66,8 @@ _NAMES = {
     ".planner": "plan",
     ".regrade": "grade",
     ".reporting": "report",
-    ".result": "Evaluation Report Result",
-    ".runs": "estimate_runs evaluate evaluated evaluation_document probe register train",
+    ".result": "Report Result",
+    ".runs": "Evaluation estimate_runs evaluate probe register train",
     ".settings": "shell with_password",
     ".study": "Study compare comparison dry_run launcher list_studies load_study open_result run run_to_report show "
     "say_without_result start study_of watch",

@@ -13,8 +13,6 @@ from .settings import Settings, as_texts
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
-    from ..data import PromptFormat
-
 LISTS = {"algorithm": "algorithms", "task": "tasks", "engine": "engines", "rewards": "rewards"}  # field -> its list
 SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
@@ -68,6 +66,7 @@ def describe_task(
 ) -> dict[str, Any]:
     """Settings of a task, sizes of its splits (or why one is missing), the first problems of `split`, and a worked
     solution; each text as `model` reads it, if one is named."""
+    from ..policy.text import load_codec
     from ..run.grading import problem_rows
     from ..spec.load import load_run
     from .runs import checked_split
@@ -77,7 +76,7 @@ def describe_task(
     task = spec.task
     demonstrations = _or_reason(task.demonstrations)
     shown = demonstrations[0] if demonstrations and not isinstance(demonstrations, str) else None
-    document = {
+    document: dict[str, Any] = {
         "task": task.name,
         "settings": task.model_dump(mode="json"),
         "sizes": {
@@ -89,8 +88,15 @@ def describe_task(
         "problems": problem_rows(task.prompts(part)[:count]),
         "worked_solution": None if shown is None else {"prompt": shown.prompt, "completion": shown.completion},
     }
-    if model is not None:
-        _encode(document, model, spec.prompt)
+    if model is not None:  # each text as the model's input
+        codec = load_codec(model, spec.prompt)
+        for problem in document["problems"]:
+            ids = codec.encode(problem["prompt"])
+            problem |= {"prompt": codec.decode(ids), "prompt_tokens": len(ids)}
+        if solution := document["worked_solution"]:
+            solution["prompt"] = codec.decode(codec.encode(solution["prompt"]))
+            solution["completion"] = codec.decode(codec.encode_completion(solution["completion"]))
+        document["completion_ends"] = [codec.decode([i]) for i in codec.end_ids()]
     return document
 
 
@@ -100,20 +106,6 @@ def _or_reason(read: Callable[[], Any]) -> Any:
         return read()
     except ValueError as error:
         return str(error)
-
-
-def _encode(document: dict[str, Any], model: str, prompt: PromptFormat) -> None:
-    """Replace each text by the model's input, and add its length in tokens and the tokens that end a completion."""
-    from ..policy.text import load_codec
-
-    codec = load_codec(model, prompt)
-    for problem in document["problems"]:
-        ids = codec.encode(problem["prompt"])
-        problem |= {"prompt": codec.decode(ids), "prompt_tokens": len(ids)}
-    if solution := document["worked_solution"]:
-        solution["prompt"] = codec.decode(codec.encode(solution["prompt"]))
-        solution["completion"] = codec.decode(codec.encode_completion(solution["completion"]))
-    document["completion_ends"] = [codec.decode([i]) for i in codec.end_ids()]
 
 
 def _setting(name: str, field: FieldInfo) -> dict[str, Any]:

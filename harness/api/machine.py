@@ -27,17 +27,49 @@ class Check:
 
 def check_machine(runs: Path, environment: Mapping[str, str] = os.environ) -> list[Check]:
     """The results of all checks, in reading order. They leave nothing on disk."""
+    packages = [_package(name) for name in PACKAGES]
+
+    import torch
+
+    from ..ground.machine import usable_cores
+    from ..mirror.store import check_runs_folder
+    from ..study.launchers.local import default_workers
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    threads, wait = environment.get("OMP_NUM_THREADS", "1"), environment.get("OMP_WAIT_POLICY", "not set")
+    existing = next(folder for folder in (runs.resolve(), *runs.resolve().parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
+    store = "with a store of this version" if (runs / "mlflow.db").exists() else "no store yet"
+    place = Check("runs folder", "ok", f"{runs.resolve()} is writable, {store}")
+    try:
+        check_runs_folder(runs)
+    except ValueError as error:
+        place = Check("runs folder", "problem", str(error), "choose another folder with --runs or COHORT_RUNS")
+
+    def judged(name: str, value: str, advice: str, good: bool) -> Check:
+        return Check(name, "ok", value) if good else Check(name, "advice", value, advice)
+
     return [
         Check("python", "ok", platform.python_version()),
-        *map(_package, PACKAGES),
-        _device(),
-        _cores(),
-        _threads(environment),
-        _wait_policy(environment),
-        _runs_folder(runs),
-        _free_disk(runs),
+        *packages,
+        Check("device", "ok", f"cuda: {gpus} x {torch.cuda.get_device_name(0)}" if gpus else "cpu"),
+        Check("cores", "ok", f"{usable_cores()} usable, {default_workers()} workers by default"),
+        judged(
+            "OMP_NUM_THREADS", environment.get("OMP_NUM_THREADS", "not set: study workers use one thread each"),
+            "unset it or set 1 for studies: workers share the cores already", threads == "1",
+        ),
+        judged(
+            "OMP_WAIT_POLICY", wait,
+            "export OMP_WAIT_POLICY=PASSIVE: waiting threads then sleep instead of spinning on busy cores",
+            wait.upper() == "PASSIVE",
+        ),
+        place,
+        judged(
+            "disk", f"{free / 2**30:.1f} GiB free", "checkpoints may not fit; free some space or use another --runs",
+            free >= FREE_BYTES,
+        ),
         _vllm(),
-    ]
+    ]  # fmt: skip
 
 
 def _package(name: str) -> Check:
@@ -49,58 +81,6 @@ def _package(name: str) -> Check:
     except (ImportError, OSError) as error:
         return Check(name, "problem", f"does not import: {error}", f"reinstall {name}")
     return Check(name, "ok", found)
-
-
-def _device() -> Check:
-    import torch
-
-    if not torch.cuda.is_available():
-        return Check("device", "ok", "cpu")
-    return Check("device", "ok", f"cuda: {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}")
-
-
-def _cores() -> Check:
-    from ..ground.machine import usable_cores
-    from ..study.launchers.local import default_workers
-
-    return Check("cores", "ok", f"{usable_cores()} usable, {default_workers()} workers by default")
-
-
-def _threads(environment: Mapping[str, str]) -> Check:
-    value = environment.get("OMP_NUM_THREADS")
-    if value in (None, "1"):
-        return Check("OMP_NUM_THREADS", "ok", value or "not set: study workers use one thread each")
-    advice = "unset it or set 1 for studies: workers share the cores already"
-    return Check("OMP_NUM_THREADS", "advice", value, advice)
-
-
-def _wait_policy(environment: Mapping[str, str]) -> Check:
-    value = environment.get("OMP_WAIT_POLICY", "not set")
-    if value.upper() == "PASSIVE":
-        return Check("OMP_WAIT_POLICY", "ok", value)
-    advice = "export OMP_WAIT_POLICY=PASSIVE: waiting threads then sleep instead of spinning on busy cores"
-    return Check("OMP_WAIT_POLICY", "advice", value, advice)
-
-
-def _runs_folder(runs: Path) -> Check:
-    """The check that this version can keep results here."""
-    from ..mirror.store import check_runs_folder
-
-    try:
-        check_runs_folder(runs)
-    except ValueError as error:
-        return Check("runs folder", "problem", str(error), "choose another folder with --runs or COHORT_RUNS")
-    store = "with a store of this version" if (runs / "mlflow.db").exists() else "no store yet"
-    return Check("runs folder", "ok", f"{runs.resolve()} is writable, {store}")
-
-
-def _free_disk(runs: Path) -> Check:
-    existing = next(folder for folder in (runs.resolve(), *runs.resolve().parents) if folder.exists())
-    free = shutil.disk_usage(existing).free
-    value = f"{free / 2**30:.1f} GiB free"
-    if free >= FREE_BYTES:
-        return Check("disk", "ok", value)
-    return Check("disk", "advice", value, "checkpoints may not fit; free some space or use another --runs")
 
 
 def _vllm() -> Check:

@@ -83,8 +83,24 @@ def read_cases(file: Path) -> list[Case]:
     cases: list[Case] = []
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
-            if line.strip():
-                cases.append(_case(line, f"{file}, line {number}"))
+            if not line.strip():
+                continue
+            where = f"{file}, line {number}"
+            try:
+                row: Any = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{where}: not valid JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"{where}: must be a JSON object, got {type(row).__name__}")
+            for key in ("gold", "completion"):
+                if not isinstance(row.get(key), str | int | float):
+                    got = f"{row.get(key)!r} (fields: {', '.join(row)})"
+                    raise ValueError(f"{where}: field '{key}' must be text, got {got}")
+            label = row.get("label", row.get("correct"))
+            key = label.lower() if isinstance(label, str) else label
+            if label is not None and key not in _LABELS:
+                raise ValueError(f"{where}: field 'label' must be true or false, got {label!r}")
+            cases.append(Case(str(row["gold"]), str(row["completion"]), None if label is None else _LABELS[key]))
     if not cases:
         raise ValueError(f"{file} has no rows; write one JSON object per line with 'gold' and 'completion'")
     return cases
@@ -127,23 +143,6 @@ def regrade(task: Task, cases: Sequence[Case], names: Sequence[str], workers: in
         verdicts.append(Verdict(i + 1, case.expected, case.label, answers, correct))
     summaries = {name: _summary(cases, grades[name], seconds[name]) for name in names}
     return Regraded(verdicts, summaries, [v.row for v in verdicts if len(set(v.correct.values())) > 1])
-
-
-def _case(line: str, where: str) -> Case:
-    try:
-        row: Any = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: not valid JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: must be a JSON object, got {type(row).__name__}")
-    for key in ("gold", "completion"):
-        if not isinstance(row.get(key), str | int | float):
-            raise ValueError(f"{where}: field '{key}' must be text, got {row.get(key)!r} (fields: {', '.join(row)})")
-    label = row.get("label", row.get("correct"))
-    key = label.lower() if isinstance(label, str) else label
-    if label is not None and key not in _LABELS:
-        raise ValueError(f"{where}: field 'label' must be true or false, got {label!r}")
-    return Case(str(row["gold"]), str(row["completion"]), None if label is None else _LABELS[key])
 
 
 def _summary(cases: Sequence[Case], grades: Iterable[Grade], seconds: float) -> Summary:

@@ -1,11 +1,11 @@
-"""The results of a study or an evaluation, as pandas frames, figures, LaTeX and the report's page.
+"""The results of a study, as pandas frames, figures, LaTeX and the report's page.
 
 Every number is the report's own. Text of models and files is as the report shows it: characters that cannot be
 printed are written as escapes, so that no frame harms a terminal. Clones made while a study ran are not in the frames.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -22,7 +22,7 @@ from ...reports.prose.answer import answer
 from ...reports.render import analysed, comparison_latex, comparison_table, results_table, visible
 from ...reports.scaling import scalings
 from ...reports.trials import search_of
-from ..data import EvaluationResult, SampleRow
+from ..data import SampleRow
 from ..record.study import StudyRecord
 from ..spec.errors import SpecError, did_you_mean
 from .reporting import keep_report
@@ -75,7 +75,7 @@ class Result:
 
         A number that a trial has not reached is NaN.
         """
-        return _frame(*results_table(self._record))
+        return frame_of(*results_table(self._record))
 
     @cached_property
     def curves(self) -> pd.DataFrame:
@@ -94,7 +94,7 @@ class Result:
             for metric, series in trial.history.items()
             for step, value in series
         ]
-        return _frame(["arm", "seed", "metric", "step", "value"], rows)
+        return frame_of(["arm", "seed", "metric", "step", "value"], rows)
 
     @cached_property
     def problems(self) -> pd.DataFrame:
@@ -112,7 +112,7 @@ class Result:
             for trial in self._record.trials
             for prompt, accuracy in trial.per_problem.items()
         ]
-        return _frame(["arm", "seed", "prompt_id", "accuracy", "accuracy_initial"], rows)
+        return frame_of(["arm", "seed", "prompt_id", "accuracy", "accuracy_initial"], rows)
 
     @cached_property
     def rollouts(self) -> pd.DataFrame:
@@ -131,7 +131,7 @@ class Result:
             finish_reason      stop, or length if the token limit cut it
             reward/NAME        each reward before its weight
         """
-        return _samples([((trial.arm, trial.seed), row) for trial in self._record.trials for row in trial.samples])
+        return samples_frame([((trial.arm, trial.seed), row) for trial in self._record.trials for row in trial.samples])
 
     def compare(self, baseline: str | None = None) -> pd.DataFrame:
         """A row for each arm: the report's main table, unrounded.
@@ -149,7 +149,7 @@ class Result:
         `baseline` names another arm than the study's. The p-values hold for one that was chosen before the results
         were seen.
         """
-        return _frame(*comparison_table(self._analysed(baseline)))
+        return frame_of(*comparison_table(self._analysed(baseline)))
 
     def report(self) -> "Report":
         """The study's page, which a notebook shows inline; it is written again first, as by `cohort report`.
@@ -204,45 +204,6 @@ class Result:
         return {drawing.name: drawing for drawings in sections.values() for drawing in drawings}
 
 
-class Evaluation:
-    """The accuracy of one model on one split. `folder` has every completion."""
-
-    def __init__(self, result: EvaluationResult, intervals: Mapping[str, Sequence[float]], folder: Path) -> None:
-        self.folder = folder
-        self._result, self._intervals = result, intervals
-
-    def __repr__(self) -> str:
-        accuracy, count = (self._result.metrics[key] for key in ("accuracy", "num_prompts"))
-        return f"<Evaluation: accuracy {100 * accuracy:.1f} % of {count:.0f} {self._result.split} problems>"
-
-    @cached_property
-    def metrics(self) -> pd.DataFrame:
-        """A row for each metric, as `cohort evaluate` states them.
-
-        The columns:
-
-            metric      accuracy (mean over problems and samples), greedy_accuracy, pass_at_K, maj_at_K, answered,
-                        truncated, ...: fractions; num_tokens (mean, tokens), num_prompts, num_samples
-            value       in that unit
-            low, high   95 % interval over problems; NaN for a metric without one
-        """
-        limits = {name: self._intervals.get(name, (None, None)) for name in self._result.metrics}
-        rows = [(name, value, *limits[name]) for name, value in self._result.metrics.items()]
-        return _frame(["metric", "value", "low", "high"], rows)
-
-    @cached_property
-    def problems(self) -> pd.DataFrame:
-        """A row for each problem: prompt_id, and accuracy, the fraction of its samples that were right."""
-        num_samples = self._result.metrics["num_samples"]
-        rows = [(prompt, count / num_samples) for prompt, count in self._result.correct_counts.items()]
-        return _frame(["prompt_id", "accuracy"], rows)
-
-    @cached_property
-    def rollouts(self) -> pd.DataFrame:
-        """A row for each completion, with the columns of `Result.rollouts` but arm and seed."""
-        return _samples([((), row) for row in visible(self._result.samples)])
-
-
 @dataclasses.dataclass(frozen=True)
 class Report:
     """A page on disk; in a notebook it is shown in a frame that runs no script and reaches nothing around it.
@@ -257,7 +218,7 @@ class Report:
         return f'<iframe sandbox="allow-downloads" srcdoc="{page}" style="{style}"></iframe>'
 
 
-def _samples(rows: Sequence[tuple[tuple[Any, ...], SampleRow]]) -> pd.DataFrame:
+def samples_frame(rows: Sequence[tuple[tuple[Any, ...], SampleRow]]) -> pd.DataFrame:
     """Completions, each after the keys of its trial."""
     fields = [field.name for field in dataclasses.fields(SampleRow) if field.name != "rewards"]
     rewards = list(dict.fromkeys(name for _, row in rows for name in row.rewards))
@@ -266,10 +227,10 @@ def _samples(rows: Sequence[tuple[tuple[Any, ...], SampleRow]]) -> pd.DataFrame:
         (*key, *(getattr(row, name) for name in fields), *(row.rewards.get(name) for name in rewards))
         for key, row in rows
     ]
-    return _frame([*keys, *fields, *(f"reward/{name}" for name in rewards)], cells)
+    return frame_of([*keys, *fields, *(f"reward/{name}" for name in rewards)], cells)
 
 
-def _frame(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> pd.DataFrame:
+def frame_of(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> pd.DataFrame:
     """A frame with numeric columns as numbers: a column without any value is NaN, except the column of answers."""
     frame = pd.DataFrame(list(map(tuple, rows)), columns=list(columns))
     unknown = set(columns if rows else ()).intersection(frame.columns[frame.isna().all()]) - {"answer"}

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
@@ -16,9 +17,10 @@ from .scale import scale_settings
 from .settings import Settings, as_texts, runs_folder
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from ..run.state import RunResult
     from ..spec.run import RunSpec
-    from .result import Evaluation
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,65 @@ def _in_its_group(specs: Sequence[RunSpec], command: Sequence[str] | None) -> No
         raise SystemExit(start(["-P", "-m", "cohort", *command], devices))
 
 
+class Evaluation:
+    """The accuracy of one model on one split. `folder` has every completion."""
+
+    def __init__(self, spec: RunSpec, result: EvaluationResult, folder: Path) -> None:
+        self.folder = folder
+        self.result, self._spec = result, spec
+
+    def __repr__(self) -> str:
+        accuracy, count = (self.result.metrics[key] for key in ("accuracy", "num_prompts"))
+        return f"<Evaluation: accuracy {100 * accuracy:.1f} % of {count:.0f} {self.result.split} problems>"
+
+    @cached_property
+    def metrics(self) -> pd.DataFrame:
+        """A row for each metric, as `cohort evaluate` states them.
+
+        The columns:
+
+            metric      accuracy (mean over problems and samples), greedy_accuracy, pass_at_K, maj_at_K, answered,
+                        truncated, ...: fractions; num_tokens (mean, tokens), num_prompts, num_samples
+            value       in that unit
+            low, high   95 % interval over problems; NaN for a metric without one
+        """
+        from ..run.evaluate import intervals
+        from .result import frame_of
+
+        limits = intervals(self.result)
+        rows = [(name, value, *limits.get(name, (None, None))) for name, value in self.result.metrics.items()]
+        return frame_of(["metric", "value", "low", "high"], rows)
+
+    @cached_property
+    def problems(self) -> pd.DataFrame:
+        """A row for each problem: prompt_id, and accuracy, the fraction of its samples that were right."""
+        from .result import frame_of
+
+        num_samples = self.result.metrics["num_samples"]
+        rows = [(prompt, count / num_samples) for prompt, count in self.result.correct_counts.items()]
+        return frame_of(["prompt_id", "accuracy"], rows)
+
+    @cached_property
+    def rollouts(self) -> pd.DataFrame:
+        """A row for each completion, with the columns of `Result.rollouts` but arm and seed."""
+        from .result import samples_frame, visible
+
+        return samples_frame([((), row) for row in visible(self.result.samples)])
+
+    def document(self) -> dict[str, Any]:
+        """Everything: metrics, intervals, pass@k and Cover@tau curves, scores by problem, a few completions."""
+        from ...reports.capability import curves_of_counts
+        from ..run.evaluate import intervals
+
+        result = self.result
+        curves = curves_of_counts(list(result.correct_counts.values()), int(result.metrics["num_samples"]))
+        return {
+            "spec": self._spec.model_dump(mode="json"), "metrics": result.metrics, "intervals": intervals(result),
+            "breakdown": result.breakdown, "curves": curves, "correct_counts": result.correct_counts,
+            "samples": result.samples[:16], "directory": self.folder,
+        }  # fmt: skip
+
+
 def evaluate(
     model: str | Path,
     task: str,
@@ -110,27 +171,6 @@ def evaluate(
         settings  dotted path -> value, as after `--set`
         name      of the folder RUNS/evaluate/NAME that keeps every completion
     """
-    from ..run.evaluate import intervals
-    from .result import Evaluation
-
-    _, directory, result = evaluated(
-        str(model), task, split=split, path=path, samples=samples, settings=settings, name=name, runs=runs
-    )
-    return Evaluation(result, intervals(result), directory)
-
-
-def evaluated(
-    model: str,
-    task: str,
-    *,
-    split: str = "test",
-    path: str | Path | None = None,
-    samples: int | None = None,
-    settings: Settings = (),
-    name: str | None = None,
-    runs: str | Path | None = None,
-) -> tuple[RunSpec, Path, EvaluationResult]:
-    """The run spec of an evaluation, the folder of its completions, and its result; shows progress."""
     from ..console.progress import phase_bar
 
     part, folder = checked_split(split), runs_folder(runs)
@@ -140,24 +180,11 @@ def evaluated(
         from ..run.single import evaluate_once
         from ..spec.load import load_run
 
-        defaults = {"model": model_folder(model), "task": task, "algorithm": "grpo"}
+        defaults = {"model": model_folder(str(model)), "task": task, "algorithm": "grpo"}
         scale = scale_settings(defaults["model"], texts, trains=False)
         spec = load_run(None, [*scale, *data_path(path), *texts], defaults)
         name = checked_name(name or f"{spec.task.name}-{split}-{spec.digest()[:8]}")
-        return spec, folder / "evaluate" / name, evaluate_once(spec, part, folder, name, show)
-
-
-def evaluation_document(spec: RunSpec, result: EvaluationResult) -> dict[str, Any]:
-    """An evaluation in full: metrics, intervals, pass@k and Cover@tau curves, scores by problem, a few completions."""
-    from ...reports.capability import curves_of_counts
-    from ..run.evaluate import intervals
-
-    counts, k = result.correct_counts, int(result.metrics["num_samples"])
-    return {
-        "spec": spec.model_dump(mode="json"), "metrics": result.metrics, "intervals": intervals(result),
-        "breakdown": result.breakdown, "curves": curves_of_counts(list(counts.values()), k),
-        "correct_counts": counts, "samples": result.samples[:16],
-    }  # fmt: skip
+        return Evaluation(spec, evaluate_once(spec, part, folder, name, show), folder / "evaluate" / name)
 
 
 def probe(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,23 @@ def scale_settings(model: str, sets: Sequence[str] | None, *, trains: bool = Tru
 
     Without `trains`, only the settings of how the model runs.
     """
+    import torch
+
     from ..console import terminal
     from ..spec.raw import parse_overrides, with_overrides
 
     given = with_overrides({"model": model}, parse_overrides(sets or ()))
     if _is_built_in(given["model"]):
         return []
-    wanted = _device_settings(given)
+    wanted: dict[str, Any] = {}
     if trains:
         rate = 1e-5 if given.get("lora") is not None else 1e-6
-        wanted = {"optimizer.learning_rate": rate, "optimizer.critic_learning_rate": 1e-5, **wanted}
+        wanted = {"optimizer.learning_rate": rate, "optimizer.critic_learning_rate": 1e-5}
+    if given.get("device") != "cpu" and torch.cuda.is_available():
+        if "dtype" not in given and torch.cuda.is_bf16_supported():
+            wanted["autocast"] = True
+        if "engine" not in given and not _is_given(given, "sampling.stop") and find_spec("vllm") is not None:
+            wanted["engine.name"] = "vllm"
     found = [f"{path}={json.dumps(value)}" for path, value in wanted.items() if not _is_given(given, path)]
     if found:
         shown = ", ".join(found)
@@ -45,22 +53,6 @@ def _is_built_in(model: str) -> bool:
 
     found, own = json.loads(config.read_text(encoding="utf-8")), tiny_config()
     return all(found.get(key) == getattr(own, key) for key in ("vocab_size", "hidden_size", "num_hidden_layers"))
-
-
-def _device_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings for running a model on a GPU; empty without one."""
-    from importlib.util import find_spec
-
-    import torch
-
-    if given.get("device") == "cpu" or not torch.cuda.is_available():
-        return {}
-    settings: dict[str, Any] = {}
-    if "dtype" not in given and torch.cuda.is_bf16_supported():
-        settings["autocast"] = True
-    if "engine" not in given and not _is_given(given, "sampling.stop") and find_spec("vllm") is not None:
-        settings["engine.name"] = "vllm"
-    return settings
 
 
 def _is_given(given: Mapping[str, Any], path: str) -> bool:

@@ -47,16 +47,15 @@ def as_texts(settings: Settings) -> list[str]:
     """The settings as texts after `--set`, from which the same values are read."""
     if not isinstance(settings, Mapping):
         return list(settings)
-    return [f"{path}={_yaml(path, value)}" for path, value in settings.items()]
-
-
-def _yaml(path: str, value: Any) -> str:
-    try:
-        text = yaml.safe_dump(_plain(value), default_flow_style=True, width=float("inf"), allow_unicode=True)
-    except yaml.YAMLError:
-        kinds = "numbers, text, lists and mappings"
-        raise SpecError(f"setting '{path}' must be made of {kinds}, got {type(value).__name__}") from None
-    return text.removesuffix("...\n").strip()
+    texts = []
+    for path, value in settings.items():
+        try:
+            text = yaml.safe_dump(_plain(value), default_flow_style=True, width=float("inf"), allow_unicode=True)
+        except yaml.YAMLError:
+            kinds = "numbers, text, lists and mappings"
+            raise SpecError(f"setting '{path}' must be made of {kinds}, got {type(value).__name__}") from None
+        texts.append(f"{path}={text.strip().removesuffix('...').strip()}")
+    return texts
 
 
 def _plain(value: Any) -> Any:

@@ -217,7 +217,7 @@ def run_to_report(
     from ..devices.device import resolve_device
     from ..study.launchers.local import default_workers
     from ..study.runner import run_study
-    from .reporting import Refresher, write_report
+    from .reporting import write_report
 
     if workers is not None and workers < 1:
         raise SpecError(f"--workers must be a number of at least 1, or auto, got '{workers}'")
@@ -228,16 +228,10 @@ def run_to_report(
             resolve_device(arm.spec.device)
     if workers is not None and command:
         command = f"{command} --workers {workers}"
-    with study_view() as view, Refresher(spec.name, runs) as refresher:
-
-        def show(status: StudyStatus) -> None:
-            view.update(status)
-            refresher.tick()
-
-        storage = with_password(storage)
+    with study_view() as view:
         status = run_study(
-            spec, runs, workers=workers, command=command, on_status=show, storage=storage, cluster=cluster,
-            together=together,
+            spec, runs, workers=workers, command=command, on_status=view.update, storage=with_password(storage),
+            cluster=cluster, together=together,
         )  # fmt: skip
     if not status.finished:  # asked to stop
         raise KeyboardInterrupt

@@ -222,7 +222,7 @@ class _Completions:
                 self.place.compare("completions", file, f"{name}/{prompt}", known.get(prompt), scores.get(prompt))
 
     def batches(self, size: int) -> None:
-        """Recompute the verdicts of every kept training batch (in groups of `size`), and what its step logged of them."""
+        """Recompute the verdicts of every kept training batch in groups of `size`, and what its step logged of them."""
         for file, (step, _) in self.history.kept.items():
             rows = self._rows(file) if file.startswith("rollouts/") else None
             if not rows:

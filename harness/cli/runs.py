@@ -87,7 +87,7 @@ def evaluate(
     from ..data import InvalidRun
 
     try:
-        spec, directory, result = api.evaluated(
+        found = api.evaluate(
             model, task, split=split, path=path, samples=samples, settings=sets or (), name=name, runs=runs
         )
     except InvalidRun as error:
@@ -95,10 +95,9 @@ def evaluate(
         raise typer.Exit(1) from None
     if as_json:
         given = {"model": model, "task": task, "split": split}
-        terminal.print_json({**given, **api.evaluation_document(spec, result), "directory": directory})
-        return
-    show_evaluation(f"{model} on {task} ({split})", result)
-    terminal.say(f"Files: {directory}")
+        return terminal.print_json({**given, **found.document()})
+    show_evaluation(f"{model} on {task} ({split})", found.result)
+    terminal.say(f"Files: {found.folder}")
 
 
 @command("register", "cohort register runs/train/my-run --name arithmetic-grpo")
