@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from ..policy.bradley_terry import train_reward_model
     from ..record.finished import model_folder
     from ..spec.raw import parse_overrides
-    from ..study.control import clone_arm, resume_arm, stop_arm
     from ..study.estimates import cost, remaining_seconds
     from ..study.queue import study_status
+    from ..study.steering import clone_arm, resume_arm, stop_arm
     from ..study.work import work
     from .capsule import export_capsule, verify
     from .catalog import describe_plugins, describe_settings, describe_task
@@ -55,7 +55,7 @@ _NAMES = {
     "..policy.bradley_terry": "train_reward_model",
     "..record.finished": "model_folder",
     "..spec.raw": "parse_overrides",
-    "..study.control": "clone_arm resume_arm stop_arm",
+    "..study.steering": "clone_arm resume_arm stop_arm",
     "..study.estimates": "cost remaining_seconds",
     "..study.queue": "study_status",
     "..study.work": "work",

@@ -93,14 +93,12 @@ def study_run(
     if cluster and workers == "0":
         raise ValueError("--workers 0 starts no worker, so --launcher has nothing to do; leave one of them out")
     storage = api.with_password(storage)
-    if dry_run:
-        return _dry_run(found, runs, count, as_json, storage, together)
     if found.command:
         placed = {"--launcher": launcher, "--cpus": cpus, "--gpus": gpus, "--slurm-set": slurm_set} if cluster else {}
         how = {None: "", True: " --together", False: " --apart"}[together]
         found = dataclasses.replace(found, command=api.shell(found.command, placed) + how)
-    if workers != "0":
-        return _run(found, runs, count, as_json, storage, cluster, together)
+    if dry_run or workers != "0":
+        return _run(found, runs, count, as_json, dry_run, storage, cluster, together)
     work = api.start(found, runs, storage)
     if as_json:
         terminal.print_json({"study": found.name, "work": work})
@@ -306,9 +304,7 @@ def compare(
         options.words(algorithms), options.words(task), model, seeds=options.integers(seeds or "0,1,2"), tune=tune,
         controls=options.words(controls), settings=options.with_path(sets, path), name=name,
     )  # fmt: skip
-    if dry_run:
-        return _dry_run(study, runs, count, as_json)
-    _run(study, runs, count, as_json)
+    _run(study, runs, count, as_json, dry_run)
 
 
 def _run(
@@ -316,11 +312,17 @@ def _run(
     runs: Path,
     workers: int | None,
     as_json: bool,
+    dry_run: bool,
     storage: str | None = None,
     cluster: Cluster | Slurm | None = None,
     together: bool | None = None,
 ) -> None:
-    """Run a study and show its report; the exit code says whether all trials are valid."""
+    """Run a study and show its report (the exit code says whether all trials are valid), or with `dry_run` its cost."""
+    if dry_run:
+        document = api.dry_run(study, runs, workers, storage, together)
+        if as_json:
+            return terminal.print_json({"study": study.name, "question": study.question, **document})
+        return studies.show_dry_run(study.name, study.question, document)
     ended = api.run_to_report(study, runs, workers, storage=storage, cluster=cluster, together=together)
     status, record, files = ended.status, ended.record, ended.files
     if ended.elsewhere:
@@ -343,18 +345,3 @@ def _run(
         if len(threads := {number for trial in record.trials for number in trial.threads}) > 1:
             terminal.say(f"The number of workers changed: a trial had {' or '.join(sorted(threads))} threads.")
     raise typer.Exit(0 if ended.all_valid else 1)
-
-
-def _dry_run(
-    study: api.Study,
-    runs: Path,
-    workers: int | None,
-    as_json: bool,
-    storage: str | None = None,
-    together: bool | None = None,
-) -> None:
-    document = api.dry_run(study, runs, workers, storage, together)
-    if as_json:
-        terminal.print_json({"study": study.name, "question": study.question, **document})
-    else:
-        studies.show_dry_run(study.name, study.question, document)

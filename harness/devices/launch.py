@@ -91,6 +91,6 @@ def start(command: Sequence[str], processes: int, when_stopped: int = 130) -> in
 def _address_towards(host: str) -> str:
     """This host's address in messages to another."""
     family, *_, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # it sends nothing
-        probe.connect(place)
-        return probe.getsockname()[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as link:  # it sends nothing
+        link.connect(place)
+        return link.getsockname()[0]

@@ -9,7 +9,7 @@ the checkpoints in its folder.
 An attempt ends COMPLETE with the study's metric as value, or PRUNED with its arm, or FAIL. The attribute `result` of a
 FAIL says more: "invalid" (the result must not be used; never repeated), "failed" (a crash; repeated when the study is
 started again), "stopped" (asked to stop), "paused" (for another trial) or "lost" (its worker died); the last three are
-repeated at once. `search.py` decides the arms of a search, `control.py` handles users' requests.
+repeated at once. `search.py` decides the arms of a search, `steering.py` handles users' requests.
 """
 
 from __future__ import annotations

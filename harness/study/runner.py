@@ -26,13 +26,13 @@ from ..record.study import SEARCH, SEEDS, keep_document, read_trial, study_docum
 from ..spec.raw import parse_overrides
 from ..spec.study import StudySpec
 from .checks import check_room, check_study, check_unchanged, missing_here, trials_together
-from .control import clone_arm, resume_arm, stop_arm
 from .launchers.local import Pool, WorkerPool, default_workers
 from .launchers.ray import Cluster, RayPool
 from .launchers.slurm import Job, Slurm, SlurmPool, check_slurm
 from .plan import Plan
 from .queue import Queue, open_storage, study_status
 from .sharing import Shared
+from .steering import clone_arm, resume_arm, stop_arm
 from .work import watch
 from .worker import EXECUTE, MODULE, STORAGE, log
 

@@ -25,10 +25,10 @@ from cohort.harness.record.study import ExploratoryArm, read_study
 from cohort.harness.run import loop
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.study import StudySpec
-from cohort.harness.study.control import clone_arm, resume_arm, stop_arm
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import HELD, Outcome, Queue, open_storage
 from cohort.harness.study.runner import run_study, study_status, take_up_requests
+from cohort.harness.study.steering import clone_arm, resume_arm, stop_arm
 from cohort.harness.study.worker import worker_main
 from cohort.reports.analysis import analyse
 from cohort.reports.render import write_report as render
@@ -255,7 +255,7 @@ def steered(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> tupl
         a_queue(a_real_study(), runs)
         folders.append(runs)
     worker_main("real", folders[0])
-    worker_main("real", folders[1], execute="test_control:train_and_stop")
+    worker_main("real", folders[1], execute="test_steering:train_and_stop")
     (directory,) = (folders[1] / "studies/real/trials").iterdir()
     assert last_step(directory) == 2
     clone_arm("real", folders[1], "one", {}, warm=True)
