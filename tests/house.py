@@ -1,5 +1,4 @@
-"""Figures of the house: rooms, arrows, circles, product lines, files that a step leads through, parses of an arm,
-settings, commands and options.
+"""Figures of the house: rooms, arrows, circles, product lines, settings, commands and options.
 
     python tests/house.py [FOLDER of a checkout, by default this one]
 
@@ -12,19 +11,13 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
-import io
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 PRODUCT = ("harness", "algorithms", "tasks", "studies", "reports")
-STUDY = "group_size"
-ROOMS = ("ground", "devices", "spec", "data", "interfaces", "policy", "engines", "plugins")
-NOT_FOLLOWED = tuple(f"harness/{name}" for name in ROOMS)
 
 
 def modules(root: Path) -> dict[str, ast.Module]:
@@ -81,78 +74,8 @@ def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
     return sorted({tuple(sorted(o for o in below[n] if n in below.get(o, ()))) for n in arrows if n in below[n]})
 
 
-def profiled(action: Any, on_call: Any) -> None:
-    def profile(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call":
-            on_call(frame)
-
-    sys.setprofile(profile)
-    try:
-        action()
-    finally:
-        sys.setprofile(None)
-
-
-def product_file(frame: FrameType | None, root: Path) -> str | None:
-    if frame is None or not frame.f_code.co_filename.startswith(str(root)):
-        return None
-    name = os.path.relpath(frame.f_code.co_filename, root).removeprefix("cohort/")
-    return name if name.split(os.sep)[0] in PRODUCT else None
-
-
 def load(root: Path, module: str) -> Any:
     return importlib.import_module(f"cohort.{module}" if (root / "cohort").exists() else module)
-
-
-def step_stays(root: Path) -> tuple[int, int]:
-    """(stays, files) of a reader who follows one `train_step` through its calls, in the order of execution.
-
-    The reader reads a function when it is first called and never again; a stay begins where a function stands in
-    another file than the one read before it. `NOT_FOLLOWED` are read by their names: what every room uses, and the
-    inside of an engine and a model. What is left are the files of the step, its algorithm, its task and its rewards.
-    """
-    home = next(f for f in (root / "harness").rglob("*.py") if "def train_step(" in f.read_text())
-    step_module = load(root, ".".join(home.relative_to(root).with_suffix("").parts))
-    raw = {"task": "arithmetic", "algorithm": "grpo", "rollouts_per_step": 8, "steps": 1, "device": "cpu"}
-    spec = load(root, "harness.spec.run").parse_run(raw, "house")
-    prepare = load(root, "harness.run.state").prepare
-    seen: set[Any] = set()
-    files: list[str] = []
-
-    def note(frame: FrameType) -> None:
-        file, code = product_file(frame, root), frame.f_code
-        if file is None or file.startswith(NOT_FOLLOWED) or code.co_name.startswith("<") or code in seen:
-            return
-        seen.add(code)
-        files.append(file)
-
-    class Forgetful:
-        def __getattr__(self, _: str) -> Any:
-            return lambda *args: None
-
-    with tempfile.TemporaryDirectory() as folder:
-        run, _ = prepare(spec, Path(folder), Forgetful(), Path(folder), lambda: False)
-        prompts = spec.task.prompts("train")
-        profiled(lambda: step_module.train_step(run, prompts, 0), note)
-    return sum(before != file for before, file in zip(["", *files], files, strict=False)), len(set(files))
-
-
-def parses(root: Path) -> tuple[int, int]:
-    """(calls of `parse_run` in `cohort study run --dry-run`, arms of the study)."""
-    main = load(root, "harness.cli.app" if (root / "harness/cli/app.py").exists() else "harness.cli").main
-    count = 0
-
-    def note(frame: FrameType) -> None:
-        nonlocal count
-        count += frame.f_code.co_name == "parse_run"
-
-    def dry_run() -> None:
-        quiet = contextlib.redirect_stdout(io.StringIO())
-        with tempfile.TemporaryDirectory() as runs, contextlib.suppress(SystemExit), quiet:
-            main(["study", "run", STUDY, "--dry-run", "--runs", runs])
-
-    profiled(dry_run, note)
-    return count, 4
 
 
 def settings(root: Path) -> int:
@@ -192,10 +115,8 @@ def main(root: Path) -> None:
     print(f"modules {len(arrows)}, arrows between them {sum(map(len, arrows.values()))}, circles {circles(arrows)}")
     print(f"rooms {len(rooms)}, arrows between them {sum(map(len, rooms.values()))}, circles {circles(rooms)}")
     print(f"product lines of Python {lines}, of them {code} neither import nor docstring nor comment nor blank")
-    print("one train_step is {} stays in {} files".format(*step_stays(root)))
     print(f"settings {settings(root)}")
     print("commands {}, options {}".format(*commands(root)))
-    print("parse_run {} times in the dry run of a study of {} arms".format(*parses(root)))
 
 
 def code_lines(text: str) -> list[int]:

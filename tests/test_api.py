@@ -293,10 +293,7 @@ def test_a_notebook_is_kept_without_outputs_and_calls_what_is_public(file: Path)
     cells = json.loads(file.read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert [cell["outputs"] for cell in cells if cell["cell_type"] == "code" and cell["outputs"]] == []
+    assert [file.with_stem(name) for name in ("first_ablation", "paper_figure")] == NOTEBOOKS
     called = {name for text in code for name in re.findall(r"\bcohort\.(\w+)", text)}
     assert called
     assert called <= set(cohort.__all__)
-
-
-def test_both_notebooks_are_there():
-    assert [file.stem for file in NOTEBOOKS] == ["first_ablation", "paper_figure"]

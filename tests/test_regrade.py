@@ -21,22 +21,18 @@ def test_strict_wants_a_marked_answer_and_lenient_takes_the_last_number():
         Case("18", "so the answer is 18 clips.", True),
         Case("18", "first 18, then 19", False),
         Case("18", "no number", None),
+        Case("5", "#### 5", False),
     ]
     result = regrade(TASK, cases, ["strict", "lenient"])
-    assert [v.correct["strict"] for v in result.verdicts] == [True, False, False, False]
-    assert [v.correct["lenient"] for v in result.verdicts] == [True, True, False, False]
-    assert [v.answers["lenient"] for v in result.verdicts] == ["18", "18", "19", None]
+    assert [v.correct["strict"] for v in result.verdicts] == [True, False, False, False, True]
+    assert [v.correct["lenient"] for v in result.verdicts] == [True, True, False, False, True]
+    assert [v.answers["lenient"] for v in result.verdicts] == ["18", "18", "19", None, "5"]
     assert result.disagreements == [2]
     strict, lenient = result.summaries["strict"], result.summaries["lenient"]
-    # of the three labelled rows strict misses one that is right; nothing wrong counts as right
-    assert (strict.agreement, strict.false_negatives, strict.false_positives) == (pytest.approx(2 / 3), 1, 0)
-    assert (lenient.agreement, lenient.correct, lenient.answered) == (1.0, 0.5, 0.75)
+    # of the four labelled rows strict misses one that is right, and one that is right has a wrong label
+    assert (strict.agreement, strict.false_negatives, strict.false_positives) == (0.5, 1, 1)
+    assert (lenient.agreement, lenient.correct, lenient.answered) == (0.75, 0.6, 0.8)
     assert strict.rows_per_second > 0
-
-
-def test_a_wrong_label_shows_as_a_false_positive():
-    summary = regrade(TASK, [Case("5", "#### 5", False)], ["strict"]).summaries["strict"]
-    assert (summary.agreement, summary.false_positives, summary.false_negatives) == (0.0, 1, 0)
 
 
 def test_a_gold_answer_may_be_a_whole_solution():
