@@ -35,6 +35,7 @@ def browse(runs: Path, port: int, show: Callable[[dict[str, str]], None]) -> str
     def told(address: str) -> None:
         show(study_pages(runs, address) or {"MLflow": f"{address}/#/experiments?{TRAINING_PAGES}"})
 
+    status = None
     with stop_on_signals(words=STOPPING) as should_stop:  # an exception of a handler is lost in a library's callback
         if (address := remote_uri()) is not None:
             catch_up(runs)
