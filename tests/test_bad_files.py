@@ -199,6 +199,14 @@ class RayThatKills:
         return self.status, "last words"
 
 
+@pytest.fixture
+def ray_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RayPool:
+    module = types.ModuleType("ray")
+    module.__spec__ = importlib.machinery.ModuleSpec("ray", None)
+    monkeypatch.setitem(sys.modules, "ray", module)
+    return RayPool("m", [], 1, tmp_path, {}, cluster=Cluster("127.0.0.1:1"))
+
+
 @pytest.mark.parametrize("lost", ["digest", "seeds"])
 def test_a_record_of_a_started_study_that_lost_a_part_is_refused_by_its_path(tmp_path: Path, lost: str):
     study, folder = a_grid(), tmp_path / "sizes"
@@ -211,30 +219,20 @@ def test_a_record_of_a_started_study_that_lost_a_part_is_refused_by_its_path(tmp
 
 @pytest.mark.attack("A worker that is killed over and over before it can claim a trial")
 @pytest.mark.parametrize(("status", "limit"), [(1, MAX_CRASHES), (-9, MAX_KILLS + 1), (None, MAX_KILLS + 1)])
-def test_workers_on_ray_that_end_over_and_over_end_the_study(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int | None, limit: int
-):
-    module = types.ModuleType("ray")
-    module.__spec__ = importlib.machinery.ModuleSpec("ray", None)
-    monkeypatch.setitem(sys.modules, "ray", module)
-    pool = RayPool("m", [], 1, tmp_path, {}, cluster=Cluster("127.0.0.1:1"))
-    pool._ray = RayThatKills(status)
+def test_workers_on_ray_that_end_over_and_over_end_the_study(ray_pool: RayPool, status: int | None, limit: int):
+    ray_pool._ray = RayThatKills(status)
     for _ in range(limit - 1):
-        pool._tasks[object()] = None
-        assert pool.collect(0) == 0
-    pool._tasks[object()] = None
+        ray_pool._tasks[object()] = None
+        assert ray_pool.collect(0) == 0
+    ray_pool._tasks[object()] = None
     words = "ended with status 1" if status == 1 else f"was killed by signal {signal.SIGKILL}"
     with pytest.raises(RuntimeError, match=rf"workers end before they can start a trial; the last one {words}"):
-        pool.collect(0)
+        ray_pool.collect(0)
 
 
 @pytest.mark.attack("Disk full in the middle of a study")
-def test_a_worker_on_ray_that_met_a_full_disk_ends_the_study_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    module = types.ModuleType("ray")
-    module.__spec__ = importlib.machinery.ModuleSpec("ray", None)
-    monkeypatch.setitem(sys.modules, "ray", module)
-    pool = RayPool("m", [], 1, tmp_path, {}, cluster=Cluster("127.0.0.1:1"))
-    pool._ray = RayThatKills(EXIT_STATUS)
-    pool._tasks[object()] = None
+def test_a_worker_on_ray_that_met_a_full_disk_ends_the_study_at_once(ray_pool: RayPool):
+    ray_pool._ray = RayThatKills(EXIT_STATUS)
+    ray_pool._tasks[object()] = None
     with pytest.raises(DiskFull, match="free some space, then the same command continues"):
-        pool.collect(0)
+        ray_pool.collect(0)
