@@ -78,6 +78,11 @@ def fake_study(
         for path, level in one.factors.items():
             if level not in factors.setdefault(path, []):
                 factors[path].append(level)
+    spec = {
+        "name": name, "question": "Which algorithm?", "run": {"task": {"name": "arithmetic"}, "steps": num_steps},
+        "factors": factors, "arms": {}, "seeds": list(seeds), "design": "grid", "metric": "validation/accuracy",
+        "baseline": None,
+    }  # fmt: skip
     return StudyRecord(
         name=name,
         question="Which algorithm gains most on <arithmetic> at equal rollouts & one cold start?",
@@ -86,17 +91,7 @@ def fake_study(
         arms=[arm.label for arm in arms],
         seeds=list(seeds),
         expected=len(arms) * len(seeds),
-        spec={
-            "name": name,
-            "question": "Which algorithm?",
-            "run": {"task": {"name": "arithmetic"}, "steps": num_steps},
-            "factors": factors,
-            "arms": {},
-            "seeds": list(seeds),
-            "design": "grid",
-            "metric": "validation/accuracy",
-            "baseline": None,
-        },
+        spec=spec,
         trials=trials,
         command=f"cohort study run {name} --set 'steps={num_steps}' && echo '<done>'",
         versions={"python": "3.12.3", "torch": "2.13.0", "git_commit": "0123abc"},
@@ -254,29 +249,12 @@ def _history(arm: FakeArm, final: float, last: int, rng: np.random.Generator) ->
 
 def _samples(arm: FakeArm, last: int) -> list[SampleRow]:
     right = SampleRow(
-        step=last,
-        split="test",
-        prompt_id="p1",
-        prompt="4+4+5+5-6=",
-        completion="4+4=8;8+5=13;13+5=18;18-6=12#### 12",
-        gold="12",
-        answer="12",
-        correct=True,
-        reward=1.0,
-        num_tokens=37,
-        finish_reason="stop",
-    )
+        step=last, split="test", prompt_id="p1", prompt="4+4+5+5-6=", completion="4+4=8;8+5=13;13+5=18;18-6=12#### 12",
+        gold="12", answer="12", correct=True, reward=1.0, num_tokens=37, finish_reason="stop",
+    )  # fmt: skip
     hostile = SampleRow(
-        step=last,
-        split="test",
-        prompt_id="p2",
-        prompt="3+5+5= <img src=x onerror=alert(6)>",
-        completion=HOSTILE,
-        gold="13",
-        answer="<script>13" if arm.algorithm == "grpo" else None,
-        correct=False,
-        reward=-0.1,
-        num_tokens=128,
-        finish_reason="length",
-    )
+        step=last, split="test", prompt_id="p2", prompt="3+5+5= <img src=x onerror=alert(6)>", completion=HOSTILE,
+        gold="13", answer="<script>13" if arm.algorithm == "grpo" else None, correct=False, reward=-0.1,
+        num_tokens=128, finish_reason="length",
+    )  # fmt: skip
     return [right, hostile]

@@ -2,7 +2,6 @@
 
 import pytest
 from cohort.harness.data import Prompt
-from cohort.harness.run.grading import reward_metrics, score
 from cohort.harness.run.loop import charge_step, train
 from cohort.harness.run.state import prepare
 from cohort.harness.run.step import Drawn, further_prompts, generate, train_step
@@ -141,16 +140,6 @@ def test_further_prompts_are_new_and_keyed_by_seed_step_and_attempt():
     others = [further_prompts(prompts, *key, 4, drawn) for key in ((1, 3, 1), (0, 4, 1), (0, 3, 2))]
     assert all(other != first for other in others)
     assert len(further_prompts(prompts, 0, 3, 1, 40, drawn)) == 7
-
-
-def test_scores_of_two_batches_are_those_of_both_at_once(tmp_path):
-    run, prompts, _ = scripted_run(tmp_path, 9, lambda i: i % 3 == 0, rewards={"format": 0.5, "process": 1.0})
-    metrics, drawn = train_step(run, prompts, 0)
-    assert drawn.num_batches > 1
-    scores = score(run.spec.rewards, drawn.graded)
-    assert drawn.scores == scores
-    found = reward_metrics(run.spec.rewards, drawn.graded, scores)
-    assert {name: metrics[name] for name in found} == pytest.approx(found, nan_ok=True)
 
 
 @pytest.mark.parametrize("name", ["dapo"])

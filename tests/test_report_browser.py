@@ -14,7 +14,9 @@ import pytest
 from browser import session
 from cohort.harness.record.study import StudyRecord
 from cohort.reports.render import write_report
-from fake_study import HOSTILE_ARM, FakeArm, factor_grid, fake_study, three_algorithms
+from fake_study import HOSTILE_ARM, factor_grid, fake_study
+from test_report import hostile_study as hostile_arms
+from test_report import search_of
 
 
 @pytest.fixture(scope="module")
@@ -25,19 +27,15 @@ def browser() -> Iterator[Any]:
 
 def hostile_study() -> StudyRecord:
     """Hostile completions, arm name, reason and parameter names; wide labels; a search; a self-consistency arm."""
-    arms = three_algorithms()
-    arms[2] = FakeArm(
-        HOSTILE_ARM, "grpo_self_consistency", 0.35, {"algorithm.name": "grpo_self_consistency"}, {"algorithm.name": "x"}
-    )
-    record = fake_study(arms, states={("ppo", 2): "invalid"}, num_steps=20)
+    record = hostile_arms()
     accuracies = {f"test/{name}": [(20, 0.5)] for name in ("greedy_accuracy", "pass_at_2", "pass_at_4", "maj_at_4")}
     trials = [dataclasses.replace(trial, history={**trial.history, **accuracies}) for trial in record.trials]
     found = {"<img src=x onerror=alert(8)>": 0.9, "a_parameter_with_a_rather_long_name.of_a_section": 0.1}
-    values = {"validation/accuracy": 0.5}
-    listed = [{"label": arm.label, "parameters": found, "values": values, "state": "complete"} for arm in arms]
+    arms = [(arm, found, "complete", {"validation/accuracy": 0.5}) for arm in record.arms]
     importances = {"method": "<b>", "values": found, "reason": None}
-    search = {"objectives": {"validation/accuracy": "maximize"}, "importances": importances, "arms": listed}
-    return dataclasses.replace(record, trials=trials, search={**search, "pareto": [HOSTILE_ARM], "best": HOSTILE_ARM})
+    objectives = {"validation/accuracy": "maximize"}
+    search = search_of(arms, objectives=objectives, importances=importances, pareto=[HOSTILE_ARM], best=HOSTILE_ARM)
+    return dataclasses.replace(record, trials=trials, search=search)
 
 
 CONTRASTS = """
