@@ -25,14 +25,13 @@ class StopRequest:
         self._made = False
         self.signals: list[int] = []  # all that have come, in their order
 
-    def __call__(self) -> bool:
+    def is_set(self) -> bool:
         return self._made
+
+    __call__ = is_set
 
     def set(self) -> None:
         self._made = True
-
-    def is_set(self) -> bool:
-        return self._made
 
     def wait(self, seconds: float) -> bool:
         """Whether it is made, after waiting at most `seconds`."""
