@@ -28,12 +28,10 @@ class Clip(Algorithm):
         0.2, gt=0, lt=1, description="how far the ratio may fall below 1; binds from the 2nd update of a batch"
     )
     clip_epsilon_high: float | None = Field(
-        default=None, gt=0, description="how far the ratio may rise above 1; by default clip_epsilon"
+        None, gt=0, description="how far the ratio may rise above 1; by default clip_epsilon"
     )
     ratio_bound: float | None = Field(
-        default=None,
-        gt=1,
-        description="bound of the ratio for negative advantages (dual or two-sided clip); null: no bound",
+        None, gt=1, description="bound of the ratio for negative advantages (dual or two-sided clip); null: no bound"
     )
 
     @model_validator(mode="after")
@@ -75,12 +73,12 @@ class LossKL(Algorithm):
     }
 
     kl_estimator: KLEstimator = Field(
-        default="k3",
+        "k3",
         description="per-token KL estimator; its gradient is that of: k2, KL(policy, reference); k3, KL(reference, "
         "policy); k1, none in expectation",
     )
     kl_importance_weighted: bool = Field(
-        default=False,
+        False,
         description="multiply the estimate by the token's ratio, with its gradient (DeepSeek-V3.2, arXiv:2512.02556): "
         "k1 and k3 then have the gradient of KL(policy, reference), off policy too",
     )
@@ -114,9 +112,7 @@ class GroupStandardised(LossKL):
         **LossKL.objective,
     }
 
-    std_floor: float = Field(
-        default=1e-4, gt=0, description="constant added to the standard deviation in the denominator"
-    )
+    std_floor: float = Field(1e-4, gt=0, description="constant added to the standard deviation in the denominator")
 
     def advantages(self, batch: Batch) -> Batch:
         return group_advantages(batch, lambda rewards, mask: group_standardised(rewards, self.std_floor, mask))
@@ -141,7 +137,7 @@ class SummedLoss(LossKL):
     }
 
     loss_denominator: float = Field(
-        default=128.0,
+        128.0,
         gt=0,
         description="constant (tokens) that divides the sum over a completion; in Dr. GRPO's paper the token limit",
     )

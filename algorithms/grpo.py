@@ -31,8 +31,7 @@ class GRPO(Clip, GroupStandardised):
     name: Literal["grpo"] = "grpo"
     kl_beta: float = Field(0.04, ge=0, description="weight of the KL to the frozen reference, in the loss; 0: none")
     std_over: Literal["group", "batch"] = Field(
-        default="group",
-        description="standard deviation to divide by: of the group's rewards, or of all groups' rewards",
+        "group", description="standard deviation to divide by: of the group's rewards, or of all groups' rewards"
     )
 
     def advantages(self, batch: Batch) -> Batch:

@@ -40,9 +40,7 @@ class OnlineDPO(Algorithm):
 
     name: Literal["online_dpo"] = "online_dpo"
     kl_beta: float = Field(
-        default=0.1,
-        gt=0,
-        description="DPO's beta: weight of the KL to the frozen reference in the objective that DPO solves",
+        0.1, gt=0, description="DPO's beta: weight of the KL to the frozen reference in the objective that DPO solves"
     )
 
     @property

@@ -36,7 +36,7 @@ class RLOO(RewardKL):
 
     name: Literal["rloo"] = "rloo"
     clip_epsilon: float | None = Field(
-        default=None, gt=0, description="how far a completion's ratio may move from 1; null: no bound"
+        None, gt=0, description="how far a completion's ratio may move from 1; null: no bound"
     )
 
     def advantages(self, batch: Batch) -> Batch:

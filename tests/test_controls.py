@@ -404,15 +404,6 @@ def paid(spec: Any, prompts: Sequence[Prompt], said: np.ndarray, step: int) -> l
     return control_rewards(spec, prompts, groups, graded, step)
 
 
-def test_the_interval_of_random_rewards_contains_no_gain_in_93_of_100_studies():
-    contains = 0
-    for study in range(100):
-        (control,) = analysed(simulated_study(Toy(), ["random"], 4, study)).controls
-        assert control.summary.gain is not None
-        contains += control.summary.gain.low <= 0 <= control.summary.gain.high
-    assert contains >= 93
-
-
 @pytest.mark.attack("A grader that accepts everything")
 def test_a_grader_that_accepts_everything_is_flagged_by_the_controls(tmp_path: Path):
     leaky = simulated_study(Toy(accepts_everything=True), [None, "shuffled_gold", "random"], 5, study=7)

@@ -184,12 +184,6 @@ def test_a_key_that_stands_twice_is_refused_with_file_and_line(tmp_path: Path, t
         read_yaml(file)
 
 
-def test_a_merged_key_may_be_replaced(tmp_path: Path):
-    file = tmp_path / "toy.yaml"
-    file.write_text("base: &base {a: 1, b: 2}\nmine: {<<: *base, a: 3}\nyours: {<<: *base, b: 4}\n")
-    assert read_yaml(file) == {"base": {"a": 1, "b": 2}, "mine": {"a": 3, "b": 2}, "yours": {"a": 1, "b": 4}}
-
-
 def test_every_example_of_the_documentation_is_a_valid_study():
     text = (Path(__file__).resolve().parents[1] / "docs" / "studies.md").read_text()
     examples = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)

@@ -96,7 +96,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(kind: plugins.Kind, name: s
         plugins.load(kind, name)
 
 
-@pytest.mark.parametrize("name", ["_group", "__init__", "grpo.GRPO", "../tasks/arithmetic", "os", ""])
+@pytest.mark.parametrize("name", ["_surrogate", "__init__", "grpo.GRPO", "../tasks/arithmetic", "os", ""])
 def test_what_is_no_plugin_cannot_be_loaded(name: str):
     with pytest.raises(ValueError, match=r"^unknown algorithm '"):
         plugins.load("algorithm", name)

@@ -162,8 +162,8 @@ def test_the_digest_changes_with_any_setting_and_not_with_how_it_was_written():
 
 
 def test_overrides_are_read_as_yaml():
-    items = ["a=1", "b.c=0.5", "d=true", "e=[1, 2]", "f=text", "g=", "h=x=y"]
-    expected = {"a": 1, "b.c": 0.5, "d": True, "e": [1, 2], "f": "text", "g": None, "h": "x=y"}
+    items = ["a=1", "b.c=0.5", "d=true", "e=[1, 2]", "f=2026-01-31", "g=", "h=x=y"]
+    expected = {"a": 1, "b.c": 0.5, "d": True, "e": [1, 2], "f": "2026-01-31", "g": None, "h": "x=y"}
     assert parse_overrides(items) == expected
 
 
@@ -173,17 +173,6 @@ def test_a_number_without_a_decimal_point_may_have_an_exponent():
     first, second = (load_run(None, [*names, f"optimizer.learning_rate={rate}"]) for rate in ("3e-4", "0.0003"))
     assert first.optimizer.learning_rate == second.optimizer.learning_rate == 0.0003
     assert first.digest() == second.digest()
-
-
-def test_overrides_reach_nested_settings_and_leave_the_original_alone():
-    raw = {"task": "arithmetic", "algorithm": {"name": "grpo", "kl_beta": 0.2}}
-    changed = with_overrides(raw, {"task.max_operands": 3, "algorithm.group_size": 4, "optimizer.weight_decay": 0.1})
-    assert changed == {
-        "task": {"name": "arithmetic", "max_operands": 3},
-        "algorithm": {"name": "grpo", "kl_beta": 0.2, "group_size": 4},
-        "optimizer": {"weight_decay": 0.1},
-    }
-    assert raw == {"task": "arithmetic", "algorithm": {"name": "grpo", "kl_beta": 0.2}}
 
 
 def test_a_number_for_a_reward_changes_only_its_weight():
@@ -235,17 +224,6 @@ def test_a_grid_takes_every_combination_in_order():
         "group_size=8, kl_beta=0",
         "group_size=8, kl_beta=0.1",
     ]
-
-
-def test_an_arm_changes_what_it_names_and_nothing_else():
-    parsed = parse_study(study(factors={"algorithm.group_size": [4, 8]}), "toy.yaml")
-    four, eight = parsed.design_arms()
-    assert (four.levels, eight.levels) == ({"algorithm.group_size": 4}, {"algorithm.group_size": 8})
-    first, second = (arm.run_spec(1).model_dump() for arm in (four, eight))
-    assert first["seed"] == second["seed"] == 1
-    assert [key for key in first if first[key] != second[key]] == ["algorithm"]
-    assert (first["algorithm"].pop("group_size"), second["algorithm"].pop("group_size")) == (4, 8)
-    assert first["algorithm"] == second["algorithm"]
 
 
 def test_named_arms_are_labelled_by_their_name():
@@ -366,24 +344,17 @@ def test_training_on_a_cut_distribution_is_warned_of_before_the_run(changes, war
 
 # Hostile text ---------------------------------------------------------------------------------------------------------
 
-LAUGHS = "a: &a [lol, lol]\n" + "".join(
-    f"{new}: &{new} [{f'*{old}, ' * 9}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
-)
-CHAIN = f"a0: &a0 {'[' * 40 + ']' * 40}\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 900))
-MERGES = "a0: &a0 {k: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{f'*a{i - 1}, ' * 9}]}}\n" for i in range(1, 20))
-TOO_MANY, TOO_DEEP = "must have at most 20,000 values, with every alias", "must be nested at most 50 deep, got more"
-ITSELF, TOO_LONG = "an alias must not be inside the value that it names", "must have at most 500,000 bytes, got more"
+TOO_MANY, TOO_DEEP = "must have at most 20,000 values, got more", "must be nested at most 50 deep, got more"
+ALIAS, TOO_LONG = "an alias (*) is not read; write out the value", "must have at most 500,000 bytes, got more"
 HOSTILE_YAML = {
-    "laughs": (LAUGHS, f"line 5: {TOO_MANY}"),
-    "merged laughs": (MERGES, TOO_MANY),
+    "laughs": ("a: &a [lol, lol]\nb: &b [*a, *a]\nc: [*b, *b]\n", f"line 2: {ALIAS}"),
+    "merged laughs": ("a: &a {k: 1}\nb: {<<: *a}\n", f"line 2: {ALIAS}"),
     "many values": ("- 1\n" * 20_001, TOO_MANY),
     "brackets": ("run: " + "[" * 3000 + "]" * 3000, f"line 1: {TOO_DEEP}"),
     "open brackets": ("[" * 400_000, TOO_DEEP),
     "JSON": ('{"run": ' * 3000 + "1" + "}" * 3000, TOO_DEEP),
     "blocks": ("".join(f"{' ' * i}a:\n" for i in range(900)), TOO_DEEP),
-    "deep aliases": (CHAIN, f"line 11: {TOO_DEEP}"),
-    "a list in itself": ("run: &r [*r]", ITSELF),
-    "a mapping in itself": ("run: &r\n  x: {y: *r}", f"line 2: {ITSELF}"),
+    "a list in itself": ("run: &r [*r]", ALIAS),
     "size": ("#" + "x" * 500_000, TOO_LONG),
     "digits": ("steps: 1" + "0" * 5000, "line 1: a whole number must be from -2^53 to 2^53 (9007199254740992)"),
     "hex digits": ("steps: 0x" + "f" * 20_000, "(20,002 characters); use a smaller one"),
@@ -395,7 +366,6 @@ HOSTILE_YAML = {
     "bytes": ("model: !!binary aGk=", "could not determine a constructor for the tag 'tag:yaml.org,2002:binary'"),
     "a set": ("model: !!set {a, b}", "could not determine a constructor"),
     "code": ("model: !!python/object/apply:os.system ['true']", "could not determine a constructor"),
-    "a wrong merge": ("run: {<<: 3}", "expected a mapping or list of mappings for merging"),
     "a list as key": ("run: {[1]: 2}", "line 1: found unhashable key"),
     "NUL": ("question: a\0b", "special characters are not allowed"),
     "two documents": ("a: 1\n---\nb: 2", "line 2: but found another document"),
@@ -429,14 +399,6 @@ def test_a_file_of_hostile_yaml_ends_in_one_sentence(what: str, tmp_path: Path):
 )
 def test_a_hostile_override_ends_in_one_sentence(item: str, words: str):
     assert words in error_of(lambda: with_overrides(RUN, parse_overrides([item])))
-
-
-def test_aliases_and_merged_mappings_of_usual_size_are_read(tmp_path: Path):
-    (tmp_path / "file").write_text(
-        "base: &b {steps: 3, seed: 1}\narms: {x: {<<: *b, seed: 2}, y: *b, when: 2026-01-31}"
-    )
-    arms = {"x": {"steps": 3, "seed": 2}, "y": {"steps": 3, "seed": 1}, "when": "2026-01-31"}
-    assert read_yaml(tmp_path / "file") == {"base": {"steps": 3, "seed": 1}, "arms": arms}
 
 
 @pytest.mark.parametrize("seed", [-1, MAX_INTEGER + 1, 2**64, 1e16, float("inf"), float("nan")])

@@ -15,7 +15,7 @@ class Overlong(Reward):
     """0 for a short completion, then down to -1 over the last part of the token limit (DAPO)."""
 
     weight: float = Field(
-        default=0.5,
+        0.5,
         description="factor in the sum of all rewards; 0.5 with accuracy's 1 / 0 equals 1 with the paper's 1 / -1; 0: "
         "measured, never rewarded",
     )

@@ -10,10 +10,9 @@ import yaml
 
 from .errors import SpecError
 
-MAX_BYTES, MAX_NODES, MAX_DEPTH = 500_000, 20_000, 50  # of a file; nodes and depth with every alias written out
+MAX_BYTES, MAX_NODES, MAX_DEPTH = 500_000, 20_000, 50  # of a file
 MAX_INTEGER = 2**53  # doubles (and so MLflow and JSON in JavaScript) round larger ones
-_KINDS = ("null", "bool", "int", "float", "str", "seq", "map", "merge")
-_TAGS = {None, *(f"tag:yaml.org,2002:{kind}" for kind in _KINDS)}
+_TAGS = {None, *(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map"))}
 
 
 def parse_overrides(items: Sequence[str]) -> dict[str, Any]:
@@ -109,7 +108,7 @@ def _words(error: Exception) -> str:
 
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader, restricted to JSON-like values: a date is text, and sets and bytes are errors. It refuses
-    small files that expand to large values, and repeated keys, of which PyYAML would take the last."""
+    aliases, with which small files expand to large values, and repeated keys, of which PyYAML would take the last."""
 
     yaml_constructors: ClassVar[Any] = {
         tag: make for tag, make in yaml.SafeLoader.yaml_constructors.items() if tag in _TAGS
@@ -121,34 +120,21 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self._depth = self._deepest = self._num_nodes = 0
-        self._extents: dict[yaml.Node, tuple[int, int]] = {}  # of a finished node: the number of its nodes and levels
+        self._depth = self._num_nodes = 0
 
     def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
-        is_alias = self.check_event(yaml.AliasEvent)
-        mark, depth, before, deepest = self.peek_event().start_mark, self._depth, self._num_nodes, self._deepest
-        self._reach(1, depth + 1, mark)
-        self._depth, self._deepest = depth + 1, depth + 1
-        node = super().compose_node(parent, index)
-        self._depth = depth
-        if node is not None and is_alias:
-            if node not in self._extents:
-                raise _marked("an alias must not be inside the value that it names", mark)
-            num_nodes, levels = self._extents[node]
-            self._reach(num_nodes - 1, depth + levels, mark)
-        elif node is not None:
-            self._extents[node] = (self._num_nodes - before, self._deepest - depth)
-        self._deepest = max(self._deepest, deepest)
-        return node
-
-    def _reach(self, num_nodes: int, depth: int, mark: yaml.Mark) -> None:
-        """Add to the count of nodes and check the depth. YAMLError beyond the limits."""
-        self._num_nodes += num_nodes
-        self._deepest = max(self._deepest, depth)
+        mark = self.peek_event().start_mark
+        if self.check_event(yaml.AliasEvent):
+            raise _marked("an alias (*) is not read; write out the value that it stands for", mark)
+        self._num_nodes += 1
         if self._num_nodes > MAX_NODES:
-            raise _marked(f"must have at most {MAX_NODES:,} values, with every alias written out, got more", mark)
-        if depth > MAX_DEPTH:
+            raise _marked(f"must have at most {MAX_NODES:,} values, got more", mark)
+        if self._depth >= MAX_DEPTH:
             raise _marked(f"must be nested at most {MAX_DEPTH} deep, got more", mark)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

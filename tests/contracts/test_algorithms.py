@@ -141,13 +141,6 @@ def test_equal_rewards_give_no_policy_gradient_without_a_divergence_term(algorit
     assert gradient.abs().max() <= (0 if exactly else 1e-6)
 
 
-def test_before_the_first_update_nothing_is_clipped_and_no_ratio_has_moved(algorithm):
-    batch = weighted(algorithm, algorithm.advantages(make_batch(REWARDS)))
-    _, metrics = algorithm.loss(batch, PolicyOutput(batch.old_logprobs_BT, torch.zeros(12, 7), batch.values_BT))
-    assert metrics["policy/clip_fraction"].item() == 0
-    assert metrics["kl/old"].item() == 0
-
-
 def test_a_large_divergence_weight_outweighs_the_reward(algorithm):
     # Two answers to one prompt. The better one is already 2 nats likelier than in the reference, the other 2 nats less
     # likely: with a large kl_beta the step goes back to the reference, or (in the margin of a pair) no further.
@@ -171,36 +164,6 @@ def test_a_large_divergence_weight_outweighs_the_reward(algorithm):
         assert gradient.abs().max() < 1e-6
     else:
         assert gradient[0] > 0 > gradient[1]  # descent makes the first less likely
-
-
-def distance_after_training(name, kl_beta, num_steps=8):
-    """Mean nats by which a tiny policy's log-probs left the reference in real steps on the same completions."""
-    raw = {
-        "task": "arithmetic",
-        "algorithm": {"name": name, "group_size": GROUP_SIZE, "kl_beta": kl_beta},
-        "rollouts_per_step": 12,
-        "optimizer": {"learning_rate": 3e-4},
-    }
-    spec, policy = parse_run(raw, "test"), tiny_model(0)
-    learner = Learner(spec, policy)
-    fresh = make_batch(REWARDS).replace(old_logprobs_BT=None, ref_logprobs_BT=None, values_BT=None)
-
-    def logprobs():
-        with torch.no_grad():
-            return token_logprobs(policy, fresh.tokens_BT, fresh.completion_mask_BT, 1.0)[0]
-
-    start = logprobs()
-    for step in range(num_steps):
-        learner.update(spec.algorithm.advantages(learner.annotate(fresh)), step)
-    return (logprobs() - start)[fresh.completion_mask_BT].abs().mean().item()
-
-
-def test_a_large_divergence_weight_keeps_the_policy_where_the_reference_is(name, algorithm):
-    # Adam's steps have a length of their own, so even a policy that is held swings around the reference a little. A
-    # pair's divergence holds its margin, not its log-probs: once the better answer leads, nothing pushes any more.
-    held, free = distance_after_training(name, 100.0), distance_after_training(name, 1e-3)
-    assert free > 0.5
-    assert held < (0.6 if "implied" in algorithm.objective["kl"] else 0.25) * free
 
 
 def test_a_row_without_completion_is_harmless(algorithm):
