@@ -46,12 +46,11 @@ def check_claims(analysis: Analysis) -> list[Claim]:
     """Every claim with its verdict, in a fixed order; p-values form one Holm family."""
     trials = usable_trials(analysis.record, analysis.outcome)
     evidence = [test(analysis, trials) for _, _, test in _CLAIMS]
+    adjusted = statistics.holm([p for _, _, p in evidence])
     found = []
-    for (*claim, _), (measured, verdict, _), p in zip(
-        _CLAIMS, evidence, statistics.holm([p for *_, p in evidence]), strict=True
-    ):
+    for (statement, source, _), (measured, verdict, _), p in zip(_CLAIMS, evidence, adjusted, strict=True):
         decided = "not tested" if math.isnan(p) else verdict if p < ALPHA else "undecided"
-        found.append(Claim(*claim, measured, decided, p))
+        found.append(Claim(statement, source, measured, decided, p))
     return found
 
 

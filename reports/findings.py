@@ -115,7 +115,8 @@ def verdicts(analysis: Analysis) -> list[Verdict]:
     """Every control with every arm that it can be compared with, in the order of the controls."""
     found = []
     for control, one in ((each.summary, one) for each in analysis.controls for one in each.comparisons):
-        above, reasons, reading = analysis.comparison(one.arm), [], "no effect"
+        above, reasons = analysis.comparison(one.arm), []
+        reading = "no effect"
         if _gains(one.summary) or (above is not None and above.is_detected and above.estimate > 0):
             if not (one.p < ALPHA and one.estimate > 0):
                 reasons.append("the arm is not detectably above it")

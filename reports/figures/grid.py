@@ -74,8 +74,8 @@ def difficulty_maps(analysis: Analysis) -> list[Drawing]:
         if len(values) < 2 or len(across) > _MOST_COLUMNS:
             continue
         caption = "Mean over seeds; stronger colour is higher. Differences between cells are not tested."
-        plot, height = partial(_difficulty_map, means=means, across=across, name=name), 1.1 + 0.34 * len(down)
-        drawings.append(style.row_chart(f"difficulty_{len(drawings)}", title, caption, down, plot, height))
+        plot = partial(_difficulty_map, means=means, across=across, name=name)
+        drawings.append(style.row_chart(f"difficulty_{len(drawings)}", title, caption, down, plot))
     return drawings
 
 

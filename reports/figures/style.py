@@ -160,16 +160,14 @@ def end_label(analysis: Analysis, label: str) -> str:
     return _roles(analysis).get(label, "")
 
 
-def row_chart(
-    name: str, title: str, caption: str, labels: Sequence[str], plot: Callable[[Axes], None], height: float = 0.0
-) -> Drawing:
-    """A figure with one horizontal row per label, the first on top, and room for a number at the right.
+def row_chart(name: str, title: str, caption: str, labels: Sequence[str], plot: Callable[[Axes], None]) -> Drawing:
+    """A figure that `plot` fills, with a row per label, the first on top, and room for a number at the right.
 
-    `plot` fills it. Unless it is given, the label with most lines sets the height of a row; many rows are dense.
+    The label with most lines sets the height of a row; many rows are dense.
     """
     lines = [wrapped(label, 25, 3) for label in labels]
     least = 2 if len(labels) <= 12 else 1
-    height = height or 1.05 + (0.12 + 0.15 * max(*map(len, lines), least)) * max(len(labels), 2)
+    height = 1.05 + (0.12 + 0.15 * max(*map(len, lines), least)) * max(len(labels), 2)
 
     def draw(figure: Figure) -> None:
         left = 0.05 + min(0.0175 * max(len(line) for each in lines for line in each), 0.34)
