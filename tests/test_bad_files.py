@@ -204,7 +204,7 @@ def ray_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RayPool:
     module = types.ModuleType("ray")
     module.__spec__ = importlib.machinery.ModuleSpec("ray", None)
     monkeypatch.setitem(sys.modules, "ray", module)
-    return RayPool("m", [], 1, tmp_path, {}, cluster=Cluster("127.0.0.1:1"))
+    return RayPool([], 1, tmp_path, {}, cluster=Cluster("127.0.0.1:1"))
 
 
 @pytest.mark.parametrize("lost", ["digest", "seeds"])
@@ -222,9 +222,9 @@ def test_a_record_of_a_started_study_that_lost_a_part_is_refused_by_its_path(tmp
 def test_workers_on_ray_that_end_over_and_over_end_the_study(ray_pool: RayPool, status: int | None, limit: int):
     ray_pool._ray = RayThatKills(status)
     for _ in range(limit - 1):
-        ray_pool._tasks[object()] = None
+        ray_pool._tasks.append(object())
         assert ray_pool.collect(0) == 0
-    ray_pool._tasks[object()] = None
+    ray_pool._tasks.append(object())
     words = "ended with status 1" if status == 1 else f"was killed by signal {signal.SIGKILL}"
     with pytest.raises(RuntimeError, match=rf"workers end before they can start a trial; the last one {words}"):
         ray_pool.collect(0)
@@ -233,6 +233,6 @@ def test_workers_on_ray_that_end_over_and_over_end_the_study(ray_pool: RayPool, 
 @pytest.mark.attack("Disk full in the middle of a study")
 def test_a_worker_on_ray_that_met_a_full_disk_ends_the_study_at_once(ray_pool: RayPool):
     ray_pool._ray = RayThatKills(EXIT_STATUS)
-    ray_pool._tasks[object()] = None
+    ray_pool._tasks.append(object())
     with pytest.raises(DiskFull, match="free some space, then the same command continues"):
         ray_pool.collect(0)

@@ -32,8 +32,8 @@ from cohort.harness.record.study import read_study
 from cohort.harness.spec.study import StudySpec, parse_study
 from cohort.harness.study import worker
 from cohort.harness.study.launchers.ray import Cluster, import_ray
-from cohort.harness.study.queue import Queue
-from cohort.harness.study.runner import run_study, study_status
+from cohort.harness.study.queue import Queue, study_status
+from cohort.harness.study.runner import run_study
 from cohort.harness.study.storage.files import GRACE_SECONDS
 from queues import METRIC, open_queue, workers_of
 

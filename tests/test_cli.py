@@ -173,7 +173,7 @@ def test_workers_get_the_store_that_the_command_names(tmp_path: Path, monkeypatc
     def environment() -> object:
         with runner._pool("sizes", plan, "", 1, None, None, {}) as pool:
             assert isinstance(pool, WorkerPool)
-            return pool.environment[mlflow_address.TRACKING_URI]
+            return pool._environment[mlflow_address.TRACKING_URI]
 
     assert environment() == "http://environment:5000"
     mlflow_address.use_store("http://option:5000")

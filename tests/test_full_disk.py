@@ -17,7 +17,7 @@ from cohort.harness.cli import app
 from cohort.harness.ground.disk import DiskFull, disk_full
 from cohort.harness.record.status import StudyStatus
 from cohort.harness.record.study import read_study
-from cohort.harness.study.runner import study_status
+from cohort.harness.study.queue import study_status
 from fake_trials import a_study
 from queues import workers_of
 from test_study import check_history, completions, journal, run, wanted

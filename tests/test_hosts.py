@@ -3,7 +3,6 @@ it along. The hosts are agents of torch on this machine, forked with their worke
 
 from __future__ import annotations
 
-import shutil
 import socket
 import threading
 import time
@@ -12,22 +11,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from cohort.harness.devices import group
 from cohort.harness.devices.group import Group
 from cohort.harness.record.events import read_events
-from cohort.harness.record.status import StudyStatus
 from cohort.harness.run.loop import train
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.run import parse_run
-from cohort.harness.study.launchers.ray import Cluster
-from cohort.harness.study.runner import run_study, start_study, study_status
+from cohort.harness.study.queue import study_status
+from cohort.harness.study.runner import start_study
 from factories import make_study
 from fakes import MemoryLog, StopAfter
 from hosts_at_work import host, kill
 from ranks_at_work import RUN
-from test_chaos import needs_ray, two_ray_nodes, values
 from torch.distributed import HashStore
 
 TRIAL = {**RUN, "device": "cpu", "devices": 2, "steps": 8, "checkpoints": {"every": 1}}
@@ -173,37 +169,3 @@ def test_hosts_without_one_secret_end_with_a_sentence(tmp_path: Path, secrets: t
         assert 0 not in ends(first, second)
     assert all(words in log.read_text() for log in logs)
     assert study_status("two", runs).counts() == {"waiting": 1}
-
-
-# Ray ------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-@needs_ray
-@pytest.mark.attack("SIGKILL of a process of a trial on two hosts, or of all on one host")
-@pytest.mark.timeout(900)
-def test_on_ray_a_trial_that_no_node_can_hold_has_several_and_goes_on_when_one_is_killed(
-    tmp_path: Path, runs: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    study = make_study(name="chaos", run={**TRIAL, "steps": 6}, seeds=[0])
-    killed, quiet = [], tmp_path / "quiet"
-    quiet.mkdir()
-    shutil.copy(empty_store, quiet / "mlflow.db")
-
-    def kill_once(status: StudyStatus) -> None:
-        if not killed and any(trial.done >= 2 for trial in status.trials if trial.phase == "train"):
-            agents = [one for one in psutil.process_iter(["cmdline"]) if str(runs) in (one.info["cmdline"] or ())]
-            agent = next(one for one in agents if one.children())
-            killed.extend([*agent.children(recursive=True), agent])
-            for process in killed:
-                process.kill()
-
-    with two_ray_nodes() as address:
-        status = run_study(study, runs, workers=None, command="", on_status=kill_once, cluster=Cluster(address))
-        with pytest.raises(SpecError, match=r"a worker asks for 4 cores and 0 GPUs, the cluster has 2 and 0"):
-            run_study(study, runs, workers=None, command="", cluster=Cluster(address, num_cpus=2))
-    assert killed
-    assert (status.finished, status.all_valid) == (True, True)
-    run_study(study, quiet, workers=1, command="")
-    assert values(runs) == values(quiet) != {}

@@ -23,8 +23,8 @@ from cohort.harness.run.loop import train
 from cohort.harness.run.pipeline import Stage, train_pipeline
 from cohort.harness.run.single import train_once
 from cohort.harness.study.plan import Plan
-from cohort.harness.study.queue import Queue
-from cohort.harness.study.runner import dry_run, run_study, study_status
+from cohort.harness.study.queue import Queue, study_status
+from cohort.harness.study.runner import dry_run, run_study
 from cohort.harness.study.worker import EXECUTE, worker_main
 from cohort.tasks.gsm8k import GSM8K
 from factories import FEW, make_spec

@@ -15,7 +15,8 @@ from cohort.harness.mirror.store import check_runs_folder
 from cohort.harness.mirror.ui import serve_ui
 from cohort.harness.record.evidence import write_evidence
 from cohort.harness.record.study import read_study
-from cohort.harness.study.runner import run_study, study_status
+from cohort.harness.study.queue import study_status
+from cohort.harness.study.runner import run_study
 from fake_trials import a_study, begin_study, free_port, in_mlflow
 from test_tracking import log_trial
 

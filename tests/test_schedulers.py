@@ -31,8 +31,8 @@ from cohort.harness.study import work
 from cohort.harness.study.launchers import slurm
 from cohort.harness.study.launchers.slurm import Slurm, sbatch_parameters, time_limit
 from cohort.harness.study.plan import Plan
-from cohort.harness.study.queue import Queue
-from cohort.harness.study.runner import run_study, start_study, study_status
+from cohort.harness.study.queue import Queue, study_status
+from cohort.harness.study.runner import run_study, start_study
 from cohort.harness.study.worker import worker_main
 from fake_trials import a_study
 from queues import METRIC

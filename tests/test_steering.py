@@ -16,7 +16,6 @@ import psutil
 import pytest
 from cohort.harness.console.watch import Page, spark, watch
 from cohort.harness.ground.files import read_json, write_json
-from cohort.harness.mirror.store import connect, search_runs
 from cohort.harness.mirror.writer import COST_AREAS
 from cohort.harness.record.events import EVENTS, read_events
 from cohort.harness.record.finished import CHECKPOINTS
@@ -26,15 +25,15 @@ from cohort.harness.run import loop
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.study import StudySpec
 from cohort.harness.study.plan import Plan
-from cohort.harness.study.queue import HELD, Outcome, Queue, open_storage
-from cohort.harness.study.runner import run_study, study_status, take_up_requests
+from cohort.harness.study.queue import HELD, Outcome, Queue, open_storage, study_status
+from cohort.harness.study.runner import run_study
 from cohort.harness.study.steering import clone_arm, resume_arm, stop_arm
 from cohort.harness.study.worker import worker_main
 from cohort.reports.analysis import analyse
 from cohort.reports.render import write_report as render
 from factories import make_study
 from fake_study import fake_study
-from fake_trials import a_study, begin_study, in_mlflow
+from fake_trials import a_study
 from queues import DONE, METRIC, a_queue, claimed, die, workers_of
 from rich.console import Console
 from safetensors.torch import load_file
@@ -179,48 +178,6 @@ def test_a_running_trial_stops_within_a_step_and_the_study_ends_without_it(runs:
 
 def last_step(directory: Path) -> int:
     return max(event.get("step", 0) for event in read_events(directory / EVENTS))
-
-
-def with_a_trial(runs: Path) -> str:
-    """The id of the parent run of a study in MLflow that has a trial of the first arm."""
-    failed = {"trial": "one", "arm": ARMS[0], "seed": 0, "factors": {}, "reason": "no reason"}
-    folder = begin_study(runs, a_study())
-    write_json(folder / "status.json", {"state": "running", "stopped": [], "failed": [failed]})
-    return in_mlflow(runs, folder)
-
-
-def test_tags_in_mlflow_stop_resume_and_clone_the_arm_of_a_trial_or_stop_all_arms(
-    runs: Path, caplog: pytest.LogCaptureFixture
-):
-    queue = a_queue(a_study(), runs)
-    parent = with_a_trial(runs)
-    client = connect(runs)
-    (child,) = (run for run in search_runs(client, "1", "") if "mlflow.parentRunId" in run.data.tags)
-    for run_id, request, held in (
-        (child.info.run_id, "stop", [True, False]),
-        (child.info.run_id, "halt", [True, False]),
-        (parent, "stop", [True, True]),
-        (parent, "resume", [False, False]),
-    ):
-        client.set_tag(run_id, "cohort.control", request)
-        take_up_requests("sizes", runs, None)
-        assert [queue.is_held(arm) for arm in ARMS] == held
-        assert "cohort.control" not in client.get_run(run_id).data.tags
-    for run_id, request in (
-        (parent, "clone algorithm.kl_beta=0.5"),
-        (child.info.run_id, "clone algorithm.kl_bta=0.5"),
-        (child.info.run_id, "clone 'algorithm.kl_beta=0.5"),
-        (child.info.run_id, "stop now"),
-    ):
-        caplog.clear()
-        client.set_tag(run_id, "cohort.control", request)
-        take_up_requests("sizes", runs, None)
-        assert "changed nothing" in caplog.text
-        assert queue.clones() == []
-    client.set_tag(child.info.run_id, "cohort.control", "clone --set algorithm.kl_beta=0.5")
-    take_up_requests("sizes", runs, None)
-    (clone,) = queue.clones()
-    assert (clone.parent, clone.changes) == (ARMS[0], {"algorithm.kl_beta": 0.5})
 
 
 # Real runs ------------------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from cohort.harness.ground.addresses import shown
 from cohort.harness.ground.files import read_json, write_json
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.study import StudySpec
-from cohort.harness.study.queue import MAX_LOST, Outcome, open_storage
-from cohort.harness.study.runner import run_study, study_status
+from cohort.harness.study.queue import MAX_LOST, Outcome, open_storage, study_status
+from cohort.harness.study.runner import run_study
 from cohort.harness.study.storage.base import StorageUnavailable
 from cohort.harness.study.storage.files import FileLease, LocalStorage
 from fake_trials import a_study

@@ -31,8 +31,8 @@ from cohort.harness.spec.load import load_study, shipped_studies
 from cohort.harness.spec.study import StudySpec
 from cohort.harness.study import worker
 from cohort.harness.study.launchers import local as processes
-from cohort.harness.study.queue import Outcome, Queue
-from cohort.harness.study.runner import run_study, study_status
+from cohort.harness.study.queue import Outcome, Queue, study_status
+from cohort.harness.study.runner import run_study
 from cohort.harness.study.storage.base import StorageUnavailable
 from cohort.harness.study.worker import worker_main
 from fake_trials import a_study
@@ -341,7 +341,8 @@ def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     (tmp_path / "shown.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    pool = processes.WorkerPool("shown", [], 3, tmp_path)
+    monkeypatch.setattr(processes, "MODULE", "shown")
+    pool = processes.WorkerPool([], 3, tmp_path)
     pool.fill(1)
     while pool.collect(0):
         time.sleep(0.05)

@@ -2,7 +2,8 @@
 
 The process that calls `start` becomes the agent, and each process of the group runs a command (`group.py` says what
 they are to each other). The agent ends all of them when one dies; who started the agent starts it again, and the trial
-goes on from its checkpoint. On one host nothing listens but on the loopback interface. `torchrun` starts a group too.
+goes on from its checkpoint. Nothing listens but on the loopback interface. `torchrun` starts a group too, on one
+host or several.
 """
 
 import logging
@@ -19,14 +20,12 @@ import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportAttributeAccessIssue, reportPrivateImportUsage]
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ..ground.machine import HOSTS, SECRET
+from ..ground.machine import SECRET
 from ..ground.stop import LEAVE
 from .group import STORE
 
-JOIN_SECONDS = 600  # for all hosts
 STOP_SECONDS = 1800  # for a step and its checkpoint
 
 
@@ -34,11 +33,9 @@ def start(command: Sequence[str], processes: int, when_stopped: int = 130) -> in
     """The exit status of a group that runs `python COMMAND` in so many processes of this host: 0 if all ended well,
     `when_stopped` after SIGINT, SIGTERM, SIGUSR1 or SIGUSR2, else that of the first that failed.
 
-    A signal lets the group end its step; a second SIGINT ends it at once. With the variable COHORT_HOSTS, "N ADDRESS
-    PORT", the group has N hosts, which meet at the address of one of them.
+    A signal lets the group end its step; a second SIGINT ends it at once.
     """
-    count, _, place = os.environ.pop(HOSTS, "1").partition(" ")
-    hosts, asked = int(count), []
+    asked = []
     logging.disable(logging.ERROR)  # what counts is said below
     os.environ["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // processes))
 
@@ -50,29 +47,21 @@ def start(command: Sequence[str], processes: int, when_stopped: int = 130) -> in
     for number in (signal.SIGTERM, *LEAVE):
         signal.signal(number, stop)
     with tempfile.TemporaryDirectory(prefix="cohort-") as folder:
-        store, endpoint, rules = None, place.replace(" ", ":"), {"join_timeout": JOIN_SECONDS}
-        if hosts == 1:
-            endpoint, rules = str(Path(folder) / "meeting"), {"store_type": "file"}
-            server = socket.create_server(("127.0.0.1", 0))
-            port = server.getsockname()[1]
-            store = TCPStore(
-                "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
-            )
-            os.environ |= {
-                STORE: f"127.0.0.1:{port}", SECRET: secrets.token_hex(32), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            }  # fmt: skip
+        server = socket.create_server(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
+        os.environ |= {
+            STORE: f"127.0.0.1:{port}", SECRET: secrets.token_hex(32), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }  # fmt: skip
         config = LaunchConfig(
-            hosts, hosts, processes, DefaultLogsSpecs(log_dir=folder), "cohort", rdzv_endpoint=endpoint,
-            rdzv_backend="c10d", rdzv_configs=rules, max_restarts=0, signals_to_handle="SIGINT",
-            local_addr=_address_towards(place.partition(" ")[0] or "127.0.0.1"), shutdown_timeout=STOP_SECONDS,
+            1, 1, processes, DefaultLogsSpecs(log_dir=folder), "cohort", rdzv_endpoint=str(Path(folder) / "meeting"),
+            rdzv_backend="c10d", rdzv_configs={"store_type": "file"}, max_restarts=0, signals_to_handle="SIGINT",
+            local_addr="127.0.0.1", shutdown_timeout=STOP_SECONDS,
         )  # fmt: skip
         try:
             elastic_launch(config, sys.executable)(*command)
         except (SignalException, KeyboardInterrupt):
             return when_stopped
-        except RendezvousTimeoutError:
-            print(f"fewer than {hosts} hosts joined within {JOIN_SECONDS} s", file=sys.stderr)
-            return 1
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             if failure.exitcode > 0:
@@ -86,11 +75,3 @@ def start(command: Sequence[str], processes: int, when_stopped: int = 130) -> in
         finally:
             del store  # it closes
     return 0
-
-
-def _address_towards(host: str) -> str:
-    """This host's address in messages to another."""
-    family, *_, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as link:  # it sends nothing
-        link.connect(place)
-        return link.getsockname()[0]

@@ -7,8 +7,7 @@ from functools import lru_cache
 
 import psutil
 
-HOSTS = "COHORT_HOSTS"  # environment variable of a worker on several hosts: their number, where they meet
-SECRET = "COHORT_SECRET"  # the same for all hosts of a group
+SECRET = "COHORT_SECRET"  # environment variable, the same for all hosts of a group
 
 
 def in_group() -> bool:

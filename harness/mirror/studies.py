@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
 
 MAX_NOTE = 5000  # characters of a tag that every store takes
-CONTROL = "cohort.control"  # a tag by which users ask for something
 METRIC = "mlflow.experiment.primaryMetric.name"
 log = logging.getLogger(__name__)
 
@@ -168,26 +167,6 @@ class StudyMirror:
                 if color != run.data.tags.get(RUN_COLOR):
                     set_tags(client, run.info.run_id, {RUN_COLOR: color})
             client.set_experiment_tag(experiment, *color_tag(groups))
-
-
-def take_requests(runs: Path, folder: Path) -> list[tuple[str | None, str]]:
-    """(arm, text) of every tag `cohort.control` that a user has set on the run of the study in a folder (arm None) or
-    on a trial's run.
-
-    Deletes the tags.
-    """
-    run_id = Place.load(folder).run_id
-    if run_id is None:
-        return []
-    client = connect(runs)
-    if (parent := active_run(client, run_id)) is None:
-        return []
-    found = []
-    for run in search_runs(client, parent.info.experiment_id, f"tags.`{CONTROL}` != ''"):
-        if run_id in (run.info.run_id, run.data.tags.get("mlflow.parentRunId")):
-            found.append((run.data.tags.get("cohort.arm"), run.data.tags[CONTROL].strip()))
-            client.delete_tag(run.info.run_id, CONTROL)
-    return found
 
 
 def fetch_study(runs: Path, name: str) -> None:

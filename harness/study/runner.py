@@ -5,8 +5,6 @@ it writes anything.
 """
 
 import json
-import shlex
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -19,24 +17,19 @@ from ..ground.files import write_json
 from ..ground.inputs import Inputs, check_same, expecting
 from ..mirror.address import TRACKING_URI, remote_uri
 from ..mirror.follow import mirrored
-from ..mirror.studies import take_requests
 from ..record.provenance import write_diff
 from ..record.status import StudyStatus
 from ..record.study import SEARCH, SEEDS, keep_document, read_trial, study_document, write_status
-from ..spec.raw import parse_overrides
 from ..spec.study import StudySpec
 from .checks import check_room, check_study, check_unchanged, missing_here, trials_together
 from .launchers.local import Pool, WorkerPool, default_workers
 from .launchers.ray import Cluster, RayPool
 from .launchers.slurm import Job, Slurm, SlurmPool, check_slurm
 from .plan import Plan
-from .queue import Queue, open_storage, study_status
+from .queue import Queue, open_storage
 from .sharing import Shared
-from .steering import clone_arm, resume_arm, stop_arm
 from .work import watch
-from .worker import EXECUTE, MODULE, STORAGE, log
-
-REQUEST_SECONDS = 10.0  # between two reads of the MLflow runs' tags
+from .worker import EXECUTE, STORAGE, log
 
 
 def run_study(
@@ -74,7 +67,7 @@ def run_study(
             if on_status is not None:
                 on_status(status)
 
-        with pool.signals(), mirrored(runs, plan.folder), _requests_heard(study.name, runs, storage):
+        with pool.signals(), mirrored(runs, plan.folder):
             status = watch(pool, queue, show, partial(write_json, plan.folder / SEEDS))
             if study.search is not None:
                 write_json(plan.folder / SEARCH, queue.search_record())
@@ -201,63 +194,21 @@ def _pool(
     together: Mapping[str, int],
 ) -> Iterator[Pool]:
     """The pool of workers, on this machine or a cluster. No process has the storage's password in its arguments."""
-    arguments = [name, "--runs", str(plan.runs), "--parent", "{parent}", "--execute", execute]
-    arguments += ["--together", json.dumps(together)]
+    arguments = [name, "--runs", str(plan.runs), "--execute", execute, "--together", json.dumps(together)]
     environment = {STORAGE: storage or "", TRACKING_URI: remote_uri() or ""}
     logs = plan.folder / "logs"
     devices = plan.study.devices
     if cluster is None:
         size = workers or default_workers(devices)
-        yield WorkerPool(MODULE, arguments, size, logs, environment, devices)
+        yield WorkerPool(arguments, size, logs, environment, devices)
         return
     if isinstance(cluster, Slurm):
         assert workers is not None  # see check_slurm
         job = Job(name, plan.runs, execute, dict(together))
         yield SlurmPool(job, workers, logs, environment, cluster)
         return
-    pool = RayPool(MODULE, arguments, workers, logs, environment, cluster=cluster, devices=devices)
+    pool = RayPool(arguments, workers, logs, environment, cluster=cluster, devices=devices)
     with pool.connected():
-        if storage is None or pool.hosts > 1:
+        if storage is None:
             pool.check_shared(plan.runs)
         yield pool
-
-
-@contextmanager
-def _requests_heard(name: str, runs: Path, storage: str | None) -> Iterator[None]:
-    """Inside the context, a thread handles the users' requests in MLflow, independent of the workers."""
-    ended = threading.Event()
-
-    def listen() -> None:
-        while not ended.wait(REQUEST_SECONDS):
-            try:
-                take_up_requests(name, runs, storage)
-            except Exception as error:  # tries again if the store does not answer
-                log.warning("requests in MLflow cannot be read now: %s", error)
-
-    threading.Thread(target=listen, name="requests", daemon=True).start()
-    try:
-        yield
-    finally:
-        ended.set()
-
-
-def take_up_requests(name: str, runs: Path, storage: str | None) -> None:
-    """Carry out the tag `cohort.control` of a run in MLflow for its arm: stop, resume, or clone [--warm] PATH=VALUE.
-
-    The study's run speaks for all arms, and cannot be cloned.
-    """
-    actions = {"stop": stop_arm, "resume": resume_arm}
-    for arm, request in take_requests(runs, runs / "studies" / name):
-        try:
-            word, *rest = shlex.split(request)
-            if word == "clone" and arm:
-                changes = parse_overrides([text for text in rest if text not in ("--set", "--warm")])
-                clone_arm(name, runs, arm, changes, warm="--warm" in rest, storage=storage)
-            elif word in actions and not rest:
-                arms = [arm] if arm else dict.fromkeys(trial.arm for trial in study_status(name, runs, storage).trials)
-                for label in arms:
-                    actions[word](name, runs, label, storage)
-            else:
-                raise ValueError("must be stop or resume, or clone [--warm] PATH=VALUE ... on a trial's run")
-        except ValueError as error:
-            log.warning("the tag cohort.control, '%s', changed nothing: %s", request, error)

@@ -21,7 +21,7 @@ from ..record.study import keep_document
 from .launchers.local import Pool, WorkerPool
 from .queue import Queue, open_queue
 from .storage.base import StorageUnavailable
-from .worker import EXECUTE, MAX_WAIT_SECONDS, MODULE, STORAGE, log, worker_main
+from .worker import EXECUTE, MAX_WAIT_SECONDS, STORAGE, log, worker_main
 
 HINT = "; `cohort study run NAME --workers 0` starts one for workers like this one"
 PATIENCE_SECONDS = 90.0  # longer than the lease of a dead worker, so that its trial can be taken over
@@ -56,10 +56,10 @@ def work(
         return Work(open_queue(name, runs, storage, HINT).status(), ())
     environment = {STORAGE: storage or "", TRACKING_URI: remote_uri() or ""}
     queue = open_queue(name, runs, storage, HINT)
-    arguments = [name, "--runs", str(runs), "--parent", "{parent}", "--execute", execute]
+    arguments = [name, "--runs", str(runs), "--execute", execute]
     arguments += ["--together", json.dumps(together), "--patience", str(patience)]
     logs, own = queue.plan.folder / "logs", f"worker-{socket.gethostname()}-{os.getpid()}"
-    pool = WorkerPool(MODULE, arguments, 1, logs, environment, queue.plan.study.devices, own)
+    pool = WorkerPool(arguments, 1, logs, environment, queue.plan.study.devices, own)
     keep_document(queue.plan.folder, queue.storage.read_document() or {})  # this host may share only a database
     with pool.signals(scheduled=True) as stop, mirrored(runs, queue.plan.folder):
         status = watch(pool, queue, on_status, leaves=True)

@@ -24,18 +24,17 @@ from tenacity import Retrying, retry_if_exception_type, wait_exponential
 from ..data import FINAL, TrialState
 from ..ground.disk import EXIT_STATUS, disk_full
 from ..ground.inputs import expecting
-from ..ground.machine import HOSTS, in_group
+from ..ground.machine import in_group
 from ..ground.stop import LEAVE, StopRequest, stop_on_signals
 from ..interfaces import RunLogger
 from ..plugins import raised_by
 from ..record.finished import drop_checkpoints
 from ..record.run import RunLog, read_result
-from .launchers.local import at_once_on
+from .launchers.local import MODULE, at_once_on
 from .queue import HELD, Claim, Outcome, Queue, open_queue
 from .sharing import sharing_key
 from .storage.base import StorageUnavailable
 
-MODULE = "cohort.harness.study.worker"
 EXECUTE = "cohort.harness.run.loop:train"
 ORPHAN_SECONDS = 120.0  # how long a worker whose parent died may take to stop after its current step
 POLL_SECONDS = 0.5
@@ -315,7 +314,7 @@ if __name__ == "__main__":
     parser.add_argument("--devices", type=int, default=1, help="processes of the worker on this host, one per device")
     options = vars(parser.parse_args())
     devices = options.pop("devices")
-    if not in_group() and (devices > 1 or HOSTS in os.environ):
+    if not in_group() and devices > 1:
         from ..devices.launch import start
 
         arguments = (options["parent"] or os.getppid(), partial(os.kill, os.getpid(), signal.SIGTERM))

@@ -19,21 +19,31 @@ from ...ground.disk import EXIT_STATUS, full
 from ...ground.machine import usable_cores, usable_gpus
 from ...ground.stop import LEAVE, StopRequest, interrupt, stop_on_signals
 
+MODULE = "cohort.harness.study.worker"
 POLL_SECONDS = 0.5
 MAX_CRASHES, MAX_KILLS = 3, 20  # number of workers that may die before any claims a trial
 HOME = str(Path(__file__).absolute().parents[3])  # a worker imports this code from any working directory
 log = logging.getLogger(__name__)
 
 
-def worker_command(module: str, arguments: Sequence[str], devices: int = 1) -> list[str]:
-    """The command of a worker process; `{parent}` in it stands for the id of the process that starts it."""
-    spread = ["--devices", str(devices)] if devices > 1 else []
-    return [sys.executable, "-P", "-m", module, *arguments, *spread]
+def start_worker(
+    arguments: Sequence[str], devices: int, environment: Mapping[str, str], log_file: Path
+) -> subprocess.Popen[bytes]:
+    """Start a worker process, which stops after its step if this process dies; its output goes to `log_file`."""
+    command = [sys.executable, "-P", "-m", MODULE, *arguments, "--parent", str(os.getpid())]
+    command += ["--devices", str(devices)] if devices > 1 else []
+    defaults = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    with log_file.open("ab") as output:
+        return subprocess.Popen(
+            command, env={**defaults, **os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=output,
+            stderr=output, start_new_session=True,
+        )  # fmt: skip
 
 
-def with_parent(command: Sequence[str]) -> list[str]:
-    """The command of a worker of this process."""
-    return [str(os.getpid()) if word == "{parent}" else word for word in command]
+def last_words(log_file: Path) -> str:
+    """The last lines of a worker's output."""
+    return "\n".join(log_file.read_text(errors="replace").splitlines()[-20:])
 
 
 def at_once_on(act: Callable[[int], None]) -> Callable[[int], None]:
@@ -123,12 +133,11 @@ class Pool(ABC):
 
 
 class WorkerPool(Pool):
-    """At most `size` processes of `python -m MODULE ARGUMENTS`, each with `devices` GPUs and a log file in `logs`
-    that begins with `name`."""
+    """At most `size` worker processes of this machine, each with `devices` GPUs and a log file in `logs` that begins
+    with `name`."""
 
     def __init__(
         self,
-        module: str,
         arguments: Sequence[str],
         size: int,
         logs: Path,
@@ -138,9 +147,7 @@ class WorkerPool(Pool):
     ) -> None:
         super().__init__(logs)
         self.size, self._name = size, name
-        self.environment = environment
-        self._devices = devices
-        self._command = with_parent(worker_command(module, arguments, devices))
+        self._arguments, self._environment, self._devices = arguments, environment, devices
         self._alive: dict[int, subprocess.Popen[bytes]] = {}
 
     def _ask_to_stop(self) -> None:
@@ -154,42 +161,26 @@ class WorkerPool(Pool):
 
     def fill(self, wanted: int, waiting: int = 0) -> None:
         # A worker's threads depend only on `size`, so that a continued trial sums in the same order.
-        free = (slot for slot in itertools.count() if slot not in self._alive)
+        threads = str(max(1, usable_cores() // self.size))
+        paths = os.pathsep.join(filter(None, [HOME, os.environ.get("PYTHONPATH")]))
+        gpus = usable_gpus()
         while len(self._alive) < min(self.size, wanted) and not self.stopping:
-            slot = next(free)
-            self._alive[slot] = self._start(slot)
+            slot = next(slot for slot in itertools.count() if slot not in self._alive)
+            environment = {**self._environment, "OMP_NUM_THREADS": threads, "PYTHONPATH": paths}
+            if gpus:
+                first = slot % max(1, len(gpus) // self._devices) * self._devices
+                environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first : first + self._devices])
+            self._alive[slot] = start_worker(self._arguments, self._devices, environment, self._log_file(slot))
 
     def collect(self, claims: int | None) -> int:
         self._note_claims(claims)
         for slot, process in list(self._alive.items()):
             code = process.poll()
-            if code is None:
-                continue
-            del self._alive[slot]
-            file = self._log_file(slot)
-            words = "\n".join(file.read_text(errors="replace").splitlines()[-20:])
-            self._note_end(f"worker {slot} (its full output is in {file})", code, words)
+            if code is not None:
+                del self._alive[slot]
+                file = self._log_file(slot)
+                self._note_end(f"worker {slot} (its full output is in {file})", code, last_words(file))
         return len(self._alive)
-
-    def _start(self, slot: int) -> subprocess.Popen[bytes]:
-        environment = {
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "TOKENIZERS_PARALLELISM": "false",
-            **os.environ,
-            **self.environment,
-            "OMP_NUM_THREADS": str(max(1, usable_cores() // self.size)),  # even for few trials: see fill()
-            "PYTHONPATH": os.pathsep.join(filter(None, [HOME, os.environ.get("PYTHONPATH")])),
-        }
-        gpus = usable_gpus()
-        if gpus:
-            first = slot % max(1, len(gpus) // self._devices) * self._devices
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first : first + self._devices])
-        self._log_file(slot).parent.mkdir(parents=True, exist_ok=True)
-        with self._log_file(slot).open("ab") as output:
-            return subprocess.Popen(
-                self._command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-                start_new_session=True,
-            )  # fmt: skip
 
     def _log_file(self, slot: int) -> Path:
         return self.logs / f"{self._name}-{slot}.log"
