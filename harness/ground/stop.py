@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 SLICE_SECONDS = 0.1
@@ -87,10 +87,13 @@ def stop_on_signals(
     on_first: Callable[[], None] = lambda: None,
     on_second: Callable[[int], None] = interrupt,
     words: str = STEP,
-    also: Sequence[signal.Signals] = (),
+    *,
+    scheduled: bool = False,
 ) -> Iterator[StopRequest]:
     """A request that the first SIGINT or SIGTERM makes; each later one calls `on_second` with the signal's number.
-    Those of `also` count as well.
+
+    `scheduled`: a scheduler sends these signals and LEAVE, may repeat them, and may send them to a process and its
+    child, so only a SIGINT counts as a later one.
 
     Outside the main thread, which alone gets signals, the request is never made. `words` say what it does.
     """
@@ -98,13 +101,13 @@ def stop_on_signals(
 
     def handle(number: int, _: object) -> None:
         request.signals.append(number)
-        if request.is_set():
+        if not request.is_set():
+            request.set()
+            on_first()
+        elif number == signal.SIGINT or not scheduled:
             on_second(number)
-            return
-        request.set()
-        on_first()
 
-    signals = (*ORDERLY, *also) if threading.current_thread() is threading.main_thread() else ()
+    signals = (*ORDERLY, *(LEAVE if scheduled else ())) if threading.current_thread() is threading.main_thread() else ()
     before = {number: signal.signal(number, handle) for number in signals}
     _open.append(words)
     try:

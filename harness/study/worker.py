@@ -25,12 +25,11 @@ from ..data import FINAL, TrialState
 from ..ground.disk import EXIT_STATUS, disk_full
 from ..ground.inputs import expecting
 from ..ground.machine import in_group
-from ..ground.stop import LEAVE, StopRequest, stop_on_signals
+from ..ground.stop import StopRequest, stop_on_signals
 from ..interfaces import RunLogger
 from ..plugins import raised_by
 from ..record.finished import drop_checkpoints
 from ..record.run import RunLog, read_result
-from .launchers.local import MODULE, at_once_on
 from .queue import HELD, Claim, Outcome, Queue, open_queue
 from .sharing import sharing_key
 from .storage.base import StorageUnavailable
@@ -74,7 +73,7 @@ def worker_main(
         if group is not None and group.rank:
             group.follow(_function(execute))
             return 0
-    with stop_on_signals(on_second=at_once_on(lambda number: os._exit(128 + number)), also=LEAVE) as stop:
+    with stop_on_signals(on_second=lambda number: os._exit(128 + number), scheduled=True) as stop:
         if parent is not None and group is None:  # a process of a group ends with its agent
             threading.Thread(target=_watch_parent, args=(parent, stop.set), name="parent", daemon=True).start()
         try:
@@ -304,7 +303,7 @@ def _watch_parent(parent: int, ask_to_stop: Callable[[], object]) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description="Runs trials of a started study.")
+    parser = argparse.ArgumentParser(prog=f"python -m {__spec__.name}", description="Runs trials of a started study.")
     parser.add_argument("name")
     parser.add_argument("--runs", type=Path, required=True)
     parser.add_argument("--parent", type=int, help="process id of the study's own process")
@@ -319,5 +318,5 @@ if __name__ == "__main__":
 
         arguments = (options["parent"] or os.getppid(), partial(os.kill, os.getpid(), signal.SIGTERM))
         threading.Thread(target=_watch_parent, args=arguments, daemon=True).start()
-        sys.exit(start(["-P", "-m", MODULE, *sys.argv[1:]], devices, when_stopped=0))
+        sys.exit(start(["-P", "-m", __spec__.name, *sys.argv[1:]], devices, when_stopped=0))
     sys.exit(worker_main(**options, storage=os.environ.get(STORAGE)))

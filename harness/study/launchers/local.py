@@ -4,20 +4,18 @@ together."""
 import itertools
 import logging
 import os
-import signal
 import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from ...ground.disk import EXIT_STATUS, full
 from ...ground.machine import usable_cores, usable_gpus
-from ...ground.stop import LEAVE, StopRequest, interrupt, stop_on_signals
+from ...ground.stop import StopRequest, stop_on_signals
 
 MODULE = "cohort.harness.study.worker"
 POLL_SECONDS = 0.5
@@ -44,12 +42,6 @@ def start_worker(
 def last_words(log_file: Path) -> str:
     """The last lines of a worker's output."""
     return "\n".join(log_file.read_text(errors="replace").splitlines()[-20:])
-
-
-def at_once_on(act: Callable[[int], None]) -> Callable[[int], None]:
-    """Handle a second signal under a scheduler, which may repeat signals or send them to a process and its child: only
-    a second SIGINT stops at once."""
-    return lambda number: act(number) if number == signal.SIGINT else None
 
 
 class WorkersCrash(ChildProcessError, RuntimeError):
@@ -87,14 +79,10 @@ class Pool(ABC):
 
     @contextmanager
     def signals(self, *, scheduled: bool = False) -> Iterator[StopRequest]:
-        """Stop on SIGINT and SIGTERM (at once on a second one), and always leave no worker behind.
-
-        `scheduled`: a scheduler sends these signals and LEAVE, and may repeat them, so only a second SIGINT stops at
-        once.
-        """
-        rules: dict[str, Any] = {"on_second": at_once_on(interrupt), "also": LEAVE} if scheduled else {}
+        """Stop on SIGINT and SIGTERM (at once on a second one; see `stop_on_signals`), and always leave no worker
+        behind."""
         try:
-            with stop_on_signals(self._ask_to_stop, **rules) as self._stop:
+            with stop_on_signals(self._ask_to_stop, scheduled=scheduled) as self._stop:
                 yield self._stop
         finally:
             self._kill()
