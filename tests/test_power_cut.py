@@ -41,7 +41,7 @@ def work(runs: Path, spec: RunSpec, train: Callable[..., Any], cache: Path, cut:
         return
     ended = read_result(trial)
     if ended is None or ended["state"] not in FINAL:
-        with Log.open(runs, trial, spec, experiment="e", run_name="one") as log:
+        with Log(runs, trial, spec, experiment="e", run_name="one") as log:
             result = train(spec, trial, log, cache=cache, should_stop=lambda: False)
             log.finish(result.state, result.reason, result.summary)
     write_text(runs / "recorded", "complete")
