@@ -7,19 +7,20 @@ Ended rows leave the batch. A token's noise is a hash of its position, and does 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from ..data import Call, Group, Sampling
 from ..ground.tensors import pad_left
 from ..policy.forward import hidden_states, output_logits
+from ..policy.lora import AdapterRows
 from ..policy.text import TextCodec, as_groups
 
 LOOK_EVERY = 16  # tokens of a row between two looks at how many rows still run: each waits for a GPU
@@ -33,9 +34,10 @@ def sample(
     end_ids: Sequence[int],
     calls: Sequence[Call],
     sampling: Sampling,
-    decoder_for: Callable[[int], Any],
+    kind: Any,
+    adapters: AdapterRows | None,
 ) -> list[list[Group]]:
-    """The groups of every call, decoded as one batch by what `decoder_for(tokens of a row)` makes."""
+    """The groups of every call, decoded as one batch by a decoder of that kind, with the adapters of their policies."""
     device = next(policy.parameters()).device
     encoded = [[codec.encode(prompt.text) for prompt in call.prompts] for call in calls]
     limit: int = sampling.max_tokens  # pyright: ignore
@@ -44,15 +46,21 @@ def sample(
     rows = noise.shape[1]
     sizes = [call.group_size for call in calls for _ in call.prompts]
     repeats = sizes[0] if len(set(sizes)) == 1 else torch.tensor(sizes, device=device)
+    policies = torch.tensor([call.policy for call in calls for _ in call.prompts], device=device)
     tokens = torch.zeros(limit, rows, dtype=torch.int64, device=device)  # cut at each row's end below
     logprobs = torch.zeros(limit, rows, device=device)
     lengths = torch.full((rows,), limit, device=device)
     stopped = torch.zeros(rows, dtype=torch.bool, device=device)
 
     prompt_tokens, mask = (x.to(device) for x in pad_left([row for part in encoded for row in part]))
-    decoder = decoder_for(prompt_tokens.shape[1] + limit)
+    decoder = kind(policy, prompt_tokens.shape[1] + limit)
+    if adapters is not None:
+        adapters.use(policies)
     logits = decoder.prefill(prompt_tokens, mask).repeat_interleave(repeats, dim=0)
     decoder.expand(repeats)
+    policies = policies.repeat_interleave(repeats, dim=0)
+    if adapters is not None:
+        adapters.use(policies)
     is_end = torch.zeros(logits.shape[-1], dtype=torch.bool, device=device)
     is_end[[token for token in end_ids if token < len(is_end)]] = True
     is_stopped: Any = StopStringCriteria(codec.tokenizer, list(sampling.stop)) if sampling.stop else None
@@ -81,6 +89,8 @@ def sample(
                 decoder.select(keep)
                 active, running = active[keep], running[keep]
                 chosen = chosen[keep]
+                if adapters is not None:
+                    adapters.use(policies[active])
         logits = decoder.step(chosen)
     ends = lengths.tolist()
     ids = (row[:n] for row, n in zip(tokens.t().tolist(), ends, strict=True))
@@ -96,16 +106,12 @@ class LibraryDecoder:
     """Decodes one batch with the model's own forward pass and cache, if `keeps_keys_and_values`."""
 
     def __init__(self, model: nn.Module, capacity: int):
-        """`capacity` is the number of tokens, prompt and completion, that a row can have."""
-        self.model = model
-        self.cache = DynamicCache(config=model.config)  # pyright: ignore
-        layers = self.cache.layers  # those that would concatenate every token
-        self.cache.layers = [_PreallocatedLayer(capacity) if type(x) is DynamicLayer else x for x in layers]
+        """`capacity` is the number of tokens, prompt and completion, that a row can have; the cache grows to it."""
+        self.model, self.cache = model, DynamicCache(config=model.config)  # pyright: ignore
 
     def prefill(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """[P, V] logits after the left-padded prompts, [P, T] with a mask that is False for padding."""
-        self.mask = mask
-        self.padded = not bool(mask.all())
+        self.mask, self.padded = mask, not bool(mask.all())
         return self._forward(tokens, (mask.cumsum(-1) - 1).clamp(min=0))
 
     def expand(self, repeats: int | Tensor) -> None:
@@ -133,56 +139,6 @@ class LibraryDecoder:
             logits_to_keep=1,
         )
         return output.logits[:, -1].float()
-
-
-class _PreallocatedLayer(DynamicLayer):
-    """A cache layer of fixed capacity; `keys` and `values` are views of its filled part."""
-
-    def __init__(self, capacity: int):
-        super().__init__()
-        self.capacity = capacity
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        start = 0 if not self.is_initialized else self.keys.shape[-2]  # pyright: ignore
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self._allocate(key_states, value_states)
-        end = start + key_states.shape[-2]
-        self._keys[:, :, start:end] = key_states
-        self._values[:, :, start:end] = value_states
-        return self._view(end)
-
-    def batch_repeat_interleave(self, repeats: int | Tensor) -> None:
-        keys, values = self.keys, self.values
-        assert keys is not None and values is not None
-        self._allocate(keys, values, len(keys) * repeats if isinstance(repeats, int) else int(repeats.sum()))
-        length = keys.shape[-2]
-        for own, given in ((self._keys, keys), (self._values, values)):
-            if isinstance(repeats, int):
-                own.view(len(keys), repeats, *own.shape[1:])[:, :, :, :length] = given[:, None]
-            else:
-                own[:, :, :length] = given.repeat_interleave(repeats, dim=0)
-        self._view(length)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these lines. Lines that stay in their place are not touched; others must come from beyond the end."""
-        length, count = self.keys.shape[-2], len(indices)  # pyright: ignore
-        places = (indices != torch.arange(count, device=indices.device)).nonzero()[:, 0]
-        for states in (self._keys, self._values):
-            states[places, :, :length] = states[indices[places], :, :length]
-        self._keys, self._values = self._keys[:count], self._values[:count]
-        self._view(length)
-
-    def _allocate(self, keys: Tensor, values: Tensor, rows: int | None = None) -> None:
-        def empty(like: Tensor) -> Tensor:
-            batch, heads, _, width = like.shape
-            return like.new_empty(rows or batch, heads, self.capacity, width)
-
-        self._keys, self._values = empty(keys), empty(values)
-
-    def _view(self, length: int) -> tuple[Tensor, Tensor]:
-        self.keys, self.values = self._keys[:, :, :length], self._values[:, :, :length]
-        return self.keys, self.values
 
 
 class RereadingDecoder:

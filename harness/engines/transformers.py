@@ -77,14 +77,16 @@ class TransformersEngine(RolloutEngine):
 
     def generate_each(self, calls: Sequence[Call], sampling: Sampling) -> list[list[Group]]:
         from ..devices.sharding import whole
+        from ._decoding import sample
 
         groups: list[list[Group]] = [[] for _ in calls]
         with whole(self.policy):
+            kind = self._decoder_class()
             for chunk in _chunks(calls, self.settings.max_batch_rows):
-                for (number, _), found in zip(
-                    chunk, self._generate([part for _, part in chunk], sampling), strict=True
-                ):
-                    groups[number] += found
+                numbers, parts = zip(*chunk, strict=True)
+                found = sample(self.policy, self.codec, self.end_ids, parts, sampling, kind, self.adapters)
+                for number, drawn in zip(numbers, found, strict=True):
+                    groups[number] += drawn
         return groups
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
@@ -103,25 +105,6 @@ class TransformersEngine(RolloutEngine):
         if recognised(self.policy):  # not under autocast
             return LeanDecoder
         return LibraryDecoder if self.keeps_states else RereadingDecoder
-
-    def _decoder(self, calls: Sequence[Call], capacity: int) -> Any:
-        import torch
-
-        from ..policy.lora import AdapterDecoder
-
-        decoder = self._decoder_class()(self.policy, capacity)
-        if self.adapters is None:
-            return decoder
-        numbers = torch.tensor([call.policy for call in calls for _ in call.prompts])
-        return AdapterDecoder(decoder, self.adapters, numbers.to(next(self.policy.parameters()).device))
-
-    def _generate(self, calls: Sequence[Call], sampling: Sampling) -> list[list[Group]]:
-        from ._decoding import sample
-
-        def decoder_for(capacity: int) -> Any:
-            return self._decoder(calls, capacity)
-
-        return sample(self.policy, self.codec, self.end_ids, calls, sampling, decoder_for)
 
 
 def _chunks(calls: Sequence[Call], max_rows: int) -> Iterator[list[tuple[int, Call]]]:

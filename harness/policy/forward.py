@@ -21,8 +21,6 @@ from ..spec.run import Optimizer
 from . import fused_llama
 
 if TYPE_CHECKING:
-    from transformers.cache_utils import DynamicCache
-
     from .fused_llama import Fused
 
 
@@ -86,8 +84,8 @@ class _States(tuple[Tensor]):
         return None
 
 
-def keeps_keys_and_values(model: nn.Module) -> bool:
-    """Whether the model keeps nothing of earlier tokens but keys and values (some perhaps only of a window).
+def keeps_keys_and_values(model: nn.Module, *, windows: bool = True) -> bool:
+    """Whether the model keeps nothing of earlier tokens but keys and values; with `windows` some only of a window.
 
     False for recurrent states (Mamba, linear attention), for custom caches, and for models without a cache.
     """
@@ -95,7 +93,7 @@ def keeps_keys_and_values(model: nn.Module) -> bool:
 
     layers = DynamicCache(config=model.config).layers  # pyright: ignore
     return (
-        all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+        all(type(layer) is DynamicLayer or (windows and type(layer) is DynamicSlidingWindowLayer) for layer in layers)
         and not getattr(model, "_is_stateful", False)
         and "past_key_values" in signature(model.forward).parameters
     )
@@ -189,54 +187,30 @@ class PromptStates:
 
     `states` holds (keys, values) per layer, each [U, heads, T, width], right-padded; `lengths_U` the tokens of each,
     `prompt_B` the prompt of each row. With gradients the states are leaves: micro-batches add to their gradient, and
-    `backward` sends the sum through the prompts once; `computed` pairs each leaf with the tensor that it stands for.
-    Models that `harness.policy.fused_llama` recognises have `lean`, whose fused weights are leaves in the same way.
+    `backward` sends the sum through the prompts once. `computed` pairs each leaf with the tensor that it stands for.
+    Models that `harness.policy.fused_llama` recognises have `lean`, whose weights are leaves in the same way: the
+    second list of `computed`, because the prompts add to their gradients.
     """
 
     states: list[tuple[Tensor, Tensor]]
-    computed: list[tuple[Tensor, Tensor]]
+    computed: list[list[tuple[Tensor, Tensor]]]
     lengths_U: Tensor
     prompt_B: Tensor
-    lean: Lean | None = None
+    lean: Fused | None = None
 
     def rows(self, index: Tensor) -> PromptStates:
         return replace(self, prompt_B=self.prompt_B[index])
 
     def backward(self) -> None:
-        _send(self.computed)
-        if self.lean is not None:
-            _send(self.lean.computed)  # the prompts have added to it
-
-    def cache(self, model: nn.Module) -> DynamicCache:
-        """A cache in which every row finds its prompt."""
-        from transformers.cache_utils import DynamicCache
-
-        cache = DynamicCache(config=model.config)  # pyright: ignore
-        for layer, (keys, values) in enumerate(self.states):
-            cache.update(keys[self.prompt_B], values[self.prompt_B], layer)
-        return cache
-
-
-@dataclass
-class Lean:
-    """A recognised model's fused weights, as leaves if there are gradients, and the rotations of its positions."""
-
-    weights: Fused
-    computed: list[tuple[Tensor, Tensor]]
-    turns: Tensor
-
-    def hidden_states(self, tokens_BT: Tensor, positions_BT: Tensor, *past: Any) -> tuple[Tensor, list[Any]]:
-        hidden, states = fused_llama.hidden_states(self.weights, tokens_BT, self.turns[positions_BT], *past)
-        return hidden * self.weights.norm, states
+        for computed in self.computed:
+            reached = [(x, leaf.grad) for x, leaf in computed if leaf.grad is not None]
+            if reached:
+                torch.autograd.backward([x for x, _ in reached], [gradient for _, gradient in reached])
 
 
 def can_share_prompts(model: nn.Module) -> bool:
     """Whether rows of one prompt may share its keys and values: no windows, no distances in cache columns."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer  # seconds to import, and objectives do without
-
-    if model.config.model_type in _COUNT_COLUMNS or not keeps_keys_and_values(model):  # pyright: ignore
-        return False
-    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=model.config).layers)  # pyright: ignore
+    return model.config.model_type not in _COUNT_COLUMNS and keeps_keys_and_values(model, windows=False)  # pyright: ignore
 
 
 def prompt_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor) -> PromptStates | None:
@@ -256,23 +230,17 @@ def prompt_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor) -> Promp
         return None
     lengths_U = (prompts_UT >= 0).sum(dim=1) - 1
     inputs = prompts_UT[:, :-1].clamp(min=0)
-    lean = None
+    lean, weights = None, []
     if not fused_llama.recognised(model):
         backbone(model)(input_ids=inputs, use_cache=True, past_key_values=cache)
         states = [(layer.keys, layer.values) for layer in cache.layers]
     else:
-        lean = Lean(*fused_llama.fuse(model).leaves(), fused_llama.rotations(model, tokens_BT.shape[1]))
-        _, states = lean.hidden_states(inputs, torch.arange(inputs.shape[1], device=inputs.device)[None])
+        lean, weights = fused_llama.fuse(model, tokens_BT.shape[1]).leaves()
+        _, states = fused_llama.hidden_states(lean, inputs, torch.arange(inputs.shape[1], device=inputs.device)[None])
     computed = [(x, x.detach().requires_grad_(x.requires_grad)) for pair in states for x in pair]
     leaves = [leaf for _, leaf in computed]
-    return PromptStates(list(zip(leaves[::2], leaves[1::2], strict=True)), computed, lengths_U, prompt_B, lean)
-
-
-def _send(computed: list[tuple[Tensor, Tensor]]) -> None:
-    """Pass the gradients of the leaves on to the tensors that they stand for."""
-    reached = [(x, leaf.grad) for x, leaf in computed if leaf.grad is not None]
-    if reached:
-        torch.autograd.backward([x for x, _ in reached], [gradient for _, gradient in reached])
+    pairs = list(zip(leaves[::2], leaves[1::2], strict=True))
+    return PromptStates(pairs, [computed, weights], lengths_U, prompt_B, lean)
 
 
 @under_hooks
@@ -287,15 +255,21 @@ def completion_states(model: nn.Module, tokens_BT: Tensor, mask_BT: Tensor, prom
     inputs = tokens_BT.gather(1, positions)
     filled = torch.arange(prompts.states[0][0].shape[2], device=tokens_BT.device) < lengths_B[:, None]
     all_filled = bool(filled.all())
+    past = ((keys[prompts.prompt_B], values[prompts.prompt_B]) for keys, values in prompts.states)
     if prompts.lean is not None:
-        past = [(keys[prompts.prompt_B], values[prompts.prompt_B]) for keys, values in prompts.states]
-        hidden, _ = prompts.lean.hidden_states(inputs, positions, past, None if all_filled else filled)
+        before = None if all_filled else filled
+        hidden, _ = fused_llama.hidden_states(prompts.lean, inputs, positions, list(past), before)
     else:
+        from transformers.cache_utils import DynamicCache
+
+        cache = DynamicCache(config=model.config)  # pyright: ignore
+        for layer, (keys, values) in enumerate(past):
+            cache.update(keys, values, layer)
         hidden = backbone(model)(
             input_ids=inputs,
             attention_mask=None if all_filled else torch.cat([filled, torch.ones_like(inputs).bool()], dim=1),
             position_ids=positions,
-            past_key_values=prompts.cache(model),
+            past_key_values=cache,
             use_cache=True,
         ).last_hidden_state
     return hidden[offsets < counts_B[:, None]]

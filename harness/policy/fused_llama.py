@@ -39,26 +39,24 @@ class Layer:
     gate_up: Tensor
     down: Tensor
 
-
-@dataclass(frozen=True)
-class Shape:
-    """Query heads, key-value heads, width of a head, epsilon of the norms."""
-
-    query_heads: int
-    kv_heads: int
-    head_width: int
-    epsilon: float
+    def projected(self, x: Tensor) -> Tensor:
+        """[N, (Hq + 2 Hkv) D]: queries, keys and values of normalised rows, not yet rotated."""
+        return torch.mm(x, self.qkv) if self.qkv_bias is None else torch.addmm(self.qkv_bias, x, self.qkv)
 
 
 @dataclass(frozen=True)
 class Fused:
     """A model's fused weights; make them again after the model's parameters change."""
 
-    shape: Shape
+    heads: int  # of queries
+    kv_heads: int
+    width: int  # of a head, D
+    epsilon: float  # of the norms
     embedding: Tensor
     padding_id: int | None  # read as any other token, but its embedding learns nothing from being read
     layers: list[Layer]
     norm: Tensor
+    turns: Tensor  # [positions, D / 2] complex: the factor by which each pair of a query or key is turned
 
     def leaves(self) -> tuple[Fused, list[tuple[Tensor, Tensor]]]:
         """The same weights as leaves of their own, and (computed, leaf) of each: gradients reach the model's
@@ -102,28 +100,21 @@ def recognised(model: nn.Module) -> bool:
     )
 
 
-def fuse(model: nn.Module) -> Fused:
-    """The weights of a recognised model or backbone; gradients flow back to its parameters."""
+def fuse(model: nn.Module, length: int) -> Fused:
+    """The weights of a recognised model or backbone, for rows of `length` tokens; gradients flow back to its
+    parameters."""
     decoder, config = _decoder(model), _decoder(model).config
-    width = decoder.layers[0].self_attn.head_dim
-    shape = Shape(config.num_attention_heads, config.num_key_value_heads, width, config.rms_norm_eps)
+    embedding, width = decoder.embed_tokens, decoder.layers[0].self_attn.head_dim
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    with torch.no_grad():
+        positions = torch.arange(length, device=embedding.weight.device)[None]
+        angles = decoder.rotary_emb(embedding.weight, positions)
+    turns = torch.complex(*(part[0, :, : width // 2].contiguous() for part in angles))
+    layers = [_layer(layer, heads, kv_heads, width) for layer in decoder.layers]
     return Fused(
-        shape,
-        decoder.embed_tokens.weight,
-        decoder.embed_tokens.padding_idx,
-        [_layer(layer, shape) for layer in decoder.layers],
-        decoder.norm.weight,
-    )
-
-
-@torch.no_grad()
-def rotations(model: nn.Module, length: int) -> Tensor:
-    """[length, D / 2] complex: the factor by which each pair of a query or key at a position is turned."""
-    parameter = next(model.parameters())
-    positions = torch.arange(length, device=parameter.device)[None]
-    cosine, sine = _decoder(model).rotary_emb(parameter, positions)
-    half = cosine.shape[-1] // 2
-    return torch.complex(cosine[0, :, :half].contiguous(), sine[0, :, :half].contiguous())
+        heads, kv_heads, width, config.rms_norm_eps, embedding.weight, embedding.padding_idx, layers,
+        decoder.norm.weight, turns,
+    )  # fmt: skip
 
 
 def rotate(pairs: Tensor, turns: Tensor) -> Tensor:
@@ -138,34 +129,36 @@ def normalise(x: Tensor, epsilon: float) -> Tensor:
 
 
 def hidden_states(
-    model: Fused, tokens_RC: Tensor, turns: Tensor, past: list[States] | None = None, filled_RT: Tensor | None = None
+    model: Fused,
+    tokens_RC: Tensor,
+    positions: Tensor,
+    past: list[States] | None = None,
+    filled_RT: Tensor | None = None,
 ) -> tuple[Tensor, list[States]]:
-    """([R, C, H] last hidden states before the final norm's weight, keys and values per layer), with gradients.
+    """([R, C, H] last hidden states, keys and values per layer), with gradients.
 
-    `turns` [R or 1, C, D / 2] are the tokens' rotations. Token c of a row reads the tokens up to c and its row of
-    `past`, [R, Hkv, T, D] each, where `filled_RT` is True (None: everywhere).
+    `positions` [R or 1, C] are the tokens'. Token c of a row reads the tokens up to c and its row of `past`,
+    [R, Hkv, T, D] each, where `filled_RT` is True (None: everywhere).
     """
-    shape, (rows, columns) = model.shape, tokens_RC.shape
-    heads, kv_heads = shape.query_heads, shape.kv_heads
+    (rows, columns), turns = tokens_RC.shape, model.turns[positions]
+    heads, kv_heads, epsilon = model.heads, model.kv_heads, model.epsilon
     bias = _bias(tokens_RC, past, filled_RT, model.embedding.dtype)
     x = F.embedding(tokens_RC.flatten(), model.embedding, model.padding_id)
     states: list[States] = []
     for i, layer in enumerate(model.layers):
-        read = _Normalise.apply(x, shape.epsilon)
-        flat = torch.mm(read, layer.qkv) if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, read, layer.qkv)
-        parts = flat.view(rows, columns, -1, shape.head_width)
+        parts = layer.projected(_Normalise.apply(x, epsilon)).view(rows, columns, -1, model.width)
         turned, values = parts.split([heads + kv_heads, kv_heads], dim=2)
         if layer.head_norm is not None:
-            turned = _Normalise.apply(turned, shape.epsilon) * layer.head_norm
+            turned = _Normalise.apply(turned, epsilon) * layer.head_norm
         queries, keys = rotate(turned, turns[:, :, None]).transpose(1, 2).split([heads, kv_heads], dim=1)
         values = values.transpose(1, 2)
         states.append((keys, values))
         if past is not None:
             keys, values = torch.cat([past[i][0], keys], dim=2), torch.cat([past[i][1], values], dim=2)
         x = torch.addmm(x, _attention(queries, keys, values, bias).transpose(1, 2).reshape(len(x), -1), layer.out)
-        gate, up = torch.mm(_Normalise.apply(x, shape.epsilon), layer.gate_up).chunk(2, dim=-1)
+        gate, up = torch.mm(_Normalise.apply(x, epsilon), layer.gate_up).chunk(2, dim=-1)
         x = torch.addmm(x, F.silu(gate) * up, layer.down)
-    return _Normalise.apply(x, shape.epsilon).view(rows, columns, -1), states
+    return _Normalise.apply(x, epsilon).view(rows, columns, -1) * model.norm, states
 
 
 def _bias(tokens_RC: Tensor, past: list[States] | None, filled_RT: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -227,36 +220,30 @@ def _decoder(model: nn.Module) -> Any:
     return getattr(model, "model", model)
 
 
-def _layer(layer: Any, shape: Shape) -> Layer:
-    attention = layer.self_attn
-    before, after = layer.input_layernorm.weight, layer.post_attention_layernorm.weight
-    has_head_norm = hasattr(attention, "q_norm")
-    scale = shape.head_width**-0.5
+def _layer(layer: Any, heads: int, kv_heads: int, width: int) -> Layer:
+    def paired(rows: Tensor) -> Tensor:
+        """Rows of all heads in the order 0, D/2, 1, D/2 + 1, ...: transformers turns number i with number i + D/2."""
+        return rows.unflatten(0, (-1, 2, width // 2)).transpose(1, 2).reshape(rows.shape)
+
+    attention, scale = layer.self_attn, width**-0.5
     queries, keys, values = attention.q_proj, attention.k_proj, attention.v_proj
-    query_scale = 1.0 if has_head_norm else scale
-    weights = [_paired(queries.weight, shape) * query_scale, _paired(keys.weight, shape), values.weight]
     bias = head_norm = None
+    if hasattr(attention, "q_norm"):
+        query_norm, key_norm = paired(attention.q_norm.weight) * scale, paired(attention.k_norm.weight)
+        head_norm = torch.cat([query_norm.expand(heads, -1), key_norm.expand(kv_heads, -1)])
+        scale = 1.0
     if queries.bias is not None:
-        bias = torch.cat([_paired(queries.bias, shape) * query_scale, _paired(keys.bias, shape), values.bias])
-    if has_head_norm:
-        query_norm = _paired(attention.q_norm.weight, shape) * scale
-        key_norm = _paired(attention.k_norm.weight, shape)
-        head_norm = torch.cat([query_norm.expand(shape.query_heads, -1), key_norm.expand(shape.kv_heads, -1)])
+        bias = torch.cat([paired(queries.bias) * scale, paired(keys.bias), values.bias])
+    qkv = torch.cat([paired(queries.weight) * scale, paired(keys.weight), values.weight])
     gate_up = torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
     return Layer(
-        (torch.cat(weights) * before).t(),
+        (qkv * layer.input_layernorm.weight).t(),
         bias,
         head_norm,
         attention.o_proj.weight.t(),
-        (gate_up * after).t(),
+        (gate_up * layer.post_attention_layernorm.weight).t(),
         layer.mlp.down_proj.weight.t(),
     )
-
-
-def _paired(rows: Tensor, shape: Shape) -> Tensor:
-    """Rows of all heads in the order 0, D/2, 1, D/2 + 1, ...: transformers turns number i with number i + D/2."""
-    halves = rows.unflatten(0, (-1, 2, shape.head_width // 2))
-    return halves.transpose(1, 2).reshape(rows.shape)
 
 
 def _is_plain(module: nn.Module, family: str) -> bool:
@@ -273,31 +260,25 @@ class LeanDecoder:
 
     def __init__(self, model: nn.Module, capacity: int):
         """`capacity` is the number of tokens, prompt and completion, that a row can have."""
-
-        def dense(weight: Any) -> Any:
-            """The same weight laid out for products with few rows."""
-            return None if weight is None else weight.contiguous()
-
-        fused = fuse(model)
-        self.model = replace(fused, layers=[Layer(*map(dense, vars(layer).values())) for layer in fused.layers])
+        fused = fuse(model, capacity)
+        dense = [[None if x is None else x.contiguous() for x in vars(layer).values()] for layer in fused.layers]
+        self.model = replace(fused, layers=[Layer(*weights) for weights in dense])  # pyright: ignore
         self.head = (model.get_output_embeddings().weight * self.model.norm).t().contiguous()  # pyright: ignore
         self.capacity = capacity
-        self.turns = rotations(model, capacity)
 
     def prefill(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """[P, V] logits after the left-padded prompts, [P, T] with a mask that is False for padding."""
-        shape, (rows, width) = self.model.shape, tokens.shape
-        heads, kv_heads = shape.query_heads, shape.kv_heads
-        head_width = shape.head_width
+        model, (rows, width) = self.model, tokens.shape
+        heads, kv_heads = model.heads, model.kv_heads
         self.length = width
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        turns = self.turns[positions][:, None]
+        turns = model.turns[positions][:, None]
         allowed = torch.ones(width, width, dtype=torch.bool, device=mask.device).tril() & mask[:, None, None, :]
         allowed |= torch.eye(width, dtype=torch.bool, device=mask.device)  # a padding token reads itself: no NaN
-        x = self.model.embedding[tokens.flatten()]
-        self.cache = x.new_empty(len(self.model.layers), 2, rows, kv_heads, self.capacity, head_width)
-        for layer, cache in zip(self.model.layers, self.cache, strict=True):
-            parts = _project(x, layer, shape).view(rows, width, -1, head_width).transpose(1, 2)
+        x = model.embedding[tokens.flatten()]
+        self.cache = x.new_empty(len(model.layers), 2, rows, kv_heads, self.capacity, model.width)
+        for layer, cache in zip(model.layers, self.cache, strict=True):
+            parts = _project(model, x, layer).view(rows, width, -1, model.width).transpose(1, 2)
             cache[0, :, :, :width] = rotate(parts[:, heads : heads + kv_heads], turns)
             cache[1, :, :, :width] = parts[:, heads + kv_heads :]
             read = F.scaled_dot_product_attention(
@@ -308,9 +289,12 @@ class LeanDecoder:
                 scale=1.0,
                 enable_gqa=heads != kv_heads,
             )
-            x = _finish(x, read.transpose(1, 2).reshape(len(x), -1), layer, shape)
-        self.positions = positions[:, -1]
-        self.bias = None if bool(mask.all()) else self._bias(mask)
+            x = _finish(model, x, read.transpose(1, 2).reshape(len(x), -1), layer)
+        self.positions, self.bias = positions[:, -1], None
+        if not bool(mask.all()):  # a term of every column's score, minus infinity for padding
+            bias = x.new_zeros(rows, self.capacity)
+            bias[:, :width].masked_fill_(~mask, -torch.inf)
+            self.bias = bias[:, None, None]
         return self._logits(x.view(rows, width, -1)[:, -1])
 
     def expand(self, group_size: int) -> None:
@@ -325,24 +309,23 @@ class LeanDecoder:
 
     def step(self, tokens: Tensor) -> Tensor:
         """[R, V] logits after one more token of every row."""
-        shape, rows = self.model.shape, len(tokens)
-        heads, kv_heads = shape.query_heads, shape.kv_heads
-        head_width = shape.head_width
+        model, rows = self.model, len(tokens)
+        heads, kv_heads = model.heads, model.kv_heads
         start, self.length = self.length, self.length + 1
         self.positions = self.positions + 1
-        turns = self.turns[self.positions][:, None]
+        turns = model.turns[self.positions][:, None]
         bias = None if self.bias is None else self.bias[:, :, :, : self.length].expand(-1, kv_heads, -1, -1)
         bias = None if bias is None else bias.flatten(0, 1)
-        x = F.embedding(tokens, self.model.embedding)
-        for layer, (keys, values) in zip(self.model.layers, self.cache, strict=True):
-            parts = _project(x, layer, shape)
+        x = F.embedding(tokens, model.embedding)
+        for layer, (keys, values) in zip(model.layers, self.cache, strict=True):
+            parts = _project(model, x, layer)
             keys[:, :, start] = rotate(parts[:, heads : heads + kv_heads], turns)
             values[:, :, start] = parts[:, heads + kv_heads :]
-            queries = rotate(parts[:, :heads], turns).view(rows * kv_heads, -1, head_width)
+            queries = rotate(parts[:, :heads], turns).view(rows * kv_heads, -1, model.width)
             seen = keys.flatten(0, 1)[:, : self.length].transpose(1, 2)
             scores = torch.bmm(queries, seen) if bias is None else torch.baddbmm(bias, queries, seen)
             read = torch.bmm(torch.softmax(scores, dim=-1), values.flatten(0, 1)[:, : self.length])
-            x = _finish(x, read.view(rows, -1), layer, shape)
+            x = _finish(model, x, read.view(rows, -1), layer)
         return self._logits(x)
 
     def select(self, lines: Tensor) -> None:
@@ -357,28 +340,20 @@ class LeanDecoder:
             self.bias = self.bias[lines]
 
     def _logits(self, x: Tensor) -> Tensor:
-        return torch.mm(normalise(x, self.model.shape.epsilon), self.head)
-
-    def _bias(self, mask: Tensor) -> Tensor:
-        """[P, 1, 1, capacity]: a term of every column's score, minus infinity for padding."""
-        bias = torch.zeros(len(mask), self.capacity, dtype=self.cache.dtype, device=mask.device)
-        bias[:, : mask.shape[1]].masked_fill_(~mask, -torch.inf)
-        return bias[:, None, None]
+        return torch.mm(normalise(x, self.model.epsilon), self.head)
 
 
-def _project(x: Tensor, layer: Layer, shape: Shape) -> Tensor:
+def _project(model: Fused, x: Tensor, layer: Layer) -> Tensor:
     """[N, Hq + 2 Hkv, D]: queries, keys and values, not yet rotated."""
-    x = normalise(x, shape.epsilon)
-    flat = torch.mm(x, layer.qkv) if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, x, layer.qkv)
-    parts = flat.view(len(x), -1, shape.head_width)
+    parts = layer.projected(normalise(x, model.epsilon)).view(len(x), -1, model.width)
     if layer.head_norm is not None:
-        turned = parts[:, : shape.query_heads + shape.kv_heads]
-        turned.copy_(normalise(turned, shape.epsilon) * layer.head_norm)
+        turned = parts[:, : model.heads + model.kv_heads]
+        turned.copy_(normalise(turned, model.epsilon) * layer.head_norm)
     return parts
 
 
-def _finish(x: Tensor, read: Tensor, layer: Layer, shape: Shape) -> Tensor:
+def _finish(model: Fused, x: Tensor, read: Tensor, layer: Layer) -> Tensor:
     """`x` plus the output of attention, [N, Hq * D], and then of the feed-forward part, in place."""
     x.addmm_(read, layer.out)
-    gate, up = torch.mm(normalise(x, shape.epsilon), layer.gate_up).chunk(2, dim=-1)
+    gate, up = torch.mm(normalise(x, model.epsilon), layer.gate_up).chunk(2, dim=-1)
     return x.addmm_(F.silu(gate).mul_(up), layer.down)

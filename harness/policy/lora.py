@@ -200,27 +200,3 @@ class _AdaptedRows(nn.Module):
             term = (up(down(part.to(down.weight.dtype))) * scaling).to(result.dtype)
             result = result + term if lines is None else result.index_add_(0, lines, term)
         return result
-
-
-class AdapterDecoder:
-    """A decoder of the transformers engine over an `AdapterRows.model`, which it tells the adapter of each line."""
-
-    def __init__(self, decoder: Any, rows: AdapterRows, policy_of_prompt: Tensor):
-        self._decoder, self._rows, self._policies = decoder, rows, policy_of_prompt
-        self.step = decoder.step
-
-    def prefill(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        self._rows.use(self._policies)
-        return self._decoder.prefill(tokens, mask)
-
-    def expand(self, repeats: int | Tensor) -> None:
-        self._decoder.expand(repeats)
-        self._now(self._policies.repeat_interleave(torch.as_tensor(repeats, device=self._policies.device)))
-
-    def select(self, lines: Tensor) -> None:
-        self._decoder.select(lines)
-        self._now(self._policies[lines])
-
-    def _now(self, policies: Tensor) -> None:
-        self._policies = policies
-        self._rows.use(policies)
