@@ -86,10 +86,10 @@ def test_a_worker_that_is_preempted_returns_its_trial_at_once_and_the_next_one_g
             os.kill(os.getpid(), signal.SIGTERM)  # as SLURM does it: more than one
             os.kill(os.getpid(), signal.SIGUSR2)
 
-    first = work.work("sizes", runs, execute=fake_trials.EXECUTE, on_status=preempt_once)
-    assert set(first.signals) == {signal.SIGTERM, signal.SIGUSR2}
-    assert first.status.counts() == {"stopped": 1, "waiting": 1}
-    stopped = next(trial.directory for trial in first.status.trials if trial.state == "stopped")
+    status, signals = work.work("sizes", runs, execute=fake_trials.EXECUTE, on_status=preempt_once)
+    assert set(signals) == {signal.SIGTERM, signal.SIGUSR2}
+    assert status.counts() == {"stopped": 1, "waiting": 1}
+    stopped = next(trial.directory for trial in status.trials if trial.state == "stopped")
     assert not (stopped / "lease").exists()
     (runs / "hold").unlink()
     assert json.loads((stopped / "checkpoint.json").read_text())["step"] >= 1

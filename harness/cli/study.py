@@ -131,8 +131,8 @@ def study_work(
     from ..console.progress import study_view
 
     with study_view() as view:
-        done = api.work(study, runs, storage=api.with_password(storage), on_status=view.update)
-    status, counts = done.status, done.status.counts()
+        status, signals = api.work(study, runs, storage=api.with_password(storage), on_status=view.update)
+    counts = status.counts()
     if as_json:
         terminal.print_json({"study": status.name, "finished": status.finished, "counts": counts})
     else:
@@ -140,12 +140,12 @@ def study_work(
         if status.finished:
             how = f"cohort study run {shlex.quote(study)} --runs {shlex.quote(str(runs))}"
             terminal.say(f"No trial of '{study}' is left: {ended}. To write its report: {how}")
-        elif done.signals:
+        elif signals:
             terminal.say(f"Stopped on request; another worker can continue its trial. '{study}': {ended}.")
         else:
             terminal.say(f"No trial of '{study}' is left for this worker; others run the rest: {ended}.")
-    if done.signals and not status.finished:
-        raise typer.Exit(AGAIN if {signal.SIGUSR1, signal.SIGUSR2} & {*done.signals} else 130)
+    if signals and not status.finished:
+        raise typer.Exit(AGAIN if {signal.SIGUSR1, signal.SIGUSR2} & {*signals} else 130)
 
 
 @command("study list", "cohort study list", "cohort study list --runs /data/runs --json")

@@ -29,6 +29,8 @@ COSTS = (
 
 def missing_here(specs: Sequence[RunSpec]) -> list[str]:
     """Everything that the runs need and this machine lacks, as text: a device, a model, data, an engine."""
+    from huggingface_hub import try_to_load_from_cache
+
     from ..devices.device import resolve_device
     from ..policy.model import check_model
 
@@ -44,19 +46,12 @@ def missing_here(specs: Sequence[RunSpec]) -> list[str]:
         note(f"device '{spec.device}'", lambda spec=spec: resolve_device(spec.device))
         note(f"engine '{spec.engine.name}'", lambda spec=spec: spec.engine.check(spec.sampling_with_limit()))
         check_model(spec.model)
-        if not _is_local(spec.model):
+        built_in = spec.model == "tiny" or Path(spec.model).expanduser().is_dir()
+        if not built_in and not isinstance(try_to_load_from_cache(spec.model, "config.json"), str):
             missing[f"model '{spec.model}': not on this machine, so the model and its memory were not checked"] = None
     for task in {repr(spec.task): spec.task for spec in specs}.values():  # an unreachable Hub takes seconds to answer
         note(f"data of task '{task.name}'", lambda task=task: task.prompts("train"))
     return list(missing)
-
-
-def _is_local(model: str) -> bool:
-    """Whether a model is built in, a folder, or in the cache of the Hub."""
-    from huggingface_hub import try_to_load_from_cache
-
-    built_in = model == "tiny" or Path(model).expanduser().is_dir()
-    return built_in or isinstance(try_to_load_from_cache(model, "config.json"), str)
 
 
 def check_study(study: StudySpec, runs: Path, workers: int | None, execute: str, *, here: bool = True) -> None:

@@ -14,7 +14,7 @@ from ..spec.run import get_path
 from ..spec.study import Arm, StudySpec, TwoStage
 
 if TYPE_CHECKING:
-    from ..record.status import StudyStatus, TrialStatus
+    from ..record.status import StudyStatus
     from .plan import Plan
 
 
@@ -47,8 +47,12 @@ def remaining_seconds(status: StudyStatus) -> float | None:
     for trial in status.trials:
         if trial.state == "complete" and trial.seconds is not None:
             complete[trial.arm].append(trial.seconds)
-    paces = {(trial.arm, trial.seed): _whole_seconds(trial) for trial in running}
-    known = [s for times in complete.values() for s in times] or [s for s in paces.values() if s is not None]
+    paces = {  # seconds from start to end, extrapolated from the training steps
+        (trial.arm, trial.seed): trial.seconds * trial.total / trial.done
+        for trial in running
+        if trial.phase == "train" and trial.done and trial.seconds is not None
+    }
+    known = [s for times in complete.values() for s in times] or list(paces.values())
     if not running or not known:
         return None
     left = []
@@ -110,14 +114,6 @@ def planned(study: StudySpec) -> Iterator[tuple[Arm, int]]:
         label = ": ".join(filter(None, [search.name, f"search of {search.search.trials} arms"]))
         trials = search.search.trials * len(search.seeds) + len(search.final_seeds)
         yield replace(search.base, label=label), trials
-
-
-def _whole_seconds(trial: TrialStatus) -> float | None:
-    """The seconds of a running trial from start to end, extrapolated from its training steps; None before the first
-    step."""
-    if trial.phase != "train" or not trial.done or trial.seconds is None:
-        return None
-    return trial.seconds * trial.total / trial.done
 
 
 def _measured(runs: Path) -> dict[str, list[float]]:

@@ -39,7 +39,7 @@ from .plan import Clone, Key, Plan
 from .search import ArmSearch
 from .sharing import sharing_key
 from .storage.base import Lease, Storage
-from .storage.files import GRACE_SECONDS, LocalStorage
+from .storage.files import LocalStorage
 from .two_stage import decide, on_test_split
 
 MAX_LOST = 10  # how many attempts in a row may lose their worker without progress
@@ -191,7 +191,7 @@ class Queue:
         if dead:  # or just ended: a worker records the end before it gives up its lease
             attempts = self._read()
         reporting = [self.plan.directory(k) for k in self.plan.keys if attempts.state(k) not in ("waiting", "complete")]
-        progress, silent = self.storage.progress(reporting), self.storage.silent(reporting)
+        progress = self.storage.progress(reporting)
         trials = []
         for key in self.plan.keys:
             state, last = attempts.state(key), attempts.last(key)
@@ -203,9 +203,6 @@ class Queue:
             if held and state != "running":
                 state, reason = "stopped", HELD
             directory = self.plan.directory(key)
-            if state == "running" and directory in silent:
-                wait = f"{GRACE_SECONDS:.0f} s"
-                reason = f"no heartbeat yet from its worker on another machine; after {wait} another worker takes over"
             shown = progress.get(directory, {})
             trials.append(TrialStatus(
                 *key,

@@ -1,7 +1,7 @@
 """Decides which trials train together in one process (`harness.run.together`), and how many fit."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import cast
@@ -18,13 +18,10 @@ COMMON = ("model", "task", "engine", "prompt", "cold_start", "sampling", "device
 
 @dataclass(frozen=True)
 class Shared:
-    """Trials that can share a model and an engine, how many of them a worker runs at a time, and the bytes of memory
-    and the loads of the model that this saves (None: unknown)."""
+    """Trials that can share a model and an engine, and how many of them a worker runs at a time."""
 
     trials: tuple[Key, ...]
     at_once: int
-    saved_bytes: int | None
-    saved_loads: int
 
 
 def sharing_key(spec: RunSpec) -> str | None:
@@ -45,41 +42,25 @@ def shared(plan: Plan, workers: int, copies: int) -> dict[str, Shared]:
 
     `copies` is the number of workers that share a device.
     """
+    from ..checks.memory import check_memory
+
     sets: dict[str, list[Key]] = defaultdict(list)
     for key in plan.keys:
         if (common := sharing_key(plan.spec(key))) is not None:
             sets[common].append(key)
     found = {}
     for common, keys in sets.items():
-        specs = {key[0]: plan.spec(key) for key in keys}
-        at_once = _most_that_fit(list(specs.values()), -(-len(keys) // workers), copies)
-        if at_once > 1:
-            batches = -(-len(keys) // at_once)
-            found[common] = Shared(tuple(keys), at_once, _saved(specs, at_once), len(keys) - batches)
+        specs = {key[0]: plan.spec(key) for key in keys}.values()
+        at_once = -(-len(keys) // workers)
+        while at_once > 1:
+            try:
+                for spec in specs:
+                    check_memory(spec, copies, at_once)
+                found[common] = Shared(tuple(keys), at_once)
+                break
+            except SpecError:
+                at_once -= 1
     return found
-
-
-def _most_that_fit(specs: Sequence[RunSpec], most: int, copies: int) -> int:
-    """The number of runs, up to `most`, that can share a process when `copies` such processes share a device."""
-    from ..checks.memory import check_memory
-
-    while most > 1:
-        try:
-            for spec in specs:
-                check_memory(spec, copies, most)
-            break
-        except SpecError:
-            most -= 1
-    return most
-
-
-def _saved(specs: Mapping[str, RunSpec], at_once: int) -> int | None:
-    """Bytes that `at_once` runs save by sharing one model; None if a run cannot be estimated."""
-    from ..checks.memory import estimate_run, peak_bytes
-
-    needs = [(estimate_run(spec)[0], estimate_run(spec, at_once)[0]) for spec in specs.values()]
-    saved = [at_once * peak_bytes(alone) - peak_bytes(all_) for alone, all_ in needs if alone and all_]
-    return min(saved) if len(saved) == len(specs) else None
 
 
 def check_together(plan: Plan) -> None:

@@ -9,7 +9,6 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,6 @@ HINT = "; `cohort study run NAME --workers 0` starts one for workers like this o
 PATIENCE_SECONDS = 90.0  # longer than the lease of a dead worker, so that its trial can be taken over
 
 
-@dataclass(frozen=True)
-class Work:
-    """The study's progress at the end of the worker, and the signals that asked it to stop."""
-
-    status: StudyStatus
-    signals: Sequence[int]
-
-
 def work(
     name: str,
     runs: Path,
@@ -44,8 +35,9 @@ def work(
     together: Mapping[str, int] = {},
     patience: float = PATIENCE_SECONDS,
     on_status: Callable[[StudyStatus], None] | None = None,
-) -> Work:
-    """Run trials of a started study, one after another, until none is left to take or a signal asks to stop.
+) -> tuple[StudyStatus, Sequence[int]]:
+    """Run trials of a started study, one after another, until none is left to take or a signal asks to stop; returns
+    the study's progress and the signals that came.
 
     SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 let the worker finish its step, write a checkpoint and return its trial at
     once. ValueError for a study that was not started. The other arguments are those of `run_study`.
@@ -53,7 +45,7 @@ def work(
     runs = runs.resolve()
     if in_group():  # of torch's agent, which starts it again: this process is the worker, or follows it
         worker_main(name, runs, execute=execute, storage=storage, patience=patience)
-        return Work(open_queue(name, runs, storage, HINT).status(), ())
+        return open_queue(name, runs, storage, HINT).status(), ()
     environment = {STORAGE: storage or "", TRACKING_URI: remote_uri() or ""}
     queue = open_queue(name, runs, storage, HINT)
     arguments = [name, "--runs", str(runs), "--execute", execute]
@@ -63,7 +55,7 @@ def work(
     keep_document(queue.plan.folder, queue.storage.read_document() or {})  # this host may share only a database
     with pool.signals(scheduled=True) as stop, mirrored(runs, queue.plan.folder):
         status = watch(pool, queue, on_status, leaves=True)
-    return Work(status, tuple(stop.signals))
+    return status, stop.signals
 
 
 def watch(

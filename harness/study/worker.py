@@ -26,10 +26,10 @@ from ..ground.disk import EXIT_STATUS, disk_full
 from ..ground.inputs import expecting
 from ..ground.machine import in_group
 from ..ground.stop import StopRequest, stop_on_signals
-from ..interfaces import RunLogger
 from ..plugins import raised_by
 from ..record.finished import drop_checkpoints
 from ..record.run import RunLog, read_result
+from .plan import Key
 from .queue import HELD, Claim, Outcome, Queue, open_queue
 from .sharing import sharing_key
 from .storage.base import StorageUnavailable
@@ -162,19 +162,15 @@ def _outcome(claim: Claim, queue: Queue, run_trial: Callable[..., Any], stop: St
     ended = read_result(directory)
     if ended is not None and ended["state"] in FINAL:
         return _with_metrics(Outcome(**ended), objectives)
-    name, spec, tags = plan.study.name, plan.spec(claim.key), plan.tags(claim.key)
-    title = plan.run_name(claim.key)
-    run_log = RunLog(plan.runs, directory, spec, experiment=name, run_name=title, tags=tags)
-    judged = _JudgedLog(run_log, plan.study.metric, queue, claim, stop) if queue.prunes else None
-    turn = _Turn(queue, claim, run_log, judged, stop)
+    run_log = _TrialLog(queue, claim.key, stop)
     try:
-        cache = plan.runs / "cache"
+        spec, cache = plan.spec(claim.key), plan.runs / "cache"
         with expecting(plan.inputs):
-            result = run_trial(spec, directory, judged or run_log, cache=cache, should_stop=turn)
+            result = run_trial(spec, directory, run_log, cache=cache, should_stop=run_log.must_stop)
         outcome = Outcome(result.state, result.reason, dict(result.summary), dict(run_log.latest))
         if outcome.state == "stopped":
             summary = {**outcome.summary, "step": run_log.step}
-            outcome = replace(outcome, state=turn.state, reason=turn.reason, summary=summary)
+            outcome = replace(outcome, state=run_log.state, reason=run_log.reason, summary=summary)
     except ChildProcessError as error:  # one of the trial's processes: lost, as if this one had died
         raise SystemExit(str(error)) from None
     except Exception as error:
@@ -210,41 +206,59 @@ def _patiently(operation: Callable[[], R], stop: StopRequest) -> R:
     return retrying(operation)
 
 
-class _Turn:
-    """Decides whether a claimed trial must stop after its step; `state` and `reason` record the stop."""
+class _TrialLog(RunLog):
+    """The log of a claimed trial, which also decides whether the trial must stop after its step; `state` and `reason`
+    record the stop."""
 
-    def __init__(
-        self, queue: Queue, claim: Claim, run_log: RunLog, judged: "_JudgedLog | None", stop: StopRequest
-    ) -> None:
-        self._queue, self._key = queue, claim.key
-        self._log, self._judged, self._stop = run_log, judged, stop
-        clone = queue.plan.clones.get(self._key[0])
-        self._least = 0 if clone is None else clone.left_at(self._key[1])
+    def __init__(self, queue: Queue, key: Key, stop: StopRequest) -> None:
+        plan = queue.plan
+        super().__init__(
+            plan.runs, plan.directory(key), plan.spec(key), experiment=plan.study.name, run_name=plan.run_name(key),
+            tags=plan.tags(key),
+        )  # fmt: skip
+        self._queue, self._key, self._stop = queue, key, stop
+        clone = plan.clones.get(key[0])
+        self._least = 0 if clone is None else clone.left_at(key[1])
+        self._validation: tuple[int, float] | None = None  # after training has begun, not yet shown to the search
         self._unreached = -math.inf  # when the storage last gave no answer
         self.state: TrialState = "stopped"
         self.reason: str | None = None
 
-    def __call__(self) -> bool:
-        if self._log.resumed_at < self._least:
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        super().metrics(step, values)
+        value = float(values.get(self._queue.plan.study.metric, math.nan))
+        if step and math.isfinite(value):
+            self._validation = (step, value)
+
+    def must_stop(self) -> bool:
+        if self.resumed_at < self._least:
             raise ValueError(
                 f"a warm clone must start from the checkpoint of step {self._least}, which is missing from "
-                f"'{self._log.directory}': copy it there from the host that made the clone, or clone without --warm"
+                f"'{self.directory}': copy it there from the host that made the clone, or clone without --warm"
             )
-        if self._judged is not None and self._judged.is_behind():
-            self.state, self.reason = "pruned", self._judged.reason
+        if self._falls_behind():
+            self.state = "pruned"
         elif self._stop.is_set():
             return True
         elif self._asks(lambda: self._queue.is_held(self._key[0])):
             self.reason = HELD
-        elif self._at_end_of_slice() and self._asks(lambda: self._queue.gives_way(self._key, self._log.step)):
+        elif self._at_end_of_slice() and self._asks(lambda: self._queue.gives_way(self._key, self.step)):
             self.state = "paused"
         else:
             return False
         return True
 
+    def _falls_behind(self) -> bool:
+        """Whether the search gives the trial's arm up; `reason` says why."""
+        new, self._validation = self._validation, None
+        if new is not None and self._queue.prunes:
+            with suppress(StorageUnavailable):  # asked to stop meanwhile
+                self.reason = _patiently(lambda: self._queue.report(self._key, *new), self._stop)
+        return self.reason is not None
+
     def _at_end_of_slice(self) -> bool:
-        every, step = self._queue.plan.study.interleave, self._log.step
-        return every is not None and step > self._log.resumed_at and step % every == 0
+        every = self._queue.plan.study.interleave
+        return every is not None and self.step > self.resumed_at and self.step % every == 0
 
     def _asks(self, question: Callable[[], bool]) -> bool:
         """The storage's answer; False while it gives none, because a run never waits for it."""
@@ -256,32 +270,6 @@ class _Turn:
             log.warning("%s; the run continues", error)
             self._unreached = time.monotonic()
             return False
-
-
-class _JudgedLog:
-    """A `RunLogger` around another that shows the search every validation after training has begun."""
-
-    def __init__(self, log: RunLogger, metric: str, queue: Queue, claim: Claim, stop: StopRequest) -> None:
-        self._log, self._metric = log, metric
-        self._queue, self._claim = queue, claim
-        self._stop = stop
-        self._new: tuple[int, float] | None = None
-        self.reason: str | None = None  # why the arm is given up
-        self.inputs, self.resume, self.sync, self.holds = log.inputs, log.resume, log.sync, log.holds
-        self.prompt, self.progress = log.prompt, log.progress
-        self.samples, self.per_problem, self.kept = log.samples, log.per_problem, log.kept
-
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        self._log.metrics(step, values)
-        if step and math.isfinite(values.get(self._metric, math.nan)):
-            self._new = (step, float(values[self._metric]))
-
-    def is_behind(self) -> bool:
-        new, self._new = self._new, None
-        if new is not None:
-            with suppress(StorageUnavailable):  # asked to stop meanwhile
-                self.reason = _patiently(lambda: self._queue.report(self._claim.key, *new), self._stop)
-        return self.reason is not None
 
 
 def _with_metrics(outcome: Outcome, objectives: Sequence[str]) -> Outcome:

@@ -104,10 +104,9 @@ def show_dry_run(name: str, question: str, document: Mapping[str, Any]) -> None:
         say(f"Disk: about {needed} MiB for checkpoints, cold starts and kept weights; {free} MiB are free.")
     for found in document["together"]:
         arms = ", ".join(dict.fromkeys(arm for arm, _ in found["trials"]))
-        saved = "" if found["saved_bytes"] is None else f" {mebibytes(found['saved_bytes'])} MiB of memory and"
         say(
             f"Together: {len(found['trials'])} trials share one model and engine, {found['at_once']} at a time in "
-            f"each worker ({arms}); that saves{saved} {found['saved_loads']} loads of the model."
+            f"each worker ({arms})."
         )
     for words in document["not_checked"]:
         say(f"Not checked here: {words}")

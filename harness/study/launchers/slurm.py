@@ -64,13 +64,13 @@ class Job:
         """Its exit status and last words."""
         try:
             storage = os.environ.get(STORAGE) or None
-            done = work(self.name, self.runs, storage=storage, execute=self.execute, together=self.together)
+            _, signals = work(self.name, self.runs, storage=storage, execute=self.execute, together=self.together)
         except Exception as error:
             return (EXIT_STATUS if disk_full(error, self.runs) else 1), f"{type(error).__name__}: {error}"
-        if signal.SIGINT not in done.signals:  # else the study was asked to stop
-            if set(LEAVE) & set(done.signals):
+        if signal.SIGINT not in signals:  # else the study was asked to stop
+            if set(LEAVE) & set(signals):
                 signal.raise_signal(_user_signal())  # submitit's handler is back in its place: it calls `checkpoint`
-            elif signal.SIGTERM in done.signals:
+            elif signal.SIGTERM in signals:
                 time.sleep(HELD_SECONDS)
         return 0, ""
 

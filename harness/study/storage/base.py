@@ -10,7 +10,7 @@ import sys
 import threading
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -26,14 +26,16 @@ class StorageUnavailable(ConnectionError):
     """The storage cannot be reached now."""
 
 
-class Lease(ABC):
+class Lease:
     """The right of this process to run a trial; a thread keeps renewing it, even after a failed connection.
+
+    `renew` writes a heartbeat and tells whether the lease is still ours; `give_up` lets others take it.
 
     The process ends at once if another one has taken over, because two writers in one folder would corrupt the run.
     """
 
-    def __init__(self, words: str, beat_seconds: float) -> None:
-        self._words, self._beat_seconds = words, beat_seconds
+    def __init__(self, words: str, beat_seconds: float, renew: Callable[[], bool], give_up: Callable[[], None]) -> None:
+        self._words, self._beat_seconds, self._renew, self._give_up = words, beat_seconds, renew, give_up
         self._released = threading.Event()
         self._lock = threading.Lock()  # between a heartbeat and the release
         threading.Thread(target=self._beat, name="lease", daemon=True).start()
@@ -42,13 +44,6 @@ class Lease(ABC):
         self._released.set()  # first: without an answer the lease ends by its age
         with self._lock:
             self._give_up()
-
-    @abstractmethod
-    def _renew(self) -> bool:
-        """Write a heartbeat; whether the lease is still ours."""
-
-    @abstractmethod
-    def _give_up(self) -> None: ...
 
     def _beat(self) -> None:
         reached = True
@@ -133,10 +128,6 @@ class Storage(ABC):
     @abstractmethod
     def held(self, directories: Collection[Path]) -> set[Path]:
         """The trials' folders whose lease a living worker holds."""
-
-    def silent(self, directories: Collection[Path]) -> set[Path]:
-        """The held folders whose worker was not seen alive, because it is on another machine."""
-        return set()
 
     @abstractmethod
     def progress(self, directories: Collection[Path]) -> dict[Path, dict[str, Any]]:

@@ -29,7 +29,6 @@ class _Watch:
     mark: tuple[int, int]  # of the last heartbeat
     looked: float  # seconds, on this process's clock
     silence: float = 0.0  # seconds watched without a new heartbeat
-    seen_alive: bool = False
 
 
 class LocalStorage(Storage):
@@ -62,10 +61,6 @@ class LocalStorage(Storage):
     def held(self, directories: Collection[Path]) -> set[Path]:
         return {directory for directory in directories if self._is_held(directory)}
 
-    def silent(self, directories: Collection[Path]) -> set[Path]:
-        watched = {directory: self._watched[directory] for directory in directories if directory in self._watched}
-        return {d for d, watch in watched.items() if not watch.seen_alive or watch.silence > LOOK_SECONDS}
-
     def progress(self, directories: Collection[Path]) -> dict[Path, dict[str, Any]]:
         found = {directory: read_progress(directory) for directory in directories}
         return {directory: shown for directory, shown in found.items() if shown}
@@ -96,7 +91,7 @@ class LocalStorage(Storage):
         watch.silence += min(now - watch.looked, LOOK_SECONDS)
         watch.looked = now
         if watch.mark != mark:
-            self._watched[directory] = _Watch(mark, now, seen_alive=True)
+            self._watched[directory] = _Watch(mark, now)
             return True
         return watch.silence < GRACE_SECONDS
 
@@ -109,14 +104,14 @@ class FileLease(Lease):
         self._token = uuid.uuid4().hex
         directory.mkdir(parents=True, exist_ok=True)
         write_json(self._file, {"token": self._token, **this_process()})
-        super().__init__(f"the lease {self._file}", BEAT_SECONDS)
+        super().__init__(f"the lease {self._file}", BEAT_SECONDS, self._touch, self._remove)
 
-    def _renew(self) -> bool:
+    def _touch(self) -> bool:
         if ours := self._is_ours():
             os.utime(self._file)
         return ours
 
-    def _give_up(self) -> None:
+    def _remove(self) -> None:
         if self._is_ours():
             self._file.unlink()
 

@@ -16,7 +16,7 @@ import re
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,10 @@ class PostgresStorage(Storage):
                WHERE cohort_leases.token = :before"""
         old = None if before is None else before["token"]
         taken = self._execute(statement, trial=trial, token=token, before=old, **this_process())
-        return PostgresLease(self, directory, token) if taken else None
+        if not taken:
+            return None
+        renew, give_up = partial(self._renew, directory, token), partial(self._give_up, directory, token)
+        return Lease(f"the lease of {trial}", BEAT_SECONDS, renew, give_up)
 
     def held(self, directories: Collection[Path]) -> set[Path]:
         leases = self._leases([directory.name for directory in directories])
@@ -127,16 +130,16 @@ class PostgresStorage(Storage):
                ON CONFLICT (study) DO UPDATE SET document = excluded.document"""
         self._execute(statement, document=json.dumps(document))
 
-    def renew(self, directory: Path, token: str) -> bool:
-        """Write a heartbeat and the trial's progress; whether the lease is still ours."""
+    def _renew(self, directory: Path, token: str) -> bool:
+        """Write a heartbeat and the trial's progress, which every heartbeat carries."""
         statement = """UPDATE cohort_leases SET beat = clock_timestamp(), progress = :progress
                WHERE study = :study AND trial = :trial AND token = :token"""
         progress = json.dumps(read_progress(directory))
         return self._execute(statement, trial=directory.name, token=token, progress=progress)
 
-    def give_up(self, directory: Path, token: str) -> None:
+    def _give_up(self, directory: Path, token: str) -> None:
         """Let others take the lease; the trial's progress stays."""
-        self.renew(directory, token)
+        self._renew(directory, token)
         statement = "UPDATE cohort_leases SET token = '' WHERE study = :study AND trial = :trial AND token = :token"
         self._execute(statement, trial=directory.name, token=token)
 
@@ -200,21 +203,6 @@ class PostgresStorage(Storage):
         """Run a statement; whether it changed a row."""
         with self.errors(), self._engine.connect() as connection:
             return connection.execute(sqlalchemy.text(statement), {"study": self._study, **values}).rowcount > 0
-
-
-class PostgresLease(Lease):
-    """A row that names the worker of a trial; every heartbeat carries the trial's progress."""
-
-    def __init__(self, storage: PostgresStorage, directory: Path, token: str) -> None:
-        self._storage = storage
-        self._directory, self._token = directory, token
-        super().__init__(f"the lease of {directory.name}", BEAT_SECONDS)
-
-    def _renew(self) -> bool:
-        return self._storage.renew(self._directory, self._token)
-
-    def _give_up(self) -> None:
-        self._storage.give_up(self._directory, self._token)
 
 
 def ask_password(url: str, ask: Callable[[], str]) -> str:
