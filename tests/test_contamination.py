@@ -124,11 +124,10 @@ def test_likelihoods_are_those_of_the_model_and_do_not_depend_on_the_batch():
 # Models
 
 
-def trained_on(texts: Sequence[str], start: nn.Module, *, steps: int, seed: int = 0) -> nn.Module:
+def trained_on(texts: Sequence[str], start: nn.Module, *, steps: int) -> nn.Module:
     """A copy of a model that has learned texts as pre-training does: every token of them."""
-    policy = copy.deepcopy(start)
+    policy, settings = copy.deepcopy(start), ColdStart(steps=steps, learning_rate=3e-3)
     rows = [Demonstration(text[:1], text[1:]) for text in texts]
-    settings = ColdStart(steps=steps, learning_rate=3e-3, seed=seed)
     fit_demonstrations(policy, CODEC, rows, settings, device=torch.device("cpu"))
     return policy.eval()
 
@@ -140,17 +139,11 @@ def findings(probed: Mapping[str, str], reference: Mapping[str, str], policy: nn
     return judge(one, other, np.random.default_rng(0))
 
 
-@pytest.fixture(scope="module")
-def start() -> Any:
-    """A model that knows the form of the problems, from none of those below."""
-    texts = [d.prompt for d in make_spec().task.demonstrations()]
-    return trained_on(texts[:2000], tiny_model(0), steps=60)
-
-
-def test_a_model_that_learned_test_items_is_flagged_and_one_that_learned_others_is_not(start: Any):
+def test_a_model_that_learned_test_items_is_flagged_and_one_that_learned_others_is_not():
     probed, reference = first("test", 150), first("validation", 150)
-    dirty = trained_on(list(probed.values())[:75], start, steps=120)  # learned well: rounding decides nothing
-    clean = trained_on(list(first("train", 75).values()), start, steps=120)
+    texts = [d.prompt for d in make_spec().task.demonstrations()]
+    clean = trained_on(texts[:2000], tiny_model(0), steps=60)  # it knows the form of the problems, from other ones
+    dirty = trained_on(list(probed.values())[:75], clean, steps=120)  # learned well: rounding decides nothing
     assert all(found.is_flagged for found in findings(probed, reference, dirty))
     assert not any(found.is_flagged for found in findings(probed, reference, clean))
 

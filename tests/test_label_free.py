@@ -1,15 +1,12 @@
 """Rewards without gold: their numbers by hand, what the policy's distributions are, that gold cannot leak, collapse."""
 
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from cohort.harness import plugins
 from cohort.harness.rewards.answer_entropy import AnswerEntropy
 from cohort.harness.rewards.majority_vote import MajorityVote
 from cohort.harness.rewards.self_certainty import SelfCertainty
@@ -22,9 +19,8 @@ from cohort.reports.findings import collapse_step, collapses
 from cohort.reports.prose.notes import notes
 from fake_study import fake_study
 from fakes import MemoryLog, graded_group
+from taint import assert_never_sees_gold
 from test_plugins import install
-
-TESTS = Path(__file__).resolve().parent
 
 
 def test_a_soft_vote_pays_each_answer_by_its_share_of_the_group():
@@ -147,24 +143,21 @@ class Planted(Reward):
 
 
 @pytest.mark.attack("A reward that looks at gold")
-def test_the_contract_tests_find_the_rewards_of_a_package_and_fail_those_that_look_at_gold(
+def test_the_contract_of_rewards_finds_those_of_a_package_and_fails_the_ones_that_look_at_gold(
     tmp_path, monkeypatch, record_property
 ):
     for name, body in LEAKS.items():
         install(tmp_path, monkeypatch, name, PACKAGE.format(body=body.strip()), "Planted", kind="reward")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(TESTS.parent)])}
-    name = "test_a_reward_that_claims_not_to_see_gold_never_does"
-    tests = [f"{TESTS}/contracts/test_rewards.py::{name}[{leak}]" for leak in LEAKS]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rA", *tests]
-    child = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, env=environment)
-    outcomes = {
-        leak: outcome
-        for leak in LEAKS
-        for outcome in ("PASSED", "FAILED")
-        if f"{outcome} tests/contracts/test_rewards.py::{name}[{leak}]" in child.stdout
-    }
+    outcomes = {}
+    for name in LEAKS:
+        assert name in plugins.names("reward")  # over which the contract tests are parametrised
+        try:
+            assert_never_sees_gold(plugins.load("reward", name)())
+            outcomes[name] = "passed"
+        except AssertionError:
+            outcomes[name] = "failed"
     record_property("tried", len(LEAKS) - 1)
-    assert outcomes == {"honest": "PASSED", "peeks": "FAILED", "remembers": "FAILED", "looks_up": "FAILED"}
+    assert outcomes == {"honest": "passed", "peeks": "failed", "remembers": "failed", "looks_up": "failed"}
 
 
 def series(*values):

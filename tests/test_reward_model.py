@@ -125,17 +125,18 @@ def test_a_language_model_is_no_reward_model(tmp_path):
 
 def test_a_runs_rollouts_make_a_reward_model_that_pays_the_next_run(tmp_path):
     task = {"name": "arithmetic", "min_operands": 2, "max_operands": 3}
-    base = {**FEW, "task": task, "algorithm": {"name": "grpo", "group_size": 8}, "cold_start": {"steps": 60},
-            "sampling": {}, "checkpoints": {"rollouts_every": 1}, "rollouts_per_step": 64, "steps": 4}  # fmt: skip
+    base = {**FEW, "task": task, "algorithm": {"name": "grpo", "group_size": 8}, "cold_start": {"steps": 40},
+            "rewards": {"format": 1.0}, "sampling": {}, "checkpoints": {"rollouts_every": 1},
+            "rollouts_per_step": 32, "steps": 2}  # fmt: skip
     first = tmp_path / "first"
     assert train(make_spec(**base), first, MemoryLog(), cache=tmp_path).state == "complete"
     files = sorted((first / "rollouts").glob("*.jsonl"))
-    assert [file.name for file in files] == [f"step-{step:06d}.jsonl" for step in (1, 2, 3, 4)]
+    assert [file.name for file in files] == [f"step-{step:06d}.jsonl" for step in (1, 2)]
     rows = [json.loads(row) for row in files[0].read_text().splitlines()]
-    assert len(rows) == 64
-    assert all(row["rewards"] == {"accuracy": row["reward"]} for row in rows)
+    assert len(rows) == 32
+    assert all(row["rewards"]["accuracy"] + row["rewards"]["format"] == row["reward"] for row in rows)
     fit = train_reward_model([first], "tiny", tmp_path / "rm", epochs=2, learning_rate=1e-3)
-    assert fit.num_pairs > 50
+    assert fit.num_pairs > 5
     paid = {**base, "rewards": {"accuracy": 0, "reward_model": {"path": str(tmp_path / "rm")}}, "steps": 1}
     log = MemoryLog()
     assert train(make_spec(**paid), tmp_path / "second", log, cache=tmp_path).state == "complete"

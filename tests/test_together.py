@@ -31,6 +31,7 @@ from safetensors.torch import load_file
 from test_train import BASE
 
 ADAPTER = {"rank": 4, "alpha": 8.0}
+FEW_PROBLEMS = {"every": 2, "num_prompts": 4, "num_test_prompts": 4, "num_samples": 1}
 PROMPTS = [Prompt(f"p{i}", text, "0") for i, text in enumerate(["1+2=", "1+2+3+4=", "9-", "7+7="])]
 
 
@@ -45,34 +46,20 @@ def cache(tmp_path_factory):
 def make_spec(algorithm="grpo", group_size=4, **changes):
     settings = {"name": algorithm, "group_size": group_size}
     rewards = {"format": 1.0}  # of a model that has learned next to nothing some completions earn it
-    fixed = {"lora": ADAPTER, "steps": 3, "optimizer": {"learning_rate": 1e-2}, "rewards": rewards}
+    fixed = {"lora": ADAPTER, "steps": 3, "optimizer": {"learning_rate": 1e-2}, "rewards": rewards,
+             "evaluation": FEW_PROBLEMS}  # fmt: skip
     return parse_run({**BASE, **fixed, "algorithm": settings, **changes}, "test")
 
 
-def train_all(specs, folder, cache, stops=None):
+def train_all(specs, folder, cache, stops):
     """(results, logs) of runs that train together, each in a folder of its number."""
     logs = [MemoryLog() for _ in specs]
-    stops = stops or [lambda: False] * len(specs)
 
     def work(number, models):
         directory = folder / str(number)
         return train(specs[number], directory, logs[number], cache=cache, should_stop=stops[number], models=models)
 
     return Together(specs, [partial(work, number) for number in range(len(specs))]).results(), logs
-
-
-def train_alone(spec, folder, cache):
-    log = MemoryLog()
-    return train(spec, folder, log, cache=cache), log
-
-
-def assert_same_run(log, other, folder, other_folder):
-    """Equal samples and grades in every step, and the same adapter up to rounding."""
-    for name in ("completion/length", "validation/accuracy", "test/accuracy", "reward/mean"):
-        assert log.history(name) == other.history(name), name
-    mine, yours = final_adapter(folder), final_adapter(other_folder)
-    assert mine.keys() == yours.keys()
-    assert max(float((mine[name] - yours[name]).abs().max()) for name in mine) <= 1e-5
 
 
 def final_adapter(folder):
@@ -136,31 +123,24 @@ def test_calls_are_cut_into_batches_between_prompts():
     assert cut(1) == [[(0, 1)]] * 4 + [[(2, 1)]] * 2
 
 
-def test_runs_together_sample_and_learn_as_they_do_alone(tmp_path, cache):
-    specs = [
-        make_spec(algorithm="grpo"),
-        make_spec(algorithm="ppo", seed=1, evaluation={"every": 1, "num_prompts": 8, "num_test_prompts": 8}),
-        make_spec(algorithm="grpo", group_size=8, lora={**ADAPTER, "alpha": 16.0}),
-    ]
-    results, logs = train_all(specs, tmp_path, cache)
+def test_runs_together_sample_learn_stop_and_go_on_as_they_do_alone(tmp_path, cache):
+    lora = {**ADAPTER, "alpha": 16.0}
+    specs = [make_spec(), make_spec("ppo", 8, seed=1, lora=lora, evaluation={**FEW_PROBLEMS, "every": 1})]
+    (stopped, _), logs = train_all(specs, tmp_path, cache, [StopAfter(2), lambda: False])
+    assert stopped.state == "stopped"
+    assert train(specs[0], tmp_path / "0", logs[0], cache=cache).state == "complete"
+    assert logs[0].resumed_at == [-1, 2]
     for number, spec in enumerate(specs):
-        result, log = train_alone(spec, tmp_path / f"alone-{number}", cache)
-        assert results[number].state == result.state == "complete"
-        assert_same_run(logs[number], log, tmp_path / str(number), tmp_path / f"alone-{number}")
+        alone, log = tmp_path / f"alone-{number}", MemoryLog()
+        assert train(spec, alone, log, cache=cache).state == "complete"
+        for name in ("completion/length", "validation/accuracy", "test/accuracy", "reward/mean"):
+            assert logs[number].history(name) == log.history(name), name  # equal samples and grades in every step
+        mine, yours = final_adapter(tmp_path / str(number)), final_adapter(alone)
+        assert mine.keys() == yours.keys()
+        assert max(float((mine[name] - yours[name]).abs().max()) for name in mine) <= 1e-5
         assert log.history("memory/estimate_bytes")
         assert not logs[number].history("memory/estimate_bytes")  # of a process that others use too
-    assert len({result.summary["generated_tokens"] for result in results}) == 3  # they are not one run
-
-
-def test_a_run_that_was_stopped_goes_on_alone_or_together(tmp_path, cache):
-    spec, other = make_spec(), make_spec("rloo", seed=1)
-    (stopped, _), (log, _) = train_all([spec, other], tmp_path, cache, [StopAfter(2), lambda: False])
-    assert stopped.state == "stopped"
-    result = train(spec, tmp_path / "0", log, cache=cache)
-    assert result.state == "complete"
-    _, whole = train_alone(spec, tmp_path / "alone", cache)
-    assert log.resumed_at == [-1, 2]
-    assert_same_run(log, whole, tmp_path / "0", tmp_path / "alone")
+    assert logs[0].history("completion/length") != logs[1].history("completion/length")  # they are not one run
 
 
 class Recorder:
