@@ -1,6 +1,5 @@
 """Reads the attempts at every (arm, seed) of a study from the trials of its Optuna study."""
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,32 +9,15 @@ from .plan import Key
 
 
 class Attempts:
-    """The attempts at each (arm, seed), kept between reads: an update reads only new trials and those that were
-    running."""
+    """The attempts at each (arm, seed), in order; failures with a number below `retry_below` count as waiting."""
 
-    def __init__(self) -> None:
-        self.size = 0  # trials seen
-        self.by_key: dict[Key, list[FrozenTrial]] = {}  # in the order of the attempts
-        self._places: dict[int, tuple[Key, int]] = {}  # unfinished attempts: number -> key, position in its list
-        self._retry_below = 0
-
-    def update(self, trials: Sequence[FrozenTrial], retry_below: int) -> None:
-        """Take in all trials of the Optuna study, in order; failures with a number below `retry_below` count as
-        waiting."""
-        self._retry_below = retry_below
-        for number, (key, position) in list(self._places.items()):
-            self.by_key[key][position] = trials[number]
-            if trials[number].state.is_finished():
-                del self._places[number]
-        for trial in itertools.islice(trials, self.size, None):
-            if "arm" not in trial.user_attrs:
-                continue
-            key = (trial.user_attrs["arm"], trial.user_attrs["seed"])
-            tried = self.by_key.setdefault(key, [])
-            tried.append(trial)
-            if not trial.state.is_finished():
-                self._places[trial.number] = (key, len(tried) - 1)
-        self.size = len(trials)
+    def __init__(self, trials: Sequence[FrozenTrial] = (), retry_below: int = 0) -> None:
+        self.size, self._retry_below = len(trials), retry_below
+        self.by_key: dict[Key, list[FrozenTrial]] = {}
+        for trial in trials:
+            if "arm" in trial.user_attrs:
+                key = (trial.user_attrs["arm"], trial.user_attrs["seed"])
+                self.by_key.setdefault(key, []).append(trial)
 
     def last(self, key: Key) -> FrozenTrial | None:
         return self.by_key[key][-1] if key in self.by_key else None
@@ -59,8 +41,7 @@ class Attempts:
 
     def running(self) -> dict[Key, int]:
         """The number of the running attempt at each trial that has one."""
-        keys = (key for key, _ in self._places.values() if self.state(key) == "running")
-        return {key: self.by_key[key][-1].number for key in keys}
+        return {key: tried[-1].number for key, tried in self.by_key.items() if self.state(key) == "running"}
 
     def num_stuck(self, key: Key, step: int) -> int:
         """Number of attempts in a row that lost their worker without progress: the last one, which reached `step`, and

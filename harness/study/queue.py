@@ -76,7 +76,6 @@ class Queue:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.plan = plan
         self.storage = storage or LocalStorage(plan.folder)
-        self._attempts = Attempts()
         self._held: Set[str] = frozenset()  # labels of the arms that were asked to stop
         self._decided: dict[str, Any] | None = None  # on the number of seeds, as of the last read
         self._distributions = plan.distributions()
@@ -90,8 +89,7 @@ class Queue:
     def claim(self) -> Claim | None:
         """Claim and return the next waiting trial; None if none waits."""
         with self.storage.lock():
-            attempts = self._read()
-            self._end_lost(attempts)
+            attempts = self._end_lost(self._read())
             self._advance(attempts)
             key = self._next(attempts) or self._ask()
             lease = self.storage.take_lease(self.plan.directory(key)) if key else None
@@ -282,15 +280,14 @@ class Queue:
         """The up-to-date record of all attempts."""
         with self.storage.errors():
             if "_study" not in self.__dict__ and not self.storage.exists():
-                return self._attempts
+                return Attempts()
             trials, attributes = self._study.get_trials(deepcopy=False), self._attributes()
-            self._attempts.update(trials, attributes.get(RETRY_BELOW, 0))
             self._held = frozenset(attributes.get(STOPPED, ()))
             self._decided = attributes.get(SEEDS)
             self.plan.take(self._decided["seeds"] if self._decided else ())
             self._add_searched()
             self.plan.add_clones([Clone(**fields) for fields in attributes.get(CLONES, ())])
-        return self._attempts
+        return Attempts(trials, attributes.get(RETRY_BELOW, 0))
 
     def _attributes(self) -> Mapping[str, Any]:
         """The attributes of the Optuna study; from a journal it reads only new entries."""
@@ -355,8 +352,9 @@ class Queue:
         held = self.storage.held(directories)
         return {number for directory, number in directories.items() if directory not in held}
 
-    def _end_lost(self, attempts: Attempts) -> None:
-        """Record that attempts have lost their worker. They are repeated, unless too many made no progress."""
+    def _end_lost(self, attempts: Attempts) -> Attempts:
+        """Record which attempts have lost their worker; returns them anew. They are repeated, unless too many made no
+        progress."""
         dead = self._dead(attempts)
         for key in [key for key, number in attempts.running().items() if number in dead]:
             directory, last = self.plan.directory(key), attempts.last(key)
@@ -368,8 +366,7 @@ class Queue:
                 reason = f"the worker died {lost} times at step {step}, the last time without an error"
                 outcome = Outcome("failed", reason)
             self._tell(last, outcome)
-        if dead:
-            self._read()
+        return self._read() if dead else attempts
 
     def _tell(self, trial: FrozenTrial, outcome: Outcome) -> None:
         """Record an attempt's end. The attribute is set first, because a COMPLETE trial accepts none."""

@@ -1,12 +1,11 @@
 """One worker process of a study: it claims trials, runs each to its end and records it."""
 
 import argparse
-import gc
-import importlib
 import json
 import logging
 import math
 import os
+import pkgutil
 import signal
 import sys
 import threading
@@ -71,14 +70,28 @@ def worker_main(
 
         group = join()
         if group is not None and group.rank:
-            group.follow(_function(execute))
+            group.follow(pkgutil.resolve_name(execute))
             return 0
     with stop_on_signals(on_second=lambda number: os._exit(128 + number), scheduled=True) as stop:
         if parent is not None and group is None:  # a process of a group ends with its agent
             threading.Thread(target=_watch_parent, args=(parent, stop.set), name="parent", daemon=True).start()
         try:
-            pooled = parent is not None or group is None
-            _run_claims(name, runs, execute, storage, together, patience, stop, pooled)
+            queue = _patiently(lambda: open_queue(name, runs, storage), stop)
+            run_trial = pkgutil.resolve_name(execute) if _patiently(queue.unfinished, stop) else None
+            idle_since = time.monotonic()
+            while run_trial is not None and not stop.is_set():
+                claim = _patiently(queue.claim, stop)
+                if claim is None:
+                    is_patient = time.monotonic() < idle_since + patience
+                    if not _patiently(queue.unfinished if is_patient else queue.awaits_more, stop):
+                        break
+                    stop.wait(2 * POLL_SECONDS)  # the trial of another worker may still come back to the queue
+                    continue
+                _run_with_others(claim, queue, run_trial, together, stop)
+                torch = sys.modules.get("torch")  # torch is never imported for this
+                if (parent is not None or group is None) and torch is not None and torch.cuda.is_initialized():
+                    break  # what a trial leaves there, a full memory or a broken context, ends with its process
+                idle_since = time.monotonic()
         except Exception as error:
             if disk_full(error, runs) is None:
                 raise
@@ -86,57 +99,25 @@ def worker_main(
     return 0
 
 
-def _run_claims(
-    name: str,
-    runs: Path,
-    execute: str,
-    storage: str | None,
-    together: Mapping[str, int],
-    patience: float,
-    stop: StopRequest,
-    pooled: bool,
+def _run_with_others(
+    claim: Claim, queue: Queue, run_trial: Callable[..., Any], together: Mapping[str, int], stop: StopRequest
 ) -> None:
-    queue = _patiently(lambda: open_queue(name, runs, storage), stop)
-    if not _patiently(queue.unfinished, stop):
-        return
-    run_trial = _function(execute)
+    """Run a claimed trial, and with it those that can share its model, each to its own end."""
     if queue.plan.study.devices > 1:
         from ..devices.group import train
 
         run_trial = partial(train, run_trial)
-    idle_since = time.monotonic()
-    while not stop.is_set():
-        claim = _patiently(queue.claim, stop)
-        if claim is not None:
-            room = together.get(sharing_key(queue.plan.spec(claim.key)) or "", 1) if together else 1
-            more = _patiently(partial(queue.claim_with, claim, room - 1), stop) if room > 1 else []
-            if not more:
-                _run_claim(claim, queue, run_trial, stop)
-            else:  # several in one process on one model, each to its own end
-                from ..run.together import Together  # torch is not for every trial
+    room = together.get(sharing_key(queue.plan.spec(claim.key)) or "", 1) if together else 1
+    claims = [claim, *(_patiently(partial(queue.claim_with, claim, room - 1), stop) if room > 1 else ())]
+    if len(claims) == 1:
+        _run_claim(claim, queue, run_trial, stop)
+        return
+    from ..run.together import Together  # torch is not for every trial
 
-                def work(claim: Claim, models: Any) -> None:
-                    _run_claim(claim, queue, partial(run_trial, models=models), stop)
+    def work(claim: Claim, models: Any) -> None:
+        _run_claim(claim, queue, partial(run_trial, models=models), stop)
 
-                claims = [claim, *more]
-                specs = [queue.plan.spec(one.key) for one in claims]
-                Together(specs, [partial(work, one) for one in claims]).results()
-            if not gc.get_freeze_count():  # what is left is code: no collection of a later trial walks through it
-                gc.collect()
-                gc.freeze()
-            torch = sys.modules.get("torch")  # torch is never imported for this
-            if pooled and torch is not None and torch.cuda.is_initialized():
-                return  # what a trial leaves there, a full memory or a broken context, ends with its process
-            idle_since = time.monotonic()
-        elif not _patiently(queue.unfinished if time.monotonic() < idle_since + patience else queue.awaits_more, stop):
-            return
-        else:
-            stop.wait(2 * POLL_SECONDS)  # the trial of another worker may still come back to the queue
-
-
-def _function(execute: str) -> Callable[..., Any]:
-    module, _, name = execute.partition(":")
-    return getattr(importlib.import_module(module), name)
+    Together([queue.plan.spec(one.key) for one in claims], [partial(work, one) for one in claims]).results()
 
 
 def _run_claim(claim: Claim, queue: Queue, run_trial: Callable[..., Any], stop: StopRequest) -> None:
