@@ -294,7 +294,7 @@ class PolicyOutput:
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """One rollout as shown to a reader (samples table, traces, report).
+    """One rollout as shown to a reader (traces, report).
 
     `reward` is the weighted sum of all rewards, `rewards` each of them before its weight; None and empty if none was
     assigned (an evaluation).

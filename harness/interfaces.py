@@ -369,7 +369,7 @@ class RunLogger(Protocol):
         """Record metrics (`area/quantity`, finite or NaN) of a training step."""
 
     def samples(self, rows: Sequence[SampleRow]) -> None:
-        """Append rollouts to the samples table."""
+        """Record rollouts for the reader."""
 
     def per_problem(self, fractions: Mapping[str, float], area: str = "test") -> None:
         """Record, once at the end, the fraction of correct samples of every test problem; `start`: before training."""

@@ -17,8 +17,7 @@ import browser
 import fake_trials
 import pytest
 from cohort.harness.mirror.address import tracking_uri
-from cohort.harness.mirror.studies import study_pages
-from cohort.harness.mirror.ui import APP, serve_ui
+from cohort.harness.mirror.ui import APP, serve_ui, study_pages
 from fake_trials import a_study, begin_study, in_mlflow
 from mlflow import MlflowClient
 from test_tracking import log_trial

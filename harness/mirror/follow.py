@@ -25,7 +25,6 @@ from .studies import StudyMirror
 from .writer import RunMirror
 
 FOLLOW_SECONDS = 1.0  # between two looks at a live record
-LATER_SECONDS = 5.0  # between two looks at all records of a runs folder
 RETRY_SECONDS, LONGEST_RETRY_SECONDS = 1.0, 20.0
 DRAIN_SECONDS = 60.0  # how long the end of a run or study waits for the store
 SILENT_SECONDS = 2.0  # after which it says so
@@ -40,7 +39,6 @@ class Mirror:
         self._study = StudyMirror(runs, folder) if (folder / STUDY).exists() else None
         self._members: dict[Path, RunMirror] = {}
         self._unreadable: dict[Path, str] = {}
-        self.num_copied = 0  # how often the store took what a run had
 
     def copy(self) -> None:
         """Copy what is new. Raises MLflow's error if the store refuses it, ConnectionError if it does not answer."""
@@ -54,7 +52,6 @@ class Mirror:
             member = self._member(file.parent)
             try:
                 member.copy(client, parent)
-                self.num_copied += 1
             except ValueError as error:  # of its record; the others are copied
                 if self._unreadable.get(file.parent) != str(error):
                     log.warning("'%s' is not copied to MLflow: %s", file.parent.name, error)
@@ -73,15 +70,58 @@ def mirrored(runs: Path, folder: Path) -> Iterator[None]:
     """Inside the context a thread copies the record in a folder to MLflow as it grows; at the end it copies the rest.
 
     Errors of the store never reach what runs inside: one line says that the store does not answer, and one at the end
-    if it lacks something, which `cohort ui` copies later.
+    if it lacks something after DRAIN_SECONDS, which `cohort ui` copies later.
     """
     import_mlflow()  # here: two threads that import large packages at the same time can fail
-    follower = _Follower(runs.resolve(), folder.resolve())
-    follower.thread.start()
+    runs, folder = runs.resolve(), folder.resolve()
+    stop, give_up = threading.Event(), threading.Event()
+    errors: list[Exception] = []  # since the last copy that succeeded
+    thread = threading.Thread(target=_follow, args=(runs, folder, stop, give_up, errors), name="mlflow", daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        follower.finish()
+        stop.set()
+        store = store_name(runs)
+        thread.join(SILENT_SECONDS)
+        if thread.is_alive():
+            log.warning("waiting up to %.0f s for %s to take all of '%s'", DRAIN_SECONDS, store, folder.name)
+            thread.join(DRAIN_SECONDS)
+        if thread.is_alive() or errors:
+            give_up.set()
+            log.warning("%s has not received all of '%s' (%s); everything is in '%s', and `cohort ui` copies it later",
+                        store, folder.name, errors[-1] if errors else "slow", folder)  # fmt: skip
+
+
+def _follow(runs: Path, folder: Path, stop: threading.Event, give_up: threading.Event, errors: list[Exception]) -> None:
+    """Copy a record until all is copied after `stop`, or until `give_up`."""
+    lock, retry, mirror = file_lock(folder / "mlflow.lock"), RETRY_SECONDS, None
+    while not give_up.is_set():
+        last = stop.is_set()
+        try:
+            if mirror is None and any((folder / name).exists() for name in (STUDY, INFO)):
+                lock.acquire(timeout=0)
+                mirror = Mirror(runs, folder)
+            if mirror is not None:
+                mirror.copy()
+        except Timeout:  # another process copies the record
+            pass
+        except Exception as error:  # kept, retried, and reported at the end: the run goes on without the store
+            if not errors and remote_uri() is not None and is_outage(error):
+                log.warning("%s; '%s' goes on, and what the store misses is copied when it returns",
+                            error, folder.name)  # fmt: skip
+            errors[:] = [error]
+            if last and disk_full(error, folder) is not None:
+                break
+            (give_up if last else stop).wait(retry)
+            retry = min(2 * retry, LONGEST_RETRY_SECONDS)
+            continue
+        errors.clear()
+        retry = RETRY_SECONDS
+        if last:
+            break
+        stop.wait(FOLLOW_SECONDS)
+    lock.release()
 
 
 def catch_up(runs: Path, folder: Path | None = None) -> None:
@@ -94,7 +134,9 @@ def catch_up(runs: Path, folder: Path | None = None) -> None:
         log.warning("%s cannot be read (%s); the records are whole without it", store_name(runs), error)
         return
     import_mlflow()
-    for one in _records(runs) if folder is None else [folder.resolve()]:
+    kinds = {"studies": STUDY, "train": INFO, "evaluate": INFO, "probes": INFO}
+    found = [file.parent for kind, name in kinds.items() for file in sorted((runs / kind).glob(f"*/{name}"))]
+    for one in found if folder is None else [folder.resolve()]:
         lock = file_lock(one / "mlflow.lock")
         try:
             with lock.acquire(timeout=0):
@@ -105,87 +147,3 @@ def catch_up(runs: Path, folder: Path | None = None) -> None:
             log.warning("%s lacks some of '%s': %s", store_name(runs), one.name, error)
             if is_outage(error):
                 return
-
-
-@contextmanager
-def caught_up(runs: Path) -> Iterator[None]:
-    """All records of a runs folder are copied, and inside the context a thread copies what is added to them."""
-    ended, seen = threading.Event(), {}
-
-    def look() -> None:
-        while not ended.wait(LATER_SECONDS):
-            for folder in _records(runs):
-                if seen.get(folder) != (stamp := _stamp(folder)):
-                    catch_up(runs, folder)
-                    seen[folder] = stamp
-
-    catch_up(runs)
-    thread = threading.Thread(target=look, name="catch-up", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join(LATER_SECONDS)
-
-
-def _records(runs: Path) -> list[Path]:
-    kinds = {"studies": STUDY, "train": INFO, "evaluate": INFO, "probes": INFO}
-    return [file.parent for kind, name in kinds.items() for file in sorted((runs / kind).glob(f"*/{name}"))]
-
-
-def _stamp(folder: Path) -> int:
-    """A number that changes when a file of the record does."""
-    files = [*folder.glob("*.json*"), *folder.glob("[ts]*/*/events.jsonl")]
-    return max((f.stat().st_mtime_ns for f in files if not f.name.startswith((".", "mlflow"))), default=0)
-
-
-class _Follower:
-    def __init__(self, runs: Path, folder: Path) -> None:
-        self._runs, self._folder = runs, folder
-        self._stop, self._give_up = threading.Event(), threading.Event()
-        self._error: Exception | None = None
-        self._mirror: Mirror | None = None
-        self.thread = threading.Thread(target=self._run, name="mlflow", daemon=True)
-
-    def finish(self) -> None:
-        """Wait until all is copied, or for DRAIN_SECONDS in which the store takes nothing."""
-        self._stop.set()
-        store, name, copied = store_name(self._runs), self._folder.name, -1
-        self.thread.join(SILENT_SECONDS)
-        if self.thread.is_alive():
-            log.warning("waiting up to %.0f s for %s to take all of '%s'", DRAIN_SECONDS, store, name)
-        while self.thread.is_alive() and copied != (copied := self._mirror.num_copied if self._mirror else 0):
-            self.thread.join(DRAIN_SECONDS)
-        if self.thread.is_alive() or self._error is not None:
-            self._give_up.set()
-            log.warning("%s has not received all of '%s' (%s); everything is in '%s', and `cohort ui` copies it later",
-                        store, name, self._error, self._folder)  # fmt: skip
-
-    def _run(self) -> None:
-        lock, retry, said = file_lock(self._folder / "mlflow.lock"), RETRY_SECONDS, False
-        while not self._give_up.is_set():
-            last = self._stop.is_set()
-            try:
-                if self._mirror is None and any((self._folder / name).exists() for name in (STUDY, INFO)):
-                    lock.acquire(timeout=0)
-                    self._mirror = Mirror(self._runs, self._folder)
-                if self._mirror is not None:
-                    self._mirror.copy()
-            except Timeout:  # another process copies the record
-                pass
-            except Exception as error:  # kept, retried, and reported at the end: the run goes on without the store
-                if not said and remote_uri() is not None and is_outage(error):
-                    log.warning("%s; '%s' goes on, and what the store misses is copied when it returns",
-                                error, self._folder.name)  # fmt: skip
-                said, self._error = True, error
-                if last and disk_full(error, self._folder) is not None:
-                    break
-                (self._give_up if last else self._stop).wait(retry)
-                retry = min(2 * retry, LONGEST_RETRY_SECONDS)
-                continue
-            said, retry, self._error = False, RETRY_SECONDS, None
-            if last:
-                break
-            self._stop.wait(FOLLOW_SECONDS)
-        lock.release()

@@ -38,7 +38,6 @@ MAX_PARAM = 6000  # characters of a parameter
 LOCK_SECONDS = 20.0  # how long a command waits at its start for another process to unlock the store
 NOTE = "mlflow.note.content"
 SUMMARY = "summary/"
-TRAINING_PAGES = "workflowType=machine_learning"  # the UI has others, for chat agents
 STATUS: Mapping[TrialState, str] = {
     "running": "RUNNING", "complete": "FINISHED", "invalid": "FAILED", "failed": "FAILED", "stopped": "KILLED",
     "paused": "SCHEDULED", "pruned": "KILLED",

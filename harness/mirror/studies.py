@@ -11,9 +11,8 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
-from ..data import FINAL, GREY
+from ..data import FINAL, GREY, TrialState
 from ..ground.files import publish_folder, read_json
 from ..record.events import EVENTS
 from ..record.evidence import EVIDENCE, Evidence, read_evidence
@@ -23,7 +22,6 @@ from ..record.study import SEARCH, SEEDS, STATUS, STUDY, study_settings
 from .address import is_outage, remote_uri
 from .store import (
     NOTE,
-    TRAINING_PAGES,
     active_run,
     artifacts_of,
     connect,
@@ -35,7 +33,7 @@ from .store import (
 )
 from .store import STATUS as STATUS_OF
 from .traces import storable
-from .view import GROUP, RUN_COLOR, STUDY_GROUP, color_tag, view_tags
+from .view import GROUP, RUN_COLOR, STUDY_GROUP, color_tag, view_tag
 from .writer import RECORD, Place
 
 if TYPE_CHECKING:
@@ -43,7 +41,6 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
 
 MAX_NOTE = 5000  # characters of a tag that every store takes
-METRIC = "mlflow.experiment.primaryMetric.name"
 log = logging.getLogger(__name__)
 
 
@@ -65,23 +62,21 @@ class StudyMirror:
 
     def finish(self, client: MlflowClient) -> None:
         """Copy what speaks of the trials' runs too, and so comes after them."""
-        changed, run_id = self._changed(), self.place.run_id
-        for name in (SEARCH, SEEDS):
-            if run_id and name in changed:
+        run_id = self.place.run_id
+        assert run_id is not None
+        for name, stamp in self._changed().items():
+            if name in (SEARCH, SEEDS):
                 client.log_dict(run_id, read_json(self.folder / name), name)
-                self._note(name, changed)
-        if run_id and STATUS in changed:
-            status = read_json(self.folder / STATUS)
-            set_tags(client, run_id, {"cohort.state": status["state"], "cohort.stopped": json.dumps(status["stopped"])})
-            self._show_failures(client, run_id, status["failed"])
-            if status["state"] == "running":
-                client.update_run(run_id, status="RUNNING")
-            else:
-                client.set_terminated(run_id, STATUS_OF[status["state"]])
-            self._note(STATUS, changed)
-        if run_id and EVIDENCE in changed:
-            self._show_report(client, run_id, read_evidence(self.folder))
-            self._note(EVIDENCE, changed)
+            elif name == STATUS:
+                status = read_json(self.folder / STATUS)
+                self._show_failures(client, run_id, status["failed"])
+                _show_state(client, run_id, status["state"])
+            elif name == EVIDENCE:
+                self._show_report(client, run_id, read_evidence(self.folder))
+            else:  # a new start: its files are copied next time
+                return
+            self.place.copied[name] = stamp
+            self.place.save(self.folder)
 
     def _changed(self) -> dict[str, list[int]]:
         """The files that the run does not have as they are now, with their stamps."""
@@ -89,10 +84,6 @@ class StudyMirror:
         stats = {file.name: file.stat() for file in files if file.exists()}
         stamps = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
         return {name: stamp for name, stamp in stamps.items() if self.place.copied.get(name) != stamp}
-
-    def _note(self, name: str, changed: Mapping[str, list[int]]) -> None:
-        self.place.copied[name] = changed[name]
-        self.place.save(self.folder)
 
     def _open(self, client: MlflowClient) -> None:
         """Find or make the parent run. Hosts that share only the store and the study's document share the run."""
@@ -103,7 +94,6 @@ class StudyMirror:
         if run is None:
             experiment = experiment_of(client, self.runs, spec["name"])
             tags = {"cohort.kind": "study", "cohort.study": spec["name"], "cohort.token": document["id"]}
-            tags |= source_tags(document)
             run = client.create_run(experiment.experiment_id, tags=tags, run_name=spec["name"])
         kept = artifacts_of(run)
         if run.info.run_id != self.place.run_id or (kept is not None and STUDY not in kept):
@@ -118,19 +108,17 @@ class StudyMirror:
             client.log_artifact(run_id, str(self.folder / DIFF))
         design = {key: value for key, value in spec.items() if key not in ("name", "question", "seeds") and value}
         log_params(client, run_id, design, known=run.data.params)
-        view = view_tags(spec["metric"], document["shown"]["factors"], document["shown"]["colors"])
-        for key, value in {NOTE: spec["question"], METRIC: spec["metric"], **view}.items():
+        shown = dict([view_tag(spec["metric"], document["shown"]["factors"]), color_tag(document["shown"]["colors"])])
+        for key, value in {NOTE: spec["question"], **shown}.items():
             client.set_experiment_tag(experiment_id, key, storable(value))
         tags = {
-            "cohort.state": "running",
             GROUP: STUDY_GROUP,
             "cohort.command": document["command"],
             "cohort.seeds": json.dumps(spec["seeds"]),
             NOTE: spec["question"],
-            **source_tags(document),
         }
-        set_tags(client, run_id, tags)
-        client.update_run(run_id, status="RUNNING")
+        set_tags(client, run_id, tags | source_tags(document))
+        _show_state(client, run_id, "running")
         self.place.copied = {STUDY: changed[STUDY]}  # what follows speaks of the study as it is now
         self.place.save(self.folder)
 
@@ -150,8 +138,8 @@ class StudyMirror:
                     "cohort.arm": one["arm"], "cohort.seed": str(one["seed"]), "mlflow.parentRunId": run_id,
                 }  # fmt: skip
                 run = client.create_run(experiment, tags=tags, run_name=f"{one['arm']} | seed {one['seed']}")
-            set_tags(client, run.info.run_id, {"cohort.state": "failed", "cohort.reason": one["reason"] or ""})
-            client.set_terminated(run.info.run_id, STATUS_OF["failed"])
+            set_tags(client, run.info.run_id, {"cohort.reason": one["reason"] or ""})
+            _show_state(client, run.info.run_id, "failed")
 
     def _show_report(self, client: MlflowClient, run_id: str, report: Evidence) -> None:
         """Attach the report, its answer and numbers as the note, and give the runs the figures' colours."""
@@ -167,6 +155,14 @@ class StudyMirror:
                 if color != run.data.tags.get(RUN_COLOR):
                     set_tags(client, run.info.run_id, {RUN_COLOR: color})
             client.set_experiment_tag(experiment, *color_tag(groups))
+
+
+def _show_state(client: MlflowClient, run_id: str, state: TrialState) -> None:
+    set_tags(client, run_id, {"cohort.state": state})
+    if state == "running":
+        client.update_run(run_id, status="RUNNING")
+    else:
+        client.set_terminated(run_id, STATUS_OF[state])
 
 
 def fetch_study(runs: Path, name: str) -> None:
@@ -207,24 +203,6 @@ def _fetch(runs: Path, name: str) -> None:
             shutil.copytree(client.download_artifacts(run.info.run_id, str(RECORD), scratch), new, dirs_exist_ok=True)
             size = (new / EVENTS).stat().st_size
             Place(run.data.tags.get("cohort.token", ""), run.info.run_id, copied={EVENTS: size}).save(new)
-
-
-def study_pages(runs: Path, address: str) -> dict[str, str]:
-    """The page of each study's trials on the MLflow server at `address`, the newest last.
-
-    The pages of `cohort ui` know the study's view. On another server the trials are sorted by the study's metric, best
-    first: sorted by date, the parent run would hide them.
-    """
-    client, pages = connect(runs), {}
-    experiments = {one.experiment_id: one for one in client.search_experiments()}
-    parents = search_runs(client, [*experiments], "tags.`cohort.kind` = 'study'")  # newest first
-    for number in reversed(dict.fromkeys(run.info.experiment_id for run in parents)):
-        page, tags = f"{address}/#/experiments/{number}/runs?{TRAINING_PAGES}", experiments[number].tags
-        if remote_uri() is not None:
-            order = quote(f"metrics.`{tags.get(METRIC, 'validation/accuracy')}`", safe="")
-            page += f"&orderByKey={order}&orderByAsc=false"
-        pages[experiments[number].name] = page
-    return pages
 
 
 def _trial_runs(client: MlflowClient, experiment: str, parent: str) -> dict[tuple[str, int], Run]:

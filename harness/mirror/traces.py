@@ -56,90 +56,88 @@ class TraceWriter:
         """Store the rollouts (row, milliseconds since 1970) that are not in `known`, in batches."""
         from mlflow.tracing.client import TracingClient
 
-        new = {place: item for place, item in rows.items() if _trace_id(self.run_id, place) not in self.known}
-        if not new:
-            return
-        client, places = TracingClient(self.uri), list(new)
-        for start in range(0, len(places), _BATCH):
-            batch = places[start : start + _BATCH]
-            for place in batch:
-                client.start_trace(self._info(place, *new[place]))
-            client.log_spans(self.experiment_id, [self._span(place, *new[place]) for place in batch])
-            self.known |= {_trace_id(self.run_id, place) for place in batch}
+        named = {"tr-" + _digest(self.run_id, *place): item for place, item in rows.items()}
+        new = [(trace_id, *item) for trace_id, item in named.items() if trace_id not in self.known]
+        client = TracingClient(self.uri)
+        for start in range(0, len(new), _BATCH):
+            batch = new[start : start + _BATCH]
+            for one in batch:
+                client.start_trace(self._info(*one))
+            client.log_spans(self.experiment_id, [_span(*one) for one in batch])
+            self.known |= {trace_id for trace_id, *_ in batch}
 
-    def _info(self, place: _Place, row: _Row, milliseconds: int) -> TraceInfo:
+    def _info(self, trace_id: str, row: _Row, milliseconds: int) -> TraceInfo:
         from mlflow.entities.trace_info import TraceInfo
         from mlflow.entities.trace_location import TraceLocation
         from mlflow.entities.trace_state import TraceState
         from mlflow.tracing.constant import TRACE_SCHEMA_VERSION, TRACE_SCHEMA_VERSION_KEY, TraceMetadataKey
 
-        step, split, _ = place
         tokens = {"input_tokens": 0, "output_tokens": row["num_tokens"], "total_tokens": row["num_tokens"]}
+        keys = {key: str(row[key]) for key in ("step", "split", "prompt_id", "num_tokens", "finish_reason")}
+        tags = {"mlflow.traceName": f"{row['split']}, step {row['step']}", **self.tags, **keys}
         return TraceInfo(
-            trace_id=_trace_id(self.run_id, place),
+            trace_id=trace_id,
             trace_location=TraceLocation.from_experiment_id(self.experiment_id),
             request_time=milliseconds,
             state=TraceState.OK,
             request_preview=storable(row["prompt"])[:_PREVIEW],
             response_preview=storable(row["completion"])[:_PREVIEW],
-            client_request_id=storable(row["prompt_id"]),
             trace_metadata={
                 TraceMetadataKey.SOURCE_RUN: self.run_id,
                 TraceMetadataKey.TOKEN_USAGE: json.dumps(tokens),
                 TRACE_SCHEMA_VERSION_KEY: str(TRACE_SCHEMA_VERSION),
             },
-            tags={"mlflow.traceName": f"{split}, step {step}", **self.tags, **_attributes(row)},
-            assessments=self._assessments(place, row, milliseconds),
+            tags={key: storable(value) for key, value in tags.items()},
+            assessments=self._assessments(trace_id, row, milliseconds),
         )
 
-    def _assessments(self, place: _Place, row: _Row, milliseconds: int) -> list[Assessment]:
+    def _assessments(self, trace_id: str, row: _Row, milliseconds: int) -> list[Assessment]:
         """`correct`, `reward`, one for each part of the reward (before its weight), and the expected answer."""
         from mlflow.entities import AssessmentSource, Expectation, Feedback
 
         common: dict[str, Any] = {
             "source": AssessmentSource(source_type="CODE", source_id="cohort"),
-            "trace_id": _trace_id(self.run_id, place),
+            "trace_id": trace_id,
             "metadata": {"mlflow.assessment.sourceRunId": self.run_id},
             "create_time_ms": milliseconds,
             "last_update_time_ms": milliseconds,
         }
         answer = "no answer found" if row["answer"] is None else f"answered {storable(row['answer'])[:_PREVIEW]}"
         found: list[Assessment] = [Feedback("correct", bool(row["correct"]), rationale=answer, **common)]
-        scores = {"reward": row["reward"], **{f"reward_{name}": v for name, v in row.get("rewards", {}).items()}}
+        scores = {"reward": row["reward"], **{f"reward_{name}": v for name, v in row["rewards"].items()}}
         for name, value in scores.items():
             if value is not None and math.isfinite(float(value)):
                 found.append(Feedback(name, float(value), **common))
         found.append(Expectation(name="expected_answer", value=storable(row["gold"]), **common))
         for assessment in found:
-            assessment.assessment_id = "a-" + _digest(self.run_id, *place, assessment.name)[:32]
+            assessment.assessment_id = "a-" + _digest(trace_id, assessment.name)
         return found
 
-    def _span(self, place: _Place, row: _Row, milliseconds: int) -> Span:
-        from mlflow.entities import Span
-        from mlflow.tracing.constant import SpanAttributeKey
 
-        trace_id = _trace_id(self.run_id, place)
-        number = trace_id.removeprefix("tr-")
-        attributes = {
-            SpanAttributeKey.REQUEST_ID: trace_id,
-            SpanAttributeKey.SPAN_TYPE: "LLM",
-            SpanAttributeKey.INPUTS: {"prompt": storable(row["prompt"])},
-            SpanAttributeKey.OUTPUTS: {"completion": storable(row["completion"])},
-            **_attributes(row),
+def _span(trace_id: str, row: _Row, milliseconds: int) -> Span:
+    from mlflow.entities import Span
+    from mlflow.tracing.constant import SpanAttributeKey
+
+    number = bytes.fromhex(trace_id.removeprefix("tr-"))
+    attributes = {
+        SpanAttributeKey.REQUEST_ID: trace_id,
+        SpanAttributeKey.SPAN_TYPE: "LLM",
+        SpanAttributeKey.INPUTS: {"prompt": storable(row["prompt"])},
+        SpanAttributeKey.OUTPUTS: {"completion": storable(row["completion"])},
+    }
+    return Span.from_dict(
+        {
+            "trace_id": base64.b64encode(number).decode(),
+            "span_id": base64.b64encode(number[:8]).decode(),
+            "parent_span_id": None,
+            "name": "rollout",
+            "start_time_unix_nano": milliseconds * 1_000_000,
+            "end_time_unix_nano": milliseconds * 1_000_000,
+            "events": [],
+            "status": {"code": "STATUS_CODE_OK", "message": ""},
+            "attributes": {key: json.dumps(value) for key, value in attributes.items()},
         }
-        return Span.from_dict(
-            {
-                "trace_id": _base64(number),
-                "span_id": _base64(number[:16]),
-                "parent_span_id": None,
-                "name": "rollout",
-                "start_time_unix_nano": milliseconds * 1_000_000,
-                "end_time_unix_nano": milliseconds * 1_000_000,
-                "events": [],
-                "status": {"code": "STATUS_CODE_OK", "message": ""},
-                "attributes": {key: json.dumps(value) for key, value in attributes.items()},
-            }
-        )
+    )
 
 
 def delete_traces(uri: str, experiment_id: str, run_id: str) -> None:
@@ -169,22 +167,8 @@ def every(search: Callable[[str | None], PagedList[Any]]) -> list[Any]:
     return found
 
 
-def _attributes(row: _Row) -> dict[str, str]:
-    """The search keys of a rollout, for tags and for the trace itself."""
-    named = {key: row[key] for key in ("step", "split", "prompt_id", "num_tokens", "finish_reason")}
-    return {key: storable(str(value)) for key, value in named.items()}
-
-
-def _trace_id(run_id: str, place: _Place) -> str:
-    return "tr-" + _digest(run_id, *place)[:32]
-
-
 def _digest(*parts: object) -> str:
-    return hashlib.sha256("/".join(map(str, parts)).encode()).hexdigest()
-
-
-def _base64(hexadecimal: str) -> str:
-    return base64.b64encode(bytes.fromhex(hexadecimal)).decode()
+    return hashlib.sha256("/".join(map(str, parts)).encode()).hexdigest()[:32]
 
 
 def storable(text: str) -> str:

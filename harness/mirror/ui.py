@@ -15,12 +15,12 @@ from pathlib import Path
 
 from ..ground.stop import stop_on_signals
 from .address import health, remote_uri, tracking_uri
-from .follow import catch_up, caught_up
-from .store import TRAINING_PAGES, check_runs_folder, connect, own_store
-from .studies import study_pages
+from .follow import catch_up
+from .store import check_runs_folder, connect, own_store, search_runs
 
 log = logging.getLogger(__name__)
 APP = "cohort"  # the entry point of `page.py`
+TRAINING_PAGES = "workflowType=machine_learning"  # MLflow has others, for chat agents
 START_SECONDS = 120.0  # how long a server may take to start
 STOPPING = "Stopping the server; Ctrl-C again stops at once."
 
@@ -33,15 +33,15 @@ def browse(runs: Path, port: int, show: Callable[[dict[str, str]], None]) -> str
     """
 
     def told(address: str) -> None:
+        catch_up(runs)
         show(study_pages(runs, address) or {"MLflow": f"{address}/#/experiments?{TRAINING_PAGES}"})
 
     status = None
     with stop_on_signals(words=STOPPING) as should_stop:  # an exception of a handler is lost in a library's callback
         if (address := remote_uri()) is not None:
-            catch_up(runs)
             return told(address)
         try:
-            with serve_ui(runs, port, should_stop) as server, caught_up(runs):
+            with serve_ui(runs, port, should_stop) as server:
                 told(f"http://127.0.0.1:{port}")
                 while (status := server.poll()) is None and not should_stop():
                     time.sleep(0.2)
@@ -61,44 +61,27 @@ def serve_ui(
     For a copied or moved runs folder it shows the store as it is now. ValueError if the port is in use, RuntimeError
     with the end of the server's output if it does not start, KeyboardInterrupt if `should_stop()` turns true first.
     """
-    check_port(port)
+    with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            one.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ValueError(
+                f"port {port} on 127.0.0.1 cannot be used ({error.strerror}); choose another with --port"
+            ) from None
     check_runs_folder(runs, only_read=True)
     connect(runs)
-    with tempfile.TemporaryDirectory(prefix="cohort-ui-") as scratch:
+    place = (runs / "mlartifacts").resolve().as_uri()
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--default-artifact-root", place, "--artifacts-destination", place]
+    if entry_points(group="mlflow.app", name=APP):  # an editable install may predate the entry point
+        command += ["--app-name", APP]
+    with tempfile.TemporaryDirectory(prefix="cohort-ui-") as scratch, tempfile.TemporaryFile() as output:
         uri = own_store(runs, Path(scratch))
         if uri != tracking_uri(runs):
             log.warning("'%s' is a copy: its pages show it as it is now, and changes made there are lost", runs)
-        with mlflow_server(uri, runs / "mlartifacts", port, should_stop, views=True) as server:
-            yield server
-
-
-@contextmanager
-def mlflow_server(
-    uri: str,
-    artifacts: Path,
-    port: int,
-    should_stop: Callable[[], bool] = lambda: False,
-    *,
-    proxied: bool = False,
-    views: bool = False,
-) -> Iterator[subprocess.Popen[bytes]]:
-    """An `mlflow server` for the database at `uri`, on 127.0.0.1, once it answers; same errors as `serve_ui`.
-
-    With `proxied`, artifacts are written and read through the server, as from another machine. With `views`, the pages
-    show studies as described in `page.py`.
-    """
-    place = artifacts.resolve().as_uri()
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += ["--default-artifact-root", "mlflow-artifacts:/" if proxied else place, "--artifacts-destination", place]
-    if views and entry_points(group="mlflow.app", name=APP):  # an editable install may predate the entry point
-        command += ["--app-name", APP]
-    environment = {
-        **os.environ,
-        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-        "MLFLOW_BACKEND_STORE_URI": uri,
-    }
-    deadline = time.monotonic() + START_SECONDS
-    with tempfile.TemporaryFile() as output:
+        environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_BACKEND_STORE_URI": uri}
+        deadline = time.monotonic() + START_SECONDS
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
@@ -122,13 +105,10 @@ def mlflow_server(
                     process.wait()
 
 
-def check_port(port: int) -> None:
-    """ValueError if a server cannot listen on 127.0.0.1:port."""
-    with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as one:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            one.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise ValueError(
-                f"port {port} on 127.0.0.1 cannot be used ({error.strerror}); choose another with --port"
-            ) from None
+def study_pages(runs: Path, address: str) -> dict[str, str]:
+    """The page of each study's trials on the MLflow server at `address`, the newest last."""
+    client = connect(runs)
+    names = {one.experiment_id: one.name for one in client.search_experiments()}
+    studies = reversed(search_runs(client, [*names], "tags.`cohort.kind` = 'study'"))
+    numbers = dict.fromkeys(run.info.experiment_id for run in studies)
+    return {names[number]: f"{address}/#/experiments/{number}/runs?{TRAINING_PAGES}" for number in numbers}

@@ -20,12 +20,6 @@ STUDY_GROUP = "study"  # that of the parent run, which MLflow else shows as "Add
 NAME_COLUMN = "attributes.`Run Name`"
 
 
-def view_tags(metric: str, factors: Sequence[str], colors: Mapping[str, str]) -> dict[str, str]:
-    """The experiment's tags for a study of these factors (their paths) and arms."""
-    key, value = color_tag(colors)
-    return {VIEW: _saved(_view(metric, factors)), key: value}
-
-
 def color_tag(colors: Mapping[str, str]) -> tuple[str, str]:
     """The experiment's tag with the colours; arms whose colours do not fit get MLflow's own colours."""
     found = {STUDY_GROUP: GREY, **colors}
@@ -46,8 +40,9 @@ def read_view(tags: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]] 
         return None
 
 
-def _view(metric: str, factors: Sequence[str]) -> dict[str, Any]:
-    """The view: runs grouped by arm, best first, with the metric's curves as the first chart."""
+def view_tag(metric: str, factors: Sequence[str]) -> tuple[str, str]:
+    """The experiment's tag with the view of a study of these factors (their paths): runs grouped by arm, best first,
+    with the metric's curves as the first chart."""
     columns = ["tags.`cohort.state`", "tags.`cohort.seed`"]  # MLflow shows the mean of a group's parameters
     columns += [f"params.`{path}`" for path in factors]
     columns += [f"metrics.`{key}`" for key in dict.fromkeys([metric, "summary/test_accuracy"])]
@@ -63,7 +58,7 @@ def _view(metric: str, factors: Sequence[str]) -> dict[str, Any]:
         "useGlobalLineSmoothing": True,
     }  # fmt: skip
     group = {"aggregateFunction": "average", "groupByKeys": [{"mode": "tag", "groupByData": GROUP}]}
-    return {
+    view = {
         "searchFilter": "", "orderByKey": f"metrics.`{metric}`", "orderByAsc": False, "startTime": "ALL",
         "lifecycleFilter": "Active", "datasetsFilter": [], "modelVersionFilter": "All Runs",
         "selectedColumns": columns, "columnOrder": order, "columnWidths": widths, "runsExpanded": {}, "runsPinned": [],
@@ -73,7 +68,4 @@ def _view(metric: str, factors: Sequence[str]) -> dict[str, Any]:
         "compareRunCharts": [chart], "compareRunSections": [section],
         "globalLineChartConfig": {"xAxisKey": "step", "lineSmoothness": 0, "selectedXAxisMetricKey": ""},
     }  # fmt: skip
-
-
-def _saved(view: Mapping[str, Any]) -> str:
-    return json.dumps({"name": VIEW_NAME, "createdAt": 0, "updatedAt": 0, "state": json.dumps(view)})
+    return VIEW, json.dumps({"name": VIEW_NAME, "createdAt": 0, "updatedAt": 0, "state": json.dumps(view)})

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
-import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ..data import FINAL, SampleRow
-from ..ground.files import read_json, strict, write_json
-from ..ground.inputs import digest, short
+from ..data import FINAL
+from ..ground.files import read_json, write_json
 from ..record.events import EVENTS, RunHistory, Tail
 from ..record.provenance import DIFF
 from ..record.run import INFO, RESULT, RunInfo
@@ -40,11 +37,10 @@ from .traces import TraceWriter, delete_traces, log, storable, traces_per_split
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import DatasetInput, Run
+    from mlflow.entities import Run
 
 POLICY = "cohort.policy"  # the tag that names the final policy
 RECORD = Path("record")  # the artifact folder with a run's record
-SAMPLES_SECONDS = 30.0
 COST_AREAS = ("seconds", "throughput", "memory", "flops", "system")  # metrics that may differ between two equal runs
 _Key = tuple[str, int]  # metric, step
 
@@ -59,16 +55,15 @@ class Place:
 
     token: str = ""
     run_id: str | None = None
-    superseded: str | None = None
     copied: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def load(cls, folder: Path) -> Place:
         file = folder / "mlflow.json"
         try:
-            fields = read_json(file) if file.exists() else {}
-            return cls(**{key: value for key, value in fields.items() if key != "format"})
-        except (ValueError, TypeError):  # torn: the record is whole without it
+            fields = read_json(file)
+            return cls(fields["token"], fields["run_id"], fields["copied"])
+        except (OSError, ValueError, KeyError, TypeError):  # none, or torn: the record is whole without it
             return cls()
 
     def save(self, folder: Path) -> None:
@@ -98,11 +93,10 @@ class RunMirror:
         self.place = Place.load(directory)
         self._tail, self._history = Tail(directory / EVENTS), RunHistory()
         self._pending: list[_Key] = []
-        self._samples_changed, self._samples_at = False, -math.inf
         self._attached: tuple[MlflowClient, RunInfo] | None = None
         self._traces: TraceWriter | None = None
         self._stored: dict[_Key, float] = {}
-        self._told: tuple[str, ...] | None = None  # the state that the store shows
+        self._told: tuple[Any, ...] = ()  # the ending that the store shows
         self._known = False  # whether the store has had an answer about a run that was copied whole
 
     def copy(self, client: MlflowClient, parent: str | None = None) -> None:
@@ -140,8 +134,6 @@ class RunMirror:
             self._history.add(event)
             if event["type"] == "metrics":
                 self._pending += [(key, event["step"]) for key in event["values"]]
-            elif event["type"] == "samples":
-                self._samples_changed = True
 
     def _copy(self, size: int) -> None:
         assert self._attached is not None
@@ -150,8 +142,6 @@ class RunMirror:
         if self._is_contradicted(finish):
             self._replace(client, info)
         self._copy_metrics(client)
-        if self._samples_changed and (finish or time.monotonic() - self._samples_at > SAMPLES_SECONDS):
-            self._copy_samples(client)
         self._copy_traces(info)
         self._copy_state(client, info, finish)
         if finish is not None:
@@ -175,21 +165,20 @@ class RunMirror:
         )
 
     def _replace(self, client: MlflowClient, info: RunInfo) -> None:
-        """Start a new MLflow run, which is filled from the record, and delete the old one."""
-        run = client.get_run(self._run_id)
-        self.place = Place(superseded=self._run_id)
-        self.place.save(self.directory)
+        """Delete the MLflow run, and fill a new one from the record."""
+        old = client.get_run(self._run_id)
+        delete_traces(tracking_uri(self.runs), old.info.experiment_id, self._run_id)
+        client.delete_run(self._run_id)
+        self.place = Place()
         self._pending = [(key, step) for key, steps in self._history.history.items() for step in steps]
-        self._samples_changed = bool(self._history.samples)
-        self._samples_at = -math.inf
-        self._attach(client, run.data.tags.get("mlflow.parentRunId"))
+        self._attach(client, old.data.tags.get("mlflow.parentRunId"))
 
     def _attach(self, client: MlflowClient, parent: str | None) -> None:
         """Find or create the MLflow run, describe it, and read the values that it has."""
         info = RunInfo.load(self.directory)
         if info is None:
             raise ValueError(f"'{self.directory}' has no {INFO}; restore it from a copy")
-        run = self.place.run_in(client, info.experiment) or self._create(client, info, parent)
+        run = self.place.run_in(client, info.experiment) or self._create(client, info)
         self.place.run_id, self.place.copied = run.info.run_id, {}
         self.place.save(self.directory)
         if parent is not None and run.data.tags.get("mlflow.parentRunId") != parent:
@@ -199,35 +188,27 @@ class RunMirror:
             for key in run.data.metrics
             for metric in client.get_metric_history(self._run_id, key)
         }
-        self._told = None
-        self._describe(client, info, parent)
+        self._told = ()
+        self._describe(client, info)
         if traces_per_split():
             tags = {key: value for key, value in info.tags.items() if key in ("cohort.arm", "cohort.seed")}
             shown = {key.removeprefix("cohort."): value for key, value in tags.items()} | {"run": info.name}
             self._traces = TraceWriter(tracking_uri(self.runs), run.info.experiment_id, self._run_id, shown)
-        if (old := active_run(client, self.place.superseded)) is not None:
-            delete_traces(tracking_uri(self.runs), old.info.experiment_id, old.info.run_id)
-            client.delete_run(old.info.run_id)
         self._attached = client, info
 
-    def _create(self, client: MlflowClient, info: RunInfo, parent: str | None) -> Run:
+    def _create(self, client: MlflowClient, info: RunInfo) -> Run:
         experiment = experiment_of(client, self.runs, info.experiment)
         self.place.token = uuid.uuid4().hex
         self.place.save(self.directory)
-        tags = {"cohort.kind": "run", "cohort.token": self.place.token, "cohort.trial": self.directory.name}
-        tags |= source_tags(vars(info)) | {key: storable(value) for key, value in info.tags.items()}
-        if parent is not None:
-            tags["mlflow.parentRunId"] = parent
+        tags = {"cohort.kind": "run", "cohort.token": self.place.token}
+        tags |= {key: storable(value) for key, value in info.tags.items()}
         began = self._history.attempts[0]["time"]
         return client.create_run(experiment.experiment_id, start_time=began, tags=tags, run_name=info.name)
 
-    def _describe(self, client: MlflowClient, info: RunInfo, parent: str | None) -> None:
-        """Parameters, configuration and inputs; harmless when repeated."""
+    def _describe(self, client: MlflowClient, info: RunInfo) -> None:
+        """Parameters, versions and configuration; harmless when repeated."""
         log_params(client, self._run_id, {**info.spec, "objective": info.objective})
-        client.log_inputs(self._run_id, datasets=_datasets(info))
-        if info.inputs:
-            client.log_dict(self._run_id, info.inputs, "inputs.json")
-            set_tags(client, self._run_id, source_tags(vars(info)))
+        set_tags(client, self._run_id, source_tags(vars(info)))
         if info.prompt:
             client.log_text(self._run_id, info.prompt, "prompt.txt")
         client.log_text(self._run_id, yaml.safe_dump(info.spec, sort_keys=False), "config.yaml")
@@ -237,22 +218,13 @@ class RunMirror:
     def _copy_metrics(self, client: MlflowClient) -> None:
         from mlflow.entities import Metric
 
-        values = {(key, step): self._history.history[key][step] for key, step in self._pending}
-        while batch := self._pending[:1000]:  # MLflow's limit per request
-            new = [key for key in dict.fromkeys(batch) if key not in self._stored]
-            if new:
-                client.log_batch(self._run_id, [Metric(key[0], *values[key], key[1]) for key in new])
-            self._stored |= {key: as_stored(values[key][0]) for key in new}
-            del self._pending[: len(batch)]
-
-    def _copy_samples(self, client: MlflowClient) -> None:
-        """The samples table, rewritten whole, in the form of MlflowClient.log_table: the UI shows it as a table."""
-        columns = [item.name for item in dataclasses.fields(SampleRow)]
-        table = {"columns": columns, "data": [[row[column] for column in columns] for row in self._history.rows()]}
-        client.log_dict(self._run_id, strict(table), "samples.json")
-        shown = json.dumps([{"path": "samples.json", "type": "table"}])
-        client.set_tag(self._run_id, "mlflow.loggedArtifacts", shown)
-        self._samples_changed, self._samples_at = False, time.monotonic()
+        values = self._history.history
+        new = [place for place in dict.fromkeys(self._pending) if place not in self._stored]
+        for start in range(0, len(new), 1000):  # MLflow's limit per request
+            batch = [Metric(key, *values[key][step], step) for key, step in new[start : start + 1000]]
+            client.log_batch(self._run_id, batch)
+            self._stored |= {(metric.key, metric.step): as_stored(metric.value) for metric in batch}
+        self._pending.clear()
 
     def _copy_traces(self, info: RunInfo) -> None:
         """Send the first rollouts of every step and split as traces, unless the store takes only metrics."""
@@ -272,63 +244,41 @@ class RunMirror:
             log.warning("rollouts of '%s' do not become traces: %s", info.name, error)
 
     def _copy_state(self, client: MlflowClient, info: RunInfo, finish: Mapping[str, Any] | None) -> None:
-        """The run's state and threads, and at its end its summary, its test problems and its record."""
+        """The run's state, and at its end its summary, its policy and, on a server, its record."""
         from mlflow.entities import Metric
 
-        threads = sorted({attempt.get("threads", "") for attempt in self._history.attempts} - {""})
         end = finish or {"state": "running", "reason": None, "time": 0}
-        told = (end["state"], end["reason"] or "", " ".join(threads), str(end["time"]))
+        state, told = end["state"], (end["state"], end["reason"], end["time"])
         if told == self._told:
             return
-        tags = {"cohort.state": told[0], "cohort.reason": told[1], "cohort.threads": told[2]}
+        tags = {"cohort.state": state, "cohort.reason": end["reason"] or ""}
         if finish is None:
             set_tags(client, self._run_id, tags)
             client.update_run(self._run_id, status="RUNNING")
         else:
-            summary = {key: float(value) for key, value in finish["summary"].items()}
-            for name in ("per_problem", "start_per_problem"):
-                if fractions := getattr(self._history, name):
-                    client.log_dict(self._run_id, fractions, f"{name}.json")
-            if finish["state"] == "complete" and summary:
-                metrics = [Metric(SUMMARY + key, value, finish["time"], 0) for key, value in summary.items()]
+            if state == "complete":
+                summary = finish["summary"].items()
+                metrics = [Metric(SUMMARY + key, float(value), finish["time"], 0) for key, value in summary]
                 client.log_batch(self._run_id, metrics)
-            if finish["state"] != "paused" and remote_uri() is not None:
+            if state != "paused" and remote_uri() is not None:
                 names = [INFO, EVENTS, RESULT, PROBE] + [f"{kept}/*.jsonl" for kept in ("completions", "rollouts")]
                 for file in (file for name in names for file in self.directory.glob(name)):
                     folder = (RECORD / file.relative_to(self.directory)).parent.as_posix()
                     client.log_artifact(self._run_id, str(file), folder)  # for hosts that share only a server
-            set_tags(client, self._run_id, tags | (self._policy_tag(info) if finish["state"] in FINAL else {}))
-            client.set_terminated(self._run_id, STATUS[finish["state"]], end_time=finish["time"])
+            if state in FINAL and (policy := self._kept_policy(info)) is not None:
+                tags[POLICY] = Path(os.path.relpath(policy, self.runs)).as_posix()  # as it also is in a copied folder
+            set_tags(client, self._run_id, tags)
+            client.set_terminated(self._run_id, STATUS[state], end_time=finish["time"])
         self._told = told
 
-    def _policy_tag(self, info: RunInfo) -> dict[str, str]:
-        """The path of the final policy relative to the runs folder, so that it also holds in a copied folder."""
-        kept = info.spec.get("checkpoints", {}).get("finished")
-        policy = max(self.directory.glob("checkpoints/step-*/policy"), default=None)
-        if policy is None:
-            return {}
-        if kept == "weights" or (kept is None and "cohort.study" not in info.tags):
-            return {POLICY: storable(Path(os.path.relpath(policy, self.runs)).as_posix())}
-        return {POLICY: "not kept; checkpoints.finished=weights keeps it"}
+    def _kept_policy(self, info: RunInfo) -> Path | None:
+        """The final policy, if it stays: that of a trial does if its study says so, that of another run by default."""
+        finished = info.spec.get("checkpoints", {}).get("finished")
+        if finished == "nothing" or (finished is None and "cohort.study" in info.tags):
+            return None
+        return max(self.directory.glob("checkpoints/step-*/policy"), default=None)
 
     @property
     def _run_id(self) -> str:
         assert self.place.run_id is not None
         return self.place.run_id
-
-
-def _datasets(info: RunInfo) -> list[DatasetInput]:
-    """The splits of the run's task: its name, and a digest of its settings and of the files or commits that it reads.
-
-    No row is copied. Splits may share files; then each digest covers them.
-    """
-    from mlflow.entities import Dataset, DatasetInput, InputTag
-
-    task, found = info.spec["task"], []
-    reads = {source: files for source, files in info.inputs.items() if not source.startswith("model ")}
-    for split in ("train", "validation", "test") if info.spec["steps"] else ("validation", "test"):
-        known = {"task": task, "split": split, "reads": reads}
-        source = json.dumps({"task": task, "reads": short(reads)})
-        dataset = Dataset(task["name"], digest(known), "cohort", storable(source))
-        found.append(DatasetInput(dataset, [InputTag("mlflow.data.context", split)]))
-    return found

@@ -29,7 +29,7 @@ from .state import RunResult, build_engine, first_prompt, placed
 Execute = Callable[..., RunResult]  # called like `harness.run.loop.train`
 OnProgress = Callable[[str, int, int], None]  # phase, done, total
 OnStatus = Callable[[StudyStatus], None]
-MOST_SHOWN = 10_000  # completions of an evaluation in MLflow, which keeps them in one table
+MOST_SHOWN = 10_000  # completions of an evaluation in its events, from which MLflow has its traces
 
 
 def unwatched(status: StudyStatus) -> None:
