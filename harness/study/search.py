@@ -13,12 +13,10 @@ mean of three values at step s. The queue holds its lock for every function here
 """
 
 import hashlib
-import itertools
 import math
-import random
 import statistics
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +38,6 @@ from .plan import Key
 GENERATION = 8  # arms of one generation of nsga2
 LIVE = ("waiting", "running", "stopped", "paused", "lost")
 ENDED_BADLY = tuple(state for state in ENDED if state != "complete")
-MAX_LISTED = 100_000  # largest space whose points are listed to find an untried one
 MIN_FOR_IMPORTANCE = 4  # complete arms; a forest on fewer says nothing
 REPEATED = "the same run as arm"  # how the reason for refusing a repeated point begins
 
@@ -163,7 +160,7 @@ class ArmSearch:
             "trials": search.trials,
             "objectives": dict(objectives),
             "importances": self._importances(),
-            "arms": [_arm_record(trial, list(objectives), attempts) for trial in self.handed_out()],
+            "arms": [self._arm_record(trial, attempts) for trial in self.handed_out()],
             "pareto": [trial.user_attrs["arm"] for trial in self._load().best_trials] if is_complete else [],
             "best": self._best().user_attrs["arm"] if is_complete and len(objectives) == 1 else None,
             "refused": [
@@ -193,6 +190,21 @@ class ArmSearch:
         else:
             self._set(trial, "seeds", list(self.plan.seeds[: len(keys) + 1]))
 
+    def _arm_record(self, trial: FrozenTrial, attempts: Attempts) -> dict[str, Any]:
+        states = {key: attempts.state(key) for key in _keys(trial)}
+        bad = next((key for key, state in states.items() if state in ("failed", "invalid")), None)
+        state = {"COMPLETE": "complete", "PRUNED": "pruned"}.get(trial.state.name, states[bad] if bad else "running")
+        complete = [key for key, state in states.items() if state == "complete"]
+        return {
+            "label": trial.user_attrs["arm"],
+            "parameters": trial.params,
+            "state": state,
+            "reason": trial.user_attrs.get("reason") or (attempts.end(bad).get("reason") if bad else None),
+            "values": dict(zip(self.plan.objectives, trial.values, strict=True)) if state == "complete" else {},
+            "seeds": {str(key[1]): attempts.end(key).get("values", {}) for key in complete},
+            "num_seeds": len(states),
+        }
+
     def _settled(self, attempts: Attempts) -> bool:
         """Whether no arm is due, running, or able to continue before the study is started again."""
         for trial in self._unended():
@@ -203,39 +215,31 @@ class ArmSearch:
 
     def _is_due(self) -> bool:
         """Whether another arm is due: the search may run more, has refused few points, and has untried ones."""
-        refused, limit = self._num_refused(), self.plan.search.trials
-        if len(self.handed_out()) >= limit or refused >= 2 * limit:
-            return False
-        return not refused or next(self._untried(), None) is not None
+        tried, num_arms, limit = self._tried(), len(self.handed_out()), self.plan.search.trials
+        distinct = {tuple(sorted(point.items())) for point in tried}
+        has_more = len(distinct) < math.prod(dimension.size for dimension in self.plan.search.space.values())
+        return has_more and num_arms < limit and len(tried) - num_arms < 2 * limit
 
     def _propose(self) -> FrozenTrial:
-        """A new trial at the sampler's point, or at a random untried point if the sampler repeats itself."""
-        number = len(self.handed_out()) + self._num_refused()
-        seed = int.from_bytes(hashlib.sha256(f"{self.name}/{number}".encode()).digest()[:4], "big")
-        if not any(trial.user_attrs.get("refused", "").startswith(REPEATED) for trial in self._trials()[-1:]):
+        """A new trial at the sampler's point, or at a random untried point if the sampler has just repeated itself."""
+        tried, last = self._tried(), self._trials()[-1:]
+        seed = int.from_bytes(hashlib.sha256(f"{self.name}/{len(tried)}".encode()).digest()[:4], "big")
+        if not any(trial.user_attrs.get("refused", "").startswith(REPEATED) for trial in last):
             study = self._load(_new_sampler(self.plan.search, seed), _new_pruner(self.plan))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
                 return self.storage.get_trial(study.ask(self._distributions)._trial_id)
-        rng = random.Random(seed)
-        params = rng.choice(list(self._untried()))
-        if params:
-            state, distributions = TrialState.RUNNING, self._distributions
-            self._load().add_trial(optuna.create_trial(state=state, params=params, distributions=distributions))
-        else:
-            self._load(RandomSampler(rng.randrange(2**32))).ask(self._distributions)
+        study, sampler, point = self._load(), RandomSampler(seed), tried[0]
+        while point in tried:  # `_is_due`: not all are
+            draws = self._distributions.items()
+            point = {path: sampler.sample_independent(study, last[0], path, kind) for path, kind in draws}
+        new = optuna.create_trial(state=TrialState.RUNNING, params=point, distributions=self._distributions)
+        study.add_trial(new)
         return self._trials()[-1]
 
-    def _untried(self) -> Iterator[dict[str, Any]]:
-        """The untried points of the space; one empty point if the space is too large to list."""
-        space, tried = self.plan.search.space, [trial.params for trial in self._trials()]
-        if math.prod(dimension.size for dimension in space.values()) > MAX_LISTED:
-            yield {}
-            return
-        for values in itertools.product(*(dimension.points() for dimension in space.values())):
-            point = dict(zip(space, values, strict=True))
-            if point not in tried:
-                yield point
+    def _tried(self) -> list[dict[str, Any]]:
+        """The points that were handed out or refused, in order."""
+        return [trial.params for trial in self._trials() if trial.user_attrs.keys() & {"arm", "refused"}]
 
     def _arm(self, trial: FrozenTrial) -> Arm:
         label = trial.user_attrs["arm"]
@@ -287,9 +291,6 @@ class ArmSearch:
     def _unended(self) -> list[FrozenTrial]:
         return [trial for trial in self._trials() if trial.state == TrialState.RUNNING]
 
-    def _num_refused(self) -> int:
-        return sum("refused" in trial.user_attrs for trial in self._trials())
-
     def _trials(self) -> list[FrozenTrial]:
         try:
             return self._load().get_trials(deepcopy=False)
@@ -311,22 +312,6 @@ class ArmSearch:
 def _keys(trial: FrozenTrial) -> list[Key]:
     """The (arm, seed) pairs of an arm that were handed out."""
     return [(trial.user_attrs.get("arm", ""), seed) for seed in trial.user_attrs.get("seeds", [])]
-
-
-def _arm_record(trial: FrozenTrial, objectives: Sequence[str], attempts: Attempts) -> dict[str, Any]:
-    states = {key: attempts.state(key) for key in _keys(trial)}
-    bad = next((key for key, state in states.items() if state in ("failed", "invalid")), None)
-    state = {"COMPLETE": "complete", "PRUNED": "pruned"}.get(trial.state.name, states[bad] if bad else "running")
-    complete = [key for key, state in states.items() if state == "complete"]
-    return {
-        "label": trial.user_attrs["arm"],
-        "parameters": trial.params,
-        "state": state,
-        "reason": trial.user_attrs.get("reason") or (attempts.end(bad).get("reason") if bad else None),
-        "values": dict(zip(objectives, trial.values, strict=True)) if state == "complete" else {},
-        "seeds": {str(key[1]): attempts.end(key).get("values", {}) for key in complete},
-        "num_seeds": len(states),
-    }
 
 
 def _distribution(dimension: Dimension) -> BaseDistribution:
