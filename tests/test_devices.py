@@ -16,7 +16,7 @@ import torch
 from cohort.harness.checks import memory, preflight
 from cohort.harness.devices import group
 from cohort.harness.devices import ranks as rank_messages
-from cohort.harness.devices.memory import GIB
+from cohort.harness.devices.device import GIB
 from cohort.harness.engines.vllm import VLLMEngine
 from cohort.harness.policy.model import load_policy
 from cohort.harness.policy.tiny import tiny_config, tiny_model

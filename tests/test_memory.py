@@ -12,8 +12,7 @@ from cohort.harness.checks import memory
 from cohort.harness.checks.memory import check_fits, check_memory, estimate, estimate_run, longest_prompt, peak_bytes
 from cohort.harness.checks.memory_count import Shape, count
 from cohort.harness.cli import app
-from cohort.harness.devices.device import mixed_precision
-from cohort.harness.devices.memory import device_bytes
+from cohort.harness.devices.device import device_bytes, mixed_precision
 from cohort.harness.engines.transformers import TransformersEngine
 from cohort.harness.policy import fused_llama
 from cohort.harness.policy.forward import Critic, completion_states, token_logprobs

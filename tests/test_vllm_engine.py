@@ -14,7 +14,7 @@ import torch
 from chats import qwen_run
 from cohort.harness.data import Call, InvalidRun, Prompt, Sampling
 from cohort.harness.engines.transformers import TransformersEngine
-from cohort.harness.engines.vllm import VLLMEngine, _check_sampling, _write_weights, request_seed
+from cohort.harness.engines.vllm import VLLMEngine, _check_sampling, request_seed
 from cohort.harness.policy.forward import token_logprobs
 from cohort.harness.policy.lora import adapter_weights
 from cohort.harness.policy.tiny import tiny_model
@@ -74,9 +74,7 @@ def flat(scores):
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vllm is installed")
 def test_without_vllm_the_error_says_what_to_install():
-    with pytest.raises(ValueError, match="pip install 'cohort-rl\\[vllm\\]'"):
-        VLLMEngine(VLLMEngine.Settings(), None, None)  # pyright: ignore
-    with pytest.raises(ValueError, match="engine=transformers"):
+    with pytest.raises(ValueError, match=r"pip install 'cohort-rl\[vllm\]'.*engine=transformers"):
         VLLMEngine.Settings().check(Sampling())
 
 
@@ -99,18 +97,6 @@ def test_every_part_of_the_key_changes_a_requests_seed():
     seeds = [request_seed(*key) for key in base + alike]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
-
-
-def test_a_file_of_weights_names_tied_weights_twice(tmp_path):
-    from safetensors.torch import load_file
-
-    weights = tiny_model(0).state_dict()
-    assert weights["lm_head.weight"].data_ptr() == weights["model.embed_tokens.weight"].data_ptr()
-    _write_weights(tmp_path, weights)
-    (file,) = tmp_path.iterdir()
-    loaded = load_file(file)
-    assert loaded.keys() == weights.keys()
-    assert all(torch.equal(loaded[name], weights[name]) for name in weights)
 
 
 @needs_vllm

@@ -8,8 +8,7 @@ import fake_vllm
 import pytest
 import torch
 from cohort.harness.data import Prompt, Sampling
-from cohort.harness.devices.device import mixed_precision
-from cohort.harness.devices.memory import peak_memory, reset_peak_memory, resident_bytes
+from cohort.harness.devices.device import mixed_precision, peak_memory, reset_peak_memory, resident_bytes
 from cohort.harness.engines.vllm import VLLMEngine
 from cohort.harness.policy.lora import adapter_weights, add_adapter
 from cohort.harness.policy.tiny import tiny_model

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..checks.memory import check_fits, estimate, peak_bytes
-from ..devices.device import resolve_device
-from ..devices.memory import peak_memory, reset_peak_memory, resident_bytes
+from ..devices.device import peak_memory, reset_peak_memory, resident_bytes, resolve_device
 from ..plugins import nearest
 from ..policy.model import model_config, save_model
 from ..policy.tiny import TINY, tiny_tokenizer

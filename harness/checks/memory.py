@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..devices.device import resolve_device
-from ..devices.memory import GIB, device_bytes
+from ..devices.device import GIB, device_bytes, resolve_device
 from ..policy.forward import chunk_tokens, is_recomputed, microbatch_tokens
 from ..policy.model import check_model, model_config
 from ..policy.text import load_codec

@@ -22,15 +22,15 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 
-from ..data import InvalidRun, TrialState
+from ..data import InvalidRun
 from ..ground import stop
 from ..ground.inputs import InputsChanged, all_expected, expecting
 from ..ground.machine import SECRET, in_group, interface, usable_gpus
@@ -99,17 +99,21 @@ class Group:
             "spec": spec.model_dump(mode="json"), "directory": str(directory.resolve()),
             "cache": str(how["cache"].resolve()), "inputs": all_expected(),
         }  # fmt: skip
-        self._trials += 1
-        self._say(f"trial-{self._trials}", job)
+        self._tell(job)
         return self._run(job, lambda: execute(spec, directory, log, **how))
 
     def follow(self, execute: Callable[..., Any]) -> None:
         """Take part in the trials that rank 0 tells, until it ends. SystemExit if it is gone."""
+
+        def run(job: Mapping[str, Any]) -> Any:  # logs nothing and never asks to stop
+            spec, cache = parse_run(job["spec"], "a trial's own settings"), Path(job["cache"])
+            return execute(spec, Path(job["directory"]), _Silent(), cache=cache, should_stop=lambda: False)
+
         try:
             while job := self._next():
                 if self.rank < job["spec"]["devices"]:
                     try:
-                        self._run(job, partial(_follow, execute, job))
+                        self._run(job, partial(run, job))
                     except Exception as error:  # rank 0 has heard of it
                         log.warning("%s: %s", type(error).__name__, error)
                         traceback.clear_frames(error.__traceback__)
@@ -119,9 +123,12 @@ class Group:
 
     def end(self) -> None:
         """Let the others go."""
-        self._trials += 1
-        self._say(f"trial-{self._trials}", {})
+        self._tell({})
         self._gone("ended")
+
+    def _tell(self, job: Mapping[str, Any]) -> None:
+        self._trials += 1
+        self._say(f"trial-{self._trials}", job)
 
     def _next(self) -> Any:
         """The next trial that rank 0 tells; empty if there is none. SpecError if it was not rank 0 who told it."""
@@ -164,7 +171,7 @@ class Group:
         if rank == 0:
             raise end
         if kind == InvalidRun.__name__:
-            return Invalid(words)
+            return SimpleNamespace(state="invalid", reason=words, summary={})
         raise KINDS.get(kind, RuntimeError)(words if kind in KINDS else f"process {rank}: {kind}: {words}")
 
     def _gone(self, why: str) -> None:
@@ -189,15 +196,6 @@ class Group:
         return hmac.digest(self._secret, f"{attempt} {key} {body}".encode(), "sha256").hex()
 
 
-@dataclass(frozen=True)
-class Invalid:
-    """The end of a trial that another rank than 0 found to be invalid."""
-
-    reason: str
-    state: TrialState = "invalid"
-    summary: Mapping[str, float] = field(default_factory=dict)
-
-
 class _Silent:
     """The `RunLogger` of ranks other than 0."""
 
@@ -219,15 +217,21 @@ def join() -> Group | None:
     secret = os.environ.get(SECRET, "")
     if local_size < size and not secret:
         raise SpecError(f"a group of several hosts needs {SECRET}; set it to the same long random text on all of them")
-    threading.Thread(target=_watch_parent, args=(os.getppid(),), name="agent", daemon=True).start()
+    agent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == agent:
+            time.sleep(5 * POLL_SECONDS)
+        os._exit(4)
+
+    threading.Thread(target=watch, name="agent", daemon=True).start()
     if STORE in os.environ:
         host, _, port = os.environ[STORE].partition(":")
         store: Any = dist.TCPStore(host, int(port), is_master=False, timeout=PATIENCE)  # pyright: ignore
     else:
         store, *_ = next(dist.rendezvous("env://", timeout=PATIENCE))  # pyright: ignore
-    if local_size == size:
-        own = loopback()
-    else:
+    own = loopback()
+    if local_size < size:
         server = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         with socket.create_connection(server, timeout=PATIENCE.total_seconds()) as connection:
             own = interface(connection.getsockname()[0])
@@ -290,21 +294,9 @@ def _refusal(hello: Any, ours: Mapping[str, str]) -> str | None:
     return None
 
 
-def _follow(execute: Callable[..., Any], job: Mapping[str, Any]) -> Any:
-    """The result of a rank other than 0, which logs nothing and never asks to stop."""
-    spec = parse_run(job["spec"], "a trial's own settings")
-    return execute(spec, Path(job["directory"]), _Silent(), cache=Path(job["cache"]), should_stop=lambda: False)
-
-
 def _counted(store: Any, key: str, wanted: int) -> int:
     """How many have counted themselves, once that is as many as wanted or LEAVE_SECONDS have passed."""
     deadline = time.monotonic() + LEAVE_SECONDS
     while (count := store.add(key, 0)) < wanted and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
     return count
-
-
-def _watch_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(5 * POLL_SECONDS)
-    os._exit(4)

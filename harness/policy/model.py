@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from ..devices.sharding import is_sharded, kept, second_names
+from ..devices.sharding import is_sharded, kept
 from ..ground.files import write_manifest
 from ..ground.inputs import expecting
 from ..plugins import nearest
@@ -152,8 +152,11 @@ def saved_weights(model: nn.Module) -> dict[str, Tensor] | None:
     """
     if has_adapter(model):
         return kept(adapter_weights(model))
-    again = second_names(model) if is_sharded(model) else set[str]()
-    return kept({k: v for k, v in model.state_dict().items() if k not in again}) if is_sharded(model) else None
+    if not is_sharded(model):
+        return None
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    again = names - {name for name, _ in model.named_parameters()}  # of tied weights, which gathered ones do not show
+    return kept({name: value for name, value in model.state_dict().items() if name not in again})
 
 
 def save_model(

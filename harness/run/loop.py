@@ -13,8 +13,7 @@ from pathlib import Path
 from ..checks.preflight import check_length, run_inputs
 from ..data import InvalidRun, Prompt, SampleRow, Split
 from ..devices import ranks
-from ..devices.device import resolve_device
-from ..devices.memory import peak_memory
+from ..devices.device import peak_memory, resolve_device
 from ..ground.files import sha256, sync, write_text
 from ..ground.inputs import expecting
 from ..interfaces import RunLogger

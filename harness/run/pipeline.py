@@ -25,8 +25,7 @@ from ..checks.disk import check_disk
 from ..checks.preflight import check_runs, run_inputs
 from ..data import Demonstration, InvalidRun, Section
 from ..devices import group
-from ..devices.device import mixed_precision, resolve_device
-from ..devices.memory import peak_memory
+from ..devices.device import mixed_precision, peak_memory, resolve_device
 from ..ground.files import publish_folder, read_json, write_json, write_text
 from ..ground.inputs import expecting
 from ..ground.stop import stop_on_signals

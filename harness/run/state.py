@@ -15,8 +15,7 @@ from ..checks.memory import estimate_run, peak_bytes
 from ..checks.preflight import run_inputs
 from ..data import Split, TrialState
 from ..devices import ranks
-from ..devices.device import resolve_device
-from ..devices.memory import reset_peak_memory, resident_bytes
+from ..devices.device import reset_peak_memory, resident_bytes, resolve_device
 from ..ground.inputs import Inputs
 from ..interfaces import RolloutEngine, RunLogger
 from ..policy import flops

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .. import plugins
 from ..data import Call, Group, Prompt, Sampling
-from ..devices.memory import give_back_freed_memory, use_one_heap
+from ..devices.device import give_back_freed_memory, use_one_heap
 from ..interfaces import RolloutEngine
 from ..policy.lora import policies_on
 from ..policy.text import TextCodec
