@@ -8,7 +8,7 @@ A test counts as one try for each set of its parameters; one that tries many thi
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,13 +49,21 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fake_trials.empty_store(tmp_path_factory)
 
 
+@pytest.fixture(scope="session")
+def new_runs(empty_store: Path) -> Callable[[Path], Path]:
+    """Makes a runs folder with an empty store; making a store takes seconds."""
+
+    def make(folder: Path) -> Path:
+        folder.mkdir(parents=True)
+        shutil.copy(empty_store, folder / "mlflow.db")
+        return folder
+
+    return make
+
+
 @pytest.fixture
-def runs(tmp_path: Path, empty_store: Path) -> Path:
-    """A runs folder with an empty store; making one takes seconds."""
-    folder = tmp_path / "runs"
-    folder.mkdir()
-    shutil.copy(empty_store, folder / "mlflow.db")
-    return folder
+def runs(tmp_path: Path, new_runs: Callable[[Path], Path]) -> Path:
+    return new_runs(tmp_path / "runs")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -92,16 +100,13 @@ def _line(words: str, row: Row) -> str:
     return f"| {words} | {numbers} | {', '.join(f'`{file}`' for file in files)} |"
 
 
-needs_postgres = pytest.mark.skipif(postgres_server.missing() is not None, reason=str(postgres_server.missing()))
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[postgres_server.Server]:
     with postgres_server.server() as one:
         yield one
 
 
-@pytest.fixture(params=["files", pytest.param("postgres", marks=needs_postgres)])
+@pytest.fixture(params=["files", pytest.param("postgres", marks=postgres_server.needed)])
 def url(request: pytest.FixtureRequest) -> str | None:
     """Where the queue of the test lives; None for files."""
     return request.getfixturevalue("server").new_database() if request.param == "postgres" else None

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 BINARIES = Path("/usr/lib/postgresql")
 
 
@@ -34,6 +36,9 @@ def folder() -> Path | None:
     found = sorted(BINARIES.glob("*/bin/postgres"), key=lambda f: [int(n) for n in re.findall(r"\d+", str(f))])
     on_path = shutil.which("postgres")
     return found[-1].parent if found else Path(on_path).parent if on_path else None
+
+
+needed = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
 class Server:

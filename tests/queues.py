@@ -1,18 +1,25 @@
-"""Queues of studies that were just started, and what a kill leaves of a claim: what the tests of studies share."""
+"""Studies of fakes and their queues: starts, kills, and what must be left at the end."""
 
 from __future__ import annotations
 
 import contextlib
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import fake_trials
 import psutil
 from cohort.harness.ground.files import read_json, write_json
-from cohort.harness.record.study import study_document
+from cohort.harness.record.events import read_events
+from cohort.harness.record.status import StudyStatus
+from cohort.harness.record.study import read_study, study_document
 from cohort.harness.spec.study import StudySpec
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Claim, Outcome, Queue, open_storage
+from cohort.harness.study.runner import run_study
 from cohort.harness.study.storage.files import FileLease
 
 METRIC = "validation/accuracy"
@@ -66,3 +73,54 @@ def workers_of(process: psutil.Process) -> list[psutil.Process]:
             if "cohort.harness.study.worker" in child.cmdline():
                 found.append(child)
     return found
+
+
+def run(
+    study: StudySpec,
+    runs: Path,
+    on_status: Callable[[StudyStatus], None] | None = None,
+    *,
+    workers: int = 2,
+    **options: Any,
+) -> StudyStatus:
+    """Run a study of fakes to its end."""
+    options = {"execute": fake_trials.EXECUTE, **options}
+    return run_study(study, runs, workers=workers, command="cmd", on_status=on_status, **options)
+
+
+def at_work(status: StudyStatus) -> int:
+    """The number of trials that run and have done a step; with the file `hold` they then wait."""
+    return sum(trial.state == "running" and trial.done >= 1 for trial in status.trials)
+
+
+def executions(runs: Path) -> list[str]:
+    """The trial folder of each time that a trial was begun or continued."""
+    file = runs / "executions.log"
+    return [line.split()[0] for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def completions(queue: Queue) -> Counter[tuple[str, int]]:
+    """(arm, seed) -> number of its attempts that are complete."""
+    attempts = queue._read().by_key
+    return Counter(key for key, tried in attempts.items() for t in tried if t.state.name == "COMPLETE")
+
+
+def check_once_each(queue: Queue) -> None:
+    """Every (arm, seed) has exactly one attempt that is complete."""
+    assert queue.status().counts() == {"complete": len(queue.plan.keys)}
+    assert completions(queue) == Counter(queue.plan.keys)
+
+
+def check_as_undisturbed(study: StudySpec, runs: Path) -> None:
+    """Every (arm, seed) is complete once; its files and the record have each step once, as an undisturbed fake logs."""
+    queue = open_queue(study, runs)
+    check_once_each(queue)
+    record = {(trial.arm, trial.seed): trial for trial in read_study(runs, study.name).trials}
+    assert record.keys() == set(queue.plan.keys)
+    for key, trial in record.items():
+        spec = queue.plan.spec(key)
+        wanted = [(step, fake_trials.accuracy(spec, step)) for step in range(spec.steps + 1)]
+        events = read_events(queue.plan.directory(key) / "events.jsonl")
+        assert [(e["step"], e["values"][METRIC]) for e in events if e["type"] == "metrics"] == wanted
+        assert (trial.state, trial.history[METRIC]) == ("complete", wanted)
+        assert [row.step for row in trial.samples] == list(range(1, spec.steps + 1))

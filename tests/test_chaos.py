@@ -9,12 +9,10 @@ import importlib.util
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,53 +26,16 @@ import pytest
 from cohort.harness.mirror.writer import COST_AREAS
 from cohort.harness.record.events import read_events
 from cohort.harness.record.status import StudyStatus
-from cohort.harness.record.study import read_study
 from cohort.harness.spec.study import StudySpec, parse_study
 from cohort.harness.study import worker
 from cohort.harness.study.launchers.ray import Cluster, import_ray
 from cohort.harness.study.queue import Queue, study_status
-from cohort.harness.study.runner import run_study
-from cohort.harness.study.storage.files import GRACE_SECONDS
-from queues import METRIC, open_queue, workers_of
+from queues import at_work, check_as_undisturbed, check_once_each, open_queue, run, workers_of
 
-LONG = bool(os.environ.get("COHORT_CHAOS"))
-ROOT = Path(__file__).resolve().parents[1]
-GROUP_SIZES, WEIGHTS, SEEDS = [2, 4, 8, 16], [0.0, 0.01, 0.02], [0, 1]  # 12 arms x 2 seeds
-
-needs_postgres = pytest.mark.skipif(postgres_server.missing() is not None, reason=str(postgres_server.missing()))
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray")  # import_ray comes first
 
 
 pytestmark = pytest.mark.usefixtures("plugins")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[postgres_server.Server]:
-    with postgres_server.server() as one:
-        yield one
-
-
-@pytest.fixture(
-    params=[
-        "files",
-        pytest.param("postgres", marks=[needs_postgres, pytest.mark.long]),
-    ]
-)
-def url(request: pytest.FixtureRequest) -> str | None:
-    return request.getfixturevalue("server").new_database() if request.param == "postgres" else None
-
-
-@pytest.fixture(scope="session")
-def new_runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
-    """Makes a runs folder with an empty store."""
-    store = fake_trials.empty_store(tmp_path_factory)
-
-    def make(folder: Path) -> Path:
-        folder.mkdir(parents=True)
-        shutil.copy(store, folder / "mlflow.db")
-        return folder
-
-    return make
 
 
 def a_grid(**changes: Any) -> StudySpec:
@@ -82,8 +43,8 @@ def a_grid(**changes: Any) -> StudySpec:
         "name": "chaos",
         "question": "Does anything get lost?",
         "run": fake_trials.run_settings(),
-        "factors": {"algorithm.group_size": GROUP_SIZES, "algorithm.kl_beta": WEIGHTS},
-        "seeds": SEEDS,
+        "factors": {"algorithm.group_size": [2, 4, 8, 16], "algorithm.kl_beta": [0.0, 0.01, 0.02]},
+        "seeds": [0, 1],
         **changes,
     }
     return parse_study(raw, "test")
@@ -158,52 +119,21 @@ def values(runs: Path) -> dict[str, dict[str, float]]:
     return found
 
 
-def check_once_each(study: StudySpec, queue: Queue) -> None:
-    """Every (arm, seed) has exactly one attempt that is complete."""
-    status = queue.status()
-    assert status.counts() == {"complete": len(queue.plan.keys)}
-    attempts = queue._read().by_key
-    complete = Counter(key for key, tried in attempts.items() for t in tried if t.state.name == "COMPLETE")
-    assert complete == Counter((arm.label, seed) for arm in study.design_arms() for seed in study.seeds)
-
-
 @pytest.mark.attack("SIGKILL of workers at random moments")
 def test_a_grid_under_fire_ends_as_an_undisturbed_one(
-    tmp_path: Path,
-    url: str | None,
-    new_runs: Callable[[Path], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    record_property: Callable[[str, object], None],
+    runs: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ):
     monkeypatch.setenv("FAKE_STEP_SECONDS", "0.05")
-    study, runs = a_grid(), new_runs(tmp_path / "runs")
-    chaos = Chaos(runs, kills=3, every=4)
+    study, chaos = a_grid(seeds=[0]), Chaos(runs, kills=2, every=3)
     try:
-        status = run_study(study, runs, workers=3, command="", on_status=chaos,
-                           execute=fake_trials.EXECUTE, storage=url)  # fmt: skip
+        status = run(study, runs, chaos)
     finally:
         chaos.end()
-    assert chaos.num_killed >= 1  # a busy machine may not look often enough for all three
+    assert chaos.num_killed >= 1  # a busy machine may not look often enough for both
     record_property("tried", chaos.num_killed)
     assert (status.finished, status.all_valid) == (True, True)
-    queue = open_queue(study, runs, url)
-    check_once_each(study, queue)
-    assert queue.num_claims() > 24  # something was lost on the way
-    # What an undisturbed run logs is known: the fake's accuracy is a function of spec and step.
-    for arm in study.design_arms():
-        for seed in study.seeds:
-            spec = arm.run_spec(seed)
-            want = {f"{METRIC}@{step}": fake_trials.accuracy(spec, step) for step in range(spec.steps + 1)}
-            assert values(runs)[queue.plan.directory((arm.label, seed)).name] == want
-    record = read_study(runs, "chaos")
-    assert Counter((t.arm, t.seed, t.state) for t in record.trials) == Counter(
-        (*key, "complete") for key in queue.plan.keys
-    )
-    assert {(t.arm, t.seed): t.history[METRIC][-1][1] for t in record.trials} == {
-        (arm.label, seed): fake_trials.accuracy(arm.run_spec(seed), 7)
-        for arm in study.design_arms()
-        for seed in study.seeds
-    }
+    assert open_queue(study, runs).num_claims() > 12  # something was lost on the way
+    check_as_undisturbed(study, runs)
 
 
 HOST = """
@@ -211,9 +141,10 @@ import os, sys
 from pathlib import Path
 import test_chaos as t
 os.chdir(Path(sys.argv[1]).parent)
-study = t.a_trained_grid() if sys.argv[3] == "trained" else t.a_grid()
-options = {"workers": 2} if sys.argv[3] == "trained" else {"workers": 1, "execute": t.fake_trials.EXECUTE}
-t.run_study(study, Path(sys.argv[1]), command="", storage=sys.argv[2] or None, **options)
+if sys.argv[3] == "trained":
+    t.run(t.a_trained_grid(), Path(sys.argv[1]), storage=sys.argv[2], execute=t.worker.EXECUTE)
+else:
+    t.run(t.a_grid(), Path(sys.argv[1]), storage=sys.argv[2], workers=1)
 """
 
 
@@ -226,7 +157,7 @@ def two_hosts(folder: Path, url: str, kind: str, new_runs: Callable[[Path], Path
 
 
 @pytest.mark.long
-@needs_postgres
+@postgres_server.needed
 @pytest.mark.attack("Several study commands at once on one study")
 def test_two_hosts_that_share_only_a_database_share_the_work(
     tmp_path: Path, server: postgres_server.Server, new_runs: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
@@ -238,7 +169,7 @@ def test_two_hosts_that_share_only_a_database_share_the_work(
     north, south = (values(runs) for runs in places)
     assert north and south and not set(north) & set(south)  # each trial ran on one host, and both had some
     for runs in places:
-        check_once_each(study, open_queue(study, runs, url))
+        check_once_each(open_queue(study, runs, url))
         assert finals(open_queue(study, runs, url)) == {
             (arm.label, seed): ("complete", fake_trials.accuracy(arm.run_spec(seed), 7))
             for arm in study.design_arms()
@@ -271,49 +202,24 @@ def test_a_worker_that_dies_at_each_place_that_writes_leaves_a_study_that_ends_a
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     study, execute = (a_small_grid(), worker.EXECUTE) if kind == "real" else (a_grid(), fake_trials.EXECUTE)
     quiet, runs, kills = new_runs(tmp_path / "quiet"), new_runs(tmp_path / "runs"), tmp_path / "kills"
-    run_study(study, quiet, workers=2, command="", execute=execute)
+    run(study, quiet, execute=execute)
     kills.mkdir()
     monkeypatch.setenv(kill_points.KILLS, str(kills))
-    status = run_study(study, runs, workers=2, command="", execute=f"kill_points:{kind}")
+    status = run(study, runs, execute=f"kill_points:{kind}")
     assert (status.finished, status.all_valid) == (True, True)
     places = sorted(file.name for file in kills.iterdir() if not file.name.startswith("ended "))
     record_property("tried", len(places))
     assert len(places) >= 16
     assert {place.split(" in ")[0] for place in places} >= {
-        "before fsync",
-        "after fsync",
-        "before replace",
-        "after lock",
-    }
+        "before fsync", "after fsync", "before replace", "after lock",
+    }  # fmt: skip
     if kind == "real":
         assert "after rename in files.publish_folder" in places
     assert values(runs) == values(quiet)
 
 
 @pytest.mark.long
-@pytest.mark.attack("Several study commands at once on one study")
-def test_two_commands_in_one_folder_of_which_one_is_killed_run_every_trial_once(
-    tmp_path: Path, new_runs: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.2")
-    study, runs = a_grid(), new_runs(tmp_path / "runs")
-    command = [sys.executable, "-c", HOST, str(runs), "", "fake"]
-    first, second = (subprocess.Popen(command) for _ in range(2))
-    while study_claims(study, runs) < 6:
-        time.sleep(0.2)
-    first.kill()  # its worker ends after its step, because its parent is gone
-    assert second.wait(600) == 0
-    check_once_each(study, open_queue(study, runs, None))
-    first.wait()
-
-
-def study_claims(study: StudySpec, runs: Path) -> int:
-    queue = open_queue(study, runs, None)
-    return queue.num_claims() if queue.storage.exists() else 0
-
-
-@pytest.mark.long
-@needs_postgres
+@postgres_server.needed
 @pytest.mark.attack("Crash of the PostgreSQL server")
 def test_a_database_that_crashes_twice_delays_a_grid_and_loses_nothing(
     tmp_path: Path,
@@ -330,33 +236,10 @@ def test_a_database_that_crashes_twice_delays_a_grid_and_loses_nothing(
             crashes.append(server.crash())
             server.start()
 
-    status = run_study(study, runs, workers=2, command="", on_status=crash, execute=fake_trials.EXECUTE, storage=url)
+    status = run(study, runs, crash, storage=url)
     assert (status.finished, status.all_valid, len(crashes)) == (True, True, 2)
     record_property("tried", len(crashes))
-    check_once_each(study, open_queue(study, runs, url))
-
-
-@pytest.mark.long
-@pytest.mark.attack("A worker that is frozen for longer than its lease lasts")
-def test_a_frozen_worker_loses_nothing_and_ends_nothing(
-    tmp_path: Path, url: str | None, new_runs: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
-):
-    """In files its lease holds, for its process lives; in a database another takes over, and it ends when it wakes."""
-    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.2")
-    study, runs, frozen = a_grid(), new_runs(tmp_path / "runs"), []
-
-    def freeze_once(status: StudyStatus) -> None:
-        workers = workers_of(psutil.Process())
-        if not frozen and workers and any(trial.done >= 2 for trial in status.trials if trial.state == "running"):
-            frozen.append((workers[0], time.monotonic()))
-            workers[0].suspend()
-        if frozen and time.monotonic() - frozen[0][1] > GRACE_SECONDS + 10 and frozen[0][0].is_running():
-            frozen[0][0].resume()
-
-    status = run_study(study, runs, workers=2, command="", on_status=freeze_once,
-                       execute=fake_trials.EXECUTE, storage=url)  # fmt: skip
-    assert frozen and (status.finished, status.all_valid) == (True, True)
-    check_once_each(study, open_queue(study, runs, url))
+    check_once_each(open_queue(study, runs, url))
 
 
 @contextmanager
@@ -384,12 +267,11 @@ def test_an_interrupt_on_ray_lets_the_step_end(
     study, runs, pressed = a_grid(), new_runs(tmp_path / "runs"), []
 
     def interrupt_once(status: StudyStatus) -> None:
-        if not pressed and any(trial.state == "running" and trial.done >= 1 for trial in status.trials):
+        if not pressed and at_work(status):
             pressed.append(True)
             os.kill(os.getpid(), signal.SIGINT)
 
-    status = run_study(study, runs, workers=2, command="", on_status=interrupt_once,
-                       execute=fake_trials.EXECUTE, cluster=Cluster("local"))  # fmt: skip
+    status = run(study, runs, interrupt_once, cluster=Cluster("local"))
     assert not status.finished
     assert status.counts()["stopped"] >= 1
     assert "running" not in status.counts()
@@ -412,19 +294,19 @@ def test_real_runs_under_fire_on_hosts_and_on_ray_equal_undisturbed_ones(
     """
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     study, quiet = a_trained_grid(), new_runs(tmp_path / "quiet")
-    run_study(study, quiet, workers=2, command="")
+    run(study, quiet, execute=worker.EXECUTE)
     want = values(quiet)
     assert len(want) == 24
 
     runs = new_runs(tmp_path / "fire")
     chaos = Chaos(runs, kills=8, every=2)
     try:
-        run_study(study, runs, workers=3, command="", on_status=chaos)
+        run(study, runs, chaos, workers=3, execute=worker.EXECUTE)
     finally:
         chaos.end()
     assert chaos.num_killed >= 3
     record_property("tried", chaos.num_killed)
-    check_once_each(study, open_queue(study, runs, None))
+    check_once_each(open_queue(study, runs))
     assert values(runs) == want
 
     if postgres_server.missing() is None:
@@ -435,6 +317,6 @@ def test_real_runs_under_fire_on_hosts_and_on_ray_equal_undisturbed_ones(
 
     runs = new_runs(tmp_path / "ray")
     with two_ray_nodes() as address:
-        run_study(study, runs, workers=2, command="", cluster=Cluster(address))
+        run(study, runs, execute=worker.EXECUTE, cluster=Cluster(address))
     assert len(list((runs / "studies/chaos/logs").glob("worker-ray-*.log"))) >= 2  # both nodes had a worker
     assert values(runs) == want

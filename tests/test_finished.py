@@ -26,9 +26,9 @@ from cohort.harness.spec.run import Checkpoints, parse_run
 from cohort.harness.study.runner import dry_run, run_study
 from cohort.harness.study.worker import worker_main
 from fake_trials import a_study
+from queues import METRIC, a_queue, completions, executions
 from test_learner import make_batch
 from test_memory import cohort
-from test_study import METRIC, a_queue, completions, executions
 
 RUN = {"task": "arithmetic", "algorithm": {"name": "grpo", "group_size": 2}, "rollouts_per_step": 8}
 Usage = namedtuple("Usage", "total used free")
@@ -103,7 +103,7 @@ def test_a_trial_keeps_what_its_study_says_and_by_default_nothing(finished, left
     folder = checkpoints(queue.plan.directory(queue.plan.keys[0]))
     write_json(queue.plan.folder / "study.json", {"digest": "", **study.model_dump(mode="json")})
     assert worker_main("sizes", runs, execute=fake_trials.EXECUTE) == 0
-    assert completions(runs) == {("base", 0): 1}
+    assert completions(queue) == {("base", 0): 1}
     assert files(folder) == left
 
 
@@ -118,7 +118,7 @@ def test_checkpoints_of_a_worker_that_died_after_the_result_are_dropped_by_the_n
     write_json(directory / "result.json", result)
     write_json(queue.plan.folder / "study.json", {"digest": "", **study.model_dump(mode="json")})
     assert worker_main("sizes", runs, execute=fake_trials.EXECUTE) == 0
-    assert executions(runs) == [] and completions(runs) == {("base", 0): 1}
+    assert executions(runs) == [] and completions(queue) == {("base", 0): 1}
     assert not folder.exists()
 
 
@@ -131,7 +131,7 @@ def test_a_trial_that_can_still_go_on_keeps_all_of_it(runs):
     before = files(folder)
     write_json(queue.plan.folder / "study.json", {"digest": "", **study.model_dump(mode="json")})
     assert worker_main("sizes", runs, execute=fake_trials.EXECUTE) == 0
-    assert completions(runs) == {} and files(folder) == before
+    assert completions(queue) == {} and files(folder) == before
 
 
 def test_a_single_run_keeps_its_policy_and_a_killed_one_is_cleaned_up_later(runs):

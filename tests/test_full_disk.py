@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import shutil
 import subprocess
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,11 +15,9 @@ import pytest
 from cohort.harness.cli import app
 from cohort.harness.ground.disk import DiskFull, disk_full
 from cohort.harness.record.status import StudyStatus
-from cohort.harness.record.study import read_study
 from cohort.harness.study.queue import study_status
 from fake_trials import a_study
-from queues import workers_of
-from test_study import check_history, completions, journal, run, wanted
+from queues import at_work, check_as_undisturbed, open_queue, run, workers_of
 
 SIZE = 130_000_000  # bytes; a start asks for 100 MB
 
@@ -69,7 +66,7 @@ def test_a_disk_that_fills_up_stops_a_study_and_the_same_command_finishes_it(
     fillers: list[Path] = []
 
     def fill_once(status: StudyStatus) -> None:
-        if not fillers and any(trial.state == "running" and trial.done >= 1 for trial in status.trials):
+        if not fillers and at_work(status):
             fillers.append(fill(disk))
 
     with pytest.raises(DiskFull, match=rf"^a disk is full.* \('{disk}.*' has [\d,]+ bytes free\).*the same command"):
@@ -79,11 +76,10 @@ def test_a_disk_that_fills_up_stops_a_study_and_the_same_command_finishes_it(
     fillers[0].unlink()
     monkeypatch.setenv("FAKE_STEP_SECONDS", "0")
     assert run(study, runs).counts() == {"complete": 2}
-    assert completions(runs) == Counter(wanted(study))
-    ends = {trial.user_attrs.get("result", {}).get("state") for trial in journal(runs)}
+    check_as_undisturbed(study, runs)
+    attempts = open_queue(study, runs)._read().by_key.values()
+    ends = {trial.user_attrs.get("result", {}).get("state") for tried in attempts for trial in tried}
     assert ends <= {"complete", "stopped", "lost"}
-    for trial in read_study(runs, "sizes").trials:
-        check_history(trial)
 
 
 def raised(error: Exception, cause: Exception | None = None) -> Exception:

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,9 +21,7 @@ import pytest
 import typer
 import yaml
 from cohort.harness.cli.app import app
-from cohort.harness.record.events import read_events
 from cohort.harness.record.status import StudyStatus
-from cohort.harness.record.study import read_study
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.study import StudySpec
 from cohort.harness.study import work
@@ -32,10 +29,10 @@ from cohort.harness.study.launchers import slurm
 from cohort.harness.study.launchers.slurm import Slurm, sbatch_parameters, time_limit
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Queue, study_status
-from cohort.harness.study.runner import run_study, start_study
+from cohort.harness.study.runner import start_study
 from cohort.harness.study.worker import worker_main
 from fake_trials import a_study
-from queues import METRIC
+from queues import at_work, check_as_undisturbed, run
 from typer.testing import CliRunner
 
 needs_submitit = pytest.mark.skipif(importlib.util.find_spec("submitit") is None, reason="needs submitit")
@@ -43,33 +40,9 @@ needs_submitit = pytest.mark.skipif(importlib.util.find_spec("submitit") is None
 pytestmark = pytest.mark.usefixtures("plugins")
 
 
-def check_as_undisturbed(study: StudySpec, runs: Path) -> None:
-    """Every (arm, seed) complete once, with the values that an undisturbed fake logs, in its files and in the store."""
-    queue = Queue(Plan(study, runs))
-    attempts = queue._read().by_key
-    complete = Counter(key for key, tried in attempts.items() for t in tried if t.state.name == "COMPLETE")
-    assert complete == Counter((arm.label, seed) for arm in study.design_arms() for seed in study.seeds)
-    for arm in study.design_arms():
-        for seed in study.seeds:
-            spec = arm.run_spec(seed)
-            events = read_events(queue.plan.directory((arm.label, seed)) / "events.jsonl")
-            logged = [(e["step"], e["values"][METRIC]) for e in events if e["type"] == "metrics"]
-            assert logged == [(step, fake_trials.accuracy(spec, step)) for step in range(spec.steps + 1)]
-    finals = {(t.arm, t.seed): t.history[METRIC][-1][1] for t in read_study(runs, study.name).trials}
-    assert finals == {
-        (arm.label, seed): fake_trials.accuracy(arm.run_spec(seed), 7)
-        for arm in study.design_arms()
-        for seed in study.seeds
-    }
-
-
 def started(study: StudySpec, runs: Path) -> StudySpec:
     start_study(study, runs, command="cmd", execute=fake_trials.EXECUTE)
     return study
-
-
-def in_progress(status: StudyStatus) -> bool:
-    return any(trial.state == "running" and trial.done >= 1 for trial in status.trials)
 
 
 # One worker -----------------------------------------------------------------------------------------------------------
@@ -81,7 +54,7 @@ def test_a_worker_that_is_preempted_returns_its_trial_at_once_and_the_next_one_g
     study, sent = started(a_study(seeds=[0]), runs), []
 
     def preempt_once(status: StudyStatus) -> None:
-        if not sent and in_progress(status):
+        if not sent and at_work(status):
             sent.append(True)
             os.kill(os.getpid(), signal.SIGTERM)  # as SLURM does it: more than one
             os.kill(os.getpid(), signal.SIGUSR2)
@@ -146,18 +119,11 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return fake_slurm.install(tmp_path / "cluster", monkeypatch)
 
 
-def run_on(
-    study: StudySpec, runs: Path, what: Slurm, workers: int, on_status: Callable[[StudyStatus], None] | None = None
-) -> StudyStatus:
-    return run_study(study, runs, workers=workers, command="cmd", on_status=on_status,
-                     execute=fake_trials.EXECUTE, cluster=what)  # fmt: skip
-
-
 @needs_submitit
 def test_jobs_are_submitted_as_an_array_with_what_was_asked_for_and_run_the_study(runs: Path, cluster: Path):
     study = a_study(seeds=[0])
     what = Slurm(partition="gpu", minutes=90, num_cpus=2, num_gpus=1, parameters={"account": "lab", "exclusive": True})
-    status = run_on(study, runs, what, workers=2)
+    status = run(study, runs, workers=2, cluster=what)
     assert (status.finished, status.all_valid) == (True, True)
     check_as_undisturbed(study, runs)
     asked = fake_slurm.script(cluster)
@@ -189,11 +155,11 @@ def test_preempted_jobs_are_queued_again_and_lose_nothing(
 
     def preempt(status: StudyStatus) -> None:
         running = [job for job, now in fake_slurm.states(cluster).items() if now == "RUNNING"]
-        if len(told) < 2 and len(running) == 2 and in_progress(status) and status.counts().get("stopped", 0) == 0:
+        if len(told) < 2 and len(running) == 2 and at_work(status) and status.counts().get("stopped", 0) == 0:
             told.append(running[len(told)])
             subprocess.run(["scancel", "--signal=USR2", told[-1]], check=True)
 
-    status = run_on(study, runs, Slurm(minutes=60), 2, preempt)
+    status = run(study, runs, preempt, workers=2, cluster=Slurm(minutes=60))
     assert (status.finished, status.all_valid, len(told)) == (True, True, 2)
     record_property("tried", len(told))
     check_as_undisturbed(study, runs)
@@ -220,7 +186,7 @@ def test_a_killed_job_is_replaced_and_a_cancelled_one_is_not(
             told.append("cancel")
             subprocess.run(["scancel", "100_1"], check=True)
 
-    status = run_on(study, runs, Slurm(minutes=60), 2, disturb)
+    status = run(study, runs, disturb, workers=2, cluster=Slurm(minutes=60))
     assert (status.finished, status.all_valid, len(told)) == (True, True, 2)
     record_property("tried", len(told))
     check_as_undisturbed(study, runs)
@@ -238,17 +204,17 @@ def test_an_interrupt_cancels_waiting_jobs_and_lets_those_at_work_end_their_step
     study, pressed = a_study(), []
 
     def interrupt_once(status: StudyStatus) -> None:
-        if not pressed and in_progress(status):
+        if not pressed and at_work(status):
             pressed.append(True)
             os.kill(os.getpid(), signal.SIGINT)
 
-    status = run_on(study, runs, Slurm(minutes=60), 3, interrupt_once)
+    status = run(study, runs, interrupt_once, workers=3, cluster=Slurm(minutes=60))
     assert status.counts() == {"stopped": 1, "waiting": 3}
     while "RUNNING" in fake_slurm.states(cluster).values():  # its process ends
         time.sleep(0.1)
     assert sorted(fake_slurm.states(cluster).values()) == ["CANCELLED by 1000", "CANCELLED by 1000", "COMPLETED"]
     (cluster / "slots").write_text("2")
-    assert run_on(study, runs, Slurm(minutes=60), 2).finished
+    assert run(study, runs, workers=2, cluster=Slurm(minutes=60)).finished
     check_as_undisturbed(study, runs)
 
 
@@ -326,40 +292,21 @@ def test_without_submitit_the_sentence_says_what_to_install(runs: Path, monkeypa
 
 # Documents ------------------------------------------------------------------------------------------------------------
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
-FILES = [DOCS / "schedulers.md", DOCS / "examples/slurm-array.sh", DOCS / "examples/kubernetes-job.yaml"]
+EXAMPLES = Path(__file__).resolve().parents[1] / "docs/examples"
 
 
-def named(text: str) -> list[list[str]]:
-    """The words of every `cohort` command in a document."""
-    lines = re.findall(r"(?:^|srun |#   |`)(cohort study [a-z][^`\n#]*)", text, re.MULTILINE)
-    return [shlex.split(line) for line in lines]
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_the_commands_and_options_that_documents_name_exist(file: Path):
-    commands = named(file.read_text())
-    assert commands
-    study = typer.main.get_command(app).commands["study"]  # pyright: ignore[reportAttributeAccessIssue]
-    for _, _, verb, *words in commands:
-        known = {option for parameter in study.commands[verb].params for option in parameter.opts}
-        assert {word for word in words if word.startswith("--")} <= known
-
-
-def test_every_option_of_slurm_is_in_the_document():
-    study = typer.main.get_command(app).commands["study"]  # pyright: ignore[reportAttributeAccessIssue]
-    options = [option for parameter in study.commands["run"].params for option in parameter.opts]
-    text = FILES[0].read_text()
-    assert [option for option in options if option.startswith("--slurm") and f"`{option} " not in text] == []
-
-
-def test_the_job_file_of_slurm_is_bash_that_asks_for_the_signal_it_handles():
-    subprocess.run(["bash", "-n", FILES[1]], check=True)
-    assert "#SBATCH --signal=USR2@" in FILES[1].read_text()
+def test_the_job_file_of_slurm_is_bash_that_runs_a_worker_and_asks_for_the_signal_it_handles():
+    subprocess.run(["bash", "-n", EXAMPLES / "slurm-array.sh"], check=True)
+    text = (EXAMPLES / "slurm-array.sh").read_text()
+    assert "#SBATCH --signal=USR2@" in text
+    (words,) = re.findall(r"^srun cohort study work (.*)$", text, re.MULTILINE)
+    work = typer.main.get_command(app).commands["study"].commands["work"]  # pyright: ignore[reportAttributeAccessIssue]
+    known = {option for parameter in work.params for option in parameter.opts}
+    assert {word for word in shlex.split(words) if word.startswith("--")} <= known
 
 
 def test_the_job_file_of_kubernetes_runs_a_worker():
-    job = yaml.safe_load(FILES[2].read_text())
+    job = yaml.safe_load((EXAMPLES / "kubernetes-job.yaml").read_text())
     assert (job["kind"], "completions" in job["spec"]) == ("Job", False)
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["command"][:3] == ["cohort", "study", "work"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,21 +16,15 @@ from cohort.harness.record.study import read_study
 from cohort.harness.spec.study import StudySpec, parse_study
 from cohort.harness.study.plan import Plan
 from cohort.harness.study.queue import Claim, Outcome, Queue
-from cohort.harness.study.runner import run_study
 from cohort.harness.study.search import MIN_FOR_IMPORTANCE
 from optuna.trial import TrialState
-from queues import METRIC, a_queue, claimed, die
+from queues import METRIC, a_queue, claimed, die, run
 
 BETA = {"low": 1e-3, "high": 1.0, "log": True}
 SPACE = {"algorithm.kl_beta": BETA, "algorithm.group_size": {"choices": [2, 4, 8]}}
 
 
 pytestmark = pytest.mark.usefixtures("plugins")
-
-
-@pytest.fixture
-def runs(tmp_path: Path) -> Path:
-    return tmp_path / "runs"
 
 
 def a_search(seeds: tuple[int, ...] = (0, 1), run: Mapping[str, Any] | None = None, **changes: Any) -> StudySpec:
@@ -312,13 +305,11 @@ def test_a_cell_of_a_comparison_without_a_valid_setting_ends_without_a_final_arm
     assert queue.status().finished
 
 
-def test_a_search_with_pruning_runs_resumes_and_is_recorded_with_its_pruned_trials(runs: Path, empty_store: Path):
+def test_a_search_with_pruning_runs_resumes_and_is_recorded_with_its_pruned_trials(runs: Path):
     # The fake's accuracy is (group size + seed / 10 + step / 100) / 100: smaller groups are behind at every step.
-    runs.mkdir()
-    shutil.copy(empty_store, runs / "mlflow.db")
     space = {"algorithm.group_size": {"choices": [1, 2, 4, 8, 16, 32]}}
     study = a_search(space=space, trials=6, pruner="median", startup=2, sampler="random")
-    status = run_study(study, runs, workers=1, command="cmd", execute=fake_trials.EXECUTE)
+    status = run(study, runs, workers=1)
     counts = status.counts()
     assert (status.finished, status.all_valid) == (True, True)
     assert set(counts) == {"complete", "pruned"}
@@ -336,4 +327,4 @@ def test_a_search_with_pruning_runs_resumes_and_is_recorded_with_its_pruned_tria
             assert trial.reason is not None
             assert "behind the other arms with validation/accuracy" in trial.reason
             assert trial.arm not in kept
-    assert run_study(study, runs, workers=1, command="cmd", execute=fake_trials.EXECUTE) == status
+    assert run(study, runs, workers=1) == status

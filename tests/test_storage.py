@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import fake_trials
@@ -18,14 +18,10 @@ from cohort.harness.ground.files import read_json, write_json
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.spec.study import StudySpec
 from cohort.harness.study.queue import MAX_LOST, Outcome, open_storage, study_status
-from cohort.harness.study.runner import run_study
 from cohort.harness.study.storage.base import StorageUnavailable
 from cohort.harness.study.storage.files import FileLease, LocalStorage
 from fake_trials import a_study
-from queues import DONE, a_queue, claimed, die, open_queue
-
-needs_postgres = pytest.mark.skipif(postgres_server.missing() is not None, reason=str(postgres_server.missing()))
-
+from queues import DONE, a_queue, claimed, die, open_queue, run
 
 pytestmark = pytest.mark.usefixtures("plugins")
 
@@ -141,23 +137,19 @@ def test_a_worker_ends_at_once_when_another_has_its_lease(tmp_path: Path, url: s
     assert process.wait(60) == 3
 
 
-def test_another_spec_under_the_same_name_is_refused(tmp_path: Path, url: str | None, empty_store: Path):
-    here, there = tmp_path / "here", tmp_path / "there"
-    for runs in (here, there):
-        runs.mkdir()
-        shutil.copy(empty_store, runs / "mlflow.db")
+def test_another_spec_under_the_same_name_is_refused(tmp_path: Path, url: str | None, new_runs: Callable[[Path], Path]):
+    here, there = new_runs(tmp_path / "here"), new_runs(tmp_path / "there")
     a_queue(a_study(), here, url)
     second = here if url is None else there  # another host knows of it by the database alone
-    with pytest.raises(SpecError, match=r"a started study cannot change.*another name"):
-        run_study(a_study(run=fake_trials.run_settings(steps=8)), second, workers=1, command="",
-                  execute=fake_trials.EXECUTE, storage=url)  # fmt: skip
+    with pytest.raises(SpecError, match=r"a started study cannot change.*restore the settings.*--name"):
+        run(a_study(run=fake_trials.run_settings(steps=8)), second, storage=url)
     assert study_status("sizes", second, url).counts() == {"waiting": 4}
 
 
 # PostgreSQL -----------------------------------------------------------------------------------------------------------
 
 
-@needs_postgres
+@postgres_server.needed
 def test_a_worker_elsewhere_lives_as_long_as_the_database_saw_its_heartbeat(
     tmp_path: Path, database: str, monkeypatch: pytest.MonkeyPatch
 ):
@@ -178,7 +170,7 @@ def test_a_worker_elsewhere_lives_as_long_as_the_database_saw_its_heartbeat(
     assert claimed(queue).key == claim.key
 
 
-@needs_postgres
+@postgres_server.needed
 @pytest.mark.attack("Loss of the PostgreSQL server")
 def test_a_lease_outlives_the_loss_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from cohort.harness.study.storage import postgres
@@ -203,20 +195,20 @@ def test_a_lease_outlives_the_loss_of_the_server(tmp_path: Path, monkeypatch: py
         assert queue.status().counts() == {"complete": 1}
 
 
-@needs_postgres
+@postgres_server.needed
 @pytest.mark.attack("Loss of the PostgreSQL server")
 def test_a_server_out_of_reach_is_refused_before_anything_is_written(tmp_path: Path):
     with pytest.raises(ConnectionError, match=r"postgresql://me:\*\*\*@127.0.0.1:1/x cannot be used now.*--storage"):
-        run_study(a_study(), tmp_path / "new", workers=1, command="", storage="postgresql://me:s3cret@127.0.0.1:1/x")
+        run(a_study(), tmp_path / "new", storage="postgresql://me:s3cret@127.0.0.1:1/x")
     assert not (tmp_path / "new").exists()
 
 
-@needs_postgres
+@postgres_server.needed
 @pytest.mark.attack("Loss of the PostgreSQL server")
 def test_a_wrong_password_is_not_repeated(server: postgres_server.Server, tmp_path: Path):
     url = server.url().replace(server.password, "wr0ng")
     with pytest.raises(ConnectionError, match="authentication failed") as caught:
-        run_study(a_study(), tmp_path / "new", workers=1, command="", storage=url)
+        run(a_study(), tmp_path / "new", storage=url)
     assert "wr0ng" not in str(caught.value)
 
 
