@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import pty
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +21,6 @@ from cohort.harness.record.status import StudyStatus
 from cohort.harness.spec.errors import SpecError
 from cohort.harness.study.queue import open_storage
 from cohort.harness.study.runner import run_study
-from cohort.harness.study.storage.postgres import ask_password
 from fake_trials import a_study
 
 SECRET = "s3cret"
@@ -59,10 +54,6 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def server() -> Iterator[postgres_server.Server]:
     with postgres_server.server() as one:
         yield one
-
-
-def without_password(url: str) -> str:
-    return url.replace(url[url.index("cohort:") + 6 : url.index("@")], "")
 
 
 @pytest.mark.attack("A password in the URL of a database, written in any way")
@@ -169,42 +160,3 @@ def test_no_process_log_or_file_of_a_study_has_the_password(
     assert {"worker-0.log", "mlflow.db", "study.json"} <= {file.name for file in files}
     assert [file for file in files if server.password.encode() in file.read_bytes()] == []
     assert server.password not in " ".join([*arguments, *capfd.readouterr(), caplog.text])
-
-
-@needs_postgres
-def test_a_password_is_asked_for_only_if_the_server_wants_it_and_nothing_else_gives_it(
-    server: postgres_server.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    whole = server.url()
-    bare = without_password(whole)
-    assert ask_password(bare, lambda: "a@b") == whole.replace("postgresql:", "postgresql+psycopg:").replace(
-        server.password, "a%40b"
-    )
-    assert ask_password(whole, lambda: pytest.fail("it has one")) == whole
-    (tmp_path / "pgpass").write_text(f"127.0.0.1:{server.port}:*:cohort:{server.password}\n")
-    (tmp_path / "pgpass").chmod(0o600)
-    monkeypatch.setenv("PGPASSFILE", str(tmp_path / "pgpass"))
-    assert ask_password(bare, lambda: pytest.fail("the file has one")) == bare
-    nowhere = "postgresql://me@127.0.0.1:1/x"
-    assert ask_password(nowhere, lambda: pytest.fail("nobody wants one")) == nowhere
-
-
-@needs_postgres
-def test_a_password_typed_at_the_terminal_opens_the_storage(server: postgres_server.Server):
-    terminal, stdin = pty.openpty()
-    code = "from cohort.harness.cli.app import main; main()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "study", "status", "sizes", "--storage", without_password(server.url())],
-        stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    out = ""
-    while not out.endswith(": "):  # what is typed before the question is dropped
-        out += process.stdout.read(1)
-    os.write(terminal, f"{server.password}\n".encode())
-    out += process.communicate(timeout=120)[0]
-    os.close(terminal)
-    os.close(stdin)
-    assert "Password for postgresql://cohort@127.0.0.1" in out
-    assert "no study 'sizes' was started in postgresql://cohort:***@127.0.0.1" in out
-    assert server.password not in out

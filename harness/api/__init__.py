@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .reporting import report
     from .result import Report, Result
     from .runs import Evaluation, estimate_runs, evaluate, probe, register, train
-    from .settings import shell, with_password
+    from .settings import shell
     from .study import (
         Study,
         compare,
@@ -68,7 +68,7 @@ _NAMES = {
     ".reporting": "report",
     ".result": "Report Result",
     ".runs": "Evaluation estimate_runs evaluate probe register train",
-    ".settings": "shell with_password",
+    ".settings": "shell",
     ".study": "Study compare comparison dry_run launcher list_studies load_study open_result run run_to_report show "
     "say_without_result start study_of watch",
 }

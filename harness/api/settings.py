@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
-from getpass import getpass
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +19,6 @@ REPORTING = "reading the results and drawing the figures"
 
 def runs_folder(folder: str | Path | None) -> Path:
     return Path(folder or os.environ.get("COHORT_RUNS") or RUNS)
-
-
-def with_password(storage: str | None) -> str | None:
-    """The storage's URL, with the password asked for at the terminal if the server needs one."""
-    if not storage or not sys.stdin.isatty():
-        return storage or None
-    from ..ground.addresses import shown
-    from ..study.storage.postgres import ask_password
-
-    return ask_password(storage, lambda: getpass(f"Password for {shown(storage)}: "))
 
 
 def shell(command: str, options: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ COHORT_RUNS, COHORT_TRACKING_URI, COHORT_STORAGE.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shlex
 import sys
@@ -25,7 +26,7 @@ from ..spec.errors import SpecError
 from ..spec.raw import parse_overrides, with_overrides
 from ..spec.run import Optimizer
 from ..spec.study import StudySpec, parse_study
-from .settings import REPORTING, Settings, as_texts, runs_folder, shell, with_password
+from .settings import REPORTING, Settings, as_texts, runs_folder, shell
 
 if TYPE_CHECKING:
     from ...reports.render import ReportFiles
@@ -230,7 +231,7 @@ def run_to_report(
         command = f"{command} --workers {workers}"
     with study_view() as view:
         status = run_study(
-            spec, runs, workers=workers, command=command, on_status=view.update, storage=with_password(storage),
+            spec, runs, workers=workers, command=command, on_status=view.update, storage=storage,
             cluster=cluster, together=together,
         )  # fmt: skip
     if not status.finished:  # asked to stop
@@ -265,7 +266,7 @@ def start(study: Study, runs: Path, storage: str | None = None) -> str:
     """Set up a study whose trials other commands run, and return that command."""
     from ..study.runner import start_study
 
-    start_study(study.spec, runs, command=study.command, storage=with_password(storage))
+    start_study(study.spec, runs, command=study.command, storage=storage)
     return f"cohort study work {shlex.quote(study.name)} --runs {shlex.quote(str(runs))}"
 
 
@@ -278,7 +279,6 @@ def dry_run(
     with phase_bar(f"dry run of {study.name}", "settings, models, data, memory and disk"):
         from ..study import runner
 
-        storage = with_password(storage)
         return runner.dry_run(study.spec, runs, workers=workers, storage=storage, together=together)
 
 
@@ -313,14 +313,15 @@ def launcher(
         if cpus is not None or gpus is not None:
             raise SpecError("--cpus and --gpus are for the workers of --launcher ray or slurm; leave them out")
         return None
+    package = "submitit" if name == "slurm" else name
+    if importlib.util.find_spec(package) is None:
+        raise SpecError(f"--launcher {name} needs {package}; pip install 'cohort-rl[{name}]'")
     if name == "ray":
-        from ..study.launchers.ray import Cluster, check_ray
+        from ..study.launchers.ray import Cluster
 
-        check_ray()
         return Cluster(None, 1 if cpus is None else cpus, gpus)
-    from ..study.launchers.slurm import Slurm, check_submitit, sbatch_parameters, time_limit
+    from ..study.launchers.slurm import Slurm, sbatch_parameters, time_limit
 
-    check_submitit()
     if any(count is not None and count != int(count) for count in (cpus, gpus)):
         raise SpecError("--cpus and --gpus must be whole numbers for --launcher slurm")
     if gpus is None:

@@ -67,7 +67,7 @@ Storage = Annotated[
         metavar="URL",
         callback=_warn_of_password,
         help="postgresql://... for hosts without a common disk; by default files. A password not in the URL comes from "
-        "~/.pgpass, or you are asked for it.",
+        "~/.pgpass.",
     ),
 ]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="'tiny', a Hub id, a model folder or a checkpoint.")]

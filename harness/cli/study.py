@@ -92,7 +92,6 @@ def study_run(
     cluster = api.launcher(launcher, found, cpus, gpus, slurm_set or ())
     if cluster and workers == "0":
         raise ValueError("--workers 0 starts no worker, so --launcher has nothing to do; leave one of them out")
-    storage = api.with_password(storage)
     if found.command:
         placed = {"--launcher": launcher, "--cpus": cpus, "--gpus": gpus, "--slurm-set": slurm_set} if cluster else {}
         how = {None: "", True: " --together", False: " --apart"}[together]
@@ -131,7 +130,7 @@ def study_work(
     from ..console.progress import study_view
 
     with study_view() as view:
-        status, signals = api.work(study, runs, storage=api.with_password(storage), on_status=view.update)
+        status, signals = api.work(study, runs, storage=storage, on_status=view.update)
     counts = status.counts()
     if as_json:
         terminal.print_json({"study": status.name, "finished": status.finished, "counts": counts})
@@ -185,7 +184,7 @@ def study_status(
 
     Exit code 0 only if all trials are complete, except those of stopped arms.
     """
-    status = api.study_status(study, runs, api.with_password(storage))
+    status = api.study_status(study, runs, storage)
     spent, remaining = api.cost(status), api.remaining_seconds(status)
     if as_json:
         document = {"study": status.name, "question": status.question, "counts": status.counts()}
@@ -207,7 +206,7 @@ def study_watch(study: options.Started, storage: options.Storage = None, runs: o
 
     Prints only once if stdout is not a terminal or nothing is left to run.
     """
-    api.watch(study, runs, api.with_password(storage))
+    api.watch(study, runs, storage)
 
 
 @command("study stop", "cohort study stop compare_algorithms dapo", "cohort study stop group_size group_size=2")
@@ -218,7 +217,7 @@ def study_stop(
 
     The trials then wait for `cohort study resume`, and the study ends without them.
     """
-    new = api.stop_arm(study, runs, arm, api.with_password(storage))
+    new = api.stop_arm(study, runs, arm, storage)
     words = "stops: its trials finish their step and write a checkpoint." if new else "is already stopped."
     terminal.say(f"{arm} {words} To continue it: cohort study resume {shlex.quote(study)} {shlex.quote(arm)}")
 
@@ -228,7 +227,7 @@ def study_resume(
     study: options.Started, arm: options.Arm, storage: options.Storage = None, runs: options.Runs = options.RUNS
 ) -> None:
     """Continue a stopped arm as if it had never stopped; start the study again if it has ended."""
-    new = api.resume_arm(study, runs, arm, api.with_password(storage))
+    new = api.resume_arm(study, runs, arm, storage)
     words = "continues as soon as a worker is free" if new else "was not stopped, so nothing changed"
     terminal.say(f"{arm} {words}. If the study has ended, run its command again.")
 
@@ -252,9 +251,7 @@ def study_clone(
 
     It was chosen after seeing results, so the report shows it separately, and no comparison or test includes it.
     """
-    clone = api.clone_arm(
-        study, runs, arm, api.parse_overrides(sets or ()), warm=warm, storage=api.with_password(storage)
-    )
+    clone = api.clone_arm(study, runs, arm, api.parse_overrides(sets or ()), warm=warm, storage=storage)
     left = ", ".join(f"seed {seed} from step {step}" for seed, step in zip(clone.seeds, clone.steps, strict=True))
     terminal.say(f"New arm: {clone.label}{f' ({left})' if warm else ''}")
     terminal.say("It runs as soon as a worker is free. If the study has ended, run its command again.")

@@ -209,6 +209,6 @@ def _pool(
         return
     pool = RayPool(arguments, workers, logs, environment, cluster=cluster, devices=devices)
     with pool.connected():
-        if storage is None:
+        if not storage:
             pool.check_shared(plan.runs)
         yield pool

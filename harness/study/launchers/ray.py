@@ -5,7 +5,6 @@ the queue decides which trial runs where, and the leases return the trials of a 
 on one node. Ray is imported only for a study that uses it.
 """
 
-import importlib.util
 import os
 import signal
 import time
@@ -23,19 +22,12 @@ from .local import HOME, POLL_SECONDS, Pool, last_words, start_worker
 PROBE_SECONDS = 60.0
 
 
-def check_ray() -> None:
-    """SpecError if Ray is not installed; imports nothing."""
-    if importlib.util.find_spec("ray") is None:
-        raise SpecError("--launcher ray needs Ray; pip install 'cohort-rl[ray]'")
-
-
 def import_ray(address: str) -> Any:
     """The module `ray`, kept on the loopback interface if `address` is "local".
 
     Ray replaces 127.0.0.1 by the address of a network interface, unless a variable turns off clusters of several
     machines before its import. The variable is named after the systems where they are off by default.
     """
-    check_ray()
     if address == "local":
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     import ray

@@ -10,7 +10,6 @@ submitit pickles a job into the study's folder; whoever may write there could ru
 is the user's alone. submitit is imported when a study asks for it.
 """
 
-import importlib.util
 import os
 import re
 import shutil
@@ -69,7 +68,10 @@ class Job:
             return (EXIT_STATUS if disk_full(error, self.runs) else 1), f"{type(error).__name__}: {error}"
         if signal.SIGINT not in signals:  # else the study was asked to stop
             if set(LEAVE) & set(signals):
-                signal.raise_signal(_user_signal())  # submitit's handler is back in its place: it calls `checkpoint`
+                from submitit import JobEnvironment
+
+                # submitit's handler is back in its place: it calls `checkpoint`
+                signal.raise_signal(signal.Signals[f"SIG{JobEnvironment.USR_SIG}"])
             elif signal.SIGTERM in signals:
                 time.sleep(HELD_SECONDS)
         return 0, ""
@@ -172,7 +174,6 @@ class SlurmPool(Pool):
 
 def check_slurm(slurm: Slurm, runs: Path, workers: int | None) -> None:
     """SpecError if jobs cannot be submitted from here, or would not find the runs folder; SLURM itself is asked."""
-    check_submitit()
     if workers is None:
         raise SpecError("--launcher slurm needs --workers N, the number of jobs at a time; give it")
     if missing := [command for command in COMMANDS if shutil.which(command) is None]:
@@ -200,20 +201,14 @@ def check_slurm(slurm: Slurm, runs: Path, workers: int | None) -> None:
         raise SpecError(f"SLURM refuses a job with {' '.join(flags)} ({said}); change the --slurm options")
 
 
-def check_submitit() -> None:
-    """SpecError if submitit is not installed; imports nothing."""
-    if importlib.util.find_spec("submitit") is None:
-        raise SpecError("--launcher slurm needs submitit; pip install 'cohort-rl[slurm]'")
-
-
 def time_limit(text: str) -> int:
     """Minutes of a time limit as sbatch takes it: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:...]."""
-    days, dash, rest = text.rpartition("-")
-    parts = rest.split(":")
-    if not all(re.fullmatch(r"[0-9]{1,6}", part) for part in ([days] if dash else []) + parts) or len(parts) > 3:
+    found = re.fullmatch(r"(?:(\d{1,6})-)?(\d{1,6})(?::(\d{1,6}))?(?::(\d{1,6}))?", text, re.ASCII)
+    if found is None:
         raise SpecError(f"--slurm-set time must be a time limit of sbatch (90, 4:00:00, 1-12:30:00), got '{text}'")
-    numbers = [int(part) for part in parts]
-    hours, minutes, seconds = [*numbers, 0, 0][:3] if dash or len(numbers) == 3 else [0, *numbers, 0][:3]
+    days, *clock = found.groups()
+    whole = days is not None or clock[2] is not None  # it begins with hours
+    hours, minutes, seconds = (int(part or 0) for part in (clock if whole else [0, *clock[:2]]))
     total = 1440 * int(days or 0) + 60 * hours + minutes + seconds // 60
     if total < LEAST_MINUTES:
         raise SpecError(
@@ -253,9 +248,3 @@ def _end(job: Any, state: str) -> tuple[int, str]:
         words = f"it left no log: do all nodes share '{job.paths.folder}'?"
     job.cancel(check=False)  # SLURM may have queued it again
     return -signal.SIGKILL, f"SLURM says {state}; {words}"
-
-
-def _user_signal() -> int:
-    from submitit import JobEnvironment
-
-    return getattr(signal, f"SIG{JobEnvironment.USR_SIG}")

@@ -14,7 +14,7 @@ a compare-and-swap, so even two holders of the lock (one cut off, one new) canno
 import json
 import re
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -203,16 +203,6 @@ class PostgresStorage(Storage):
         """Run a statement; whether it changed a row."""
         with self.errors(), self._engine.connect() as connection:
             return connection.execute(sqlalchemy.text(statement), {"study": self._study, **values}).rowcount > 0
-
-
-def ask_password(url: str, ask: Callable[[], str]) -> str:
-    """The URL with the password that `ask` returns, if its server needs one and neither URL nor ~/.pgpass has it."""
-    try:
-        PostgresStorage("", url).check()
-    except StorageUnavailable as error:
-        if "no password supplied" in str(error):
-            return sqlalchemy.make_url(_with_driver(url)).set(password=ask()).render_as_string(hide_password=False)
-    return url
 
 
 def _with_driver(url: str) -> str:
